@@ -1,0 +1,323 @@
+"""What the core asks of a device family: the :class:`Backend` and :class:`Group` protocols, and the registry.
+
+Legend of shapes: W world size, S one rank's shard numel, N = sum of all shards' numel.
+
+The core knows devices only through these two protocols. A backend is picked by the device of the
+parameters or by name; third parties add one through the entry-point group ``shardkit.backends``
+(name -> a callable without arguments that returns a :class:`Backend`).
+"""
+
+from __future__ import annotations
+
+import enum
+import importlib
+import importlib.metadata
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+
+from .errors import BackendError
+
+
+class ReduceOp(enum.Enum):
+    """How contributions of ranks are combined. AVG divides the sum by the group's world size."""
+
+    SUM = "sum"
+    AVG = "avg"
+    MAX = "max"
+    MIN = "min"
+
+
+@runtime_checkable
+class Work(Protocol):
+    """A collective in flight."""
+
+    def wait(self) -> None:
+        """Returns when the result may be used by what this rank runs next.
+
+        Raises:
+            OutOfStepError: another rank of the group waits in a different call.
+            RankLostError: another rank died.
+        """
+        ...
+
+
+class Group(Protocol):
+    """Ranks that communicate; every method below is a collective: all ranks call it in the same order.
+
+    ``src`` and ``dst`` are ranks within the group. Buffers are 1-D and contiguous where a shape is
+    given, of any dtype in {fp32, fp64, bf16, fp16, int64, int32, uint8}. ``sizes`` holds each rank's numel
+    (default: even); backends with ``even_shards_only`` refuse uneven ones. With ``async_op=False`` the
+    result is ready on return and the returned work is done. ``label`` says what the call is for and
+    appears in errors.
+    """
+
+    @property
+    def backend(self) -> Backend: ...
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def world_size(self) -> int: ...
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Global rank of each member, in group order."""
+        ...
+
+    def channel(self, name: str) -> Group:
+        """The same ranks over a separate connection: calls in different channels never meet.
+
+        The first call for a name is a collective; later ones return the same group.
+        """
+        ...
+
+    def new_group(self, ranks: Sequence[int]) -> Group | None:
+        """A sub-group of these group ranks (collective over this group); None on ranks outside of it."""
+        ...
+
+    def all_gather_into(
+        self,
+        output: torch.Tensor,  # [N]
+        shard: torch.Tensor,  # [S]; may be this rank's own slice of output (then nothing is copied)
+        sizes: Sequence[int] | None = None,
+        *,
+        async_op: bool = False,
+        label: str = "",
+    ) -> Work: ...
+
+    def reduce_scatter_into(
+        self,
+        shard: torch.Tensor,  # [S]; must not alias input
+        input: torch.Tensor,  # [N]; its contents are undefined afterwards
+        sizes: Sequence[int] | None = None,
+        *,
+        op: ReduceOp = ReduceOp.SUM,
+        async_op: bool = False,
+        label: str = "",
+    ) -> Work: ...
+
+    def all_to_all(
+        self,
+        output: torch.Tensor,  # [sum(output_sizes)]
+        input: torch.Tensor,  # [sum(input_sizes)]
+        output_sizes: Sequence[int] | None = None,
+        input_sizes: Sequence[int] | None = None,
+        *,
+        async_op: bool = False,
+        label: str = "",
+    ) -> Work: ...
+
+    def all_reduce(
+        self, tensor: torch.Tensor, *, op: ReduceOp = ReduceOp.SUM, async_op: bool = False, label: str = ""
+    ) -> Work:
+        """In place, any shape."""
+        ...
+
+    def reduce(
+        self,
+        tensor: torch.Tensor,
+        dst: int,
+        *,
+        op: ReduceOp = ReduceOp.SUM,
+        async_op: bool = False,
+        label: str = "",
+    ) -> Work:
+        """In place on ``dst``; on other ranks the contents are undefined afterwards."""
+        ...
+
+    def broadcast(
+        self, tensor: torch.Tensor, src: int, *, async_op: bool = False, label: str = ""
+    ) -> Work:
+        """In place, any shape."""
+        ...
+
+    def barrier(self, *, label: str = "") -> None: ...
+
+    def all_gather_object(self, obj: Any, *, label: str = "") -> list[Any]:
+        """Each rank's picklable object, in rank order, on every rank."""
+        ...
+
+    def broadcast_object(self, obj: Any, src: int, *, label: str = "") -> Any: ...
+
+    def abort(self) -> None:
+        """Gives up what is in flight after an error, so that other ranks fail soon instead of waiting."""
+        ...
+
+
+class Event(Protocol):
+    """A point in a stream's work."""
+
+    def wait(self) -> None:
+        """Work issued from now on in the current stream starts after this point."""
+        ...
+
+    def synchronize(self) -> None:
+        """Blocks the host until this point has been reached."""
+        ...
+
+
+class Backend(Protocol):
+    """A device family: where tensors live, what may overlap, how ranks start and meet."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def device_type(self) -> str:
+        """``torch.device(...).type`` of the tensors it serves."""
+        ...
+
+    @property
+    def even_shards_only(self) -> bool:
+        """Shards of a collective have one size, and every rank must issue the same operations on the same
+        shapes (a compiled graph that all ranks share)."""
+        ...
+
+    @property
+    def has_storage(self) -> bool:
+        """Tensors own memory that can be viewed, taken and released (false for lazy tensors)."""
+        ...
+
+    def is_available(self) -> bool: ...
+
+    def device(self) -> torch.device:
+        """This rank's device."""
+        ...
+
+    def group(self, process_group: Any = None) -> Group:
+        """The :class:`Group` for what a user passes as ``process_group``: None (all ranks), a
+        torch.distributed group, a Group, or an object with ``rank()`` and ``size()``.
+
+        Raises:
+            ConfigurationError: no process group exists yet, or this rank is no member.
+        """
+        ...
+
+    # memory
+    def take_storage(self, tensor: torch.Tensor) -> None:
+        """Gives a tensor whose storage was released its memory back (contents undefined)."""
+        ...
+
+    def release_storage(self, tensor: torch.Tensor) -> None:
+        """Gives the memory of a tensor that owns its whole storage back; views of it stay valid objects."""
+        ...
+
+    def pin(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A host copy that the device can read asynchronously."""
+        ...
+
+    # overlap
+    def new_stream(self) -> Any: ...
+
+    def stream(self, stream: Any) -> AbstractContextManager[Any]: ...
+
+    def record_event(self) -> Event: ...
+
+    def synchronize(self) -> None:
+        """Blocks until all work of this rank's device is done."""
+        ...
+
+    # lazy execution
+    def mark_step(self, *, wait: bool = False) -> None:
+        """Runs what was recorded so far, where execution is lazy; else nothing."""
+        ...
+
+    # random numbers
+    def rng_state(self) -> torch.Tensor: ...
+
+    def set_rng_state(self, state: torch.Tensor) -> None: ...
+
+    def launch(
+        self,
+        fn: Callable[..., Any],
+        world_size: int,
+        args: tuple[Any, ...] = (),
+        *,
+        timeout: float | None = None,
+    ) -> list[Any]:
+        """Runs ``fn(rank, *args)`` on that many ranks; returns each rank's (picklable) result.
+
+        Raises:
+            RankFailedError: the first failing rank's error, at once; no process is left behind.
+        """
+        ...
+
+
+_BUILT_IN = {
+    "gloo": "shardkit.backends.gloo:GlooBackend",
+    "cuda": "shardkit.backends.cuda:CudaBackend",
+    "xla": "shardkit.backends.xla:XlaBackend",
+    "simulated": "shardkit.backends.simulated:SimulatedBackend",
+}
+_ENTRY_POINTS = "shardkit.backends"
+_instances: dict[str, Backend] = {}
+# A backend whose ranks share one process (threads) puts a function here that returns the backend of the
+# calling rank, or None outside of its ranks; it then wins over the device of the parameters.
+_current: list[Callable[[], Backend | None]] = []
+
+
+def _load(name: str) -> Backend:
+    if name in _BUILT_IN:
+        module, _, attribute = _BUILT_IN[name].partition(":")
+        return getattr(importlib.import_module(module), attribute)()  # type: ignore[no-any-return]
+    for entry in importlib.metadata.entry_points(group=_ENTRY_POINTS):
+        if entry.name == name:
+            return entry.load()()  # type: ignore[no-any-return]
+    others = sorted({e.name for e in importlib.metadata.entry_points(group=_ENTRY_POINTS)} - set(_BUILT_IN))
+    known = ", ".join([*_BUILT_IN, *others])
+    raise BackendError(f"no backend named {name!r}; there are: {known}")
+
+
+def get_backend(name: str) -> Backend:
+    """The backend of that name (one instance a process).
+
+    Raises:
+        BackendError: no such backend, or it is not available on this machine.
+    """
+    if name not in _instances:
+        _instances[name] = _load(name)
+    return _instances[name]
+
+
+def register_rank_provider(provider: Callable[[], Backend | None]) -> None:
+    """For backends whose ranks are threads of one process: ``provider()`` names the calling rank's backend."""
+    if provider not in _current:
+        _current.append(provider)
+
+
+def backend_for(tensors: Iterable[torch.Tensor], name: str | Backend | None = None) -> Backend:
+    """The backend for these tensors: the named one, the one whose rank is calling, or by device type.
+
+    Raises:
+        BackendError: tensors of a device type that no backend serves.
+    """
+    if isinstance(name, str):
+        return get_backend(name)
+    if name is not None:
+        return name
+    device_type = next((t.device.type for t in tensors), "cpu")
+    for provider in _current:
+        backend = provider()
+        if backend is not None and backend.device_type == device_type:
+            return backend
+    return backend_for_device(device_type)
+
+
+def backend_for_device(device_type: str) -> Backend:
+    """The backend that serves a device type ("cpu" and "meta": gloo)."""
+    if device_type in ("cpu", "meta"):
+        return get_backend("gloo")
+    if device_type in _BUILT_IN:
+        return get_backend(device_type)
+    for entry in importlib.metadata.entry_points(group=_ENTRY_POINTS):
+        backend = get_backend(entry.name)
+        if backend.device_type == device_type:
+            return backend
+    raise BackendError(
+        f"no backend serves tensors on {device_type!r}; install one (entry-point group {_ENTRY_POINTS!r}) "
+        "or move the module to cpu, cuda or xla first"
+    )

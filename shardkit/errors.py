@@ -1,0 +1,54 @@
+"""Every error shardkit raises on purpose.
+
+Messages say which rank, what was expected, what was found and what to change. What is wrong on one
+rank is raised on every rank of the group, so that no rank is left waiting for another.
+"""
+
+from __future__ import annotations
+
+
+class ShardkitError(RuntimeError):
+    """Base of all errors of this library."""
+
+
+class ConfigurationError(ShardkitError, ValueError):
+    """An argument or a combination of arguments can't work; nothing was changed."""
+
+
+class BackendError(ShardkitError):
+    """A backend is unknown, not installed, or can't serve what was asked of it."""
+
+
+class RankMismatchError(ShardkitError):
+    """Ranks disagree on something that has to be the same everywhere (parameters, world size)."""
+
+
+class OutOfStepError(ShardkitError):
+    """Ranks entered different collectives; the message names the call of each."""
+
+
+class RankLostError(ShardkitError):
+    """Another rank died or closed its connections in the middle of a collective."""
+
+
+class RankFailedError(ShardkitError):
+    """A rank started by :func:`shardkit.launch` raised; holds its rank and its traceback.
+
+    Attributes:
+        rank: the rank that failed first.
+        remote_type: name of the exception's class in that rank.
+        remote_traceback: its formatted traceback.
+    """
+
+    def __init__(self, rank: int, remote_type: str, remote_traceback: str) -> None:
+        super().__init__(f"rank {rank} failed with {remote_type}:\n\n{remote_traceback}")
+        self.rank = rank
+        self.remote_type = remote_type
+        self.remote_traceback = remote_traceback
+
+    def __reduce__(self) -> tuple[type, tuple[int, str, str]]:
+        return type(self), (self.rank, self.remote_type, self.remote_traceback)
+
+
+class LifecycleError(ShardkitError):
+    """A call came at a moment where it has no meaning (a step before the backward has finished)."""
