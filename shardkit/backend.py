@@ -141,6 +141,10 @@ class Group(Protocol):
         """Each rank's picklable object, in rank order, on every rank."""
         ...
 
+    def gather_object(self, obj: Any, dst: int, *, label: str = "") -> list[Any] | None:
+        """Each rank's picklable object, in rank order, on ``dst``; None elsewhere."""
+        ...
+
     def broadcast_object(self, obj: Any, src: int, *, label: str = "") -> Any: ...
 
     def abort(self) -> None:
