@@ -1,0 +1,90 @@
+# Each target creates the environment it needs; a second call finds it ready (a stamp file).
+#
+#   make demo    trains on real data with 2 ranks and compares with one process and with DDP
+#   make test    all tests: newest torch, then oldest supported torch with the XLA backend
+#   make check   ruff, mypy, import-linter
+#   make bench   shardkit, fairscale, DDP and ZeroRedundancyOptimizer interleaved in one run
+#   make docs    HTML documentation in docs/_build/html
+
+PYTHON ?= python3
+# The newest torch tested, and the oldest supported one: torch_xla needs exactly its own version of torch.
+TORCH ?= torch==2.13.0
+TORCH_XLA ?= torch==2.9.0 torch_xla==2.9.0
+
+CORE := .venv
+XLA := .venv-xla
+PIP_FLAGS := --quiet --disable-pip-version-check --no-input
+
+# One thread a rank: ranks share the cores, and more threads only get in each other's way.
+export OMP_NUM_THREADS ?= 1
+export PYTHONUNBUFFERED := 1
+
+.PHONY: help demo demo-xla test test-core test-xla check format bench docs clean
+.DELETE_ON_ERROR:
+
+help:
+	@sed -n 's/^#   //p' Makefile
+
+# torch comes first and pinned: an open range would fetch the newest build, with gigabytes of CUDA packages.
+define make_venv
+	@$(PYTHON) -c 'import sys; sys.exit(0 if (3, 10) <= sys.version_info < (3, 14) else \
+	  "shardkit needs Python 3.10 to 3.13, this is " + sys.version.split()[0] + "; try: make PYTHON=python3.12")'
+	@echo "setting up $(1) ($(2)); once, takes a few minutes"
+	@test -x $(1)/bin/python || $(PYTHON) -m venv $(1)
+	@$(1)/bin/python -m pip install $(PIP_FLAGS) --upgrade pip setuptools
+	@$(1)/bin/python -m pip install $(PIP_FLAGS) $(2)
+	@$(1)/bin/python -m pip install $(PIP_FLAGS) --editable '.[$(3)]'
+	@touch $(1)/.ready
+endef
+
+$(CORE)/.ready: pyproject.toml
+	$(call make_venv,$(CORE),$(TORCH),test$(comma)demo$(comma)lint)
+
+$(XLA)/.ready: pyproject.toml
+	$(call make_venv,$(XLA),$(TORCH_XLA),test$(comma)demo)
+
+comma := ,
+
+demo: $(CORE)/.ready
+	@$(CORE)/bin/python -m shardkit.examples.digits --compare ddp,oss,sharded_ddp
+
+demo-xla: $(XLA)/.ready
+	@$(XLA)/bin/python -m shardkit.examples.digits --backend xla
+
+# Both runs are made and reported, whatever the first one gives.
+test: $(CORE)/.ready $(XLA)/.ready
+	@core=0; xla=0; \
+	$(MAKE) --no-print-directory test-core || core=$$?; \
+	$(MAKE) --no-print-directory test-xla || xla=$$?; \
+	test $$core -eq 0 || echo "make test: the run in $(CORE) ($(TORCH)) failed"; \
+	test $$xla -eq 0 || echo "make test: the run in $(XLA) ($(TORCH_XLA)) failed"; \
+	test $$core -eq 0 -a $$xla -eq 0
+
+test-core: $(CORE)/.ready
+	@echo "== tests on $(TORCH)"
+	@$(CORE)/bin/python -m pytest -m "not xla" tests
+
+test-xla: $(XLA)/.ready
+	@echo "== tests on $(TORCH_XLA)"
+	@$(XLA)/bin/python -m pytest -m "not oracle" tests
+
+check: $(CORE)/.ready
+	$(CORE)/bin/ruff check .
+	$(CORE)/bin/ruff format --check .
+	$(CORE)/bin/mypy
+	$(CORE)/bin/lint-imports
+
+format: $(CORE)/.ready
+	$(CORE)/bin/ruff check --fix .
+	$(CORE)/bin/ruff format .
+
+bench: $(CORE)/.ready
+	@$(CORE)/bin/python tests/benchmarks/compare.py $(BENCH)
+
+docs: $(CORE)/.ready
+	@$(CORE)/bin/python -m pip install $(PIP_FLAGS) --editable '.[docs]'
+	@$(CORE)/bin/python -m sphinx -W --keep-going -q docs docs/_build/html
+	@echo "docs/_build/html/index.html"
+
+clean:
+	rm -rf $(CORE) $(XLA) build dist docs/_build *.egg-info
