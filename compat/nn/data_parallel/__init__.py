@@ -1,0 +1,5 @@
+"""fairscale.nn.data_parallel."""
+
+from .sharded_ddp import ShardedDataParallel
+
+__all__ = ["ShardedDataParallel"]

@@ -1,0 +1,108 @@
+"""fairscale.nn.wrap.auto_wrap on top of :mod:`shardkit.wrapping`."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import nn
+
+from shardkit import wrapping
+from shardkit.wrap_policy import config_auto_wrap_policy, default_auto_wrap_policy
+from shardkit.wrapping import WrapContext, WrapError, auto_wrap, current_context, wrap
+
+__all__ = [
+    "ConfigAutoWrap",
+    "auto_wrap",
+    "config_auto_wrap_policy",
+    "default_auto_wrap_policy",
+    "enable_wrap",
+    "wrap",
+]
+
+
+@contextlib.contextmanager
+def enable_wrap(auto_wrap_policy: Callable[..., Any] | None = None, **wrapper_kwargs: Any) -> Iterator[None]:
+    """As :func:`shardkit.wrapping.enable_wrap`; ``move_module_cuda_half=True`` also does ``module.cuda().half()``
+    before wrapping.
+
+    Raises:
+        WrapError: ``wrapper_cls`` is missing.
+        NestedWrapError: within another such block.
+    """
+    with ConfigAutoWrap(auto_wrap_policy, **wrapper_kwargs):
+        yield
+
+
+class _FromContext:
+    """A class attribute that shows the open block's setting in this thread."""
+
+    def __init__(self, read: Callable[[WrapContext], Any], outside: Callable[[], Any]) -> None:
+        self._read, self._outside = read, outside
+
+    def __get__(self, instance: Any, owner: type) -> Any:
+        context = current_context()
+        return self._outside() if context is None else self._read(context)
+
+
+def _to_cuda_half(module: nn.Module) -> nn.Module:
+    return module.cuda().half()
+
+
+class ConfigAutoWrap:
+    """The block behind :func:`enable_wrap` as a class; its class attributes show what is set now.
+
+    Args:
+        auto_wrap_policy: for :func:`auto_wrap` where it is given none.
+        **kwargs: ``wrapper_cls``, ``move_module_cuda_half`` and the wrapper's arguments.
+    """
+
+    in_autowrap_context: Any = _FromContext(lambda c: True, lambda: False)
+    move_module_cuda_half: Any = _FromContext(lambda c: c.prepare is _to_cuda_half, lambda: False)
+    wrapper_cls: Any = _FromContext(lambda c: c.wrapper_cls, lambda: None)
+    kwargs: Any = _FromContext(lambda c: c.kwargs, dict)
+    auto_wrap_policy: Any = _FromContext(lambda c: c.policy, lambda: None)
+
+    def __init__(self, auto_wrap_policy: Callable[..., Any] | None = None, **kwargs: Any) -> None:
+        self.auto_wrap_policy = auto_wrap_policy
+        self.kwargs = kwargs
+
+    @staticmethod
+    def enable_autowrap_context(auto_wrap_policy: Callable[..., Any] | None, kwargs: dict[str, Any]) -> None:
+        """Begins a block.
+
+        Raises:
+            WrapError: ``wrapper_cls`` is missing.
+            NestedWrapError: a block is open already.
+        """
+        rest = dict(kwargs)
+        prepare = _to_cuda_half if rest.pop("move_module_cuda_half", False) else None
+        wrapper_cls = rest.pop("wrapper_cls", None)
+        if wrapper_cls is None and current_context() is None:
+            raise WrapError("enable_wrap needs wrapper_cls=..., the class that modules are wrapped in")
+        policy = default_auto_wrap_policy if auto_wrap_policy is None else auto_wrap_policy
+        wrapping.enter_context(WrapContext(wrapper_cls, policy, rest, prepare))
+
+    @staticmethod
+    def disable_autowrap_context() -> None:
+        """Ends the block."""
+        wrapping.leave_context()
+
+    def __enter__(self) -> None:
+        self.enable_autowrap_context(self.auto_wrap_policy, self.kwargs)
+
+    def __exit__(self, exc_type: Any, exc_val: Any, exc_tb: Any) -> None:
+        self.disable_autowrap_context()
+
+    @staticmethod
+    def recursive_wrap(
+        module: nn.Module, auto_wrap_policy: Callable[..., Any] | None, module_is_root: bool, **kwargs: Any
+    ) -> tuple[nn.Module, int]:
+        """Wraps what the policy (default: the block's) chooses in the tree of ``module``.
+
+        Returns:
+            What takes the place of ``module``, and the numel of the parameters within wrappers.
+        """
+        policy = ConfigAutoWrap.auto_wrap_policy if auto_wrap_policy is None else auto_wrap_policy
+        return wrapping.wrap_tree(module, policy, kwargs, module_is_root)

@@ -1,0 +1,112 @@
+"""fairscale.optim.oss: the OSS class with fairscale's arguments and the private attributes that users read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import SGD, Optimizer
+
+from shardkit import oss as core
+from shardkit.oss_state import part_of_rank
+
+__all__ = ["OSS"]
+
+
+class OSS(core.OSS):
+    """fairscale's OSS: see :class:`shardkit.OSS` for what it does.
+
+    Args:
+        params: parameters, param groups or named parameters.
+        optim: optimizer class.
+        group: process group; None for all ranks.
+        broadcast_buffer_size: no effect (deprecated in fairscale).
+        broadcast_fp16: updated fp32 parameters travel as fp16; every rank's copy is rounded. Other dtypes travel as
+            they are (fairscale turns them into fp32).
+        force_broadcast_object: no effect: state always travels in a way that works on every device.
+        **default: arguments of ``optim``.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        optim: Callable[..., Optimizer] = SGD,
+        group: Any | None = None,
+        broadcast_buffer_size: int = -1,
+        broadcast_fp16: bool = False,
+        force_broadcast_object: bool = False,
+        **default: Any,
+    ) -> None:
+        self.broadcast_fp16 = broadcast_fp16
+        self.force_broadcast_object = force_broadcast_object
+        super().__init__(
+            params, optim, group, broadcast_dtype=torch.float16 if broadcast_fp16 else None, **default
+        )
+        if group is None and torch.distributed.is_available() and torch.distributed.is_initialized():
+            self.group = torch.distributed.group.WORLD
+
+    # fairscale's private attributes, read by trainers in the wild
+    @property
+    def _param_to_rank(self) -> dict[nn.Parameter, int]:
+        return dict(self._owner)
+
+    @property
+    def _param_to_index(self) -> dict[int, int]:
+        return {id(p): i for i, p in enumerate(self._parameters())}
+
+    @property
+    def _index_to_param(self) -> dict[int, nn.Parameter]:
+        return dict(enumerate(self._parameters()))
+
+    @property
+    def _per_device_params(self) -> dict[torch.device, list[list[nn.Parameter]]]:
+        """Device -> rank -> parameters, smallest first."""
+        per_device: dict[torch.device, list[list[nn.Parameter]]] = {}
+        for p in self._parameters():
+            ranks = per_device.setdefault(p.device, [[] for _ in range(self.world_size)])
+            ranks[self._owner[p]].append(p)
+        for ranks in per_device.values():
+            for params in ranks:
+                params.sort(key=lambda p: p.numel())
+        return per_device
+
+    @property
+    def _local_params(self) -> list[nn.Parameter]:
+        """Owned parameters that have a gradient."""
+        return [p for p in self._parameters() if self._owner[p] == self.rank and p.grad is not None]
+
+    @property
+    def _partition_parameters(self) -> list[list[dict[str, Any]]]:
+        return self.partition_parameters()
+
+    @property
+    def _all_states(self) -> list[dict[str, Any]]:
+        """Each rank's inner state dict as of the last consolidation; empty before."""
+        if self._consolidated is None:
+            return []
+        whole = self.state_dict()
+        return [part_of_rank(self, rank, whole) for rank in range(self.world_size)]
+
+    @property
+    def _default_device(self) -> torch.device:
+        return next(self._parameters()).device
+
+    @property
+    def buckets(self) -> dict[torch.device, dict[int, torch.Tensor]]:
+        """Device -> rank -> the flat buffer that the rank's trainable parameters are views of."""
+        found: dict[torch.device, dict[int, torch.Tensor]] = {}
+        for flat in self._flat:
+            for rank in range(self.world_size):
+                segment = flat.segment(rank)
+                if segment.numel():
+                    found.setdefault(segment.device, {})[rank] = segment
+        return found
+
+    # names of fairscale before 0.3.7
+    param_to_rank = _param_to_rank
+    param_to_index = _param_to_index
+    per_device_params = _per_device_params
+    local_params = _local_params
+    index_to_param = _index_to_param

@@ -1,0 +1,48 @@
+"""A vision transformer small enough to train on a laptop's CPU; deterministic, as it has no dropout."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+IMAGE, PATCH, CLASSES = 8, 2, 10
+TOKENS = (IMAGE // PATCH) ** 2
+
+
+class Block(nn.Module):
+    """Pre-norm transformer block: x of shape [batch, tokens, dim] to the same shape."""
+
+    def __init__(self, dim: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1 = nn.LayerNorm(dim)
+        self.qkv = nn.Linear(dim, 3 * dim, bias=False)
+        self.out = nn.Linear(dim, dim)
+        self.norm2 = nn.LayerNorm(dim)
+        self.mlp = nn.Sequential(nn.Linear(dim, 4 * dim), nn.GELU(), nn.Linear(4 * dim, dim))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        batch, tokens, dim = x.shape
+        qkv = self.qkv(self.norm1(x)).view(batch, tokens, 3, self.heads, dim // self.heads)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
+        attended = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(batch, tokens, dim)
+        x = x + self.out(attended)
+        return x + self.mlp(self.norm2(x))
+
+
+class DigitTransformer(nn.Module):
+    """Images [batch, 1, 8, 8] to logits [batch, 10]."""
+
+    def __init__(self, dim: int = 64, depth: int = 4, heads: int = 4) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(1, dim, kernel_size=PATCH, stride=PATCH)
+        self.positions = nn.Parameter(torch.randn(1, TOKENS, dim) * 0.02)
+        self.blocks = nn.Sequential(*(Block(dim, heads) for _ in range(depth)))
+        self.norm = nn.LayerNorm(dim)
+        self.head = nn.Linear(dim, CLASSES)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        x = self.patches(images).flatten(2).transpose(1, 2) + self.positions
+        logits: torch.Tensor = self.head(self.norm(self.blocks(x)).mean(dim=1))
+        return logits

@@ -1,0 +1,95 @@
+"""The only place that touches autograd's hooks: when a backward starts, gets a gradient ready, and ends.
+
+[Note: when a backward ends] Autograd runs callbacks queued inside a backward when that backward is through. With
+re-entrant activation checkpointing, backwards nest: an inner one ends long before the outer one. The outer one
+is recognised by a hook on the outputs of forward, which runs first and in the outer backward. Where the
+loss does not depend on those outputs, the first gradient queues the callback; if that happens inside an inner
+backward, the rest of the outer one counts as a further backward, whose gradients add up as they should.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd import Variable
+from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
+
+NO_BACKWARD = -1
+# Id of the backward that runs in this thread, or NO_BACKWARD. (The C function itself: no Python call a gradient.)
+current_backward: Callable[[], int] = torch._C._current_graph_task_id
+
+GradientHook = Callable[[torch.Tensor], None]
+
+
+class BackwardState:
+    """What hooks need to know at every gradient.
+
+    Attributes:
+        task: id of the backward in progress, NO_BACKWARD between backwards.
+        accumulating: inside ``no_sync``: gradients stay local.
+        unreduced: local gradients wait for a reduction.
+    """
+
+    __slots__ = ("_on_end", "accumulating", "task", "unreduced")
+
+    def __init__(self, on_end: Callable[[], None]) -> None:
+        self.task = NO_BACKWARD
+        self.accumulating = False
+        self.unreduced = False
+        self._on_end = on_end
+
+    def begin(self) -> None:
+        """Marks the running backward as the one whose end counts; called from inside of it."""
+        self.task = current_backward()
+        Variable._execution_engine.queue_callback(self._end)  # type: ignore[attr-defined]
+
+    def on_output(self, _: torch.Tensor) -> None:
+        """Hook for outputs of forward: their backward has begun."""
+        if self.task == NO_BACKWARD and not self.accumulating:
+            self.begin()
+
+    def _end(self) -> None:
+        self.task = NO_BACKWARD
+        self._on_end()
+
+
+class GradientHooks:
+    """Hooks on parameters, removable together."""
+
+    def __init__(self) -> None:
+        self.handles: list[RemovableHandle] = []
+
+    def attach(self, param: nn.Parameter, before: GradientHook | None, after: GradientHook) -> None:
+        """Calls ``before`` when ``param`` is about to get a gradient, ``after`` when ``param.grad`` holds it."""
+        if before is not None:
+            self.handles.append(param.register_hook(before))
+        self.handles.append(param.register_post_accumulate_grad_hook(after))
+
+    def remove(self) -> None:
+        for handle in self.handles:
+            handle.remove()
+        self.handles.clear()
+
+
+def watch_outputs(outputs: Any, hook: GradientHook) -> None:
+    """Calls ``hook`` when a backward through these outputs starts (any nesting of containers)."""
+    tensors = [outputs] if isinstance(outputs, torch.Tensor) else tensors_in(outputs)
+    for tensor in tensors:
+        if tensor.requires_grad and tensor.grad_fn is not None:
+            tensor.register_hook(hook)
+
+
+def tensors_in(value: Any, depth: int = 4) -> list[torch.Tensor]:
+    """All tensors inside nested tuples, lists, dicts, dataclasses and objects with attributes."""
+    found: list[torch.Tensor] = []
+    leaves: Sequence[Any] = tree_leaves(value)
+    for leaf in leaves:
+        if isinstance(leaf, torch.Tensor):
+            found.append(leaf)
+        elif depth > 0 and hasattr(leaf, "__dict__") and not isinstance(leaf, type | nn.Module):
+            found.extend(tensors_in(dict(vars(leaf)), depth - 1))
+    return found

@@ -1,0 +1,121 @@
+"""Who owns what and where it lies: integer arithmetic only, no tensors and no processes.
+
+Legend: W world size, P numel of all parameters, N numel of a flat buffer, S numel of one rank's part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+def greedy_owners(
+    numels: Sequence[int], trainable: Sequence[bool], loads: list[int]
+) -> list[int]:
+    """The rank of each parameter: always the one with the least load so far (the lowest rank on a tie).
+
+    A frozen parameter weighs 1, so that frozen ones are spread by count. This is fairscale's partition;
+    it depends on the order of parameters only, so ranks agree without talking.
+
+    Args:
+        numels: numel of each parameter, in optimizer order.
+        trainable: whether it requires a gradient.
+        loads: numel that each rank holds already, [W]; updated in place, so that parameters added later
+            continue from here and no earlier one moves.
+    """
+    owners = []
+    for numel, is_trainable in zip(numels, trainable, strict=True):
+        rank = loads.index(min(loads))
+        loads[rank] += numel if is_trainable else 1
+        owners.append(rank)
+    return owners
+
+
+def balanced_owners(
+    numels: Sequence[int], trainable: Sequence[bool], loads: list[int]
+) -> list[int]:
+    """As :func:`greedy_owners`, but the largest parameters are placed first, which evens out the ranks."""
+    order = sorted(range(len(numels)), key=lambda i: (-numels[i] if trainable[i] else 0, i))
+    placed = greedy_owners([numels[i] for i in order], [trainable[i] for i in order], loads)
+    owners = [0] * len(numels)
+    for i, rank in zip(order, placed, strict=True):
+        owners[i] = rank
+    return owners
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Where one item lies in a flat buffer."""
+
+    rank: int
+    offset: int  # from the buffer's start
+    numel: int
+
+
+@dataclass(frozen=True)
+class SegmentLayout:
+    """A flat buffer [N] that holds whole items grouped by owner: rank 0's segment, rank 1's, ...
+
+    Attributes:
+        slots: place of each item, in item order.
+        sizes: numel of each rank's segment, [W].
+    """
+
+    slots: tuple[Slot, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        return sum(self.sizes)
+
+    def start(self, rank: int) -> int:
+        """Offset of a rank's segment."""
+        return sum(self.sizes[:rank])
+
+    def items_of(self, rank: int) -> list[int]:
+        """Indices of the items in a rank's segment, in buffer order."""
+        return [i for i, slot in enumerate(self.slots) if slot.rank == rank]
+
+
+def segment_layout(
+    numels: Sequence[int], owners: Sequence[int], world_size: int, *, extra: int = 0, even: bool = False
+) -> SegmentLayout:
+    """Lays items out by owner, in item order within an owner's segment.
+
+    Args:
+        numels: numel of each item.
+        owners: rank of each item.
+        world_size: W.
+        extra: numel appended to a segment for each of its items (room for flags).
+        even: pad every segment at its end to the size of the largest.
+    """
+    fill = [0] * world_size
+    counts = [0] * world_size
+    for numel, rank in zip(numels, owners, strict=True):
+        fill[rank] += numel
+        counts[rank] += 1
+    sizes = [f + extra * c for f, c in zip(fill, counts, strict=True)]
+    if even:
+        sizes = [max(sizes)] * world_size
+    cursor = [sum(sizes[:rank]) for rank in range(world_size)]
+    slots = []
+    for numel, rank in zip(numels, owners, strict=True):
+        slots.append(Slot(rank, cursor[rank], numel))
+        cursor[rank] += numel
+    return SegmentLayout(tuple(slots), tuple(sizes))
+
+
+def buckets_by_numel(numels: Sequence[int], cap: int) -> list[list[int]]:
+    """Consecutive items filled into buckets of at most ``cap`` elements; a larger item gets its own.
+
+    ``cap=0`` puts every item in a bucket of its own.
+    """
+    buckets: list[list[int]] = []
+    filled = 0
+    for i, numel in enumerate(numels):
+        if not buckets or filled + numel > cap:
+            buckets.append([])
+            filled = 0
+        buckets[-1].append(i)
+        filled += numel
+    return buckets

@@ -1,0 +1,381 @@
+"""OSS: a torch optimizer whose state is sharded over ranks (ZeRO stage 1, arXiv 1910.02054).
+
+Each parameter is owned whole by one rank. A rank runs the inner optimizer on the parameters that it owns and
+publishes them afterwards; state exists on the owner only. Names and behaviour follow fairscale's OSS.
+
+Legend: W world size, P numel of all parameters, S numel of one rank's part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, Literal, cast
+
+import torch
+from torch import nn
+from torch.optim import SGD, Optimizer
+from torch.profiler import record_function
+
+from . import oss_state
+from .backend import Backend, Group, backend_for
+from .errors import ConfigurationError, ShardkitError
+from .layout import balanced_owners, greedy_owners
+from .norms import clip_by_global_norm
+from .ownership import (
+    FlatParameters,
+    SegmentParameters,
+    by_dtype,
+    check_one_device,
+    check_same_everywhere,
+)
+from .replicated import is_coupled, step_on_every_rank
+
+Partition = Literal["greedy", "balanced"]
+
+
+class OSS(Optimizer):
+    """Shards the state of any optimizer over the ranks of a group.
+
+    ::
+
+        optimizer = OSS(model.parameters(), optim=torch.optim.AdamW, lr=1e-3)
+
+    Args:
+        params: parameters, param groups or named parameters, in the same order on all ranks.
+        optim: optimizer class, or a callable that takes param groups (and ``defaults``) and returns one.
+        group: ranks that share the state: a process group, a :class:`~shardkit.backend.Group`, or None for all.
+        backend: name or instance of the backend; by default that of the parameters' device.
+        partition: "greedy" is fairscale's (each parameter, in order, to the least loaded rank); "balanced" places
+            the largest first, which evens out memory.
+        broadcast_dtype: dtype in which updated fp32 parameters travel; the owner's copy is rounded too, so
+            that all ranks hold the same values.
+        **defaults: arguments of ``optim``.
+
+    Raises:
+        ConfigurationError: ``optim`` is no optimizer class; the parameters are on several devices; there is no
+            process group, or this rank is no member of it.
+        RankMismatchError: parameters differ between ranks in number, order, shape or dtype.
+
+    Construction, :meth:`step`, :meth:`add_param_group`, :meth:`refresh_trainable`, :meth:`clip_grad_norm` and
+    :meth:`consolidate_state_dict` are collectives: every rank of the group calls them.
+    """
+
+    optim: Optimizer
+
+    def __init__(
+        self,
+        params: Any,
+        optim: Callable[..., Optimizer] = SGD,
+        group: Any = None,
+        *,
+        backend: str | Backend | None = None,
+        partition: Partition = "greedy",
+        broadcast_dtype: torch.dtype | None = None,
+        **defaults: Any,
+    ) -> None:
+        _check_optimizer_class(optim)
+        if partition not in ("greedy", "balanced"):
+            raise ConfigurationError(f"partition is {partition!r}; choose 'greedy' or 'balanced'")
+        self._built = False
+        super().__init__(params, dict(defaults))
+        check_one_device(self._parameters())
+        self._backend = backend_for(self._parameters(), backend)
+        self._group: Group = self._backend.group(group)
+        self.group = group
+        self._partition: Partition = partition
+        self._broadcast_dtype = broadcast_dtype
+        self._coupled = is_coupled(optim)
+        self._loads = [0] * self._group.world_size
+        self._owner: dict[nn.Parameter, int] = {}
+        self._consolidated: dict[int, dict[str, Any]] | None = None
+        self._before_step: list[Callable[[], None]] = []
+        self._assign_owners()
+        self._check_ranks_agree()
+        self._lay_out()
+        self.optim = optim([self._inner_group(i) for i in range(len(self.param_groups))], **defaults)
+        if not isinstance(self.optim, Optimizer):
+            raise ConfigurationError(
+                f"optim={optim!r} returned {type(self.optim).__name__}; it has to return a torch.optim.Optimizer"
+            )
+        self._built = True
+        self._adopt_inner()
+
+    # ---------------------------------------------------------------- facts
+    @property
+    def rank(self) -> int:
+        """This rank within the group."""
+        return self._group.rank
+
+    @property
+    def world_size(self) -> int:
+        """Ranks that share the state."""
+        return self._group.world_size
+
+    def _parameters(self) -> Iterator[nn.Parameter]:
+        return (p for g in self.param_groups for p in g["params"])
+
+    def owner_of(self, param: nn.Parameter) -> int:
+        """The rank (in the group) that updates ``param``."""
+        return self._owner[param]
+
+    def partition_parameters(self) -> list[list[dict[str, Any]]]:
+        """The param groups of each rank, with the parameters that the rank owns; [W][groups]."""
+        parts = []
+        for rank in range(self.world_size):
+            groups = []
+            for g in self.param_groups:
+                part = {k: v for k, v in g.items() if k not in ("params", "param_names")}
+                part["params"] = [p for p in g["params"] if self._owner[p] == rank]
+                groups.append(part)
+            parts.append(groups)
+        return parts
+
+    def gradients(self) -> list[torch.Tensor]:
+        """The gradients that this rank's optimizer will read (after their reduction)."""
+        if self._backend.even_shards_only:
+            self._take_own_gradients()
+        return [p.grad for g in self.optim.param_groups for p in g["params"] if p.grad is not None]
+
+    # ---------------------------------------------------------------- structure
+    def _assign_owners(self) -> None:
+        new = [p for p in self._parameters() if p not in self._owner]
+        place = greedy_owners if self._partition == "greedy" else balanced_owners
+        ranks = place([p.numel() for p in new], [p.requires_grad for p in new], self._loads)
+        self._owner.update(zip(new, ranks, strict=True))
+
+    def _check_ranks_agree(self) -> None:
+        facts: list[tuple[str, Any]] = [("number of param groups", len(self.param_groups))]
+        for index, g in enumerate(self.param_groups):
+            names = g.get("param_names") or [f"parameter {i} of group {index}" for i in range(len(g["params"]))]
+            facts += [
+                (n, (tuple(p.shape), str(p.dtype), "trainable" if p.requires_grad else "frozen"))
+                for n, p in zip(names, g["params"], strict=True)
+            ]
+        check_same_everywhere(self._group, facts, "the optimizer's parameters")
+
+    def _lay_out(self) -> None:
+        """Builds the flat buffers over what is trainable now."""
+        self._flat: list[FlatParameters] = []
+        self._segments: list[list[SegmentParameters]] = []
+        self._all = list(self._parameters())
+        self._trainable = [p.requires_grad for p in self._all]
+        if self._backend.even_shards_only:
+            for g in self.param_groups:
+                trainable = by_dtype(p for p in g["params"] if p.requires_grad)
+                self._segments.append([self._segment(params) for params in trainable.values()])
+        elif not self._coupled:
+            for params in by_dtype(p for p in self._all if p.requires_grad).values():
+                self._flat.append(
+                    FlatParameters(params, [self._owner[p] for p in params], self._group.channel("parameters"))
+                )
+
+    def _segment(self, params: list[nn.Parameter]) -> SegmentParameters:
+        return SegmentParameters(params, [self._owner[p] for p in params], self._group.channel("parameters"))
+
+    def _inner_params(self, index: int) -> list[nn.Parameter]:
+        params = self.param_groups[index]["params"]
+        if self._coupled:
+            return list(params)
+        if self._backend.even_shards_only:
+            return [s.own for s in self._segments[index]]
+        return [p for p in params if self._owner[p] == self.rank]
+
+    def _inner_group(self, index: int) -> dict[str, Any]:
+        options = {k: v for k, v in self.param_groups[index].items() if k not in ("params", "param_names")}
+        return {**options, "params": self._inner_params(index)}
+
+    def _adopt_inner(self) -> None:
+        """Shows the inner optimizer's defaults, options and state as this optimizer's own."""
+        self.defaults = dict(self.optim.defaults)
+        self.state = self.optim.state
+        self._sync_options(self.optim.param_groups, self.param_groups)
+
+    @staticmethod
+    def _sync_options(source: list[dict[str, Any]], target: list[dict[str, Any]]) -> None:
+        for a, b in zip(source, target, strict=True):
+            b.update({k: v for k, v in a.items() if k != "params" and k != "param_names"})
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a group at any time; parameters that are there already keep their owners (and state)."""
+        super().add_param_group(param_group)
+        if not self._built:
+            return
+        check_one_device(self._parameters())
+        self._assign_owners()
+        self._check_ranks_agree()
+        known = self._segments
+        self._lay_out()
+        if self._backend.even_shards_only:
+            self._segments[: len(known)] = known
+        self.optim.add_param_group(self._inner_group(len(self.param_groups) - 1))
+        self._adopt_inner()
+
+    def refresh_trainable(self) -> None:
+        """Takes note of parameters that were frozen or unfrozen. State that exists is kept."""
+        if [p.requires_grad for p in self._all] == self._trainable:
+            return
+        self._check_ranks_agree()
+        if self._backend.even_shards_only:
+            oss_state.move_segments(self)
+        else:
+            self._lay_out()
+
+    # ---------------------------------------------------------------- stepping
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:  # type: ignore[override]
+        """Updates the parameters that this rank owns, then publishes them to all ranks.
+
+        Args:
+            closure: reevaluates the model and returns the loss; every rank calls it equally often.
+            **kwargs: passed to the inner optimizer's ``step``.
+        """
+        for prepare in self._before_step:
+            prepare()
+        self.refresh_trainable()
+        self._sync_options(self.param_groups, self.optim.param_groups)
+        if self._coupled:
+            loss = step_on_every_rank(self.optim, closure, self._owner, self._group, kwargs)
+        else:
+            if self._backend.even_shards_only and closure is None:
+                self._take_own_gradients()
+            with record_function("shardkit::oss step"):
+                loss = self.optim.step(**kwargs) if closure is None else self.optim.step(closure, **kwargs)
+            self._publish()
+        self._sync_options(self.optim.param_groups, self.param_groups)
+        return loss
+
+    def _publish(self) -> None:
+        with record_function("shardkit::oss all-gather"):
+            stores = [*self._flat, *(s for group in self._segments for s in group)]
+            for work in [store.publish(self._broadcast_dtype) for store in stores]:
+                if work is not None:
+                    work.wait()
+        for group in self._segments:
+            for segment in group:
+                segment.gradient_is_used = True
+
+    def _take_own_gradients(self) -> None:
+        """Where gradients were averaged on every rank (plain data parallel): picks this rank's segment."""
+        for group in self._segments:
+            for segment in group:
+                segment.take_gradient()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As torch's; gradients of parameters that other ranks own are cleared too."""
+        super().zero_grad(set_to_none)
+        for group in self._segments:
+            for segment in group:
+                segment.own.grad = None
+
+    def clip_grad_norm(
+        self,
+        max_norm: float,
+        norm_type: float = 2.0,
+        filter_params_fn: Callable[[Any], Any] | None = None,
+        error_if_nonfinite: bool = False,
+        foreach: bool | None = None,
+    ) -> torch.Tensor:
+        """Clips the gradients by the norm over all of them, wherever they live; returns that norm (0-dim).
+
+        Args:
+            max_norm, norm_type, error_if_nonfinite, foreach: as torch.nn.utils.clip_grad_norm_.
+            filter_params_fn: maps the list of owned parameters to those that count for the norm. As in fairscale it
+                is meant for model parallelism, so that the norm is then summed over all ranks of the job.
+
+        Raises:
+            RuntimeError: ``error_if_nonfinite`` and the norm is not finite (on every rank).
+        """
+        for prepare in self._before_step:
+            prepare()
+        group, counted = self._group, self.gradients()
+        if filter_params_fn is not None:
+            owned = [p for g in self.optim.param_groups for p in g["params"]]
+            counted = [p.grad for p in filter_params_fn(owned) if p.grad is not None]
+            group = self._backend.group(None)
+        clipped = counted if self._backend.even_shards_only else [p.grad for p in self._all if p.grad is not None]
+        device = self._all[0].device
+        return clip_by_global_norm(
+            counted, clipped, group, device, float(max_norm), float(norm_type), error_if_nonfinite, foreach
+        )
+
+    # ---------------------------------------------------------------- state
+    def consolidate_state_dict(self, recipient_rank: int = 0) -> None:
+        """Collects the state of all ranks (as CPU tensors) on one rank of the group, or on all for -1."""
+        if not -1 <= recipient_rank < self.world_size:
+            raise ConfigurationError(
+                f"recipient_rank is {recipient_rank}; the group has ranks 0 to {self.world_size - 1}, and -1 means all"
+            )
+        self._sync_options(self.param_groups, self.optim.param_groups)
+        self._consolidated = oss_state.collect(self, recipient_rank)
+
+    def state_dict(self, all_ranks: bool = False) -> dict[str, Any]:  # type: ignore[override]
+        """The whole optimizer's state in torch's format: ``{"state": {index: ...}, "param_groups": [...]}``.
+
+        It loads into a plain optimizer, into fairscale's OSS and into this one at any world size. Tensors
+        are on the CPU and belong to the last consolidation.
+
+        Args:
+            all_ranks: consolidate on every rank first (then every rank has to call).
+
+        Raises:
+            RuntimeError: this rank holds no consolidated state.
+        """
+        if all_ranks:
+            self.consolidate_state_dict(-1)
+        if self._consolidated is None:
+            raise NotConsolidatedError(
+                "Optimizer state has not been consolidated on this rank. Call consolidate_state_dict(recipient_rank=...) "
+                f"on all ranks first (this is rank {self.rank}), or state_dict(all_ranks=True) on all ranks."
+            )
+        params = list(self._parameters())
+        shown: Any = self.state
+        self.state = cast(Any, {params[i]: s for i, s in self._consolidated.items()})
+        try:
+            return super().state_dict()
+        finally:
+            self.state = shown
+
+    def local_state_dict(self) -> dict[str, Any]:
+        """The inner optimizer's own dict: this rank's part only."""
+        return self.optim.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # type: ignore[override]
+        """Loads a whole optimizer's state (of a plain optimizer, of fairscale's or this OSS at any world size).
+
+        Each rank keeps what it owns. ``state_dict`` is not changed.
+
+        Raises:
+            ValueError: groups or numbers of parameters differ from this optimizer's.
+        """
+        oss_state.check_loadable(state_dict, self.param_groups)
+        mine = oss_state.select_owned(self, state_dict)
+        shown = self.state
+        super().load_state_dict(mine)
+        loaded, self.state = self.state, shown
+        oss_state.load_inner(self, cast("dict[nn.Parameter, Any]", loaded))
+        self._adopt_inner()
+
+    def rank_local_state_dict(self, rank: int, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """The part of a whole state dict that belongs to ``rank``, indexed as that rank's inner optimizer does."""
+        return oss_state.part_of_rank(self, rank, state_dict)
+
+
+class NotConsolidatedError(ShardkitError):
+    """``state_dict()`` on a rank that holds no consolidated state."""
+
+
+def _check_optimizer_class(optim: Any) -> None:
+    if isinstance(optim, Optimizer):
+        raise ConfigurationError(
+            f"optim is an optimizer object ({type(optim).__name__}); pass its class and its arguments: "
+            f"OSS(params, optim={type(optim).__name__}, lr=...)"
+        )
+    if isinstance(optim, type) and not issubclass(optim, Optimizer):
+        raise ConfigurationError(
+            f"optim={optim.__name__} is no torch.optim.Optimizer; pass an optimizer class such as torch.optim.AdamW"
+        )
+    if not callable(optim):
+        raise ConfigurationError(f"optim={optim!r} is no optimizer class; pass one such as torch.optim.AdamW")
+    if isinstance(optim, type) and issubclass(optim, OSS):
+        raise ConfigurationError("optim is OSS itself; pass the optimizer class that OSS should shard")
+

@@ -1,0 +1,301 @@
+"""Averages gradients to their owners while backward runs (ZeRO stage 2, arXiv 1910.02054).
+
+Legend: W world size, N numel of a bucket, S numel of this rank's part of it.
+
+[Note: buckets] Parameters are grouped in the order in which backward reaches them. When all gradients of a bucket
+are there they are packed by owner in one operation, given back, and reduce-scattered; the owner's
+gradients then are views of the result [S]. Buckets are sent in one fixed order on all ranks, so a
+parameter that is unused on some ranks can't make them meet the wrong partner. At most two are in flight.
+
+[Note: which gradients exist] A plain process leaves ``grad=None`` where a parameter was not used, and the
+optimizer then skips it. With each bucket travels one flag for each parameter; an owner that did not use a
+parameter itself looks whether anybody did.
+
+[Note: accumulating] ``param.grad`` of an owner holds either this rank's own unreduced gradient (after ``no_sync``) or
+the mean over all ranks (after a reduction). Before a mean gets more added it is multiplied by W: then one
+more reduction gives mean + mean. Nothing has to be stored beside ``param.grad``, so every way to clear, clip or
+unscale gradients works.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from torch.profiler import record_function
+
+from .backend import Group, ReduceOp, Work
+from .errors import LifecycleError
+from .hooks import NO_BACKWARD, BackwardState, GradientHook, current_backward
+from .layout import buckets_by_numel, segment_layout
+from .ownership import strided_view
+from .policy import ReducePolicy
+
+SLOTS = 2  # buckets in flight
+_HALF = (torch.float16, torch.bfloat16)
+
+
+class InFlight(NamedTuple):
+    """A bucket on its way."""
+
+    bucket: Bucket
+    work: Work
+    shard: torch.Tensor  # [S], this rank's part of the result
+    local: list[bool]  # which parameters this rank used
+
+
+class Bucket:
+    """Gradients that travel together, and where each lies in the packed form [N].
+
+    The packed form holds for each owner its gradients and then one flag for each of them.
+    """
+
+    def __init__(
+        self, index: int, members: Sequence[int], params: Sequence[nn.Parameter], owners: Sequence[int],
+        group: Group, wire: torch.dtype,
+    ) -> None:  # fmt: skip
+        self.label = f"gradients of bucket {index}"
+        self.wire = wire
+        self.members = list(members)
+        self.params = [params[i] for i in members]
+        self.waiting = len(self.members)
+        numels = [p.numel() for p in self.params]
+        self._layout = segment_layout(numels, [owners[i] for i in members], group.world_size, extra=1)
+        self.sizes = self._layout.sizes
+        self.nbytes = self._layout.numel * wire.itemsize
+        start = self._layout.start(group.rank)
+        self.owned = self._layout.items_of(group.rank)
+        self.owned_offsets = [self._layout.slots[i].offset - start for i in self.owned]
+        self.owned_numel = sum(numels[i] for i in self.owned)
+
+    def lay_over(self, slot: torch.Tensor) -> None:
+        """Makes the views of the packed form in a slot (bytes)."""
+        self.packed = slot[: self.nbytes].view(self.wire)
+        slots = self._layout.slots
+        self.views = [strided_view(self.packed, p, s.offset) for p, s in zip(self.params, slots, strict=True)]
+        self.flags = [self.packed[:0]] * len(self.params)  # one element each
+        self.flag_runs: list[torch.Tensor] = []  # all of one owner's
+        for rank in range(len(self.sizes)):
+            items = self._layout.items_of(rank)
+            first = self._layout.start(rank) + self.sizes[rank] - len(items)
+            if items:
+                self.flag_runs.append(self.packed[first : first + len(items)])
+            for k, i in enumerate(items):
+                self.flags[i] = self.packed[first + k : first + k + 1]
+        self.ones = [torch.ones(f.shape, dtype=f.dtype, device=f.device) for f in self.flag_runs]
+
+
+class Reducer:
+    """Reduces the gradients of parameters to their owners.
+
+    Args:
+        params: trainable parameters in the order in which backward reaches them.
+        owners: rank of each.
+        group: the ranks.
+        policy: bucket size and dtype on the wire.
+        state: shared with the other hooks of the wrapped module.
+    """
+
+    def __init__(
+        self, params: Sequence[nn.Parameter], owners: Sequence[int], group: Group, policy: ReducePolicy,
+        state: BackwardState,
+    ) -> None:  # fmt: skip
+        self._params = list(params)
+        self._owned = [owner == group.rank for owner in owners]
+        self._group = group
+        self._world = group.world_size
+        self._state = state
+        self._is_mean = [False] * len(self._params)
+        self._fired = [False] * len(self._params)
+        self._next = 0
+        self._in_flight: deque[InFlight] = deque()
+        self.buckets = [
+            Bucket(i, members, self._params, owners, group, wire)
+            for i, (members, wire) in enumerate(plan_buckets(self._params, policy))
+        ]
+        device = self._params[0].device
+        self._slots = [
+            torch.empty(max(b.nbytes for b in self.buckets[k::SLOTS]), dtype=torch.uint8, device=device)
+            for k in range(min(SLOTS, len(self.buckets)))
+        ]
+        for i, bucket in enumerate(self.buckets):
+            bucket.lay_over(self._slots[i % SLOTS])
+        self._slots_taken = True
+        self._release_slots()
+
+    # ------------------------------------------------------------ hooks
+    def hooks(self) -> list[tuple[nn.Parameter, GradientHook | None, GradientHook]]:
+        """For each parameter: what to call before and after it gets a gradient."""
+        bucket_of = {i: (k, b) for k, b in enumerate(self.buckets) for i in b.members}
+        return [
+            (p, self._before(i) if self._owned[i] else None, self._after(i, *bucket_of[i]))
+            for i, p in enumerate(self._params)
+        ]
+
+    def _before(self, index: int) -> GradientHook:
+        is_mean = self._is_mean
+
+        def before(_: torch.Tensor) -> None:
+            if is_mean[index]:
+                self._make_local(index)
+
+        return before
+
+    def _after(self, index: int, position: int, bucket: Bucket) -> GradientHook:
+        # one closure a parameter: these run for every gradient, and a call costs more than the work
+        state, fired = self._state, self._fired
+
+        def after(_: torch.Tensor) -> None:
+            if state.accumulating:
+                state.unreduced = True
+                return
+            if state.task == NO_BACKWARD:
+                state.begin()
+            if fired[index]:
+                self._check_not_sent(position)
+                return
+            fired[index] = True
+            bucket.waiting -= 1
+            # inside a nested backward more may follow for the same parameter: wait for the end
+            if bucket.waiting == 0 and current_backward() == state.task:
+                self._send_ready()
+
+        return after
+
+    def _make_local(self, index: int) -> None:
+        """A mean is about to get a local gradient added: see [Note: accumulating]."""
+        self._is_mean[index] = False
+        grad = self._params[index].grad
+        if grad is not None:
+            with torch.no_grad():
+                grad.mul_(self._world)
+
+    def _check_not_sent(self, position: int) -> None:
+        if position < self._next:
+            raise LifecycleError(
+                "a parameter received a second gradient after its first one had been sent: its module runs in "
+                "several re-entrant checkpoints. Use checkpoint(..., use_reentrant=False)."
+            )
+
+    def means(self) -> set[nn.Parameter]:
+        """Parameters whose gradient is a mean over ranks already."""
+        return {p for p, mean in zip(self._params, self._is_mean, strict=True) if mean and p.grad is not None}
+
+    def adopt_means(self, means: set[nn.Parameter]) -> None:
+        """Takes over what an earlier reducer had reduced."""
+        for i, p in enumerate(self._params):
+            self._is_mean[i] = p in means
+
+    # ------------------------------------------------------------ sending
+    def _send_ready(self) -> None:
+        while self._next < len(self.buckets) and self.buckets[self._next].waiting == 0:
+            self._send(self.buckets[self._next])
+
+    def finish(self) -> None:
+        """Sends what is left, waits for everything, and leaves reduced gradients with their owners."""
+        while self._next < len(self.buckets):
+            self._send(self.buckets[self._next])
+        while self._in_flight:
+            self._receive(self._in_flight.popleft())
+        self.abandon()
+
+    def abandon(self) -> None:
+        """Forgets the backward in progress."""
+        self._in_flight.clear()
+        self._release_slots()
+        self._next = 0
+        self._fired[:] = [False] * len(self._fired)
+        for bucket in self.buckets:
+            bucket.waiting = len(bucket.members)
+
+    def _take_slots(self) -> None:
+        for slot in self._slots:
+            self._group.backend.take_storage(slot)
+        self._slots_taken = True
+
+    def _release_slots(self) -> None:
+        if self._slots_taken:
+            for slot in self._slots:
+                self._group.backend.release_storage(slot)
+            self._slots_taken = False
+
+    @torch.no_grad()
+    def _send(self, bucket: Bucket) -> None:
+        self._next += 1
+        if not self._slots_taken:
+            self._take_slots()
+        while len(self._in_flight) >= SLOTS:
+            self._receive(self._in_flight.popleft())
+        with record_function("shardkit::reduce-scatter"):
+            local = self._pack(bucket)
+            shard = bucket.packed.new_empty(bucket.sizes[self._group.rank])
+            op = ReduceOp.SUM if bucket.wire in _HALF else ReduceOp.AVG
+            work = self._group.reduce_scatter_into(
+                shard, bucket.packed, bucket.sizes, op=op, async_op=True, label=bucket.label
+            )
+        self._in_flight.append(InFlight(bucket, work, shard, local))
+
+    def _pack(self, bucket: Bucket) -> list[bool]:
+        """Copies gradients and flags to their places and gives the gradients back; which ones this rank has."""
+        gradients = [p.grad for p in bucket.params]
+        local = [g is not None for g in gradients]
+        unscaled = [v for i, v, there in zip(bucket.members, bucket.views, local, strict=True)
+                    if there and self._is_mean[i]]  # fmt: skip
+        for i, param in zip(bucket.members, bucket.params, strict=True):
+            self._is_mean[i] = False
+            param.grad = None
+        sources = [g for g in gradients if g is not None]
+        if len(sources) == len(gradients):
+            torch._foreach_copy_(bucket.views + bucket.flag_runs, sources + bucket.ones)
+        else:
+            bucket.packed.zero_()
+            targets = [v for v, there in zip(bucket.views, local, strict=True) if there]
+            flags = [f for f, there in zip(bucket.flags, local, strict=True) if there]
+            if targets:
+                torch._foreach_copy_(targets + flags, sources + [torch.ones_like(f) for f in flags])
+        if unscaled:  # means of an owner that got nothing to add in this backward
+            torch._foreach_mul_(unscaled, self._world)
+        if bucket.wire in _HALF:  # before the sum, which could overflow
+            bucket.packed.mul_(1.0 / self._world)
+        return local
+
+    @torch.no_grad()
+    def _receive(self, flight: InFlight) -> None:
+        bucket, shard = flight.bucket, flight.shard
+        flight.work.wait()
+        used = [flight.local[i] for i in bucket.owned]
+        if not all(used):
+            anybody = (shard[bucket.owned_numel :] > 0).tolist()
+            used = [mine or theirs for mine, theirs in zip(used, anybody, strict=True)]
+        for i, offset, is_used in zip(bucket.owned, bucket.owned_offsets, used, strict=True):
+            if is_used:
+                param = bucket.params[i]
+                grad = strided_view(shard, param, offset)
+                param.grad = grad if grad.dtype == param.dtype else grad.to(param.dtype)
+                self._is_mean[bucket.members[i]] = True
+
+
+def plan_buckets(
+    params: Sequence[nn.Parameter], policy: ReducePolicy
+) -> list[tuple[list[int], torch.dtype]]:
+    """Which parameters travel together and in which dtype, in the order of sending.
+
+    Buckets hold one dtype and at most ``policy.bucket_numel`` elements, and about a tenth of all: so the two
+    in flight stay small beside the gradients, however small the model.
+    """
+    by_dtype: dict[torch.dtype, list[int]] = {}
+    for i, p in enumerate(params):
+        by_dtype.setdefault(p.dtype, []).append(i)
+    cap = policy.bucket_numel
+    if cap:
+        cap = min(cap, max(2**16, sum(p.numel() for p in params) // 10))
+    plan = []
+    for dtype, members in by_dtype.items():
+        wire = policy.dtype if policy.dtype is not None and policy.dtype.itemsize < dtype.itemsize else dtype
+        for chosen in buckets_by_numel([params[i].numel() for i in members], cap):
+            plan.append(([members[k] for k in chosen], wire))
+    # by the place of the last member, which completes the bucket
+    return sorted(plan, key=lambda entry: entry[0][-1])

@@ -1,0 +1,350 @@
+"""OSS alone (gradients already averaged, as DistributedDataParallel leaves them) against plain optimizers."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from shardkit.optim.oss import OSS
+from tests.pools import rank_pool
+from tests.scenarios import assert_same_parameters, batch
+
+OPTIMIZERS: list[tuple[str, dict[str, Any]]] = [
+    ("SGD", {"lr": 0.1, "momentum": 0.9, "nesterov": True}),
+    ("SGD", {"lr": 0.1, "fused": True}),
+    ("Adam", {"lr": 0.01, "amsgrad": True}),
+    ("Adam", {"lr": 0.01, "fused": True}),
+    ("AdamW", {"lr": 0.01, "foreach": True}),
+    ("AdamW", {"lr": torch.tensor(0.01)}),
+    ("Adadelta", {"lr": 0.5}),
+    ("Adafactor", {"lr": 0.01}),
+    ("Adagrad", {"lr": 0.05}),
+    ("Adamax", {"lr": 0.01}),
+    ("ASGD", {"lr": 0.01}),
+    ("NAdam", {"lr": 0.01}),
+    ("RAdam", {"lr": 0.01}),
+    ("RMSprop", {"lr": 0.01, "momentum": 0.5}),
+    ("Rprop", {"lr": 0.01}),
+    ("Muon", {"lr": 0.01}),
+]
+
+
+class WholeNorm(torch.optim.Optimizer):
+    """A third-party optimizer (in the manner of LAMB) that needs whole parameters, and numpy in its state."""
+
+    def __init__(self, params: Any, lr: float = 0.1, trust: float = 0.5) -> None:
+        super().__init__(params, {"lr": lr, "trust": trust})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None, scale: float = 1.0) -> Any:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    state = self.state[p]
+                    state["norms"] = [*state.get("norms", []), p.norm().item()]
+                    p.sub_(p.grad * (scale * group["lr"] * group["trust"] * p.norm() / (p.grad.norm() + 1)))
+        return None
+
+
+def matrices() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 5, bias=False), nn.Tanh(), nn.Linear(5, 3, bias=False))
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 4), nn.Tanh(), nn.Linear(4, 1))
+
+
+def averaged_backward(model: nn.Module, world_size: int, step: int) -> None:
+    for rank in range(world_size):
+        (model(batch(rank, step)).pow(2).mean() / world_size).backward()
+
+
+def _class(name: str) -> Any:
+    return WholeNorm if name == "WholeNorm" else getattr(torch.optim, name)
+
+
+def _steps(rank: int, world_size: int, name: str, options: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    model = matrices() if name == "Muon" else mlp()
+    truth = copy.deepcopy(model)
+    plain = _class(name)(truth.parameters(), **copy.deepcopy(options))
+    sharded = OSS(model.parameters(), _class(name), **copy.deepcopy(options))
+    for step in range(4):
+        for m, o in ((truth, plain), (model, sharded)):
+            o.zero_grad()
+            averaged_backward(m, world_size, step)
+            o.step()
+        assert_same_parameters(model, truth, f"rank {rank} {name} step {step}")
+    whole = sharded.state_dict(all_ranks=True)
+    expected = plain.state_dict()
+    assert list(whole["state"]) == list(expected["state"])
+    for index, state in expected["state"].items():
+        for key, value in state.items():
+            torch.testing.assert_close(whole["state"][index][key], value, rtol=1e-5, atol=1e-6)
+    assert [g.keys() for g in whole["param_groups"]] == [g.keys() for g in expected["param_groups"]]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_every_optimizer_of_torch(world_size: int) -> None:
+    pool = rank_pool(world_size, "gloo")
+    for name, options in OPTIMIZERS:
+        pool.run(_steps, world_size, name, options)
+    pool.run(_steps, world_size, "WholeNorm", {"lr": 0.1})
+
+
+# ------------------------------------------------------------------ groups, schedulers, hooks
+def _groups(rank: int, world_size: int) -> None:
+    torch.manual_seed(0)
+    model = mlp()
+    truth = copy.deepcopy(model)
+
+    def named(m: nn.Module) -> list[dict[str, Any]]:
+        names = list(m.named_parameters())
+        return [
+            {"params": names[:2], "lr": 0.02},
+            {"params": names[2:4], "weight_decay": 0.1},
+            {"params": names[4:]},
+        ]
+
+    plain = torch.optim.AdamW(named(truth), lr=0.01)
+    sharded = OSS(named(model), torch.optim.AdamW, lr=0.01)
+    assert sharded.param_groups[0]["param_names"] == ["0.weight", "0.bias"]
+    assert set(plain.defaults) <= set(sharded.defaults)
+    calls: list[str] = []
+    sharded.register_step_pre_hook(lambda *_: calls.append("before"))
+    sharded.register_step_post_hook(lambda *_: calls.append("after"))
+    sharded.register_state_dict_pre_hook(lambda *_: calls.append("state dict"))
+    seen: list[int] = []
+    sharded.register_state_dict_post_hook(lambda _, d: seen.append(len(d["state"])))
+    for step in range(3):
+        for m, o in ((truth, plain), (model, sharded)):
+            o.zero_grad()
+            averaged_backward(m, world_size, step)
+            o.step()
+    assert calls == ["before", "after"] * 3
+    assert_same_parameters(model, truth, f"rank {rank}")
+    whole = sharded.state_dict(all_ranks=True)
+    assert calls[-1] == "state dict"
+    assert seen == [6]
+    assert whole["param_groups"][0]["param_names"] == ["0.weight", "0.bias"]
+    assert whole["param_groups"][1]["params"] == [2, 3]
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_fairscale_named_parameters_and_groups(world_size: int) -> None:
+    rank_pool(world_size, "gloo").run(_groups, world_size)
+
+
+def _empty_group(rank: int) -> None:
+    model = mlp()
+    optimizer = OSS([{"params": []}, {"params": list(model.parameters()), "lr": 0.5}], lr=0.1)
+    averaged_backward(model, 2, 0)
+    optimizer.step()
+    assert [len(g["params"]) for g in optimizer.state_dict(all_ranks=True)["param_groups"]] == [0, 6]
+
+
+def test_fairscale_empty_group() -> None:
+    rank_pool(2, "gloo").run(_empty_group)
+
+
+def _schedulers(rank: int, world_size: int) -> None:
+    def one_cycle(o: Any) -> Any:
+        return torch.optim.lr_scheduler.OneCycleLR(o, max_lr=0.1, total_steps=10)
+
+    def cyclic(o: Any) -> Any:
+        return torch.optim.lr_scheduler.CyclicLR(o, base_lr=0.01, max_lr=0.1, step_size_up=2, cycle_momentum=False)
+
+    def warmup(o: Any) -> Any:
+        return torch.optim.lr_scheduler.LambdaLR(o, lambda epoch: (epoch + 1) / 10)
+
+    for make in (one_cycle, cyclic, warmup):
+        torch.manual_seed(0)
+        model = mlp()
+        truth = copy.deepcopy(model)
+        plain = torch.optim.Adam(truth.parameters(), lr=0.01)
+        sharded = OSS(model.parameters(), torch.optim.Adam, lr=0.01)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            schedules = [make(plain), make(sharded)]
+            for step in range(5):
+                for m, o, s in ((truth, plain, schedules[0]), (model, sharded, schedules[1])):
+                    o.zero_grad()
+                    averaged_backward(m, world_size, step)
+                    o.step()
+                    s.step()
+        assert_same_parameters(model, truth, make.__name__)
+        assert sharded.optim.param_groups[0]["lr"] is not None
+
+
+def test_fairscale_one_cycle_and_cyclic_schedules() -> None:
+    rank_pool(2, "gloo").run(_schedulers, 2)
+
+
+def _add_group(rank: int, world_size: int) -> None:
+    torch.manual_seed(0)
+    model = mlp()
+    truth = copy.deepcopy(model)
+    plain = torch.optim.Adam(list(truth.parameters())[:4], lr=0.01)
+    sharded = OSS(list(model.parameters())[:4], torch.optim.Adam, lr=0.01)
+    for step in range(4):
+        if step == 2:
+            plain.add_param_group({"params": list(truth.parameters())[4:], "lr": 0.2})
+            sharded.add_param_group({"params": list(model.parameters())[4:], "lr": 0.2})
+        for m, o in ((truth, plain), (model, sharded)):
+            o.zero_grad()
+            averaged_backward(m, world_size, step)
+            o.step()
+        assert_same_parameters(model, truth, f"rank {rank} step {step}")
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_add_param_group_keeps_state(world_size: int) -> None:
+    rank_pool(world_size, "gloo").run(_add_group, world_size)
+
+
+# ------------------------------------------------------------------ checkpoints
+def _save(rank: int, world_size: int, folder: str) -> dict[str, Any] | None:
+    torch.manual_seed(0)
+    model = mlp()
+    optimizer = OSS(model.parameters(), torch.optim.Adam, lr=0.01)
+    for step in range(2):
+        optimizer.zero_grad()
+        averaged_backward(model, 2, step)
+        optimizer.step()
+    if rank != 0:
+        optimizer.consolidate_state_dict(0)
+        with pytest.raises(RuntimeError, match="has not been consolidated on this rank"):
+            optimizer.state_dict()
+        return None
+    optimizer.consolidate_state_dict(0)
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, folder)
+    return optimizer.state_dict()
+
+
+def _resume(rank: int, folder: str) -> None:
+    saved = torch.load(folder, weights_only=True)
+    model, truth = mlp(), mlp()
+    model.load_state_dict(saved["model"])
+    truth.load_state_dict(saved["model"])
+    optimizer = OSS(model.parameters(), torch.optim.Adam, lr=123.0)
+    before = copy.deepcopy(saved["optimizer"])
+    optimizer.load_state_dict(saved["optimizer"])
+    for index, state in before["state"].items():
+        assert saved["optimizer"]["state"][index].keys() == state.keys(), "the caller's dict was changed"
+    plain = torch.optim.Adam(truth.parameters(), lr=123.0)
+    plain.load_state_dict(before)
+    owned = {p for g in optimizer.optim.param_groups for p in g["params"]}
+    assert set(optimizer.optim.state) == owned, "a rank keeps the state of what it owns, and nothing else"
+    for step in range(2, 4):
+        for m, o in ((truth, plain), (model, optimizer)):
+            o.zero_grad()
+            averaged_backward(m, 2, step)
+            o.step()
+    assert optimizer.param_groups[0]["lr"] == 0.01
+    assert_same_parameters(model, truth, f"rank {rank} after resuming")
+    torch.testing.assert_close(optimizer.state_dict(all_ranks=True)["state"], plain.state_dict()["state"])
+
+
+@pytest.mark.parametrize(("wrote", "reads"), [(2, 2), (2, 3), (3, 1), (1, 2), (4, 2)])
+def test_state_moves_between_world_sizes(wrote: int, reads: int, tmp_path: Any) -> None:
+    path = str(tmp_path / "checkpoint.pt")
+    rank_pool(wrote, "gloo").run(_save, wrote, path)
+    rank_pool(reads, "gloo").run(_resume, path)
+
+
+def _bad_states(rank: int) -> None:
+    model = mlp()
+    optimizer = OSS(model.parameters(), torch.optim.Adam, lr=0.01)
+    with pytest.raises(ValueError, match="same param groups"):
+        optimizer.load_state_dict({"state": {}, "param_groups": [{"params": [0, 1]}]})
+    with pytest.raises(ValueError, match="no optimizer state"):
+        optimizer.load_state_dict({"model": {}})
+    with pytest.raises(ValueError, match="recipient_rank"):
+        optimizer.consolidate_state_dict(7)
+
+
+def test_states_that_do_not_fit() -> None:
+    rank_pool(2, "gloo").run(_bad_states)
+
+
+# ------------------------------------------------------------------ partition and what users read
+def _private(rank: int, world_size: int) -> None:
+    model = mlp()
+    optimizer = OSS(model.parameters(), torch.optim.Adam, lr=0.01)
+    partition = optimizer.partition_parameters()
+    assert len(partition) == world_size
+    assert [p for g in partition[rank] for p in g["params"]] == optimizer.optim.param_groups[0]["params"]
+    assert set(optimizer._param_to_rank) == set(model.parameters())
+    assert optimizer._param_to_index[id(model[2].weight)] == 2
+    assert sum(len(r) for r in optimizer._per_device_params[torch.device("cpu")]) == 6
+    assert optimizer._local_params == []
+    assert optimizer._all_states == []
+    assert set(optimizer.buckets[torch.device("cpu")]) == {0, 1}
+    assert optimizer.param_to_rank == optimizer._param_to_rank
+    averaged_backward(model, world_size, 0)
+    optimizer.step()
+    optimizer.consolidate_state_dict(-1)
+    assert len(optimizer._all_states) == world_size
+    local = optimizer.local_state_dict()
+    torch.testing.assert_close(optimizer._all_states[rank]["state"], local["state"])
+
+
+def test_private_attributes_that_users_read() -> None:
+    rank_pool(2, "gloo").run(_private, 2)
+
+
+def _moved(rank: int, world_size: int) -> None:
+    torch.manual_seed(0)
+    model = mlp()
+    truth = copy.deepcopy(model)
+    plain = torch.optim.SGD(truth.parameters(), lr=0.1)
+    sharded = OSS(model.parameters(), lr=0.1)
+    for step in range(3):
+        if step == 1:  # replaces every parameter's tensor, and with it the views of the flat buffer
+            model.double().float()
+        for m, o in ((truth, plain), (model, sharded)):
+            o.zero_grad()
+            averaged_backward(m, world_size, step)
+            o.step()
+        assert_same_parameters(model, truth, f"step {step}")
+
+
+def test_parameters_that_were_moved_after_construction() -> None:
+    rank_pool(2, "gloo").run(_moved, 2)
+
+
+def _half_broadcast(rank: int) -> torch.Tensor:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 7), nn.Linear(7, 4).double())
+    optimizer = OSS(model.parameters(), lr=0.1, broadcast_fp16=True)
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    assert torch.equal(model[0].weight, model[0].weight.half().float()), "travels as fp16, the owner's copy too"
+    assert model[1].weight.dtype == torch.float64
+    assert not torch.equal(model[1].weight, model[1].weight.half().double()), "fp64 travels as it is"
+    return model[0].weight.detach()
+
+
+def test_fairscale_broadcast_fp16_leaves_other_dtypes_alone() -> None:
+    a, b = rank_pool(2, "gloo").run(_half_broadcast)
+    assert torch.equal(a, b)
+
+
+def _balanced(rank: int) -> None:
+    from shardkit import OSS as CoreOSS
+
+    params = [nn.Parameter(torch.zeros(n)) for n in (1, 1, 8, 8)]
+    greedy = [CoreOSS(params, lr=0.1).owner_of(p) for p in params]
+    balanced = [CoreOSS(params, lr=0.1, partition="balanced").owner_of(p) for p in params]
+    assert greedy == [0, 1, 0, 1]
+    assert sum(p.numel() for p, r in zip(params, balanced, strict=True) if r == 0) == 9
+
+
+def test_balanced_partition() -> None:
+    rank_pool(2, "gloo").run(_balanced)
