@@ -29,13 +29,18 @@ ModuleTypes = Iterable[type[nn.Module]]
 
 
 def _size_decides(
+    policy: Any,  # whose attributes hold the default types
     module: nn.Module,
     recurse: bool,
     large: bool,
-    leaves: ModuleTypes,
-    never_wrapped: ModuleTypes,
+    leaves: ModuleTypes | None,
+    never_wrapped: ModuleTypes | None,
 ) -> bool:
-    return large and not isinstance(module, tuple(leaves if recurse else never_wrapped))
+    if recurse:
+        kept_out = policy.FORCE_LEAF_MODULES if leaves is None else leaves
+    else:
+        kept_out = policy.EXCLUDE_WRAP_MODULES if never_wrapped is None else never_wrapped
+    return large and not isinstance(module, tuple(kept_out))
 
 
 def default_auto_wrap_policy(
@@ -62,12 +67,12 @@ def default_auto_wrap_policy(
         skip_params_check_for_root: wrap the root however little is left for it. Its children are only looked at if
             it is large in all.
     """
-    leaves = default_auto_wrap_policy.FORCE_LEAF_MODULES if force_leaf_modules is None else force_leaf_modules  # type: ignore[attr-defined]
-    never = default_auto_wrap_policy.EXCLUDE_WRAP_MODULES if exclude_wrap_modules is None else exclude_wrap_modules  # type: ignore[attr-defined]
     large = unwrapped_params >= min_num_params
     if not recurse and module_is_root and skip_params_check_for_root:
         large = True
-    return _size_decides(module, recurse, large, leaves, never)
+    return _size_decides(
+        default_auto_wrap_policy, module, recurse, large, force_leaf_modules, exclude_wrap_modules
+    )
 
 
 def size_based_auto_wrap_policy(
@@ -82,16 +87,18 @@ def size_based_auto_wrap_policy(
 
     Args: see :func:`default_auto_wrap_policy`; ``nonwrapped_numel`` is its ``unwrapped_params``.
     """
-    leaves = size_based_auto_wrap_policy.FORCE_LEAF_MODULES if force_leaf_modules is None else force_leaf_modules  # type: ignore[attr-defined]
-    never = size_based_auto_wrap_policy.EXCLUDE_WRAP_MODULES if exclude_wrap_modules is None else exclude_wrap_modules  # type: ignore[attr-defined]
-    return _size_decides(module, recurse, nonwrapped_numel >= min_num_params, leaves, never)
+    large = nonwrapped_numel >= min_num_params
+    return _size_decides(
+        size_based_auto_wrap_policy, module, recurse, large, force_leaf_modules, exclude_wrap_modules
+    )
 
 
 # Containers without a forward can't be wrapped; MultiheadAttention reads its children's weights without calling
 # them, so they have to stay with it.
+_policy: Any
 for _policy in (default_auto_wrap_policy, size_based_auto_wrap_policy):
-    _policy.EXCLUDE_WRAP_MODULES = {nn.ModuleList, nn.ModuleDict}  # type: ignore[attr-defined]
-    _policy.FORCE_LEAF_MODULES = {nn.MultiheadAttention}  # type: ignore[attr-defined]
+    _policy.EXCLUDE_WRAP_MODULES = {nn.ModuleList, nn.ModuleDict}
+    _policy.FORCE_LEAF_MODULES = {nn.MultiheadAttention}
 
 
 def transformer_auto_wrap_policy(

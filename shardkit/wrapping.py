@@ -157,7 +157,9 @@ def wrap_tree(
     """
     context = _context.get()
     if context is None:
-        raise LifecycleError("there is nothing to wrap with outside of a `with enable_wrap(wrapper_cls=...)` block")
+        raise LifecycleError(
+            "there is nothing to wrap with outside of a `with enable_wrap(wrapper_cls=...)` block"
+        )
     _check_nothing_is_wrapped(module, context.wrapper_cls)
     tree = _Tree(module, context, adapt_policy(policy, module), overrides)
     wrapped, params = tree.visit(module, module_is_root)

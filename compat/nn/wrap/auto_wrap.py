@@ -92,7 +92,7 @@ class ConfigAutoWrap:
     def __enter__(self) -> None:
         self.enable_autowrap_context(self.auto_wrap_policy, self.kwargs)
 
-    def __exit__(self, exc_type: Any, exc_val: Any, exc_tb: Any) -> None:
+    def __exit__(self, *error: object) -> None:
         self.disable_autowrap_context()
 
     @staticmethod

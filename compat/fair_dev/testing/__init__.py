@@ -1,0 +1,1 @@
+"""fairscale.fair_dev: helpers for tests."""
