@@ -368,8 +368,10 @@ def dataclass_outputs(engine: Any) -> Iterator[str]:
 
 
 def test_output_structures(world_size: int) -> None:
-    run(world_size, Normed, nested_outputs)
-    run(world_size, DataclassOutput, dataclass_outputs)
+    # SGD: the gradient of attention's key bias is zero up to rounding, which AdamW would blow up
+    sgd = {"optim": torch.optim.SGD, "options": {"lr": 0.1}}
+    run(world_size, Normed, nested_outputs, **sgd)
+    run(world_size, DataclassOutput, dataclass_outputs, **sgd)
 
 
 class Checkpointed(nn.Module):
@@ -503,8 +505,8 @@ def _starts_from_rank_0(rank: int, sync: bool) -> None:
         assert_same_parameters(model, reference, f"rank {rank}")
     assert all(key.startswith("module.") for key in wrapped.state_dict())
     assert wrapped.to(torch.device("cpu")) is wrapped
-    assert wrapped[0].in_features == 6 if hasattr(wrapped, "__getitem__") else True
-    assert wrapped.extra_repr is not None
+    model.note = "of the module"
+    assert wrapped.note == "of the module"
 
 
 def test_start_values_and_state_dict_prefix(world_size: int) -> None:

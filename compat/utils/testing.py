@@ -1,4 +1,4 @@
-"""The path of :mod:`shardkit.fair_dev.testing.testing` up to fairscale 0.4.6, which its documentation still uses."""
+"""shardkit.fair_dev.testing.testing at its path up to fairscale 0.4.6, which the documentation still uses."""
 
 from shardkit.fair_dev.testing.testing import (
     DummyProcessGroup,

@@ -45,7 +45,7 @@ class DummyProcessGroup:
 
 
 def dist_init(rank: int, world_size: int, filename: str, filename_rpc: str = "") -> bool:
-    """Joins a process group of ranks on this machine that meet in a file: NCCL where there are GPUs, else gloo.
+    """Joins a process group of ranks on one machine that meet in a file: NCCL where there are GPUs, else gloo.
 
     Args:
         rank, world_size: this rank and how many there are.
@@ -56,14 +56,15 @@ def dist_init(rank: int, world_size: int, filename: str, filename_rpc: str = "")
         False, and nothing was done, if there are GPUs but fewer than ranks.
     """
     accelerators = torch.accelerator.device_count()
+    kind = torch.accelerator.current_accelerator()
     if 0 < accelerators < world_size:
         return False
     os.environ["WORLD_SIZE"] = str(world_size)
     os.environ["RANK"] = str(rank)
     backend = dist.get_default_backend_for_device("cpu")
-    if accelerators:
+    if kind is not None and accelerators:
         torch.accelerator.set_device_index(rank % accelerators)
-        backend = dist.get_default_backend_for_device(torch.accelerator.current_accelerator())
+        backend = dist.get_default_backend_for_device(kind)
     dist.init_process_group(backend, rank=rank, world_size=world_size, init_method=f"file://{filename}")
     if filename_rpc:
         from torch.distributed import rpc
@@ -77,8 +78,9 @@ def teardown() -> None:
     """Leaves what :func:`dist_init` joined; harmless if that was nothing."""
     if dist.is_initialized():
         dist.destroy_process_group()
-    if dist.rpc.is_available() and dist.rpc._is_current_rpc_agent_set():
-        dist.rpc.shutdown(graceful=False)
+    if dist.rpc.is_available():
+        with contextlib.suppress(RuntimeError):  # rpc was not started
+            dist.rpc.shutdown(graceful=False)
 
 
 def rmf(filename: str) -> None:

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 
 HELD_OUT = 360
 
@@ -30,30 +29,18 @@ def load(seed: int) -> tuple[Split, Split]:
     return Split(images[train], labels[train]), Split(images[held_out], labels[held_out])
 
 
-def shifted(images: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Each image moved by up to one pixel in each direction; what comes in at the edges is background."""
-    n, _, height, width = images.shape
-    padded = F.pad(images, (1, 1, 1, 1), value=-1.0)
-    down, right = torch.randint(0, 3, (2, n, 1), generator=generator).unbind(0)
-    rows, columns = down + torch.arange(height), right + torch.arange(width)  # [n, height], [n, width]
-    picked = padded[torch.arange(n)[:, None, None], 0, rows[:, :, None], columns[:, None, :]]
-    return picked.unsqueeze(1)
-
-
 def batches(
     data: Split, epoch: int, seed: int, batch_size: int, rank: int, world_size: int
 ) -> Iterator[Split]:
-    """This rank's rows of each global batch of one epoch, of images shifted at random.
+    """This rank's rows of each global batch of one epoch.
 
-    Order and shifts depend on seed and epoch only, so that any number of ranks sees the same global batches.
+    The order depends on seed and epoch only, so that any number of ranks sees the same global batches.
     What doesn't fill a batch is left out: all steps have one shape, which XLA compiles once.
     """
-    generator = torch.Generator().manual_seed(seed * 1000 + epoch)
-    order = torch.randperm(len(data.labels), generator=generator)
-    images = shifted(data.images, generator)
+    order = torch.randperm(len(data.labels), generator=torch.Generator().manual_seed(seed * 1000 + epoch))
     for start in range(0, len(order) - batch_size + 1, batch_size):
         mine = order[start : start + batch_size][rank::world_size]
-        yield Split(images[mine], data.labels[mine])
+        yield Split(data.images[mine], data.labels[mine])
 
 
 def steps_per_epoch(data: Split, batch_size: int) -> int:

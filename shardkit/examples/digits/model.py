@@ -1,4 +1,4 @@
-"""A vision transformer small enough to train on a laptop's CPU; deterministic, as it has no dropout."""
+"""A vision transformer small enough to train on a CPU; deterministic, as it has no dropout."""
 
 from __future__ import annotations
 
@@ -36,7 +36,11 @@ class DigitTransformer(nn.Module):
 
     def __init__(self, dim: int = 64, depth: int = 4, heads: int = 4) -> None:
         super().__init__()
-        self.patches = nn.Conv2d(1, dim, kernel_size=PATCH, stride=PATCH)
+        self.patches = nn.Sequential(
+            nn.Conv2d(1, dim // 2, kernel_size=3, padding=1),
+            nn.GELU(),
+            nn.Conv2d(dim // 2, dim, kernel_size=PATCH, stride=PATCH),
+        )
         self.positions = nn.Parameter(torch.randn(1, TOKENS, dim) * 0.02)
         self.blocks = nn.Sequential(*(Block(dim, heads) for _ in range(depth)))
         self.norm = nn.LayerNorm(dim)

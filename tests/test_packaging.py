@@ -1,0 +1,169 @@
+"""backends/ and compat/ are top-level folders but sub-packages of shardkit: map, links, folders and wheel agree."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    tomllib = pytest.importorskip("tomli")
+
+ROOT = Path(__file__).resolve().parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+SETUPTOOLS = PROJECT["tool"]["setuptools"]
+FOLDERS = ("shardkit", "backends", "compat")
+
+
+def package_of(folder: Path) -> str:
+    """Name under which a folder with an ``__init__.py`` is imported, by the map (the longest entry wins)."""
+    relative = folder.relative_to(ROOT).as_posix()
+    for package, mapped in sorted(SETUPTOOLS["package-dir"].items(), key=lambda item: -len(item[1])):
+        if relative == mapped:
+            return str(package)
+        if relative.startswith(mapped + "/"):
+            return f"{package}.{relative[len(mapped) + 1 :].replace('/', '.')}"
+    pytest.fail(f"{relative} is in no entry of [tool.setuptools.package-dir]")
+
+
+def real_files() -> dict[str, Path]:
+    """Every module's path within the wheel and the file it comes from; links are not followed."""
+    files = {}
+    for top in FOLDERS:
+        for directory, _, names in os.walk(ROOT / top, followlinks=False):
+            for name in names:
+                if name.endswith(".py") or name == "py.typed":
+                    path = Path(directory, name)
+                    files[f"{package_of(path.parent).replace('.', '/')}/{name}"] = path
+    return files
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel, built from a copy of the sources so that nothing is left behind in the checkout."""
+    source = tmp_path_factory.mktemp("source")
+    tracked = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        capture_output=True,
+        check=True,
+        text=True,
+    ).stdout.split("\0")
+    for name in filter(None, tracked):
+        target = source / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if (ROOT / name).is_symlink():
+            target.symlink_to(os.readlink(ROOT / name))
+        elif (ROOT / name).exists():
+            target.write_bytes((ROOT / name).read_bytes())
+    out = tmp_path_factory.mktemp("wheel")
+    run_pip("wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", str(out), str(source))
+    (built,) = out.glob("*.whl")
+    return built
+
+
+def run_pip(*args: str) -> None:
+    command = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", "--no-input", *args]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+def run_python(code: str, cwd: Path, *paths: Path) -> subprocess.CompletedProcess[str]:
+    """Runs code in a fresh interpreter that sees ``paths``, and not the folder it is run from."""
+    # -P would do, but is there only from Python 3.11 on.
+    code = f"import sys; sys.path[:] = {[str(p) for p in paths]!r} + [p for p in sys.path if p]\n{code}"
+    env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    return subprocess.run(
+        [sys.executable, "-c", code], cwd=cwd, env=env, capture_output=True, text=True, timeout=120
+    )
+
+
+def test_map_and_links_name_the_same_folders() -> None:
+    links = {
+        f"shardkit.{entry.name}": os.path.relpath(entry.resolve(), ROOT)
+        for entry in (ROOT / "shardkit").iterdir()
+        if entry.is_symlink()
+    }
+    mapped = {name: path for name, path in SETUPTOOLS["package-dir"].items() if name != "shardkit"}
+    assert links == mapped
+    for name in links:
+        target = os.readlink(ROOT / name.replace(".", "/"))
+        assert not os.path.isabs(target), f"{name} is an absolute link; it has to be relative"
+
+
+def test_listed_packages_are_the_folders_with_modules() -> None:
+    on_disk = {package_of(path.parent) for path in real_files().values()}
+    listed = SETUPTOOLS["packages"]
+    assert listed == sorted(listed)
+    assert on_disk == set(listed), "change [tool.setuptools] packages in pyproject.toml"
+    for package in listed:
+        assert (ROOT / package.replace(".", "/") / "__init__.py").is_file(), f"{package} has no __init__.py"
+
+
+def test_ruff_excludes_exactly_the_links() -> None:
+    links = {f"shardkit/{entry.name}" for entry in (ROOT / "shardkit").iterdir() if entry.is_symlink()}
+    assert set(PROJECT["tool"]["ruff"]["extend-exclude"]) == links
+
+
+def test_wheel_holds_the_sources_and_nothing_else(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        inside = {n: archive.read(n) for n in archive.namelist() if ".dist-info/" not in n}
+        metadata = next(archive.read(n).decode() for n in archive.namelist() if n.endswith("/METADATA"))
+    assert inside == {name: path.read_bytes() for name, path in real_files().items()}
+    assert "License-Expression: BSD-3-Clause" in metadata
+    required = [r for r in re.findall(r"^Requires-Dist: (.*)$", metadata, re.M) if "extra ==" not in r]
+    assert required == ["torch>=2.9"]
+
+
+def test_wheel_imports_without_the_checkout(wheel: Path, tmp_path: Path) -> None:
+    target = tmp_path / "site"
+    run_pip("install", "--no-deps", "--no-index", "--target", str(target), str(wheel))
+    assert sorted(p.name for p in target.iterdir() if not p.name.endswith(".dist-info")) == ["shardkit"]
+    modules = SETUPTOOLS["packages"]
+    code = f"""
+import importlib
+for name in {modules!r}:
+    module = importlib.import_module(name)
+    assert module.__file__.startswith({str(target)!r}), module.__file__
+"""
+    result = run_python(code, tmp_path, target)
+    assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.parametrize("name", ["backends", "compat"])
+def test_generic_names_are_not_importable_elsewhere(name: str, tmp_path: Path) -> None:
+    result = run_python(f"import {name}", tmp_path)
+    assert "ModuleNotFoundError" in result.stderr, result.stdout + result.stderr
+
+
+def test_a_module_has_one_identity() -> None:
+    """Reached through a link, a module still belongs to shardkit: classes compare equal everywhere."""
+    code = """
+import shardkit.backend, shardkit.backends.gloo as gloo, sys
+assert gloo.__name__ == "shardkit.backends.gloo"
+twice = [name for name in sys.modules if name.split(".")[0] in ("backends", "compat")]
+assert not twice, twice
+"""
+    result = run_python(code, ROOT, ROOT)
+    assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.parametrize("name", sorted(real_files()))
+def test_every_module_says_what_it_is(name: str) -> None:
+    path = real_files()[name]
+    if path.suffix == ".py":
+        assert ast.get_docstring(ast.parse(path.read_text())), f"{path.relative_to(ROOT)} has no docstring"
+
+
+def test_version_is_said_once() -> None:
+    import shardkit
+
+    assert getattr(shardkit, "__version__", PROJECT["project"]["version"]) == PROJECT["project"]["version"]
