@@ -1,0 +1,174 @@
+"""What every rank runs: the training loop of a data-parallel job, with or without sharding."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.optim import Optimizer
+
+import shardkit
+from shardkit.backend import Backend, ReduceOp, get_backend
+
+from . import data
+from .model import DigitTransformer
+from .progress import Progress, progress_bar
+
+Weights = dict[str, torch.Tensor]
+STRATEGIES = ("ddp", "oss", "sharded_ddp")
+
+
+@dataclass(frozen=True)
+class Job:
+    """One training run.
+
+    Attributes:
+        strategy: "single" (one process, no wrapper) or one of STRATEGIES.
+        world_size: ranks that train together.
+        epochs: passes over the training images; the learning rate's schedule spans them.
+        stop_after: epochs really run (fewer, to look at the first steps only).
+        batch_size: images in a step, over all ranks together.
+    """
+
+    strategy: str
+    backend: str
+    world_size: int
+    epochs: int
+    stop_after: int
+    batch_size: int = 64
+    lr: float = 3e-3
+    weight_decay: float = 1.0
+    label_smoothing: float = 0.1
+    seed: int = 0
+
+
+@dataclass
+class Outcome:
+    """What one rank saw. ``parameters``, ``gradients`` and ``state`` are bytes held after a backward."""
+
+    losses: list[float] = field(default_factory=list)
+    accuracy: float = 0.0
+    parameters: int = 0
+    gradients: int = 0
+    state: int = 0
+    seconds: float = 0.0
+
+
+def wrap(strategy: str, model: nn.Module, job: Job, backend: Backend) -> tuple[nn.Module, Optimizer]:
+    """The model and the optimizer as the strategy has them; this is all that differs between strategies."""
+    arguments = {"lr": job.lr, "weight_decay": job.weight_decay}
+    optimizer: Optimizer
+    if strategy in ("single", "ddp"):
+        optimizer = torch.optim.AdamW(model.parameters(), **arguments)
+    else:
+        optimizer = shardkit.OSS(model.parameters(), torch.optim.AdamW, **arguments)
+    if isinstance(optimizer, shardkit.OSS) and strategy == "sharded_ddp":
+        return shardkit.ShardedDDP(model, optimizer), optimizer
+    if strategy in ("ddp", "oss") and has_ddp(backend):
+        return DDP(model, gradient_as_bucket_view=True), optimizer
+    return model, optimizer
+
+
+def has_ddp(backend: Backend) -> bool:
+    """Whether torch's own DDP runs there: it needs ranks that are processes, and eager tensors."""
+    return backend.name in ("gloo", "cuda")
+
+
+def average_gradients(model: nn.Module, backend: Backend) -> None:
+    """What DDP does, in its plainest form, for backends on which torch's DDP doesn't run."""
+    group = backend.group()
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            group.all_reduce(parameter.grad, op=ReduceOp.AVG).wait()
+
+
+def initial_weights(seed: int) -> Weights:
+    """Drawn once, in the process that launches: ranks that are threads share one random generator."""
+    torch.manual_seed(seed)
+    return DigitTransformer().state_dict()
+
+
+def train(rank: int, job: Job, weights: Weights, progress: Progress) -> Outcome:
+    """Trains one model and tests it on the held-out images; every rank calls it, with the same job."""
+    backend = get_backend(job.backend)
+    device = backend.device()
+    train_set, held_out = data.load(job.seed)
+    steps = data.steps_per_epoch(train_set, job.batch_size)
+
+    network = DigitTransformer()
+    network.load_state_dict(weights)
+    model, optimizer = wrap(job.strategy, network.to(device), job, backend)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=job.lr, total_steps=job.epochs * steps)
+    average_by_hand = job.strategy in ("ddp", "oss") and not has_ddp(backend)
+
+    outcome = Outcome()
+    began = time.perf_counter()
+    model.train()
+    for epoch in range(job.stop_after):
+        losses = []
+        for batch in data.batches(train_set, epoch, job.seed, job.batch_size, rank, job.world_size):
+            images, labels = batch.images.to(device), batch.labels.to(device)
+            model.zero_grad()
+            loss = F.cross_entropy(model(images), labels, label_smoothing=job.label_smoothing)
+            loss.backward()
+            if average_by_hand:
+                average_gradients(model, backend)
+            if epoch == 0 and len(losses) == 1:  # the second step: the optimizer has its state
+                measure(outcome, model, optimizer, backend)
+            optimizer.step()
+            schedule.step()
+            backend.mark_step()
+            losses.append(loss.detach())
+            progress.advance()
+        outcome.losses += torch.stack(losses).tolist()
+        progress.show_loss(outcome.losses[-1])
+    outcome.seconds = time.perf_counter() - began
+    outcome.accuracy = test(model, held_out, device)
+    return outcome
+
+
+@torch.no_grad()
+def test(model: nn.Module, held_out: data.Split, device: torch.device) -> float:
+    """The share of held-out images whose digit the model finds."""
+    model.eval()
+    found = model(held_out.images.to(device)).argmax(dim=1) == held_out.labels.to(device)
+    return float(found.float().mean().item())
+
+
+def measure(outcome: Outcome, model: nn.Module, optimizer: Optimizer, backend: Backend) -> None:
+    """Notes the bytes that this rank holds now: parameters, their gradients, optimizer state."""
+    inner = optimizer.optim if isinstance(optimizer, shardkit.OSS) else optimizer
+    own = [p for group in inner.param_groups for p in group["params"]]
+    parameters = [*model.parameters(), *own]
+    held = held_bytes if backend.has_storage else counted_bytes
+    outcome.parameters = held(parameters)
+    outcome.gradients = held(p.grad for p in parameters if p.grad is not None)
+    state = [v for values in inner.state.values() for v in values.values() if isinstance(v, torch.Tensor)]
+    outcome.state = held(state)
+
+
+def held_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Bytes of the memory behind tensors; views of one buffer count once, and the whole buffer counts."""
+    storages = [t.untyped_storage() for t in tensors]
+    return sum({s.data_ptr(): s.nbytes() for s in storages}.values())
+
+
+def counted_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Bytes of tensors that own no memory of their own until they are computed (XLA)."""
+    return sum({id(t): t.numel() * t.element_size() for t in tensors}.values())
+
+
+def run_rank(rank: int, jobs: list[Job], weights: Weights) -> list[Outcome]:
+    """Runs jobs one after the other, so that ranks start once; only rank 0 shows progress."""
+    outcomes = []
+    for job in jobs:
+        steps = job.stop_after * data.steps_per_epoch(data.load(job.seed)[0], job.batch_size)
+        title = f"{job.strategy} on {job.world_size} x {job.backend}"
+        with progress_bar(title, steps) if rank == 0 else Progress() as progress:
+            outcomes.append(train(rank, job, weights, progress))
+    return outcomes
