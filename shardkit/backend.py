@@ -129,9 +129,7 @@ class Group(Protocol):
         """In place on ``dst``; on other ranks the contents are undefined afterwards."""
         ...
 
-    def broadcast(
-        self, tensor: torch.Tensor, src: int, *, async_op: bool = False, label: str = ""
-    ) -> Work:
+    def broadcast(self, tensor: torch.Tensor, src: int, *, async_op: bool = False, label: str = "") -> Work:
         """In place, any shape."""
         ...
 

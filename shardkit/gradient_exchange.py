@@ -45,7 +45,12 @@ class GradientExchange:
     """Listens to the backward of a module and reduces its gradients to their owners."""
 
     def __init__(
-        self, module: nn.Module, optimizers: Sequence[OSS], group: Group, policy: ReducePolicy, buffers: BufferSync
+        self,
+        module: nn.Module,
+        optimizers: Sequence[OSS],
+        group: Group,
+        policy: ReducePolicy,
+        buffers: BufferSync,
     ) -> None:
         self.state = BackwardState(self._end_of_backward)
         self._module = module
@@ -96,7 +101,9 @@ class GradientExchange:
             for param, before, after in part.hooks():
                 self._hooks.attach(param, before, after)
 
-    def _bucket_parts(self, trainable: list[nn.Parameter], owner: dict[nn.Parameter, int]) -> list[GradientPart]:
+    def _bucket_parts(
+        self, trainable: list[nn.Parameter], owner: dict[nn.Parameter, int]
+    ) -> list[GradientPart]:
         sparse = sparse_parameters(self._module)
         parts: list[GradientPart] = []
         dense = [p for p in trainable if p in owner and p not in sparse]

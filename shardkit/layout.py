@@ -9,9 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 
-def greedy_owners(
-    numels: Sequence[int], trainable: Sequence[bool], loads: list[int]
-) -> list[int]:
+def greedy_owners(numels: Sequence[int], trainable: Sequence[bool], loads: list[int]) -> list[int]:
     """The rank of each parameter: always the one with the least load so far (the lowest rank on a tie).
 
     A frozen parameter weighs 1, so that frozen ones are spread by count. This is fairscale's partition;
@@ -31,9 +29,7 @@ def greedy_owners(
     return owners
 
 
-def balanced_owners(
-    numels: Sequence[int], trainable: Sequence[bool], loads: list[int]
-) -> list[int]:
+def balanced_owners(numels: Sequence[int], trainable: Sequence[bool], loads: list[int]) -> list[int]:
     """As :func:`greedy_owners`, but the largest parameters are placed first, which evens out the ranks."""
     order = sorted(range(len(numels)), key=lambda i: (-numels[i] if trainable[i] else 0, i))
     placed = greedy_owners([numels[i] for i in order], [trainable[i] for i in order], loads)

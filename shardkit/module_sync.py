@@ -52,7 +52,9 @@ class BufferSync:
     def __init__(self, module: nn.Module, group: Group, enabled: bool) -> None:
         self._group = group
         # looked up anew each time (``module.to`` replaces them), but without walking the whole module
-        self._places = [(m, name) for m in module.modules() for name, b in m._buffers.items() if b is not None]
+        self._places = [
+            (m, name) for m in module.modules() for name, b in m._buffers.items() if b is not None
+        ]
         self._enabled = enabled and group.world_size > 1 and bool(self._places)
         self.changed = False
 

@@ -146,7 +146,9 @@ class OSS(Optimizer):
     def _check_ranks_agree(self) -> None:
         facts: list[tuple[str, Any]] = [("number of param groups", len(self.param_groups))]
         for index, g in enumerate(self.param_groups):
-            names = g.get("param_names") or [f"parameter {i} of group {index}" for i in range(len(g["params"]))]
+            names = g.get("param_names") or [
+                f"parameter {i} of group {index}" for i in range(len(g["params"]))
+            ]
             facts += [
                 (n, (tuple(p.shape), str(p.dtype), "trainable" if p.requires_grad else "frozen"))
                 for n, p in zip(names, g["params"], strict=True)
@@ -166,7 +168,9 @@ class OSS(Optimizer):
         elif not self._coupled:
             for params in by_dtype(p for p in self._all if p.requires_grad).values():
                 self._flat.append(
-                    FlatParameters(params, [self._owner[p] for p in params], self._group.channel("parameters"))
+                    FlatParameters(
+                        params, [self._owner[p] for p in params], self._group.channel("parameters")
+                    )
                 )
 
     def _segment(self, params: list[nn.Parameter]) -> SegmentParameters:
@@ -246,7 +250,8 @@ class OSS(Optimizer):
 
     def _publish(self) -> None:
         with record_function("shardkit::oss all-gather"):
-            stores = [*self._flat, *(s for group in self._segments for s in group)]
+            stores: list[FlatParameters | SegmentParameters] = [*self._flat]
+            stores += [s for group in self._segments for s in group]
             for work in [store.publish(self._broadcast_dtype) for store in stores]:
                 if work is not None:
                     work.wait()
@@ -292,7 +297,9 @@ class OSS(Optimizer):
             owned = [p for g in self.optim.param_groups for p in g["params"]]
             counted = [p.grad for p in filter_params_fn(owned) if p.grad is not None]
             group = self._backend.group(None)
-        clipped = counted if self._backend.even_shards_only else [p.grad for p in self._all if p.grad is not None]
+        clipped = (
+            counted if self._backend.even_shards_only else [p.grad for p in self._all if p.grad is not None]
+        )
         device = self._all[0].device
         return clip_by_global_norm(
             counted, clipped, group, device, float(max_norm), float(norm_type), error_if_nonfinite, foreach
@@ -324,7 +331,7 @@ class OSS(Optimizer):
             self.consolidate_state_dict(-1)
         if self._consolidated is None:
             raise NotConsolidatedError(
-                "Optimizer state has not been consolidated on this rank. Call consolidate_state_dict(recipient_rank=...) "
+                "Optimizer state has not been consolidated on this rank. Call consolidate_state_dict(recipient_rank=..) "
                 f"on all ranks first (this is rank {self.rank}), or state_dict(all_ranks=True) on all ranks."
             )
         params = list(self._parameters())
@@ -378,4 +385,3 @@ def _check_optimizer_class(optim: Any) -> None:
         raise ConfigurationError(f"optim={optim!r} is no optimizer class; pass one such as torch.optim.AdamW")
     if isinstance(optim, type) and issubclass(optim, OSS):
         raise ConfigurationError("optim is OSS itself; pass the optimizer class that OSS should shard")
-

@@ -33,7 +33,8 @@ def to_cpu(value: Any) -> Any:
 def _owned_state(oss: OSS) -> dict[nn.Parameter, dict[str, Any]]:
     """State of each parameter that this rank answers for."""
     if not oss._segments:
-        return {p: s for p, s in oss.optim.state.items() if s and oss._owner.get(p, oss.rank) == oss.rank}
+        state: Any = oss.optim.state
+        return {p: s for p, s in state.items() if s and oss._owner.get(p, oss.rank) == oss.rank}
     owned: dict[nn.Parameter, dict[str, Any]] = {}
     for group in oss._segments:
         for segment in group:

@@ -36,9 +36,19 @@ def by_dtype(params: Iterable[nn.Parameter]) -> dict[torch.dtype, list[nn.Parame
 
 def strided_view(flat: torch.Tensor, like: torch.Tensor, offset: int) -> torch.Tensor:
     """A view of ``flat`` at ``offset`` with the shape of ``like``, and its strides where they are dense."""
-    if like.is_contiguous() or not torch._prims_common.is_non_overlapping_and_dense(like):
+    if like.is_contiguous() or not _is_dense(like):
         return flat.as_strided(like.shape, _contiguous_strides(like.shape), flat.storage_offset() + offset)
     return flat.as_strided(like.shape, like.stride(), flat.storage_offset() + offset)
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Whether the elements fill their memory without gaps or overlaps, in any order of dimensions."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True
 
 
 def _contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
@@ -182,7 +192,9 @@ class SegmentParameters:
         start = self.layout.start(self._group.rank)
         return {
             self.params[i]: segment[
-                self.layout.slots[i].offset - start : self.layout.slots[i].offset - start + self.layout.slots[i].numel
+                self.layout.slots[i].offset - start : self.layout.slots[i].offset
+                - start
+                + self.layout.slots[i].numel
             ].view(self.params[i].shape)
             for i in self.layout.items_of(self._group.rank)
         }

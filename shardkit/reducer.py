@@ -278,9 +278,7 @@ class Reducer:
                 self._is_mean[bucket.members[i]] = True
 
 
-def plan_buckets(
-    params: Sequence[nn.Parameter], policy: ReducePolicy
-) -> list[tuple[list[int], torch.dtype]]:
+def plan_buckets(params: Sequence[nn.Parameter], policy: ReducePolicy) -> list[tuple[list[int], torch.dtype]]:
     """Which parameters travel together and in which dtype, in the order of sending.
 
     Buckets hold one dtype and at most ``policy.bucket_numel`` elements, and about a tenth of all: so the two

@@ -49,9 +49,7 @@ def step_on_every_rank(
 def _share_gradients(owner: dict[nn.Parameter, int], group: Group) -> None:
     """Gives every rank the owner's gradient of each parameter."""
     channel = group.channel("parameters")
-    present = channel.all_gather_object(
-        [p.grad is not None for p in owner], label="which gradients exist"
-    )
+    present = channel.all_gather_object([p.grad is not None for p in owner], label="which gradients exist")
     for i, (p, rank) in enumerate(owner.items()):
         if not present[rank][i]:
             p.grad = None

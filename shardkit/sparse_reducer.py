@@ -86,7 +86,9 @@ class SparseReducer:
         )
         if not mine:
             return False
-        total = torch.sparse_coo_tensor(indices[None], values.view(-1, *param.shape[1:]), param.shape).coalesce()
+        total = torch.sparse_coo_tensor(
+            indices[None], values.view(-1, *param.shape[1:]), param.shape
+        ).coalesce()
         total = torch.sparse_coo_tensor(
             total.indices(), total.values() / world, param.shape, is_coalesced=True
         )

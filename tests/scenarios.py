@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardkit.optim.oss import OSS
 from shardkit.nn.data_parallel import ShardedDataParallel
+from shardkit.optim.oss import OSS
 
 Loss = Callable[[nn.Module, int], torch.Tensor]
 
@@ -22,7 +22,9 @@ Loss = Callable[[nn.Module, int], torch.Tensor]
 class Truth:
     """One process; a backward sums every rank's loss, divided by the number of ranks."""
 
-    def __init__(self, model: nn.Module, world_size: int, optim: Any, groups: Any, options: dict[str, Any]) -> None:
+    def __init__(
+        self, model: nn.Module, world_size: int, optim: Any, groups: Any, options: dict[str, Any]
+    ) -> None:
         self.world_size = world_size
         self.inner = self.model = model
         self.optimizer = optim(groups(model) if groups else model.parameters(), **options)
@@ -33,7 +35,9 @@ class Truth:
 
     def backward_of(self, losses: list[Loss]) -> None:
         """Several forwards first, then their backwards."""
-        values = [[loss(self.model, rank) / self.world_size for rank in range(self.world_size)] for loss in losses]
+        values = [
+            [loss(self.model, rank) / self.world_size for rank in range(self.world_size)] for loss in losses
+        ]
         for row in values:
             for value in row:
                 value.backward()
@@ -70,7 +74,9 @@ class Sharded:
         return self.model.no_sync()
 
     def zero_grad(self, form: str, set_to_none: bool = True) -> None:
-        {"optimizer": self.optimizer, "wrapper": self.model, "module": self.inner}[form].zero_grad(set_to_none)
+        {"optimizer": self.optimizer, "wrapper": self.model, "module": self.inner}[form].zero_grad(
+            set_to_none
+        )
 
     def clip(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         return self.optimizer.clip_grad_norm(max_norm, norm_type)

@@ -157,7 +157,9 @@ def _schedulers(rank: int, world_size: int) -> None:
         return torch.optim.lr_scheduler.OneCycleLR(o, max_lr=0.1, total_steps=10)
 
     def cyclic(o: Any) -> Any:
-        return torch.optim.lr_scheduler.CyclicLR(o, base_lr=0.01, max_lr=0.1, step_size_up=2, cycle_momentum=False)
+        return torch.optim.lr_scheduler.CyclicLR(
+            o, base_lr=0.01, max_lr=0.1, step_size_up=2, cycle_momentum=False
+        )
 
     def warmup(o: Any) -> Any:
         return torch.optim.lr_scheduler.LambdaLR(o, lambda epoch: (epoch + 1) / 10)
@@ -325,7 +327,9 @@ def _half_broadcast(rank: int) -> torch.Tensor:
     for p in model.parameters():
         p.grad = torch.ones_like(p)
     optimizer.step()
-    assert torch.equal(model[0].weight, model[0].weight.half().float()), "travels as fp16, the owner's copy too"
+    assert torch.equal(model[0].weight, model[0].weight.half().float()), (
+        "travels as fp16, the owner's copy too"
+    )
     assert model[1].weight.dtype == torch.float64
     assert not torch.equal(model[1].weight, model[1].weight.half().double()), "fp64 travels as it is"
     return model[0].weight.detach()

@@ -21,7 +21,9 @@ pytestmark = pytest.mark.parametrize("world_size", [2, 3])
 
 
 def mlp() -> nn.Module:
-    return nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 11, bias=False), nn.Tanh(), nn.Linear(11, 3))
+    return nn.Sequential(
+        nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 11, bias=False), nn.Tanh(), nn.Linear(11, 3)
+    )
 
 
 def run(world_size: int, build: Any, scenario: Any, **options: Any) -> None:
@@ -69,7 +71,9 @@ def closures(engine: Any) -> Iterator[str]:
             with torch.no_grad():
                 if hasattr(engine, "rank"):
                     return square_loss(step)(engine.inner, engine.rank)
-                return torch.stack([square_loss(step)(engine.inner, r) for r in range(engine.world_size)]).mean()
+                return torch.stack(
+                    [square_loss(step)(engine.inner, r) for r in range(engine.world_size)]
+                ).mean()
 
         engine.optimizer.step(closure)
         yield "closure"
@@ -193,7 +197,9 @@ class BackwardTwice:
             engine.zero_grad("optimizer")
             ranks = [engine.rank] if hasattr(engine, "rank") else range(engine.world_size)
             for rank in ranks:
-                loss = square_loss(step)(engine.model, rank) / (1 if hasattr(engine, "rank") else engine.world_size)
+                loss = square_loss(step)(engine.model, rank) / (
+                    1 if hasattr(engine, "rank") else engine.world_size
+                )
                 loss.backward(retain_graph=True)
                 loss.backward()
             engine.optimizer.step()
@@ -332,7 +338,9 @@ def test_sparse_gradients(world_size: int, optim: Any, scenario: Any) -> None:
 class Normed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.net = nn.Sequential(nn.Linear(6, 6), nn.LayerNorm(6), nn.MultiheadAttention(6, 2, batch_first=True))
+        self.net = nn.Sequential(
+            nn.Linear(6, 6), nn.LayerNorm(6), nn.MultiheadAttention(6, 2, batch_first=True)
+        )
 
     def forward(self, x: torch.Tensor) -> dict[str, Any]:
         y = self.net[1](self.net[0](x))[None]
