@@ -1,0 +1,190 @@
+"""The XLA backend: TPUs, and replicas on a CPU-only machine.
+
+Nothing here imports torch_xla before it is needed: the process that launches replicas must not start a runtime
+of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import glob
+import importlib.util
+import os
+import traceback
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from shardkit.backend import Group
+from shardkit.errors import BackendError, ConfigurationError, RankFailedError
+
+if TYPE_CHECKING:
+    from .group import Replica
+
+
+class _Event:
+    """A point in the recorded program; XLA orders by data, so nothing has to wait for it."""
+
+    def __init__(self, backend: XlaBackend) -> None:
+        self._backend = backend
+
+    def wait(self) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        self._backend.synchronize()
+
+
+class XlaBackend:
+    """See :class:`shardkit.backend.Backend`. Execution is lazy: :meth:`mark_step` runs what was recorded."""
+
+    name = "xla"
+    device_type = "xla"
+    even_shards_only = True
+    has_storage = False
+
+    def __init__(self) -> None:
+        self._runtime_replicas: dict[int, Replica] = {}
+
+    def is_available(self) -> bool:
+        return importlib.util.find_spec("torch_xla") is not None
+
+    def device(self) -> torch.device:
+        """The default XLA device of this thread."""
+        import torch_xla
+
+        return torch_xla.device()
+
+    def group(self, process_group: Any = None) -> Group:
+        from .group import as_group
+
+        return as_group(self, self._replica(), process_group)
+
+    def take_storage(self, tensor: torch.Tensor) -> None:
+        """Nothing: a lazy tensor owns no memory of its own. Assign a new value to it instead."""
+
+    def release_storage(self, tensor: torch.Tensor) -> None:
+        """Nothing: XLA frees a buffer once no tensor and no pending graph refers to its value. Drop the tensor."""
+
+    def pin(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy on the host; the runtime stages transfers itself, so there is nothing to pin."""
+        return tensor.detach().to("cpu", copy=True)
+
+    def new_stream(self) -> None:
+        """There are no streams: the compiler schedules."""
+
+    def stream(self, stream: Any) -> AbstractContextManager[Any]:
+        return contextlib.nullcontext()
+
+    def record_event(self) -> _Event:
+        return _Event(self)
+
+    def synchronize(self) -> None:
+        self.mark_step(wait=True)
+
+    def mark_step(self, *, wait: bool = False) -> None:
+        """Runs what was recorded so far on this rank's device.
+
+        Raises:
+            OutOfStepError: replicas on a CPU issued different collectives since their last step (a TPU can't
+                tell: it waits).
+        """
+        import torch_xla
+
+        torch_xla.sync(wait=wait)
+
+    def rng_state(self) -> torch.Tensor:
+        """The device's seed, int64 [1]. Host generators are not part of it."""
+        import torch_xla.core.xla_model as xm
+
+        seed = xm.get_rng_state()
+        return torch.tensor([seed - (1 << 64) if seed >= 1 << 63 else seed], dtype=torch.int64)
+
+    def set_rng_state(self, state: torch.Tensor) -> None:
+        import torch_xla.core.xla_model as xm
+
+        xm.set_rng_state(int(state) % (1 << 64))
+
+    def launch(
+        self,
+        fn: Callable[..., Any],
+        world_size: int,
+        args: tuple[Any, ...] = (),
+        *,
+        timeout: float | None = None,
+    ) -> list[Any]:
+        """Runs ``fn(rank, *args)`` on all TPU cores, or on ``world_size`` replicas if there is no TPU.
+
+        Raises:
+            BackendError: torch_xla is not installed.
+            ConfigurationError: ``world_size`` is not the number of TPU cores.
+            RankFailedError: the first failing rank's error.
+            RankLostError: the process of the replicas died, or ``timeout`` seconds have passed.
+        """
+        if not self.is_available():
+            raise BackendError("torch_xla is not installed; install shardkit[xla] on Linux")
+        if has_accelerator():
+            return _launch_on_accelerator(fn, world_size, args)
+        from .pool import ReplicaPool
+
+        with ReplicaPool(world_size, timeout=timeout) as pool:
+            return pool.run(fn, *args)
+
+    def _replica(self) -> Replica:
+        import torch_xla
+
+        from .world import current_world
+
+        world = current_world()
+        if world is not None:
+            replica = world.here().replica
+            if replica is None:
+                raise ConfigurationError(
+                    "this thread's device has no running replica; call from a launched function"
+                )
+            return replica
+        ordinal = torch_xla._XLAC._xla_get_default_device_ordinal()
+        if ordinal not in self._runtime_replicas:
+            from .runtime import runtime_replica
+
+            self._runtime_replicas[ordinal] = runtime_replica()
+        return self._runtime_replicas[ordinal]
+
+
+def has_accelerator() -> bool:
+    """Whether torch_xla would run on something other than the CPU here (without starting its runtime)."""
+    chosen = os.environ.get("PJRT_DEVICE")
+    if chosen:
+        return chosen != "CPU"
+    return importlib.util.find_spec("libtpu") is not None and bool(
+        glob.glob("/dev/accel*") or glob.glob("/dev/vfio/*")
+    )
+
+
+def _launch_on_accelerator(fn: Callable[..., Any], world_size: int, args: tuple[Any, ...]) -> list[Any]:
+    from torch_xla._internal import pjrt
+
+    # What torch_xla.launch does, but with the results.
+    by_rank = pjrt.run_multiprocess(_rank_on_accelerator, fn, world_size, args)
+    from .objects import unpack
+
+    return [unpack(by_rank[rank]) for rank in sorted(by_rank)]
+
+
+def _rank_on_accelerator(fn: Callable[..., Any], world_size: int, args: tuple[Any, ...]) -> bytes:
+    import torch_xla.runtime as runtime
+
+    from .objects import pack
+
+    rank = runtime.global_ordinal()
+    if runtime.world_size() != world_size:
+        raise ConfigurationError(
+            f"rank {rank}: launched with world_size={world_size}, but there are {runtime.world_size()} devices; "
+            f"pass world_size={runtime.world_size()}"
+        )
+    try:
+        return pack(fn(rank, *args), to_host=True)
+    except Exception as error:  # noqa: BLE001 - it is the caller's to judge
+        raise RankFailedError(rank, type(error).__name__, traceback.format_exc()) from None

@@ -1,0 +1,110 @@
+"""The process that holds the replicas: takes jobs from its parent and sends results or the first error back."""
+
+from __future__ import annotations
+
+import faulthandler
+import multiprocessing
+import multiprocessing.connection
+import os
+import pickle
+import queue
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .world import ReplicaState, World
+
+# What goes back: ("ready", None), ("results", [bytes per rank]) or ("error", (rank, type, traceback)).
+
+
+def serve(connection: multiprocessing.connection.Connection, world_size: int, stack_file: str) -> None:
+    """Entry point of the child process; never returns."""
+    _die_with_parent()
+    # Opened for the life of the process: the signal handler writes to its descriptor.
+    stacks = open(stack_file, "w")  # noqa: SIM115
+    faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+    try:
+        from .world import start_world
+
+        world = start_world(world_size)
+        connection.send(("ready", None))
+        while True:
+            connection.send(_work(world, connection.recv_bytes()))
+    except EOFError:
+        status = 0  # the parent closed its end
+    except BaseException:  # noqa: BLE001 - the process ends here, and has nobody else to tell
+        status = 1
+        connection.send(("error", (0, *_describe_error())))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)  # threads may sit in a collective for ever; the interpreter's exit would join them
+
+
+def _die_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    if parent is None:
+        return
+
+    def watch() -> None:
+        multiprocessing.connection.wait([parent.sentinel])
+        os._exit(1)
+
+    threading.Thread(target=watch, name="parent-watch", daemon=True).start()
+
+
+def _describe_error() -> tuple[str, str]:
+    kind = sys.exc_info()[0]
+    return kind.__name__ if kind else "", traceback.format_exc()
+
+
+def _work(world: World, job: bytes) -> tuple[str, Any]:
+    try:
+        fn, args = pickle.loads(job)
+    except Exception:  # noqa: BLE001 - whatever the caller's classes raise
+        return "error", (0, *_describe_error())
+    world.renew()
+    outcomes: queue.SimpleQueue[tuple[int, bytes | tuple[str, str]]] = queue.SimpleQueue()
+    for state in world.states:
+        threading.Thread(
+            target=_replica, args=(state, fn, args, outcomes), name=f"replica-{state.rank}", daemon=True
+        ).start()
+    results: list[bytes] = [b""] * world.size
+    for _ in range(world.size):
+        rank, outcome = outcomes.get()
+        if not isinstance(outcome, bytes):
+            return "error", (rank, *outcome)  # at once: others may wait for this one in the runtime
+        results[rank] = outcome
+    return "results", results
+
+
+def _replica(
+    state: ReplicaState,
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    outcomes: queue.SimpleQueue[tuple[int, bytes | tuple[str, str]]],
+) -> None:
+    import torch_xla
+
+    from .objects import pack
+
+    world = state.world
+    world.turns.take(state.rank)
+    try:
+        state.enter()
+        result = fn(state.rank, *args)
+        if state.calls:
+            # Another replica may have read a result of these; this one has to take part.
+            torch_xla.sync()
+        data = pack(result, to_host=True)
+        state.wait()
+        outcomes.put((state.rank, data))
+        world.meeting.leave(state.rank, "has finished its function")
+    except BaseException as error:  # noqa: BLE001 - it is the caller's to judge
+        outcomes.put((state.rank, _describe_error()))  # first, so that it is the one reported
+        world.meeting.leave(state.rank, f"failed with {type(error).__name__}: {error}", failed=True)
+    finally:
+        world.turns.give()

@@ -1,0 +1,149 @@
+"""Where the replicas of one process meet on the host: object exchange, and the check that they are in step.
+
+A replica that arrives brings the collectives it wants to run. Nobody is let through before every replica
+of the groups named there has arrived, and only if all of them brought the same calls. What would be a hang
+inside of the device's runtime is so an :class:`OutOfStepError` that names each replica's call.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from shardkit.errors import OutOfStepError, RankLostError
+
+_SHOWN = 3  # calls of a replica that a message quotes
+
+
+@dataclass(frozen=True)
+class Call:
+    """One collective as a replica asked for it. ``label`` is shown, but not compared."""
+
+    group: tuple[int, ...]  # global ranks
+    what: str
+    label: str = field(default="", compare=False)
+
+    def __str__(self) -> str:
+        return f"{self.what} {self.label!r}" if self.label else self.what
+
+
+@dataclass
+class _Arrival:
+    where: str
+    calls: tuple[Call, ...]
+    payload: Any
+    error: Exception | None = None
+    payloads: dict[int, Any] | None = None
+
+    @property
+    def done(self) -> bool:
+        return self.error is not None or self.payloads is not None
+
+    def describe(self) -> str:
+        shown = ", ".join(str(call) for call in self.calls[-_SHOWN:])
+        more = "... " if len(self.calls) > _SHOWN else ""
+        return f"{self.where} with {len(self.calls)} collective(s): {more}{shown}"
+
+
+class Meeting:
+    """Meeting point of ``world_size`` threads, one a replica."""
+
+    def __init__(self, world_size: int) -> None:
+        self._changed = threading.Condition()
+        self._world_size = world_size
+        self._here: dict[int, _Arrival] = {}
+        self._gone: dict[int, str] = {}
+        self._failed = False
+
+    def arrive(self, rank: int, where: str, calls: Sequence[Call], payload: Any = None) -> dict[int, Any]:
+        """Waits for every replica that the calls' groups connect; returns their payloads by rank.
+
+        Raises:
+            OutOfStepError: they brought different calls, or can't come any more.
+            RankLostError: one of them failed.
+        """
+        arrival = _Arrival(where, tuple(calls), payload)
+        with self._changed:
+            self._here[rank] = arrival
+            self._settle()
+            while not arrival.done:
+                self._changed.wait()
+        if arrival.error is not None:
+            raise arrival.error
+        return arrival.payloads or {}
+
+    def leave(self, rank: int, reason: str, *, failed: bool = False) -> None:
+        """This replica will not come again."""
+        with self._changed:
+            self._gone[rank] = reason
+            self._failed = self._failed or failed
+            self._settle()
+
+    def _settle(self) -> None:
+        """Decides all that can be decided now (the lock is held)."""
+        for rank in list(self._here):
+            members = self._connected(rank) if rank in self._here else set()
+            if members and members <= self._here.keys():
+                self._decide(members)
+            elif members & self._gone.keys():
+                self._give_up(members & self._here.keys())
+        if self._here and len(self._here) + len(self._gone) == self._world_size:
+            self._give_up(set(self._here))  # nobody is left who could let them through
+        self._changed.notify_all()
+
+    def _connected(self, rank: int) -> set[int]:
+        """All that must be here before ``rank`` may go on, as far as it is known yet."""
+        members, todo = {rank}, [rank]
+        while todo:
+            arrival = self._here.get(todo.pop())
+            for call in arrival.calls if arrival else ():
+                new = set(call.group) - members
+                members |= new
+                todo.extend(new)
+        return members
+
+    def _decide(self, members: set[int]) -> None:
+        arrivals = {rank: self._here.pop(rank) for rank in sorted(members)}
+        groups = {call.group for arrival in arrivals.values() for call in arrival.calls}
+        differs = any(
+            len({tuple(c for c in arrivals[rank].calls if c.group == group) for rank in group}) > 1
+            for group in groups
+        )
+        if differs:
+            for arrival in arrivals.values():
+                arrival.error = OutOfStepError(_explain(arrivals, {}))
+            return
+        payloads = {rank: arrival.payload for rank, arrival in arrivals.items()}
+        for arrival in arrivals.values():
+            arrival.payloads = payloads
+
+    def _give_up(self, waiting: set[int]) -> None:
+        text = _explain({rank: self._here[rank] for rank in sorted(waiting)}, self._gone)
+        for rank in waiting:
+            arrival = self._here.pop(rank)
+            arrival.error = RankLostError(text) if self._failed else OutOfStepError(text)
+
+
+def _explain(arrivals: dict[int, _Arrival], gone: dict[int, str]) -> str:
+    lines = ["replicas are out of step; every replica must issue the same collectives between two syncs:"]
+    lines += [f"  rank {rank}: {arrival.describe()}" for rank, arrival in arrivals.items()]
+    lines += [f"  rank {rank}: {reason}" for rank, reason in sorted(gone.items())]
+    first = _first_difference(arrivals)
+    if first:
+        lines.append(first)
+    lines.append(
+        "Reading a value (item(), cpu(), print) syncs as well: read it on all replicas, or call mark_step() first."
+    )
+    return "\n".join(lines)
+
+
+def _first_difference(arrivals: dict[int, _Arrival]) -> str:
+    longest = max((len(arrival.calls) for arrival in arrivals.values()), default=0)
+    for i in range(longest):
+        row = {r: a.calls[i] if i < len(a.calls) else None for r, a in arrivals.items()}
+        if len(set(row.values())) > 1:
+            each = "; ".join(f"rank {rank}: {call or 'nothing'}" for rank, call in row.items())
+            return f"First difference, at collective {i}: {each}"
+    return ""

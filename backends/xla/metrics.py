@@ -1,0 +1,37 @@
+"""What XLA did in this process: compiles, executions, and the program of tensors that are still pending."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch_xla
+
+_RUNTIME: Any = torch_xla._XLAC
+_HLO_COLLECTIVE = re.compile(
+    r" (all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)(?:-start)?\("
+)
+
+
+def compiles() -> int:
+    """Graphs compiled so far by all replicas of this process."""
+    return _RUNTIME._xla_counter_value("UncachedCompile") or 0
+
+
+def executions() -> int:
+    """Compiled graphs run so far by all replicas of this process."""
+    data = _RUNTIME._xla_metric_data("ExecuteTime")
+    return data[0] if data else 0
+
+
+def hlo(tensors: Sequence[torch.Tensor]) -> str:
+    """The program, before XLA's optimizations, that would compute these pending tensors."""
+    return _RUNTIME._get_xla_tensors_hlo(list(tensors))
+
+
+def collectives(tensors: Sequence[torch.Tensor]) -> Counter[str]:
+    """How often each collective ("all-gather", "reduce-scatter", ...) is in :func:`hlo` of these tensors."""
+    return Counter(_HLO_COLLECTIVE.findall(hlo(tensors)))

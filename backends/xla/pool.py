@@ -1,0 +1,180 @@
+"""Replicas on a CPU-only machine, seen from the process that starts them."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import multiprocessing
+import multiprocessing.connection
+import os
+import pickle
+import signal
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing.context import SpawnProcess
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from shardkit.errors import BackendError, ConfigurationError, RankFailedError, RankLostError
+
+from .child import serve
+from .objects import unpack
+
+_START_SECONDS = 180.0
+_environment_lock = threading.Lock()
+
+
+def replica_environment(world_size: int) -> dict[str, str]:
+    """Environment variables that the runtime of ``world_size`` replicas needs from its start on."""
+    # A collective blocks a thread of the runtime, and the default is one thread a core.
+    threads = str(4 * world_size)
+    return {
+        "PJRT_DEVICE": "CPU",
+        "CPU_NUM_DEVICES": str(world_size),
+        "XLA_THREAD_POOL_SIZE": threads,
+        "NPROC": threads,
+        "PJRT_NPROC": threads,
+        # The asynchronous client chains an execution behind the last one of the same pool thread, which may
+        # belong to a replica that waits for this one.
+        "PJRT_CPU_ASYNC_CLIENT": "0",
+        # Else numbers 0 and 1 are baked into graphs: a value that differs between ranks would split them.
+        "XLA_NO_SPECIAL_SCALARS": "1",
+        "OMP_NUM_THREADS": "1",
+        "TF_CPP_MIN_LOG_LEVEL": os.environ.get("TF_CPP_MIN_LOG_LEVEL", "1"),
+    }
+
+
+@contextlib.contextmanager
+def _environment(values: dict[str, str]) -> Iterator[None]:
+    with _environment_lock:
+        before = {name: os.environ.get(name) for name in values}
+        os.environ.update(values)
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                if value is None:
+                    del os.environ[name]
+                else:
+                    os.environ[name] = value
+
+
+class ReplicaPool:
+    """``world_size`` XLA replicas with real collectives, as threads of one child process that stays alive.
+
+    After a failure or a timeout the child is ended, and the next call starts a new one.
+
+    Args:
+        world_size: number of replicas.
+        timeout: seconds a call may take; None: no limit.
+    """
+
+    def __init__(self, world_size: int, *, timeout: float | None = 300.0) -> None:
+        if world_size < 1:
+            raise ConfigurationError(f"world_size must be at least 1, got {world_size}")
+        self.world_size = world_size
+        self.timeout = timeout
+        self._process: SpawnProcess | None = None
+        self._connection: multiprocessing.connection.Connection | None = None
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+
+    def run(self, fn: Callable[..., Any], *args: Any) -> list[Any]:
+        """``fn(rank, *args)`` on every replica; the results in rank order, their XLA tensors on the CPU.
+
+        Raises:
+            RankFailedError: the first error of a replica.
+            RankLostError: the child process died, or the time is over; then with all Python stacks.
+        """
+        job = pickle.dumps((fn, args))
+        connection = self._connected()
+        try:
+            connection.send_bytes(job)
+            return [unpack(data) for data in self._receive(connection, self.timeout)]
+        except BaseException:
+            self._end(graceful=False)
+            raise
+
+    def close(self) -> None:
+        self._end(graceful=True)
+
+    def __enter__(self) -> ReplicaPool:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _connected(self) -> multiprocessing.connection.Connection:
+        if self._process is not None and self._process.is_alive() and self._connection is not None:
+            return self._connection
+        self._end(graceful=False)
+        context = multiprocessing.get_context("spawn")
+        self._folder = tempfile.TemporaryDirectory(prefix="shardkit-replicas-")
+        connection, theirs = context.Pipe()
+        stacks = str(Path(self._folder.name) / "stacks")
+        with _environment(replica_environment(self.world_size)):
+            process = context.Process(
+                target=serve, args=(theirs, self.world_size, stacks), name="xla-replicas", daemon=True
+            )
+            process.start()
+        theirs.close()
+        self._process, self._connection = process, connection
+        try:
+            self._receive(connection, _START_SECONDS)
+        except RankFailedError as error:
+            self._end(graceful=False)
+            raise BackendError(
+                f"the process for {self.world_size} XLA replicas did not start; is torch_xla installed for this "
+                f"torch (pip install 'shardkit[xla]')?\n\n{error.remote_traceback}"
+            ) from error
+        except BaseException:
+            self._end(graceful=False)
+            raise
+        return connection
+
+    def _receive(self, connection: multiprocessing.connection.Connection, timeout: float | None) -> Any:
+        if not connection.poll(timeout):
+            raise RankLostError(
+                f"the XLA replicas gave no result within {timeout or math.inf:.0f} s; their Python stacks:\n\n"
+                + self._stacks()
+            )
+        try:
+            kind, payload = connection.recv()
+        except (EOFError, ConnectionError):
+            code = None
+            if self._process is not None:
+                self._process.join(10)
+                code = self._process.exitcode
+            raise RankLostError(
+                f"the process of the XLA replicas died with exit code {code}; its output says why (XLA ends the "
+                "process when replicas reach a collective too far apart, or not at all)"
+            ) from None
+        if kind == "error":
+            raise RankFailedError(*payload)
+        return payload
+
+    def _stacks(self) -> str:
+        if self._process is None or self._process.pid is None or self._folder is None:
+            return ""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self._process.pid, signal.SIGUSR1)
+        time.sleep(0.5)  # the handler writes when it gets to run
+        with contextlib.suppress(OSError):
+            return (Path(self._folder.name) / "stacks").read_text(errors="replace")
+        return ""
+
+    def _end(self, *, graceful: bool) -> None:
+        if self._connection is not None:
+            self._connection.close()  # the child takes this as the end
+        if self._process is not None:
+            self._process.join(5 if graceful else 0)
+            if self._process.is_alive():
+                self._process.kill()
+                self._process.join()
+        if self._folder is not None:
+            self._folder.cleanup()
+        self._process = self._connection = self._folder = None
