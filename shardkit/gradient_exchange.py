@@ -20,9 +20,9 @@ from .errors import LifecycleError
 from .hooks import NO_BACKWARD, BackwardState, GradientHook, GradientHooks, current_backward, watch_outputs
 from .module_sync import BufferSync
 from .oss import OSS
-from .ownership import SegmentParameters
 from .policy import ReducePolicy
 from .reducer import Bucket, Reducer
+from .segments import SegmentParameters
 from .sparse_reducer import SparseReducer, sparse_parameters
 
 logger = logging.getLogger("shardkit")
@@ -86,17 +86,19 @@ class GradientExchange:
     def _build(self) -> None:
         self._hooks.remove()
         owner = {p: o.owner_of(p) for o in self._optimizers for p in o._parameters()}
+        self._parts = []
         self._watched = list(dict.fromkeys([*self._module.parameters(), *owner]))
         self._seen = self._look()
         trainable = [p for p in dict.fromkeys(self._module.parameters()) if p.requires_grad]
         trainable.reverse()  # backward reaches the last module first
+        whole = {p for o in self._optimizers if o.runs_whole for p in o._parameters()}
         if self._group.backend.even_shards_only:
             self._parts = self._segment_parts()
         elif self._group.world_size > 1:
-            self._parts = self._bucket_parts(trainable, owner)
-        loose = [p for p in trainable if p not in owner]
-        if loose and self._group.world_size > 1:
-            self._parts.append(EverywhereReducer(loose, self._channel, self.state))
+            self._parts = self._bucket_parts([p for p in trainable if p not in whole], owner)
+        everywhere = [p for p in trainable if p not in owner or p in whole]
+        if everywhere and self._group.world_size > 1:
+            self._parts.append(EverywhereReducer(everywhere, self._channel, self.state))
         for part in self._parts:
             for param, before, after in part.hooks():
                 self._hooks.attach(param, before, after)
@@ -115,7 +117,7 @@ class GradientExchange:
         return parts
 
     def _segment_parts(self) -> list[GradientPart]:
-        segments = [s for o in self._optimizers for group in o._segments for s in group]
+        segments = [s for o in self._optimizers for s in o.segments()]
         return [SegmentReducer(s, self._channel, self._policy.dtype, self.state) for s in segments]
 
     def _look(self) -> tuple[list[bool], list[torch.dtype], list[torch.device], int]:
@@ -216,7 +218,7 @@ class SegmentReducer:
         self._segment, self._group, self._wire, self._state = segment, group, wire, state
 
     def hooks(self) -> list[tuple[nn.Parameter, GradientHook | None, GradientHook]]:
-        return [(p, None, _begin_only(self._state)) for p in self._segment.params]
+        return [(p, None, _begin_only(self._state)) for p in self._segment.params if p.requires_grad]
 
     def finish(self) -> None:
         self._segment.reduce_gradients(self._group, self._wire)
@@ -226,7 +228,8 @@ class SegmentReducer:
 
 
 class EverywhereReducer:
-    """Parameters that no optimizer here owns: their mean goes to every rank, as in plain data parallelism.
+    """Parameters whose mean goes to every rank, as in plain data parallelism: those that no optimizer here owns, and
+    those of optimizers that every rank runs whole.
 
     A mean that gets local gradients added needs no care: the mean of (mean + local) is what is wanted.
     """
@@ -242,6 +245,8 @@ class EverywhereReducer:
         for p in self._params:
             if p.grad is None:
                 p.grad = torch.zeros_like(p)
+            elif p.grad.is_sparse:
+                p.grad = p.grad.to_dense()
             self._group.all_reduce(p.grad, op=ReduceOp.AVG, label="gradient without an owner")
 
     def abandon(self) -> None:

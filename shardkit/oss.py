@@ -21,14 +21,9 @@ from .backend import Backend, Group, backend_for
 from .errors import ConfigurationError, ShardkitError
 from .layout import balanced_owners, greedy_owners
 from .norms import clip_by_global_norm
-from .ownership import (
-    FlatParameters,
-    SegmentParameters,
-    by_dtype,
-    check_one_device,
-    check_same_everywhere,
-)
-from .replicated import is_coupled, step_on_every_rank
+from .ownership import FlatParameters, by_dtype, check_one_device, check_same_everywhere
+from .replicated import has_to_run_whole, step_whole
+from .segments import SegmentParameters, step_segments
 
 Partition = Literal["greedy", "balanced"]
 
@@ -84,11 +79,13 @@ class OSS(Optimizer):
         self.group = group
         self._partition: Partition = partition
         self._broadcast_dtype = broadcast_dtype
-        self._coupled = is_coupled(optim)
+        self.runs_whole = has_to_run_whole(optim, self._backend.even_shards_only)
         self._loads = [0] * self._group.world_size
         self._owner: dict[nn.Parameter, int] = {}
         self._consolidated: dict[int, dict[str, Any]] | None = None
         self._before_step: list[Callable[[], None]] = []
+        self._flat: list[FlatParameters] = []
+        self._segments: list[list[SegmentParameters]] = []  # per param group
         self._assign_owners()
         self._check_ranks_agree()
         self._lay_out()
@@ -132,9 +129,13 @@ class OSS(Optimizer):
 
     def gradients(self) -> list[torch.Tensor]:
         """The gradients that this rank's optimizer will read (after their reduction)."""
-        if self._backend.even_shards_only:
-            self._take_own_gradients()
+        for segment in self.segments():
+            segment.take_gradient()
         return [p.grad for g in self.optim.param_groups for p in g["params"] if p.grad is not None]
+
+    def segments(self) -> list[SegmentParameters]:
+        """The flat segments that stand in for parameters where all ranks run one compiled graph."""
+        return [s for group in self._segments for s in group]
 
     # ---------------------------------------------------------------- structure
     def _assign_owners(self) -> None:
@@ -156,29 +157,30 @@ class OSS(Optimizer):
         check_same_everywhere(self._group, facts, "the optimizer's parameters")
 
     def _lay_out(self) -> None:
-        """Builds the flat buffers over what is trainable now."""
-        self._flat: list[FlatParameters] = []
-        self._segments: list[list[SegmentParameters]] = []
+        """Takes what is trainable now into flat buffers."""
         self._all = list(self._parameters())
         self._trainable = [p.requires_grad for p in self._all]
+        if self.runs_whole:
+            return
         if self._backend.even_shards_only:
-            for g in self.param_groups:
-                trainable = by_dtype(p for p in g["params"] if p.requires_grad)
-                self._segments.append([self._segment(params) for params in trainable.values()])
-        elif not self._coupled:
-            for params in by_dtype(p for p in self._all if p.requires_grad).values():
-                self._flat.append(
-                    FlatParameters(
-                        params, [self._owner[p] for p in params], self._group.channel("parameters")
-                    )
-                )
+            self._add_segments()
+            return
+        trainable = by_dtype(p for p in self._all if p.requires_grad)
+        channel = self._group.channel("parameters")
+        self._flat = [FlatParameters(ps, [self._owner[p] for p in ps], channel) for ps in trainable.values()]
 
-    def _segment(self, params: list[nn.Parameter]) -> SegmentParameters:
-        return SegmentParameters(params, [self._owner[p] for p in params], self._group.channel("parameters"))
+    def _add_segments(self) -> None:
+        """Puts parameters that became trainable into segments of their own; those that exist stay as they are."""
+        known = {p for s in self.segments() for p in s.params}
+        self._segments += [[] for _ in range(len(self.param_groups) - len(self._segments))]
+        channel = self._group.channel("parameters")
+        for group, segments in zip(self.param_groups, self._segments, strict=True):
+            new = by_dtype(p for p in group["params"] if p.requires_grad and p not in known)
+            segments += [SegmentParameters(ps, [self._owner[p] for p in ps], channel) for ps in new.values()]
 
     def _inner_params(self, index: int) -> list[nn.Parameter]:
         params = self.param_groups[index]["params"]
-        if self._coupled:
+        if self.runs_whole:
             return list(params)
         if self._backend.even_shards_only:
             return [s.own for s in self._segments[index]]
@@ -207,10 +209,7 @@ class OSS(Optimizer):
         check_one_device(self._parameters())
         self._assign_owners()
         self._check_ranks_agree()
-        known = self._segments
         self._lay_out()
-        if self._backend.even_shards_only:
-            self._segments[: len(known)] = known
         self.optim.add_param_group(self._inner_group(len(self.param_groups) - 1))
         self._adopt_inner()
 
@@ -219,10 +218,9 @@ class OSS(Optimizer):
         if [p.requires_grad for p in self._all] == self._trainable:
             return
         self._check_ranks_agree()
-        if self._backend.even_shards_only:
-            oss_state.move_segments(self)
-        else:
-            self._lay_out()
+        self._lay_out()
+        for group, segments in zip(self.optim.param_groups, self._segments, strict=False):
+            group["params"] = [s.own for s in segments]
 
     # ---------------------------------------------------------------- stepping
     @torch.no_grad()
@@ -237,11 +235,12 @@ class OSS(Optimizer):
             prepare()
         self.refresh_trainable()
         self._sync_options(self.param_groups, self.optim.param_groups)
-        if self._coupled:
-            loss = step_on_every_rank(self.optim, closure, self._owner, self._group, kwargs)
+        if self.runs_whole:
+            loss = step_whole(self.optim, closure, self._group, kwargs)
+        elif self._backend.even_shards_only:
+            loss = step_segments(self.optim, self.segments(), closure, kwargs)
+            self._publish()
         else:
-            if self._backend.even_shards_only and closure is None:
-                self._take_own_gradients()
             with record_function("shardkit::oss step"):
                 loss = self.optim.step(**kwargs) if closure is None else self.optim.step(closure, **kwargs)
             self._publish()
@@ -250,27 +249,16 @@ class OSS(Optimizer):
 
     def _publish(self) -> None:
         with record_function("shardkit::oss all-gather"):
-            stores: list[FlatParameters | SegmentParameters] = [*self._flat]
-            stores += [s for group in self._segments for s in group]
+            stores: list[FlatParameters | SegmentParameters] = [*self._flat, *self.segments()]
             for work in [store.publish(self._broadcast_dtype) for store in stores]:
                 if work is not None:
                     work.wait()
-        for group in self._segments:
-            for segment in group:
-                segment.gradient_is_used = True
-
-    def _take_own_gradients(self) -> None:
-        """Where gradients were averaged on every rank (plain data parallel): picks this rank's segment."""
-        for group in self._segments:
-            for segment in group:
-                segment.take_gradient()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's; gradients of parameters that other ranks own are cleared too."""
         super().zero_grad(set_to_none)
-        for group in self._segments:
-            for segment in group:
-                segment.own.grad = None
+        for segment in self.segments():
+            segment.clear_gradient()
 
     def clip_grad_norm(
         self,
@@ -331,7 +319,7 @@ class OSS(Optimizer):
             self.consolidate_state_dict(-1)
         if self._consolidated is None:
             raise NotConsolidatedError(
-                "Optimizer state has not been consolidated on this rank. Call consolidate_state_dict(recipient_rank=..) "
+                "Optimizer state has not been consolidated on this rank. Call consolidate_state_dict() "
                 f"on all ranks first (this is rank {self.rank}), or state_dict(all_ranks=True) on all ranks."
             )
         params = list(self._parameters())

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from .errors import ConfigurationError
-from .ownership import SegmentParameters
+from .segments import SegmentParameters
 
 if TYPE_CHECKING:
     from .oss import OSS
@@ -36,9 +36,8 @@ def _owned_state(oss: OSS) -> dict[nn.Parameter, dict[str, Any]]:
         state: Any = oss.optim.state
         return {p: s for p, s in state.items() if s and oss._owner.get(p, oss.rank) == oss.rank}
     owned: dict[nn.Parameter, dict[str, Any]] = {}
-    for group in oss._segments:
-        for segment in group:
-            owned.update(_split_segment_state(segment, oss.optim.state.get(segment.own, {})))
+    for segment in oss.segments():
+        owned.update(_split_segment_state(segment, oss.optim.state.get(segment.own, {})))
     return owned
 
 
@@ -94,7 +93,7 @@ def select_owned(oss: OSS, state_dict: dict[str, Any]) -> dict[str, Any]:
     keep = {
         i: p
         for i, p in zip(saved, oss._parameters(), strict=True)
-        if oss._coupled or oss._owner[p] == oss.rank
+        if oss.runs_whole or oss._owner[p] == oss.rank
     }
     state = {
         i: copy.copy(s) for i, s in state_dict["state"].items() if i in keep or not isinstance(i, int | str)
@@ -109,7 +108,7 @@ def load_inner(oss: OSS, loaded: dict[nn.Parameter, Any]) -> None:
     params = [p for g in oss.optim.param_groups for p in g["params"]]
     state: dict[int, Any]
     if oss._segments:
-        segments = {s.own: s for group in oss._segments for s in group}
+        segments = {s.own: s for s in oss.segments()}
         joined = [_join_segment_state(segments[p], loaded) for p in params]
         state = {i: s for i, s in enumerate(joined) if s}
     else:
@@ -136,30 +135,6 @@ def _join_segment_state(segment: SegmentParameters, loaded: dict[nn.Parameter, A
         else:
             joined[key] = value
     return joined
-
-
-def move_segments(oss: OSS) -> None:
-    """Rebuilds flat segments after parameters were frozen or unfrozen; state moves along."""
-    state = _owned_state(oss)
-    gradients = {
-        p: g
-        for group in oss._segments
-        for s in group
-        if s.own.grad is not None
-        for p, g in s.split_own(s.own.grad).items()
-    }
-    oss._lay_out()
-    oss.optim.state.clear()
-    for index, group in enumerate(oss.optim.param_groups):
-        group["params"] = oss._inner_params(index)
-    load_inner(oss, state)
-    for segments in oss._segments:
-        for s in segments:
-            owned = {p: gradients[p] for p in s.split_own(s.own.detach()) if p in gradients}
-            if owned:
-                full = {p: owned.get(p, torch.zeros_like(p)) for p in s.split_own(s.own.detach())}
-                s.own.grad = s.join_own(full)
-    oss._adopt_inner()
 
 
 def part_of_rank(oss: OSS, rank: int, state_dict: dict[str, Any]) -> dict[str, Any]:

@@ -5,12 +5,6 @@ Legend: W world size, N numel of a flat buffer, S numel of one rank's segment.
 [Note: flat parameters] Where tensors have storage, all trainable parameters of one dtype become views
 into one flat buffer, grouped by owner. The optimizer of a rank works on its own parameters in place; the
 all-gather that follows writes straight into everybody's parameters, and nothing is copied.
-
-[Note: flat segments] Where execution is lazy and compiled (``even_shards_only``), every rank has to record the
-same operations on the same shapes, though ranks own different parameters. There the optimizer of a
-rank works on one flat tensor [S] per group and dtype that holds its segment, padded to the same size
-everywhere; element-wise optimizers can't tell the difference. Which segment is "mine" enters the graph as
-data (an index), never as a shape.
 """
 
 from __future__ import annotations
@@ -21,9 +15,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from .backend import Group, ReduceOp, Work
-from .errors import ConfigurationError
-from .layout import SegmentLayout, segment_layout
+from .backend import Group, Work
+from .errors import ConfigurationError, RankMismatchError
+from .layout import segment_layout
 
 
 def by_dtype(params: Iterable[nn.Parameter]) -> dict[torch.dtype, list[nn.Parameter]]:
@@ -117,122 +111,12 @@ class _CopyAfter:
             self._target.copy_(self._source)
 
 
-class SegmentParameters:
-    """One param group's parameters of one dtype, whose owned segment is a flat tensor of equal size on all ranks.
-
-    Attributes:
-        own: the tensor that this rank's optimizer updates, [S].
-    """
-
-    def __init__(self, params: Sequence[nn.Parameter], owners: Sequence[int], group: Group) -> None:
-        self.params = list(params)
-        self._group = group
-        self.layout: SegmentLayout = segment_layout(
-            [p.numel() for p in params], owners, group.world_size, even=True
-        )
-        with torch.no_grad():
-            own = self.take_own([p.detach() for p in self.params])
-        self.own = nn.Parameter(own, requires_grad=True)
-        # a step used the gradient: the next reduction replaces it, as after zero_grad
-        self.gradient_is_used = True
-
-    @torch.no_grad()
-    def reduce_gradients(self, world: Group, wire_dtype: torch.dtype | None) -> None:
-        """Averages the parameters' gradients over ranks into ``own.grad``, added to what waits there already."""
-        packed = self.pack([p.grad for p in self.params])
-        if wire_dtype is not None:
-            packed = packed.to(wire_dtype)
-        mine = packed.new_empty(self.own.numel())
-        world.reduce_scatter_into(mine, packed, op=ReduceOp.AVG, label="gradients")
-        mine = mine.to(self.own.dtype)
-        if self.own.grad is not None and not self.gradient_is_used:
-            mine = mine + self.own.grad
-        self.own.grad = mine
-        self.gradient_is_used = False
-        for p in self.params:
-            p.grad = None
-
-    def take_gradient(self) -> None:
-        """Picks this rank's segment of gradients that are the same on every rank, where parameters have any."""
-        gradients = [p.grad for p in self.params]
-        if any(g is not None for g in gradients):
-            self.own.grad = self.take_own(gradients)
-            self.gradient_is_used = False
-
-    def pack(self, tensors: Sequence[torch.Tensor | None]) -> torch.Tensor:
-        """Per-parameter tensors (None: zeros) laid out by owner with padding, [W * S]."""
-        pieces: list[torch.Tensor] = []
-        like = self.params[0]
-        for rank, size in enumerate(self.layout.sizes):
-            filled = 0
-            for i in self.layout.items_of(rank):
-                tensor, numel = tensors[i], self.layout.slots[i].numel
-                pieces.append(like.new_zeros(numel) if tensor is None else tensor.reshape(-1))
-                filled += numel
-            if filled < size:
-                pieces.append(like.new_zeros(size - filled))
-        return torch.cat(pieces)
-
-    def take_own(self, tensors: Sequence[torch.Tensor | None]) -> torch.Tensor:
-        """This rank's segment [S] of per-parameter tensors that every rank holds."""
-        # the rank is data, so that the graph is the same on all ranks
-        index = torch.tensor([self._group.rank]).to(self.params[0].device)
-        rows = self.pack(tensors).view(self._group.world_size, -1)
-        return rows.index_select(0, index).view(-1)
-
-    def split(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """A buffer laid out by owner [W * S] as per-parameter tensors, in parameter order."""
-        return [
-            flat[slot.offset : slot.offset + slot.numel].view(p.shape)
-            for p, slot in zip(self.params, self.layout.slots, strict=True)
-        ]
-
-    def split_own(self, segment: torch.Tensor) -> dict[nn.Parameter, torch.Tensor]:
-        """This rank's segment [S] as one tensor per owned parameter."""
-        start = self.layout.start(self._group.rank)
-        return {
-            self.params[i]: segment[
-                self.layout.slots[i].offset - start : self.layout.slots[i].offset
-                - start
-                + self.layout.slots[i].numel
-            ].view(self.params[i].shape)
-            for i in self.layout.items_of(self._group.rank)
-        }
-
-    def join_own(self, pieces: dict[nn.Parameter, torch.Tensor]) -> torch.Tensor:
-        """The reverse of :meth:`split_own`: this rank's segment [S], padded with zeros."""
-        flat = [pieces[self.params[i]].reshape(-1) for i in self.layout.items_of(self._group.rank)]
-        filled = sum(f.numel() for f in flat)
-        like = flat[0] if flat else self.own.detach()
-        padding = like.new_zeros(self.layout.sizes[self._group.rank] - filled)
-        return torch.cat([*flat, padding]).to(self.own.device)
-
-    @torch.no_grad()
-    def publish(self, wire_dtype: torch.dtype | None) -> Work | None:
-        """All-gathers every owner's segment and hands the parameters their new values."""
-        own = self.own.detach()
-        if wire_dtype is not None and own.dtype == torch.float32:
-            own = own.to(wire_dtype)
-        if self._group.world_size == 1:
-            full = own
-        else:
-            full = own.new_empty(self.layout.numel)
-            self._group.all_gather_into(full, own, label="updated parameters")
-        for p, value in zip(self.params, self.split(full), strict=True):
-            p.data = value.to(p.dtype)
-        if own is not self.own and own.dtype != self.own.dtype:
-            self.own.data = own.to(self.own.dtype)
-        return None
-
-
 def check_same_everywhere(group: Group, facts: list[tuple[str, Any]], what: str) -> None:
     """Compares a list of (name, value) facts between ranks; raises on all of them at the first difference.
 
     Raises:
         RankMismatchError: names the first differing fact and each rank's value.
     """
-    from .errors import RankMismatchError
-
     if group.world_size == 1:
         return
     everybody = group.channel("control").all_gather_object(facts, label=f"check of {what}")

@@ -1,59 +1,67 @@
-"""Optimizers whose update couples all parameters (LBFGS), which can't be split by owner.
+"""Optimizers that can't be split by owner: every rank runs the whole update with the same gradients.
 
-Every rank then runs the whole optimizer on all parameters with the same gradients and the same loss, so that all
-ranks take the same decisions and end with the same parameters. State is not sharded.
+LBFGS couples all parameters. Where ranks have to run one compiled graph (``even_shards_only``), an optimizer works on
+flat segments, so there everything that is not known to be element-wise runs whole as well. State is then not
+sharded; results are those of one process.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
-from torch.optim import LBFGS, Optimizer
+from torch import optim
+from torch.optim import Optimizer
 
 from .backend import Group, ReduceOp
 
+logger = logging.getLogger("shardkit")
 
-def is_coupled(optim: Any) -> bool:
-    """Whether one parameter's update depends on the others'."""
-    return isinstance(optim, type) and issubclass(optim, LBFGS)
+# Their update of an element needs nothing but that element's gradient and state.
+ELEMENTWISE = (
+    optim.SGD,
+    optim.Adadelta,
+    optim.Adagrad,
+    optim.Adam,
+    optim.AdamW,
+    optim.Adamax,
+    optim.ASGD,
+    optim.NAdam,
+    optim.RAdam,
+    optim.RMSprop,
+    optim.Rprop,
+)
 
 
-def step_on_every_rank(
-    optimizer: Optimizer,
-    closure: Callable[[], Any] | None,
-    owner: dict[nn.Parameter, int],
-    group: Group,
-    kwargs: dict[str, Any],
+def has_to_run_whole(optimizer_class: Any, even_shards_only: bool) -> bool:
+    """Whether every rank has to run this optimizer on all parameters."""
+    plain = getattr(optimizer_class, "func", optimizer_class)  # functools.partial
+    if isinstance(plain, type) and issubclass(plain, optim.LBFGS):
+        return True
+    if even_shards_only and plain not in ELEMENTWISE:
+        logger.warning(
+            "%s is not known to be element-wise, so each rank runs it on all parameters and its state is not sharded",
+            getattr(plain, "__name__", plain),
+        )
+        return True
+    return False
+
+
+def step_whole(
+    optimizer: Optimizer, closure: Callable[[], Any] | None, group: Group, kwargs: dict[str, Any]
 ) -> Any:
-    """Steps with gradients brought from their owners and the mean loss of all ranks."""
+    """Steps with the mean of all ranks' losses, so that all ranks take the same decisions."""
     if closure is None:
-        _share_gradients(owner, group)
         return optimizer.step(**kwargs)
 
-    def same_everywhere() -> Any:
-        with torch.enable_grad():
-            loss = closure()
-        _share_gradients(owner, group)
-        if isinstance(loss, torch.Tensor):
-            mean = loss.detach().clone()
-            group.channel("parameters").all_reduce(mean, op=ReduceOp.AVG, label="loss of the closure")
-            return mean
-        return loss
+    def mean_loss() -> Any:
+        loss = closure()
+        if not isinstance(loss, torch.Tensor):
+            return loss
+        mean = loss.detach().clone()
+        group.channel("parameters").all_reduce(mean, op=ReduceOp.AVG, label="loss of the closure")
+        return mean
 
-    return optimizer.step(same_everywhere, **kwargs)
-
-
-def _share_gradients(owner: dict[nn.Parameter, int], group: Group) -> None:
-    """Gives every rank the owner's gradient of each parameter."""
-    channel = group.channel("parameters")
-    present = channel.all_gather_object([p.grad is not None for p in owner], label="which gradients exist")
-    for i, (p, rank) in enumerate(owner.items()):
-        if not present[rank][i]:
-            p.grad = None
-            continue
-        if p.grad is None:
-            p.grad = torch.empty_like(p)
-        channel.broadcast(p.grad, rank, label="gradient from its owner")
+    return optimizer.step(mean_loss, **kwargs)
