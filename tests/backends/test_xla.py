@@ -1,0 +1,255 @@
+"""XLA replicas on a CPU with real collectives: training, syncs, errors, random states, processes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from shardkit.backend import get_backend
+from shardkit.errors import RankFailedError, RankLostError
+
+pytest.importorskip("torch_xla", reason="needs torch_xla")
+
+from shardkit.backends.xla import ReplicaPool
+from tests.backends import xla_programs as programs
+
+pytestmark = [pytest.mark.xla, pytest.mark.timeout(180)]
+
+
+@pytest.fixture(scope="module")
+def four() -> Iterator[ReplicaPool]:
+    with ReplicaPool(4, timeout=90) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[ReplicaPool]:
+    with ReplicaPool(2, timeout=90) as pool:
+        yield pool
+
+
+@pytest.fixture(params=[2, 4])
+def pool(request: pytest.FixtureRequest) -> ReplicaPool:
+    return request.getfixturevalue("two" if request.param == 2 else "four")
+
+
+@pytest.mark.parametrize("reduce_in_hook", [False, True])
+@pytest.mark.parametrize("read_every_step", [False, True])
+def test_training_equals_one_process_with_one_compile(
+    pool: ReplicaPool, reduce_in_hook: bool, read_every_step: bool
+) -> None:
+    losses, parameters = programs.train_single()
+    results = pool.run(programs.train, reduce_in_hook, read_every_step)
+    for rank, result in enumerate(results):
+        torch.testing.assert_close(torch.tensor(result["losses"]), torch.tensor(losses), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(
+            [p.detach() for p in result["parameters"]], parameters, rtol=1e-5, atol=1e-6
+        )
+        # Momentum buffers exist from the second step on, so the first step's graph is another one.
+        assert len(set(result["compiled"][2:])) == 1, result["compiled"]
+        assert result["found"] == {"all-reduce": 5}  # four gradients and the loss
+        if reduce_in_hook:
+            assert result["hooked"] == {rank}
+            assert result["other thread"]
+            assert result["finished"] == [rank] * programs.STEPS
+
+
+def test_replicas_share_compiled_programs(four: ReplicaPool) -> None:
+    compiled = four.run(programs.train, False, False)[0]["compiled"]
+    # Everything was compiled by the test above or is compiled once here, never once a replica.
+    assert compiled[-1] - compiled[0] <= 2
+
+
+def test_nan_does_not_spread_to_later_collectives(four: ReplicaPool) -> None:
+    for total, gathered in four.run(programs.nan_stays):
+        assert total.tolist() == [6.0] * 4
+        assert gathered.tolist() == [0.0, 1.0, 2.0, 3.0]
+
+
+@pytest.mark.parametrize("parts", [[[0, 1], [2, 3]], [[2, 0], [3, 1]], [[0, 1, 2], [3]], [[1], [3, 0, 2]]])
+def test_sub_groups(four: ReplicaPool, parts: list[list[int]]) -> None:
+    results = four.run(programs.sub_groups, parts)
+    for rank, result in enumerate(results):
+        members = next(part for part in parts if rank in part)
+        mine = members.index(rank)
+        assert result["ranks"] == tuple(members)
+        assert result["rank"] == mine
+        assert result["gathered"] == [float(r) for r in members for _ in range(2)]
+        assert result["total"] == [float(sum(members))] * 2
+        assert result["part"] == sum(mine + r for r in members)
+        assert result["exchanged"] == [10.0 * r + mine for r in members]
+        assert result["everyone"] == [6.0, 6.0]
+        assert result["objects"] == members
+
+
+def test_the_collectives_of_a_tpu(four: ReplicaPool) -> None:
+    source = torch.stack([torch.arange(4.0) + 10 * rank for rank in range(4)])
+    for rank, result in enumerate(four.run(programs.native)):
+        assert result["found"] == {"all-gather": 1, "reduce-scatter": 1, "all-to-all": 1, "all-reduce": 2}
+        assert torch.equal(result["gathered"], source.flatten())
+        assert torch.equal(result["part"], source.sum(0)[rank : rank + 1])
+        assert torch.equal(result["exchanged"], source[:, rank])
+        assert torch.equal(result["sent"], source[2])
+        assert torch.equal(result["pair"], source[1 if rank < 2 else 3])
+
+
+def test_group_of_what_users_pass(two: ReplicaPool) -> None:
+    for rank, found in enumerate(two.run(programs.groups_of_objects)):
+        assert found == [(0, 1, (rank,))] + [(rank, 2, (0, 1))] * 3
+
+
+def test_wrong_calls_are_refused(two: ReplicaPool) -> None:
+    for rank, messages in enumerate(two.run(programs.refuses)):
+        expected = [
+            "move it to",
+            "fit this rank's shard",
+            "fit this rank's shard",
+            "use SUM",
+            "not global ones",
+        ]
+        expected += ["distinct ranks", "expected a process group"]
+        assert len(messages) == len(expected)
+        for message, part in zip(messages, expected, strict=True):
+            assert part in message
+            assert f"rank {rank}" in message
+
+
+def test_host_random_state_is_each_replicas_own(four: ReplicaPool) -> None:
+    first, second = four.run(programs.host_random), four.run(programs.host_random)
+    drawn = [result["drawn"] for result in first]
+    assert drawn == [drawn[0]] * 4
+    assert len(set(drawn[0])) == 5
+    starts = [tuple(result["first"].tolist()) for result in first]
+    assert len(set(starts)) == 4, "ranks start differently, as processes do"
+    assert starts == [tuple(result["first"].tolist()) for result in second], "and the same in each run"
+
+
+def test_device_random_state(two: ReplicaPool) -> None:
+    results = two.run(programs.device_random)
+    for result in results:
+        assert torch.equal(result["first"], result["again"])
+        assert result["state"].dtype == torch.int64
+    assert not torch.equal(results[0]["first"], results[1]["first"])
+
+
+def test_every_way_to_read_a_value(four: ReplicaPool) -> None:
+    for result in four.run(programs.reads):
+        assert result["item"] == 4.0
+        assert result["cpu"].tolist() == result["tolist"] == result["copy_"].tolist() == [4.0, 4.0]
+        assert "4." in result["repr"]
+        assert result["bool"]
+        assert result["equal"]
+        assert result["nonzero"] == 2
+
+
+def test_one_rank_may_read_what_depends_on_no_collective(four: ReplicaPool) -> None:
+    results = four.run(programs.one_reads_local)
+    assert [value for _, value in results] == [[4.0, 4.0]] * 4
+    assert results[0][0] == 0.0
+
+
+def test_one_rank_may_return_what_all_computed(four: ReplicaPool) -> None:
+    results = four.run(programs.one_returns)
+    assert results[0].tolist() == [4.0, 4.0]
+    assert results[0].device.type == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("case", "named"),
+    [
+        ("shape", ["float32[2]", "float32[3]", "of different shapes"]),
+        ("operation", ["broadcast(float32[2], src=0) 'weights'", "all_reduce(float32[2], sum) 'gradients'"]),
+        ("missing", ["'second'", "nothing"]),
+        ("read on one rank", ["reading a value", "'more'"]),
+        ("host against device", ["all_gather_object 'objects'", "'gradients'"]),
+    ],
+)
+def test_out_of_step_is_an_error_on_all_ranks(four: ReplicaPool, case: str, named: list[str]) -> None:
+    for ((kind, message, seconds),) in four.run(programs.out_of_step, case):
+        assert kind == "OutOfStepError"
+        assert seconds < 5
+        for part in named:
+            assert part in message
+        assert all(f"rank {rank}:" in message for rank in range(4))
+
+
+def test_a_rank_that_ends_early_leaves_no_other_waiting(four: ReplicaPool) -> None:
+    first, *others = four.run(programs.leaves_early)
+    assert first is None
+    for kind, message, seconds in others:
+        assert kind == "OutOfStepError"
+        assert "rank 0: has finished its function" in message
+        assert seconds < 5
+
+
+@pytest.fixture(scope="module")
+def failing() -> Iterator[ReplicaPool]:
+    """Every test with it ends its process; the next one shows that the pool goes on."""
+    with ReplicaPool(2, timeout=60) as pool:
+        yield pool
+
+
+@pytest.mark.parametrize("program", [programs.fails, programs.fails_while_others_work])
+def test_first_error_comes_back_at_once(failing: ReplicaPool, program: Callable[..., Any]) -> None:
+    before = failing.run(programs.process_id)
+    assert len(set(before)) == 1
+    start = time.monotonic()
+    with pytest.raises(RankFailedError, match="no luck") as failure:
+        failing.run(program)
+    assert time.monotonic() - start < 5
+    assert failure.value.rank == 1
+    assert failure.value.remote_type == "ValueError"
+    assert "xla_programs.py" in failure.value.remote_traceback
+    assert _ends(before[0])
+
+
+def test_timeout_shows_where_every_replica_is(failing: ReplicaPool) -> None:
+    failing.run(programs.process_id)
+    failing.timeout = 2
+    with pytest.raises(RankLostError, match="in hangs"):
+        failing.run(programs.hangs)
+    failing.timeout = 60
+
+
+def test_death_of_the_process(failing: ReplicaPool) -> None:
+    with pytest.raises(RankLostError, match="exit code 17"):
+        failing.run(programs.dies)
+
+
+def test_launch_through_the_backend() -> None:
+    ids = get_backend("xla").launch(programs.process_id, 2, timeout=60)
+    assert len(ids) == 2
+    assert ids[0] != os.getpid()
+
+
+def test_no_process_outlives_its_parent() -> None:
+    code = (
+        "from shardkit.backends.xla import ReplicaPool\n"
+        "from tests.backends import xla_programs\n"
+        "import os\n"
+        "if __name__ == '__main__':\n"
+        "    pool = ReplicaPool(2)\n"
+        "    print(pool.run(xla_programs.process_id)[0], flush=True)\n"
+        "    os.kill(os.getpid(), 9)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert _ends(int(done.stdout))
+
+
+def _ends(process: int) -> bool:
+    for _ in range(100):
+        try:
+            os.kill(process, 0)
+        except ProcessLookupError:
+            return True
+        time.sleep(0.1)
+    return False

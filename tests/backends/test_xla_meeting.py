@@ -1,0 +1,155 @@
+"""The host-side meeting of replicas, with plain threads: who waits for whom, and what is out of step."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+
+import pytest
+
+from shardkit.backends.xla.meeting import Call, Meeting
+from shardkit.backends.xla.turns import Turns
+from shardkit.errors import OutOfStepError, RankLostError
+
+pytestmark = pytest.mark.timeout(30)
+
+Outcome = dict[int, object] | Exception
+
+
+class Threads:
+    """One thread a rank; each says with which calls it arrives, or that it leaves."""
+
+    def __init__(self, size: int) -> None:
+        self.meeting = Meeting(size)
+        self.outcomes: dict[int, queue.SimpleQueue[Outcome]] = {r: queue.SimpleQueue() for r in range(size)}
+
+    def arrive(self, rank: int, *calls: Call) -> None:
+        def body() -> None:
+            try:
+                self.outcomes[rank].put(self.meeting.arrive(rank, "sync", calls, f"from {rank}"))
+            except Exception as error:
+                self.outcomes[rank].put(error)
+
+        threading.Thread(target=body, daemon=True).start()
+
+    def outcome(self, rank: int) -> Outcome:
+        return self.outcomes[rank].get(timeout=10)
+
+    def waits(self, rank: int) -> bool:
+        time.sleep(0.05)
+        return self.outcomes[rank].empty()
+
+
+EVERYONE = Call((0, 1, 2, 3), "all_reduce")
+LOW, HIGH = Call((0, 1), "all_reduce"), Call((2, 3), "broadcast")
+
+
+def test_all_arrive_and_get_all_payloads() -> None:
+    threads = Threads(4)
+    for rank in range(3):
+        threads.arrive(rank, EVERYONE)
+    assert all(threads.waits(rank) for rank in range(3))
+    threads.arrive(3, EVERYONE)
+    for rank in range(4):
+        assert threads.outcome(rank) == {r: f"from {r}" for r in range(4)}
+
+
+def test_disjoint_groups_do_not_wait_for_each_other() -> None:
+    threads = Threads(4)
+    for rank in (0, 1):
+        threads.arrive(rank, LOW, LOW)
+    for rank in (0, 1):
+        assert threads.outcome(rank) == {r: f"from {r}" for r in (0, 1)}
+
+
+def test_groups_that_share_a_rank_wait_for_each_other() -> None:
+    threads = Threads(4)
+    middle = Call((1, 2), "all_reduce")
+    threads.arrive(0, LOW)
+    threads.arrive(1, LOW, middle)
+    assert threads.waits(0)
+    threads.arrive(2, middle)
+    for rank in (0, 1, 2):
+        assert threads.outcome(rank) == {r: f"from {r}" for r in (0, 1, 2)}
+
+
+def test_label_is_shown_but_not_compared() -> None:
+    threads = Threads(2)
+    threads.arrive(0, Call((0, 1), "all_reduce", "a"))
+    threads.arrive(1, Call((0, 1), "all_reduce", "b"))
+    assert isinstance(threads.outcome(0), dict)
+
+
+@pytest.mark.parametrize(
+    "other", [(Call((0, 1), "barrier"),), (LOW, LOW), (Call((0, 1), "barrier"), LOW)], ids=str
+)
+def test_different_calls(other: tuple[Call, ...]) -> None:
+    threads = Threads(2)
+    threads.arrive(0, LOW)
+    threads.arrive(1, *other)
+    for rank in range(2):
+        error = threads.outcome(rank)
+        assert isinstance(error, OutOfStepError)
+        assert "rank 0: sync with 1 collective(s): all_reduce" in str(error)
+
+
+def test_a_rank_that_left_is_missed_at_once_and_later() -> None:
+    threads = Threads(4)
+    threads.arrive(0, EVERYONE)
+    threads.meeting.leave(3, "has finished its function")
+    for rank in (0, 1):
+        if rank:
+            threads.arrive(rank, EVERYONE)
+        error = threads.outcome(rank)
+        assert isinstance(error, OutOfStepError)
+        assert "rank 3: has finished its function" in str(error)
+
+
+def test_a_rank_that_failed_is_lost() -> None:
+    threads = Threads(2)
+    threads.arrive(0, LOW)
+    threads.meeting.leave(1, "failed with ValueError", failed=True)
+    assert isinstance(threads.outcome(0), RankLostError)
+
+
+def test_nobody_left_to_come() -> None:
+    threads = Threads(4)
+    threads.arrive(0, LOW)
+    threads.arrive(2, HIGH)
+    threads.arrive(1, Call((1, 3), "all_reduce"))
+    assert threads.waits(2)
+    threads.arrive(3, HIGH)
+    errors = [threads.outcome(rank) for rank in range(4)]
+    assert all(isinstance(error, OutOfStepError | dict) for error in errors)
+    assert any(isinstance(error, OutOfStepError) for error in errors)
+
+
+def test_turns_go_round_and_random_states_stay() -> None:
+    import random
+
+    turns = Turns(3)
+    drawn: dict[int, list[float]] = {rank: [] for rank in range(3)}
+    running: list[int] = []
+
+    def body(rank: int) -> None:
+        turns.take(rank)
+        random.seed(1)
+        for _ in range(50):
+            running.append(rank)
+            assert running == [rank]
+            drawn[rank].append(random.random())
+            running.clear()
+            with turns.given(rank):
+                pass
+        turns.give()
+
+    before = random.getstate()
+    all_threads = [threading.Thread(target=body, args=(rank,), daemon=True) for rank in range(3)]
+    for thread in all_threads:
+        thread.start()
+    for thread in all_threads:
+        thread.join(20)
+    random.setstate(before)
+    assert drawn[0] == drawn[1] == drawn[2]
+    assert len(set(drawn[0])) == 50
