@@ -1,0 +1,400 @@
+"""Groups on top of torch.distributed: what gloo and NCCL share.
+
+The C++ process group is called directly: ``torch.distributed``'s functions spend ten and more Python calls on each
+collective. Names of that class that differ between torch versions are avoided.
+"""
+
+from __future__ import annotations
+
+import datetime
+import pickle
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shardkit.backend import Backend, ReduceOp
+from shardkit.errors import ConfigurationError, OutOfStepError, RankLostError
+
+from .watch import Call, Watch
+
+_OPS = {
+    ReduceOp.SUM: dist.ReduceOp.SUM,
+    ReduceOp.AVG: dist.ReduceOp.SUM,  # gloo has no AVG: divided afterwards
+    ReduceOp.MAX: dist.ReduceOp.MAX,
+    ReduceOp.MIN: dist.ReduceOp.MIN,
+}
+SLICE = datetime.timedelta(seconds=2)
+_LOST = (
+    "Connection closed",
+    "Connection reset",
+    "Broken pipe",
+    "Socket closed",
+    "closed by peer",
+    "ncclRemoteError",
+)
+
+
+class Done:
+    """A collective that needs no waiting."""
+
+    def wait(self) -> None:
+        return
+
+
+DONE = Done()
+
+
+class C10dWork:
+    """Collectives in flight that were issued as one call, and what is left to do on this rank afterwards."""
+
+    __slots__ = ("_after", "_call", "_group", "_works")
+
+    def __init__(
+        self, group: C10dGroup, works: list[Any], call: tuple[Any, ...], after: Callable[[], None] | None
+    ) -> None:
+        self._group, self._works, self._call, self._after = group, works, call, after
+
+    def wait(self) -> None:
+        for work in self._works:
+            try:
+                work.wait(SLICE)
+            except RuntimeError as error:
+                self._group.wait_on(work, error, Call(*self._call))
+        self._works = []
+        if self._after is not None:
+            self._after, after = None, self._after
+            after()
+
+
+class C10dGroup:
+    """Ranks of a torch.distributed process group.
+
+    Args:
+        backend: whose group this is.
+        process_group: torch's object; None for a single rank that never communicates.
+        ranks: global rank of each member.
+    """
+
+    def __init__(
+        self, backend: Backend, process_group: Any, ranks: Sequence[int], rank: int, name: str = "main",
+        watch: Watch | None = None,
+    ) -> None:  # fmt: skip
+        self.backend = backend
+        self.process_group = process_group
+        self.ranks = tuple(ranks)
+        self.rank = rank
+        self.world_size = len(self.ranks)
+        self._name = name
+        self._sequence = 0
+        self._channels: dict[str, C10dGroup] = {}
+        self._watch = watch if watch is not None else self._new_watch()
+
+    def _new_watch(self) -> Watch:
+        store = None if self.process_group is None else self.process_group.get_group_store()
+        return Watch(store, self.rank, self.world_size, "watch")
+
+    # ------------------------------------------------------------ groups
+    def channel(self, name: str) -> C10dGroup:
+        """The same ranks over their own connections: calls in different channels never meet."""
+        if self.process_group is None:
+            return self
+        if name not in self._channels:
+            pg = self._subgroup(self.ranks)
+            self._channels[name] = type(self)(self.backend, pg, self.ranks, self.rank, name, self._watch)
+        return self._channels[name]
+
+    def new_group(self, ranks: Sequence[int]) -> C10dGroup | None:
+        """A sub-group of these group ranks; None on the others."""
+        chosen = [self.ranks[r] for r in sorted(set(ranks))]
+        if self.ranks[self.rank] not in chosen:
+            return None
+        pg = self._subgroup(chosen) if self.process_group is not None else None
+        return type(self)(self.backend, pg, chosen, chosen.index(self.ranks[self.rank]), "main")
+
+    def _subgroup(self, ranks: Sequence[int]) -> Any:
+        kind = dist.get_backend(self.process_group)
+        return dist.new_group(list(ranks), backend=kind, use_local_synchronization=True)
+
+    # ------------------------------------------------------------ bookkeeping of calls
+    def _issue(
+        self, works: list[Any], operation: str, numel: int, label: str, async_op: bool, after: Callable[[], None] | None = None
+    ) -> C10dWork:  # fmt: skip
+        self._sequence += 1
+        self._watch.issued[self._name] = self._sequence
+        work = C10dWork(self, works, (self._name, self._sequence, operation, numel, label), after)
+        if not async_op:
+            work.wait()
+        return work
+
+    def wait_on(self, work: Any, error: RuntimeError, call: Call) -> None:
+        """Goes on waiting for a work that did not come through at once."""
+        waited = SLICE
+        limit = dist.distributed_c10d.default_pg_timeout
+        while True:
+            if "timed out" not in str(error).lower():
+                self._raise(error, call)
+            self._watch.look(call)
+            if waited > limit:
+                message = f"rank {self.rank} waited {waited} in {call.describe()}, and no rank says why"
+                self._watch.fail(message)
+                raise OutOfStepError(message)
+            try:
+                work.wait(SLICE)
+                self._watch.arrived()
+                return
+            except RuntimeError as again:
+                error = again
+                waited += SLICE
+
+    def _raise(self, error: RuntimeError, call: Call) -> None:
+        self._watch.fail(f"{type(error).__name__} in {call.describe()}")
+        if any(sign in str(error) for sign in _LOST):
+            raise RankLostError(
+                f"rank {self.rank} lost another rank of the group (ranks {list(self.ranks)}) during {call.describe()}. That "
+                f"rank died or left; its own output says why. ({error})"
+            ) from error
+        raise error
+
+    def abort(self) -> None:
+        """Tells waiting ranks that this one won't come."""
+        self._watch.fail("the rank gave up")
+
+    def _start(self, call: Callable[..., Any], *args: Any) -> Any:
+        """Issues on the process group; connections that broke before show here."""
+        try:
+            return call(*args)
+        except RuntimeError as error:
+            self._raise(error, Call(self._name, self._sequence + 1, "collective", 0, ""))
+
+    # ------------------------------------------------------------ collectives
+    def all_gather_into(
+        self, output: torch.Tensor, shard: torch.Tensor, sizes: Sequence[int] | None = None, *,
+        async_op: bool = False, label: str = "",
+    ) -> Any:  # fmt: skip
+        """Each rank broadcasts its slice of ``output`` in place: nothing is copied, no buffer is needed."""
+        counts = even_sizes(shard, self.world_size) if sizes is None else sizes
+        check_sizes("all_gather_into", output, counts, "output")
+        pieces = output.split(list(counts))
+        own = pieces[self.rank]
+        if own.data_ptr() != shard.data_ptr():
+            own.copy_(shard)
+        if self.process_group is None:
+            return DONE
+        broadcast = self.process_group.broadcast
+        works = [broadcast(piece, r) for r, piece in enumerate(pieces) if counts[r]]
+        return self._issue(works, "all_gather_into", output.numel(), label, async_op)
+
+    def reduce_scatter_into(
+        self, shard: torch.Tensor, input: torch.Tensor, sizes: Sequence[int] | None = None, *,
+        op: ReduceOp = ReduceOp.SUM, async_op: bool = False, label: str = "",
+    ) -> Any:  # fmt: skip
+        """Sends each rank its part and adds up locally: half the bytes of gloo's own reduce-scatter."""
+        counts = even_sizes(shard, self.world_size) if sizes is None else list(sizes)
+        check_sizes("reduce_scatter_into", input, counts, "input")
+        rank, own = self.rank, counts[self.rank]
+        if shard.numel() != own:
+            raise ConfigurationError(
+                f"reduce_scatter_into: shard has {shard.numel()} elements, this rank's part has {own}"
+            )
+        start = sum(counts[:rank])
+        local = input[start : start + own]
+        if self.process_group is None:
+            shard.copy_(local)
+            return DONE
+        received = input.new_empty((self.world_size - 1) * own)
+        others = input if own == 0 else torch.cat((input[:start], input[start + own :])) if 0 < rank < self.world_size - 1 else (
+            input[own:] if rank == 0 else input[:start])  # fmt: skip
+        send = [0 if r == rank else n for r, n in enumerate(counts)]
+        receive = [0 if r == rank else own for r in range(self.world_size)]
+        work = self._start(self.process_group.alltoall_base, received, others, receive, send)
+        after = _Accumulate(shard, local, received, op, self.world_size)
+        return self._issue([work], "reduce_scatter_into", input.numel(), label, async_op, after)
+
+    def all_to_all(
+        self, output: torch.Tensor, input: torch.Tensor, output_sizes: Sequence[int] | None = None,
+        input_sizes: Sequence[int] | None = None, *, async_op: bool = False, label: str = "",
+    ) -> Any:  # fmt: skip
+        receive = list(output_sizes) if output_sizes is not None else split_evenly(output, self.world_size)
+        send = list(input_sizes) if input_sizes is not None else split_evenly(input, self.world_size)
+        check_sizes("all_to_all", output, receive, "output")
+        check_sizes("all_to_all", input, send, "input")
+        if self.process_group is None:
+            output.copy_(input)
+            return DONE
+        work = self._start(self.process_group.alltoall_base, output, input, receive, send)
+        return self._issue([work], "all_to_all", input.numel(), label, async_op)
+
+    def all_reduce(
+        self, tensor: torch.Tensor, *, op: ReduceOp = ReduceOp.SUM, async_op: bool = False, label: str = ""
+    ) -> Any:
+        if self.process_group is None:
+            return DONE
+        wire = tensor if tensor.is_contiguous() else tensor.contiguous()
+        work = self._start(self.process_group.allreduce, [wire], _options(dist.AllreduceOptions(), op))
+        after = _Finish(tensor, wire, self.world_size if op is ReduceOp.AVG else 1)
+        return self._issue([work], "all_reduce", tensor.numel(), label, async_op, after)
+
+    def reduce(
+        self,
+        tensor: torch.Tensor,
+        dst: int,
+        *,
+        op: ReduceOp = ReduceOp.SUM,
+        async_op: bool = False,
+        label: str = "",
+    ) -> Any:
+        if self.process_group is None:
+            return DONE
+        options = _options(dist.ReduceOptions(), op)
+        options.rootRank = dst
+        wire = tensor if tensor.is_contiguous() else tensor.contiguous()
+        work = self._start(self.process_group.reduce, [wire], options)
+        after = _Finish(tensor, wire, self.world_size if op is ReduceOp.AVG else 1)
+        return self._issue([work], "reduce", tensor.numel(), label, async_op, after)
+
+    def broadcast(self, tensor: torch.Tensor, src: int, *, async_op: bool = False, label: str = "") -> Any:
+        if self.process_group is None:
+            return DONE
+        wire = tensor if tensor.is_contiguous() else tensor.contiguous()
+        work = self._start(self.process_group.broadcast, wire, src)
+        return self._issue([work], "broadcast", tensor.numel(), label, async_op, _Finish(tensor, wire, 1))
+
+    def barrier(self, *, label: str = "") -> None:
+        if self.process_group is not None:
+            self._issue([self._start(self.process_group.barrier)], "barrier", 0, label, False)
+
+    # ------------------------------------------------------------ objects
+    def _bytes(self, obj: Any) -> torch.Tensor:
+        data = bytearray(pickle.dumps(obj))
+        return torch.frombuffer(data, dtype=torch.uint8).to(self.backend.device())
+
+    def _sizes(self, numel: int, label: str) -> list[int]:
+        sizes = torch.zeros(self.world_size, dtype=torch.int64, device=self.backend.device())
+        sizes[self.rank] = numel
+        self.all_gather_into(sizes, sizes[self.rank : self.rank + 1], label=label)
+        return [int(n) for n in sizes.tolist()]
+
+    def all_gather_object(self, obj: Any, *, label: str = "") -> list[Any]:
+        if self.process_group is None:
+            return [obj]
+        mine = self._bytes(obj)
+        sizes = self._sizes(mine.numel(), label)
+        everything = mine.new_empty(sum(sizes))
+        self.all_gather_into(everything, mine, sizes, label=label)
+        return [_unpickle(piece) for piece in everything.split(sizes)]
+
+    def gather_object(self, obj: Any, dst: int, *, label: str = "") -> list[Any] | None:
+        if self.process_group is None:
+            return [obj]
+        mine = self._bytes(obj)
+        sizes = self._sizes(mine.numel(), label)
+        here = self.rank == dst
+        everything = mine.new_empty(sum(sizes) if here else 0)
+        receive = sizes if here else [0] * self.world_size
+        send = [mine.numel() if r == dst else 0 for r in range(self.world_size)]
+        self.all_to_all(everything, mine, receive, send, label=label)
+        return [_unpickle(piece) for piece in everything.split(sizes)] if here else None
+
+    def broadcast_object(self, obj: Any, src: int, *, label: str = "") -> Any:
+        if self.process_group is None:
+            return obj
+        data = self._bytes(obj) if self.rank == src else None
+        sizes = self._sizes(0 if data is None else data.numel(), label)
+        if data is None:
+            data = torch.empty(sizes[src], dtype=torch.uint8, device=self.backend.device())
+        self.broadcast(data, src, label=label)
+        return obj if self.rank == src else _unpickle(data)
+
+
+class _Accumulate:
+    """Adds what arrived to this rank's own part, in rank order of the senders."""
+
+    __slots__ = ("_local", "_op", "_received", "_shard", "_world_size")
+
+    def __init__(
+        self, shard: torch.Tensor, local: torch.Tensor, received: torch.Tensor, op: ReduceOp, world_size: int
+    ) -> None:
+        self._shard, self._local, self._received = shard, local, received
+        self._op, self._world_size = op, world_size
+
+    def __call__(self) -> None:
+        shard, op = self._shard, self._op
+        with torch.no_grad():
+            if self._world_size == 2 or op in (ReduceOp.MAX, ReduceOp.MIN):
+                combine = {ReduceOp.MAX: torch.maximum, ReduceOp.MIN: torch.minimum}.get(op, torch.add)
+                first, *rest = self._received.split(shard.numel()) if shard.numel() else (self._received,)
+                combine(self._local, first, out=shard)
+                for part in rest:
+                    combine(shard, part, out=shard)
+            else:
+                torch.sum(self._received.view(self._world_size - 1, -1), 0, out=shard)
+                shard.add_(self._local)
+            if op is ReduceOp.AVG:
+                divide(shard, self._world_size)
+
+
+class _Finish:
+    """Divides an average, and copies back where the tensor could not travel as it is."""
+
+    __slots__ = ("_divisor", "_tensor", "_wire")
+
+    def __init__(self, tensor: torch.Tensor, wire: torch.Tensor, divisor: int) -> None:
+        self._tensor, self._wire, self._divisor = tensor, wire, divisor
+
+    def __call__(self) -> None:
+        with torch.no_grad():
+            if self._divisor > 1:
+                divide(self._wire, self._divisor)
+            if self._wire is not self._tensor:
+                self._tensor.copy_(self._wire)
+
+
+def divide(tensor: torch.Tensor, divisor: int) -> None:
+    """In place; integers are rounded down."""
+    if tensor.dtype.is_floating_point:
+        tensor.div_(divisor)
+    else:
+        tensor.floor_divide_(divisor)
+
+
+def _options(options: Any, op: ReduceOp) -> Any:
+    options.reduceOp = _OPS[op]
+    return options
+
+
+def _unpickle(data: torch.Tensor) -> Any:
+    return pickle.loads(data.cpu().numpy().tobytes() if _HAS_NUMPY else bytes(data.cpu().tolist()))
+
+
+def _numpy_is_there() -> bool:
+    try:
+        torch.zeros(1).numpy()
+    except RuntimeError:
+        return False
+    return True
+
+
+_HAS_NUMPY = _numpy_is_there()
+
+
+def even_sizes(shard: torch.Tensor, world_size: int) -> list[int]:
+    return [shard.numel()] * world_size
+
+
+def split_evenly(tensor: torch.Tensor, world_size: int) -> list[int]:
+    if tensor.numel() % world_size:
+        raise ConfigurationError(
+            f"{tensor.numel()} elements can't be split evenly over {world_size} ranks; pass the sizes"
+        )
+    return [tensor.numel() // world_size] * world_size
+
+
+def check_sizes(operation: str, tensor: torch.Tensor, sizes: Sequence[int], what: str) -> None:
+    """Raises ConfigurationError unless ``tensor`` is 1-D, contiguous and as large as the sizes say."""
+    if tensor.dim() != 1 or not tensor.is_contiguous() or tensor.numel() != sum(sizes):
+        raise ConfigurationError(
+            f"{operation}: {what} has to be 1-D and contiguous with {sum(sizes)} elements ({list(sizes)}); it has shape "
+            f"{tuple(tensor.shape)} and strides {tensor.stride()}"
+        )

@@ -1,0 +1,123 @@
+"""CPU tensors over gloo: the default backend; needs nothing but torch."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shardkit.errors import ConfigurationError
+
+from .c10d import C10dGroup
+
+
+class NoEvent:
+    """Work on the CPU is done when it was issued."""
+
+    def wait(self) -> None:
+        return
+
+    def synchronize(self) -> None:
+        return
+
+
+class GlooBackend:
+    """CPU tensors, one process a rank."""
+
+    name = "gloo"
+    device_type = "cpu"
+    even_shards_only = False
+    has_storage = True
+
+    def __init__(self) -> None:
+        self._groups: dict[Any, C10dGroup] = {}
+
+    def is_available(self) -> bool:
+        return dist.is_available() and dist.is_gloo_available()
+
+    def device(self) -> torch.device:
+        return torch.device("cpu")
+
+    def group(self, process_group: Any = None) -> C10dGroup:
+        return resolve_group(self, self._groups, process_group)
+
+    def take_storage(self, tensor: torch.Tensor) -> None:
+        tensor.untyped_storage().resize_(storage_bytes(tensor))
+
+    def release_storage(self, tensor: torch.Tensor) -> None:
+        tensor.untyped_storage().resize_(0)
+
+    def pin(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+    def new_stream(self) -> Any:
+        return None
+
+    def stream(self, stream: Any) -> contextlib.AbstractContextManager[Any]:
+        return contextlib.nullcontext()
+
+    def record_event(self) -> NoEvent:
+        return NoEvent()
+
+    def synchronize(self) -> None:
+        return
+
+    def mark_step(self, *, wait: bool = False) -> None:
+        return
+
+    def rng_state(self) -> torch.Tensor:
+        return torch.get_rng_state()
+
+    def set_rng_state(self, state: torch.Tensor) -> None:
+        torch.set_rng_state(state)
+
+    def launch(
+        self, fn: Any, world_size: int, args: tuple[Any, ...] = (), *, timeout: float | None = None
+    ) -> list[Any]:
+        from .processes import launch_processes
+
+        return launch_processes(fn, world_size, args, "gloo", timeout)
+
+
+def storage_bytes(tensor: torch.Tensor) -> int:
+    """Bytes of a tensor that owns its whole storage."""
+    return (tensor.storage_offset() + tensor.numel()) * tensor.element_size()
+
+
+def resolve_group(backend: Any, cache: dict[Any, C10dGroup], process_group: Any) -> C10dGroup:
+    """The group for what a user passes; the same object for the same process group, as long as it lives.
+
+    Raises:
+        ConfigurationError: there is no process group yet, or this rank is no member.
+    """
+    if isinstance(process_group, C10dGroup):
+        return process_group
+    if isinstance(process_group, dist.ProcessGroup) or process_group is None:
+        if not dist.is_initialized():
+            raise ConfigurationError(
+                "no process group exists yet: call torch.distributed.init_process_group(...) first, or start the ranks "
+                "with shardkit.launch(fn, world_size)"
+            )
+        pg = process_group if process_group is not None else dist.group.WORLD
+        if pg not in cache:
+            rank = dist.get_rank(pg)
+            cache[pg] = C10dGroup(backend, pg, dist.get_process_group_ranks(pg), rank)
+        return cache[pg]
+    if process_group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise ConfigurationError(
+            f"rank {dist.get_rank()} is no member of the process group; build sharded objects on its members only "
+            "(new_group returns this value on the other ranks)"
+        )
+    if callable(getattr(process_group, "rank", None)) and callable(getattr(process_group, "size", None)):
+        size = process_group.size()
+        if size == 1:
+            return C10dGroup(backend, None, [0], 0)
+        raise ConfigurationError(
+            f"{type(process_group).__name__} has {size} ranks but can't communicate; pass a torch.distributed group"
+        )
+    raise ConfigurationError(
+        f"process_group is a {type(process_group).__name__}; pass a torch.distributed process group, a shardkit group "
+        "or None for all ranks"
+    )
