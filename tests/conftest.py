@@ -1,0 +1,34 @@
+"""Fixtures for all tests: pools end with the session, and no test may leave anything behind."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch.distributed as dist
+
+from tests.pools import close_pools
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _pools() -> Iterator[None]:
+    yield
+    close_pools()
+    assert not multiprocessing.active_children(), "rank processes are left over"
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left_behind() -> Iterator[None]:
+    """Environment variables, process groups and threads (pools of ranks are the session's)."""
+    environment = dict(os.environ)
+    threads = set(threading.enumerate())
+    yield
+    names = {*environment, *os.environ} - {"PYTEST_CURRENT_TEST"}
+    changed = {k for k in names if environment.get(k) != os.environ.get(k)}
+    assert not changed, f"environment variables changed: {sorted(changed)}"
+    assert not dist.is_initialized(), "a process group is left over in the test's own process"
+    left = [t for t in threading.enumerate() if t not in threads and not t.daemon]
+    assert not left, f"threads are left over: {left}"

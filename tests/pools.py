@@ -1,0 +1,63 @@
+"""Pools of ranks that stay alive across the tests of a session: starting one costs seconds, a call milliseconds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from shardkit.backends.processes import RankPool
+
+
+class Pool(Protocol):
+    """Ranks that run functions."""
+
+    def run(self, fn: Callable[..., Any], *args: Any) -> list[Any]: ...
+    def close(self) -> None: ...
+
+
+_pools: dict[tuple[int, str], Pool] = {}
+
+
+def rank_pool(world_size: int, backend: str = "gloo") -> Pool:
+    """The session's pool of that many ranks."""
+    key = (world_size, backend)
+    if key not in _pools:
+        _pools[key] = _make(world_size, backend)
+    return _pools[key]
+
+
+def _make(world_size: int, backend: str) -> Pool:
+    environment = {"OMP_NUM_THREADS": "1"}
+    if backend == "xla":
+        from shardkit.backends.xla.pool import ReplicaPool
+
+        return ReplicaPool(world_size)
+    if backend == "simulated":
+        return SimulatedPool(world_size)
+    if backend == "fairscale":
+        from tests.oracle.fairscale_ranks import start_fairscale_rank
+
+        return RankPool(world_size, "gloo", start=start_fairscale_rank, timeout=120, environment=environment)
+    return RankPool(world_size, backend, timeout=120, environment=environment)
+
+
+class SimulatedPool:
+    """Threads of this process; nothing to keep alive."""
+
+    def __init__(self, world_size: int) -> None:
+        self._world_size = world_size
+
+    def run(self, fn: Callable[..., Any], *args: Any) -> list[Any]:
+        from shardkit.backend import get_backend
+
+        return get_backend("simulated").launch(fn, self._world_size, args, timeout=120)
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+
+def close_pools() -> None:
+    """Ends all ranks."""
+    for pool in _pools.values():
+        pool.close()
+    _pools.clear()
