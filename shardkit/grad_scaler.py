@@ -266,7 +266,7 @@ class ShardedGradScaler(GradScaler):
         self._join_in_unscaled(optimizer)
         result = super().step(optimizer, *args, **kwargs)
         if self._never_scaled:  # an optimizer that skips by itself did so
-            self._refuse_unscaled_loss()
+            self._refuse_unscaled_loss(optimizer)
         return result
 
     def _maybe_opt_step(
@@ -275,14 +275,15 @@ class ShardedGradScaler(GradScaler):
         (found_inf,) = optimizer_state["found_inf_per_device"].values()
         flag = found_inf.item()
         if flag == _NEVER_SCALED:
-            self._refuse_unscaled_loss()
+            self._refuse_unscaled_loss(optimizer)
         return optimizer.step(*args, **kwargs) if flag < _OVERFLOW else None
 
-    def _refuse_unscaled_loss(self) -> None:
+    def _refuse_unscaled_loss(self, optimizer: Optimizer) -> None:
         whose = "this rank" if self._never_scaled else "another rank of the group"
         if self._never_scaled:
             self._scale = self._growth_tracker = None
             self._never_scaled = False
+        self._per_optimizer_states.pop(id(optimizer), None)
         raise LifecycleError(
             f"{whose} called step() or unscale_() though scale() was never called there; call "
             "scaler.scale(loss).backward() on every rank first"
