@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardkit.backend import get_backend
 from shardkit.nn.data_parallel import ShardedDataParallel
 from shardkit.optim.oss import OSS
 
@@ -86,7 +87,7 @@ def assert_same_parameters(a: nn.Module, b: nn.Module, where: str, tolerance: fl
     """Parameters and buffers of two modules agree."""
     for (name, x), (_, y) in zip(a.state_dict().items(), b.state_dict().items(), strict=True):
         torch.testing.assert_close(
-            x, y, rtol=tolerance * 10, atol=tolerance, msg=lambda m, n=name: f"{where}: {n}: {m}"
+            x.cpu(), y.cpu(), rtol=tolerance * 10, atol=tolerance, msg=lambda m, n=name: f"{where}: {n}: {m}"
         )
 
 
@@ -100,15 +101,26 @@ def compare(
     options: dict[str, Any] | None = None,
     ddp: dict[str, Any] | None = None,
     tolerance: float = 2e-6,
+    backend: str = "gloo",
 ) -> None:
     """Runs a scenario (a generator that yields a name after each step) with both and compares at every yield."""
     options = {"lr": 1e-2} if options is None else options
-    torch.manual_seed(0)
+    chosen = get_backend(backend)
     model = build()
+    seeded(model)
     truth = Truth(copy.deepcopy(model), world_size, optim, groups, options)
-    sharded = Sharded(model, rank, optim, groups, options, ddp or {})
+    sharded = Sharded(model.to(chosen.device()), rank, optim, groups, options, ddp or {})
     for step, (where, _) in enumerate(zip(scenario(sharded), scenario(truth), strict=True)):
+        chosen.mark_step()
         assert_same_parameters(sharded.inner, truth.inner, f"rank {rank}, step {step} ({where})", tolerance)
+
+
+def seeded(model: nn.Module) -> None:
+    """The same start values in every rank, also where ranks are threads that share one generator."""
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.copy_(torch.randn(p.shape, generator=generator, dtype=p.dtype) / max(1, p.shape[-1]) ** 0.5)
 
 
 def batch(rank: int, step: int, size: int = 5, features: int = 6) -> torch.Tensor:
@@ -119,4 +131,9 @@ def batch(rank: int, step: int, size: int = 5, features: int = 6) -> torch.Tenso
 
 def square_loss(step: int) -> Loss:
     """Mean of squares of the model's output on the rank's batch."""
-    return lambda model, rank: model(batch(rank, step)).pow(2).mean()
+    return lambda model, rank: model(batch_for(model, rank, step)).pow(2).mean()
+
+
+def batch_for(model: nn.Module, rank: int, step: int) -> torch.Tensor:
+    """This rank's inputs, where the model is."""
+    return batch(rank, step).to(next(model.parameters()).device)

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.pools import rank_pool
-from tests.scenarios import assert_same_parameters, batch, compare, square_loss
+from tests.scenarios import assert_same_parameters, batch, batch_for, compare, square_loss
 
 pytestmark = pytest.mark.parametrize("world_size", [2, 3])
 
@@ -289,7 +289,7 @@ class Branches(nn.Module):
 def rank_dependent_branches(engine: Any) -> Iterator[str]:
     for step in range(4):
         engine.zero_grad("optimizer")
-        engine.backward(lambda m, r, s=step: m(batch(r, s), (r + s) % 3).pow(2).mean())
+        engine.backward(lambda m, r, s=step: m(batch_for(m, r, s), (r + s) % 3).pow(2).mean())
         engine.optimizer.step()
         yield "branches"
 
@@ -362,7 +362,7 @@ class DataclassOutput(Normed):
 def nested_outputs(engine: Any) -> Iterator[str]:
     for step in range(2):
         engine.zero_grad("optimizer")
-        engine.backward(lambda m, r, s=step: m(batch(r, s))["out"][0].pow(2).mean())
+        engine.backward(lambda m, r, s=step: m(batch_for(m, r, s))["out"][0].pow(2).mean())
         engine.optimizer.step()
         yield "dict"
 
@@ -370,7 +370,7 @@ def nested_outputs(engine: Any) -> Iterator[str]:
 def dataclass_outputs(engine: Any) -> Iterator[str]:
     for step in range(2):
         engine.zero_grad("optimizer")
-        engine.backward(lambda m, r, s=step: m(batch(r, s)).rest[0].pow(2).mean())
+        engine.backward(lambda m, r, s=step: m(batch_for(m, r, s)).rest[0].pow(2).mean())
         engine.optimizer.step()
         yield "dataclass"
 

@@ -1,0 +1,168 @@
+"""launch, plain multiprocessing.spawn and torchrun: results, failures of one rank, no orphans."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.multiprocessing
+
+import shardkit
+from shardkit.backends.processes import RankPool
+from shardkit.optim.oss import OSS
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def _sum_of_ranks(rank: int, extra: int) -> tuple[int, float]:
+    total = torch.tensor([float(rank)])
+    torch.distributed.all_reduce(total)
+    return rank, total.item() + extra
+
+
+def test_results_of_every_rank() -> None:
+    assert shardkit.launch(_sum_of_ranks, 2, args=(10,)) == [(0, 11.0), (1, 11.0)]
+    assert not torch.distributed.is_initialized()
+
+
+def _one_raises(rank: int) -> None:
+    if rank == 1:
+        raise KeyError("the reason")
+    torch.distributed.barrier()  # would wait for ever
+
+
+def _one_is_killed(rank: int) -> None:
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    torch.distributed.barrier()
+
+
+def _all_hang(rank: int) -> None:
+    time.sleep(600)
+
+
+def _pid(rank: int) -> int:
+    return os.getpid()
+
+
+def test_failures_come_back_at_once() -> None:
+    with RankPool(2, timeout=60) as pool:
+        first = pool.run(_pid)
+        for fn, kind, text in ((_one_raises, "KeyError", "the reason"), (_one_is_killed, "SIGKILL", "rank 1")):
+            began = time.monotonic()
+            with pytest.raises(shardkit.RankFailedError, match=text) as caught:
+                pool.run(fn)
+            if fn is _one_raises:
+                assert time.monotonic() - began < 5
+            assert caught.value.rank == 1
+            assert caught.value.remote_type == kind
+        for pid in first:
+            with pytest.raises(ProcessLookupError):
+                os.kill(pid, 0)
+        pool.timeout = 3
+        pool.run(_pid)
+        with pytest.raises(shardkit.RankFailedError, match="_all_hang"):
+            pool.run(_all_hang)
+
+
+def test_what_can_not_be_launched() -> None:
+    with pytest.raises(shardkit.BackendError, match="no backend named 'nccl'"):
+        shardkit.launch(_pid, 2, backend="nccl")
+    with pytest.raises(shardkit.ConfigurationError, match="at least 1"):
+        shardkit.launch(_pid, 0)
+
+
+def _script(path: Path, text: str) -> list[str]:
+    path.write_text(textwrap.dedent(text))
+    return [sys.executable, str(path)]
+
+
+def _environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+
+
+def test_ranks_die_with_the_process_that_launched_them(tmp_path: Path) -> None:
+    command = _script(
+        tmp_path / "script.py",
+        """
+        import os, sys, time, shardkit
+        def rank_main(rank, folder):
+            open(f"{folder}/pid{rank}", "w").write(str(os.getpid()))
+            time.sleep(600)
+        if __name__ == "__main__":
+            shardkit.launch(rank_main, 2, args=(sys.argv[1],))
+        """,
+    )
+    parent = subprocess.Popen([*command, str(tmp_path)], env=_environment())
+    deadline = time.monotonic() + 90
+    files = [tmp_path / "pid0", tmp_path / "pid1"]
+    while not all(f.exists() and f.read_text() for f in files):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    parent.kill()
+    parent.wait()
+    pids = [int(f.read_text()) for f in files]
+    while any(_alive(pid) for pid in pids):
+        assert time.monotonic() < deadline, "orphans"
+        time.sleep(0.1)
+
+
+def _alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z"
+    except OSError:
+        return False
+
+
+def _train_under_spawn(rank: int, world_size: int, rendezvous: str) -> None:
+    """What scripts in the manner of fairscale's guide do: their own spawn and process group."""
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world_size
+    )
+    model = torch.nn.Linear(3, 2)
+    optimizer = OSS(model.parameters(), lr=0.1)
+    wrapped = shardkit.ShardedDDP(model, optimizer)
+    wrapped(torch.ones(1, 3) * rank).sum().backward()
+    optimizer.step()
+    values: list[Any] = [None] * world_size
+    torch.distributed.all_gather_object(values, model.weight.tolist())
+    assert values[0] == values[1]
+    torch.distributed.destroy_process_group()
+
+
+def test_plain_multiprocessing_spawn(tmp_path: Path) -> None:
+    torch.multiprocessing.spawn(_train_under_spawn, (2, str(tmp_path / "rendezvous")), nprocs=2)  # type: ignore[no-untyped-call]
+
+
+def test_torchrun(tmp_path: Path) -> None:
+    _script(
+        tmp_path / "script.py",
+        """
+        import os, sys, torch, shardkit
+        def rank_main(rank, text):
+            model = torch.nn.Linear(3, 2)
+            optimizer = shardkit.OSS(model.parameters(), lr=0.1)
+            wrapped = shardkit.ShardedDDP(model, optimizer)
+            wrapped(torch.ones(1, 3) * rank).sum().backward()
+            optimizer.step()
+            return f"{text}{rank}"
+        if __name__ == "__main__":
+            results = shardkit.launch(rank_main, 2, args=("rank ",))
+            open(f"{sys.argv[1]}/out{os.environ['RANK']}", "w").write(repr(results))
+        """,
+    )
+    subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2",
+         str(tmp_path / "script.py"), str(tmp_path)],
+        env=_environment(), check=True, timeout=120, capture_output=True,
+    )  # fmt: skip
+    for rank in range(2):
+        assert (tmp_path / f"out{rank}").read_text() == "['rank 0', 'rank 1']"
