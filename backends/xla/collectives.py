@@ -20,6 +20,7 @@ times the previous result (what torch_xla's own token does) this keeps NaN and i
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any, Protocol
 
 import torch
@@ -30,6 +31,13 @@ Groups = list[list[int]]  # a partition of all replicas; the own group's rank or
 
 _CHANNEL = 2  # 1 is what the all-reduce below always uses
 _RUNTIME: Any = torch_xla._XLAC
+# As they are before torch_xla_api.py replaces them in a process with replicas.
+_NATIVE = SimpleNamespace(
+    all_gather=xm.all_gather,
+    all_reduce=xm.all_reduce,
+    all_to_all=xm.all_to_all,
+    reduce_scatter=xm.reduce_scatter,
+)
 
 
 class Collectives(Protocol):
@@ -65,19 +73,19 @@ class NativeCollectives:
 
     def all_gather(self, value: torch.Tensor, groups: Groups, size: int) -> torch.Tensor:
         _drop_token()
-        return xm.all_gather(value, 0, groups, pin_layout=False)
+        return _NATIVE.all_gather(value, 0, groups, pin_layout=False)
 
     def reduce_scatter(self, value: torch.Tensor, op: str, groups: Groups, size: int) -> torch.Tensor:
         _drop_token()
-        return xm.reduce_scatter(op, value, 1.0, 0, size, groups, pin_layout=False)
+        return _NATIVE.reduce_scatter(op, value, 1.0, 0, size, groups, pin_layout=False)
 
     def all_reduce(self, value: torch.Tensor, op: str, groups: Groups) -> torch.Tensor:
         _drop_token()
-        return xm.all_reduce(op, value, 1.0, groups, pin_layout=False)
+        return _NATIVE.all_reduce(op, value, 1.0, groups, pin_layout=False)
 
     def all_to_all(self, value: torch.Tensor, groups: Groups, size: int, rank: torch.Tensor) -> torch.Tensor:
         _drop_token()
-        return xm.all_to_all(value, 0, 0, size, groups, pin_layout=False)
+        return _NATIVE.all_to_all(value, 0, 0, size, groups, pin_layout=False)
 
     def synced(self) -> None:
         pass

@@ -9,6 +9,8 @@ import torch_xla
 import torch_xla.core.xla_model as xm
 import torch_xla.runtime
 
+from shardkit.errors import ConfigurationError
+
 from .collectives import NativeCollectives
 from .group import Replica
 from .meeting import Call
@@ -28,8 +30,12 @@ class RuntimeHost:
     def exchange(self, ranks: Sequence[int], what: str, label: str, payload: bytes) -> list[bytes]:
         if self._world_size == 1 or len(ranks) == 1:
             return [payload]
-        everyone = len(ranks) == self._world_size
-        return list(xm.rendezvous(f"shardkit:{what}:{label}", payload, [] if everyone else list(ranks)))
+        if len(ranks) != self._world_size:
+            raise ConfigurationError(
+                f"{what} among ranks {list(ranks)} of {self._world_size}: torch_xla exchanges objects between all "
+                "ranks only; use the group of all ranks"
+            )
+        return list(xm.rendezvous(f"shardkit:{what}:{label}", payload))
 
     def abort(self) -> None:
         _RUNTIME._clear_pending_irs(_RUNTIME._xla_get_default_device())

@@ -114,10 +114,12 @@ class World:
         for device in devices:
             rank = _RUNTIME._xla_get_device_ordinal(device)
             self._states[rank] = ReplicaState(self, rank, device, f"CPU:{rank}")
+        self.job = 0
         self.renew()
 
     def renew(self) -> None:
         """For a new job: nobody has arrived or left, and random states start anew."""
+        self.job += 1
         self.meeting = Meeting(self.size)
         self.turns = Turns(self.size)
 
@@ -141,9 +143,10 @@ def current_world() -> World | None:
 def start_world(size: int) -> World:
     """Makes the replicas of this process and routes its syncs through them. Once per process."""
     global _world
-    from .syncing import install
+    from . import syncing, torch_xla_api
 
     torch.set_num_threads(1)
     _world = World(size)
-    install(_world)
+    syncing.install(_world)
+    torch_xla_api.install(_world)
     return _world

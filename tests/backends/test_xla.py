@@ -253,3 +253,28 @@ def _ends(process: int) -> bool:
             return True
         time.sleep(0.1)
     return False
+
+
+def test_programs_that_know_only_torch_xla(four: ReplicaPool) -> None:
+    x = torch.stack([torch.arange(8.0).view(2, 4) + 10 * rank for rank in range(4)])
+    for rank, result in enumerate(four.run(programs.plain_torch_xla)):
+        assert torch.equal(result["all_reduce"], x.amax(0))
+        assert torch.equal(result["list"][0], x.sum(0) * 0.5)
+        assert torch.equal(result["list"][1], x.sum(0)[0] * 0.5)
+        assert torch.equal(result["all_gather"], torch.cat(list(x), 1))
+        assert torch.equal(result["reduce_scatter"], x.sum(0)[:, rank : rank + 1])
+        assert torch.equal(result["all_to_all"], x[:, :, rank : rank + 1].reshape(8, 1))
+        assert torch.equal(result["permute"], x[(rank - 1) % 4])
+        assert result["mean"] == 1.5
+
+
+def test_process_groups_of_torch_distributed(pool: ReplicaPool) -> None:
+    size = pool.world_size
+    expected = programs.ddp_single()
+    for _ in range(2):
+        for rank, result in enumerate(pool.run(programs.process_groups)):
+            assert result["rank"] == (rank, rank)
+            assert result["size"] == (size, size)
+            assert result["ranks"] == tuple(range(size))
+            assert result["value"].tolist() == [float(sum(range(size)))] * 2
+            torch.testing.assert_close([p.detach() for p in result["parameters"]], expected)

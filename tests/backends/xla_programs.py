@@ -389,3 +389,75 @@ def process_id(rank: int) -> int:
     import os
 
     return os.getpid()
+
+
+# -- programs that know only torch_xla and torch.distributed
+
+
+def plain_torch_xla(rank: int) -> dict[str, Any]:
+    import torch_xla.core.xla_model as xm
+    import torch_xla.runtime
+
+    world = torch_xla.runtime.world_size()
+    x = (torch.arange(8.0).view(2, 4) + 10 * rank).to(device())
+    listed = [x.clone(), x[0].clone()]
+    xm.all_reduce(xm.REDUCE_SUM, listed, scale=0.5)
+    result = {
+        "all_reduce": xm.all_reduce(xm.REDUCE_MAX, x),
+        "list": listed,
+        "all_gather": xm.all_gather(x, dim=1),
+        "reduce_scatter": xm.reduce_scatter(xm.REDUCE_SUM, x, 1.0, 1, world),
+        "all_to_all": xm.all_to_all(x, 1, 0, world),
+        "permute": xm.collective_permute(x, [[i, (i + 1) % world] for i in range(world)]),
+    }
+    xm.mark_step()
+    result["mean"] = xm.mesh_reduce("mean", float(rank), lambda values: sum(values) / len(values))
+    xm.rendezvous("end")
+    return result
+
+
+def process_groups(rank: int) -> dict[str, Any]:
+    """DDP over torch.distributed's xla backend, and the same group passed to shardkit."""
+    import torch.distributed as dist
+
+    dist.init_process_group("xla", init_method="xla://")
+    try:
+        backend = get_backend("xla")
+        default = backend.group(dist.group.WORLD)
+        alone = backend.group(dist.new_group([rank])) if dist.get_world_size() == 1 else None
+        value = torch.full((2,), float(rank), device=device())
+        dist.all_reduce(value)
+        torch.manual_seed(rank)  # DDP broadcasts rank 0's parameters
+        model = torch.nn.parallel.DistributedDataParallel(
+            torch.nn.Linear(6, 3).to(device()), gradient_as_bucket_view=True
+        )
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for index in range(4):
+            inputs, labels = (t.chunk(dist.get_world_size())[rank].to(device()) for t in batch(index))
+            optimizer.zero_grad()
+            torch.nn.functional.cross_entropy(model(inputs), labels).backward()
+            optimizer.step()
+            step()
+        return {
+            "rank": (dist.get_rank(), default.rank),
+            "size": (dist.get_world_size(), default.world_size),
+            "ranks": default.ranks,
+            "alone": alone,
+            "value": value,
+            "parameters": list(model.parameters()),
+        }
+    finally:
+        if rank % 2:  # what a job leaves behind does not reach the next one
+            dist.destroy_process_group()
+
+
+def ddp_single() -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    model = torch.nn.Linear(6, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for index in range(4):
+        inputs, labels = batch(index)
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(model(inputs), labels).backward()
+        optimizer.step()
+    return [p.detach() for p in model.parameters()]

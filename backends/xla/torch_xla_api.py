@@ -1,0 +1,209 @@
+"""torch_xla's own collectives and torch.distributed's "xla" backend, for replicas that are threads on a CPU.
+
+A program written for TPUs calls ``xm.all_reduce``, ``xm.rendezvous`` or ``dist.init_process_group("xla")``, and so do
+torch_xla's FSDP and torch's DDP. In a process with replicas these go through the replica's
+:class:`~shardkit.backends.xla.collectives.ChannelCollectives`, and are recorded for the check that replicas are
+in step. Signatures are torch_xla's.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed.distributed_c10d
+import torch_xla.core.xla_model as xm
+from torch._C._distributed_c10d import HashStore
+
+from .collectives import Groups
+from .group import Replica
+from .meeting import Call
+from .world import World
+
+Tensors = torch.Tensor | Sequence[torch.Tensor]
+_c10d: Any = torch.distributed.distributed_c10d
+
+
+def install(world: World) -> None:
+    """Replaces torch_xla's functions for the rest of this process's life."""
+    api = _Collectives(world)
+    xm.all_reduce = api.all_reduce
+    xm.all_gather = api.all_gather
+    xm.reduce_scatter = api.reduce_scatter
+    xm.all_to_all = api.all_to_all
+    xm.collective_permute = api.collective_permute
+    xm.rendezvous = api.rendezvous
+    xm.xla_rendezvous = lambda payload=b"", ordinals=None, tag=None: api.rendezvous(
+        tag or "", payload, ordinals or []
+    )
+    _private_process_groups(world)
+
+
+class _Collectives:
+    def __init__(self, world: World) -> None:
+        self._world = world
+
+    def all_reduce(
+        self,
+        reduce_type: str,
+        inputs: Tensors,
+        scale: float = 1.0,
+        groups: Groups | None = None,
+        pin_layout: bool = True,
+    ) -> Tensors:
+        if not isinstance(inputs, torch.Tensor):
+            with torch.no_grad():
+                for tensor in inputs:
+                    # a copy, not XLA's in-place operation: views of the tensor would not see that
+                    tensor.copy_(self._all_reduced(reduce_type, tensor, scale, groups))
+            return inputs
+        return self._all_reduced(reduce_type, inputs, scale, groups)
+
+    def all_gather(
+        self,
+        value: Tensors,
+        dim: int = 0,
+        groups: Groups | None = None,
+        output: Tensors | None = None,
+        pin_layout: bool = True,
+        channel_id: int | None = None,
+        use_global_device_ids: bool | None = None,
+    ) -> Tensors:
+        if not isinstance(value, torch.Tensor):
+            return _stored(output, [self._all_gathered(v, dim, groups) for v in value])
+        return _stored(output, self._all_gathered(value, dim, groups))
+
+    def reduce_scatter(
+        self,
+        reduce_type: str,
+        input: Tensors,
+        scale: float,
+        scatter_dim: int,
+        shard_count: int,
+        groups: Groups | None = None,
+        output: Tensors | None = None,
+        pin_layout: bool = True,
+        channel_id: int | None = None,
+        use_global_device_ids: bool | None = None,
+    ) -> Tensors:
+        if not isinstance(input, torch.Tensor):
+            parts = [self._reduce_scattered(reduce_type, v, scale, scatter_dim, groups) for v in input]
+            return _stored(output, parts)
+        return _stored(output, self._reduce_scattered(reduce_type, input, scale, scatter_dim, groups))
+
+    def all_to_all(
+        self,
+        value: torch.Tensor,
+        split_dimension: int,
+        concat_dimension: int,
+        split_count: int,
+        groups: Groups | None = None,
+        pin_layout: bool = True,
+    ) -> torch.Tensor:
+        replica, groups, mine = self._issue("all_to_all", value, groups)
+        parts = torch.stack(value.chunk(split_count, split_dimension))
+        rank = torch.tensor([mine.index(replica.rank)]).to(value.device)
+        received = replica.collectives.all_to_all(parts.flatten(), groups, len(mine), rank)
+        return torch.cat(list(received.view(parts.shape).unbind()), concat_dimension)
+
+    def collective_permute(self, value: torch.Tensor, pairs: Sequence[Sequence[int]]) -> torch.Tensor:
+        replica, groups, mine = self._issue(f"collective_permute {list(pairs)}", value, None)
+        gathered = replica.collectives.all_gather(value.flatten(), groups, len(mine))
+        source = next((a for a, b in pairs if b == replica.rank), None)
+        if source is None:
+            return torch.zeros_like(value)
+        return gathered.view(len(mine), *value.shape)[source]
+
+    def rendezvous(self, tag: str, payload: bytes = b"", replicas: Sequence[int] = ()) -> list[bytes]:
+        state = self._world.here()
+        ranks = list(replicas) or list(range(self._world.size))
+        return state.exchange(ranks, f"xm.rendezvous({tag!r})", "", bytes(payload))
+
+    def _all_reduced(
+        self, reduce_type: str, value: torch.Tensor, scale: float, groups: Groups | None
+    ) -> torch.Tensor:
+        replica, groups, _ = self._issue(f"all_reduce {reduce_type}", value, groups)
+        result = replica.collectives.all_reduce(value.flatten(), reduce_type, groups).view(value.shape)
+        return result if scale == 1.0 else result * scale
+
+    def _all_gathered(self, value: torch.Tensor, dim: int, groups: Groups | None) -> torch.Tensor:
+        replica, groups, mine = self._issue(f"all_gather dim={dim}", value, groups)
+        sent = value.to(torch.uint8) if value.dtype is torch.bool else value
+        gathered = replica.collectives.all_gather(sent.flatten(), groups, len(mine)).to(value.dtype)
+        return torch.cat(list(gathered.view(len(mine), *value.shape).unbind()), dim)
+
+    def _reduce_scattered(
+        self, reduce_type: str, value: torch.Tensor, scale: float, dim: int, groups: Groups | None
+    ) -> torch.Tensor:
+        replica, groups, mine = self._issue(f"reduce_scatter {reduce_type} dim={dim}", value, groups)
+        parts = torch.stack(value.chunk(len(mine), dim))  # [W, ...]
+        part = replica.collectives.reduce_scatter(parts.flatten(), reduce_type, groups, len(mine))
+        part = part.view(parts.shape[1:])
+        return part if scale == 1.0 else part * scale
+
+    def _issue(
+        self, what: str, value: torch.Tensor, groups: Groups | None
+    ) -> tuple[Replica, Groups, list[int]]:
+        """Records the call; also returns the partition of all replicas and this replica's part of it."""
+        state = self._world.here()
+        full = [list(group) for group in groups] if groups else [list(range(self._world.size))]
+        mine = next(group for group in full if state.rank in group)
+        dtype = str(value.dtype).removeprefix("torch.")
+        state.issued(Call(tuple(mine), f"xm.{what} {dtype}{list(value.shape)}"))
+        if state.replica is None or not math.prod(value.shape):
+            raise ValueError(f"rank {state.rank}: xm.{what} of a tensor of shape {list(value.shape)}")
+        return state.replica, full, mine
+
+
+def _stored(output: Any, result: Any) -> Any:
+    if output is None:
+        return result
+    if isinstance(output, torch.Tensor):
+        return output.copy_(result)
+    for target, value in zip(output, result, strict=True):
+        target.copy_(value)
+    return output
+
+
+def _private_process_groups(world: World) -> None:
+    """Gives each replica its own default process group; torch.distributed keeps one a process.
+
+    By replica, not by thread: hooks ask for the group from autograd's device threads.
+    """
+    from torch_xla._internal import rendezvous
+
+    original = _c10d._world
+    states: dict[tuple[int, int], dict[str, Any]] = {}  # a job may leave its group behind: each starts anew
+
+    def state() -> dict[str, Any]:
+        return states.setdefault((world.job, world.here().rank), {})
+
+    def private(name: str) -> property:
+        empty = getattr(original, name)  # None, 0 or an empty container: no group exists yet
+
+        def get(_: Any) -> Any:
+            return state().setdefault(name, copy.copy(empty))
+
+        def set_(_: Any, value: Any) -> None:
+            state()[name] = value
+
+        return property(get, set_)
+
+    attributes = {
+        name: private(name)
+        for name, value in vars(type(original)).items()
+        if isinstance(value, property) and name != "pg_config_info"  # computed from the others
+    }
+    _c10d._world = type("ReplicaWorlds", (type(original),), attributes)()
+    group_name = _c10d._process_group_name
+
+    def unique_name(*args: Any, **kwargs: Any) -> str:
+        # C++ keeps one registry of names a process.
+        return f"{group_name(*args, **kwargs)}_job{world.job}_replica{world.here().rank}"
+
+    _c10d._process_group_name = unique_name
+    # In place of a TCP store, whose port other pools of this machine may hold.
+    rendezvous._store = HashStore()
