@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import importlib.util
 import io
 import math
 import pickle
@@ -22,6 +23,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from shardkit.backend import ReduceOp
 from shardkit.errors import ConfigurationError, LifecycleError
 from shardkit.grad_scaler import GradScaler, ShardedGradScaler
 from shardkit.optim.grad_scaler import ShardedGradScaler as compat_scaler
@@ -44,7 +46,11 @@ def mlp() -> nn.Module:
 
 def loss_of(model: nn.Module, rank: int, step: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(1000 * step + rank)
-    return model(torch.randn(4, 6, generator=generator, dtype=torch.float64)).pow(2).mean()
+    return (
+        model(torch.randn(4, 6, generator=generator, dtype=torch.float64).to(next(model.parameters())))
+        .pow(2)
+        .mean()
+    )
 
 
 def spoil(model: nn.Module, index: int, value: float) -> None:
@@ -492,3 +498,93 @@ def test_grad_scaler_alone_takes_half_precision_gradients() -> None:
         optimizer.zero_grad()
         with pytest.raises(AssertionError, match="No inf checks"):
             scaler.step(optimizer)
+
+
+# ---------------------------------------------------------------------- XLA replicas
+has_xla = pytest.mark.skipif(importlib.util.find_spec("torch_xla") is None, reason="needs torch_xla")
+
+
+def train_on_xla(rank: int, engine: str, overflows: dict[int, float]) -> Any:
+    from shardkit.backend import get_backend
+    from shardkit.backends.xla import metrics
+    from shardkit.optim.oss import OSS
+    from shardkit.sharded_ddp import ShardedDDP
+
+    backend = get_backend("xla")
+    group = backend.group()
+    inner = mlp().float().to(backend.device())
+    optimizer = OSS(inner.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9)
+    model = ShardedDDP(inner, optimizer) if engine == "sharded_ddp" else inner
+    scaler = ShardedGradScaler(**OPTIONS)
+    scales, compiled = [], []
+    for step in range(9):
+        optimizer.zero_grad()
+        scaler.scale(loss_of(model, rank, step)).backward()
+        if engine == "oss":  # plain data parallel: every rank holds all means
+            for p in inner.parameters():
+                group.all_reduce(p.grad, op=ReduceOp.AVG)
+        # as data, so that graphs are the same on all ranks
+        factor = torch.tensor(overflows[step] if rank == 1 and step in overflows else 1.0).to(
+            backend.device()
+        )
+        holders = inner.parameters() if engine == "oss" else optimizer.optim.param_groups[0]["params"]
+        for p in holders:
+            p.grad.mul_(factor)  # type: ignore[union-attr]
+        scaler.step(optimizer)
+        scaler.update()
+        scales.append(scaler.get_scale())
+        backend.mark_step(wait=True)
+        group.barrier()
+        compiled.append(metrics.compiles())
+        group.barrier()
+    return scales, compiled, [p.detach().cpu() for p in inner.parameters()]
+
+
+@pytest.mark.xla
+@has_xla
+@pytest.mark.parametrize("engine", ["oss", "sharded_ddp"])
+def test_overflow_on_one_rank_on_xla(engine: str) -> None:
+    overflows = {2: math.inf, 5: math.nan}
+    model = mlp().float()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    scaler = torch.amp.GradScaler("cpu", **OPTIONS)
+    expected = []
+    for step in range(9):
+        optimizer.zero_grad()
+        for rank in range(2):
+            scaler.scale(loss_of(model, rank, step) / 2).backward()
+        if step in overflows:
+            spoil(model, 0, overflows[step])
+        scaler.step(optimizer)
+        scaler.update()
+        expected.append(scaler.get_scale())
+    for scales, compiled, params in rank_pool(2, "xla").run(train_on_xla, engine, overflows):
+        assert scales == expected
+        for a, b in zip(params, model.parameters(), strict=True):
+            torch.testing.assert_close(a, b.detach(), rtol=1e-5, atol=1e-6)
+        # nothing new after the first step, the first one with momentum, and the first one skipped
+        assert len(set(compiled[3:])) == 1, compiled
+
+
+def half_precision_on_xla(rank: int, kind: str, bad_rank: int | None) -> Any:
+    from shardkit.backend import get_backend
+
+    p = nn.Parameter(torch.ones(3, dtype=getattr(torch, kind), device=get_backend("xla").device()))
+    optimizer = torch.optim.SGD([p], lr=0.5)
+    scaler = ShardedGradScaler(init_scale=2.0**20)
+    scaler.scale(torch.ones((), device=p.device))
+    p.grad = torch.full_like(p, 2.0) * torch.tensor(math.inf if rank == bad_rank else 1.0).to(p)
+    scaler.step(optimizer)
+    scaler.update()
+    return p.grad.float().cpu().tolist(), p.float().cpu().tolist(), scaler.get_scale()
+
+
+@pytest.mark.xla
+@has_xla
+@pytest.mark.parametrize("kind", ["float16", "bfloat16", "float32", "float64"])
+def test_dtypes_on_xla(kind: str) -> None:
+    for grad, _, scale in rank_pool(2, "xla").run(half_precision_on_xla, kind, None):
+        assert grad == [pytest.approx(2.0 / 2**20)] * 3
+        assert scale == 2.0**20
+    for _, params, scale in rank_pool(2, "xla").run(half_precision_on_xla, kind, 1):
+        assert (params, scale) == ([1.0] * 3, 2.0**19)
