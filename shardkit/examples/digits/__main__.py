@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import shardkit
 
 from . import report
-from .train import STRATEGIES, Job, initial_weights, run_rank
+from .train import STRATEGIES, Job, prepare, run_rank
 
 EPOCHS = 20
 ACCURACY_GOAL = 0.97  # of a full run
@@ -32,7 +32,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--batch-size", type=int, default=64, help="images a step, over all ranks (default: 64)"
     )
-    parser.add_argument("--seed", type=int, default=0, help="draws weights, split and order (default: 0)")
+    parser.add_argument("--seed", type=int, default=0, help="draws weights and order (default: 0)")
     args = parser.parse_args(argv)
     if args.ranks < 1 or args.epochs < 1 or args.batch_size % args.ranks:
         parser.error(
@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the example; 0 if the losses agree with one process (and a full run reaches the accuracy goal)."""
     args = parse(argv)
     began = time.perf_counter()
-    weights = initial_weights(args.seed)
+    start = prepare(args.seed)
 
     def job(strategy: str, world_size: int, stop_after: int) -> Job:
         return Job(
@@ -63,8 +63,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     jobs = [job(args.strategy, args.ranks, args.epochs)]
     jobs += [job(name, args.ranks, 1) for name in STRATEGIES if name != args.strategy]
     single = [job("single", 1, args.epochs)]
-    reference = shardkit.launch(run_rank, 1, backend=args.backend, args=(single, weights))[0][0]
-    ranks = shardkit.launch(run_rank, args.ranks, backend=args.backend, args=(jobs, weights))
+    reference = shardkit.launch(run_rank, 1, backend=args.backend, args=(single, start))[0][0]
+    ranks = shardkit.launch(run_rank, args.ranks, backend=args.backend, args=(jobs, start))
 
     outcomes = {j.strategy: [rank[i] for rank in ranks] for i, j in enumerate(jobs)}
     rows = [report.compare(name, outcomes[name], reference.losses) for name in STRATEGIES]

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 
 HELD_OUT = 360
+SPLIT_SEED = 0
 
 
 class Split(NamedTuple):
@@ -17,14 +18,14 @@ class Split(NamedTuple):
     labels: torch.Tensor
 
 
-def load(seed: int) -> tuple[Split, Split]:
-    """Training and held-out images; the held-out ones are drawn at random by ``seed``."""
+def load() -> tuple[Split, Split]:
+    """Training and held-out images; the held-out ones are drawn at random, always the same ones."""
     from sklearn.datasets import load_digits
 
     digits = load_digits()
     images = torch.from_numpy(digits.images).float().div(8.0).sub(1.0).unsqueeze(1)
     labels = torch.from_numpy(digits.target).long()
-    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(seed))
+    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(SPLIT_SEED))
     train, held_out = order[HELD_OUT:], order[:HELD_OUT]
     return Split(images[train], labels[train]), Split(images[held_out], labels[held_out])
 

@@ -34,7 +34,7 @@ class Block(nn.Module):
 class DigitTransformer(nn.Module):
     """Images [batch, 1, 8, 8] to logits [batch, 10]."""
 
-    def __init__(self, dim: int = 64, depth: int = 4, heads: int = 4) -> None:
+    def __init__(self, dim: int = 64, depth: int = 2, heads: int = 4) -> None:
         super().__init__()
         self.patches = nn.Sequential(
             nn.Conv2d(1, dim // 2, kernel_size=3, padding=1),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import time
-from types import TracebackType
 from typing import Any
 
 SECONDS_BETWEEN_LINES = 5.0
@@ -22,9 +21,7 @@ class Progress:
     def __enter__(self) -> Progress:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         pass
 
 
@@ -32,17 +29,23 @@ class PlainProgress(Progress):
     """Lines of text, for logs."""
 
     def __init__(self, title: str, total: int) -> None:
-        self.title, self.total, self.done, self.loss = title, total, 0, float("nan")
+        self.title, self.total, self.done, self.loss = title, total, 0, ""
         self.printed = time.monotonic()
 
     def advance(self) -> None:
         self.done += 1
-        if self.done == self.total or time.monotonic() - self.printed >= SECONDS_BETWEEN_LINES:
-            self.printed = time.monotonic()
-            print(f"{self.title}: step {self.done}/{self.total}, loss {self.loss:.4f}", flush=True)
+        if time.monotonic() - self.printed >= SECONDS_BETWEEN_LINES:
+            self.print_line()
 
     def show_loss(self, loss: float) -> None:
-        self.loss = loss
+        self.loss = f", loss {loss:.4f}"
+
+    def print_line(self) -> None:
+        self.printed = time.monotonic()
+        print(f"{self.title}: step {self.done}/{self.total}{self.loss}", flush=True)
+
+    def __exit__(self, *error: object) -> None:
+        self.print_line()
 
 
 class RichProgress(Progress):
@@ -62,25 +65,23 @@ class RichProgress(Progress):
             TextColumn("{task.description:32}"),
             BarColumn(),
             MofNCompleteColumn(),
-            TextColumn("loss {task.fields[loss]:.4f}"),
+            TextColumn("{task.fields[loss]}"),
             TimeElapsedColumn(),
             TimeRemainingColumn(),
         )
-        self.task = self.bar.add_task(title, total=total, loss=float("nan"))
+        self.task = self.bar.add_task(title, total=total, loss="loss ......")
 
     def advance(self) -> None:
         self.bar.advance(self.task)
 
     def show_loss(self, loss: float) -> None:
-        self.bar.update(self.task, loss=loss)
+        self.bar.update(self.task, loss=f"loss {loss:.4f}")
 
     def __enter__(self) -> Progress:
         self.bar.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.bar.stop()
 
 

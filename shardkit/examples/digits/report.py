@@ -58,7 +58,7 @@ def compare(strategy: str, ranks: list[Outcome], reference: list[float]) -> Row:
 def show(rows: list[Row]) -> None:
     """Prints the rows as a table."""
     ddp = next(row.total for row in rows if row.strategy == "ddp")
-    cells = [
+    cells: list[tuple[str, ...]] = [
         (
             row.strategy,
             f"{row.steps:,}",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +20,6 @@ from . import data
 from .model import DigitTransformer
 from .progress import Progress, progress_bar
 
-Weights = dict[str, torch.Tensor]
 STRATEGIES = ("ddp", "oss", "sharded_ddp")
 
 
@@ -41,8 +41,8 @@ class Job:
     epochs: int
     stop_after: int
     batch_size: int = 64
-    lr: float = 3e-3
-    weight_decay: float = 1.0
+    lr: float = 2e-3
+    weight_decay: float = 0.2
     label_smoothing: float = 0.1
     seed: int = 0
 
@@ -61,7 +61,7 @@ class Outcome:
 
 def wrap(strategy: str, model: nn.Module, job: Job, backend: Backend) -> tuple[nn.Module, Optimizer]:
     """The model and the optimizer as the strategy has them; this is all that differs between strategies."""
-    arguments = {"lr": job.lr, "weight_decay": job.weight_decay}
+    arguments: dict[str, Any] = {"lr": job.lr, "weight_decay": job.weight_decay}
     optimizer: Optimizer
     if strategy in ("single", "ddp"):
         optimizer = torch.optim.AdamW(model.parameters(), **arguments)
@@ -87,21 +87,28 @@ def average_gradients(model: nn.Module, backend: Backend) -> None:
             group.all_reduce(parameter.grad, op=ReduceOp.AVG).wait()
 
 
-def initial_weights(seed: int) -> Weights:
-    """Drawn once, in the process that launches: ranks that are threads share one random generator."""
+class Start(NamedTuple):
+    """What all ranks start from: the images and the model's weights."""
+
+    train_set: data.Split
+    held_out: data.Split
+    weights: dict[str, torch.Tensor]
+
+
+def prepare(seed: int) -> Start:
+    """Drawn once, by the process that launches: ranks that are threads share one random generator."""
     torch.manual_seed(seed)
-    return DigitTransformer().state_dict()
+    return Start(*data.load(), weights=DigitTransformer().state_dict())
 
 
-def train(rank: int, job: Job, weights: Weights, progress: Progress) -> Outcome:
+def train(rank: int, job: Job, start: Start, progress: Progress) -> Outcome:
     """Trains one model and tests it on the held-out images; every rank calls it, with the same job."""
     backend = get_backend(job.backend)
     device = backend.device()
-    train_set, held_out = data.load(job.seed)
-    steps = data.steps_per_epoch(train_set, job.batch_size)
+    steps = data.steps_per_epoch(start.train_set, job.batch_size)
 
     network = DigitTransformer()
-    network.load_state_dict(weights)
+    network.load_state_dict(start.weights)
     model, optimizer = wrap(job.strategy, network.to(device), job, backend)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=job.lr, total_steps=job.epochs * steps)
     average_by_hand = job.strategy in ("ddp", "oss") and not has_ddp(backend)
@@ -110,8 +117,8 @@ def train(rank: int, job: Job, weights: Weights, progress: Progress) -> Outcome:
     began = time.perf_counter()
     model.train()
     for epoch in range(job.stop_after):
-        losses = []
-        for batch in data.batches(train_set, epoch, job.seed, job.batch_size, rank, job.world_size):
+        losses: list[torch.Tensor] = []
+        for batch in data.batches(start.train_set, epoch, job.seed, job.batch_size, rank, job.world_size):
             images, labels = batch.images.to(device), batch.labels.to(device)
             model.zero_grad()
             loss = F.cross_entropy(model(images), labels, label_smoothing=job.label_smoothing)
@@ -128,7 +135,7 @@ def train(rank: int, job: Job, weights: Weights, progress: Progress) -> Outcome:
         outcome.losses += torch.stack(losses).tolist()
         progress.show_loss(outcome.losses[-1])
     outcome.seconds = time.perf_counter() - began
-    outcome.accuracy = test(model, held_out, device)
+    outcome.accuracy = test(model, start.held_out, device)
     return outcome
 
 
@@ -163,12 +170,12 @@ def counted_bytes(tensors: Iterable[torch.Tensor]) -> int:
     return sum({id(t): t.numel() * t.element_size() for t in tensors}.values())
 
 
-def run_rank(rank: int, jobs: list[Job], weights: Weights) -> list[Outcome]:
+def run_rank(rank: int, jobs: list[Job], start: Start) -> list[Outcome]:
     """Runs jobs one after the other, so that ranks start once; only rank 0 shows progress."""
     outcomes = []
     for job in jobs:
-        steps = job.stop_after * data.steps_per_epoch(data.load(job.seed)[0], job.batch_size)
+        steps = job.stop_after * data.steps_per_epoch(start.train_set, job.batch_size)
         title = f"{job.strategy} on {job.world_size} x {job.backend}"
         with progress_bar(title, steps) if rank == 0 else Progress() as progress:
-            outcomes.append(train(rank, job, weights, progress))
+            outcomes.append(train(rank, job, start, progress))
     return outcomes

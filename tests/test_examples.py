@@ -1,0 +1,92 @@
+"""The digits example, as a user starts it: it trains, agrees with one process, and saves what it says."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+
+from shardkit.examples.digits.model import DigitTransformer
+
+ROOT = Path(__file__).resolve().parents[1]
+pytest.importorskip("sklearn", reason="the example's images come with scikit-learn (extra: demo)")
+
+
+def run_digits(*args: str, timeout: int = 280) -> str:
+    """The example's output; fails the test if it doesn't exit with 0."""
+    command = [sys.executable, "-m", "shardkit.examples.digits", *args]
+    result = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=timeout, stdin=subprocess.DEVNULL
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
+
+
+def accuracy(output: str) -> float:
+    found = re.search(r"held-out accuracy ([\d.]+)%", output)
+    assert found, output
+    return float(found[1])
+
+
+def table(output: str) -> dict[str, list[int]]:
+    """Bytes of parameters, gradients, state and their total, by strategy."""
+    rows = {}
+    for line in output.splitlines():
+        words = line.split()
+        if len(words) == 8 and words[0] in ("single", "ddp", "oss", "sharded_ddp"):
+            rows[words[0]] = [int(w.replace(",", "")) for w in words[2:6]]
+    return rows
+
+
+def check_bytes(output: str, ranks: int) -> None:
+    """Stage 1 shards the state, stage 2 the gradients too; a rank owns at most one parameter above its share."""
+    rows = table(output)
+    largest = 4 * max(p.numel() for p in DigitTransformer().parameters())
+    parameters, gradients, state, total = rows["ddp"]
+    assert state == pytest.approx(2 * gradients, rel=0.01)
+    assert rows["oss"][2] <= state / ranks + 2 * largest
+    assert rows["sharded_ddp"][2] <= state / ranks + 2 * largest
+    assert rows["sharded_ddp"][1] <= gradients / ranks + largest
+    assert rows["sharded_ddp"][3] < rows["oss"][3] < total
+    assert parameters <= rows["sharded_ddp"][0] <= parameters * 1.01
+
+
+def test_a_full_run_reaches_97_percent() -> None:
+    output = run_digits()
+    assert accuracy(output) >= 97.0
+    check_bytes(output, ranks=2)
+
+
+def test_all_strategies_on_four_ranks() -> None:
+    """The exit code says that the losses of all of them are those of one process."""
+    check_bytes(run_digits("--strategy", "oss", "--epochs", "1", "--ranks", "4"), ranks=4)
+
+
+def test_on_simulated_ranks() -> None:
+    check_bytes(run_digits("--backend", "simulated", "--strategy", "ddp", "--epochs", "1"), ranks=2)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_on_gpus() -> None:
+    assert accuracy(run_digits("--backend", "cuda")) >= 97.0
+
+
+@pytest.mark.xla
+@pytest.mark.skipif(find_spec("torch_xla") is None, reason="needs torch_xla")
+def test_on_xla_replicas() -> None:
+    output = run_digits("--backend", "xla", "--epochs", "2")
+    rows = table(output)
+    assert rows["sharded_ddp"][2] <= rows["ddp"][2] / 2 * 1.1
+
+
+def test_bad_arguments_are_refused() -> None:
+    command = [sys.executable, "-m", "shardkit.examples.digits", "--ranks", "3"]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 2
+    assert "multiple of the ranks" in result.stderr
