@@ -115,7 +115,8 @@ class C10dGroup:
 
     def _subgroup(self, ranks: Sequence[int]) -> Any:
         kind = dist.get_backend(self.process_group)
-        return dist.new_group(list(ranks), backend=kind, use_local_synchronization=True)
+        # not torch.distributed.new_group: importing torch_xla replaces that one
+        return dist.distributed_c10d.new_group(list(ranks), backend=kind, use_local_synchronization=True)
 
     # ------------------------------------------------------------ bookkeeping of calls
     def _issue(

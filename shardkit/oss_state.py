@@ -95,10 +95,19 @@ def select_owned(oss: OSS, state_dict: dict[str, Any]) -> dict[str, Any]:
         for i, p in zip(saved, oss._parameters(), strict=True)
         if oss.runs_whole or oss._owner[p] == oss.rank
     }
-    state = {
-        i: copy.copy(s) for i, s in state_dict["state"].items() if i in keep or not isinstance(i, int | str)
-    }
+    state = {i: _own_copies(s, keep[i].device) for i, s in state_dict["state"].items() if i in keep}
     return {**state_dict, "state": state}
+
+
+def _own_copies(value: Any, device: torch.device) -> Any:
+    """Copies tensors that would go on being shared with the caller: those that need no move to the device."""
+    if isinstance(value, torch.Tensor):
+        return value.clone() if value.device == device or value.dim() == 0 else value
+    if isinstance(value, dict):
+        return {k: _own_copies(v, device) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_own_copies(v, device) for v in value)
+    return copy.copy(value)
 
 
 def load_inner(oss: OSS, loaded: dict[nn.Parameter, Any]) -> None:

@@ -181,6 +181,10 @@ class SegmentParameters:
         return None
 
 
+# State that a first step makes from the optimizer's options; all other state starts from zero.
+_STARTS_FROM_OPTIONS = ("step_size",)  # Rprop
+
+
 def step_segments(
     optimizer: Optimizer,
     segments: Sequence[SegmentParameters],
@@ -233,5 +237,10 @@ def _put_back(
 ) -> None:
     with torch.no_grad():
         segment.own.copy_(torch.where(mask, own, segment.own))
-        for key, old in spread.items():
-            state[key].copy_(torch.where(mask, old, state[key]))
+        for key, new in state.items():
+            if not isinstance(new, torch.Tensor) or new.shape != segment.own.shape:
+                continue
+            if key in spread:
+                new.copy_(torch.where(mask, spread[key], new))
+            elif key not in _STARTS_FROM_OPTIONS:
+                new.copy_(torch.where(mask, torch.zeros_like(new), new))

@@ -54,7 +54,7 @@ def test_changing_structure_and_unused_parameters() -> None:
     run(2, cases.mlp, cases.freeze_and_unfreeze, **SGD)
     run(2, cases.TwoPart, cases.add_group, groups=cases.trunk_only)
     run(2, cases.Branches, cases.rank_dependent_branches, **SGD)
-    run(2, cases.Tied, cases.plain_steps)
+    run(2, cases.Tied, cases.plain_steps, **SGD)  # AdamW would blow up rounding in rows that are not used
 
 
 def test_optimizers_that_need_whole_parameters() -> None:
@@ -76,13 +76,14 @@ def _count(rank: int, world_size: int) -> dict[str, Any]:
     wrapped = ShardedDataParallel(model, optimizer)
     backend.mark_step(wait=True)
     losses, compiles, seen = [], [], {}
-    for step in range(6):
+    for step in range(7):
         optimizer.zero_grad()
         loss = square_loss(step)(wrapped, rank)
         loss.backward()
         optimizer.step()
-        if step == 4:
+        if step == 6:  # asking for the program is work of its own: after the last count
             seen = dict(metrics.collectives([*model.parameters(), *(s.own for s in optimizer.segments())]))
+            break
         backend.mark_step(wait=True)
         backend.group().barrier()
         compiles.append(metrics.compiles())
