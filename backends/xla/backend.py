@@ -120,8 +120,7 @@ class XlaBackend:
         Raises:
             BackendError: torch_xla is not installed.
             ConfigurationError: ``world_size`` is not the number of TPU cores.
-            RankFailedError: the first failing rank's error.
-            RankLostError: the process of the replicas died, or ``timeout`` seconds have passed.
+            RankFailedError: the first failing rank's error, a process that died, or ``timeout`` seconds have passed.
         """
         if not self.is_available():
             raise BackendError("torch_xla is not installed; install shardkit[xla] on Linux")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -18,7 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from shardkit.errors import BackendError, ConfigurationError, RankFailedError, RankLostError
+from shardkit.errors import BackendError, ConfigurationError, RankFailedError
 
 from .child import serve
 from .objects import unpack
@@ -85,8 +84,9 @@ class ReplicaPool:
         """``fn(rank, *args)`` on every replica; the results in rank order, their XLA tensors on the CPU.
 
         Raises:
-            RankFailedError: the first error of a replica.
-            RankLostError: the child process died, or the time is over; then with all Python stacks.
+            RankFailedError: the first error of a replica. Its type is "TimeoutError" when the time is over (with all
+                Python stacks), and "ProcessExited" or a signal's name when the process died (rank 0 stands for
+                all of them then).
         """
         job = pickle.dumps((fn, args))
         connection = self._connected()
@@ -97,8 +97,9 @@ class ReplicaPool:
             self._end(graceful=False)
             raise
 
-    def close(self) -> None:
-        self._end(graceful=True)
+    def close(self, kill: bool = False) -> None:
+        """Ends the replicas."""
+        self._end(graceful=not kill)
 
     def __enter__(self) -> ReplicaPool:
         return self
@@ -138,24 +139,25 @@ class ReplicaPool:
 
     def _receive(self, connection: multiprocessing.connection.Connection, timeout: float | None) -> Any:
         if not connection.poll(timeout):
-            raise RankLostError(
-                f"the XLA replicas gave no result within {timeout or math.inf:.0f} s; their Python stacks:\n\n"
-                + self._stacks()
-            )
+            raise RankFailedError(0, "TimeoutError", f"no answer after {timeout:.0f} s\n{self._stacks()}")
         try:
             kind, payload = connection.recv()
         except (EOFError, ConnectionError):
-            code = None
-            if self._process is not None:
-                self._process.join(10)
-                code = self._process.exitcode
-            raise RankLostError(
-                f"the process of the XLA replicas died with exit code {code}; its output says why (XLA ends the "
-                "process when replicas reach a collective too far apart, or not at all)"
-            ) from None
+            raise RankFailedError(0, *self._death()) from None
         if kind == "error":
             raise RankFailedError(*payload)
         return payload
+
+    def _death(self) -> tuple[str, str]:
+        code = None
+        if self._process is not None:
+            self._process.join(10)
+            code = self._process.exitcode
+        name = signal.Signals(-code).name if code is not None and code < 0 else "ProcessExited"
+        return name, (
+            f"the process of all {self.world_size} XLA replicas ended with exit code {code} before it answered; its "
+            "output says why (XLA ends it with SIGABRT when replicas reach a collective too far apart)"
+        )
 
     def _stacks(self) -> str:
         if self._process is None or self._process.pid is None or self._folder is None:

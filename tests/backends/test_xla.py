@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from shardkit.backend import get_backend
-from shardkit.errors import RankFailedError, RankLostError
+from shardkit.errors import RankFailedError
 
 pytest.importorskip("torch_xla", reason="needs torch_xla")
 
@@ -213,13 +213,14 @@ def test_first_error_comes_back_at_once(failing: ReplicaPool, program: Callable[
 def test_timeout_shows_where_every_replica_is(failing: ReplicaPool) -> None:
     failing.run(programs.process_id)
     failing.timeout = 2
-    with pytest.raises(RankLostError, match="in hangs"):
+    with pytest.raises(RankFailedError, match="in hangs") as failure:
         failing.run(programs.hangs)
+    assert failure.value.remote_type == "TimeoutError"
     failing.timeout = 60
 
 
 def test_death_of_the_process(failing: ReplicaPool) -> None:
-    with pytest.raises(RankLostError, match="exit code 17"):
+    with pytest.raises(RankFailedError, match="exit code 17"):
         failing.run(programs.dies)
 
 
