@@ -308,6 +308,9 @@ class Tied(nn.Module):
         self.embed = nn.Embedding(9, 6)
         self.mix = nn.Linear(6, 6)
         self.head = nn.Linear(6, 9, bias=False)
+        self.tie()
+
+    def tie(self) -> None:
         self.head.weight = self.embed.weight
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
