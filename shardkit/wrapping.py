@@ -172,8 +172,8 @@ def _check_nothing_is_wrapped(root: nn.Module, wrapper_cls: Callable[..., Any]) 
     for name, module in root.named_modules():
         if isinstance(module, wrapper_cls):
             raise WrapError(
-                f"{name or 'the root'} ({type(root).__name__}) is wrapped in {wrapper_cls.__name__} already, and auto_wrap "
-                "counts on unwrapped modules; call it once for the whole tree, or mark the modules with "
+                f"{name or 'the root'} ({type(root).__name__}) is wrapped in {wrapper_cls.__name__} already, and "
+                "auto_wrap counts on unwrapped modules; call it once for the whole tree, or mark the modules with "
                 "wrapper_config and use config_auto_wrap_policy"
             )
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo  # comes in at some first use, with an environment variable that fixtures notice
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
