@@ -361,8 +361,8 @@ def as_group(backend: XlaBackend, replica: Replica, process_group: Any) -> Group
         if not replica.root:
             replica.root.append(XlaGroup(backend, replica, range(replica.world_size)))
         return replica.root[0]
-    if isinstance(process_group, XlaGroup):
-        return process_group
+    if callable(getattr(process_group, "all_gather_into", None)):
+        return process_group  # a Group already: ours, or one that wraps it
     ranks = _ranks_of(process_group, replica)
     if ranks == list(range(replica.world_size)):
         return as_group(backend, replica, None)

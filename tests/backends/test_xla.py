@@ -279,3 +279,21 @@ def test_process_groups_of_torch_distributed(pool: ReplicaPool) -> None:
             assert result["ranks"] == tuple(range(size))
             assert result["value"].tolist() == [float(sum(range(size)))] * 2
             torch.testing.assert_close([p.detach() for p in result["parameters"]], expected)
+
+
+def test_the_launch_of_a_tpu() -> None:
+    code = (
+        "from tests.backends import xla_programs\n"
+        "if __name__ == '__main__':\n"
+        "    xla_programs.launch_by_runtime()\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=150,
+        check=False,
+        env={**os.environ, "PJRT_DEVICE": "CPU"},
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["0", "ValueError", "done"]

@@ -461,3 +461,49 @@ def ddp_single() -> list[torch.Tensor]:
         torch.nn.functional.cross_entropy(model(inputs), labels).backward()
         optimizer.step()
     return [p.detach() for p in model.parameters()]
+
+
+# -- ranks that torch_xla's own runtime starts
+
+
+def one_device(rank: int) -> dict[str, Any]:
+    backend = get_backend("xla")
+    g = backend.group()
+    x = torch.arange(4.0).to(device())
+    gathered, part, exchanged = torch.zeros_like(x), torch.zeros_like(x), torch.zeros_like(x)
+    g.all_gather_into(gathered, x)
+    g.reduce_scatter_into(part, x.clone())
+    g.all_to_all(exchanged, x)
+    g.broadcast(x, 0)
+    g.all_reduce(x, op=ReduceOp.AVG)
+    g.barrier()
+    assert g.new_group([0]) is not None
+    state = backend.rng_state()
+    backend.set_rng_state(state)
+    assert torch.equal(backend.rng_state(), state)
+    return {
+        "rank": (rank, g.rank, g.world_size),
+        "values": [gathered, part, exchanged, x],
+        "objects": [g.all_gather_object(rank), g.broadcast_object(rank, 0), g.gather_object(rank, 0)],
+    }
+
+
+def fails_alone(rank: int) -> None:
+    raise ValueError("no luck")
+
+
+def launch_by_runtime() -> None:
+    """The way of a TPU, with the one device that a CPU is: run in a process of its own."""
+    from shardkit.backends.xla.backend import _launch_on_accelerator
+    from shardkit.errors import RankFailedError
+
+    (result,) = _launch_on_accelerator(one_device, 1, ())
+    assert result["rank"] == (0, 0, 1)
+    assert all(value.tolist() == [0.0, 1.0, 2.0, 3.0] for value in result["values"])
+    assert result["objects"] == [[0], 0, [0]]
+    try:
+        _launch_on_accelerator(fails_alone, 1, ())
+    except RankFailedError as error:
+        print(error.rank, error.remote_type)
+    one_device(0)  # and in a process that was not launched at all
+    print("done")
