@@ -297,3 +297,28 @@ def test_the_launch_of_a_tpu() -> None:
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["0", "ValueError", "done"]
+
+
+DTYPES = [
+    torch.float32,
+    torch.float64,
+    torch.bfloat16,
+    torch.float16,
+    torch.int64,
+    torch.int32,
+    torch.uint8,
+]
+
+
+@pytest.mark.parametrize("sizes", [[3, 0, 5, 1], [2, 2, 2, 2], [0, 0, 0, 4]])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_sizes_and_dtypes(four: ReplicaPool, dtype: torch.dtype, sizes: list[int]) -> None:
+    whole = torch.arange(sum(sizes)).to(dtype)
+    for rank, result in enumerate(four.run(programs.uneven, dtype, sizes)):
+        assert all(value.dtype is dtype for value in result.values())
+        assert result["full"][0].tolist() == [0] * sum(sizes)
+        assert result["full"][1].tolist() == [r + 1 for r in range(4) for _ in range(sizes[r])]
+        assert torch.equal(result["part"], whole.split(sizes)[rank])
+        assert result["received"].tolist() == [r for r in range(4) for _ in range(sizes[rank])]
+        assert result["transposed"].tolist() == [[3] * 3] * 2
+        assert rank != 0 or result["scalar"].item() == 6

@@ -507,3 +507,30 @@ def launch_by_runtime() -> None:
         print(error.rank, error.remote_type)
     one_device(0)  # and in a process that was not launched at all
     print("done")
+
+
+# -- sizes and dtypes
+
+
+def uneven(rank: int, dtype: torch.dtype, sizes: list[int]) -> dict[str, torch.Tensor]:
+    """Parts of different sizes, outputs that are views, and a shard that is a slice of its output."""
+    g = group()
+    total = sum(sizes)
+    start = sum(sizes[:rank])
+    full = torch.zeros(2, total, dtype=dtype, device=device())
+    output = full[1]
+    output[start : start + sizes[rank]] = torch.full((sizes[rank],), rank + 1).to(dtype).to(device())
+    g.all_gather_into(output, output[start : start + sizes[rank]], sizes)
+    part = torch.zeros(sizes[rank], dtype=dtype, device=device())
+    g.reduce_scatter_into(part, torch.arange(total).to(dtype).to(device()), sizes, op=ReduceOp.MAX)
+    # rank r sends sizes[d] elements of value r to rank d
+    received = torch.zeros(sizes[rank] * g.world_size, dtype=dtype, device=device())
+    sent = torch.full((total,), rank).to(dtype).to(device())
+    g.all_to_all(received, sent, [sizes[rank]] * g.world_size, sizes)
+    transposed = torch.zeros(3, 2, dtype=dtype, device=device()).t()
+    transposed.copy_(torch.full((2, 3), rank).to(dtype))
+    g.broadcast(transposed, g.world_size - 1)
+    scalar = torch.full((), rank).to(dtype).to(device())
+    g.reduce(scalar, 0)
+    step()
+    return {"full": full, "part": part, "received": received, "transposed": transposed, "scalar": scalar}
