@@ -63,8 +63,8 @@ class C10dWork:
             except RuntimeError as error:
                 self._group.wait_on(work, error, Call(*self._call))
         self._works = []
-        if self._after is not None:
-            self._after, after = None, self._after
+        after, self._after = self._after, None
+        if after is not None:
             after()
 
 
@@ -88,6 +88,7 @@ class C10dGroup:
         self.world_size = len(self.ranks)
         self._name = name
         self._sequence = 0
+        self._exchanges: dict[tuple[int, ...], Exchange] = {}
         self._channels: dict[str, C10dGroup] = {}
         self._watch = watch if watch is not None else self._new_watch()
 
@@ -120,7 +121,8 @@ class C10dGroup:
 
     # ------------------------------------------------------------ bookkeeping of calls
     def _issue(
-        self, works: list[Any], operation: str, numel: int, label: str, async_op: bool, after: Callable[[], None] | None = None
+        self, works: list[Any], operation: str, numel: int, label: str, async_op: bool,
+        after: Callable[[], None] | None = None,
     ) -> C10dWork:  # fmt: skip
         self._sequence += 1
         self._watch.issued[self._name] = self._sequence
@@ -153,8 +155,8 @@ class C10dGroup:
         self._watch.fail(f"{type(error).__name__} in {call.describe()}")
         if any(sign in str(error) for sign in _LOST):
             raise RankLostError(
-                f"rank {self.rank} lost another rank of the group (ranks {list(self.ranks)}) during {call.describe()}. That "
-                f"rank died or left; its own output says why. ({error})"
+                f"rank {self.rank} lost another rank of the group (ranks {list(self.ranks)}) during {call.describe()}. "
+                f"That rank died or left; its own output says why. ({error})"
             ) from error
         raise error
 
@@ -177,7 +179,7 @@ class C10dGroup:
         """Each rank broadcasts its slice of ``output`` in place: nothing is copied, no buffer is needed."""
         counts = even_sizes(shard, self.world_size) if sizes is None else sizes
         check_sizes("all_gather_into", output, counts, "output")
-        pieces = output.split(list(counts))
+        pieces = torch.split_with_sizes(output, list(counts))
         own = pieces[self.rank]
         if own.data_ptr() != shard.data_ptr():
             own.copy_(shard)
@@ -192,26 +194,29 @@ class C10dGroup:
         op: ReduceOp = ReduceOp.SUM, async_op: bool = False, label: str = "",
     ) -> Any:  # fmt: skip
         """Sends each rank its part and adds up locally: half the bytes of gloo's own reduce-scatter."""
-        counts = even_sizes(shard, self.world_size) if sizes is None else list(sizes)
-        check_sizes("reduce_scatter_into", input, counts, "input")
-        rank, own = self.rank, counts[self.rank]
-        if shard.numel() != own:
-            raise ConfigurationError(
-                f"reduce_scatter_into: shard has {shard.numel()} elements, this rank's part has {own}"
-            )
-        start = sum(counts[:rank])
-        local = input[start : start + own]
+        counts = tuple(even_sizes(shard, self.world_size) if sizes is None else sizes)
+        plan = self._exchanges.get(counts)
+        if plan is None:
+            plan = self._exchanges[counts] = Exchange(self.rank, counts)
+        if input.numel() != plan.numel or input.dim() != 1 or shard.numel() != plan.own:
+            check_sizes("reduce_scatter_into", input, counts, "input")
+            check_sizes("reduce_scatter_into", shard, [plan.own], "shard")
         if self.process_group is None:
-            shard.copy_(local)
+            shard.copy_(input)
             return DONE
-        received = input.new_empty((self.world_size - 1) * own)
-        others = input if own == 0 else torch.cat((input[:start], input[start + own :])) if 0 < rank < self.world_size - 1 else (
-            input[own:] if rank == 0 else input[:start])  # fmt: skip
-        send = [0 if r == rank else n for r, n in enumerate(counts)]
-        receive = [0 if r == rank else own for r in range(self.world_size)]
-        work = self._start(self.process_group.alltoall_base, received, others, receive, send)
-        after = _Accumulate(shard, local, received, op, self.world_size)
-        return self._issue([work], "reduce_scatter_into", input.numel(), label, async_op, after)
+        if self.world_size == 2:  # the own part stays where it is
+            local = input[plan.start : plan.end]
+            other = input[plan.own :] if self.rank == 0 else input[: plan.start]
+            received = input.new_empty(plan.own)
+        else:  # the own part is copied, so that the input need not be taken apart
+            local, other = None, input
+            received = input.new_empty(plan.own * self.world_size)
+        try:
+            work = self.process_group.alltoall_base(received, other, plan.receive, plan.send)
+        except RuntimeError as error:
+            self._raise(error, Call(self._name, self._sequence + 1, "reduce_scatter_into", plan.numel, label))
+        after = Accumulate(shard, local, received, op, self.world_size)
+        return self._issue([work], "reduce_scatter_into", plan.numel, label, async_op, after)
 
     def all_to_all(
         self, output: torch.Tensor, input: torch.Tensor, output_sizes: Sequence[int] | None = None,
@@ -309,31 +314,63 @@ class C10dGroup:
         return obj if self.rank == src else _unpickle(data)
 
 
-class _Accumulate:
-    """Adds what arrived to this rank's own part, in rank order of the senders."""
+class Exchange:
+    """How the parts of a reduce-scatter travel, for one set of sizes."""
+
+    __slots__ = ("end", "numel", "own", "receive", "send", "start")
+
+    def __init__(self, rank: int, sizes: tuple[int, ...]) -> None:
+        self.own = sizes[rank]
+        self.start = sum(sizes[:rank])
+        self.end = self.start + self.own
+        self.numel = sum(sizes)
+        self.send = list(sizes)
+        self.receive = [self.own] * len(sizes)
+        if len(sizes) == 2:
+            self.send[rank] = self.receive[rank] = 0
+
+
+class Accumulate:
+    """Adds up what arrived, in rank order.
+
+    Args:
+        shard: the result, [S].
+        local: this rank's own part where it did not travel, [S].
+        received: the parts that arrived, [W * S] or, with ``local``, [S].
+    """
 
     __slots__ = ("_local", "_op", "_received", "_shard", "_world_size")
 
     def __init__(
-        self, shard: torch.Tensor, local: torch.Tensor, received: torch.Tensor, op: ReduceOp, world_size: int
+        self,
+        shard: torch.Tensor,
+        local: torch.Tensor | None,
+        received: torch.Tensor,
+        op: ReduceOp,
+        world_size: int,
     ) -> None:
         self._shard, self._local, self._received = shard, local, received
         self._op, self._world_size = op, world_size
 
     def __call__(self) -> None:
         shard, op = self._shard, self._op
-        with torch.no_grad():
-            if self._world_size == 2 or op in (ReduceOp.MAX, ReduceOp.MIN):
-                combine = {ReduceOp.MAX: torch.maximum, ReduceOp.MIN: torch.minimum}.get(op, torch.add)
-                first, *rest = self._received.split(shard.numel()) if shard.numel() else (self._received,)
-                combine(self._local, first, out=shard)
-                for part in rest:
-                    combine(shard, part, out=shard)
+        if self._local is None:
+            parts = self._received.view(self._world_size, shard.numel())
+            if op is ReduceOp.MAX or op is ReduceOp.MIN:
+                torch.amax(parts, 0, out=shard) if op is ReduceOp.MAX else torch.amin(parts, 0, out=shard)
+                return
+            torch.sum(parts, 0, dtype=shard.dtype, out=shard)
+        elif op is ReduceOp.MAX:
+            torch.maximum(self._local, self._received, out=shard)
+        elif op is ReduceOp.MIN:
+            torch.minimum(self._local, self._received, out=shard)
+        else:
+            torch.add(self._local, self._received, out=shard)
+        if op is ReduceOp.AVG:
+            if shard.is_floating_point():
+                shard.div_(self._world_size)
             else:
-                torch.sum(self._received.view(self._world_size - 1, -1), 0, out=shard)
-                shard.add_(self._local)
-            if op is ReduceOp.AVG:
-                divide(shard, self._world_size)
+                shard.floor_divide_(self._world_size)
 
 
 class _Finish:
@@ -396,6 +433,6 @@ def check_sizes(operation: str, tensor: torch.Tensor, sizes: Sequence[int], what
     """Raises ConfigurationError unless ``tensor`` is 1-D, contiguous and as large as the sizes say."""
     if tensor.dim() != 1 or not tensor.is_contiguous() or tensor.numel() != sum(sizes):
         raise ConfigurationError(
-            f"{operation}: {what} has to be 1-D and contiguous with {sum(sizes)} elements ({list(sizes)}); it has shape "
-            f"{tuple(tensor.shape)} and strides {tensor.stride()}"
+            f"{operation}: {what} has to be 1-D and contiguous with {sum(sizes)} elements ({list(sizes)}); it has "
+            f"shape {tuple(tensor.shape)} and strides {tensor.stride()}"
         )

@@ -83,7 +83,7 @@ class GlooBackend:
 
 def storage_bytes(tensor: torch.Tensor) -> int:
     """Bytes of a tensor that owns its whole storage."""
-    return (tensor.storage_offset() + tensor.numel()) * tensor.element_size()
+    return int(tensor.storage_offset() + tensor.numel()) * tensor.element_size()
 
 
 def resolve_group(backend: Any, cache: dict[Any, C10dGroup], process_group: Any) -> C10dGroup:

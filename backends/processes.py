@@ -51,7 +51,7 @@ def _serve(
         try:
             (start or join_ranks)(rank, world_size, rendezvous, backend)
             connection.send_bytes(pickle.dumps(("ready", None)))
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001 - the caller's to judge
             _report(connection, error)
             return
         try:
@@ -67,12 +67,12 @@ def _serve_one(connection: Connection, rank: int) -> bool:
         fn, args = pickle.loads(connection.recv_bytes())
     except EOFError:
         return False
-    except BaseException as error:
+    except BaseException as error:  # noqa: BLE001 - the caller's to judge
         _report(connection, error)
         return True
     try:
         connection.send_bytes(pickle.dumps(("ok", fn(rank, *args))))
-    except BaseException as error:
+    except BaseException as error:  # noqa: BLE001 - the caller's to judge
         _report(connection, error)
     return True
 
@@ -202,7 +202,9 @@ class RankPool:
                 self._receive(ready, waiting, results, failures)
             grace = time.monotonic() + _GRACE_SECONDS
             while failures and all(f[1] in _CONSEQUENCES for f in failures) and waiting:
-                ready = multiprocessing.connection.wait(list(waiting.values()), max(0.0, grace - time.monotonic()))
+                ready = multiprocessing.connection.wait(
+                    list(waiting.values()), max(0.0, grace - time.monotonic())
+                )
                 if not ready:
                     break
                 self._receive(ready, waiting, results, failures)
@@ -238,7 +240,11 @@ class RankPool:
         if code is not None and code < 0:
             name = signal.Signals(-code).name
             return rank, name, f"the process of rank {rank} was ended by {name}"
-        return rank, "ProcessExited", f"the process of rank {rank} ended with exit code {code} before it answered"
+        return (
+            rank,
+            "ProcessExited",
+            f"the process of rank {rank} ended with exit code {code} before it answered",
+        )
 
     def _timed_out(self, timeout: float | None, waiting: dict[int, Connection]) -> tuple[int, str, str]:
         if hasattr(signal, "SIGUSR1"):

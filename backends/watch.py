@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from typing import Any, NamedTuple
 
-import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore  # type: ignore[attr-defined]
 
 from shardkit.errors import OutOfStepError
 
@@ -33,7 +33,7 @@ class Watch:
     """What the ranks of one group publish about themselves."""
 
     def __init__(self, store: Any, rank: int, world_size: int, name: str) -> None:
-        self._store = dist.PrefixStore(f"shardkit/{name}", store) if store is not None else None
+        self._store = PrefixStore(f"shardkit/{name}", store) if store is not None else None
         self._rank, self._world_size = rank, world_size
         self.issued: dict[str, int] = {}
         self._beat = 0

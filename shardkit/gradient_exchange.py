@@ -218,7 +218,14 @@ class SegmentReducer:
         self._segment, self._group, self._wire, self._state = segment, group, wire, state
 
     def hooks(self) -> list[tuple[nn.Parameter, GradientHook | None, GradientHook]]:
-        return [(p, None, _begin_only(self._state)) for p in self._segment.params if p.requires_grad]
+        after, segment = _begin_only(self._state), self._segment
+
+        def before(_: torch.Tensor) -> None:
+            segment.notice_clearing()
+
+        return [
+            (p, before if p is segment.marked else None, after) for p in segment.params if p.requires_grad
+        ]
 
     def finish(self) -> None:
         self._segment.reduce_gradients(self._group, self._wire)

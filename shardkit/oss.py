@@ -14,7 +14,6 @@ from typing import Any, Literal, cast
 import torch
 from torch import nn
 from torch.optim import SGD, Optimizer
-from torch.profiler import record_function
 
 from . import oss_state
 from .backend import Backend, Group, backend_for
@@ -22,6 +21,7 @@ from .errors import ConfigurationError, ShardkitError
 from .layout import balanced_owners, greedy_owners
 from .norms import clip_by_global_norm
 from .ownership import FlatParameters, by_dtype, check_one_device, check_same_everywhere
+from .phases import Phase
 from .replicated import has_to_run_whole, step_whole
 from .segments import SegmentParameters, step_segments
 
@@ -223,7 +223,6 @@ class OSS(Optimizer):
             group["params"] = [s.own for s in segments]
 
     # ---------------------------------------------------------------- stepping
-    @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:  # type: ignore[override]
         """Updates the parameters that this rank owns, then publishes them to all ranks.
 
@@ -241,14 +240,14 @@ class OSS(Optimizer):
             loss = step_segments(self.optim, self.segments(), closure, kwargs)
             self._publish()
         else:
-            with record_function("shardkit::oss step"):
+            with Phase("shardkit::oss step"):
                 loss = self.optim.step(**kwargs) if closure is None else self.optim.step(closure, **kwargs)
             self._publish()
         self._sync_options(self.optim.param_groups, self.param_groups)
         return loss
 
     def _publish(self) -> None:
-        with record_function("shardkit::oss all-gather"):
+        with Phase("shardkit::oss all-gather"):
             stores: list[FlatParameters | SegmentParameters] = [*self._flat, *self.segments()]
             for work in [store.publish(self._broadcast_dtype) for store in stores]:
                 if work is not None:

@@ -30,9 +30,12 @@ def by_dtype(params: Iterable[nn.Parameter]) -> dict[torch.dtype, list[nn.Parame
 
 def strided_view(flat: torch.Tensor, like: torch.Tensor, offset: int) -> torch.Tensor:
     """A view of ``flat`` at ``offset`` with the shape of ``like``, and its strides where they are dense."""
-    if like.is_contiguous() or not _is_dense(like):
-        return flat.as_strided(like.shape, _contiguous_strides(like.shape), flat.storage_offset() + offset)
-    return flat.as_strided(like.shape, like.stride(), flat.storage_offset() + offset)
+    return flat.as_strided(like.shape, dense_strides(like), flat.storage_offset() + offset)
+
+
+def dense_strides(like: torch.Tensor) -> tuple[int, ...]:
+    """The tensor's strides where its elements fill their memory (channels-last, say), else contiguous ones."""
+    return like.stride() if _is_dense(like) else _contiguous_strides(like.shape)
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:

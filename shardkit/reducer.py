@@ -21,21 +21,20 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.profiler import record_function
 
 from .backend import Group, ReduceOp, Work
 from .errors import LifecycleError
 from .hooks import NO_BACKWARD, BackwardState, GradientHook, current_backward
 from .layout import buckets_by_numel, segment_layout
-from .ownership import strided_view
+from .ownership import dense_strides, strided_view
+from .phases import Phase
 from .policy import ReducePolicy
 
 SLOTS = 2  # buckets in flight
-_HALF = (torch.float16, torch.bfloat16)
 
 
 class InFlight(NamedTuple):
@@ -44,7 +43,7 @@ class InFlight(NamedTuple):
     bucket: Bucket
     work: Work
     shard: torch.Tensor  # [S], this rank's part of the result
-    local: list[bool]  # which parameters this rank used
+    local: list[bool] | None  # which gradients this rank had; None: all
 
 
 class Bucket:
@@ -59,6 +58,7 @@ class Bucket:
     ) -> None:  # fmt: skip
         self.label = f"gradients of bucket {index}"
         self.wire = wire
+        self.is_half = wire in (torch.float16, torch.bfloat16)
         self.members = list(members)
         self.params = [params[i] for i in members]
         self.waiting = len(self.members)
@@ -68,7 +68,11 @@ class Bucket:
         self.nbytes = self._layout.numel * wire.itemsize
         start = self._layout.start(group.rank)
         self.owned = self._layout.items_of(group.rank)
-        self.owned_offsets = [self._layout.slots[i].offset - start for i in self.owned]
+        # how an owned gradient lies in this rank's part: shape, strides, offset
+        self.owned_views = [
+            (self.params[i].shape, dense_strides(self.params[i]), self._layout.slots[i].offset - start)
+            for i in self.owned
+        ]
         self.owned_numel = sum(numels[i] for i in self.owned)
 
     def lay_over(self, slot: torch.Tensor) -> None:
@@ -85,6 +89,7 @@ class Bucket:
                 self.flag_runs.append(self.packed[first : first + len(items)])
             for k, i in enumerate(items):
                 self.flags[i] = self.packed[first + k : first + k + 1]
+        self.targets = self.views + self.flag_runs
         self.ones = [torch.ones(f.shape, dtype=f.dtype, device=f.device) for f in self.flag_runs]
 
 
@@ -136,11 +141,14 @@ class Reducer:
         ]
 
     def _before(self, index: int) -> GradientHook:
-        is_mean = self._is_mean
+        is_mean, param, world = self._is_mean, self._params[index], self._world
 
         def before(_: torch.Tensor) -> None:
-            if is_mean[index]:
-                self._make_local(index)
+            if is_mean[index]:  # see [Note: accumulating]
+                is_mean[index] = False
+                if param.grad is not None:
+                    with torch.no_grad():
+                        param.grad.mul_(world)
 
         return before
 
@@ -165,14 +173,6 @@ class Reducer:
 
         return after
 
-    def _make_local(self, index: int) -> None:
-        """A mean is about to get a local gradient added: see [Note: accumulating]."""
-        self._is_mean[index] = False
-        grad = self._params[index].grad
-        if grad is not None:
-            with torch.no_grad():
-                grad.mul_(self._world)
-
     def _check_not_sent(self, position: int) -> None:
         if position < self._next:
             raise LifecycleError(
@@ -191,9 +191,14 @@ class Reducer:
 
     # ------------------------------------------------------------ sending
     def _send_ready(self) -> None:
+        if torch.is_grad_enabled():  # backward(create_graph=True)
+            with torch.no_grad():
+                self._send_ready()
+            return
         while self._next < len(self.buckets) and self.buckets[self._next].waiting == 0:
             self._send(self.buckets[self._next])
 
+    @torch.no_grad()
     def finish(self) -> None:
         """Sends what is left, waits for everything, and leaves reduced gradients with their owners."""
         while self._next < len(self.buckets):
@@ -222,58 +227,72 @@ class Reducer:
                 self._group.backend.release_storage(slot)
             self._slots_taken = False
 
-    @torch.no_grad()
     def _send(self, bucket: Bucket) -> None:
         self._next += 1
         if not self._slots_taken:
             self._take_slots()
         while len(self._in_flight) >= SLOTS:
             self._receive(self._in_flight.popleft())
-        with record_function("shardkit::reduce-scatter"):
+        with Phase("shardkit::reduce-scatter"):
             local = self._pack(bucket)
             shard = bucket.packed.new_empty(bucket.sizes[self._group.rank])
-            op = ReduceOp.SUM if bucket.wire in _HALF else ReduceOp.AVG
+            op = ReduceOp.SUM if bucket.is_half else ReduceOp.AVG
             work = self._group.reduce_scatter_into(
                 shard, bucket.packed, bucket.sizes, op=op, async_op=True, label=bucket.label
             )
         self._in_flight.append(InFlight(bucket, work, shard, local))
 
-    def _pack(self, bucket: Bucket) -> list[bool]:
-        """Copies gradients and flags to their places and gives the gradients back; which ones this rank has."""
-        gradients = [p.grad for p in bucket.params]
-        local = [g is not None for g in gradients]
-        unscaled = [v for i, v, there in zip(bucket.members, bucket.views, local, strict=True)
-                    if there and self._is_mean[i]]  # fmt: skip
-        for i, param in zip(bucket.members, bucket.params, strict=True):
+    def _pack(self, bucket: Bucket) -> list[bool] | None:
+        """Copies gradients and flags to their places and gives the gradients back.
+
+        Returns which gradients this rank has; None if it has all.
+        """
+        gradients: list[Any] = []
+        unscaled, missing = [], False
+        for i, param, view in zip(bucket.members, bucket.params, bucket.views, strict=True):
+            grad = param.grad
+            gradients.append(grad)
+            if grad is None:
+                missing = True
+            else:
+                param.grad = None
+                if self._is_mean[i]:  # of an owner that got nothing to add in this backward
+                    unscaled.append(view)
             self._is_mean[i] = False
-            param.grad = None
-        sources = [g for g in gradients if g is not None]
-        if len(sources) == len(gradients):
-            torch._foreach_copy_(bucket.views + bucket.flag_runs, sources + bucket.ones)
+        local = None
+        if missing:
+            local = self._pack_partly(bucket, gradients)
         else:
-            bucket.packed.zero_()
-            targets = [v for v, there in zip(bucket.views, local, strict=True) if there]
-            flags = [f for f, there in zip(bucket.flags, local, strict=True) if there]
-            if targets:
-                torch._foreach_copy_(targets + flags, sources + [torch.ones_like(f) for f in flags])
-        if unscaled:  # means of an owner that got nothing to add in this backward
+            torch._foreach_copy_(bucket.targets, gradients + bucket.ones)
+        if unscaled:
             torch._foreach_mul_(unscaled, self._world)
-        if bucket.wire in _HALF:  # before the sum, which could overflow
+        if bucket.is_half:  # before the sum, which could overflow
             bucket.packed.mul_(1.0 / self._world)
         return local
 
-    @torch.no_grad()
+    @staticmethod
+    def _pack_partly(bucket: Bucket, local: list[torch.Tensor | None]) -> list[bool]:
+        """Where some gradients are missing: zeros and a flag of 0 stand in for them."""
+        there = [g is not None for g in local]
+        sources = [g for g in local if g is not None]
+        targets = [v for v, is_there in zip(bucket.views, there, strict=True) if is_there]
+        flags = [f for f, is_there in zip(bucket.flags, there, strict=True) if is_there]
+        bucket.packed.zero_()
+        if targets:
+            torch._foreach_copy_(targets + flags, sources + [torch.ones_like(f) for f in flags])
+        return there
+
     def _receive(self, flight: InFlight) -> None:
-        bucket, shard = flight.bucket, flight.shard
-        flight.work.wait()
-        used = [flight.local[i] for i in bucket.owned]
-        if not all(used):
+        bucket, work, shard, local = flight
+        work.wait()
+        used = None
+        if local is not None:
             anybody = (shard[bucket.owned_numel :] > 0).tolist()
-            used = [mine or theirs for mine, theirs in zip(used, anybody, strict=True)]
-        for i, offset, is_used in zip(bucket.owned, bucket.owned_offsets, used, strict=True):
-            if is_used:
+            used = [local[i] or theirs for i, theirs in zip(bucket.owned, anybody, strict=True)]
+        for k, i in enumerate(bucket.owned):
+            if used is None or used[k]:
                 param = bucket.params[i]
-                grad = strided_view(shard, param, offset)
+                grad = shard.as_strided(*bucket.owned_views[k])
                 param.grad = grad if grad.dtype == param.dtype else grad.to(param.dtype)
                 self._is_mean[bucket.members[i]] = True
 

@@ -10,8 +10,9 @@ data (an index), never as a shape.
 
 [Note: gradients of segments] The reduced gradient lives in ``own.grad``; parameters keep none after backward. It is
 replaced by the next reduction once a step has read it or ``zero_grad`` of the optimizer or the wrapper was called,
-else added to. Parameters that got no gradient (frozen, unused) share a segment with others that did: a
-step puts their elements, and those of their state, back.
+else added to. The module's own ``zero_grad`` is noticed too: the smallest parameter carries a tensor of zeros as
+its ``grad`` in between, which such a call removes or writes to. Parameters that got no gradient (frozen, unused)
+share a segment with others that did: a step puts their elements, and those of their state, back.
 """
 
 from __future__ import annotations
@@ -45,6 +46,8 @@ class SegmentParameters:
         self.own = nn.Parameter(own, requires_grad=True)
         self._is_used_up = True  # see [Note: gradients of segments]
         self._flags: torch.Tensor | None = None  # [F]; None while every parameter has a gradient
+        self.marked = min(self.params, key=lambda p: p.numel())
+        self._mark: tuple[torch.Tensor, int] | None = None  # zeros, and their version
         owned_by = [len(self.layout.items_of(rank)) for rank in range(group.world_size)]
         self._flag_room = max(owned_by)  # F, most parameters that a rank owns
 
@@ -52,6 +55,7 @@ class SegmentParameters:
     @torch.no_grad()
     def reduce_gradients(self, channel: Group, wire_dtype: torch.dtype | None) -> None:
         """Averages the parameters' gradients over ranks into ``own.grad``, added to what waits there already."""
+        self.notice_clearing()
         gradients = [p.grad for p in self.params]
         packed = self.pack(gradients, flags=[g is not None for g in gradients])
         if wire_dtype is not None:
@@ -66,9 +70,12 @@ class SegmentParameters:
     @torch.no_grad()
     def take_gradient(self) -> None:
         """Picks this rank's segment of gradients that are the same on every rank, where parameters have any."""
-        gradients = [p.grad for p in self.params]
+        mark = None if self._mark is None else self._mark[0]
+        gradients = [None if p.grad is mark else p.grad for p in self.params]
         there = [g is not None for g in gradients]
         if not any(there):
+            if mark is not None and self.marked.grad is None:
+                self.clear_gradient()
             return
         flags = None
         if not all(there):
@@ -86,6 +93,20 @@ class SegmentParameters:
         self._is_used_up = False
         for p in self.params:
             p.grad = None
+        mark = torch.zeros_like(self.marked)
+        self._mark = mark, mark._version
+        self.marked.grad = mark
+
+    def notice_clearing(self) -> None:
+        """Before new gradients: whether the module's zero_grad was called since the last reduction."""
+        if self._mark is None:
+            return
+        mark, version = self._mark
+        if self.marked.grad is not mark or mark._version != version:
+            self.clear_gradient()
+        if self.marked.grad is mark:
+            self.marked.grad = None
+        self._mark = None
 
     def clear_gradient(self) -> None:
         """As ``zero_grad``."""

@@ -26,7 +26,7 @@ def _nothing_is_left_behind() -> Iterator[None]:
     environment = dict(os.environ)
     threads = set(threading.enumerate())
     yield
-    names = {*environment, *os.environ} - {"PYTEST_CURRENT_TEST"}
+    names = {*environment, *os.environ} - {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"}
     changed = {k for k in names if environment.get(k) != os.environ.get(k)}
     assert not changed, f"environment variables changed: {sorted(changed)}"
     assert not dist.is_initialized(), "a process group is left over in the test's own process"

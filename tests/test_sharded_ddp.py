@@ -110,6 +110,20 @@ def test_fairscale_zero_grad_of_optimizer_or_module(world_size: int, form: str, 
     run(world_size, mlp, ZeroGrad(form, set_to_none))
 
 
+def discard_a_backward(engine: Any) -> Iterator[str]:
+    for step, (form, set_to_none) in enumerate([("module", True), ("module", False), ("optimizer", True)]):
+        engine.zero_grad("optimizer")
+        engine.backward(square_loss(50 + step))
+        engine.zero_grad(form, set_to_none)
+        engine.backward(square_loss(step))
+        engine.optimizer.step()
+        yield f"discarded by {form}"
+
+
+def test_gradients_that_are_discarded(world_size: int) -> None:
+    run(world_size, mlp, discard_a_backward)
+
+
 def accumulate_without_no_sync(engine: Any) -> Iterator[str]:
     for step in range(3):
         engine.zero_grad("optimizer")

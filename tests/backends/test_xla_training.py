@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from tests import test_sharded_ddp as cases
 from tests.pools import rank_pool
@@ -38,14 +37,18 @@ def _compare(rank: int, world_size: int, build: Any, scenario: Any, options: dic
         cases.two_forwards,
         cases.BackwardTwice(),
         cases.clipping,
+        cases.discard_a_backward,
     ],
-    ids=["steps", "accumulate", "no_sync", "two forwards", "backward twice", "clip"],
+    ids=["steps", "accumulate", "no_sync", "two forwards", "backward twice", "clip", "discard"],
 )
 def test_steps_equal_one_process(world_size: int, scenario: Any) -> None:
     run(world_size, cases.mlp, scenario)
 
 
-@pytest.mark.parametrize(("form", "set_to_none"), list(itertools.product(["optimizer", "wrapper", "module"], [True, False])))
+FORMS = list(itertools.product(["optimizer", "wrapper", "module"], [True, False]))
+
+
+@pytest.mark.parametrize(("form", "set_to_none"), FORMS)
 def test_zero_grad_in_every_form(form: str, set_to_none: bool) -> None:
     run(2, cases.mlp, cases.ZeroGrad(form, set_to_none))
 
