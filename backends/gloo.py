@@ -2,34 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from shardkit.errors import ConfigurationError
 
 from .c10d import C10dGroup
+from .host import Host
 
 
-class NoEvent:
-    """Work on the CPU is done when it was issued."""
-
-    def wait(self) -> None:
-        return
-
-    def synchronize(self) -> None:
-        return
-
-
-class GlooBackend:
+class GlooBackend(Host):
     """CPU tensors, one process a rank."""
 
     name = "gloo"
-    device_type = "cpu"
-    even_shards_only = False
-    has_storage = True
 
     def __init__(self) -> None:
         self._groups: dict[Any, C10dGroup] = {}
@@ -37,41 +23,8 @@ class GlooBackend:
     def is_available(self) -> bool:
         return dist.is_available() and dist.is_gloo_available()
 
-    def device(self) -> torch.device:
-        return torch.device("cpu")
-
     def group(self, process_group: Any = None) -> C10dGroup:
         return resolve_group(self, self._groups, process_group)
-
-    def take_storage(self, tensor: torch.Tensor) -> None:
-        tensor.untyped_storage().resize_(storage_bytes(tensor))
-
-    def release_storage(self, tensor: torch.Tensor) -> None:
-        tensor.untyped_storage().resize_(0)
-
-    def pin(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor
-
-    def new_stream(self) -> Any:
-        return None
-
-    def stream(self, stream: Any) -> contextlib.AbstractContextManager[Any]:
-        return contextlib.nullcontext()
-
-    def record_event(self) -> NoEvent:
-        return NoEvent()
-
-    def synchronize(self) -> None:
-        return
-
-    def mark_step(self, *, wait: bool = False) -> None:
-        return
-
-    def rng_state(self) -> torch.Tensor:
-        return torch.get_rng_state()
-
-    def set_rng_state(self, state: torch.Tensor) -> None:
-        torch.set_rng_state(state)
 
     def launch(
         self, fn: Any, world_size: int, args: tuple[Any, ...] = (), *, timeout: float | None = None
@@ -79,11 +32,6 @@ class GlooBackend:
         from .processes import launch_processes
 
         return launch_processes(fn, world_size, args, "gloo", timeout)
-
-
-def storage_bytes(tensor: torch.Tensor) -> int:
-    """Bytes of a tensor that owns its whole storage."""
-    return int(tensor.storage_offset() + tensor.numel()) * tensor.element_size()
 
 
 def resolve_group(backend: Any, cache: dict[Any, C10dGroup], process_group: Any) -> C10dGroup:
