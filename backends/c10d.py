@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore  # type: ignore[attr-defined]
 
 from shardkit.backend import Backend, ReduceOp
 from shardkit.errors import ConfigurationError, OutOfStepError, RankLostError
@@ -90,6 +91,7 @@ class C10dGroup:
         self._sequence = 0
         self._exchanges: dict[tuple[int, ...], Exchange] = {}
         self._channels: dict[str, C10dGroup] = {}
+        self._subgroups = 0
         self._watch = watch if watch is not None else self._new_watch()
 
     def _new_watch(self) -> Watch:
@@ -102,22 +104,36 @@ class C10dGroup:
         if self.process_group is None:
             return self
         if name not in self._channels:
-            pg = self._subgroup(self.ranks)
+            pg = self._connect(f"channel/{name}", list(range(self.world_size)))
             self._channels[name] = type(self)(self.backend, pg, self.ranks, self.rank, name, self._watch)
         return self._channels[name]
 
     def new_group(self, ranks: Sequence[int]) -> C10dGroup | None:
         """A sub-group of these group ranks; None on the others."""
-        chosen = [self.ranks[r] for r in sorted(set(ranks))]
-        if self.ranks[self.rank] not in chosen:
+        members = sorted(set(ranks))
+        self._subgroups += 1
+        if self.rank not in members:
             return None
-        pg = self._subgroup(chosen) if self.process_group is not None else None
-        return type(self)(self.backend, pg, chosen, chosen.index(self.ranks[self.rank]), "main")
+        pg = None
+        if self.process_group is not None:
+            pg = self._connect(f"group/{self._subgroups}/{'_'.join(map(str, members))}", members)
+        return type(self)(self.backend, pg, [self.ranks[r] for r in members], members.index(self.rank))
 
-    def _subgroup(self, ranks: Sequence[int]) -> Any:
-        kind = dist.get_backend(self.process_group)
-        # not torch.distributed.new_group: importing torch_xla replaces that one
-        return dist.distributed_c10d.new_group(list(ranks), backend=kind, use_local_synchronization=True)
+    def _connect(self, name: str, members: Sequence[int]) -> Any:
+        """A process group of these group ranks, known to them alone.
+
+        torch's ``new_group`` wants every rank of the job, or names groups by how many this rank knows already, and
+        then waits for ever if ranks know different numbers of them. The name under which ranks meet is ours.
+        """
+        store = PrefixStore(f"shardkit/{name}", self.process_group.get_group_store())
+        rank, size = members.index(self.rank), len(members)
+        pg = dist.ProcessGroup(store, rank, size)
+        gloo = dist.ProcessGroupGloo(store, rank, size, dist.distributed_c10d.default_pg_timeout)
+        kind = dist.ProcessGroup.BackendType.GLOO
+        for device_type in ("cpu", "cuda"):
+            pg._register_backend(torch.device(device_type), kind, gloo)
+        pg._set_default_backend(kind)
+        return pg
 
     # ------------------------------------------------------------ bookkeeping of calls
     def _issue(

@@ -19,6 +19,7 @@ unscale gradients works.
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -209,7 +210,9 @@ class Reducer:
 
     def abandon(self) -> None:
         """Forgets the backward in progress."""
-        self._in_flight.clear()
+        while self._in_flight:  # their memory is in use until they are through, or have failed
+            with contextlib.suppress(RuntimeError):
+                self._in_flight.popleft().work.wait()
         self._release_slots()
         self._next = 0
         self._fired[:] = [False] * len(self._fired)

@@ -58,13 +58,14 @@ class ShardedDDP(nn.Module):
         backend: str | Backend | None = None,
     ) -> None:
         super().__init__()
-        optimizers = [optimizer] if isinstance(optimizer, OSS) else list(optimizer)
-        for o in optimizers:
+        optimizers: list[OSS] = []
+        for o in optimizer if isinstance(optimizer, list | tuple) else [optimizer]:
             if not isinstance(o, OSS):
                 raise ConfigurationError(
                     f"the optimizer is a {type(o).__name__}; wrap it first: OSS(module.parameters(), "
                     f"optim={type(o).__name__}, ...)"
                 )
+            optimizers.append(o)
         check_one_device(module.parameters())
         self.module = module
         self._sharded_optimizers = optimizers
