@@ -7,6 +7,7 @@ compared with the truth alone.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 
 from .optimizers import OPTIMIZERS
@@ -47,6 +48,12 @@ def _pending(steps: tuple[AnyStep, ...]) -> Iterator[tuple[AnyStep, bool, bool]]
 
 def meaningful(program: Program) -> bool:
     """Whether one process defines the outcome: nobody looks at gradients that ranks have not combined yet."""
+    if program.optimizer.name == "adafactor" and "empty" in program.model.blocks:
+        return False  # divides by the number of elements
+    if "sparse" in program.model.blocks and _has(program, Clip):
+        return False  # torch has no norm of sparse gradients
+    if "empty" in program.model.blocks and any(isinstance(s, Clip) and s.norm_type == math.inf for s in program.steps):
+        return False  # torch: no maximum of nothing
     for step, waiting, reduced in _pending(program.steps):
         if waiting and not isinstance(step, (Train, FailInNoSync)):
             # also a zeroing to None would do, but which ranks hold a gradient at all may then differ
@@ -54,6 +61,15 @@ def meaningful(program: Program) -> bool:
         if isinstance(step, (SetTrainable, AddGroup)) and reduced:
             return False  # what a frozen parameter does with the gradient that it still has is nobody's promise
     return True
+
+
+def refused(program: Program) -> bool:
+    """Whether shardkit may refuse it: one backward runs several re-entrant checkpoints of the same parameters.
+
+    DistributedDataParallel refuses that too; the other kind of checkpoint (``use_reentrant=False``) works.
+    """
+    blocks = "checkpoint_reentrant" in program.model.blocks
+    return blocks and any(isinstance(s, Train) and s.mode == "sum" and not s.no_sync for s in program.steps)
 
 
 # ------------------------------------------------------------------------------------ what fairscale gets wrong

@@ -38,6 +38,12 @@ from .spec import (
 )
 
 
+def distributed_data_parallel(options: Options, model: Model) -> Any:
+    return torch.nn.parallel.DistributedDataParallel(
+        model, broadcast_buffers=options.broadcast_buffers, find_unused_parameters=True
+    )
+
+
 class Library:
     """The constructors of one library, from module paths: ``fairscale`` and ``shardkit`` share them."""
 
@@ -50,6 +56,8 @@ class Library:
         return self._oss(params, optim=cls, broadcast_fp16=options.broadcast_fp16, **arguments)
 
     def wrap(self, options: Options, model: Model, optimizers: list[Any]) -> Any:
+        if options.wrapper == "ddp":
+            return distributed_data_parallel(options, model)
         return self._wrapper(
             model,
             optimizers if len(optimizers) > 1 else optimizers[0],
@@ -73,6 +81,8 @@ class Core(Library):
         return self._kit.OSS(params, optim=cls, broadcast_dtype=dtype, **more, **arguments)
 
     def wrap(self, options: Options, model: Model, optimizers: list[Any]) -> Any:
+        if options.wrapper == "ddp":
+            return distributed_data_parallel(options, model)
         return self._kit.ShardedDDP(
             model,
             optimizers,
@@ -294,7 +304,7 @@ class Rank(Course):
                 scheduler.load_state_dict(state)
 
 
-def run_rank(library_name: str, program: Program, start: bytes | None = None) -> bytes:
+def run_rank(rank: int, library_name: str, program: Program, start: bytes | None = None) -> bytes:
     """This rank's course as pickled bytes (of a :class:`RankRun`); ``start`` is a pickled :class:`Checkpoint`.
 
     Bytes: tensors in a queue between processes would travel as file descriptors.

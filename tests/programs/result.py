@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from .spec import Program
+
 Tensors = dict[str, torch.Tensor]
 
 
@@ -64,6 +66,14 @@ EXACT = Tolerance(0.0, 0.0)
 DOUBLE = Tolerance(1e-9, 1e-11)
 SINGLE = Tolerance(2e-5, 2e-6)
 HALF_WIRE = Tolerance(2e-2, 2e-3)
+
+
+def tolerance_for(program: Program) -> Tolerance:
+    """What rounding may do to a program, given its dtypes."""
+    if program.options.reduce_fp16 or program.options.broadcast_fp16:
+        return HALF_WIRE
+    single = program.model.dtype == "float32" or "mixed_dtype" in program.model.blocks
+    return SINGLE if single else DOUBLE
 
 
 class Difference(AssertionError):

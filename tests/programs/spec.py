@@ -59,6 +59,7 @@ class Options:
     """Arguments of the wrapper, and how many optimizers share the module.
 
     Attributes:
+        wrapper: "sharded" (ShardedDataParallel) or "ddp" (torch's DistributedDataParallel, with OSS alone sharded).
         optimizers: number of OSS; parameters go to them in consecutive runs.
         late: the last block's parameters are in no optimizer until an :class:`AddGroup` step; "frozen" or
             "trainable" says what they are before, "" that there are none.
@@ -72,6 +73,7 @@ class Options:
     optimizers: int = 1
     late: str = ""
     partition: str = ""
+    wrapper: str = "sharded"
 
 
 # ------------------------------------------------------------------------------------------------ steps

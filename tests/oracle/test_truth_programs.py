@@ -1,0 +1,87 @@
+"""Whole training programs on real ranks against the same programs in one process with plain torch."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+
+from tests.programs.running import check_against_truth, examples
+from tests.programs.spec import (
+    Clip,
+    ModelSpec,
+    OptimizerSpec,
+    Options,
+    Program,
+    Reload,
+    Step,
+    Train,
+    ZeroGrad,
+)
+from tests.programs.optimizers import OPTIMIZERS
+from tests.programs.strategies import PLAIN_BLOCKS, programs
+
+pytestmark = pytest.mark.timeout(600)
+WHOLE = (ZeroGrad(), Train(no_sync=True), Train(), Clip(), Step())
+
+
+@examples(40)
+@given(programs())
+def test_any_program_on_two_ranks(program: Program) -> None:
+    check_against_truth(program, 2)
+
+
+@pytest.mark.parametrize("world_size", [1, 3, 4])
+@examples(20)
+@given(program=programs())
+def test_any_program_on_other_numbers_of_ranks(world_size: int, program: Program) -> None:
+    check_against_truth(program, world_size)
+
+
+@examples(20)
+@given(programs(partition="balanced"))
+def test_own_api_with_balanced_owners(program: Program) -> None:
+    check_against_truth(program, 3, "core")
+
+
+@examples(15)
+@given(programs(plain=True, wrapper="ddp", blocks=tuple(b for b in PLAIN_BLOCKS if b != "running_mean")))
+def test_oss_alone_under_ddp(program: Program) -> None:
+    check_against_truth(program, 2)
+
+
+@examples(15)
+@given(programs(dtype="float32"))
+def test_single_precision(program: Program) -> None:
+    check_against_truth(program, 3)
+
+
+@pytest.mark.parametrize("name", [n for n in OPTIMIZERS if n != "sparse_adam"])
+def test_every_optimizer_keeps_its_course_over_a_reload(name: str) -> None:
+    steps = (*WHOLE, *WHOLE, Reload(), *WHOLE, *WHOLE)
+    if name == "lbfgs":
+        steps = (Step(closure=True), Reload(), Step(closure=True))
+    spec = OptimizerSpec(name, groups=1 if name == "lbfgs" else 2, form="parameters" if name == "lbfgs" else "groups")
+    blocks = ("linear", "conv") if name == "lbfgs" else ("linear", "odd", "conv")  # LBFGS: contiguous gradients only
+    check_against_truth(Program(ModelSpec(blocks), spec, steps=steps), 2)
+
+
+@pytest.mark.parametrize("wrapper", ["sharded", "ddp"])
+def test_sparse_adam_beside_a_dense_optimizer_is_refused_or_right(wrapper: str) -> None:
+    """Sparse gradients with the optimizers that take them."""
+    for name in ("sgd", "adagrad"):
+        program = Program(
+            ModelSpec(("sparse", "linear")), OptimizerSpec(name), Options(wrapper=wrapper), (*WHOLE[:-2], Step()) * 2
+        )
+        check_against_truth(program, 2)
+
+
+@pytest.mark.parametrize("bucket", [0, 2**23])
+@pytest.mark.parametrize("half", ["reduce", "broadcast"])
+def test_half_precision_on_the_wire_stays_near_the_truth(half: str, bucket: int) -> None:
+    options = Options(
+        reduce_buffer_size=bucket, reduce_fp16=half == "reduce", broadcast_fp16=half == "broadcast"
+    )
+    program = Program(
+        ModelSpec(("linear", "mlp"), dtype="float32"), OptimizerSpec("momentum"), options, (ZeroGrad(), Train(), Step()) * 3
+    )
+    check_against_truth(program, 2)
