@@ -1,7 +1,9 @@
-"""The digits example, as a user starts it: it trains, agrees with one process, and saves what it says."""
+"""The digits example and the README's, as a user starts them."""
 
 from __future__ import annotations
 
+import ast
+import os
 import re
 import subprocess
 import sys
@@ -90,3 +92,18 @@ def test_bad_arguments_are_refused() -> None:
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert result.returncode == 2
     assert "multiple of the ranks" in result.stderr
+
+
+def test_readme_example(tmp_path: Path) -> None:
+    """The program in the README runs as it stands there, and learns: both ranks end with a small loss."""
+    (program,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    script = tmp_path / "readme_example.py"
+    script.write_text(program)
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    result = subprocess.run(
+        [sys.executable, str(script)], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    losses = ast.literal_eval(result.stdout)
+    assert len(losses) == 2
+    assert max(losses) < 1.0  # the variance of the sum of eight standard normals is 8

@@ -47,8 +47,8 @@ def real_files() -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel, built from a copy of the sources so that nothing is left behind in the checkout."""
+def copy_of_sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Builds leave files behind; they do it here, not in the checkout."""
     source = tmp_path_factory.mktemp("source")
     tracked = subprocess.run(
         ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
@@ -64,8 +64,13 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
             target.symlink_to(os.readlink(ROOT / name))
         elif (ROOT / name).exists():
             target.write_bytes((ROOT / name).read_bytes())
+    return source
+
+
+@pytest.fixture(scope="module")
+def wheel(copy_of_sources: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("wheel")
-    run_pip("wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", str(out), str(source))
+    run_pip("wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", str(out), str(copy_of_sources))
     (built,) = out.glob("*.whl")
     return built
 
@@ -127,14 +132,32 @@ def test_wheel_imports_without_the_checkout(wheel: Path, tmp_path: Path) -> None
     target = tmp_path / "site"
     run_pip("install", "--no-deps", "--no-index", "--target", str(target), str(wheel))
     assert sorted(p.name for p in target.iterdir() if not p.name.endswith(".dist-info")) == ["shardkit"]
-    modules = SETUPTOOLS["packages"]
     code = f"""
 import importlib
-for name in {modules!r}:
+for name in {SETUPTOOLS["packages"]!r}:
     module = importlib.import_module(name)
     assert module.__file__.startswith({str(target)!r}), module.__file__
 """
     result = run_python(code, tmp_path, target)
+    assert result.returncode == 0, result.stderr
+
+
+def test_editable_installation_imports_the_checkout(copy_of_sources: Path, tmp_path: Path) -> None:
+    site = tmp_path / "site"
+    run_pip(
+        *("install", "--no-deps", "--no-build-isolation", "--no-index", "--target", str(site)),
+        *("--editable", str(copy_of_sources)),
+    )
+    code = f"""
+import importlib, importlib.util, site
+site.addsitedir({str(site)!r})
+for name in {SETUPTOOLS["packages"]!r}:
+    module = importlib.import_module(name)
+    assert module.__file__.startswith({str(copy_of_sources)!r}), module.__file__
+for name in ("backends", "compat"):
+    assert importlib.util.find_spec(name) is None, name
+"""
+    result = run_python(code, tmp_path)
     assert result.returncode == 0, result.stderr
 
 

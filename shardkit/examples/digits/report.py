@@ -67,30 +67,14 @@ def show(rows: list[Row]) -> None:
             f"{row.state:,}",
             f"{row.total:,}",
             f"{row.total / ddp:.0%}",
-            f"{row.loss_difference:.1e}",
+            f"{row.loss_difference:.0e}" if row.strategy != "single" else "-",
         )
         for row in rows
     ]
-    title = "Bytes held after a backward, on the rank that holds the most"
-    try:
-        from rich import box
-        from rich.console import Console
-        from rich.table import Table
-    except ImportError:
-        show_plain(title, cells)
-        return
-    table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left")
-    for heading in HEADINGS:
-        table.add_column(heading, justify="left" if heading == "strategy" else "right")
-    for line in cells:
-        table.add_row(*line)
-    console = Console()
-    console.print(table) if console.width >= 100 else show_plain(title, cells)
-
-
-def show_plain(title: str, cells: list[tuple[str, ...]]) -> None:
-    """The same without rich, or where the terminal is too narrow for its table."""
     widths = [max(len(line[i]) for line in [HEADINGS, *cells]) for i in range(len(HEADINGS))]
-    print(title)
+    print(
+        "Bytes on the fullest rank after a backward (state: the optimizer's), and how far the losses are from"
+    )
+    print("those of one process (largest relative difference of all steps):")
     for line in [HEADINGS, *cells]:
         print("  ".join(text.rjust(width) for text, width in zip(line, widths, strict=True)))
