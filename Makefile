@@ -69,14 +69,15 @@ test-xla: $(XLA)/.ready
 	@$(XLA)/bin/python -m pytest -m "not oracle" tests
 
 check: $(CORE)/.ready
-	$(CORE)/bin/ruff check .
-	$(CORE)/bin/ruff format --check .
-	$(CORE)/bin/mypy
-	$(CORE)/bin/lint-imports
+	@status=0; \
+	for tool in "ruff check" "ruff format --check" mypy lint-imports; do \
+	  echo "== $$tool"; $(CORE)/bin/$$tool || status=1; \
+	done; \
+	exit $$status
 
 format: $(CORE)/.ready
-	$(CORE)/bin/ruff check --fix .
-	$(CORE)/bin/ruff format .
+	$(CORE)/bin/ruff check --fix
+	$(CORE)/bin/ruff format
 
 bench: $(CORE)/.ready
 	@$(CORE)/bin/python tests/benchmarks/compare.py $(BENCH)
