@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import sysconfig
 import zipfile
 from pathlib import Path
 
@@ -82,12 +83,16 @@ def run_pip(*args: str) -> None:
 
 
 def run_python(code: str, cwd: Path, *paths: Path) -> subprocess.CompletedProcess[str]:
-    """Runs code in a fresh interpreter that sees ``paths``, and not the folder it is run from."""
-    # -P would do, but is there only from Python 3.11 on.
-    code = f"import sys; sys.path[:] = {[str(p) for p in paths]!r} + [p for p in sys.path if p]\n{code}"
+    """Runs code in a fresh interpreter that sees ``paths`` and what is installed, but no editable installation.
+
+    Those come from .pth files, which ``-S`` leaves unread; and the folder it is run from is not searched.
+    """
+    search = [str(p) for p in paths]
+    installed = [sysconfig.get_path("purelib"), sysconfig.get_path("platlib")]
+    code = f"import sys; sys.path[:] = {search!r} + [p for p in sys.path if p] + {installed!r}\n{code}"
     env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
     return subprocess.run(
-        [sys.executable, "-c", code], cwd=cwd, env=env, capture_output=True, text=True, timeout=120
+        [sys.executable, "-S", "-c", code], cwd=cwd, env=env, capture_output=True, text=True, timeout=120
     )
 
 
