@@ -16,8 +16,9 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore  # type: ignore[attr-defined]
 
 from shardkit.backend import Backend, ReduceOp
-from shardkit.errors import ConfigurationError, OutOfStepError, RankLostError
+from shardkit.errors import OutOfStepError, RankLostError
 
+from .sizes import check_exchange, check_member, check_members, check_op, check_parts
 from .watch import Call, Watch
 
 _OPS = {
@@ -26,6 +27,9 @@ _OPS = {
     ReduceOp.MAX: dist.ReduceOp.MAX,
     ReduceOp.MIN: dist.ReduceOp.MIN,
 }
+# Elements that would arrive at once in a reduce-scatter; above, ranks exchange in rounds.
+ROUNDS_ABOVE = 2**18
+PIECE = 2**20  # most elements that a rank receives in a round
 SLICE = datetime.timedelta(seconds=2)
 _LOST = (
     "Connection closed",
@@ -110,7 +114,7 @@ class C10dGroup:
 
     def new_group(self, ranks: Sequence[int]) -> C10dGroup | None:
         """A sub-group of these group ranks; None on the others."""
-        members = sorted(set(ranks))
+        members = check_members(self.rank, self.world_size, ranks)
         self._subgroups += 1
         if self.rank not in members:
             return None
@@ -193,9 +197,8 @@ class C10dGroup:
         async_op: bool = False, label: str = "",
     ) -> Any:  # fmt: skip
         """Each rank broadcasts its slice of ``output`` in place: nothing is copied, no buffer is needed."""
-        counts = even_sizes(shard, self.world_size) if sizes is None else sizes
-        check_sizes("all_gather_into", output, counts, "output")
-        pieces = torch.split_with_sizes(output, list(counts))
+        counts = check_parts("all_gather_into", self.rank, self.world_size, output, shard, sizes)
+        pieces = torch.split_with_sizes(output, counts)
         own = pieces[self.rank]
         if own.data_ptr() != shard.data_ptr():
             own.copy_(shard)
@@ -210,16 +213,16 @@ class C10dGroup:
         op: ReduceOp = ReduceOp.SUM, async_op: bool = False, label: str = "",
     ) -> Any:  # fmt: skip
         """Sends each rank its part and adds up locally: half the bytes of gloo's own reduce-scatter."""
-        counts = tuple(even_sizes(shard, self.world_size) if sizes is None else sizes)
+        counts = tuple(check_parts("reduce_scatter_into", self.rank, self.world_size, input, shard, sizes))
+        check_op("reduce_scatter_into", self.rank, op, input.dtype)
         plan = self._exchanges.get(counts)
         if plan is None:
             plan = self._exchanges[counts] = Exchange(self.rank, counts)
-        if input.numel() != plan.numel or input.dim() != 1 or shard.numel() != plan.own:
-            check_sizes("reduce_scatter_into", input, counts, "input")
-            check_sizes("reduce_scatter_into", shard, [plan.own], "shard")
         if self.process_group is None:
             shard.copy_(input)
             return DONE
+        if plan.in_rounds:
+            return self._reduce_scatter_in_rounds(shard, input, plan, op, async_op, label)
         if self.world_size == 2:  # the own part stays where it is
             local = input[plan.start : plan.end]
             other = input[plan.own :] if self.rank == 0 else input[: plan.start]
@@ -234,14 +237,47 @@ class C10dGroup:
         after = Accumulate(shard, local, received, op, self.world_size)
         return self._issue([work], "reduce_scatter_into", plan.numel, label, async_op, after)
 
+    def _reduce_scatter_in_rounds(
+        self,
+        shard: torch.Tensor,
+        input: torch.Tensor,
+        plan: Exchange,
+        op: ReduceOp,
+        async_op: bool,
+        label: str,
+    ) -> Any:
+        """One partner after the other and in pieces, so that little memory holds what has just arrived."""
+        parts = torch.split_with_sizes(input, plan.sizes)
+        own = parts[self.rank]
+        received = own.new_empty(min(plan.own, PIECE))
+        part_op = ReduceOp.SUM if op is ReduceOp.AVG else op
+        for first in range(0, plan.largest, PIECE):
+            local, result, arrived = own, shard, received
+            if plan.largest > PIECE:
+                local, result = own[first : first + PIECE], shard[first : first + PIECE]
+                arrived = received[: local.numel()]
+            for to, source in plan.partners:
+                sent = parts[to] if plan.largest <= PIECE else parts[to][first : first + PIECE]
+                send, receive = [0] * self.world_size, [0] * self.world_size
+                send[to], receive[source] = sent.numel(), arrived.numel()
+                work = self._start(self.process_group.alltoall_base, arrived, sent, receive, send)
+                is_last_partner = source == plan.partners[-1][1]
+                divisor = self.world_size if is_last_partner else 2
+                after = Accumulate(result, local, arrived, op if is_last_partner else part_op, divisor)
+                is_last = is_last_partner and first + PIECE >= plan.largest
+                done = self._issue(
+                    [work], "reduce_scatter_into", plan.numel, label, async_op and is_last, after
+                )
+                local = result
+        return done
+
     def all_to_all(
         self, output: torch.Tensor, input: torch.Tensor, output_sizes: Sequence[int] | None = None,
         input_sizes: Sequence[int] | None = None, *, async_op: bool = False, label: str = "",
     ) -> Any:  # fmt: skip
-        receive = list(output_sizes) if output_sizes is not None else split_evenly(output, self.world_size)
-        send = list(input_sizes) if input_sizes is not None else split_evenly(input, self.world_size)
-        check_sizes("all_to_all", output, receive, "output")
-        check_sizes("all_to_all", input, send, "input")
+        receive, send = check_exchange(
+            "all_to_all", self.rank, self.world_size, output, input, output_sizes, input_sizes
+        )
         if self.process_group is None:
             output.copy_(input)
             return DONE
@@ -251,6 +287,7 @@ class C10dGroup:
     def all_reduce(
         self, tensor: torch.Tensor, *, op: ReduceOp = ReduceOp.SUM, async_op: bool = False, label: str = ""
     ) -> Any:
+        check_op("all_reduce", self.rank, op, tensor.dtype)
         if self.process_group is None:
             return DONE
         wire = tensor if tensor.is_contiguous() else tensor.contiguous()
@@ -267,6 +304,8 @@ class C10dGroup:
         async_op: bool = False,
         label: str = "",
     ) -> Any:
+        check_member("reduce", self.rank, self.world_size, dst)
+        check_op("reduce", self.rank, op, tensor.dtype)
         if self.process_group is None:
             return DONE
         options = _options(dist.ReduceOptions(), op)
@@ -277,6 +316,7 @@ class C10dGroup:
         return self._issue([work], "reduce", tensor.numel(), label, async_op, after)
 
     def broadcast(self, tensor: torch.Tensor, src: int, *, async_op: bool = False, label: str = "") -> Any:
+        check_member("broadcast", self.rank, self.world_size, src)
         if self.process_group is None:
             return DONE
         wire = tensor if tensor.is_contiguous() else tensor.contiguous()
@@ -308,6 +348,7 @@ class C10dGroup:
         return [_unpickle(piece) for piece in everything.split(sizes)]
 
     def gather_object(self, obj: Any, dst: int, *, label: str = "") -> list[Any] | None:
+        check_member("gather_object", self.rank, self.world_size, dst)
         if self.process_group is None:
             return [obj]
         mine = self._bytes(obj)
@@ -320,6 +361,7 @@ class C10dGroup:
         return [_unpickle(piece) for piece in everything.split(sizes)] if here else None
 
     def broadcast_object(self, obj: Any, src: int, *, label: str = "") -> Any:
+        check_member("broadcast_object", self.rank, self.world_size, src)
         if self.process_group is None:
             return obj
         data = self._bytes(obj) if self.rank == src else None
@@ -331,19 +373,31 @@ class C10dGroup:
 
 
 class Exchange:
-    """How the parts of a reduce-scatter travel, for one set of sizes."""
+    """How the parts of a reduce-scatter travel, for one set of sizes.
 
-    __slots__ = ("end", "numel", "own", "receive", "send", "start")
+    Attributes:
+        in_rounds: whether what arrives is too much to hold at once.
+        partners: in each round, the rank to send to and the one to receive from.
+    """
+
+    __slots__ = (
+        "end", "in_rounds", "largest", "numel", "own", "partners", "receive", "send", "sizes", "start",
+    )  # fmt: skip
 
     def __init__(self, rank: int, sizes: tuple[int, ...]) -> None:
         self.own = sizes[rank]
         self.start = sum(sizes[:rank])
         self.end = self.start + self.own
         self.numel = sum(sizes)
+        self.sizes = list(sizes)
         self.send = list(sizes)
         self.receive = [self.own] * len(sizes)
-        if len(sizes) == 2:
+        world_size = len(sizes)
+        if world_size == 2:
             self.send[rank] = self.receive[rank] = 0
+        self.largest = max(sizes)
+        self.in_rounds = world_size > 2 and world_size * self.largest > ROUNDS_ABOVE
+        self.partners = [((rank + d) % world_size, (rank - d) % world_size) for d in range(1, world_size)]
 
 
 class Accumulate:
@@ -383,10 +437,7 @@ class Accumulate:
         else:
             torch.add(self._local, self._received, out=shard)
         if op is ReduceOp.AVG:
-            if shard.is_floating_point():
-                shard.div_(self._world_size)
-            else:
-                shard.floor_divide_(self._world_size)
+            shard.div_(self._world_size)
 
 
 class _Finish:
@@ -400,17 +451,9 @@ class _Finish:
     def __call__(self) -> None:
         with torch.no_grad():
             if self._divisor > 1:
-                divide(self._wire, self._divisor)
+                self._wire.div_(self._divisor)
             if self._wire is not self._tensor:
                 self._tensor.copy_(self._wire)
-
-
-def divide(tensor: torch.Tensor, divisor: int) -> None:
-    """In place; integers are rounded down."""
-    if tensor.dtype.is_floating_point:
-        tensor.div_(divisor)
-    else:
-        tensor.floor_divide_(divisor)
 
 
 def _options(options: Any, op: ReduceOp) -> Any:
@@ -431,24 +474,3 @@ def _numpy_is_there() -> bool:
 
 
 _HAS_NUMPY = _numpy_is_there()
-
-
-def even_sizes(shard: torch.Tensor, world_size: int) -> list[int]:
-    return [shard.numel()] * world_size
-
-
-def split_evenly(tensor: torch.Tensor, world_size: int) -> list[int]:
-    if tensor.numel() % world_size:
-        raise ConfigurationError(
-            f"{tensor.numel()} elements can't be split evenly over {world_size} ranks; pass the sizes"
-        )
-    return [tensor.numel() // world_size] * world_size
-
-
-def check_sizes(operation: str, tensor: torch.Tensor, sizes: Sequence[int], what: str) -> None:
-    """Raises ConfigurationError unless ``tensor`` is 1-D, contiguous and as large as the sizes say."""
-    if tensor.dim() != 1 or not tensor.is_contiguous() or tensor.numel() != sum(sizes):
-        raise ConfigurationError(
-            f"{operation}: {what} has to be 1-D and contiguous with {sum(sizes)} elements ({list(sizes)}); it has "
-            f"shape {tuple(tensor.shape)} and strides {tensor.stride()}"
-        )

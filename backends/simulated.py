@@ -19,7 +19,7 @@ from shardkit.errors import ConfigurationError, OutOfStepError
 from . import combine
 from .host import Host
 from .rank_threads import Meeting, RankThreads
-from .sizes import check_member, check_members, check_op, check_parts, check_split
+from .sizes import check_exchange, check_member, check_members, check_op, check_parts
 from .watch import Call
 
 
@@ -204,8 +204,9 @@ class SimulatedGroup:
         input_sizes: Sequence[int] | None = None, *, async_op: bool = False, label: str = "",
     ) -> SimulatedWork:  # fmt: skip
         """[sum(input_sizes)] -> [sum(output_sizes)]"""
-        come = check_split("all_to_all", self.rank, self.world_size, output, output_sizes)
-        go = check_split("all_to_all", self.rank, self.world_size, input, input_sizes)
+        come, go = check_exchange(
+            "all_to_all", self.rank, self.world_size, output, input, output_sizes, input_sizes
+        )
 
         def finish(brought: list[Any]) -> None:
             outputs, inputs, comes, goes = zip(*brought, strict=True)

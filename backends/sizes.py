@@ -18,30 +18,47 @@ def check_parts(
     Raises:
         ConfigurationError: they don't fit together, or a tensor is not 1-D and contiguous.
     """
-    parts = [shard.numel()] * world_size if sizes is None else list(sizes)
-    if len(parts) != world_size or parts[rank] != shard.numel() or sum(parts) != whole.numel():
-        raise ConfigurationError(
-            f"rank {rank}: {operation} over {world_size} ranks got {whole.numel()} elements, a shard of "
-            f"{shard.numel()} and sizes {parts if sizes is not None else '(none: even)'}; sizes need one entry a "
-            "rank, that rank's shard, and have to add up to all elements"
-        )
+    own = shard.numel()
+    parts = [own] * world_size if sizes is None else list(sizes)
+    if (
+        len(parts) == world_size and parts[rank] == own and sum(parts) == whole.numel() and shard.dtype == whole.dtype
+        and whole.dim() == shard.dim() == 1 and whole.is_contiguous() and shard.is_contiguous()
+    ):  # fmt: skip
+        return parts  # in one expression: this runs for every collective
     if shard.dtype != whole.dtype:
         raise ConfigurationError(
             f"rank {rank}: {operation} got {whole.dtype} and a shard of {shard.dtype}; they have to be the same"
         )
     _check_flat(operation, rank, whole)
     _check_flat(operation, rank, shard)
-    return parts
+    raise ConfigurationError(
+        f"rank {rank}: {operation} over {world_size} ranks got {whole.numel()} elements, a shard of {own} and sizes "
+        f"{parts if sizes is not None else '(none: even)'}; sizes need one entry a rank, that rank's shard, and have "
+        "to add up to all elements"
+    )
 
 
-def check_split(
-    operation: str, rank: int, world_size: int, tensor: torch.Tensor, sizes: Sequence[int] | None
-) -> list[int]:
-    """The pieces of ``tensor`` that go to, or come from, each rank.
+def check_exchange(
+    operation: str, rank: int, world_size: int, output: torch.Tensor, input: torch.Tensor,
+    output_sizes: Sequence[int] | None, input_sizes: Sequence[int] | None,
+) -> tuple[list[int], list[int]]:  # fmt: skip
+    """How many elements come from and go to each rank.
 
     Raises:
-        ConfigurationError: they don't add up to the tensor, or it is not 1-D and contiguous.
+        ConfigurationError: they don't fit the tensors, or a tensor is not 1-D and contiguous.
     """
+    if output.dtype != input.dtype:
+        raise ConfigurationError(
+            f"rank {rank}: {operation} got an input of {input.dtype} and an output of {output.dtype}; they have to be "
+            "the same"
+        )
+    come = _check_split(operation, rank, world_size, output, output_sizes)
+    return come, _check_split(operation, rank, world_size, input, input_sizes)
+
+
+def _check_split(
+    operation: str, rank: int, world_size: int, tensor: torch.Tensor, sizes: Sequence[int] | None
+) -> list[int]:
     if sizes is None and tensor.numel() % world_size:
         raise ConfigurationError(
             f"rank {rank}: {operation}: {tensor.numel()} elements can't be split evenly over {world_size} ranks; "

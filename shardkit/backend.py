@@ -22,7 +22,7 @@ from .errors import BackendError
 
 
 class ReduceOp(enum.Enum):
-    """How contributions of ranks are combined. AVG divides the sum by the group's world size."""
+    """How contributions of ranks are combined. AVG (floating point only) divides the sum by the world size."""
 
     SUM = "sum"
     AVG = "avg"
@@ -76,7 +76,7 @@ class Group(Protocol):
         ...
 
     def new_group(self, ranks: Sequence[int]) -> Group | None:
-        """A sub-group of these group ranks (collective over this group); None on ranks outside of it."""
+        """A sub-group of these group ranks, in ascending order (collective over this group); None on ranks outside."""
         ...
 
     def all_gather_into(
