@@ -14,8 +14,8 @@ class ReducePolicy:
     """How gradients travel to their owners.
 
     Attributes:
-        bucket_numel: most elements that are reduced together; 0 reduces every gradient on its own. What is
-            in flight is at most two buckets, so this bounds the transient memory of a backward.
+        bucket_numel: most elements that are reduced together; 0 reduces every gradient on its own. One bucket is
+            in flight at a time, so this bounds the transient memory of a backward.
         dtype: dtype on the wire; None keeps the gradient's own.
     """
 

@@ -5,7 +5,9 @@ Legend: W world size, N numel of a bucket, S numel of this rank's part of it.
 [Note: buckets] Parameters are grouped in the order in which backward reaches them. When all gradients of a bucket
 are there they are packed by owner in one operation, given back, and reduce-scattered; the owner's
 gradients then are views of the result [S]. Buckets are sent in one fixed order on all ranks, so a
-parameter that is unused on some ranks can't make them meet the wrong partner. At most two are in flight.
+parameter that is unused on some ranks can't make them meet the wrong partner. One is in flight at a time, while
+backward makes the gradients of the next: a second would cost memory and gains nothing where reducing is the
+slower part.
 
 [Note: which gradients exist] A plain process leaves ``grad=None`` where a parameter was not used, and the
 optimizer then skips it. With each bucket travels one flag for each parameter; an owner that did not use a
@@ -20,7 +22,6 @@ unscale gradients works.
 from __future__ import annotations
 
 import contextlib
-from collections import deque
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -34,8 +35,6 @@ from .layout import buckets_by_numel, segment_layout
 from .ownership import dense_strides, strided_view
 from .phases import Phase
 from .policy import ReducePolicy
-
-SLOTS = 2  # buckets in flight
 
 
 class InFlight(NamedTuple):
@@ -117,20 +116,18 @@ class Reducer:
         self._is_mean = [False] * len(self._params)
         self._fired = [False] * len(self._params)
         self._next = 0
-        self._in_flight: deque[InFlight] = deque()
+        self._in_flight: InFlight | None = None
         self.buckets = [
             Bucket(i, members, self._params, owners, group, wire)
             for i, (members, wire) in enumerate(plan_buckets(self._params, policy))
         ]
         device = self._params[0].device
-        self._slots = [
-            torch.empty(max(b.nbytes for b in self.buckets[k::SLOTS]), dtype=torch.uint8, device=device)
-            for k in range(min(SLOTS, len(self.buckets)))
-        ]
-        for i, bucket in enumerate(self.buckets):
-            bucket.lay_over(self._slots[i % SLOTS])
-        self._slots_taken = True
-        self._release_slots()
+        # all buckets are packed into the same memory, one after the other
+        self._slot = torch.empty(max(b.nbytes for b in self.buckets), dtype=torch.uint8, device=device)
+        for bucket in self.buckets:
+            bucket.lay_over(self._slot)
+        self._slot_is_taken = True
+        self._release_slot()
 
     # ------------------------------------------------------------ hooks
     def hooks(self) -> list[tuple[nn.Parameter, GradientHook | None, GradientHook]]:
@@ -204,38 +201,34 @@ class Reducer:
         """Sends what is left, waits for everything, and leaves reduced gradients with their owners."""
         while self._next < len(self.buckets):
             self._send(self.buckets[self._next])
-        while self._in_flight:
-            self._receive(self._in_flight.popleft())
+        if self._in_flight is not None:
+            self._receive(self._in_flight)
         self.abandon()
 
     def abandon(self) -> None:
         """Forgets the backward in progress."""
-        while self._in_flight:  # their memory is in use until they are through, or have failed
+        if self._in_flight is not None:  # its memory is in use until it is through, or has failed
             with contextlib.suppress(RuntimeError):
-                self._in_flight.popleft().work.wait()
-        self._release_slots()
+                self._in_flight.work.wait()
+            self._in_flight = None
+        self._release_slot()
         self._next = 0
         self._fired[:] = [False] * len(self._fired)
         for bucket in self.buckets:
             bucket.waiting = len(bucket.members)
 
-    def _take_slots(self) -> None:
-        for slot in self._slots:
-            self._group.backend.take_storage(slot)
-        self._slots_taken = True
-
-    def _release_slots(self) -> None:
-        if self._slots_taken:
-            for slot in self._slots:
-                self._group.backend.release_storage(slot)
-            self._slots_taken = False
+    def _release_slot(self) -> None:
+        if self._slot_is_taken:
+            self._group.backend.release_storage(self._slot)
+            self._slot_is_taken = False
 
     def _send(self, bucket: Bucket) -> None:
         self._next += 1
-        if not self._slots_taken:
-            self._take_slots()
-        while len(self._in_flight) >= SLOTS:
-            self._receive(self._in_flight.popleft())
+        if self._in_flight is not None:
+            self._receive(self._in_flight)
+        if not self._slot_is_taken:
+            self._group.backend.take_storage(self._slot)
+            self._slot_is_taken = True
         with Phase("shardkit::reduce-scatter"):
             local = self._pack(bucket)
             shard = bucket.packed.new_empty(bucket.sizes[self._group.rank])
@@ -243,7 +236,7 @@ class Reducer:
             work = self._group.reduce_scatter_into(
                 shard, bucket.packed, bucket.sizes, op=op, async_op=True, label=bucket.label
             )
-        self._in_flight.append(InFlight(bucket, work, shard, local))
+        self._in_flight = InFlight(bucket, work, shard, local)
 
     def _pack(self, bucket: Bucket) -> list[bool] | None:
         """Copies gradients and flags to their places and gives the gradients back.
@@ -288,6 +281,7 @@ class Reducer:
     def _receive(self, flight: InFlight) -> None:
         bucket, work, shard, local = flight
         work.wait()
+        self._in_flight = None
         used = None
         if local is not None:
             anybody = (shard[bucket.owned_numel :] > 0).tolist()
@@ -303,8 +297,8 @@ class Reducer:
 def plan_buckets(params: Sequence[nn.Parameter], policy: ReducePolicy) -> list[tuple[list[int], torch.dtype]]:
     """Which parameters travel together and in which dtype, in the order of sending.
 
-    Buckets hold one dtype and at most ``policy.bucket_numel`` elements, and about a tenth of all: so the two
-    in flight stay small beside the gradients, however small the model.
+    Buckets hold one dtype and at most ``policy.bucket_numel`` elements, and about a tenth of all: so the one
+    in flight stays small beside the gradients, however small the model.
     """
     by_dtype: dict[torch.dtype, list[int]] = {}
     for i, p in enumerate(params):
