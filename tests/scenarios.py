@@ -96,7 +96,7 @@ def compare(
     world_size: int,
     build: Callable[[], nn.Module],
     scenario: Callable[[Any], Iterator[str]],
-    optim: Any = torch.optim.AdamW,
+    optim: Any = torch.optim.SGD,  # not Adam, whose steps hide a wrong scale of gradients
     groups: Any = None,
     options: dict[str, Any] | None = None,
     ddp: dict[str, Any] | None = None,
@@ -104,7 +104,7 @@ def compare(
     backend: str = "gloo",
 ) -> None:
     """Runs a scenario (a generator that yields a name after each step) with both and compares at every yield."""
-    options = {"lr": 1e-2} if options is None else options
+    options = {"lr": 0.1, "momentum": 0.9} if options is None else options
     chosen = get_backend(backend)
     model = build()
     seeded(model)
