@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
@@ -34,8 +35,13 @@ class GlooBackend(Host):
         return launch_processes(fn, world_size, args, "gloo", timeout)
 
 
-def resolve_group(backend: Any, cache: dict[Any, C10dGroup], process_group: Any) -> C10dGroup:
+def resolve_group(
+    backend: Any, cache: dict[Any, C10dGroup], process_group: Any, make: Callable[..., C10dGroup] = C10dGroup
+) -> C10dGroup:
     """The group for what a user passes; the same object for the same process group, as long as it lives.
+
+    Args:
+        make: called with (backend, process group or None, global ranks, own rank).
 
     Raises:
         ConfigurationError: there is no process group yet, or this rank is no member.
@@ -51,7 +57,7 @@ def resolve_group(backend: Any, cache: dict[Any, C10dGroup], process_group: Any)
         pg = process_group if process_group is not None else dist.group.WORLD
         if pg not in cache:
             rank = dist.get_rank(pg)
-            cache[pg] = C10dGroup(backend, pg, dist.get_process_group_ranks(pg), rank)
+            cache[pg] = make(backend, pg, dist.get_process_group_ranks(pg), rank)
         return cache[pg]
     if process_group is dist.GroupMember.NON_GROUP_MEMBER:
         raise ConfigurationError(
@@ -61,7 +67,7 @@ def resolve_group(backend: Any, cache: dict[Any, C10dGroup], process_group: Any)
     if callable(getattr(process_group, "rank", None)) and callable(getattr(process_group, "size", None)):
         size = process_group.size()
         if size == 1:
-            return C10dGroup(backend, None, [0], 0)
+            return make(backend, None, [0], 0)
         raise ConfigurationError(
             f"{type(process_group).__name__} has {size} ranks but can't communicate; pass a torch.distributed group"
         )

@@ -1,0 +1,90 @@
+"""What only CUDA devices can show; the contract suite covers the rest."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from shardkit.backend import ReduceOp, get_backend
+from tests.pools import rank_pool
+from tests.scenarios import compare, square_loss
+
+pytestmark = [
+    pytest.mark.cuda,
+    pytest.mark.timeout(120),
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 CUDA devices"),
+]
+
+
+def _devices(rank: int) -> tuple[int, str | None]:
+    return torch.cuda.current_device(), str(get_backend("cuda").device())
+
+
+def test_every_rank_has_its_device() -> None:
+    assert rank_pool(2, "cuda").run(_devices) == [(0, "cuda:0"), (1, "cuda:1")]
+
+
+def _other_groups(rank: int) -> None:
+    backend = get_backend("cuda")
+    for kind in ("gloo", "nccl", "cpu:gloo,cuda:nccl"):
+        group = backend.group(dist.new_group([0, 1], backend=kind))
+        tensor = torch.full((4,), float(rank), device=backend.device())
+        group.all_reduce(tensor, op=ReduceOp.AVG)
+        assert tensor.tolist() == [0.5] * 4
+        output = torch.zeros(5, device=backend.device())
+        group.all_gather_into(output, torch.full((2 + rank,), float(rank), device=backend.device()), [2, 3])
+        assert output.tolist() == [0, 0, 1, 1, 1]
+        shard = torch.zeros(2 + rank, device=backend.device())
+        group.reduce_scatter_into(shard, torch.ones(5, device=backend.device()), [2, 3])
+        assert shard.tolist() == [2.0] * (2 + rank)
+        assert group.all_gather_object(rank) == [0, 1]
+
+
+def test_gloo_and_mixed_groups_carry_cuda_tensors() -> None:
+    rank_pool(2, "cuda").run(_other_groups)
+
+
+def _waits(rank: int) -> float:
+    backend = get_backend("cuda")
+    group = backend.group()
+    tensor = torch.ones(1000, device=backend.device())
+    group.all_reduce(tensor)
+    torch.cuda.synchronize()
+    began = time.monotonic()
+    torch.cuda._sleep(2_000_000_000)  # cycles: about a second
+    group.all_reduce(tensor, async_op=True).wait()
+    issued = time.monotonic() - began
+    assert tensor.tolist() == [4.0] * 1000
+    assert time.monotonic() - began > 2 * issued
+    return issued
+
+
+def test_waiting_does_not_block_the_host() -> None:
+    assert max(rank_pool(2, "cuda").run(_waits)) < 0.3
+
+
+def _steps(engine: Any) -> Iterator[str]:
+    for step in range(3):
+        engine.zero_grad("wrapper")
+        engine.backward(square_loss(step))
+        engine.clip(0.5)
+        engine.optimizer.step()
+        yield "step"
+
+
+def _mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 11, bias=False), nn.Linear(11, 3))
+
+
+def _train(rank: int) -> None:
+    compare(rank, 2, _mlp, _steps, backend="cuda", tolerance=1e-5)
+
+
+def test_training_equals_one_process() -> None:
+    rank_pool(2, "cuda").run(_train)
