@@ -162,7 +162,8 @@ for name in {SETUPTOOLS["packages"]!r}:
 for name in ("backends", "compat"):
     assert importlib.util.find_spec(name) is None, name
 """
-    result = run_python(code, tmp_path)
+    # Searched first: an environment that has shardkit installed holds a finder of the same name.
+    result = run_python(code, tmp_path, site)
     assert result.returncode == 0, result.stderr
 
 
