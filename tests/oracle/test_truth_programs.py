@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 
+from tests.programs.optimizers import OPTIMIZERS
 from tests.programs.running import check_against_truth, examples
 from tests.programs.spec import (
     Clip,
@@ -17,7 +18,6 @@ from tests.programs.spec import (
     Train,
     ZeroGrad,
 )
-from tests.programs.optimizers import OPTIMIZERS
 from tests.programs.strategies import PLAIN_BLOCKS, programs
 
 pytestmark = pytest.mark.timeout(600)
@@ -60,8 +60,12 @@ def test_every_optimizer_keeps_its_course_over_a_reload(name: str) -> None:
     steps = (*WHOLE, *WHOLE, Reload(), *WHOLE, *WHOLE)
     if name == "lbfgs":
         steps = (Step(closure=True), Reload(), Step(closure=True))
-    spec = OptimizerSpec(name, groups=1 if name == "lbfgs" else 2, form="parameters" if name == "lbfgs" else "groups")
-    blocks = ("linear", "conv") if name == "lbfgs" else ("linear", "odd", "conv")  # LBFGS: contiguous gradients only
+    spec = OptimizerSpec(
+        name, groups=1 if name == "lbfgs" else 2, form="parameters" if name == "lbfgs" else "groups"
+    )
+    blocks = (
+        ("linear", "conv") if name == "lbfgs" else ("linear", "odd", "conv")
+    )  # LBFGS: contiguous gradients only
     check_against_truth(Program(ModelSpec(blocks), spec, steps=steps), 2)
 
 
@@ -70,7 +74,10 @@ def test_sparse_adam_beside_a_dense_optimizer_is_refused_or_right(wrapper: str) 
     """Sparse gradients with the optimizers that take them."""
     for name in ("sgd", "adagrad"):
         program = Program(
-            ModelSpec(("sparse", "linear")), OptimizerSpec(name), Options(wrapper=wrapper), (*WHOLE[:-2], Step()) * 2
+            ModelSpec(("sparse", "linear")),
+            OptimizerSpec(name),
+            Options(wrapper=wrapper),
+            (*WHOLE[:-2], Step()) * 2,
         )
         check_against_truth(program, 2)
 
@@ -82,6 +89,9 @@ def test_half_precision_on_the_wire_stays_near_the_truth(half: str, bucket: int)
         reduce_buffer_size=bucket, reduce_fp16=half == "reduce", broadcast_fp16=half == "broadcast"
     )
     program = Program(
-        ModelSpec(("linear", "mlp"), dtype="float32"), OptimizerSpec("momentum"), options, (ZeroGrad(), Train(), Step()) * 3
+        ModelSpec(("linear", "mlp"), dtype="float32"),
+        OptimizerSpec("momentum"),
+        options,
+        (ZeroGrad(), Train(), Step()) * 3,
     )
     check_against_truth(program, 2)

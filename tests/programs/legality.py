@@ -52,14 +52,18 @@ def meaningful(program: Program) -> bool:
         return False  # divides by the number of elements
     if "sparse" in program.model.blocks and _has(program, Clip):
         return False  # torch has no norm of sparse gradients
-    if "empty" in program.model.blocks and any(isinstance(s, Clip) and s.norm_type == math.inf for s in program.steps):
+    if "empty" in program.model.blocks and any(
+        isinstance(s, Clip) and s.norm_type == math.inf for s in program.steps
+    ):
         return False  # torch: no maximum of nothing
     for step, waiting, reduced in _pending(program.steps):
         if waiting and not isinstance(step, (Train, FailInNoSync)):
             # also a zeroing to None would do, but which ranks hold a gradient at all may then differ
             return False
         if isinstance(step, (SetTrainable, AddGroup)) and reduced:
-            return False  # what a frozen parameter does with the gradient that it still has is nobody's promise
+            return (
+                False  # what a frozen parameter does with the gradient that it still has is nobody's promise
+            )
     return True
 
 
@@ -139,7 +143,9 @@ LIMITS: dict[str, Limit] = {
     "named or empty groups": lambda p, w: p.optimizer.form in ("named", "named_groups", "empty_group"),
     "schedulers that read defaults": lambda p, w: p.optimizer.scheduler in ("one_cycle", "cyclic"),
     "LBFGS": lambda p, w: p.optimizer.name == "lbfgs",
-    "sparse gradients": lambda p, w: "sparse" in p.model.blocks or OPTIMIZERS[p.optimizer.name].sparse == "must",
+    "sparse gradients": lambda p, w: (
+        "sparse" in p.model.blocks or OPTIMIZERS[p.optimizer.name].sparse == "must"
+    ),
     "several dtypes": lambda p, w: "mixed_dtype" in p.model.blocks,
     "re-entrant checkpoints": lambda p, w: "checkpoint_reentrant" in p.model.blocks,
     "parameters without elements": lambda p, w: "empty" in p.model.blocks,
@@ -148,7 +154,9 @@ LIMITS: dict[str, Limit] = {
     "clipping in double": lambda p, w: _has(p, Clip) and p.model.dtype == "float64",
     "ASGD after loading": lambda p, w: p.optimizer.name == "asgd" and _has(p, Reload),
     "the wrapper's own options": lambda p, w: bool(p.options.partition),
-    "broadcast_fp16 with other than fp32": lambda p, w: p.options.broadcast_fp16 and p.model.dtype != "float32",
+    "broadcast_fp16 with other than fp32": lambda p, w: (
+        p.options.broadcast_fp16 and p.model.dtype != "float32"
+    ),
 }
 
 

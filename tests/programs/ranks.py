@@ -154,14 +154,17 @@ class Rank(Course):
             part: Any = optimizer
             owned |= {p for g in part.partition_parameters()[self.rank] for p in g["params"]}
         return {
-            n: None if p.grad is None else p.grad.detach().clone() for n, p in self.named.items() if p in owned
+            n: None if p.grad is None else p.grad.detach().clone()
+            for n, p in self.named.items()
+            if p in owned
         }
 
     def _partition(self) -> list[list[list[str]]]:
         names = {p: n for n, p in self.named.items()}
         parts: list[Any] = list(self.optimizers)
         return [
-            [[names[p] for g in groups for p in g["params"]] for groups in o.partition_parameters()] for o in parts
+            [[names[p] for g in groups for p in g["params"]] for groups in o.partition_parameters()]
+            for o in parts
         ]
 
     def _states(self, recipient: int) -> list[dict[str, Any]] | None:
@@ -175,7 +178,9 @@ class Rank(Course):
     def _checkpoint(self) -> Checkpoint:
         model = {k: v.detach().clone() for k, v in self.model.state_dict().items()}
         parts: list[Any] = list(self.optimizers)
-        return Checkpoint(model, [copy.deepcopy(o.state_dict(all_ranks=True)) for o in parts], self.late_added)
+        return Checkpoint(
+            model, [copy.deepcopy(o.state_dict(all_ranks=True)) for o in parts], self.late_added
+        )
 
     # ------------------------------------------------------------------ steps
     def run(self) -> RankRun:
@@ -232,7 +237,9 @@ class Rank(Course):
 
     def _train(self, step: Train, moment: Moment) -> None:
         with self.wrapper.no_sync() if step.no_sync else nullcontext():
-            losses = [self._forward(self.next_count()) for _ in range(2 if step.mode in ("two", "sum") else 1)]
+            losses = [
+                self._forward(self.next_count()) for _ in range(2 if step.mode in ("two", "sum") else 1)
+            ]
             if step.mode == "sum":
                 (losses[0] + losses[1]).backward()
             elif step.mode == "twice":

@@ -99,7 +99,9 @@ def _check_tensor(where: str, got: torch.Tensor, want: torch.Tensor, tolerance: 
     if torch.allclose(wide_got, wide_want, rtol=tolerance.relative, atol=tolerance.absolute, equal_nan=True):
         return
     gap = (wide_got - wide_want).abs().max().item()
-    raise Difference(f"{where}: differs by {gap:.3g}\n  got  {got.flatten()[:8]}\n  want {want.flatten()[:8]}")
+    raise Difference(
+        f"{where}: differs by {gap:.3g}\n  got  {got.flatten()[:8]}\n  want {want.flatten()[:8]}"
+    )
 
 
 def _check_numbers(where: str, got: Sequence[float], want: Sequence[float], tolerance: Tolerance) -> None:

@@ -49,7 +49,9 @@ def run_ranks(
     return [pickle.loads(b) for b in pool.run(run_rank, library, program, packed)]
 
 
-def check_against_truth(program: Program, world_size: int, library: str = "shardkit", backend: str = "gloo") -> None:
+def check_against_truth(
+    program: Program, world_size: int, library: str = "shardkit", backend: str = "gloo"
+) -> None:
     """Runs a program on ranks and in one process, and compares what both saw."""
     got = run_ranks(library, program, world_size, backend=backend)
     # fairscale brings buffers around at the next forward; between forwards only rank 0's are right

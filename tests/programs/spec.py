@@ -158,7 +158,18 @@ class Schedule:
 
 
 AnyStep = Union[
-    Train, FailInNoSync, FailInBackward, ZeroGrad, Step, Clip, SetTrainable, AddGroup, Evaluate, Save, Reload, Schedule
+    Train,
+    FailInNoSync,
+    FailInBackward,
+    ZeroGrad,
+    Step,
+    Clip,
+    SetTrainable,
+    AddGroup,
+    Evaluate,
+    Save,
+    Reload,
+    Schedule,
 ]
 _STEPS: dict[str, type[Any]] = {
     c.__name__: c

@@ -47,7 +47,11 @@ def models(blocks: tuple[str, ...], dtype: str = "float64") -> st.SearchStrategy
 def optimizers(draw: st.DrawFn, model: ModelSpec, names: tuple[str, ...], plain: bool) -> OptimizerSpec:
     if "sparse" in model.blocks:
         names = SPARSE_OPTIMIZERS
-    forms = ["parameters", "groups"] if plain else ["parameters", "groups", "named", "named_groups", "empty_group"]
+    forms = (
+        ["parameters", "groups"]
+        if plain
+        else ["parameters", "groups", "named", "named_groups", "empty_group"]
+    )
     schedulers = ["", "", "step", "cosine", "lambda"]
     name = draw(st.sampled_from(names))
     if not plain and OPTIMIZERS[name].arguments.get("momentum"):
@@ -73,7 +77,9 @@ def iterations(draw: st.DrawFn, plain: bool, once: bool = False) -> list[AnyStep
     steps: list[AnyStep] = []
     if plain or draw(st.integers(0, 3)):
         steps.append(draw(_zero_grads(plain)))
-    modes = st.sampled_from(["once"] if once else ["once", "once", "sum"] if plain else ["once", "once", "two", "sum", "twice"])
+    modes = st.sampled_from(
+        ["once"] if once else ["once", "once", "sum"] if plain else ["once", "once", "two", "sum", "twice"]
+    )
     for _ in range(draw(st.sampled_from([0, 0, 1, 2]))):
         if not plain and draw(st.integers(0, 5)) == 0:
             steps.append(FailInNoSync())
@@ -82,7 +88,9 @@ def iterations(draw: st.DrawFn, plain: bool, once: bool = False) -> list[AnyStep
     if not plain and draw(st.integers(0, 3)) == 0:
         steps.append(Train(draw(modes)))  # accumulates without no_sync
     if draw(st.integers(0, 3)) == 0:
-        steps.append(Clip(draw(st.sampled_from([0.3, 100.0])), draw(st.sampled_from([2.0, 1.0, float("inf")]))))
+        steps.append(
+            Clip(draw(st.sampled_from([0.3, 100.0])), draw(st.sampled_from([2.0, 1.0, float("inf")])))
+        )
     steps.append(Step())
     if draw(st.integers(0, 3)) == 0:
         steps.append(Schedule())

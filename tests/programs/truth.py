@@ -56,7 +56,9 @@ class Truth(Course):
             for name in late:
                 self.named[name].requires_grad_(False)
         self.apply_trainable(model)
-        self.optimizers: list[Optimizer] = build_optimizers(self.program, model, lambda cls, p, kw: cls(p, **kw))
+        self.optimizers: list[Optimizer] = build_optimizers(
+            self.program, model, lambda cls, p, kw: cls(p, **kw)
+        )
         self.schedulers = [scheduler_for(self.program, o) for o in self.optimizers]
         if start is not None:
             if start.late_added:

@@ -1,0 +1,99 @@
+"""The model that figures and benchmarks use, and its theory.
+
+Legend: P bytes of all parameters (fp32), W world size.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+VOCABULARY, CONTEXT, WIDTH, DEPTH, HEADS = 4096, 128, 384, 6, 6
+BATCH, LENGTH = 2, 64
+PARAMETERS = 13_842_432
+P = 4 * PARAMETERS
+LARGEST = 4 * VOCABULARY * WIDTH  # bytes of the largest parameter (the embedding, and the head)
+
+
+class Block(nn.Module):
+    """Pre-norm transformer block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm1 = nn.LayerNorm(WIDTH)
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+        self.proj = nn.Linear(WIDTH, WIDTH)
+        self.norm2 = nn.LayerNorm(WIDTH)
+        self.fc = nn.Linear(WIDTH, 4 * WIDTH)
+        self.out = nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        b, t, _ = x.shape
+        qkv = self.qkv(self.norm1(x)).view(b, t, 3, HEADS, WIDTH // HEADS).permute(2, 0, 3, 1, 4)
+        y = functional.scaled_dot_product_attention(qkv[0], qkv[1], qkv[2], is_causal=True)
+        x = x + self.proj(y.transpose(1, 2).reshape(b, t, WIDTH))
+        return x + self.out(functional.gelu(self.fc(self.norm2(x))))
+
+
+class GPT(nn.Module):
+    """13,842,432 parameters: tok, pos, 6 blocks, ln, head (untied, without bias)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tok = nn.Embedding(VOCABULARY, WIDTH)
+        self.pos = nn.Embedding(CONTEXT, WIDTH)
+        self.blocks = nn.ModuleList([Block() for _ in range(DEPTH)])
+        self.ln = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.tok(tokens) + self.pos.weight[: tokens.shape[1]]
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.ln(x))
+
+
+class TinyMLP(nn.Module):
+    """100 small layers: what is left is overhead."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(32, 32) for _ in range(100)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.relu(layer(x)) + x
+        return x
+
+
+def build(name: str) -> nn.Module:
+    """ "gpt" or "tinymlp", the same on every call."""
+    torch.manual_seed(0)
+    return {"gpt": GPT, "tinymlp": TinyMLP}[name]()
+
+
+def loss(name: str, model: nn.Module, count: int, rank: int) -> torch.Tensor:
+    """The loss of a rank's ``count``-th batch."""
+    generator = torch.Generator().manual_seed(count * 131 + rank)
+    if name == "gpt":
+        tokens = torch.randint(0, VOCABULARY, (BATCH, LENGTH + 1), generator=generator)
+        logits = model(tokens[:, :-1])
+        return functional.cross_entropy(logits.reshape(-1, VOCABULARY), tokens[:, 1:].reshape(-1))
+    x = torch.randn(16, 32, generator=generator)
+    return model(x).square().mean()
+
+
+def theory_sent(world_size: int) -> float:
+    """Bytes a rank sends in a step of ZeRO-2: a reduce-scatter and an all-gather."""
+    return 2 * P * (world_size - 1) / world_size
+
+
+def theory_resident(world_size: int) -> float:
+    """Bytes between steps: parameters, and Adam's two moments of a rank's part."""
+    return P + 2 * P / world_size
+
+
+def theory_peak(world_size: int) -> float:
+    """Bytes at most: that, the gradients of a rank's part, and two of the largest parameter on their way."""
+    return theory_resident(world_size) + P / world_size + 2 * LARGEST

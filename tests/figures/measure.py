@@ -1,0 +1,147 @@
+"""Counts what a training step costs on each rank, for several implementations, and prints it as JSON.
+
+python -m tests.figures.measure --world-size 2 --implementations bare,shardkit,fairscale
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import sys
+from typing import Any
+
+from tests.figures.network import enter_private_network, loopback_bytes
+
+WARM, WIRE_STEPS = 2, 1
+
+
+def _train_step(trainer: Any, model_name: str, count: int, rank: int) -> None:
+    from tests.figures.gpt import loss
+
+    loss(model_name, trainer.model, count, rank).backward()
+    trainer.optimizer.step()
+    trainer.zero_grad()
+
+
+def count_step(rank: int, implementation: str, model_name: str, wire: bool) -> dict[str, Any]:
+    """The figures of one rank."""
+    import torch.distributed as dist
+
+    from tests.figures.counters import CallCounter, OperationCounter, memory_of, quiet_collector
+    from tests.figures.gpt import build
+    from tests.figures.implementations import IMPLEMENTATIONS
+
+    make, world_size = IMPLEMENTATIONS[implementation], dist.get_world_size()
+    trainer = make(build(model_name))
+    for count in range(WARM):
+        _train_step(trainer, model_name, count, rank)
+    with quiet_collector():
+        with OperationCounter(world_size) as operations:
+            _train_step(trainer, model_name, WARM, rank)
+        with CallCounter() as calls:
+            _train_step(trainer, model_name, WARM + 1, rank)
+    figures: dict[str, Any] = {
+        "operations": operations.operations,
+        "calls": calls.calls,
+        "collectives": dict(operations.collectives),
+        "sent": operations.sent,
+    }
+    if wire:
+        dist.barrier()
+        before = loopback_bytes()
+        dist.barrier()
+        for count in range(WIRE_STEPS):
+            _train_step(trainer, model_name, count, rank)
+        dist.barrier()
+        figures["wire"] = (loopback_bytes() - before) / WIRE_STEPS / world_size
+    del trainer
+    gc.collect()
+    memory = memory_of(
+        lambda: make(build(model_name)), lambda t, count: _train_step(t, model_name, count, rank)
+    )
+    figures.update(resident=memory.resident, peak=memory.peak)
+    dist.barrier()
+    return figures
+
+
+def wire_of_collectives(rank: int, sizes: list[int]) -> dict[str, float]:
+    """Wire bytes that a rank sends (mean over ranks) for the backend's own collectives, as a multiple of N (W-1)/W.
+
+    Args:
+        sizes: numel of each rank's part, in fp32.
+    """
+    import torch
+    import torch.distributed as dist
+
+    from shardkit.backend import get_backend
+
+    group = get_backend("gloo").group(None)
+    total, world_size = sum(sizes), dist.get_world_size()
+    whole, part = torch.ones(total), torch.ones(sizes[rank])
+    found = {}
+    for name in ("reduce_scatter", "all_gather"):
+        for repeat in range(2):  # the first call may open connections
+            dist.barrier()
+            before = loopback_bytes()
+            dist.barrier()
+            if name == "reduce_scatter":
+                group.reduce_scatter_into(part, whole, sizes)
+            else:
+                group.all_gather_into(whole, part, sizes)
+            dist.barrier()
+            found[name] = (loopback_bytes() - before) / (4 * total * (world_size - 1))
+            dist.barrier()
+    return found
+
+
+def growth(rank: int, implementation: str, steps: int) -> dict[str, int]:
+    """What grew from one step to ``steps`` later: bytes in tensors, Python objects."""
+    from tests.figures.counters import live_tensor_bytes
+    from tests.figures.gpt import build
+    from tests.figures.implementations import IMPLEMENTATIONS
+
+    trainer = IMPLEMENTATIONS[implementation](build("tinymlp"))
+
+    def run(count: int) -> tuple[int, int]:
+        for i in range(count):
+            _train_step(trainer, "tinymlp", i, rank)
+        return live_tensor_bytes(), len(gc.get_objects())
+
+    before, after = run(10), run(steps)
+    return {"bytes": after[0] - before[0], "objects": after[1] - before[1]}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--world-size", type=int, default=2)
+    parser.add_argument("--implementations", default="bare,shardkit,balanced,fairscale")
+    parser.add_argument("--model", default="gpt", choices=["gpt", "tinymlp"])
+    parser.add_argument("--extras", action="store_true", help="also wire bytes of collectives, and growth")
+    options = parser.parse_args()
+    no_wire = enter_private_network()
+    # only now: what is imported here may start threads
+    from shardkit.backends.processes import RankPool
+
+    found: dict[str, Any] = {"no_wire": no_wire, "figures": {}}
+    with RankPool(options.world_size, timeout=300, environment={"OMP_NUM_THREADS": "1"}) as pool:
+        for name in options.implementations.split(","):
+            found["figures"][name] = pool.run(count_step, name, options.model, not no_wire)
+        if options.extras:
+            if options.world_size == 2:
+                found["growth"] = pool.run(growth, "shardkit", 50)
+            if not no_wire:
+                even = [1 << 20] * options.world_size
+                uneven = [(i + 1) << 19 for i in range(options.world_size)]
+                small = [1 << 12] * options.world_size
+                found["collectives"] = {
+                    name: pool.run(wire_of_collectives, sizes)[0]
+                    for name, sizes in (("even", even), ("uneven", uneven), ("small", small))
+                }
+    json.dump(found, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()
