@@ -37,7 +37,8 @@ def _bytes(value: Any) -> int:
 def ideal_bytes(name: str, args: Sequence[Any], world_size: int) -> float:
     """Bytes that a rank has to send for a c10d operation, averaged over ranks, if it is done as well as possible.
 
-    A rooted operation is charged to all ranks alike: a broadcast of S bytes sends S (W-1) from its root, S (W-1) / W each.
+    A rooted operation is charged to all ranks alike: a broadcast of S bytes sends S (W-1) from its root,
+    S (W-1) / W each.
     """
     share = (world_size - 1) / world_size
     if name == "allreduce_":
@@ -49,7 +50,7 @@ def ideal_bytes(name: str, args: Sequence[Any], world_size: int) -> float:
     if name in ("reduce_scatter_", "_reduce_scatter_base_", "reduce_scatter_tensor_coalesced_"):
         return _bytes(args[1]) * share  # the inputs
     if name == "alltoall_base_":
-        output, sent, _, _, splits = args[:5]
+        _, sent, _, _, splits = args[:5]
         if not splits:
             return _bytes(sent) * share
         return (sum(splits) - splits[dist.get_rank()]) * sent[:1].numel() * sent.element_size()
@@ -135,7 +136,7 @@ class Memory(NamedTuple):
 
 
 def _watch_all_threads() -> None:
-    """Makes torch's allocator keep the books for all threads (gloo's give tensors back, too), not only profiled ones."""
+    """Makes torch's allocator keep books for all threads, not only profiled ones: gloo's give tensors back, too."""
     library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
     ctypes.c_bool.in_dll(library, "FLAGS_caffe2_report_cpu_memory_usage").value = True
 

@@ -81,7 +81,7 @@ def wire_of_collectives(rank: int, sizes: list[int]) -> dict[str, float]:
     whole, part = torch.ones(total), torch.ones(sizes[rank])
     found = {}
     for name in ("reduce_scatter", "all_gather"):
-        for repeat in range(2):  # the first call may open connections
+        for _ in range(2):  # the first call may open connections
             dist.barrier()
             before = loopback_bytes()
             dist.barrier()

@@ -70,8 +70,7 @@ def test_every_optimizer_keeps_its_course_over_a_reload(name: str) -> None:
 
 
 @pytest.mark.parametrize("wrapper", ["sharded", "ddp"])
-def test_sparse_adam_beside_a_dense_optimizer_is_refused_or_right(wrapper: str) -> None:
-    """Sparse gradients with the optimizers that take them."""
+def test_sparse_gradients_with_the_optimizers_that_take_them(wrapper: str) -> None:
     for name in ("sgd", "adagrad"):
         program = Program(
             ModelSpec(("sparse", "linear")),

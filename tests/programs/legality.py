@@ -111,7 +111,7 @@ def _adds_to_reduced(program: Program, world_size: int) -> bool:
 
 
 def _stale_buffers(program: Program, world_size: int) -> bool:
-    """Its buffers are brought around at the next forward outside of no_sync, so a forward inside starts with old ones."""
+    """Its buffers are brought around at the next forward outside of no_sync, so one inside starts with old ones."""
     return (
         program.options.broadcast_buffers
         and "running_mean" in program.model.blocks

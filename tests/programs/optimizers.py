@@ -50,8 +50,8 @@ class Choice(NamedTuple):
     """An optimizer with its arguments.
 
     Attributes:
-        smooth: its update depends smoothly on the gradient, so that rounding stays rounding. The ``eps`` below are large
-            for that reason: some parameters (a bias before a batch norm) have no gradient but noise.
+        smooth: its update depends smoothly on the gradient, so that rounding stays rounding. The ``eps`` below are
+            large for that reason: some parameters (a bias before a batch norm) have no gradient but noise.
         sparse: "no", "may" or "must" take sparse gradients.
     """
 

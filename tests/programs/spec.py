@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from dataclasses import dataclass
-from typing import Any, Literal, Union
+from typing import Any, Literal, get_args
 
 Reset = Literal["optimizer", "wrapper", "module"]
 
@@ -157,37 +157,21 @@ class Schedule:
     """Each scheduler steps."""
 
 
-AnyStep = Union[
-    Train,
-    FailInNoSync,
-    FailInBackward,
-    ZeroGrad,
-    Step,
-    Clip,
-    SetTrainable,
-    AddGroup,
-    Evaluate,
-    Save,
-    Reload,
-    Schedule,
-]
-_STEPS: dict[str, type[Any]] = {
-    c.__name__: c
-    for c in (
-        Train,
-        FailInNoSync,
-        FailInBackward,
-        ZeroGrad,
-        Step,
-        Clip,
-        SetTrainable,
-        AddGroup,
-        Evaluate,
-        Save,
-        Reload,
-        Schedule,
-    )
-}
+AnyStep = (
+    Train
+    | FailInNoSync
+    | FailInBackward
+    | ZeroGrad
+    | Step
+    | Clip
+    | SetTrainable
+    | AddGroup
+    | Evaluate
+    | Save
+    | Reload
+    | Schedule
+)
+_STEPS: dict[str, type[Any]] = {c.__name__: c for c in get_args(AnyStep)}
 
 
 @dataclass(frozen=True)
