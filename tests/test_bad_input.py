@@ -58,10 +58,16 @@ def _differing_models(rank: int, world_size: int) -> None:
     first, other = nn.Linear(3, 2), nn.Linear(2, 3)
     cases: list[tuple[Any, str]] = [
         ([nn.Parameter(torch.zeros(3 if rank == 1 else 4))], r"rank 1 has parameter 0 of group 0 \(\(3,\)"),
-        ([nn.Parameter(torch.zeros(3, dtype=torch.float64 if rank == 1 else torch.float32))], "torch.float64"),
+        (
+            [nn.Parameter(torch.zeros(3, dtype=torch.float64 if rank == 1 else torch.float32))],
+            "torch.float64",
+        ),
         ([first.weight, other.weight] if rank == 1 else [other.weight, first.weight], r"position 1"),
         ([nn.Parameter(torch.zeros(2)) for _ in range(1 + (rank == 1))], "rank 1 has parameter 1"),
-        ([{"params": [nn.Parameter(torch.zeros(2))]} for _ in range(1 + (rank == 1))], "number of param groups"),
+        (
+            [{"params": [nn.Parameter(torch.zeros(2))]} for _ in range(1 + (rank == 1))],
+            "number of param groups",
+        ),
     ]
     for params, message in cases:
         with pytest.raises(shardkit.RankMismatchError, match=message):
@@ -86,7 +92,9 @@ def _groups(rank: int) -> None:
         with pytest.raises(shardkit.ConfigurationError, match="rank 1 is no member"):
             OSS(model.parameters(), lr=0.1, group=only_0)
         with pytest.raises(shardkit.ConfigurationError, match="rank 1 is no member"):
-            shardkit.ShardedDDP(model, OSS(model.parameters(), lr=0.1, group=DummyProcessGroup(0, 1)), group=only_0)
+            shardkit.ShardedDDP(
+                model, OSS(model.parameters(), lr=0.1, group=DummyProcessGroup(0, 1)), group=only_0
+            )
     with pytest.raises(shardkit.ConfigurationError, match="can't communicate"):
         OSS(model.parameters(), lr=0.1, group=DummyProcessGroup(rank, 2))
     with pytest.raises(shardkit.ConfigurationError, match="process_group is a str"):

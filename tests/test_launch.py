@@ -56,7 +56,10 @@ def _pid(rank: int) -> int:
 def test_failures_come_back_at_once() -> None:
     with RankPool(2, timeout=60) as pool:
         first = pool.run(_pid)
-        for fn, kind, text in ((_one_raises, "KeyError", "the reason"), (_one_is_killed, "SIGKILL", "rank 1")):
+        for fn, kind, text in (
+            (_one_raises, "KeyError", "the reason"),
+            (_one_is_killed, "SIGKILL", "rank 1"),
+        ):
             began = time.monotonic()
             with pytest.raises(shardkit.RankFailedError, match=text) as caught:
                 pool.run(fn)

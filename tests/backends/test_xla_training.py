@@ -155,5 +155,3 @@ def _state(rank: int, world_size: int, saved: dict[str, Any] | None) -> Any:
 def test_state_is_that_of_a_plain_optimizer_and_loads() -> None:
     saved = rank_pool(2, "xla").run(_state, 2, None)[0]
     rank_pool(4, "xla").run(_state, 4, saved)
-
-
