@@ -64,9 +64,11 @@ test-core: $(CORE)/.ready
 	@echo "== tests on $(TORCH)"
 	@$(CORE)/bin/python -m pytest -m "not xla" tests
 
+# Left out on the oldest torch: what doesn't depend on torch's version, or takes longest and is drawn at random.
 test-xla: $(XLA)/.ready
 	@echo "== tests on $(TORCH_XLA)"
-	@$(XLA)/bin/python -m pytest -m "not oracle" tests
+	@$(XLA)/bin/python -m pytest -m "not oracle" --ignore tests/oracle --ignore tests/figures \
+	  --ignore tests/test_packaging.py --deselect tests/test_examples.py::test_a_full_run_reaches_97_percent tests
 
 check: $(CORE)/.ready
 	@status=0; \

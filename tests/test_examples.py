@@ -82,7 +82,7 @@ def test_on_gpus() -> None:
 @pytest.mark.xla
 @pytest.mark.skipif(find_spec("torch_xla") is None, reason="needs torch_xla")
 def test_on_xla_replicas() -> None:
-    output = run_digits("--backend", "xla", "--epochs", "2")
+    output = run_digits("--backend", "xla", "--epochs", "1")
     rows = table(output)
     assert rows["sharded_ddp"][2] <= rows["ddp"][2] / 2 * 1.1
 
@@ -104,6 +104,6 @@ def test_readme_example(tmp_path: Path) -> None:
         [sys.executable, str(script)], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120
     )
     assert result.returncode == 0, result.stdout + result.stderr
-    losses = ast.literal_eval(result.stdout)
+    losses = ast.literal_eval(result.stdout.splitlines()[-1])  # older gloo prints a line a rank first
     assert len(losses) == 2
     assert max(losses) < 1.0  # the variance of the sum of eight standard normals is 8
