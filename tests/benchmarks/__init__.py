@@ -1,0 +1,1 @@
+"""Times implementations against each other, interleaved within one run."""
