@@ -16,13 +16,27 @@ def _dense(gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def local_norm(
-    gradients: Sequence[torch.Tensor], norm_type: float, device: torch.device, foreach: bool | None = None
+    gradients: Sequence[torch.Tensor],
+    norm_type: float,
+    like: torch.Tensor,
+    foreach: bool | None = None,
 ) -> torch.Tensor:
-    """Norm of this rank's gradients seen as one vector; 0-dim, fp32 at least, 0 where there are none."""
+    """Norm of this rank's gradients seen as one vector; 0-dim, 0 where there are none.
+
+    Device and dtype are those of ``like``: they have to be the same on all ranks, whatever gradients these hold.
+    """
     if not gradients:
-        return torch.zeros((), device=device)
+        return torch.zeros_like(like)
     norm = torch.nn.utils.get_total_norm(_dense(gradients), norm_type, foreach=foreach)
-    return norm.to(device=device, dtype=torch.promote_types(norm.dtype, torch.float32))
+    return norm.to(device=like.device, dtype=like.dtype)
+
+
+def norm_like(params: Sequence[torch.Tensor]) -> torch.Tensor:
+    """A 0-dim tensor with the device of the parameters and the widest of their dtypes, fp32 at least."""
+    dtype = torch.float32
+    for p in params:
+        dtype = torch.promote_types(dtype, p.dtype)
+    return torch.zeros((), dtype=dtype, device=params[0].device)
 
 
 def global_norm(local: torch.Tensor, norm_type: float, group: Group) -> torch.Tensor:
@@ -43,14 +57,14 @@ def clip_by_global_norm(
     counted: Sequence[torch.Tensor],
     clipped: Sequence[torch.Tensor],
     group: Group,
-    device: torch.device,
+    like: torch.Tensor,
     max_norm: float,
     norm_type: float,
     error_if_nonfinite: bool,
     foreach: bool | None,
 ) -> torch.Tensor:
     """Scales ``clipped`` so that the norm of ``counted`` over all ranks is at most ``max_norm``; returns that norm."""
-    total = global_norm(local_norm(counted, norm_type, device, foreach), norm_type, group)
+    total = global_norm(local_norm(counted, norm_type, like, foreach), norm_type, group)
     if error_if_nonfinite and not bool(torch.isfinite(total)):
         raise RuntimeError(
             f"The total norm of order {norm_type} of the gradients is {total.item()}, so it can't be clipped. Pass "

@@ -19,7 +19,7 @@ from . import oss_state
 from .backend import Backend, Group, backend_for
 from .errors import ConfigurationError, ShardkitError
 from .layout import balanced_owners, greedy_owners
-from .norms import clip_by_global_norm
+from .norms import clip_by_global_norm, norm_like
 from .ownership import FlatParameters, by_dtype, check_one_device, check_same_everywhere
 from .phases import Phase
 from .replicated import has_to_run_whole, step_whole
@@ -270,7 +270,7 @@ class OSS(Optimizer):
         """Clips the gradients by the norm over all of them, wherever they live; returns that norm (0-dim).
 
         Args:
-            max_norm, norm_type, error_if_nonfinite, foreach: as torch.nn.utils.clip_grad_norm_.
+            max_norm, norm_type, error_if_nonfinite, foreach: as ``torch.nn.utils.clip_grad_norm_``.
             filter_params_fn: maps the list of owned parameters to those that count for the norm. As in fairscale it
                 is meant for model parallelism, so that the norm is then summed over all ranks of the job.
 
@@ -287,9 +287,15 @@ class OSS(Optimizer):
         clipped = (
             counted if self._backend.even_shards_only else [p.grad for p in self._all if p.grad is not None]
         )
-        device = self._all[0].device
         return clip_by_global_norm(
-            counted, clipped, group, device, float(max_norm), float(norm_type), error_if_nonfinite, foreach
+            counted,
+            clipped,
+            group,
+            norm_like(self._all),
+            float(max_norm),
+            float(norm_type),
+            error_if_nonfinite,
+            foreach,
         )
 
     # ---------------------------------------------------------------- state
