@@ -6,10 +6,13 @@ collective. Names of that class that differ between torch versions are avoided.
 
 from __future__ import annotations
 
+import atexit
+import ctypes
 import datetime
 import pickle
+import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -18,6 +21,7 @@ from torch.distributed.distributed_c10d import PrefixStore  # type: ignore[attr-
 from shardkit.backend import Backend, ReduceOp
 from shardkit.errors import OutOfStepError, RankLostError
 
+from .local_part import Accumulate, Exchange, Finish
 from .sizes import check_exchange, check_member, check_members, check_op, check_parts
 from .watch import Call, Watch
 
@@ -27,8 +31,6 @@ _OPS = {
     ReduceOp.MAX: dist.ReduceOp.MAX,
     ReduceOp.MIN: dist.ReduceOp.MIN,
 }
-# Elements that would arrive at once in a reduce-scatter; above, ranks exchange in rounds.
-ROUNDS_ABOVE = 2**18
 PIECE = 2**20  # most elements that a rank receives in a round
 SLICE = datetime.timedelta(seconds=2)
 _LOST = (
@@ -39,6 +41,18 @@ _LOST = (
     "closed by peer",
     "ncclRemoteError",
 )
+
+
+# Every process group in use. gloo's destructor waits until nothing is in flight, which after an error of one rank may
+# be never: then, and at exit, they are kept from being destroyed, and the process can end.
+_process_groups: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+@atexit.register
+def _never_destroy() -> None:
+    for process_group in list(_process_groups):
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(process_group))
+    _process_groups.clear()
 
 
 class Done:
@@ -96,6 +110,8 @@ class C10dGroup:
         self._exchanges: dict[tuple[int, ...], Exchange] = {}
         self._channels: dict[str, C10dGroup] = {}
         self._subgroups = 0
+        if process_group is not None:
+            _process_groups.add(process_group)
         self._watch = watch if watch is not None else self._new_watch()
 
     def _new_watch(self) -> Watch:
@@ -108,6 +124,7 @@ class C10dGroup:
         if self.process_group is None:
             return self
         if name not in self._channels:
+            self.barrier(label=f"connecting channel {name!r}")  # a rank that does not come shows here
             pg = self._connect(f"channel/{name}", list(range(self.world_size)))
             self._channels[name] = type(self)(self.backend, pg, self.ranks, self.rank, name, self._watch)
         return self._channels[name]
@@ -116,6 +133,7 @@ class C10dGroup:
         """A sub-group of these group ranks; None on the others."""
         members = check_members(self.rank, self.world_size, ranks)
         self._subgroups += 1
+        self.barrier(label=f"connecting a group of ranks {members}")
         if self.rank not in members:
             return None
         pg = None
@@ -145,8 +163,10 @@ class C10dGroup:
         after: Callable[[], None] | None = None,
     ) -> C10dWork:  # fmt: skip
         self._sequence += 1
+        call = (self._name, self._sequence, operation, numel, label)
         self._watch.issued[self._name] = self._sequence
-        work = C10dWork(self, works, (self._name, self._sequence, operation, numel, label), after)
+        self._watch.recent.append(call)
+        work = C10dWork(self, works, call, after)
         if not async_op:
             work.wait()
         return work
@@ -158,8 +178,13 @@ class C10dGroup:
         while True:
             if "timed out" not in str(error).lower():
                 self._raise(error, call)
-            self._watch.look(call)
+            try:
+                self._watch.look(call)
+            except OutOfStepError:
+                _never_destroy()
+                raise
             if waited > limit:
+                _never_destroy()
                 message = f"rank {self.rank} waited {waited} in {call.describe()}, and no rank says why"
                 self._watch.fail(message)
                 raise OutOfStepError(message)
@@ -171,9 +196,14 @@ class C10dGroup:
                 error = again
                 waited += SLICE
 
-    def _raise(self, error: RuntimeError, call: Call) -> None:
-        self._watch.fail(f"{type(error).__name__} in {call.describe()}")
-        if any(sign in str(error) for sign in _LOST):
+    def _raise(self, error: RuntimeError, call: Call) -> NoReturn:
+        _never_destroy()
+        lost = any(sign in str(error) for sign in _LOST)
+        said = self._watch.last_words() if lost else ""
+        self._watch.fail(said or f"{error} in {call.describe()}", lost=lost and not said)
+        if said:  # it left because of an error that concerns this rank too
+            raise OutOfStepError(f"rank {self.rank} was in {call.describe()}, but {said}") from error
+        if lost:
             raise RankLostError(
                 f"rank {self.rank} lost another rank of the group (ranks {list(self.ranks)}) during {call.describe()}. "
                 f"That rank died or left; its own output says why. ({error})"
@@ -292,7 +322,7 @@ class C10dGroup:
             return DONE
         wire = tensor if tensor.is_contiguous() else tensor.contiguous()
         work = self._start(self.process_group.allreduce, [wire], _options(dist.AllreduceOptions(), op))
-        after = _Finish(tensor, wire, self.world_size if op is ReduceOp.AVG else 1)
+        after = Finish(tensor, wire, self.world_size if op is ReduceOp.AVG else 1)
         return self._issue([work], "all_reduce", tensor.numel(), label, async_op, after)
 
     def reduce(
@@ -312,8 +342,8 @@ class C10dGroup:
         options.rootRank = dst
         wire = tensor if tensor.is_contiguous() else tensor.contiguous()
         work = self._start(self.process_group.reduce, [wire], options)
-        after = _Finish(tensor, wire, self.world_size if op is ReduceOp.AVG else 1)
-        return self._issue([work], "reduce", tensor.numel(), label, async_op, after)
+        after = Finish(tensor, wire, self.world_size if op is ReduceOp.AVG else 1)
+        return self._issue([work], f"reduce(dst={dst})", tensor.numel(), label, async_op, after)
 
     def broadcast(self, tensor: torch.Tensor, src: int, *, async_op: bool = False, label: str = "") -> Any:
         check_member("broadcast", self.rank, self.world_size, src)
@@ -321,7 +351,9 @@ class C10dGroup:
             return DONE
         wire = tensor if tensor.is_contiguous() else tensor.contiguous()
         work = self._start(self.process_group.broadcast, wire, src)
-        return self._issue([work], "broadcast", tensor.numel(), label, async_op, _Finish(tensor, wire, 1))
+        return self._issue(
+            [work], f"broadcast(src={src})", tensor.numel(), label, async_op, Finish(tensor, wire, 1)
+        )
 
     def barrier(self, *, label: str = "") -> None:
         if self.process_group is not None:
@@ -370,90 +402,6 @@ class C10dGroup:
             data = torch.empty(sizes[src], dtype=torch.uint8, device=self.backend.device())
         self.broadcast(data, src, label=label)
         return obj if self.rank == src else _unpickle(data)
-
-
-class Exchange:
-    """How the parts of a reduce-scatter travel, for one set of sizes.
-
-    Attributes:
-        in_rounds: whether what arrives is too much to hold at once.
-        partners: in each round, the rank to send to and the one to receive from.
-    """
-
-    __slots__ = (
-        "end", "in_rounds", "largest", "numel", "own", "partners", "receive", "send", "sizes", "start",
-    )  # fmt: skip
-
-    def __init__(self, rank: int, sizes: tuple[int, ...]) -> None:
-        self.own = sizes[rank]
-        self.start = sum(sizes[:rank])
-        self.end = self.start + self.own
-        self.numel = sum(sizes)
-        self.sizes = list(sizes)
-        self.send = list(sizes)
-        self.receive = [self.own] * len(sizes)
-        world_size = len(sizes)
-        if world_size == 2:
-            self.send[rank] = self.receive[rank] = 0
-        self.largest = max(sizes)
-        self.in_rounds = world_size > 2 and world_size * self.largest > ROUNDS_ABOVE
-        self.partners = [((rank + d) % world_size, (rank - d) % world_size) for d in range(1, world_size)]
-
-
-class Accumulate:
-    """Adds up what arrived, in rank order.
-
-    Args:
-        shard: the result, [S].
-        local: this rank's own part where it did not travel, [S].
-        received: the parts that arrived, [W * S] or, with ``local``, [S].
-    """
-
-    __slots__ = ("_local", "_op", "_received", "_shard", "_world_size")
-
-    def __init__(
-        self,
-        shard: torch.Tensor,
-        local: torch.Tensor | None,
-        received: torch.Tensor,
-        op: ReduceOp,
-        world_size: int,
-    ) -> None:
-        self._shard, self._local, self._received = shard, local, received
-        self._op, self._world_size = op, world_size
-
-    def __call__(self) -> None:
-        shard, op = self._shard, self._op
-        if self._local is None:
-            parts = self._received.view(self._world_size, shard.numel())
-            if op is ReduceOp.MAX or op is ReduceOp.MIN:
-                torch.amax(parts, 0, out=shard) if op is ReduceOp.MAX else torch.amin(parts, 0, out=shard)
-                return
-            torch.sum(parts, 0, dtype=shard.dtype, out=shard)
-        elif op is ReduceOp.MAX:
-            torch.maximum(self._local, self._received, out=shard)
-        elif op is ReduceOp.MIN:
-            torch.minimum(self._local, self._received, out=shard)
-        else:
-            torch.add(self._local, self._received, out=shard)
-        if op is ReduceOp.AVG:
-            shard.div_(self._world_size)
-
-
-class _Finish:
-    """Divides an average, and copies back where the tensor could not travel as it is."""
-
-    __slots__ = ("_divisor", "_tensor", "_wire")
-
-    def __init__(self, tensor: torch.Tensor, wire: torch.Tensor, divisor: int) -> None:
-        self._tensor, self._wire, self._divisor = tensor, wire, divisor
-
-    def __call__(self) -> None:
-        with torch.no_grad():
-            if self._divisor > 1:
-                self._wire.div_(self._divisor)
-            if self._wire is not self._tensor:
-                self._tensor.copy_(self._wire)
 
 
 def _options(options: Any, op: ReduceOp) -> Any:

@@ -291,7 +291,9 @@ class CudaGroup(C10dGroup):
         options.rootRank = dst
         wire = tensor.contiguous()
         work = self._start(self.process_group.reduce, [wire], options)
-        return self._issue([work], "reduce", tensor.numel(), label, async_op, _copy_back(tensor, wire))
+        return self._issue(
+            [work], f"reduce(dst={dst})", tensor.numel(), label, async_op, _copy_back(tensor, wire)
+        )
 
     def broadcast(self, tensor: torch.Tensor, src: int, *, async_op: bool = False, label: str = "") -> Any:
         """In place, any shape."""
@@ -300,7 +302,9 @@ class CudaGroup(C10dGroup):
             return DONE
         wire = tensor.contiguous()
         work = self._start(self.process_group.broadcast, wire, src)
-        return self._issue([work], "broadcast", tensor.numel(), label, async_op, _copy_back(tensor, wire))
+        return self._issue(
+            [work], f"broadcast(src={src})", tensor.numel(), label, async_op, _copy_back(tensor, wire)
+        )
 
     def barrier(self, *, label: str = "") -> None:
         """Blocks the host until all ranks are here and their earlier work on the current streams is done."""

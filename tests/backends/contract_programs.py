@@ -139,6 +139,24 @@ def check_reduce_scatter(r: Ranks, dtypes: Sequence[torch.dtype]) -> None:
         r.check(shard, expected, ("async", op), exact=op is not ReduceOp.AVG)
 
 
+def large(rank: Rank, backend: str) -> None:
+    """More than is moved at once."""
+    r = ranks(backend)
+    patterns: list[list[int]] = [[100_000] * r.world_size]
+    if not r.backend.even_shards_only:
+        patterns.append([1_100_000, 7, 0, 120_000][: r.world_size])
+    for sizes, op in itertools.product(patterns, OPS):
+        input = r.mine(sum(sizes), torch.float32, salt=1)
+        shard = r.blank(sizes[r.rank], torch.float32)
+        r.group.reduce_scatter_into(shard, input, sizes, op=op, async_op=True).wait()
+        start = sum(sizes[: r.rank])
+        expected = r.combined(sum(sizes), torch.float32, op, salt=1)[start : start + sizes[r.rank]]
+        r.check(shard, expected, (sizes, op), exact=op is not ReduceOp.AVG)
+        output = r.blank(sum(sizes), torch.float32)
+        r.group.all_gather_into(output, r.mine(sizes[r.rank], torch.float32), sizes, async_op=True).wait()
+        r.check(output, torch.cat([r.values(k, n, torch.float32) for k, n in enumerate(sizes)]), sizes)
+
+
 def all_to_all(rank: Rank, backend: str) -> None:
     r = ranks(backend)
     w = r.world_size

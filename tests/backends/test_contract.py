@@ -29,6 +29,7 @@ everywhere = pytest.mark.parametrize(("backend", "world_size"), environments())
     [
         programs.all_gather,
         programs.reduce_scatter,
+        programs.large,
         programs.all_to_all,
         programs.all_reduce,
         programs.reduce_and_broadcast,
