@@ -9,7 +9,6 @@ from __future__ import annotations
 import atexit
 import ctypes
 import datetime
-import pickle
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
@@ -21,6 +20,7 @@ from torch.distributed.distributed_c10d import PrefixStore  # type: ignore[attr-
 from shardkit.backend import Backend, ReduceOp
 from shardkit.errors import OutOfStepError, RankLostError
 
+from . import objects
 from .local_part import Accumulate, Exchange, Finish
 from .sizes import check_exchange, check_member, check_members, check_op, check_parts
 from .watch import Call, Watch
@@ -53,6 +53,21 @@ def _never_destroy() -> None:
     for process_group in list(_process_groups):
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(process_group))
     _process_groups.clear()
+
+
+# What gloo knows by name; everything else is broadcast as bytes.
+_DTYPES = frozenset(
+    {
+        torch.float32,
+        torch.float64,
+        torch.bfloat16,
+        torch.float16,
+        torch.int64,
+        torch.int32,
+        torch.uint8,
+        torch.int8,
+    }
+)
 
 
 class Done:
@@ -228,6 +243,8 @@ class C10dGroup:
     ) -> Any:  # fmt: skip
         """Each rank broadcasts its slice of ``output`` in place: nothing is copied, no buffer is needed."""
         counts = check_parts("all_gather_into", self.rank, self.world_size, output, shard, sizes)
+        if output.requires_grad or shard.requires_grad:
+            output, shard = output.detach(), shard.detach()
         pieces = torch.split_with_sizes(output, counts)
         own = pieces[self.rank]
         if own.data_ptr() != shard.data_ptr():
@@ -245,6 +262,8 @@ class C10dGroup:
         """Sends each rank its part and adds up locally: half the bytes of gloo's own reduce-scatter."""
         counts = tuple(check_parts("reduce_scatter_into", self.rank, self.world_size, input, shard, sizes))
         check_op("reduce_scatter_into", self.rank, op, input.dtype)
+        if shard.requires_grad or input.requires_grad:
+            shard, input = shard.detach(), input.detach()
         plan = self._exchanges.get(counts)
         if plan is None:
             plan = self._exchanges[counts] = Exchange(self.rank, counts)
@@ -350,7 +369,8 @@ class C10dGroup:
         if self.process_group is None:
             return DONE
         wire = tensor if tensor.is_contiguous() else tensor.contiguous()
-        work = self._start(self.process_group.broadcast, wire, src)
+        sent = wire if wire.dtype in _DTYPES else wire.detach().view(-1).view(torch.uint8)
+        work = self._start(self.process_group.broadcast, sent, src)
         return self._issue(
             [work], f"broadcast(src={src})", tensor.numel(), label, async_op, Finish(tensor, wire, 1)
         )
@@ -360,65 +380,24 @@ class C10dGroup:
             self._issue([self._start(self.process_group.barrier)], "barrier", 0, label, False)
 
     # ------------------------------------------------------------ objects
-    def _bytes(self, obj: Any) -> torch.Tensor:
-        data = bytearray(pickle.dumps(obj))
-        return torch.frombuffer(data, dtype=torch.uint8).to(self.backend.device())
-
-    def _sizes(self, numel: int, label: str) -> list[int]:
-        sizes = torch.zeros(self.world_size, dtype=torch.int64, device=self.backend.device())
-        sizes[self.rank] = numel
-        self.all_gather_into(sizes, sizes[self.rank : self.rank + 1], label=label)
-        return [int(n) for n in sizes.tolist()]
-
     def all_gather_object(self, obj: Any, *, label: str = "") -> list[Any]:
         if self.process_group is None:
             return [obj]
-        mine = self._bytes(obj)
-        sizes = self._sizes(mine.numel(), label)
-        everything = mine.new_empty(sum(sizes))
-        self.all_gather_into(everything, mine, sizes, label=label)
-        return [_unpickle(piece) for piece in everything.split(sizes)]
+        return objects.all_gather_object(self, obj, label)
 
     def gather_object(self, obj: Any, dst: int, *, label: str = "") -> list[Any] | None:
         check_member("gather_object", self.rank, self.world_size, dst)
         if self.process_group is None:
             return [obj]
-        mine = self._bytes(obj)
-        sizes = self._sizes(mine.numel(), label)
-        here = self.rank == dst
-        everything = mine.new_empty(sum(sizes) if here else 0)
-        receive = sizes if here else [0] * self.world_size
-        send = [mine.numel() if r == dst else 0 for r in range(self.world_size)]
-        self.all_to_all(everything, mine, receive, send, label=label)
-        return [_unpickle(piece) for piece in everything.split(sizes)] if here else None
+        return objects.gather_object(self, obj, dst, label)
 
     def broadcast_object(self, obj: Any, src: int, *, label: str = "") -> Any:
         check_member("broadcast_object", self.rank, self.world_size, src)
         if self.process_group is None:
             return obj
-        data = self._bytes(obj) if self.rank == src else None
-        sizes = self._sizes(0 if data is None else data.numel(), label)
-        if data is None:
-            data = torch.empty(sizes[src], dtype=torch.uint8, device=self.backend.device())
-        self.broadcast(data, src, label=label)
-        return obj if self.rank == src else _unpickle(data)
+        return objects.broadcast_object(self, obj, src, label)
 
 
 def _options(options: Any, op: ReduceOp) -> Any:
     options.reduceOp = _OPS[op]
     return options
-
-
-def _unpickle(data: torch.Tensor) -> Any:
-    return pickle.loads(data.cpu().numpy().tobytes() if _HAS_NUMPY else bytes(data.cpu().tolist()))
-
-
-def _numpy_is_there() -> bool:
-    try:
-        torch.zeros(1).numpy()
-    except RuntimeError:
-        return False
-    return True
-
-
-_HAS_NUMPY = _numpy_is_there()

@@ -1,0 +1,93 @@
+"""Python objects through collectives of bytes: what groups of torch.distributed build their object calls on.
+
+The bytes are received into a bytearray that pickle reads in place, so neither numpy nor a copy is needed.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from shardkit.backend import Group
+from shardkit.errors import ConfigurationError
+
+
+def all_gather_object(group: Group, obj: Any, label: str) -> list[Any]:
+    """Each rank's object, in rank order, on every rank."""
+    data, sizes = _announce(group, obj, True, label)
+    buffer, everything = _buffer(group, sum(sizes))
+    group.all_gather_into(everything, data, sizes, label=label)
+    return _unpack(buffer, everything, sizes)
+
+
+def gather_object(group: Group, obj: Any, dst: int, label: str) -> list[Any] | None:
+    """Each rank's object, in rank order, on ``dst``; None elsewhere."""
+    data, sizes = _announce(group, obj, True, label)
+    here, world = group.rank == dst, group.world_size
+    buffer, everything = _buffer(group, sum(sizes) if here else 0)
+    send = [data.numel() if r == dst else 0 for r in range(world)]
+    group.all_to_all(everything, data, sizes if here else [0] * world, send, label=label)
+    return _unpack(buffer, everything, sizes) if here else None
+
+
+def broadcast_object(group: Group, obj: Any, src: int, label: str) -> Any:
+    """The object of ``src`` on every rank; on ``src`` the very object."""
+    here = group.rank == src
+    data, sizes = _announce(group, obj, here, label)
+    if here:
+        group.broadcast(data, src, label=label)
+        return obj
+    buffer, received = _buffer(group, sizes[src])
+    group.broadcast(received, src, label=label)
+    return _unpack(buffer, received, [sizes[src]])[0]
+
+
+def _announce(group: Group, obj: Any, sends: bool, label: str) -> tuple[torch.Tensor, list[int]]:
+    """The pickled object on the group's device, and every rank's numel.
+
+    Raises:
+        ConfigurationError: on all ranks, if an object of any rank can't be pickled.
+    """
+    problem: Exception | None = None
+    data = bytearray()
+    if sends:
+        try:
+            data = bytearray(pickle.dumps(obj))
+        except Exception as error:  # noqa: BLE001 - whatever __reduce__ of the user's object raises
+            problem = error
+    device = group.backend.device()
+    sizes = torch.zeros(group.world_size, dtype=torch.int64, device=device)
+    own = sizes[group.rank : group.rank + 1]
+    own.fill_(len(data) if problem is None else -1)
+    group.all_gather_into(sizes, own, label=label)
+    counts: list[int] = sizes.tolist()
+    if min(counts) < 0:
+        ranks = [group.ranks[r] for r, count in enumerate(counts) if count < 0]
+        what = f" ({type(obj).__name__} here: {problem})" if problem is not None else ""
+        raise ConfigurationError(
+            f"objects of ranks {ranks} can't be pickled{what}; label {label!r}"
+        ) from problem
+    tensor = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+    return tensor.to(device), counts
+
+
+def _buffer(group: Group, numel: int) -> tuple[bytearray, torch.Tensor]:
+    buffer = bytearray(numel)
+    if not numel:
+        return buffer, torch.empty(0, dtype=torch.uint8, device=group.backend.device())
+    tensor = torch.frombuffer(buffer, dtype=torch.uint8)
+    device = group.backend.device()
+    return buffer, tensor if device.type == "cpu" else torch.empty_like(tensor, device=device)
+
+
+def _unpack(buffer: bytearray, received: torch.Tensor, sizes: Sequence[int]) -> list[Any]:
+    if received.device.type != "cpu":
+        torch.frombuffer(buffer, dtype=torch.uint8).copy_(received)
+    view, start, objects = memoryview(buffer), 0, []
+    for size in sizes:
+        objects.append(pickle.loads(view[start : start + size]))
+        start += size
+    return objects
