@@ -27,7 +27,7 @@ from .spec import (
 )
 
 UNEVENLY_USED = {"branch", "unused"}
-BUFFERED = {"conv", "batch_norm", "running_mean"}
+SCALAR_STATE = {"asgd", "nadam"}
 
 
 def _pending(steps: tuple[AnyStep, ...]) -> Iterator[tuple[AnyStep, bool, bool]]:
@@ -152,7 +152,8 @@ LIMITS: dict[str, Limit] = {
     "buffers inside no_sync": _stale_buffers,
     "clipping when gradients come and go": _clip_remembers,
     "clipping in double": lambda p, w: _has(p, Clip) and p.model.dtype == "float64",
-    "ASGD after loading": lambda p, w: p.optimizer.name == "asgd" and _has(p, Reload),
+    # torch casts floating state to the parameter's dtype, fairscale keeps what it is given
+    "scalar state after loading": lambda p, w: p.optimizer.name in SCALAR_STATE and _has(p, Reload),
     "the wrapper's own options": lambda p, w: bool(p.options.partition),
     "broadcast_fp16 with other than fp32": lambda p, w: (
         p.options.broadcast_fp16 and p.model.dtype != "float32"
