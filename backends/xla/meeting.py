@@ -83,7 +83,8 @@ class Meeting:
 
     def _settle(self) -> None:
         """Decides all that can be decided now (the lock is held)."""
-        for rank in list(self._here):
+        # the fewest first: ranks that meet among themselves don't differ from those that wait for all
+        for rank in sorted(self._here, key=lambda r: len(self._connected(r))):
             members = self._connected(rank) if rank in self._here else set()
             if members and members <= self._here.keys():
                 self._decide(members)

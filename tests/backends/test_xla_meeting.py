@@ -120,9 +120,25 @@ def test_nobody_left_to_come() -> None:
     threads.arrive(1, Call((1, 3), "all_reduce"))
     assert threads.waits(2)
     threads.arrive(3, HIGH)
-    errors = [threads.outcome(rank) for rank in range(4)]
-    assert all(isinstance(error, OutOfStepError | dict) for error in errors)
-    assert any(isinstance(error, OutOfStepError) for error in errors)
+    assert all(isinstance(threads.outcome(rank), dict) for rank in (2, 3))
+    assert threads.waits(0)  # rank 3 may still come to rank 1
+    threads.meeting.leave(3, "finished")
+    assert isinstance(threads.outcome(1), OutOfStepError)
+    threads.meeting.leave(1, "failed", failed=True)
+    assert isinstance(threads.outcome(0), RankLostError)
+
+
+def test_ranks_that_meet_among_themselves_first() -> None:
+    """They get through, whoever waits for all of them already."""
+    threads = Threads(4)
+    for rank in (0, 1, 2):
+        threads.arrive(rank, EVERYONE)
+    assert threads.waits(0)
+    threads.arrive(3, Call((3,), "barrier"))
+    assert isinstance(threads.outcome(3), dict)
+    assert threads.waits(0)
+    threads.arrive(3, EVERYONE)
+    assert all(isinstance(threads.outcome(rank), dict) for rank in range(4))
 
 
 def test_turns_go_round_and_random_states_stay() -> None:
