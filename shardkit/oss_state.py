@@ -121,8 +121,21 @@ def load_inner(oss: OSS, loaded: dict[nn.Parameter, Any]) -> None:
         joined = [_join_segment_state(segments[p], loaded) for p in params]
         state = {i: s for i, s in enumerate(joined) if s}
     else:
-        state = {i: loaded[p] for i, p in enumerate(params) if loaded.get(p)}
+        state = {i: _laid_out_like(p, loaded[p]) for i, p in enumerate(params) if loaded.get(p)}
     oss.optim.load_state_dict({"state": state, "param_groups": inner["param_groups"]})
+
+
+def _laid_out_like(param: nn.Parameter, state: dict[str, Any]) -> dict[str, Any]:
+    """State with the parameter's strides: fused optimizers walk memory, whatever order a checkpoint had."""
+    fitted = dict(state)
+    for key, value in state.items():
+        if (
+            isinstance(value, torch.Tensor)
+            and value.shape == param.shape
+            and value.stride() != param.stride()
+        ):
+            fitted[key] = torch.empty_like(param, dtype=value.dtype, requires_grad=False).copy_(value)
+    return fitted
 
 
 def _join_segment_state(segment: SegmentParameters, loaded: dict[nn.Parameter, Any]) -> dict[str, Any]:
