@@ -70,8 +70,13 @@ def _serve_one(connection: Connection, rank: int) -> bool:
     except BaseException as error:  # noqa: BLE001 - the caller's to judge
         _report(connection, error)
         return True
+    from .watch import begin_job, end_job
+
     try:
-        connection.send_bytes(pickle.dumps(("ok", fn(rank, *args))))
+        begin_job()
+        result = pickle.dumps(("ok", fn(rank, *args)))
+        end_job()
+        connection.send_bytes(result)
     except BaseException as error:  # noqa: BLE001 - the caller's to judge
         _report(connection, error)
     return True
@@ -97,6 +102,7 @@ def join_ranks(rank: int, world_size: int, rendezvous: str, backend: str) -> Non
     dist.init_process_group(
         names.get(backend, backend), init_method=f"file://{rendezvous}", rank=rank, world_size=world_size
     )
+    get_backend(backend).group()  # so that a rank which returns without a collective is heard of
 
 
 def leave_ranks() -> None:

@@ -7,11 +7,16 @@ time which call it waits in and what it has issued, and reads what the others pu
 this is certain, since what was issued stays issued. Or each of the two waits in a call that the other has not
 issued: as what was read may be old by now, it has to be found again for the same call after the other rank has
 published anew. A rank that publishes nothing is slow, not stuck, and is waited for.
+
+[Note: ranks that have left] A rank that was launched for one function may return from it while others wait. It stays
+connected (what it sent has to arrive), so it publishes what it had issued by then: whoever waits in a call beyond that
+waits in vain. The number of the function tells this from what it published after an earlier one.
 """
 
 from __future__ import annotations
 
 import json
+import weakref
 from collections import deque
 from typing import Any, NamedTuple
 
@@ -47,17 +52,19 @@ class Call(NamedTuple):
 
 
 class Report(NamedTuple):
-    """What a waiting rank publishes."""
+    """What a rank publishes that waits, or has left."""
 
     beat: int  # counts its reports
-    waits: Call
+    waits: Call | None  # None: it has left
     issued: dict[str, int]  # how many calls in each channel
     recent: list[Call]  # the last ones of all channels
+    job: int  # counts the functions it was launched for
 
     @classmethod
     def of(cls, entry: dict[str, Any]) -> Report:
+        waits = Call(*entry["waits"]) if entry["waits"] else None
         recent = [Call(*call) for call in entry["recent"]]
-        return cls(entry["beat"], Call(*entry["waits"]), entry["issued"], recent)
+        return cls(entry["beat"], waits, entry["issued"], recent, entry["job"])
 
     def has_issued(self, call: Call) -> bool:
         return self.issued.get(call.channel, 0) >= call.sequence
@@ -84,6 +91,8 @@ class Watch:
         self.recent: deque[tuple[Any, ...]] = deque(maxlen=_REMEMBERED)
         self._beat = 0
         self._suspects: dict[int, Report] = {}  # ranks that looked stuck, and what they had published then
+        self._failed = False
+        _watches.add(self)
 
     def look(self, call: Call) -> None:
         """Publishes that this rank still waits in ``call``, and looks where the others are.
@@ -92,9 +101,7 @@ class Watch:
             OutOfStepError: another rank can't come to this call, or gave up.
             RankLostError: another rank has lost the connection to a third one.
         """
-        self._beat += 1
-        mine = Report(self._beat, call, self.issued, [Call(*c) for c in self.recent])
-        self._publish(mine._asdict())
+        self._report(call)
         for rank in range(self._world_size):
             entry = self._read(rank) if rank != self._rank else None
             if entry is None:
@@ -105,28 +112,38 @@ class Watch:
                     f"rank {self._rank} waits in {call.describe()}, but rank {rank} gave up: {entry['failed']}"
                 )
             else:
-                self._compare(mine, rank, Report.of(entry))
+                where = self._elsewhere(call, rank, Report.of(entry))
+                if where:
+                    here = f"rank {self._rank} is in {call.describe()}"
+                    message = f"ranks are out of step: {here}; rank {rank} {where}. {_HINT}"
+                    self.fail(message)
+                    raise OutOfStepError(message)
 
-    def _compare(self, mine: Report, rank: int, theirs: Report) -> None:
-        """Raises OutOfStepError if the two can't get on; see [Note: who can't get on]."""
-        other = theirs.contradiction(mine.waits)
-        if other is None:
-            if theirs.has_issued(mine.waits) or mine.has_issued(theirs.waits):
-                self._suspects.pop(rank, None)
-                return
-            before = self._suspects.setdefault(rank, theirs)
-            if before.beat == theirs.beat:
-                return
-            if before.waits != theirs.waits:
-                self._suspects[rank] = theirs
-                return
-            other = theirs.waits
-        message = (
-            f"ranks are out of step: rank {self._rank} is in {mine.waits.describe()}; rank {rank} is in "
-            f"{other.describe()}. {_HINT}"
-        )
-        self.fail(message)
-        raise OutOfStepError(message)
+    def _elsewhere(self, call: Call, rank: int, theirs: Report) -> str:
+        """Where a rank is that can't come to ``call``; empty if it may. See the notes on top."""
+        other = theirs.contradiction(call)
+        if other is not None:
+            return f"is in {other.describe()}"
+        if theirs.has_issued(call):
+            self._suspects.pop(rank, None)
+            return ""
+        if theirs.waits is None:
+            return "has returned from its function" if theirs.job == _job else ""
+        if self.issued.get(theirs.waits.channel, 0) >= theirs.waits.sequence:
+            self._suspects.pop(rank, None)
+            return ""
+        before = self._suspects.setdefault(rank, theirs)
+        if before.beat == theirs.beat:
+            return ""
+        if before.waits != theirs.waits:
+            self._suspects[rank] = theirs
+            return ""
+        return f"is in {theirs.waits.describe()}"
+
+    def leave(self) -> None:
+        """Tells ranks that wait (or will) that this one's function has returned."""
+        if not self._failed:  # what it said then says more
+            self._report(None)
 
     def last_words(self) -> str:
         """What a rank said before it gave up by itself (not because it lost another one); empty if none did."""
@@ -143,7 +160,13 @@ class Watch:
 
     def fail(self, message: str, *, lost: bool = False) -> None:
         """Tells ranks that wait (or will) that this one won't come; ``lost``: because it lost another one."""
+        self._failed = True
         self._publish({"failed": message, "lost": lost})
+
+    def _report(self, waits: Call | None) -> None:
+        self._beat += 1
+        recent = [Call(*c) for c in self.recent]
+        self._publish(Report(self._beat, waits, self.issued, recent, _job)._asdict())
 
     def _publish(self, entry: dict[str, Any]) -> None:
         if self._store is None:
@@ -164,3 +187,19 @@ class Watch:
         except (RuntimeError, ValueError):
             self._store = None
             return None
+
+
+_watches: weakref.WeakSet[Watch] = weakref.WeakSet()
+_job = 0
+
+
+def begin_job() -> None:
+    """This process starts to run a function as a rank."""
+    global _job
+    _job += 1
+
+
+def end_job() -> None:
+    """The function has returned: its ranks that still wait for this one hear of it."""
+    for watch in list(_watches):
+        watch.leave()

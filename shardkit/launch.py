@@ -24,6 +24,9 @@ def launch(
     deterministic threads on simulated. A default process group exists inside ``fn`` where the backend has one,
     and is gone afterwards, whatever happened.
 
+    A rank whose ``fn`` returns while others wait for it in a collective of shardkit ends the job with an
+    OutOfStepError within seconds (on NCCL: when its own timeout is over).
+
     Started by torchrun, this process is one rank already: ``fn`` runs here, and the list holds the results of
     all ranks.
 

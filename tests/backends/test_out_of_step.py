@@ -130,6 +130,43 @@ def test_a_slow_rank_is_waited_for(two: RankPool) -> None:
     assert two.run(_slow) == [4.0, 4.0]
 
 
+def _sends_and_returns(rank: int) -> float:
+    group, tensor = _fresh(), torch.full((4,), float(rank))
+    if rank == 1:
+        time.sleep(3)
+    group.broadcast(tensor, 0)
+    return tensor[0].item()
+
+
+def _starts_late(rank: int) -> float:
+    if rank == 0:
+        time.sleep(5)
+    tensor = torch.ones(4)
+    get_backend("gloo").group().all_reduce(tensor)
+    return tensor[0].item()
+
+
+def test_a_rank_that_has_returned_from_what_others_still_finish(two: RankPool) -> None:
+    assert two.run(_sends_and_returns) == [0.0, 0.0]
+    assert two.run(_starts_late) == [2.0, 2.0]  # that it returned before says nothing about this time
+
+
+# ------------------------------------------------------------------ gone
+def _returns_early(rank: int) -> None:
+    if rank == 1:
+        get_backend("gloo").group().all_reduce(torch.ones(4), label="loss")
+
+
+def test_a_rank_that_returns_early() -> None:
+    began = time.monotonic()
+    with pytest.raises(shardkit.RankFailedError, match="rank 0 has returned from its function") as caught:
+        shardkit.launch(_returns_early, 2)
+    assert time.monotonic() - began < 2 * SOON
+    assert caught.value.rank == 1
+    assert caught.value.remote_type == OutOfStepError.__name__
+    assert "(loss)" in str(caught.value)
+
+
 # ------------------------------------------------------------------ lost
 def _dies_in_backward(rank: int, world_size: int, folder: str) -> None:
     dist.init_process_group(

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from shardkit.backends.watch import Call, Watch
+from shardkit.backends.watch import Call, Watch, begin_job
 from shardkit.errors import OutOfStepError
 
 SUM = ("all_reduce", 4, "loss")
@@ -117,3 +117,31 @@ def test_old_calls_are_forgotten_not_mistaken(pair: tuple[Rank, Rank]) -> None:
     for _ in range(1000):
         theirs = pair[1].issue("main", *GATHER)
     assert look_around(pair, (mine, theirs), 5) == ""
+
+
+def test_a_rank_whose_function_has_returned(pair: tuple[Rank, Rank]) -> None:
+    mine = pair[0].issue("main", *SUM)
+    pair[1].watch.leave()
+    with pytest.raises(OutOfStepError, match="rank 1 has returned from its function"):
+        pair[0].watch.look(mine)
+
+
+def test_what_was_sent_before_returning_is_waited_for(pair: tuple[Rank, Rank]) -> None:
+    mine = pair[0].issue("main", *SUM)
+    pair[1].issue("main", *SUM)
+    pair[1].watch.leave()
+    pair[0].watch.look(mine)
+
+
+def test_something_else_was_sent_before_returning(pair: tuple[Rank, Rank]) -> None:
+    mine = pair[0].issue("main", *SUM)
+    pair[1].issue("main", *GATHER)
+    pair[1].watch.leave()
+    with pytest.raises(OutOfStepError, match="rank 1 is in all_gather_into"):
+        pair[0].watch.look(mine)
+
+
+def test_an_earlier_function_does_not_count(pair: tuple[Rank, Rank]) -> None:
+    pair[1].watch.leave()
+    begin_job()
+    pair[0].watch.look(pair[0].issue("main", *SUM))
