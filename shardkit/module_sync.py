@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from .backend import Group
+from .errors import ConfigurationError
 
 
 @torch.no_grad()
@@ -72,10 +74,30 @@ class BufferSync:
         self.changed = False
 
 
-def connect_sync_batch_norm(module: nn.Module, process_group: Any) -> None:
-    """Gives SyncBatchNorm layers without a group of their own the wrapper's."""
-    if process_group is None or not isinstance(process_group, torch.distributed.ProcessGroup):
-        return
-    for layer in module.modules():
-        if isinstance(layer, nn.SyncBatchNorm) and layer.process_group is None:
-            layer.process_group = process_group
+def connect_sync_batch_norm(module: nn.Module, process_group: Any, group: Group) -> None:
+    """Gives SyncBatchNorm layers without a group of their own the wrapper's.
+
+    Args:
+        process_group: what the user passed: torch's process group, a shardkit group, or None for all ranks.
+        group: what became of it.
+    """
+    own = getattr(process_group, "process_group", process_group)  # a shardkit group on top of torch's
+    connects = isinstance(own, torch.distributed.ProcessGroup)
+    has_torchs_ranks = torch.distributed.is_available() and torch.distributed.is_initialized()
+    for name, layer in module.named_modules():
+        if not isinstance(layer, nn.SyncBatchNorm):
+            continue
+        if connects and layer.process_group is None:
+            layer.process_group = own
+        if group.world_size > 1 and not has_torchs_ranks:
+            # torch's layer would let each rank normalize by itself, unnoticed
+            message = (
+                f"SyncBatchNorm {name!r} trains with a process group of torch.distributed only, and ranks of backend "
+                f"{group.backend.name!r} have none; use BatchNorm, or keep this layer in eval mode"
+            )
+            layer.register_forward_pre_hook(partial(_refuse_training, message))
+
+
+def _refuse_training(message: str, layer: nn.Module, inputs: Any) -> None:
+    if layer.training:
+        raise ConfigurationError(message)

@@ -74,7 +74,7 @@ class ShardedDDP(nn.Module):
         self._watch_trainable = watch_trainable
         self._warn_on_change = True
         check_same_everywhere(self._group, _facts(module), "the module's parameters and buffers")
-        connect_sync_batch_norm(module, group)
+        connect_sync_batch_norm(module, group, self._group)
         if sync_module_states:
             broadcast_module(module, self._group.channel("buffers"))
         self._buffers_sync = BufferSync(module, self._group.channel("buffers"), broadcast_buffers)
