@@ -13,26 +13,31 @@ from .errors import (
     RankMismatchError,
     ShardkitError,
 )
+from .fsdp import FSDP
 from .grad_scaler import GradScaler, ShardedGradScaler
 from .launch import launch
 from .oss import OSS
-from .policy import ReducePolicy
+from .policy import OffloadPolicy, PrecisionPolicy, ReducePolicy, ReshardPolicy
 from .sharded_ddp import ShardedDDP
 from .wrapping import auto_wrap, enable_wrap, wrap
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "FSDP",
     "OSS",
     "BackendError",
     "ConfigurationError",
     "GradScaler",
     "LifecycleError",
+    "OffloadPolicy",
     "OutOfStepError",
+    "PrecisionPolicy",
     "RankFailedError",
     "RankLostError",
     "RankMismatchError",
     "ReducePolicy",
+    "ReshardPolicy",
     "ShardedDDP",
     "ShardedGradScaler",
     "ShardkitError",

@@ -115,3 +115,68 @@ def buckets_by_numel(numels: Sequence[int], cap: int) -> list[list[int]]:
         buckets[-1].append(i)
         filled += numel
     return buckets
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The part of one item that lies in one rank's shard."""
+
+    item: int
+    start: int  # first element within the item
+    rank: int
+    offset: int  # within the rank's shard
+    numel: int
+
+
+@dataclass(frozen=True)
+class ShardLayout:
+    """Items end to end as one vector [N], cut into W shards of equal size [S]; the end is padded.
+
+    S is N / W rounded up, as ``torch.chunk`` cuts; this is also fairscale's layout.
+
+    Attributes:
+        numels: numel of each item.
+        world_size: W.
+    """
+
+    numels: tuple[int, ...]
+    world_size: int
+
+    @property
+    def numel(self) -> int:
+        """N, without padding."""
+        return sum(self.numels)
+
+    @property
+    def shard_numel(self) -> int:
+        """S."""
+        return -(-self.numel // self.world_size)
+
+    @property
+    def padded_numel(self) -> int:
+        """W times S."""
+        return self.shard_numel * self.world_size
+
+    def padding(self, rank: int) -> int:
+        """How many elements at the end of a rank's shard belong to no item."""
+        return self.shard_numel - max(0, min(self.shard_numel, self.numel - rank * self.shard_numel))
+
+    def offsets(self) -> list[int]:
+        """Where each item starts in the vector."""
+        starts, total = [], 0
+        for numel in self.numels:
+            starts.append(total)
+            total += numel
+        return starts
+
+    def pieces(self) -> list[Piece]:
+        """All items cut at the borders of shards, in order; items without elements have none."""
+        found = []
+        for item, (start, numel) in enumerate(zip(self.offsets(), self.numels, strict=True)):
+            done = 0
+            while done < numel:
+                rank, offset = divmod(start + done, self.shard_numel)
+                length = min(numel - done, self.shard_numel - offset)
+                found.append(Piece(item, done, rank, offset, length))
+                done += length
+        return found

@@ -1,5 +1,19 @@
 """fairscale.nn.data_parallel."""
 
+from .fully_sharded_data_parallel import (
+    FullyShardedDataParallel,
+    TrainingState,
+    auto_wrap_bn,
+    get_fsdp_instances,
+    no_pre_load_state_dict_hook,
+)
 from .sharded_ddp import ShardedDataParallel
 
-__all__ = ["ShardedDataParallel"]
+__all__ = [
+    "FullyShardedDataParallel",
+    "ShardedDataParallel",
+    "TrainingState",
+    "auto_wrap_bn",
+    "get_fsdp_instances",
+    "no_pre_load_state_dict_hook",
+]

@@ -1,0 +1,382 @@
+"""fairscale.nn.data_parallel.fully_sharded_data_parallel: FullyShardedDataParallel with fairscale's arguments."""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardkit.errors import ConfigurationError, LifecycleError
+from shardkit.fsdp import FSDP
+from shardkit.fsdp.flat_param import flat_of_listed
+from shardkit.fsdp.state_dict import clean
+from shardkit.fsdp.wrapper import predivide_factor
+from shardkit.hooks import NO_BACKWARD
+from shardkit.internal.parallel import ProcessGroupName
+from shardkit.policy import OffloadPolicy, PrecisionPolicy, ReducePolicy, ReshardPolicy
+
+__all__ = [
+    "FullyShardedDataParallel",
+    "TrainingState",
+    "auto_wrap_bn",
+    "get_fsdp_instances",
+    "no_pre_load_state_dict_hook",
+]
+
+
+class TrainingState(enum.Enum):
+    """What an FSDP module is doing."""
+
+    IDLE = enum.auto()
+    FORWARD = enum.auto()
+    BACKWARD_PRE = enum.auto()
+    BACKWARD_POST = enum.auto()
+    SUMMON_FULL_PARAMS = enum.auto()
+
+
+class FullyShardedDataParallel(FSDP):
+    """fairscale's FullyShardedDataParallel: see :class:`shardkit.FSDP` for what it does.
+
+    Args:
+        module: model or layer.
+        process_group: ranks among which parameters are sharded; None for all.
+        process_group_reduce_scatter: accepted; gradients always travel over connections of their own.
+        reshard_after_forward: free full parameters after forward.
+        disable_reshard_on_root: the root keeps full parameters between forward and backward.
+        mixed_precision: compute and communicate in half precision, with shards in full precision.
+        fp32_reduce_scatter: reduce gradients in fp32 (with ``mixed_precision``).
+        flatten_parameters: one vector for each wrapper.
+        move_params_to_cpu: shards live on the CPU.
+        compute_dtype: fp16 with ``mixed_precision``, else the parameters'.
+        buffer_dtype: ``compute_dtype`` by default.
+        move_grads_to_cpu: ``move_params_to_cpu`` by default.
+        bucket_cap_mb: accepted; a unit's gradients travel together.
+        compute_device: by default where the parameters are.
+        no_broadcast_optim_state: leave this wrapper out of ``gather_full_optim_state_dict``.
+        state_dict_device: where full state dicts are made; by default where the parameters are.
+        clear_autocast_cache: clear it after forward.
+        force_input_to_fp32: cast half-precision inputs (without ``mixed_precision``).
+        verbose: a longer ``repr``.
+        cpu_offload: old name of ``move_params_to_cpu``.
+        state_dict_on_rank_0_only: ``state_dict()`` is empty on other ranks.
+        gradient_predivide_factor: gradients are divided by it before their sum; default: a power of two near the
+            root of the world size.
+        allow_reset_parameters: else ``reset_parameters()`` raises.
+
+    Raises:
+        ConfigurationError: options that exclude each other.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        process_group: Any = None,
+        process_group_reduce_scatter: Any = ProcessGroupName.reduce_scatter,
+        reshard_after_forward: bool = True,
+        disable_reshard_on_root: bool = True,
+        mixed_precision: bool = False,
+        fp32_reduce_scatter: bool = False,
+        flatten_parameters: bool = True,
+        move_params_to_cpu: bool = False,
+        compute_dtype: torch.dtype | None = None,
+        buffer_dtype: torch.dtype | None = None,
+        move_grads_to_cpu: bool | None = None,
+        bucket_cap_mb: int = 25,
+        compute_device: torch.device | None = None,
+        no_broadcast_optim_state: bool | None = False,
+        state_dict_device: torch.device | None = None,
+        clear_autocast_cache: bool = False,
+        force_input_to_fp32: bool = False,
+        verbose: bool = False,
+        cpu_offload: bool = False,
+        state_dict_on_rank_0_only: bool = False,
+        gradient_predivide_factor: float | None = None,
+        allow_reset_parameters: bool = False,
+    ) -> None:
+        if fp32_reduce_scatter and not mixed_precision:
+            raise ConfigurationError("fp32_reduce_scatter requires mixed_precision=True")
+        move_params_to_cpu = move_params_to_cpu or cpu_offload
+        if move_params_to_cpu and move_grads_to_cpu is False:
+            raise ConfigurationError("move_params_to_cpu requires move_grads_to_cpu, which is its default")
+        if mixed_precision and compute_dtype is None:
+            compute_dtype = torch.float16
+        inputs = compute_dtype if mixed_precision else torch.float32 if force_input_to_fp32 else None
+        super().__init__(
+            module,
+            group=process_group,
+            precision=PrecisionPolicy(
+                compute=compute_dtype if mixed_precision else None,
+                buffers=buffer_dtype or (compute_dtype if mixed_precision else None),
+                inputs=inputs,
+            ),
+            reshard=ReshardPolicy(
+                after_forward=bool(reshard_after_forward), root=not disable_reshard_on_root
+            ),
+            offload=OffloadPolicy(move_params_to_cpu, move_grads_to_cpu),
+            reduce=ReducePolicy(
+                dtype=torch.float32 if fp32_reduce_scatter else None, predivide=gradient_predivide_factor
+            ),
+            flatten=flatten_parameters,
+            device=compute_device,
+        )
+        self.process_group_reduce_scatter = process_group_reduce_scatter
+        self.reshard_after_forward = self._orig_reshard_after_forward = reshard_after_forward
+        self.disable_reshard_on_root = disable_reshard_on_root
+        self.mixed_precision = mixed_precision
+        self.fp32_reduce_scatter = fp32_reduce_scatter
+        self.flatten_parameters = flatten_parameters
+        self.move_params_to_cpu = move_params_to_cpu
+        self.move_grads_to_cpu = move_params_to_cpu if move_grads_to_cpu is None else move_grads_to_cpu
+        self.bucket_cap_mb = bucket_cap_mb
+        self.no_broadcast_optim_state = self._keeps_optimizer_state = bool(no_broadcast_optim_state)
+        self.state_dict_device = self._state_dict_device = state_dict_device
+        self.clear_autocast_cache = self._clears_autocast_cache = clear_autocast_cache
+        self.force_input_to_fp32 = force_input_to_fp32
+        self.verbose = verbose
+        self.state_dict_on_rank_0_only = self._state_on_rank_0_only = state_dict_on_rank_0_only
+        self.allow_reset_parameters = allow_reset_parameters
+        self.uncollected_opt_state: dict[int, Any] = {}
+        before, after = self._divisors()
+        self.gradient_predivide_factor, self.gradient_postdivide_factor = before, after
+
+    # ------------------------------------------------------------ what existing code reads
+    @property
+    def module(self) -> nn.Module:
+        """The wrapper's inner part, which forwards to the wrapped module."""
+        return self._fsdp_wrapped_module
+
+    @property
+    def params(self) -> list[nn.Parameter]:
+        """This wrapper's own listed parameters (shards)."""
+        return [f.param for f in self._flats]
+
+    @property
+    def cpu_offload(self) -> bool:
+        """Old name of ``move_params_to_cpu``."""
+        return self.move_params_to_cpu
+
+    @property
+    def rank(self) -> int:
+        """This rank within its group."""
+        return self._group.rank
+
+    @property
+    def world_size(self) -> int:
+        """Size of the group."""
+        return self._group.world_size
+
+    @property
+    def process_group(self) -> Any:
+        """The group as it was passed, or as torch knows it."""
+        if self._process_group is not None:
+            return self._process_group
+        return getattr(self._group, "process_group", None) or torch.distributed.group.WORLD
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """Dtype of gathered parameters."""
+        if self._precision.compute is not None:
+            return self._precision.compute
+        return self._flats[0].param.dtype if self._flats else torch.float32
+
+    @property
+    def buffer_dtype(self) -> torch.dtype:
+        """Dtype of floating-point buffers."""
+        return self._precision.buffers or self.compute_dtype
+
+    @property
+    def compute_device(self) -> torch.device:
+        """Where parameters are gathered."""
+        if self._compute_device is not None:
+            return self._compute_device
+        return self._flats[0].param.device if self._flats else self._group.backend.device()
+
+    @property
+    def numel_padded_per_param(self) -> list[int]:
+        """Padding at the end of each of this rank's shards."""
+        return [f.layout.padding(self.rank) for f in self._flats]
+
+    @property
+    def has_full_params(self) -> bool:
+        """Whether this wrapper's parameters are gathered."""
+        return self._summoned is not None or any(f.is_full for f in self._flats)
+
+    @property
+    def training_state(self) -> TrainingState:
+        """What the module is doing."""
+        if self._summoned is not None:
+            return TrainingState.SUMMON_FULL_PARAMS
+        engine = self._engine
+        if engine is not None and engine.state.task != NO_BACKWARD:
+            return TrainingState.BACKWARD_PRE
+        if engine is not None and engine.forwards:
+            return TrainingState.FORWARD
+        return TrainingState.IDLE
+
+    @property
+    def _require_backward_grad_sync(self) -> bool:
+        return self._engine is None or not self._engine.state.accumulating
+
+    @property
+    def _num_flatten_params(self) -> int:
+        return len(self._flats) if self._flatten else 0
+
+    def non_shared_params(self) -> list[nn.Parameter]:
+        """This wrapper's own parameters; those of other wrappers that it uses are theirs."""
+        return self.params
+
+    def append_shared_param(self, p: nn.Parameter) -> None:
+        """Accepted: weights that wrappers share are found when they are wrapped.
+
+        Raises:
+            ConfigurationError: ``p`` belongs to no FSDP module.
+        """
+        if flat_of_listed(p) is None:
+            raise ConfigurationError("append_shared_param takes a parameter that another FSDP module owns")
+
+    def assert_state(self, state: TrainingState | list[TrainingState]) -> None:
+        """Raises unless the module is in one of these states.
+
+        Raises:
+            LifecycleError: it is in another one.
+        """
+        wanted = [state] if isinstance(state, TrainingState) else state
+        if self.training_state not in wanted:
+            raise LifecycleError(
+                f"expected to be in states {wanted} but current state is {self.training_state}"
+            )
+
+    # ------------------------------------------------------------ methods
+    @contextlib.contextmanager
+    def summon_full_params(  # type: ignore[override]
+        self, recurse: bool = True, volatile: bool = False, *, writeback: bool | None = None
+    ) -> Iterator[None]:
+        """Inside, full parameters are there under their own names; changes are kept unless ``volatile``."""
+        keep = not volatile if writeback is None else writeback
+        with super().summon_full_params(recurse, keep):
+            yield
+
+    def set_gradient_divide_factors(self, pre: float, post: float, recursive: bool) -> None:
+        """Gradients are divided by ``pre`` before and by ``post`` after their sum over ranks."""
+        for m in self.modules() if recursive else [self]:
+            if isinstance(m, FullyShardedDataParallel):
+                m.gradient_predivide_factor, m.gradient_postdivide_factor = pre, post
+                m.set_divisors(pre, post)
+
+    def _get_gradient_predivide_factor(self, world_size: int) -> float:
+        return float(predivide_factor(world_size))
+
+    def reset_parameters(self) -> Any:
+        """The wrapped module's, with full parameters.
+
+        Raises:
+            ConfigurationError: without ``allow_reset_parameters``.
+        """
+        if not self.allow_reset_parameters:
+            raise ConfigurationError(
+                "reset_parameters() is called on an FSDP instance, which would change the parameters of a model that "
+                "may be trained already; allow it by allow_reset_parameters=True"
+            )
+        with self.summon_full_params(recurse=False):
+            inner: Any = self._fsdp_wrapped_module._fpw_module
+            return inner.reset_parameters()
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """Names as fairscale's: raw ones where flattened, clean ones otherwise and inside ``summon_full_params``."""
+        for name, param in super().named_parameters(*args, **kwargs):
+            yield (name if self._flatten and self._summoned is None else clean(name)), param
+
+    def extra_repr(self) -> str:
+        """World size and the main options."""
+        text = (
+            f"world_size={self.world_size}, flatten_parameters={self.flatten_parameters}, "
+            f"mixed_precision={self.mixed_precision}, "
+        )
+        if self.verbose:
+            text = (
+                f"self={id(self)} is_root={self._is_root}, rank={self.rank}, {text}"
+                f"reshard_after_forward={self.reshard_after_forward}, compute_dtype={self.compute_dtype}, "
+                f"buffer_dtype={self.buffer_dtype}, fp32_reduce_scatter={self.fp32_reduce_scatter}, "
+                f"compute_device={self.compute_device}, move_params_to_cpu={self.move_params_to_cpu}, "
+                f"move_grads_to_cpu={self.move_grads_to_cpu}, bucket_cap_mb={self.bucket_cap_mb}, "
+                f"clear_autocast_cache={self.clear_autocast_cache}, force_input_to_fp32={self.force_input_to_fp32}, "
+            )
+        return text
+
+
+def get_fsdp_instances(mod: nn.Module, skip_empty: bool = False) -> list[FullyShardedDataParallel]:
+    """All FSDP modules in a module, itself included, the outermost first.
+
+    Args:
+        mod: where to look.
+        skip_empty: leave out those without parameters of their own.
+    """
+    found = [m for m in mod.modules() if isinstance(m, FullyShardedDataParallel)]
+    return [m for m in found if m.non_shared_params()] if skip_empty else found
+
+
+@contextlib.contextmanager
+def no_pre_load_state_dict_hook() -> Iterator[None]:
+    """Inside, FSDP modules do not translate keys of state dicts that are loaded through an outer module."""
+    from shardkit.fsdp import state_dict
+
+    before, state_dict.translates_keys = state_dict.translates_keys, False
+    try:
+        yield
+    finally:
+        state_dict.translates_keys = before
+
+
+def auto_wrap_bn(
+    module: nn.Module,
+    single_rank_pg: bool = False,
+    process_group: Any = None,
+    fsdp_config: dict[str, Any] | None = None,
+    wrap_it: bool = True,
+    assert_on_collision: bool = True,
+) -> nn.Module:
+    """Wraps all batch norms in FSDP modules of their own: full precision, not flattened, not resharded.
+
+    Args:
+        module: where to look for batch norms.
+        single_rank_pg: each rank keeps its own, unsharded and not synchronised.
+        process_group: ranks to shard over.
+        fsdp_config: arguments in place of these.
+        wrap_it: False only sets ``wrapper_config``, for a later ``auto_wrap``.
+        assert_on_collision: a batch norm that has a ``wrapper_config`` already is an error.
+
+    Returns:
+        The module, with its batch norms wrapped.
+
+    Raises:
+        ConfigurationError: see ``assert_on_collision``.
+    """
+    from shardkit.internal.parallel import get_process_group_cached
+    from shardkit.nn.wrap import auto_wrap, config_auto_wrap_policy, enable_wrap
+
+    if single_rank_pg:
+        process_group = get_process_group_cached(ranks=[torch.distributed.get_rank()])
+    if fsdp_config is None:
+        fsdp_config = {
+            "process_group": process_group,
+            "mixed_precision": False,
+            "flatten_parameters": False,
+            "reshard_after_forward": False,
+            "bucket_cap_mb": 0,
+            "force_input_to_fp32": False,
+        }
+    for m in module.modules():
+        if isinstance(m, nn.modules.batchnorm._BatchNorm):
+            if assert_on_collision and hasattr(m, "wrapper_config"):
+                raise ConfigurationError(
+                    "Module shouldn't already have a wrapper_config. Is it tagged already by another policy?"
+                )
+            m.wrapper_config = fsdp_config  # type: ignore[assignment]
+    if not wrap_it:
+        return module
+    with enable_wrap(config_auto_wrap_policy, wrapper_cls=FullyShardedDataParallel):
+        return auto_wrap(module)

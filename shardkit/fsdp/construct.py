@@ -1,0 +1,152 @@
+"""Takes a module's parameters apart into vectors, when it is wrapped.
+
+Legend: W world size, S shard numel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..backend import Group
+from ..errors import RankMismatchError
+from ..layout import ShardLayout
+from ..ownership import check_same_everywhere
+from .flat_param import FlatParam, Member, Place, managing
+
+
+def modules_outside_units(
+    module: nn.Module, unit_type: type[nn.Module], prefix: str = ""
+) -> Iterator[tuple[str, nn.Module]]:
+    """``named_modules``, without those below other units."""
+    seen: set[nn.Module] = set()
+
+    def walk(prefix: str, m: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+        if m in seen or isinstance(m, unit_type):
+            return
+        seen.add(m)
+        yield prefix, m
+        for name, child in m._modules.items():
+            if child is not None:
+                yield from walk(f"{prefix}.{name}" if prefix else name, child)
+
+    yield from walk(prefix, module)
+
+
+class Found:
+    """What a module holds outside of other units.
+
+    Attributes:
+        members: parameters of its own, once each, with all places.
+        names: path of each member's first place.
+        borrowed: vectors of other units that manage parameters which this module uses too.
+    """
+
+    def __init__(self, module: nn.Module, unit_type: type[nn.Module]) -> None:
+        self.members: list[Member] = []
+        self.names: list[str] = []
+        self.borrowed: list[FlatParam] = []
+        self.shared: list[tuple[str, str]] = []  # (first path, other path)
+        by_param: dict[nn.Parameter, int] = {}
+        for path, m in modules_outside_units(module, unit_type):
+            for name, p in list(m._parameters.items()):
+                if p is None:
+                    continue
+                full = f"{path}.{name}" if path else name
+                flat = managing(p)
+                if flat is not None:
+                    self._borrow(flat, p, Place(m, name))
+                elif p in by_param:
+                    self.members[by_param[p]].places.append(Place(m, name))
+                    self.shared.append((self.names[by_param[p]], full))
+                else:
+                    by_param[p] = len(self.members)
+                    self.members.append(Member(p, [Place(m, name)]))
+                    self.names.append(full)
+
+    def _borrow(self, flat: FlatParam, param: nn.Parameter, place: Place) -> None:
+        for member in flat.members:
+            if member.param is param:
+                member.places.append(place)
+        place.module._parameters[place.name] = None
+        place.module.__dict__[place.name] = param
+        if flat not in self.borrowed:
+            self.borrowed.append(flat)
+
+
+def alike(members: Iterable[int], all_members: list[Member]) -> list[list[int]]:
+    """Indices of members grouped by dtype and by whether they are trainable, in order of first appearance."""
+    groups: dict[tuple[torch.dtype, bool], list[int]] = {}
+    for i in members:
+        p = all_members[i].param
+        groups.setdefault((p.dtype, p.requires_grad), []).append(i)
+    return list(groups.values())
+
+
+def check_ranks_agree(found: Found, group: Group) -> None:
+    """Raises RankMismatchError on all ranks if their parameters differ in names, shapes or dtypes."""
+    facts: list[tuple[str, Any]] = [
+        (n, (tuple(m.param.shape), str(m.param.dtype), "trainable" if m.param.requires_grad else "frozen"))
+        for n, m in zip(found.names, found.members, strict=True)
+    ]
+    check_same_everywhere(group, facts, "the wrapped module's parameters")
+
+
+@torch.no_grad()
+def shard_of(members: list[Member], group: Group, device: torch.device, from_rank_0: bool) -> torch.Tensor:
+    """This rank's shard of the members, [S], in their dtype.
+
+    Args:
+        device: where the members are gathered; the shard is there too.
+        from_rank_0: rank 0's values count; else ranks must hold the same ones.
+
+    Raises:
+        RankMismatchError: on all ranks, without ``from_rank_0``, if values differ between ranks.
+    """
+    layout = ShardLayout(tuple(m.param.numel() for m in members), group.world_size)
+    dtype = members[0].param.dtype
+    if any(m.param.is_meta for m in members):
+        return torch.empty(layout.shard_numel, dtype=dtype, device="meta")
+    rows = [m.param.detach().reshape(-1).to(device) for m in members]
+    rows.append(torch.zeros(layout.padded_numel - layout.numel, dtype=dtype, device=device))
+    vector = torch.cat(rows)
+    if group.world_size == 1:
+        return vector
+    if from_rank_0:
+        group.channel("buffers").broadcast(vector, 0, label="parameters of rank 0")
+    else:
+        _check_same_values(vector, members, group)
+    if group.backend.has_storage:
+        return vector[group.rank * layout.shard_numel : (group.rank + 1) * layout.shard_numel].clone()
+    shard = vector.new_empty(layout.shard_numel)
+    _own_part(vector, shard, group)
+    return shard
+
+
+def _own_part(vector: torch.Tensor, shard: torch.Tensor, group: Group) -> None:
+    """Which part is this rank's is data, so that all ranks build one graph."""
+    rank = torch.tensor([group.rank]).to(vector.device)
+    shard.copy_(vector.view(group.world_size, -1).index_select(0, rank).view(-1))
+
+
+def _check_same_values(vector: torch.Tensor, members: list[Member], group: Group) -> None:
+    import hashlib
+
+    sums = [
+        hashlib.sha1(
+            m.param.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+        ).hexdigest()
+        for m in members
+    ]
+    everybody = group.channel("control").all_gather_object(sums, label="check of start values")
+    for rank, theirs in enumerate(everybody):
+        if theirs != everybody[0]:
+            k = next(i for i, (a, b) in enumerate(zip(theirs, everybody[0], strict=True)) if a != b)
+            raise RankMismatchError(
+                f"parameter {k} of the wrapped module, of shape {tuple(members[k].shape)}, has other values on rank "
+                f"{group.ranks[rank]} than on rank {group.ranks[0]}; the shards would mix both. Seed all ranks alike, "
+                "or pass sync_module_states=True to start from rank 0's"
+            )

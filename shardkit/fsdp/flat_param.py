@@ -1,0 +1,326 @@
+"""Parameters of one unit as one vector of which each rank keeps a shard.
+
+Legend: W world size, N numel of all members, S shard numel (N / W rounded up), F flags in one rank's part.
+
+[Note: members] The parameters of the wrapped module stay what they are: leaf tensors, the same objects, reached as
+attributes of their modules. Only their data moves: they are views of one buffer [W * S] whose memory exists while the
+unit is gathered. So autograd sees no reshaping, their gradients are their own, a weight used in two units stays one
+weight, and whoever kept a reference to a parameter (an RNN, a hook, a metric) keeps the right one. What
+``parameters()`` lists is the shard, a parameter of its own.
+
+[Note: memory] Where tensors own memory, the buffer's storage is released and taken again, and views of it (those
+that autograd saved for backward among them) come back to life. Where they don't (lazy tensors), members get new values
+with each gathering and an empty one afterwards; the compiler frees what nobody refers to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from ..backend import Group, Work
+from ..layout import ShardLayout
+
+
+class Place(NamedTuple):
+    """Where a parameter is an attribute."""
+
+    module: nn.Module
+    name: str
+
+
+@dataclass
+class Member:
+    """One of the parameters in a vector, and all places where it is found."""
+
+    param: nn.Parameter
+    places: list[Place]
+    shape: torch.Size = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.shape = self.param.shape
+
+
+class MemberParameter(nn.Parameter):
+    """A parameter whose values live in a sharded vector; copies and pickles are empty, their owner fills them."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> MemberParameter:
+        copied = _empty_member(self.dtype, self.requires_grad)
+        memo[id(self)] = copied
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _empty_member, (self.dtype, self.requires_grad)
+
+
+def _empty_member(dtype: torch.dtype, requires_grad: bool) -> MemberParameter:
+    param = nn.Parameter(torch.empty(0, dtype=dtype), requires_grad=requires_grad)
+    param.__class__ = MemberParameter
+    return param  # type: ignore[return-value]
+
+
+# Which vector holds a parameter's values: one wrapped unit may meet a parameter that another one manages.
+_managed_by: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+_listed_by: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+def managing(param: nn.Parameter) -> FlatParam | None:
+    """The vector that manages a member, None for other parameters."""
+    return _managed_by.get(param)
+
+
+def flat_of_listed(param: nn.Parameter) -> FlatParam | None:
+    """The vector whose shard a listed parameter is, None for other parameters."""
+    return _listed_by.get(param)
+
+
+class FlatParam:
+    """Members of one dtype, sharded evenly as one vector.
+
+    Args:
+        members: in the order in which they lie in the vector.
+        names: path of each in the unit's module.
+        holder: where ``param`` is listed.
+        param: this rank's shard [S] in full precision, as the optimizer sees it.
+        group: ranks that share the vector.
+        compute_dtype: dtype while gathered; None for the shard's own.
+        compute_device: device while gathered; None for the shard's own.
+
+    Attributes:
+        layout: where members and shards lie.
+        label: what it is called in errors.
+        is_full: members have their values, or will have after :meth:`finish_gather`.
+        idle: which members have had no gradient on any rank since the gradient was last cleared.
+    """
+
+    def __init__(
+        self, members: Sequence[Member], names: Sequence[str], param: nn.Parameter, holder: Place, group: Group,
+        compute_dtype: torch.dtype | None, compute_device: torch.device | None,
+    ) -> None:  # fmt: skip
+        self.members = list(members)
+        self.names = list(names)
+        self.param = param
+        self.holder = holder
+        self.group = group
+        self.layout = ShardLayout(tuple(m.shape.numel() for m in members), group.world_size)
+        self.label = ""
+        self.is_full = False
+        self.idle = [True] * len(self.members)
+        self._compute_dtype = compute_dtype
+        self._compute_device = compute_device
+        self._users = 0
+        self._full: torch.Tensor | None = None
+        self._pending: Work | None = None
+        self._has_storage = group.backend.has_storage
+        self.adopt()
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """Dtype of the members while gathered."""
+        return self._compute_dtype or self.param.dtype
+
+    @property
+    def compute_device(self) -> torch.device:
+        """Device of the members while gathered."""
+        return self._compute_device or self.param.device
+
+    @property
+    def is_listed_flat(self) -> bool:
+        """Listed as a vector by the unit, not in place of its one member."""
+        return all(place.module is not self.holder.module for place in self.members[0].places)
+
+    @property
+    def is_whole(self) -> bool:
+        """This rank's shard is the whole vector as it is computed with: members are views of it."""
+        p = self.param
+        return (
+            self.group.world_size == 1 and p.dtype == self.compute_dtype and p.device == self.compute_device
+        )
+
+    # ------------------------------------------------------------ how members see the vector
+    def adopt(self) -> bool:
+        """Makes the members views; after construction and whenever the shard's device or dtype changed.
+
+        Returns:
+            Whether members had to be replaced by other objects (devices between which tensors can't change).
+        """
+        self._pending, self._users, self.is_full = None, 0, False
+        self._seen = (self.param.dtype, self.param.device)
+        _listed_by[self.param] = self
+        replaced = self._make_members()
+        if self.param.device.type == "meta":
+            self._full = torch.empty(self.layout.numel, dtype=self.compute_dtype, device="meta")
+            self._show(self._full)
+        elif self.is_whole:
+            self._full = None
+            self._show_shard()
+        elif self._has_storage:
+            self._full = torch.empty(
+                self.layout.padded_numel, dtype=self.compute_dtype, device=self.compute_device
+            )
+            self._own = self._part(self._full)
+            self._show(self._full)
+            self.group.backend.release_storage(self._full)
+        else:
+            self._full = None
+            self._hide()
+        return replaced
+
+    def _make_members(self) -> bool:
+        target = "meta" if self.param.device.type == "meta" else self.compute_device.type
+        replaced = False
+        for member in self.members:
+            old = member.param
+            if old.device.type != target and not {old.device.type, target} <= {"cpu", "cuda"}:
+                empty = torch.empty(0, dtype=self.compute_dtype, device=target)
+                member.param = nn.Parameter(empty, requires_grad=old.requires_grad)
+                for place in member.places:
+                    place.module.__dict__[place.name] = member.param
+                replaced = True
+            if type(member.param) is nn.Parameter:
+                member.param.__class__ = MemberParameter
+            _managed_by[member.param] = self
+        return replaced
+
+    def _part(self, vector: torch.Tensor) -> torch.Tensor:
+        """This rank's part of a vector [W * S], [S]."""
+        size = self.layout.shard_numel
+        return vector[self.group.rank * size : (self.group.rank + 1) * size]
+
+    def _show(self, vector: torch.Tensor) -> None:
+        """Members become views of a vector [N or more]."""
+        pieces = torch.split_with_sizes(vector[: self.layout.numel], list(self.layout.numels))
+        for member, piece in zip(self.members, pieces, strict=True):
+            member.param.data = piece.view(member.shape)
+
+    def _show_shard(self) -> None:
+        flat = self.param.data.reshape(-1)
+        self._show(flat)
+        self._pointer = flat.data_ptr() if self._has_storage else 0
+
+    def _hide(self) -> None:
+        nothing = torch.empty(0, dtype=self.compute_dtype, device=self.compute_device)
+        for member in self.members:
+            member.param.data = nothing
+
+    # ------------------------------------------------------------ gathering
+    def start_gather(self) -> None:
+        """Asks for all ranks' shards on behalf of one more unit; call :meth:`finish_gather` before use."""
+        self._users += 1
+        if self.is_full:
+            return
+        if self._seen != (self.param.dtype, self.param.device):
+            self.adopt()
+            self._users = 1
+        self.is_full = True
+        shard = self.param.data
+        if shard.is_meta:
+            return
+        if self.is_whole:
+            if not self._has_storage or shard.data_ptr() != self._pointer:
+                self._show_shard()  # somebody put another tensor in
+        elif self._has_storage and self._full is not None:
+            self.group.backend.take_storage(self._full)
+            self._own.copy_(shard.view(-1))  # casts, and comes from the host
+            if self.group.world_size > 1:
+                self._pending = self._channel.all_gather_into(
+                    self._full, self._own, async_op=True, label=self.label
+                )
+        else:
+            shard = shard.view(-1).to(device=self.compute_device, dtype=self.compute_dtype)
+            self._full = shard.new_empty(self.layout.padded_numel)
+            self._pending = self._channel.all_gather_into(self._full, shard, async_op=True, label=self.label)
+
+    @property
+    def _channel(self) -> Group:
+        return self.group.channel("parameters")
+
+    def finish_gather(self) -> None:
+        """From now on members have their values."""
+        if self._pending is not None:
+            pending, self._pending = self._pending, None
+            pending.wait()
+            if not self._has_storage and self._full is not None:
+                self._show(self._full)
+
+    def release(self) -> None:
+        """One unit no longer needs the members; the last one frees their memory."""
+        self._users -= 1
+        if self._users <= 0:
+            self.drop()
+
+    def drop(self) -> None:
+        """Nobody needs the members: frees their memory."""
+        self._users = 0
+        if not self.is_full:
+            return
+        self.finish_gather()  # its memory is in use until it is through
+        self.is_full = False
+        if self.is_whole or self.param.is_meta:
+            return
+        if not self._has_storage:
+            self._full = None
+            self._hide()
+        elif self._full is not None:
+            self.group.backend.release_storage(self._full)
+
+    # ------------------------------------------------------------ full precision
+    @torch.no_grad()
+    def gather_full_precision(self) -> torch.Tensor:
+        """The whole vector in the shard's dtype, [W * S], on the compute device (collective)."""
+        shard = self.param.data.reshape(-1).to(self.compute_device)
+        if self.group.world_size == 1 or shard.is_meta:
+            return shard.new_empty(self.layout.padded_numel) if shard.is_meta else shard.clone()
+        full = shard.new_empty(self.layout.padded_numel)
+        self._channel.all_gather_into(full, shard, label=f"{self.label} in full precision")
+        return full
+
+    @contextmanager
+    def summoned(self, writeback: bool) -> Iterator[None]:
+        """Members hold their values in full precision; with ``writeback`` changes to them are kept."""
+        self.drop()  # will be stale
+        full = self.gather_full_precision()
+        gradients = [m.param.grad for m in self.members]  # of the compute dtype
+        for m in self.members:
+            m.param.grad = None
+        self._show(full)
+        try:
+            yield
+        finally:
+            if writeback:
+                self._keep(full)
+            self.adopt()
+            for m, g in zip(self.members, gradients, strict=True):
+                if g is not None:
+                    m.param.grad = g
+
+    @torch.no_grad()
+    def _keep(self, full: torch.Tensor) -> None:
+        """Takes this rank's part from members, which are views of ``full`` unless somebody replaced them."""
+        for member, start in zip(self.members, self.layout.offsets(), strict=True):
+            data = member.param.data
+            mine = full[start : start + member.shape.numel()]
+            if not self._has_storage or data.data_ptr() != mine.data_ptr():
+                mine.copy_(data.reshape(-1))
+        part = full if self.group.world_size == 1 else self._part(full)
+        self.param.data.view(-1).copy_(part)
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = self.__dict__.copy()
+        for name in ("group", "_full", "_own", "_pending"):
+            state.pop(name, None)
+        return state
+
+    def connect(self, group: Group) -> None:
+        """Comes back to life after copying or unpickling."""
+        self.group = group
+        self._has_storage = group.backend.has_storage
+        self.adopt()

@@ -1,0 +1,84 @@
+"""Keeps an optimizer from moving parameters that had no gradient though their neighbours in a vector had.
+
+A plain process skips a parameter whose ``grad`` is None: no weight decay, no momentum, no change of state. In a vector
+such members have zeros for gradients, which the optimizer can't tell from real ones. So before a step their values and
+states are put aside, and put back after it. It costs nothing where all members have gradients. (State that is one
+number for the vector, such as the count of steps, is that of the neighbours.)
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any, NamedTuple
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from .flat_param import FlatParam
+
+
+class _Saved(NamedTuple):
+    flat: FlatParam
+    ranges: list[tuple[int, int]]  # within the shard
+    values: list[torch.Tensor]
+    state: dict[str, list[torch.Tensor]]
+
+
+_flats: weakref.WeakSet[FlatParam] = weakref.WeakSet()
+_saved: weakref.WeakKeyDictionary[Optimizer, list[_Saved]] = weakref.WeakKeyDictionary()
+_registered: list[Any] = []
+
+
+def protect_idle_members(flat: FlatParam) -> None:
+    """From now on optimizers leave members of this vector alone that had no gradient."""
+    if not _registered:
+        _registered.append(register_optimizer_step_pre_hook(_before_step))
+        _registered.append(register_optimizer_step_post_hook(_after_step))
+    _flats.add(flat)
+
+
+def idle_ranges(flat: FlatParam) -> list[tuple[int, int]]:
+    """Parts of this rank's shard whose members had no gradient, as (start, end)."""
+    return [
+        (p.offset, p.offset + p.numel)
+        for p in flat.layout.pieces()
+        if p.rank == flat.group.rank and flat.idle[p.item]
+    ]
+
+
+def _vectors(param: torch.Tensor, state: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """What of an optimizer's state has one element for each of the parameter."""
+    return {
+        k: v for k, v in state.items() if isinstance(v, torch.Tensor) and v.shape == param.shape and v.dim()
+    }
+
+
+@torch.no_grad()
+def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    partly = [f for f in _flats if f.param.grad is not None and any(f.idle) and not f.param.is_meta]
+    if not partly:
+        return
+    mine = {id(p) for g in optimizer.param_groups for p in g["params"]}
+    saved = []
+    for flat in partly:
+        if id(flat.param) not in mine:
+            continue
+        ranges = idle_ranges(flat)
+        values = [flat.param.data.view(-1)[a:b].clone() for a, b in ranges]
+        state = {
+            k: [v.view(-1)[a:b].clone() for a, b in ranges]
+            for k, v in _vectors(flat.param, optimizer.state.get(flat.param, {})).items()
+        }
+        saved.append(_Saved(flat, ranges, values, state))
+    _saved[optimizer] = saved
+
+
+@torch.no_grad()
+def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    for flat, ranges, values, state in _saved.pop(optimizer, []):
+        for (a, b), value in zip(ranges, values, strict=True):
+            flat.param.data.view(-1)[a:b] = value
+        for key, vector in _vectors(flat.param, optimizer.state.get(flat.param, {})).items():
+            for k, (a, b) in enumerate(ranges):
+                vector.view(-1)[a:b] = state[key][k] if key in state else 0

@@ -1,0 +1,45 @@
+"""Gradients that ``no_sync`` accumulated on this rank, and how clearing them is noticed."""
+
+from __future__ import annotations
+
+import torch
+
+from .flat_param import FlatParam
+
+
+class LocalGradients:
+    """Watches whether somebody cleared the gradient of a shard whose members hold gradients of their own.
+
+    After a backward inside ``no_sync`` the members hold this rank's gradients, and the listed parameter, the shard,
+    has nothing new. It gets a gradient of zeros all the same: ``optimizer.zero_grad()`` in any form changes that
+    one, and so says that the members' gradients are to be forgotten too.
+    """
+
+    def __init__(self, flat: FlatParam) -> None:
+        self._flat = flat
+        self._mark: torch.Tensor | None = None
+        self._version = 0
+
+    def note(self) -> None:
+        """A backward inside ``no_sync`` has ended."""
+        flat = self._flat
+        if all(m.param.grad is None for m in flat.members):
+            return
+        if flat.param.grad is None:
+            flat.param.grad = torch.zeros_like(flat.param, requires_grad=False)
+            flat.idle = [True] * len(flat.members)
+        self._mark = flat.param.grad
+        self._version = self._mark._version
+
+    def forget_if_cleared(self) -> None:
+        """Before anything is added: clears the members' gradients if the shard's was cleared."""
+        mark, self._mark = self._mark, None
+        if mark is None:
+            return
+        now = self._flat.param.grad
+        if now is mark and now._version == self._version:
+            self._mark = mark
+            return
+        if now is None or not bool(now.any()):
+            for m in self._flat.members:
+                m.param.grad = None

@@ -1,0 +1,195 @@
+"""Optimizer state of sharded parameters: to one full dict under one id for each original parameter, and back.
+
+Ids count the members of all vectors, wrapper by wrapper with the root first: fairscale's order. A full dict is::
+
+    {"state": {id: {...}}, "param_groups": [...], "param_id_map": {id: index in the optimizer or None},
+     "uncollected_local_ids": [...]}
+
+What has one element for each of the parameter's is gathered and cut into the members' shapes; what is one number for a
+vector (the count of steps) is repeated for each member.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from ..errors import ConfigurationError
+from .flat_param import FlatParam
+
+EXTRA = ("param_id_map", "uncollected_local_ids")
+
+
+def _plain(value: Any) -> Any:
+    """One number as a Python number."""
+    return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
+
+
+def _is_vector(value: Any, flat: FlatParam) -> bool:
+    """Whether a state has one element for each of this rank's shard."""
+    if not isinstance(value, torch.Tensor) or value.dim() == 0:
+        return False
+    return value.numel() == flat.layout.shard_numel
+
+
+def _member_ids(flats: Sequence[FlatParam]) -> list[list[int]]:
+    ids, count = [], 0
+    for flat in flats:
+        ids.append(list(range(count, count + len(flat.members))))
+        count += len(flat.members)
+    return ids
+
+
+@torch.no_grad()
+def _gather(flat: FlatParam, value: torch.Tensor) -> list[torch.Tensor]:
+    """The members' parts of a state, on the CPU (collective)."""
+    shard = value.detach().reshape(-1).to(flat.compute_device)
+    full = shard
+    if flat.group.world_size > 1:
+        full = shard.new_empty(flat.layout.padded_numel)
+        flat.group.channel("parameters").all_gather_into(
+            full, shard, label=f"optimizer state of {flat.label}"
+        )
+    pieces = full[: flat.layout.numel].cpu().split(list(flat.layout.numels))
+    return [p.view(m.shape).clone() for p, m in zip(pieces, flat.members, strict=True)]
+
+
+def _keys_everywhere(flat: FlatParam, state: dict[str, Any]) -> dict[str, tuple[bool, Any]]:
+    """For each state of a vector: whether it is gathered, and its dtype or its value (ranks may lack it)."""
+    mine = {k: (True, v.dtype) if _is_vector(v, flat) else (False, _plain(v)) for k, v in state.items()}
+    if flat.group.world_size == 1:
+        return mine
+    merged: dict[str, tuple[bool, Any]] = {}
+    for theirs in flat.group.channel("control").all_gather_object(mine, label="kinds of optimizer state"):
+        for key, what in theirs.items():
+            merged.setdefault(key, what)
+    return merged
+
+
+def gather_full(
+    flats: Sequence[FlatParam], uncollected: Sequence[FlatParam], optimizer_state: dict[str, Any],
+    optimizer: Optimizer, keep_on: bool,
+) -> dict[str, Any] | None:  # fmt: skip
+    """The full state dict where ``keep_on``, None elsewhere (collective).
+
+    Args:
+        flats: all vectors, in the order of ids.
+        uncollected: those whose state is this rank's own and stays here.
+        optimizer_state: ``optimizer.state_dict()``; further entries are passed on.
+        optimizer: whose parameters are the vectors' shards.
+        keep_on: whether this rank returns it.
+    """
+    params = [p for g in optimizer.param_groups for p in g["params"]]
+    index_of = {id(p): i for i, p in enumerate(params)}
+    state: dict[int, dict[str, Any]] = {}
+    id_map: dict[int, int | None] = {}
+    for flat, ids in zip(flats, _member_ids(flats), strict=True):
+        local = index_of.get(id(flat.param))
+        own = {} if local is None else optimizer_state["state"].get(local, {})
+        id_map.update(dict.fromkeys(ids, local))
+        if flat in uncollected:
+            _keep_uncollected(state, flat, ids, own)
+            continue
+        for key, (is_vector, what) in _keys_everywhere(flat, own).items():
+            if is_vector:
+                value = own.get(key)
+                if value is None:  # nothing of the vector's members lies here, or nothing was ever used
+                    value = torch.zeros(flat.layout.shard_numel, dtype=what)
+                values: list[Any] = _gather(flat, value)
+            else:
+                values = [what] * len(ids)
+            if keep_on:
+                for i, v in zip(ids, values, strict=True):
+                    state.setdefault(i, {})[key] = copy.copy(v)
+    if not keep_on:
+        return None
+    members = _members_of_groups(flats, optimizer)
+    groups = [
+        {**copy.deepcopy({k: v for k, v in g.items() if k != "params"}), "params": ids}
+        for g, ids in zip(optimizer_state["param_groups"], members, strict=True)
+    ]
+    others = {k: v for k, v in optimizer_state.items() if k not in ("state", "param_groups", *EXTRA)}
+    local_ids = [index_of[id(f.param)] for f in uncollected if id(f.param) in index_of]
+    return {
+        "state": dict(sorted(state.items())),
+        "param_groups": groups,
+        **others,
+        "param_id_map": id_map,
+        "uncollected_local_ids": local_ids,
+    }
+
+
+def _keep_uncollected(
+    state: dict[int, dict[str, Any]], flat: FlatParam, ids: list[int], own: dict[str, Any]
+) -> None:
+    for key, value in own.items():
+        if _is_vector(value, flat) and flat.group.world_size == 1:
+            pieces: list[Any] = list(value.detach().cpu().reshape(-1).split(list(flat.layout.numels)))
+            values = [p.view(m.shape).clone() for p, m in zip(pieces, flat.members, strict=True)]
+        else:
+            values = [_plain(value)] * len(ids)
+        for i, v in zip(ids, values, strict=True):
+            state.setdefault(i, {})[key] = v
+
+
+def _members_of_groups(flats: Sequence[FlatParam], optimizer: Optimizer) -> list[list[int]]:
+    ids = {id(f.param): m for f, m in zip(flats, _member_ids(flats), strict=True)}
+    return [[i for p in g["params"] for i in ids.get(id(p), [])] for g in optimizer.param_groups]
+
+
+def shard_full(flats: Sequence[FlatParam], full: dict[str, Any]) -> dict[str, Any]:
+    """This rank's part of a full state dict, for ``optimizer.load_state_dict``; the argument is not changed.
+
+    Raises:
+        ConfigurationError: it belongs to another model.
+    """
+    ids_of = _member_ids(flats)
+    count = sum(len(ids) for ids in ids_of)
+    id_map: dict[int, int | None] = full.get("param_id_map") or {}
+    known = set(id_map) or {i for g in full["param_groups"] for i in g["params"]}
+    if known and len(known) != count:
+        raise ConfigurationError(
+            f"this optimizer state is of a model with {len(known)} parameters, this model has {count}; wrap the model "
+            "as it was when the state was saved"
+        )
+    vector_of = {i: k for k, ids in enumerate(ids_of) for i in ids}
+    groups, local_of = [], {}
+    for group in full["param_groups"]:
+        locals_: list[int] = []
+        for i in group["params"]:
+            k = vector_of[i]
+            given = id_map.get(i)
+            local_of[k] = k if given is None else given
+            if local_of[k] not in locals_:
+                locals_.append(local_of[k])
+        groups.append({**copy.deepcopy({k: v for k, v in group.items() if k != "params"}), "params": locals_})
+    state = {}
+    for k, (flat, ids) in enumerate(zip(flats, ids_of, strict=True)):
+        have = {i: full["state"][i] for i in ids if full["state"].get(i)}
+        if have and k in local_of:
+            state[local_of[k]] = _shard_state(flat, ids, have)
+    others = {k: v for k, v in full.items() if k not in ("state", "param_groups", *EXTRA)}
+    return {"state": dict(sorted(state.items())), "param_groups": groups, **others}
+
+
+def _shard_state(flat: FlatParam, ids: list[int], have: dict[int, dict[str, Any]]) -> dict[str, Any]:
+    """One vector's state from those of its members; members without any count as zeros."""
+    first = next(iter(have.values()))
+    sharded = {}
+    for key, value in first.items():
+        shape = next(m.shape for i, m in zip(ids, flat.members, strict=True) if i in have)
+        if not isinstance(value, torch.Tensor) or value.dim() == 0 or value.numel() != shape.numel():
+            sharded[key] = copy.copy(value)
+            continue
+        rows = [
+            have[i][key].detach().reshape(-1) if i in have else value.new_zeros(m.shape.numel())
+            for i, m in zip(ids, flat.members, strict=True)
+        ]
+        rows.append(value.new_zeros(flat.layout.padded_numel - flat.layout.numel))
+        size, rank = flat.layout.shard_numel, flat.group.rank
+        sharded[key] = torch.cat(rows)[rank * size : (rank + 1) * size].clone().view(flat.param.shape)
+    return sharded

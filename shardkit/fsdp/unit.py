@@ -1,0 +1,244 @@
+"""One wrapped module's share in the engine: what it needs gathered, and how far its backward has come."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from ..backend import Group
+from ..hooks import NO_BACKWARD, GradientHooks
+from .flat_param import FlatParam
+from .gradients import GradientPack
+from .local_gradients import LocalGradients
+
+if TYPE_CHECKING:
+    from .engine import Engine
+
+
+class Unit:
+    """The vectors of one wrapped module.
+
+    Attributes:
+        name: path of the wrapper in the root module.
+        flats: vectors that this unit owns.
+        borrowed: vectors of other units with weights that this unit's module uses too.
+        keep_after_forward: stays gathered between forward and backward.
+        engine: runs the unit; the root's.
+        is_held: gathered on behalf of this unit.
+        reduced: its gradients were sent in this backward.
+        position: place in the order of backward; -1 where it has none.
+        goes_backward: some output of its last forward may get a gradient.
+        has_frozen: some of what it needs is not trainable.
+    """
+
+    def __init__(
+        self,
+        flats: Sequence[FlatParam],
+        borrowed: Sequence[FlatParam],
+        keep_after_forward: bool,
+        reduce_dtype: torch.dtype | None,
+        divisors: tuple[float, float],
+        replicas: Group | None = None,
+    ) -> None:
+        self.name = ""
+        self.flats = list(flats)
+        self.borrowed = list(borrowed)
+        self.keep_after_forward = keep_after_forward
+        self.reduce_dtype = reduce_dtype
+        self.divisors = divisors
+        self.replicas = replicas
+        self.engine: Engine | None = None
+        self.is_held = False
+        self.reduced = False
+        self.position = -1
+        self.waiting = 0
+        self._needs = [*self.flats, *self.borrowed]
+        self._hooks = GradientHooks()
+        self._packs: list[GradientPack] = []
+        self.local = [LocalGradients(f) for f in self.flats]
+        self._flag_seen = [f.param.requires_grad for f in self.flats]
+        self.goes_backward = True
+        self._open_calls = 0
+        self.attach()
+
+    # ------------------------------------------------------------ what is trainable
+    def attach(self) -> None:
+        """Listens to the gradients of the members that are trainable now."""
+        self._hooks.remove()
+        self._packs = [
+            GradientPack(f, f.group.channel("gradients"), self.reduce_dtype, self.divisors)
+            for f in self.flats
+        ]
+        self._fired = [False] * sum(sum(p.trainable) for p in self._packs)
+        self.waiting = len(self._fired)
+        self.has_frozen = any(not all(p.trainable) for p in self._packs) or any(
+            not m.param.requires_grad for f in self.borrowed for m in f.members
+        )
+        index = 0
+        for flat, pack in zip(self.flats, self._packs, strict=True):
+            for member, is_trainable in zip(flat.members, pack.trainable, strict=True):
+                if is_trainable:
+                    self._hooks.attach(member.param, None, self._after(index))
+                    index += 1
+
+    def notice_trainable(self) -> bool:
+        """Follows what was frozen or unfrozen, in the listed parameters or in the members; whether there was any."""
+        changed = False
+        for k, (flat, pack) in enumerate(zip(self.flats, self._packs, strict=True)):
+            listed = flat.param.requires_grad
+            if listed != self._flag_seen[k]:
+                for member in flat.members:
+                    member.param.requires_grad_(listed)
+            now = [m.param.requires_grad for m in flat.members]
+            if now != pack.trainable:
+                changed = True
+                if any(now) != listed:
+                    flat.param.requires_grad_(any(now))
+            self._flag_seen[k] = flat.param.requires_grad
+        if changed:
+            self.attach()
+        return changed
+
+    def _after(self, index: int) -> Callable[[torch.Tensor], None]:
+        # one closure a parameter: these run for every gradient
+        def after(_: torch.Tensor) -> None:
+            engine = self.engine
+            if engine is None:
+                return
+            if engine.state.task == NO_BACKWARD:
+                engine.begin_backward()
+            if not self._fired[index]:
+                self._fired[index] = True
+                self.waiting -= 1
+                if self.waiting == 0 and (not self._open_calls):
+                    engine.complete(self)
+
+        return after
+
+    # ------------------------------------------------------------ memory
+    def start_gather(self) -> None:
+        """Asks for the values of everything that the module needs."""
+        if not self.is_held:
+            self.is_held = True
+            with torch.no_grad():
+                for flat in self._needs:
+                    flat.start_gather()
+
+    def finish_gather(self) -> None:
+        """Waits for them."""
+        for flat in self._needs:
+            flat.finish_gather()
+
+    def release(self) -> None:
+        """The module does not need its values any more."""
+        if self.is_held:
+            self.is_held = False
+            for flat in self._needs:
+                flat.release()
+
+    # ------------------------------------------------------------ backward
+    def enter_backward(self, _: torch.Tensor | None = None) -> None:
+        """Backward reached an output of the module."""
+        if self.engine is not None:
+            self.engine.reach(self)
+
+    def open_call(self) -> None:
+        """Backward is inside of one call of the module."""
+        self._open_calls += 1
+
+    def close_call(self) -> None:
+        """Backward left it."""
+        self._open_calls -= 1
+        if self._open_calls == 0 and self.waiting == 0 and self.engine is not None:
+            self.engine.complete(self)
+
+    @property
+    def is_trainable(self) -> bool:
+        """Whether there is anything to reduce."""
+        return bool(self._fired)
+
+    def send(self) -> None:
+        """Starts the reduction of its gradients."""
+        self.reduced = True
+        for pack in self._packs:
+            if any(pack.trainable):
+                pack.send()
+
+    def receive(self) -> None:
+        """Waits for the reduction; the shards have their gradients then."""
+        for pack in self._packs:
+            if any(pack.trainable):
+                pack.receive(self.replicas)
+
+    def forget(self) -> None:
+        """Gives up a reduction in flight."""
+        for pack in self._packs:
+            pack.forget()
+
+    def has_local_gradients(self) -> bool:
+        """Whether members hold gradients of this rank that were not reduced."""
+        return any(m.param.grad is not None for f in self.flats for m in f.members)
+
+    def drop_local_gradients(self) -> None:
+        """Forgets them."""
+        for flat in self.flats:
+            for m in flat.members:
+                m.param.grad = None
+
+    def end_backward(self) -> None:
+        """Ready for the next one."""
+        self.release()
+        self.reduced = False
+        self._open_calls = 0
+        count = len(self._fired)
+        self._fired[:] = [False] * count
+        self.waiting = count
+
+
+class UnitCall:
+    """One call of a module with frozen parameters.
+
+    The gradients of such a module may all be there while its frozen parameters are still in use: what counts is that
+    backward has left the call, by all of its inputs.
+    """
+
+    def __init__(self, unit: Unit, inputs: int) -> None:
+        self._unit, self._inputs = unit, inputs
+        self._is_open = False
+
+    @classmethod
+    def watching(cls, unit: Unit, inputs: Sequence[torch.Tensor]) -> UnitCall | None:
+        """Watches these inputs; None if backward goes no further than this call."""
+        needing = [t for t in inputs if t.requires_grad]
+        if not needing:
+            return None
+        call = cls(unit, len(needing))
+        for t in needing:
+            t.register_hook(call._left)
+        return call
+
+    def enter_backward(self, _: torch.Tensor | None = None) -> None:
+        """Backward reached an output of the call."""
+        if not self._is_open:
+            self._is_open = True
+            self._unit.open_call()
+        self._unit.enter_backward()
+
+    def _left(self, _: torch.Tensor) -> None:
+        self._inputs -= 1
+        if self._inputs == 0 and self._is_open:
+            self._unit.close_call()
+
+
+def hook_handles(unit: Unit) -> list[RemovableHandle]:
+    """Handles of the hooks on members."""
+    return unit._hooks.handles
+
+
+def members_of(unit: Unit) -> list[nn.Parameter]:
+    """All members of the unit's own vectors."""
+    return [m.param for f in unit.flats for m in f.members]

@@ -1,0 +1,453 @@
+"""FSDP: a module whose parameters, gradients and optimizer state are sharded over ranks (ZeRO stage 3)."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
+
+from ..backend import Backend, Group, backend_for
+from ..errors import LifecycleError
+from ..hooks import NO_BACKWARD, current_backward, tensors_in
+from ..ownership import check_one_device
+from ..policy import OffloadPolicy, PrecisionPolicy, ReducePolicy, ReshardPolicy
+from . import construct, local_checkpoint, norms, optim_state, state_dict
+from .engine import Engine
+from .flat_param import FlatParam
+from .idle import protect_idle_members
+from .unit import Unit, UnitCall
+from .unit_module import UnitModule
+
+WRAPPED = "_fsdp_wrapped_module"
+
+
+class FSDP(nn.Module):
+    """Shards a module's parameters evenly over ranks; each forward and backward gathers them unit by unit.
+
+    ::
+
+        block = FSDP(block)                 # units: wrap what should be gathered together
+        model = FSDP(model)                 # the root holds the rest
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)   # after wrapping
+
+    ``parameters()`` lists this rank's shards: a vector for each unit (and dtype), or with ``flatten=False`` one for
+    each parameter. After backward their ``grad`` is this rank's shard of the mean over ranks. Any optimizer that works
+    element by element gives the results of plain training. Attributes of the wrapped module are reached through the
+    wrapper; its parameters have values only inside forward, backward and :meth:`summon_full_params`.
+
+    Source: ZeRO (arXiv 1910.02054); naming and layout are those of fairscale 0.4.13.
+
+    Args:
+        module: any module on one device. Parts of it that are FSDP already keep what they hold; weights that they share
+            with the rest stay one weight.
+        group: ranks among which parameters are sharded; None for all.
+        replicas: ranks that hold the same shard as this one (hybrid sharding); gradients are averaged over them too.
+        precision: dtypes of compute, inputs and buffers.
+        reshard: when gathered parameters are given back.
+        offload: what lives in host memory.
+        reduce: dtype and division of gradients on the wire.
+        flatten: one vector for the module, not one for each parameter.
+        sync_module_states: start from rank 0's values. Otherwise ranks must hold the same ones.
+        device: where to compute; by default where the parameters are.
+        backend: name or instance of the backend; by default that of the device.
+
+    Raises:
+        ConfigurationError: parameters on several devices; options that exclude each other.
+        RankMismatchError: parameters of two ranks differ in names, shapes, dtypes (or, without
+            ``sync_module_states``, in values).
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        group: Any = None,
+        replicas: Any = None,
+        precision: PrecisionPolicy | None = None,
+        reshard: ReshardPolicy | None = None,
+        offload: OffloadPolicy | None = None,
+        reduce: ReducePolicy | None = None,
+        flatten: bool = True,
+        sync_module_states: bool = True,
+        device: torch.device | str | None = None,
+        backend: str | Backend | None = None,
+    ) -> None:
+        super().__init__()
+        self._precision = precision or PrecisionPolicy()
+        self._reshard = reshard or ReshardPolicy()
+        self._offload = offload or OffloadPolicy()
+        self._reduce = reduce or ReducePolicy()
+        self._flatten = flatten
+        self._process_group = group
+        self._replica_group = replicas
+        self._backend_choice = backend
+        found = construct.Found(module, FSDP)
+        check_one_device(m.param for m in found.members)
+        self._compute_device = torch.device(device) if device is not None else None
+        self._connect_group(found.members[0].param if found.members else None)
+        construct.check_ranks_agree(found, self._group)
+        self._fsdp_wrapped_module = UnitModule(module)
+        self._engine: Engine | None = None
+        self._is_root: bool | None = None
+        self._buffers_cast = False
+        self._buffer_dtypes: dict[tuple[nn.Module, str], torch.dtype] = {}
+        self._summoned: contextlib.ExitStack | None = None
+        self._loading = False
+        self._clears_autocast_cache = False
+        self._state_is_local = self._state_on_rank_0_only = False
+        self._state_dict_device: torch.device | None = None
+        self._keeps_optimizer_state = (
+            False  # a part of the model that is this rank's alone, such as an expert
+        )
+        self._uncollected: dict[int, Any] = {}
+        self._build(found, sync_module_states)
+        state_dict.register_hooks(self)
+
+    # ------------------------------------------------------------ construction
+    def _connect_group(self, example: torch.Tensor | None) -> None:
+        device = self._compute_device
+        tensors = [torch.empty(0, device=device)] if device is not None else []
+        if example is not None and not tensors:
+            tensors = [example]
+        backend = backend_for(tensors, self._backend_choice)
+        self._group: Group = backend.group(self._process_group)
+        self._replicas: Group | None = (
+            None if self._replica_group is None else backend.group(self._replica_group)
+        )
+
+    def _build(self, found: construct.Found, from_rank_0: bool) -> None:
+        wrapped = self._fsdp_wrapped_module
+        indices = range(len(found.members))
+        parts = construct.alike(indices, found.members) if self._flatten else [[i] for i in indices]
+        self._flats: list[FlatParam] = []
+        for k, part in enumerate(parts):
+            members = [found.members[i] for i in part]
+            device = self._compute_device or members[0].param.device
+            shard = construct.shard_of(members, self._group, device, from_rank_0)
+            if not self._flatten and self._group.world_size == 1:
+                shard = shard.view(members[0].shape)
+            if self._offload.parameters:
+                shard = self._group.backend.pin(shard.cpu())
+            listed, holder = wrapped.adopt(members, shard, self._flatten, f"flat_param_{k}")
+            flat = FlatParam(
+                members, [found.names[i] for i in part], listed, holder, self._group,
+                self._precision.compute, self._compute_device,
+            )  # fmt: skip
+            self._flats.append(flat)
+        self._shared_paths = found.shared
+        self._make_unit(found.borrowed)
+
+    def _make_unit(self, borrowed: list[FlatParam]) -> None:
+        self._unit = Unit(
+            self._flats,
+            borrowed,
+            self._reshard.after_forward is False,
+            self._reduce.dtype,
+            self._divisors(),
+            self._replicas,
+        )
+        for flat in self._flats:
+            protect_idle_members(flat)
+
+    def _divisors(self) -> tuple[float, float]:
+        world = self._group.world_size
+        before = self._reduce.predivide
+        if before is None:
+            before = float(predivide_factor(world))
+        return before, world / before
+
+    # ------------------------------------------------------------ forward
+    @property
+    def module(self) -> nn.Module:
+        """The wrapped module."""
+        return self._fsdp_wrapped_module._fpw_module
+
+    def _become_root(self) -> Engine:
+        wrappers = [m for m in self.modules() if isinstance(m, FSDP)]
+        names = {m: n for n, m in self.named_modules() if isinstance(m, FSDP)}
+        for w in wrappers:
+            w._unit.name = state_dict.clean(names[w])
+            for k, flat in enumerate(w._flats):
+                flat.label = f"parameters {k} of {w._unit.name or 'the root'}"
+            w._is_root = w is self
+        self._unit.keep_after_forward = self._reshard.after_forward is False or not self._reshard.root
+        engine = Engine([w._unit for w in wrappers], self._reshard.prefetch)
+        for w in wrappers:
+            w._engine = engine
+            w._cast_buffers()
+        return engine
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the module with its parameters gathered."""
+        engine = self._engine or self._become_root()
+        unit = self._unit
+        if self._summoned is not None:
+            raise LifecycleError(
+                "forward inside of summon_full_params is not possible; leave the context first"
+            )
+        is_outermost = self._is_root and engine.forwards == 0 and current_backward() == NO_BACKWARD
+        if is_outermost:
+            engine.begin_forward()
+        try:
+            engine.before_forward(unit)
+            dtype = self._precision.inputs or self._precision.compute
+            if dtype is not None:
+                args, kwargs = _cast_inputs((args, kwargs), dtype)
+            call = None
+            if unit.has_frozen and torch.is_grad_enabled():
+                call = UnitCall.watching(unit, tensors_in((args, kwargs)))
+            outputs = self._fsdp_wrapped_module._fpw_module(*args, **kwargs)
+        except BaseException:
+            engine.fail_forward(bool(is_outermost))
+            raise
+        engine.after_forward(unit)
+        if torch.is_grad_enabled():
+            unit.goes_backward = self._watch(outputs, unit if call is None else call)
+        if is_outermost:
+            engine.end_forward()
+        if self._clears_autocast_cache:
+            torch.clear_autocast_cache()
+        return outputs
+
+    @staticmethod
+    def _watch(outputs: Any, watcher: Unit | UnitCall) -> bool:
+        """Backward through any of these outputs makes itself known; whether there can be one."""
+        found = False
+        for tensor in (outputs,) if isinstance(outputs, torch.Tensor) else tensors_in(outputs):
+            if tensor.requires_grad and tensor.grad_fn is not None:
+                tensor.register_hook(watcher.enter_backward)
+                found = True
+        return found
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Inside, backward only accumulates this rank's gradients; the next backward outside reduces them too.
+
+        Costs memory for full gradients on every rank.
+
+        Raises:
+            LifecycleError: called on a unit below the root.
+        """
+        engine = self._engine or self._become_root()
+        if not self._is_root:
+            raise LifecycleError("no_sync is for the outermost FSDP module; call it there")
+        before = engine.set_accumulating(True)
+        try:
+            yield
+        finally:
+            engine.set_accumulating(before)
+
+    # ------------------------------------------------------------ full parameters
+    @contextlib.contextmanager
+    def summon_full_params(self, recurse: bool = True, writeback: bool = True) -> Iterator[None]:
+        """Inside, the module's own parameters are there under their own names, full and in full precision (collective).
+
+        Args:
+            recurse: those of units below too.
+            writeback: changes to them are kept. Ranks must make the same changes.
+
+        Raises:
+            LifecycleError: inside of forward or backward.
+        """
+        with contextlib.ExitStack() as stack:
+            wrappers = [m for m in self.modules() if isinstance(m, FSDP)] if recurse else [self]
+            for w in wrappers:
+                if w._summoned is None:
+                    w._enter_summon(writeback)
+                    stack.callback(w._exit_summon)
+            yield
+
+    def _enter_summon(self, writeback: bool) -> None:
+        if self._engine is not None:
+            self._engine.check_idle("summon_full_params")
+        self._unit.release()
+        stack = contextlib.ExitStack()
+        for flat in self._flats:
+            stack.enter_context(flat.summoned(writeback))
+            stack.enter_context(self._fsdp_wrapped_module.exposed(flat))
+        self._summoned = stack
+
+    def _exit_summon(self) -> None:
+        stack, self._summoned = self._summoned, None
+        if stack is not None:
+            stack.close()
+
+    def apply(self, fn: Callable[[nn.Module], None]) -> FSDP:
+        """As ``nn.Module.apply``, with full parameters whose changes are kept."""
+        with self.summon_full_params(recurse=False):
+            return super().apply(fn)
+
+    # ------------------------------------------------------------ gradients
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """Scales all gradients so that their norm over all ranks is at most ``max_norm`` (collective).
+
+        Returns:
+            The norm before, 0-dim.
+
+        Raises:
+            LifecycleError: called on a unit below the root.
+        """
+        if self._engine is None:
+            self._engine = self._become_root()
+        if not self._is_root:
+            raise LifecycleError("clip_grad_norm_ is for the outermost FSDP module; call it there")
+        self._engine.check_idle("clip_grad_norm_")
+        return norms.clip(self, float(max_norm), float(norm_type))
+
+    @property
+    def params_with_grad(self) -> list[nn.Parameter]:
+        """Parameters (shards) of this module and below that have a gradient."""
+        return [p for p in self.parameters() if p.grad is not None]
+
+    def set_divisors(self, before: float, after: float) -> None:
+        """Gradients are divided by the one before and by the other after their sum over ranks."""
+        self._unit.divisors = (before, after)
+        self._unit.attach()
+
+    # ------------------------------------------------------------ being moved and copied
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> FSDP:
+        self._unit.release()
+        for flat in self._flats:
+            flat.drop()
+        super()._apply(fn, recurse)
+        self._rebind()
+        return self
+
+    def _rebind(self) -> None:
+        """After parameters were moved, cast, or replaced by other objects."""
+        for flat in self._flats:
+            holder = flat.holder
+            param = holder.module._parameters[holder.name]
+            if param is not None and param is not flat.param:
+                flat.param = param
+                if not flat.is_listed_flat:
+                    for place in flat.members[0].places:
+                        place.module._parameters[place.name] = param
+        if self._flats and self._compute_device is None:
+            kind = self._flats[0].param.device.type
+            if kind not in (self._group.backend.device_type, "meta"):
+                self._connect_group(self._flats[0].param)
+                for flat in self._flats:
+                    flat.group = self._group
+        for flat in self._flats:
+            flat.adopt()
+        self._unit.attach()
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Loads a full state dict; each rank keeps its shard. Arguments and result are ``nn.Module``'s."""
+        return state_dict.load(self, super().load_state_dict, *args, **kwargs)
+
+    def local_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """This rank's shards, 1-D and padded, under fairscale's names; loads at the same world size only."""
+        with state_dict.local_state(self):
+            return self.state_dict(*args, **kwargs)
+
+    def load_local_state_dict(self, local: Any, strict: bool = True) -> Any:
+        """Loads what :meth:`local_state_dict` returned on this rank."""
+        if "flat_param" in local and "flat_param_0" not in local:  # its name in old checkpoints
+            local = {"flat_param_0" if k == "flat_param" else k: v for k, v in local.items()}
+        with state_dict.local_state(self):
+            return self.load_state_dict(local, strict)
+
+    def local_metadata_dict(self) -> dict[str, Any]:
+        """What :meth:`consolidate_shard_weights` needs to know of this rank's shards."""
+        return local_checkpoint.metadata(self)
+
+    consolidate_shard_weights = staticmethod(local_checkpoint.consolidate)
+
+    def gather_full_optim_state_dict(self, optim: Optimizer, **ignored: Any) -> dict[str, Any] | None:
+        """The optimizer's full state on rank 0, None on others (collective); see ``optim_state.py`` for the format."""
+        flats, uncollected = self._all_flats()
+        state = optim.state_dict()
+        index = {id(p): i for i, p in enumerate(p for g in optim.param_groups for p in g["params"])}
+        self._uncollected = {
+            index[id(f.param)]: copy.deepcopy(state["state"].get(index[id(f.param)], {}))
+            for f in uncollected
+            if id(f.param) in index
+        }
+        return optim_state.gather_full(flats, uncollected, state, optim, self._group.rank == 0)
+
+    def get_shard_from_optim_state_dict(self, full_optim_state_dict: dict[str, Any]) -> dict[str, Any]:
+        """This rank's part of a full optimizer state, for ``optimizer.load_state_dict``.
+
+        Raises:
+            ConfigurationError: it belongs to another model.
+        """
+        shard = optim_state.shard_full(self._all_flats()[0], full_optim_state_dict)
+        for local in full_optim_state_dict.get("uncollected_local_ids", []):
+            if local in self._uncollected:
+                shard["state"][local] = self._uncollected[local]
+        return shard
+
+    def _all_flats(self) -> tuple[list[FlatParam], list[FlatParam]]:
+        """All vectors, and those whose optimizer state is this rank's alone."""
+        wrappers = [m for m in self.modules() if isinstance(m, FSDP)]
+        flats = [f for w in wrappers for f in w._flats]
+        return flats, [f for w in wrappers if w._keeps_optimizer_state for f in w._flats]
+
+    def _cast_buffers(self) -> None:
+        dtype = self._precision.buffers
+        if dtype is None or self._buffers_cast:
+            return
+        self._buffers_cast = True
+        for _, m in construct.modules_outside_units(self.module, FSDP):
+            for name, buffer in m._buffers.items():
+                if buffer is not None and buffer.is_floating_point():
+                    self._buffer_dtypes[m, name] = buffer.dtype
+                    m._buffers[name] = buffer.to(dtype)
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = self.__dict__.copy()
+        for name in ("_engine", "_group", "_replicas", "_process_group", "_replica_group", "_unit"):
+            state[name] = None
+        state["_is_root"] = None
+        state["_borrowed"] = self._unit.borrowed
+        state["_divided"] = self._unit.divisors
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        borrowed, divisors = state.pop("_borrowed"), state.pop("_divided")
+        super().__setstate__(state)
+        self._connect_group(self._flats[0].param if self._flats else None)
+        for flat in self._flats:
+            flat.connect(self._group)
+        self._make_unit(borrowed)
+        self._unit.divisors = divisors
+        self._unit.attach()
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Full parameters under the wrapped module's own names, in full precision, on every rank (collective)."""
+        return state_dict.full(self, super().state_dict, *args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == WRAPPED or name.startswith("__"):
+                raise
+            wrapped: Any = super().__getattr__(WRAPPED)
+            return getattr(wrapped._fpw_module, name)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self.module[key]  # type: ignore[index]
+
+
+def predivide_factor(world_size: int) -> int:
+    """The power of two next to the root of the world size that divides it (fairscale's choice)."""
+    factor = 1
+    while world_size % factor == 0 and world_size / factor > factor:
+        factor *= 2
+    return factor
+
+
+def _cast_inputs(inputs: Any, dtype: torch.dtype) -> Any:
+    return tree_map_only(
+        torch.Tensor, lambda t: t.to(dtype) if t.is_floating_point() and t.dtype != dtype else t, inputs
+    )
