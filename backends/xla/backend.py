@@ -16,6 +16,7 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 
 from shardkit.backend import Group
 from shardkit.errors import BackendError, ConfigurationError, RankFailedError
@@ -148,7 +149,15 @@ class XlaBackend:
         if ordinal not in self._runtime_replicas:
             from .runtime import runtime_replica
 
-            self._runtime_replicas[ordinal] = runtime_replica()
+            replica = runtime_replica()
+            started = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+            if replica.world_size == 1 < started:  # else each would train by itself, unnoticed
+                raise ConfigurationError(
+                    f"rank {dist.get_rank()} is one of {started} processes, but its XLA runtime connects to no other: "
+                    "on a CPU, replicas are threads; start them with shardkit.launch(..., backend='xla'), without "
+                    "torchrun"
+                )
+            self._runtime_replicas[ordinal] = replica
         return self._runtime_replicas[ordinal]
 
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -297,6 +298,28 @@ def test_the_launch_of_a_tpu() -> None:
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["0", "ValueError", "done"]
+
+
+def test_processes_that_the_runtime_does_not_connect_are_refused(tmp_path: Path) -> None:
+    """On a CPU, each process that torchrun starts would be a world of its own."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import shardkit\n"
+        "def rank_main(rank):\n"
+        "    return shardkit.backend.get_backend('xla').group().world_size\n"
+        "shardkit.launch(rank_main, 2, backend='xla')\n"
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*command, str(script)],
+        capture_output=True,
+        text=True,
+        timeout=150,
+        check=False,
+        env={**os.environ, "PJRT_DEVICE": "CPU", "PYTHONPATH": str(Path(__file__).parents[2])},
+    )
+    assert done.returncode != 0
+    assert "is one of 2 processes, but its XLA runtime connects to no other" in done.stderr
 
 
 DTYPES = [
