@@ -73,6 +73,28 @@ def test_on_simulated_ranks() -> None:
     check_bytes(run_digits("--backend", "simulated", "--strategy", "ddp", "--epochs", "1"), ranks=2)
 
 
+def _under_torchrun(*args: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    return subprocess.run(
+        [*command, "-m", "shardkit.examples.digits", *args],
+        cwd=ROOT, capture_output=True, text=True, timeout=200, env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+
+
+def test_under_torchrun() -> None:
+    result = _under_torchrun("--epochs", "1")
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert result.stdout.count("held-out accuracy") == 1  # rank 0 reports
+    assert "sharded_ddp, 2 ranks on gloo" in result.stdout
+    check_bytes(result.stdout, ranks=2)
+
+
+def test_torchrun_with_another_number_of_ranks_is_refused() -> None:
+    result = _under_torchrun("--ranks", "4")
+    assert result.returncode != 0
+    assert "--ranks 4, but torchrun started 2" in result.stderr
+
+
 @pytest.mark.cuda
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_on_gpus() -> None:

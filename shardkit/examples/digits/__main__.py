@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -10,10 +11,13 @@ from collections.abc import Sequence
 import shardkit
 
 from . import report
-from .train import STRATEGIES, Job, prepare, run_rank
+from .train import STRATEGIES, Job, Outcome, prepare, run_rank
 
 EPOCHS = 20
 ACCURACY_GOAL = 0.97  # of a full run
+# A process that torchrun started is one rank already, and runs all of this.
+STARTED_RANK = int(os.environ["RANK"]) if "TORCHELASTIC_RUN_ID" in os.environ else None
+STARTED_RANKS = int(os.environ["WORLD_SIZE"]) if STARTED_RANK is not None else None
 # Ranks add up gradients in another order than one process; over a full run fp32 differences stay below this.
 LOSS_TOLERANCE = 1e-4
 
@@ -26,7 +30,12 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "run with one process (losses) and with DDP (bytes a rank).",
     )
     parser.add_argument("--backend", default="gloo", help="gloo, cuda, xla, simulated or a third party's")
-    parser.add_argument("--ranks", type=int, default=2, help="ranks that train together (default: 2)")
+    parser.add_argument(
+        "--ranks",
+        type=int,
+        default=STARTED_RANKS or 2,
+        help="ranks that train together (default: 2, or as many as torchrun started)",
+    )
     parser.add_argument("--strategy", choices=STRATEGIES, default="sharded_ddp", help="default: sharded_ddp")
     parser.add_argument("--epochs", type=int, default=EPOCHS, help=f"default: {EPOCHS}")
     parser.add_argument(
@@ -39,6 +48,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
             f"--ranks {args.ranks} --epochs {args.epochs} --batch-size {args.batch_size}: the first two must be "
             "at least 1, and the batch size a multiple of the ranks"
         )
+    if STARTED_RANKS not in (None, args.ranks):
+        parser.error(f"--ranks {args.ranks}, but torchrun started {STARTED_RANKS}; leave --ranks out")
     return args
 
 
@@ -63,8 +74,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     jobs = [job(args.strategy, args.ranks, args.epochs)]
     jobs += [job(name, args.ranks, 1) for name in STRATEGIES if name != args.strategy]
     single = [job("single", 1, args.epochs)]
-    reference = shardkit.launch(run_rank, 1, backend=args.backend, args=(single, start))[0][0]
+    reference = Outcome()
+    if STARTED_RANK is None:
+        reference = shardkit.launch(run_rank, 1, backend=args.backend, args=(single, start))[0][0]
+    elif STARTED_RANK == 0:
+        reference = run_rank(0, single, start)[0]
     ranks = shardkit.launch(run_rank, args.ranks, backend=args.backend, args=(jobs, start))
+    if STARTED_RANK:
+        return 0  # rank 0 reports
 
     outcomes = {j.strategy: [rank[i] for rank in ranks] for i, j in enumerate(jobs)}
     rows = [report.compare(name, outcomes[name], reference.losses) for name in STRATEGIES]
