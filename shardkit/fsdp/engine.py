@@ -60,7 +60,8 @@ class Engine:
         """The root's forward begins: what is gathered still is of an earlier one."""
         self.recover()
         for unit in self.units:
-            unit.release()
+            if unit.is_held:
+                unit.release()
         self._recording = torch.is_grad_enabled()
         if self._recording:
             self._calls, self._ends = [], []
@@ -143,16 +144,17 @@ class Engine:
         if unit.position >= self._next_gather:
             last = unit.position + 1 + self._prefetch
             for other in self._back[self._next_gather : last]:
-                if other.goes_backward or other is unit:
+                if not other.is_held and (other.goes_backward or other is unit):
                     other.start_gather()
             self._next_gather = unit.position + 1
-        unit.start_gather()
+        if not unit.is_held:
+            unit.start_gather()
 
     def complete(self, unit: Unit) -> None:
         """All gradients of a unit are there, and backward is through with it."""
+        unit.release()
         if not self.state.accumulating:
             self._send_ready()
-        unit.release()
 
     def _send_ready(self) -> None:
         order = self._reductions
@@ -164,7 +166,11 @@ class Engine:
             self._send(unit)
 
     def _send(self, unit: Unit) -> None:
-        with torch.no_grad(), Phase("shardkit::reduce-scatter"):
+        if torch.is_grad_enabled():  # backward(create_graph=True)
+            with torch.no_grad():
+                self._send(unit)
+            return
+        with Phase("shardkit::reduce-scatter"):
             self._receive()
             unit.send()
             self._in_flight = unit
@@ -181,6 +187,9 @@ class Engine:
                 other.start_gather()
                 other.finish_gather()
                 other.release()
+        for unit in self.units:
+            if unit.is_held:
+                unit.release()
         if self.state.accumulating:
             for unit in self.units:
                 for local in unit.local:

@@ -97,6 +97,8 @@ class FlatParam:
     Attributes:
         layout: where members and shards lie.
         label: what it is called in errors.
+        pending: the gathering in flight.
+        is_whole: this rank's shard is the whole vector as it is computed with; members are views of it.
         is_full: members have their values, or will have after :meth:`finish_gather`.
         idle: which members have had no gradient on any rank since the gradient was last cleared.
     """
@@ -118,7 +120,7 @@ class FlatParam:
         self._compute_device = compute_device
         self._users = 0
         self._full: torch.Tensor | None = None
-        self._pending: Work | None = None
+        self.pending: Work | None = None
         self._has_storage = group.backend.has_storage
         self.adopt()
 
@@ -137,14 +139,6 @@ class FlatParam:
         """Listed as a vector by the unit, not in place of its one member."""
         return all(place.module is not self.holder.module for place in self.members[0].places)
 
-    @property
-    def is_whole(self) -> bool:
-        """This rank's shard is the whole vector as it is computed with: members are views of it."""
-        p = self.param
-        return (
-            self.group.world_size == 1 and p.dtype == self.compute_dtype and p.device == self.compute_device
-        )
-
     # ------------------------------------------------------------ how members see the vector
     def adopt(self) -> bool:
         """Makes the members views; after construction and whenever the shard's device or dtype changed.
@@ -152,9 +146,14 @@ class FlatParam:
         Returns:
             Whether members had to be replaced by other objects (devices between which tensors can't change).
         """
-        self._pending, self._users, self.is_full = None, 0, False
+        self.pending, self._users, self.is_full = None, 0, False
         self._seen = (self.param.dtype, self.param.device)
         _listed_by[self.param] = self
+        p = self.param
+        self.is_whole = (
+            self.group.world_size == 1 and p.dtype == self.compute_dtype and p.device == self.compute_device
+        )
+        self._channel = self.group.channel("parameters")
         replaced = self._make_members()
         if self.param.device.type == "meta":
             self._full = torch.empty(self.layout.numel, dtype=self.compute_dtype, device="meta")
@@ -231,22 +230,18 @@ class FlatParam:
             self.group.backend.take_storage(self._full)
             self._own.copy_(shard.view(-1))  # casts, and comes from the host
             if self.group.world_size > 1:
-                self._pending = self._channel.all_gather_into(
+                self.pending = self._channel.all_gather_into(
                     self._full, self._own, async_op=True, label=self.label
                 )
         else:
             shard = shard.view(-1).to(device=self.compute_device, dtype=self.compute_dtype)
             self._full = shard.new_empty(self.layout.padded_numel)
-            self._pending = self._channel.all_gather_into(self._full, shard, async_op=True, label=self.label)
-
-    @property
-    def _channel(self) -> Group:
-        return self.group.channel("parameters")
+            self.pending = self._channel.all_gather_into(self._full, shard, async_op=True, label=self.label)
 
     def finish_gather(self) -> None:
         """From now on members have their values."""
-        if self._pending is not None:
-            pending, self._pending = self._pending, None
+        if self.pending is not None:
+            pending, self.pending = self.pending, None
             pending.wait()
             if not self._has_storage and self._full is not None:
                 self._show(self._full)
@@ -262,7 +257,8 @@ class FlatParam:
         self._users = 0
         if not self.is_full:
             return
-        self.finish_gather()  # its memory is in use until it is through
+        if self.pending is not None:
+            self.finish_gather()  # its memory is in use until it is through
         self.is_full = False
         if self.is_whole or self.param.is_meta:
             return
@@ -315,7 +311,7 @@ class FlatParam:
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
-        for name in ("group", "_full", "_own", "_pending"):
+        for name in ("group", "_full", "_own", "pending", "_channel"):
             state.pop(name, None)
         return state
 

@@ -18,6 +18,7 @@ import torch
 from ..backend import Group, ReduceOp, Work
 from ..layout import Piece
 from .flat_param import FlatParam
+from .idle import protect_idle_members
 
 
 class GradientPack:
@@ -37,7 +38,11 @@ class GradientPack:
         self._group = group
         self._dtype = reduce_dtype or flat.compute_dtype
         self._before, self._after = divisors
-        self._is_mean = self._before * self._after == group.world_size
+        # halves are divided before the sum, which could overflow
+        self._is_plain_mean = self._before * self._after == group.world_size and self._dtype not in (
+            torch.float16,
+            torch.bfloat16,
+        )
         self.trainable = [m.param.requires_grad for m in flat.members]
         layout = flat.layout
         self._pieces = [p for p in layout.pieces() if self.trainable[p.item]]
@@ -98,21 +103,12 @@ class GradientPack:
     # ------------------------------------------------------------ sending
     def send(self) -> None:
         """Takes the members' gradients and starts their reduction (collective)."""
-        gradients = [m.param.grad for m in self._flat.members]
-        for m in self._flat.members:
-            m.param.grad = None
-        self._had = [g is not None for g in gradients]
         self._work: Work | None = None
+        packed = self._take_gradients()
         if self._group.world_size == 1:
-            self._result = self._joined(gradients, with_flags=False)
+            self._result = packed
             return
         self._result = torch.empty(self._part, dtype=self._dtype, device=self._flat.compute_device)
-        if self._in_storage:
-            self._group.backend.take_storage(self._packed)
-            self._pack(gradients)
-            packed = self._packed
-        else:
-            packed = self._joined(gradients, with_flags=True)
         if self._before != 1.0 and not self._is_plain_mean:
             packed.mul_(1.0 / self._before)
         op = ReduceOp.AVG if self._is_plain_mean else ReduceOp.SUM
@@ -120,14 +116,21 @@ class GradientPack:
             self._result, packed, op=op, async_op=True, label=f"gradients of {self._flat.label}"
         )
 
+    def _take_gradients(self) -> torch.Tensor:
+        """The packed form; the gradients' own memory is given back before anything else is allocated."""
+        gradients = [m.param.grad for m in self._flat.members]
+        for m in self._flat.members:
+            m.param.grad = None
+        self._had = [g is not None for g in gradients]
+        if not self._in_storage:
+            return self._joined(gradients, with_flags=self._group.world_size > 1)
+        self._group.backend.take_storage(self._packed)
+        self._pack(gradients)
+        return self._packed
+
     def _has_all(self) -> bool:
         """Whether this rank had a gradient for every trainable member."""
         return False not in [h for h, t in zip(self._had, self.trainable, strict=True) if t]
-
-    @property
-    def _is_plain_mean(self) -> bool:
-        # halves are divided before the sum, which could overflow
-        return self._is_mean and self._dtype not in (torch.float16, torch.bfloat16)
 
     def _pack(self, gradients: Sequence[torch.Tensor | None]) -> None:
         sources = [gradients[i] for i in self._whole] + [None] * (len(self._targets) - len(self._whole))
@@ -208,8 +211,10 @@ class GradientPack:
             return
         if flat.param.grad is None:
             flat.idle = [not h for h in had]
-        else:
+        elif True in flat.idle:
             flat.idle = [i and not h for i, h in zip(flat.idle, had, strict=True)]
+        if True in flat.idle:
+            protect_idle_members(flat)
         gradient = result[: flat.layout.shard_numel]
         param = flat.param
         if gradient.dtype != param.dtype or gradient.device != param.device:

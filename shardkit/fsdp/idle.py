@@ -31,7 +31,7 @@ _registered: list[Any] = []
 
 
 def protect_idle_members(flat: FlatParam) -> None:
-    """From now on optimizers leave members of this vector alone that had no gradient."""
+    """Optimizers leave members of this vector alone that had no gradient, from now until all have one."""
     if not _registered:
         _registered.append(register_optimizer_step_pre_hook(_before_step))
         _registered.append(register_optimizer_step_post_hook(_after_step))
@@ -56,9 +56,12 @@ def _vectors(param: torch.Tensor, state: dict[str, Any]) -> dict[str, torch.Tens
 
 @torch.no_grad()
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    partly = [f for f in _flats if f.param.grad is not None and any(f.idle) and not f.param.is_meta]
-    if not partly:
+    if not _flats:
         return
+    for flat in list(_flats):
+        if True not in flat.idle:
+            _flats.discard(flat)
+    partly = [f for f in _flats if f.param.grad is not None and not f.param.is_meta]
     mine = {id(p) for g in optimizer.param_groups for p in g["params"]}
     saved = []
     for flat in partly:

@@ -124,14 +124,14 @@ class Unit:
         """Asks for the values of everything that the module needs."""
         if not self.is_held:
             self.is_held = True
-            with torch.no_grad():
-                for flat in self._needs:
-                    flat.start_gather()
+            for flat in self._needs:
+                flat.start_gather()
 
     def finish_gather(self) -> None:
         """Waits for them."""
         for flat in self._needs:
-            flat.finish_gather()
+            if flat.pending is not None:
+                flat.finish_gather()
 
     def release(self) -> None:
         """The module does not need its values any more."""
@@ -181,7 +181,11 @@ class Unit:
 
     def has_local_gradients(self) -> bool:
         """Whether members hold gradients of this rank that were not reduced."""
-        return any(m.param.grad is not None for f in self.flats for m in f.members)
+        for flat in self.flats:
+            for m in flat.members:
+                if m.param.grad is not None:
+                    return True
+        return False
 
     def drop_local_gradients(self) -> None:
         """Forgets them."""

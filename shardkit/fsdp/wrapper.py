@@ -20,7 +20,6 @@ from ..policy import OffloadPolicy, PrecisionPolicy, ReducePolicy, ReshardPolicy
 from . import construct, local_checkpoint, norms, optim_state, state_dict
 from .engine import Engine
 from .flat_param import FlatParam
-from .idle import protect_idle_members
 from .unit import Unit, UnitCall
 from .unit_module import UnitModule
 
@@ -152,8 +151,6 @@ class FSDP(nn.Module):
             self._divisors(),
             self._replicas,
         )
-        for flat in self._flats:
-            protect_idle_members(flat)
 
     def _divisors(self) -> tuple[float, float]:
         world = self._group.world_size
@@ -202,7 +199,7 @@ class FSDP(nn.Module):
             call = None
             if unit.has_frozen and torch.is_grad_enabled():
                 call = UnitCall.watching(unit, tensors_in((args, kwargs)))
-            outputs = self._fsdp_wrapped_module._fpw_module(*args, **kwargs)
+            outputs = self._modules[WRAPPED]._modules["_fpw_module"](*args, **kwargs)  # type: ignore[union-attr, misc]
         except BaseException:
             engine.fail_forward(bool(is_outermost))
             raise

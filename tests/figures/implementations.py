@@ -66,6 +66,51 @@ def balanced(model: nn.Module) -> Trainer:
     return Trainer(wrapped, optimizer, optimizer.zero_grad)
 
 
+def units(model: nn.Module) -> list[tuple[nn.Module, str]]:
+    """What is gathered together: each block of the GPT, each layer of the MLP; the root holds the rest."""
+    blocks: nn.ModuleList = model.get_submodule("blocks" if hasattr(model, "blocks") else "layers")  # type: ignore[assignment]
+    return [(blocks, name) for name in list(blocks._modules)]
+
+
+def fsdp(model: nn.Module, reshard: bool = True, library: str = "shardkit") -> Trainer:
+    """FullyShardedDataParallel through fairscale's API, one unit a block."""
+    kit = importlib.import_module(f"{library}.nn").FullyShardedDataParallel
+    options: dict[str, Any] = {"reshard_after_forward": reshard}
+    if library == "fairscale":
+        options["compute_device"] = torch.device("cpu")
+    for parent, name in units(model):
+        setattr(parent, name, kit(getattr(parent, name), **options))
+    wrapped = kit(model, **options)
+    optimizer = torch.optim.AdamW(wrapped.parameters(), **ADAMW)
+    return Trainer(wrapped, optimizer, optimizer.zero_grad)
+
+
+def torch_fsdp1(model: nn.Module, reshard: bool = True) -> Trainer:
+    from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+
+    strategy = ShardingStrategy.FULL_SHARD if reshard else ShardingStrategy.SHARD_GRAD_OP
+    for parent, name in units(model):
+        wrapped = FullyShardedDataParallel(
+            getattr(parent, name), sharding_strategy=strategy, device_id=torch.device("cpu")
+        )
+        setattr(parent, name, wrapped)
+    root = FullyShardedDataParallel(model, sharding_strategy=strategy, device_id=torch.device("cpu"))
+    optimizer = torch.optim.AdamW(root.parameters(), **ADAMW)
+    return Trainer(root, optimizer, optimizer.zero_grad)
+
+
+def torch_fsdp2(model: nn.Module, reshard: bool = True) -> Trainer:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    for parent, name in units(model):
+        fully_shard(getattr(parent, name), mesh=mesh, reshard_after_forward=reshard)
+    fully_shard(model, mesh=mesh, reshard_after_forward=reshard)
+    optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
+    return Trainer(model, optimizer, optimizer.zero_grad)
+
+
 IMPLEMENTATIONS: dict[str, Callable[[nn.Module], Trainer]] = {
     "bare": bare,
     "ddp": ddp,
@@ -73,6 +118,12 @@ IMPLEMENTATIONS: dict[str, Callable[[nn.Module], Trainer]] = {
     "ddp_zero": ddp_zero,
     "shardkit": lambda m: _sharded("shardkit", m),
     "balanced": balanced,
+    "fsdp": fsdp,
+    "fsdp_keep": lambda m: fsdp(m, reshard=False),
+    "torch_fsdp1": torch_fsdp1,
+    "torch_fsdp1_keep": lambda m: torch_fsdp1(m, reshard=False),
+    "torch_fsdp2": torch_fsdp2,
+    "torch_fsdp2_keep": lambda m: torch_fsdp2(m, reshard=False),
     "fairscale": lambda m: _sharded("fairscale", m),
     "fairscale_unbuffered": lambda m: _sharded("fairscale", m, reduce_buffer_size=0),
 }
