@@ -100,6 +100,7 @@ class FlatParam:
         pending: the gathering in flight.
         is_whole: this rank's shard is the whole vector as it is computed with; members are views of it.
         is_full: members have their values, or will have after :meth:`finish_gather`.
+        is_summoned: inside :meth:`summoned`.
         idle: which members have had no gradient on any rank since the gradient was last cleared.
     """
 
@@ -114,7 +115,7 @@ class FlatParam:
         self.group = group
         self.layout = ShardLayout(tuple(m.shape.numel() for m in members), group.world_size)
         self.label = ""
-        self.is_full = False
+        self.is_full = self.is_summoned = False
         self.idle = [True] * len(self.members)
         self._compute_dtype = compute_dtype
         self._compute_device = compute_device
@@ -283,6 +284,7 @@ class FlatParam:
     def summoned(self, writeback: bool) -> Iterator[None]:
         """Members hold their values in full precision; with ``writeback`` changes to them are kept."""
         self.drop()  # will be stale
+        self.is_summoned = True
         full = self.gather_full_precision()
         gradients = [m.param.grad for m in self.members]  # of the compute dtype
         for m in self.members:
@@ -291,6 +293,7 @@ class FlatParam:
         try:
             yield
         finally:
+            self.is_summoned = False
             if writeback:
                 self._keep(full)
             self.adopt()

@@ -39,30 +39,31 @@ class UnitModule(nn.Module):
             place.module._parameters[place.name] = listed
         return listed, first.places[0]
 
-    @contextmanager
-    def exposed(self, flat: FlatParam) -> Iterator[None]:
-        """Inside, the members are listed under their own names, and the shard is not."""
-        holder = flat.holder
-        listed = holder.module._parameters[holder.name]
-        holder.module._parameters[holder.name] = None
+
+@contextmanager
+def exposed(flat: FlatParam) -> Iterator[None]:
+    """Inside, the members are listed under their own names, and the shard is not."""
+    holder = flat.holder
+    listed = holder.module._parameters[holder.name]
+    holder.module._parameters[holder.name] = None
+    for member in flat.members:
+        for place in member.places:
+            place.module.__dict__.pop(place.name, None)
+            place.module._parameters[place.name] = member.param
+    try:
+        yield
+    finally:
         for member in flat.members:
             for place in member.places:
-                place.module.__dict__.pop(place.name, None)
-                place.module._parameters[place.name] = member.param
-        try:
-            yield
-        finally:
-            for member in flat.members:
-                for place in member.places:
-                    now = place.module._parameters.get(place.name)
-                    if now is not None and now is not member.param:  # somebody put another parameter in
-                        member.param.data = now.data
-                    _hide(place, member.param)
-            if holder.module is self:
-                self._parameters[holder.name] = listed
-            else:
-                for place in flat.members[0].places:
-                    place.module._parameters[place.name] = listed
+                now = place.module._parameters.get(place.name)
+                if now is not None and now is not member.param:  # somebody put another parameter in
+                    member.param.data = now.data
+                _hide(place, member.param)
+        if flat.is_listed_flat:
+            holder.module._parameters[holder.name] = listed
+        else:
+            for place in flat.members[0].places:
+                place.module._parameters[place.name] = listed
 
 
 def _hide(place: Place, param: nn.Parameter) -> None:

@@ -21,7 +21,7 @@ from . import construct, local_checkpoint, norms, optim_state, state_dict
 from .engine import Engine
 from .flat_param import FlatParam
 from .unit import Unit, UnitCall
-from .unit_module import UnitModule
+from .unit_module import UnitModule, exposed
 
 WRAPPED = "_fsdp_wrapped_module"
 
@@ -265,9 +265,10 @@ class FSDP(nn.Module):
             self._engine.check_idle("summon_full_params")
         self._unit.release()
         stack = contextlib.ExitStack()
-        for flat in self._flats:
-            stack.enter_context(flat.summoned(writeback))
-            stack.enter_context(self._fsdp_wrapped_module.exposed(flat))
+        for flat in [*self._flats, *self._unit.borrowed]:
+            if not flat.is_summoned:  # by another unit that uses it
+                stack.enter_context(flat.summoned(writeback))
+                stack.enter_context(exposed(flat))
         self._summoned = stack
 
     def _exit_summon(self) -> None:
