@@ -89,7 +89,7 @@ class FSDP(nn.Module):
         found = construct.Found(module, FSDP)
         check_one_device(m.param for m in found.members)
         self._compute_device = torch.device(device) if device is not None else None
-        self._connect_group(found.members[0].param if found.members else None)
+        self._connect_group(found.members[0].param if found.members else None, module)
         construct.check_ranks_agree(found, self._group)
         self._fsdp_wrapped_module = UnitModule(module)
         self._engine: Engine | None = None
@@ -109,12 +109,17 @@ class FSDP(nn.Module):
         state_dict.register_hooks(self)
 
     # ------------------------------------------------------------ construction
-    def _connect_group(self, example: torch.Tensor | None) -> None:
+    def _connect_group(self, example: torch.Tensor | None, module: nn.Module) -> None:
+        """Finds the backend: the chosen one, or that of a tensor of its own, or that of a unit below."""
         device = self._compute_device
         tensors = [torch.empty(0, device=device)] if device is not None else []
         if example is not None and not tensors:
             tensors = [example]
-        backend = backend_for(tensors, self._backend_choice)
+        choice = self._backend_choice
+        if choice is None and not tensors:
+            below = next((m for m in module.modules() if isinstance(m, FSDP) and m is not self), None)
+            choice = None if below is None else below._group.backend
+        backend = backend_for(tensors, choice)
         self._group: Group = backend.group(self._process_group)
         self._replicas: Group | None = (
             None if self._replica_group is None else backend.group(self._replica_group)
@@ -331,7 +336,7 @@ class FSDP(nn.Module):
         if self._flats and self._compute_device is None:
             kind = self._flats[0].param.device.type
             if kind not in (self._group.backend.device_type, "meta"):
-                self._connect_group(self._flats[0].param)
+                self._connect_group(self._flats[0].param, self.module)
                 for flat in self._flats:
                     flat.group = self._group
         for flat in self._flats:
@@ -413,7 +418,7 @@ class FSDP(nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         borrowed, divisors = state.pop("_borrowed"), state.pop("_divided")
         super().__setstate__(state)
-        self._connect_group(self._flats[0].param if self._flats else None)
+        self._connect_group(self._flats[0].param if self._flats else None, self.module)
         for flat in self._flats:
             flat.connect(self._group)
         self._make_unit(borrowed)
