@@ -65,6 +65,27 @@ def ideal_bytes(name: str, args: Sequence[Any], world_size: int) -> float:
     raise NotImplementedError(f"c10d::{name}: say what it has to send")
 
 
+# Operations whose only purpose is to put values elsewhere, to clear, to scale or to accumulate them.
+_MOVING = frozenset(
+    {
+        *("_to_copy", "cat", "clone", "copy_", "lift_fresh_copy", "split_with_sizes_copy", "stack"),
+        *("fill_", "full", "new_zeros", "ones", "ones_like", "zero_", "zeros", "zeros_like"),
+        *("add_", "div_", "mul_"),
+    }
+)
+_MOVING_LISTS = frozenset(f"_foreach_{name}_" for name in ("copy", "zero", "mul", "div", "add"))
+
+
+def moved_bytes(name: str, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> int:
+    """Bytes that an operation writes, if all it does is to copy, clear, scale or accumulate; else 0."""
+    if name in _MOVING_LISTS:
+        return _bytes(args[0])
+    out = kwargs.get("out")
+    if name in _MOVING or (name in ("mul", "div") and out is not None):
+        return _bytes(result if out is None else out)
+    return 0
+
+
 class OperationCounter(TorchDispatchMode):
     """Dispatched ATen operations, and collectives with their bytes.
 
@@ -72,6 +93,7 @@ class OperationCounter(TorchDispatchMode):
         operations: number of ATen operations.
         collectives: name -> number, of all that move more than 1 KiB.
         sent: ideal bytes of all collectives.
+        moved: bytes that were written without computing anything new (see :func:`moved_bytes`).
     """
 
     def __init__(self, world_size: int) -> None:
@@ -81,6 +103,7 @@ class OperationCounter(TorchDispatchMode):
         self.by_name: Counter[str] = Counter()
         self.collectives: Counter[str] = Counter()
         self.sent = 0.0
+        self.moved = 0
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -91,10 +114,12 @@ class OperationCounter(TorchDispatchMode):
             self.sent += sent
             if sent > 1024 or self._world_size == 1:
                 self.collectives[name] += 1
-        else:
-            self.operations += 1
-            self.by_name[name] += 1
-        return func(*args, **(kwargs or {}))
+            return func(*args, **(kwargs or {}))
+        self.operations += 1
+        self.by_name[name] += 1
+        result = func(*args, **(kwargs or {}))
+        self.moved += moved_bytes(name, args, kwargs or {}, result)
+        return result
 
 
 class CallCounter:

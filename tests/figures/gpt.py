@@ -14,6 +14,8 @@ BATCH, LENGTH = 2, 64
 PARAMETERS = 13_842_432
 P = 4 * PARAMETERS
 LARGEST = 4 * VOCABULARY * WIDTH  # bytes of the largest parameter (the embedding, and the head)
+BLOCK = 4 * (12 * WIDTH**2 + 13 * WIDTH)  # bytes of a block's parameters
+ROOT = P - DEPTH * BLOCK  # bytes of what is in no block
 
 
 class Block(nn.Module):
@@ -97,3 +99,22 @@ def theory_resident(world_size: int) -> float:
 def theory_peak(world_size: int) -> float:
     """Bytes at most: that, the gradients of a rank's part, and two of the largest parameter on their way."""
     return theory_resident(world_size) + P / world_size + 2 * LARGEST
+
+
+def fsdp_sent(world_size: int, reshard: bool = True) -> float:
+    """Bytes a rank sends in a step of ZeRO-3 with one unit a block: reduce-scatter, gathering, and gathering again.
+
+    Backward begins with the root and the last block: these need not be gathered a second time.
+    """
+    again = P - ROOT - BLOCK if reshard else 0
+    return (2 * P + again) * (world_size - 1) / world_size
+
+
+def fsdp_resident(world_size: int) -> float:
+    """Bytes between steps: a rank's part of the parameters and of Adam's two moments."""
+    return 3 * P / world_size
+
+
+def fsdp_peak(world_size: int) -> float:
+    """Bytes at most: that, the gradients of a rank's part, the root with its gradients, and a block."""
+    return 4 * P / world_size + 2 * ROOT + BLOCK

@@ -46,6 +46,7 @@ def count_step(rank: int, implementation: str, model_name: str, wire: bool) -> d
         "calls": calls.calls,
         "collectives": dict(operations.collectives),
         "sent": operations.sent,
+        "moved": operations.moved,
     }
     if wire:
         dist.barrier()
@@ -82,7 +83,9 @@ def wire_of_collectives(rank: int, sizes: list[int]) -> dict[str, float]:
     found = {}
     for name in ("reduce_scatter", "all_gather"):
         least = float("inf")
-        for _ in range(5):  # the first call may open connections, and any may be cut into more packets than needed
+        for _ in range(
+            5
+        ):  # the first call may open connections, and any may be cut into more packets than needed
             dist.barrier()
             before = loopback_bytes()
             dist.barrier()
@@ -133,7 +136,7 @@ def main() -> None:
             found["figures"][name] = pool.run(count_step, name, options.model, not no_wire)
         if options.extras:
             if options.world_size == 2:
-                found["growth"] = pool.run(growth, "shardkit", 50)
+                found["growth"] = {name: pool.run(growth, name, 50) for name in ("shardkit", "fsdp")}
             if not no_wire:
                 even = [1 << 20] * options.world_size
                 uneven = [(i + 1) << 19 for i in range(options.world_size)]

@@ -5,46 +5,15 @@ Everything here is counted, so it holds on a busy machine too. ``python -m tests
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from statistics import mean
-from typing import Any
 
 import pytest
 import torch
 
 from tests.figures.gpt import P, theory_peak, theory_resident, theory_sent
+from tests.figures.measured import measured, needs_wire, of, over_bare, worlds
 
 pytestmark = pytest.mark.timeout(400)
-ROOT = Path(__file__).parents[2]
-_measured: dict[int, dict[str, Any]] = {}
-
-
-def measured(world_size: int) -> dict[str, Any]:
-    """The figures at that world size, from one run of the measuring program in processes of its own."""
-    if world_size not in _measured:
-        command = [sys.executable, "-m", "tests.figures.measure", "--world-size", str(world_size), "--extras"]
-        command += ["--implementations", "bare,shardkit,balanced" if world_size == 2 else "shardkit,balanced"]
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(
-            command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=350, check=False
-        )
-        assert done.returncode == 0, done.stderr[-4000:]
-        _measured[world_size] = json.loads(done.stdout.splitlines()[-1])
-    return _measured[world_size]
-
-
-def of(world_size: int, implementation: str, figure: str) -> list[Any]:
-    """One figure on each rank."""
-    if implementation == "bare":  # the same at every world size
-        return [measured(2)["figures"]["bare"][0][figure]] * world_size
-    return [rank[figure] for rank in measured(world_size)["figures"][implementation]]
-
-
-worlds = pytest.mark.parametrize("world_size", [2, 4])
 both = pytest.mark.parametrize("implementation", ["shardkit", "balanced"])
 
 
@@ -85,27 +54,20 @@ def test_peak_bytes(world_size: int, implementation: str) -> None:
 @worlds
 @both
 def test_dispatched_operations(world_size: int, implementation: str) -> None:
-    more = [
-        a - b
-        for a, b in zip(*(of(world_size, n, "operations") for n in (implementation, "bare")), strict=True)
-    ]
-    assert max(more) <= 200
+    assert over_bare(world_size, implementation, "operations") <= 200
 
 
 @worlds
 @both
 def test_python_calls(world_size: int, implementation: str) -> None:
-    more = [
-        a - b for a, b in zip(*(of(world_size, n, "calls") for n in (implementation, "bare")), strict=True)
-    ]
-    assert max(more) <= 600
+    assert over_bare(world_size, implementation, "calls") <= 600
 
 
 @worlds
 @both
 def test_bytes_on_the_wire_of_a_step(world_size: int, implementation: str) -> None:
     """Headers of packets are all that comes on top."""
-    _needs_wire(world_size)
+    needs_wire(world_size)
     assert of(world_size, implementation, "wire")[0] <= 1.01 * theory_sent(world_size)
 
 
@@ -113,21 +75,15 @@ def test_bytes_on_the_wire_of_a_step(world_size: int, implementation: str) -> No
 @pytest.mark.parametrize("sizes", ["even", "uneven", "small"])
 def test_bytes_on_the_wire_of_each_collective(world_size: int, sizes: str) -> None:
     """N (W-1)/W for a reduce-scatter and for an all-gather of N bytes."""
-    _needs_wire(world_size)
+    needs_wire(world_size)
     for name, ratio in measured(world_size)["collectives"][sizes].items():
         assert 0.99 <= ratio <= (1.15 if sizes == "small" else 1.01), name
 
 
 def test_nothing_grows_over_fifty_steps() -> None:
-    for rank in measured(2)["growth"]:
+    for rank in measured(2)["growth"]["shardkit"]:
         assert rank["bytes"] == 0
         assert rank["objects"] <= 10
-
-
-def _needs_wire(world_size: int) -> None:
-    why = measured(world_size)["no_wire"]
-    if why:
-        pytest.skip(f"no private network here ({why}), so other programs' bytes would be counted")
 
 
 def test_memory_counter_sees_other_threads_and_resized_storages() -> None:
