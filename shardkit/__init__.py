@@ -13,7 +13,7 @@ from .errors import (
     RankMismatchError,
     ShardkitError,
 )
-from .fsdp import FSDP
+from .fsdp import FSDP, hybrid_groups
 from .grad_scaler import GradScaler, ShardedGradScaler
 from .launch import launch
 from .oss import OSS
@@ -43,6 +43,7 @@ __all__ = [
     "ShardkitError",
     "auto_wrap",
     "enable_wrap",
+    "hybrid_groups",
     "launch",
     "wrap",
 ]

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from ..compiling import not_compiled
 from ..errors import LifecycleError
 from ..hooks import NO_BACKWARD, BackwardState, current_backward
 from ..phases import Phase
@@ -56,12 +57,14 @@ class Engine:
             unit.engine = self
 
     # ------------------------------------------------------------ forward
+    @not_compiled
     def begin_forward(self) -> None:
         """The root's forward begins: what is gathered still is of an earlier one."""
         self.recover()
         for unit in self.units:
             if unit.is_held:
                 unit.release()
+            unit.forget_between()
         self._recording = torch.is_grad_enabled()
         if self._recording:
             self._calls, self._ends = [], []
@@ -69,6 +72,7 @@ class Engine:
                 if unit.notice_trainable():
                     self._replan = True
 
+    @not_compiled
     def before_forward(self, unit: Unit) -> None:
         """Gathers a unit for its forward, and asks for the next one."""
         self.forwards += 1
@@ -85,6 +89,7 @@ class Engine:
                     following.start_gather()
         unit.finish_gather()
 
+    @not_compiled
     def after_forward(self, unit: Unit) -> None:
         """Frees what the unit gathered, unless backward will need it soon."""
         self.forwards -= 1
@@ -97,8 +102,9 @@ class Engine:
             calls, order = self._calls, self._order
             if len(calls) == len(order) and calls[-1] is unit and order[-1] is unit:
                 return  # backward begins with it
-        unit.release()
+        unit.release(until_backward=self._recording)
 
+    @not_compiled
     def end_forward(self) -> None:
         """The root's forward is through."""
         if self._recording:
@@ -116,6 +122,7 @@ class Engine:
             unit.position = k
         self._reductions = [u for u in reversed(list(dict.fromkeys(self._order))) if u.is_trainable]
 
+    @not_compiled
     def fail_forward(self, is_outermost: bool) -> None:
         """A forward raised."""
         self.forwards -= 1

@@ -93,6 +93,7 @@ class FlatParam:
         group: ranks that share the vector.
         compute_dtype: dtype while gathered; None for the shard's own.
         compute_device: device while gathered; None for the shard's own.
+        neighbours: ranks, this one among them, that can keep the vector between them after forward.
 
     Attributes:
         layout: where members and shards lie.
@@ -106,7 +107,7 @@ class FlatParam:
 
     def __init__(
         self, members: Sequence[Member], names: Sequence[str], param: nn.Parameter, holder: Place, group: Group,
-        compute_dtype: torch.dtype | None, compute_device: torch.device | None,
+        compute_dtype: torch.dtype | None, compute_device: torch.device | None, neighbours: Group | None = None,
     ) -> None:  # fmt: skip
         self.members = list(members)
         self.names = list(names)
@@ -119,6 +120,8 @@ class FlatParam:
         self.idle = [True] * len(self.members)
         self._compute_dtype = compute_dtype
         self._compute_device = compute_device
+        self._neighbours = neighbours
+        self._between: torch.Tensor | None = None  # this rank's part of what neighbours keep
         self._users = 0
         self._full: torch.Tensor | None = None
         self.pending: Work | None = None
@@ -229,6 +232,12 @@ class FlatParam:
                 self._show_shard()  # somebody put another tensor in
         elif self._has_storage and self._full is not None:
             self.group.backend.take_storage(self._full)
+            if self._between is not None and self._neighbours is not None:
+                between, self._between = self._between, None
+                self.pending = self._neighbours.channel("parameters").all_gather_into(
+                    self._full, between, async_op=True, label=self.label
+                )
+                return
             self._own.copy_(shard.view(-1))  # casts, and comes from the host
             if self.group.world_size > 1:
                 self.pending = self._channel.all_gather_into(
@@ -247,11 +256,23 @@ class FlatParam:
             if not self._has_storage and self._full is not None:
                 self._show(self._full)
 
-    def release(self) -> None:
-        """One unit no longer needs the members; the last one frees their memory."""
+    def release(self, until_backward: bool = False) -> None:
+        """One unit no longer needs the members; the last one frees their memory.
+
+        With ``until_backward``, neighbours keep the vector between them, if there are any.
+        """
         self._users -= 1
         if self._users <= 0:
+            if until_backward and self._neighbours is not None and self._full is not None and self.is_full:
+                self.finish_gather()
+                size = self._full.numel() // self._neighbours.world_size
+                at = self._neighbours.rank * size
+                self._between = self._full[at : at + size].clone()
             self.drop()
+
+    def forget_between(self) -> None:
+        """The shards may have changed: what neighbours keep is old."""
+        self._between = None
 
     def drop(self) -> None:
         """Nobody needs the members: frees their memory."""
@@ -314,12 +335,13 @@ class FlatParam:
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
-        for name in ("group", "_full", "_own", "pending", "_channel"):
+        for name in ("group", "_full", "_own", "pending", "_channel", "_neighbours", "_between"):
             state.pop(name, None)
         return state
 
-    def connect(self, group: Group) -> None:
+    def connect(self, group: Group, neighbours: Group | None) -> None:
         """Comes back to life after copying or unpickling."""
         self.group = group
+        self._neighbours, self._between, self._full = neighbours, None, None
         self._has_storage = group.backend.has_storage
         self.adopt()

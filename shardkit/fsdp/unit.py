@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from ..backend import Group
+from ..compiling import not_compiled
 from ..hooks import NO_BACKWARD, GradientHooks
 from .flat_param import FlatParam
 from .gradients import GradientPack
@@ -133,12 +134,17 @@ class Unit:
             if flat.pending is not None:
                 flat.finish_gather()
 
-    def release(self) -> None:
-        """The module does not need its values any more."""
+    def release(self, until_backward: bool = False) -> None:
+        """The module does not need its values any more, or only in backward."""
         if self.is_held:
             self.is_held = False
             for flat in self._needs:
-                flat.release()
+                flat.release(until_backward)
+
+    def forget_between(self) -> None:
+        """Nothing is kept between forward and backward."""
+        for flat in self.flats:
+            flat.forget_between()
 
     # ------------------------------------------------------------ backward
     def enter_backward(self, _: torch.Tensor | None = None) -> None:
@@ -196,6 +202,7 @@ class Unit:
     def end_backward(self) -> None:
         """Ready for the next one."""
         self.release()
+        self.forget_between()
         self.reduced = False
         self._open_calls = 0
         count = len(self._fired)
@@ -215,10 +222,15 @@ class UnitCall:
         self._is_open = False
 
     @classmethod
+    @not_compiled
     def watching(cls, unit: Unit, inputs: Sequence[torch.Tensor]) -> UnitCall | None:
-        """Watches these inputs; None if backward goes no further than this call."""
+        """Watches these inputs; None if backward ends with the gradients of the unit's own parameters.
+
+        Without an input that needs a gradient, backward may still go on to units below: then the call stays open to
+        the end.
+        """
         needing = [t for t in inputs if t.requires_grad]
-        if not needing:
+        if not needing and unit.engine is not None and len(unit.engine.units) == 1:
             return None
         call = cls(unit, len(needing))
         for t in needing:

@@ -13,13 +13,15 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
 from ..backend import Backend, Group, backend_for
-from ..errors import LifecycleError
+from ..compiling import callees_compiled, not_compiled
+from ..errors import ConfigurationError, LifecycleError
 from ..hooks import NO_BACKWARD, current_backward, tensors_in
 from ..ownership import check_one_device
 from ..policy import OffloadPolicy, PrecisionPolicy, ReducePolicy, ReshardPolicy
 from . import construct, local_checkpoint, norms, optim_state, state_dict
 from .engine import Engine
 from .flat_param import FlatParam
+from .groups import neighbours_of
 from .unit import Unit, UnitCall
 from .unit_module import UnitModule, exposed
 
@@ -90,7 +92,10 @@ class FSDP(nn.Module):
         check_one_device(m.param for m in found.members)
         self._compute_device = torch.device(device) if device is not None else None
         self._connect_group(found.members[0].param if found.members else None, module)
-        construct.check_ranks_agree(found, self._group)
+        self._connect_neighbours()
+        for ranks in (self._group, self._replicas):
+            if ranks is not None:
+                construct.check_ranks_agree(found, ranks)
         self._fsdp_wrapped_module = UnitModule(module)
         self._engine: Engine | None = None
         self._is_root: bool | None = None
@@ -125,6 +130,19 @@ class FSDP(nn.Module):
             None if self._replica_group is None else backend.group(self._replica_group)
         )
 
+    def _connect_neighbours(self) -> None:
+        """Groups that keep parameters between forward and backward; one for all units that ask alike."""
+        count = self._reshard.after_forward
+        self._neighbours: Group | None = None
+        if isinstance(count, bool) or count >= self._group.world_size:
+            return
+        if not self._group.backend.has_storage:
+            raise ConfigurationError(
+                f"after_forward={count}: on {self._group.backend.name} the compiler decides what is kept between "
+                "forward and backward; use True or False"
+            )
+        self._neighbours = neighbours_of(self._group, count)
+
     def _build(self, found: construct.Found, from_rank_0: bool) -> None:
         wrapped = self._fsdp_wrapped_module
         indices = range(len(found.members))
@@ -134,6 +152,8 @@ class FSDP(nn.Module):
             members = [found.members[i] for i in part]
             device = self._compute_device or members[0].param.device
             shard = construct.shard_of(members, self._group, device, from_rank_0)
+            if self._replicas is not None and from_rank_0 and not shard.is_meta:
+                self._replicas.channel("buffers").broadcast(shard, 0, label="parameters of the first replica")
             if not self._flatten and self._group.world_size == 1:
                 shard = shard.view(members[0].shape)
             if self._offload.parameters:
@@ -141,7 +161,7 @@ class FSDP(nn.Module):
             listed, holder = wrapped.adopt(members, shard, self._flatten, f"flat_param_{k}")
             flat = FlatParam(
                 members, [found.names[i] for i in part], listed, holder, self._group,
-                self._precision.compute, self._compute_device,
+                self._precision.compute, self._compute_device, self._neighbours,
             )  # fmt: skip
             self._flats.append(flat)
         self._shared_paths = found.shared
@@ -170,6 +190,7 @@ class FSDP(nn.Module):
         """The wrapped module."""
         return self._fsdp_wrapped_module._fpw_module
 
+    @not_compiled
     def _become_root(self) -> Engine:
         wrappers = [m for m in self.modules() if isinstance(m, FSDP)]
         names = {m: n for n, m in self.named_modules() if isinstance(m, FSDP)}
@@ -185,6 +206,7 @@ class FSDP(nn.Module):
             w._cast_buffers()
         return engine
 
+    @callees_compiled
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the module with its parameters gathered."""
         engine = self._engine or self._become_root()
@@ -218,6 +240,7 @@ class FSDP(nn.Module):
         return outputs
 
     @staticmethod
+    @not_compiled
     def _watch(outputs: Any, watcher: Unit | UnitCall) -> bool:
         """Backward through any of these outputs makes itself known; whether there can be one."""
         found = False
@@ -375,7 +398,8 @@ class FSDP(nn.Module):
             for f in uncollected
             if id(f.param) in index
         }
-        return optim_state.gather_full(flats, uncollected, state, optim, self._group.rank == 0)
+        is_first = self._group.rank == 0 and (self._replicas is None or self._replicas.rank == 0)
+        return optim_state.gather_full(flats, uncollected, state, optim, is_first)
 
     def get_shard_from_optim_state_dict(self, full_optim_state_dict: dict[str, Any]) -> dict[str, Any]:
         """This rank's part of a full optimizer state, for ``optimizer.load_state_dict``.
@@ -408,7 +432,15 @@ class FSDP(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
-        for name in ("_engine", "_group", "_replicas", "_process_group", "_replica_group", "_unit"):
+        for name in (
+            "_engine",
+            "_neighbours",
+            "_group",
+            "_replicas",
+            "_process_group",
+            "_replica_group",
+            "_unit",
+        ):
             state[name] = None
         state["_is_root"] = None
         state["_borrowed"] = self._unit.borrowed
@@ -420,7 +452,7 @@ class FSDP(nn.Module):
         super().__setstate__(state)
         self._connect_group(self._flats[0].param if self._flats else None, self.module)
         for flat in self._flats:
-            flat.connect(self._group)
+            flat.connect(self._group, self._neighbours)
         self._make_unit(borrowed)
         self._unit.divisors = divisors
         self._unit.attach()
@@ -450,6 +482,7 @@ def predivide_factor(world_size: int) -> int:
     return factor
 
 
+@not_compiled
 def _cast_inputs(inputs: Any, dtype: torch.dtype) -> Any:
     return tree_map_only(
         torch.Tensor, lambda t: t.to(dtype) if t.is_floating_point() and t.dtype != dtype else t, inputs

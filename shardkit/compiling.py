@@ -1,0 +1,37 @@
+"""How ``torch.compile`` treats functions of this library: hooks, collectives and schedules are no part of a graph.
+
+``torch.compiler.disable`` says the same, but imports the whole compiler (seconds) whether it is used or not. These
+marks are what it leaves on a function.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+F = TypeVar("F", bound=Callable[..., Any])
+_eval_frame = torch._C._dynamo.eval_frame
+_SKIP, _DEFAULT = _eval_frame._FrameAction.SKIP, _eval_frame._FrameAction.DEFAULT
+
+
+def _marked(function: F, callees: Any) -> F:
+    _eval_frame.set_code_exec_strategy(function.__code__, _eval_frame._FrameExecStrategy(_SKIP, callees))
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    function._torchdynamo_disable_msg = "shardkit runs it outside of the graph"  # type: ignore[attr-defined]
+    return function
+
+
+def not_compiled(function: F) -> F:
+    """The function and all that it calls run as they are."""
+    marked = _marked(function, _SKIP)
+    marked._torchdynamo_disable_recursive = True  # type: ignore[attr-defined]
+    return marked
+
+
+def callees_compiled(function: F) -> F:
+    """The function itself runs as it is; functions that it calls may be compiled."""
+    marked = _marked(function, _DEFAULT)
+    marked._torchdynamo_disable_recursive = False  # type: ignore[attr-defined]
+    return marked
