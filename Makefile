@@ -1,6 +1,6 @@
 # Each target creates the environment it needs; a second call finds it ready (a stamp file).
 #
-#   make demo    trains on real data with 2 ranks and compares with one process and with DDP
+#   make demo    trains on real data with 2 ranks: DDP, OSS, ShardedDDP and FSDP beside one process
 #   make test    all tests: newest torch, then oldest supported torch with the XLA backend
 #   make check   ruff, mypy, import-linter
 #   make bench   shardkit, fairscale, DDP and ZeroRedundancyOptimizer interleaved in one run
@@ -68,7 +68,7 @@ test-core: $(CORE)/.ready
 test-xla: $(XLA)/.ready
 	@echo "== tests on $(TORCH_XLA)"
 	@$(XLA)/bin/python -m pytest -m "not oracle" --ignore tests/oracle --ignore tests/figures \
-	  --ignore tests/test_packaging.py --deselect tests/test_examples.py::test_a_full_run_reaches_97_percent tests
+	  --ignore tests/test_packaging.py --deselect tests/test_examples.py::test_full_runs_reach_97_percent tests
 
 check: $(CORE)/.ready
 	@status=0; \

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -15,12 +16,13 @@ from torch.optim import Optimizer
 
 import shardkit
 from shardkit.backend import Backend, ReduceOp, get_backend
+from shardkit.wrap_policy import transformer_auto_wrap_policy
 
 from . import data
-from .model import DigitTransformer
+from .model import Block, DigitTransformer
 from .progress import Progress, progress_bar
 
-STRATEGIES = ("ddp", "oss", "sharded_ddp")
+STRATEGIES = ("ddp", "oss", "sharded_ddp", "fsdp")
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,9 @@ def wrap(strategy: str, model: nn.Module, job: Job, backend: Backend) -> tuple[n
     """The model and the optimizer as the strategy has them; this is all that differs between strategies."""
     arguments: dict[str, Any] = {"lr": job.lr, "weight_decay": job.weight_decay}
     optimizer: Optimizer
-    if strategy in ("single", "ddp"):
+    if strategy == "fsdp":
+        model = nested_fsdp(model)
+    if strategy in ("single", "ddp", "fsdp"):
         optimizer = torch.optim.AdamW(model.parameters(), **arguments)
     else:
         optimizer = shardkit.OSS(model.parameters(), torch.optim.AdamW, **arguments)
@@ -72,6 +76,13 @@ def wrap(strategy: str, model: nn.Module, job: Job, backend: Backend) -> tuple[n
     if strategy in ("ddp", "oss") and has_ddp(backend):
         return DDP(model, gradient_as_bucket_view=True), optimizer
     return model, optimizer
+
+
+def nested_fsdp(model: nn.Module) -> nn.Module:
+    """Each block is a unit of its own, which is gathered while it computes; the outermost unit holds the rest."""
+    blocks = functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={Block})
+    with shardkit.enable_wrap(wrapper_cls=shardkit.FSDP, auto_wrap_policy=blocks):
+        return shardkit.FSDP(shardkit.auto_wrap(model))
 
 
 def has_ddp(backend: Backend) -> bool:
@@ -109,7 +120,9 @@ def train(rank: int, job: Job, start: Start, progress: Progress) -> Outcome:
 
     network = DigitTransformer()
     network.load_state_dict(start.weights)
-    model, optimizer = wrap(job.strategy, network.to(device), job, backend)
+    network.to(device)
+    whole = list(network.parameters())
+    model, optimizer = wrap(job.strategy, network, job, backend)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=job.lr, total_steps=job.epochs * steps)
     average_by_hand = job.strategy in ("ddp", "oss") and not has_ddp(backend)
 
@@ -126,7 +139,7 @@ def train(rank: int, job: Job, start: Start, progress: Progress) -> Outcome:
             if average_by_hand:
                 average_gradients(model, backend)
             if epoch == 0 and len(losses) == 1:  # the second step: the optimizer has its state
-                measure(outcome, model, optimizer, backend)
+                measure(outcome, [*whole, *model.parameters()], optimizer, backend)
             optimizer.step()
             schedule.step()
             backend.mark_step()
@@ -147,11 +160,18 @@ def test(model: nn.Module, held_out: data.Split, device: torch.device) -> float:
     return float(found.float().mean().item())
 
 
-def measure(outcome: Outcome, model: nn.Module, optimizer: Optimizer, backend: Backend) -> None:
-    """Notes the bytes that this rank holds now: parameters, their gradients, optimizer state."""
+def measure(
+    outcome: Outcome, parameters: Sequence[nn.Parameter], optimizer: Optimizer, backend: Backend
+) -> None:
+    """Notes the bytes that this rank holds now: parameters, their gradients, optimizer state.
+
+    Args:
+        parameters: those of the plain model, and what a wrapper made of them; where they are sharded, the former
+            hold memory only inside of forward and backward.
+    """
     inner = optimizer.optim if isinstance(optimizer, shardkit.OSS) else optimizer
     own = [p for group in inner.param_groups for p in group["params"]]
-    parameters = [*model.parameters(), *own]
+    parameters = [*parameters, *own]
     held = held_bytes if backend.has_storage else counted_bytes
     outcome.parameters = held(parameters)
     outcome.gradients = held(p.grad for p in parameters if p.grad is not None)
