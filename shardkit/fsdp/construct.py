@@ -13,6 +13,7 @@ from torch import nn
 
 from ..backend import Group
 from ..errors import RankMismatchError
+from ..flat_parameter import ParamInfo, SharedParamInfo
 from ..layout import ShardLayout
 from ..ownership import check_same_everywhere
 from .flat_param import FlatParam, Member, Place, managing
@@ -49,7 +50,8 @@ class Found:
         self.members: list[Member] = []
         self.names: list[str] = []
         self.borrowed: list[FlatParam] = []
-        self.shared: list[tuple[str, str]] = []  # (first path, other path)
+        self.infos: list[ParamInfo] = []  # first places as FlattenParamsWrapper tells them
+        self.shared: list[SharedParamInfo] = []  # and further ones
         by_param: dict[nn.Parameter, int] = {}
         for path, m in modules_outside_units(module, unit_type):
             for name, p in list(m._parameters.items()):
@@ -61,11 +63,13 @@ class Found:
                     self._borrow(flat, p, Place(m, name))
                 elif p in by_param:
                     self.members[by_param[p]].places.append(Place(m, name))
-                    self.shared.append((self.names[by_param[p]], full))
+                    first_path, first, attribute = self.infos[by_param[p]]
+                    self.shared.append((path, first_path, m, name, first, attribute))
                 else:
                     by_param[p] = len(self.members)
                     self.members.append(Member(p, [Place(m, name)]))
                     self.names.append(full)
+                    self.infos.append((path, m, name))
 
     def _borrow(self, flat: FlatParam, param: nn.Parameter, place: Place) -> None:
         for member in flat.members:

@@ -10,7 +10,6 @@ import torch
 from ..backend import Backend, Group, backend_for
 from ..errors import ConfigurationError
 
-
 _neighbours: weakref.WeakKeyDictionary[Any, dict[int, Group]] = weakref.WeakKeyDictionary()
 
 

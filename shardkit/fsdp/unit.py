@@ -11,7 +11,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ..backend import Group
 from ..compiling import not_compiled
-from ..hooks import NO_BACKWARD, GradientHooks
+from ..hooks import NO_BACKWARD, GradientHooks, current_backward
 from .flat_param import FlatParam
 from .gradients import GradientPack
 from .local_gradients import LocalGradients
@@ -219,7 +219,8 @@ class UnitCall:
 
     def __init__(self, unit: Unit, inputs: int) -> None:
         self._unit, self._inputs = unit, inputs
-        self._is_open = False
+        self._waiting = 0  # inputs that the backward in progress has not left by
+        self._task = NO_BACKWARD
 
     @classmethod
     @not_compiled
@@ -239,14 +240,15 @@ class UnitCall:
 
     def enter_backward(self, _: torch.Tensor | None = None) -> None:
         """Backward reached an output of the call."""
-        if not self._is_open:
-            self._is_open = True
+        task = current_backward()
+        if task != self._task:  # there may be several backwards through one call
+            self._task, self._waiting = task, self._inputs
             self._unit.open_call()
         self._unit.enter_backward()
 
     def _left(self, _: torch.Tensor) -> None:
-        self._inputs -= 1
-        if self._inputs == 0 and self._is_open:
+        self._waiting -= 1
+        if self._waiting == 0 and self._task == current_backward():
             self._unit.close_call()
 
 

@@ -2,24 +2,49 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
 
+from ..errors import LifecycleError
+from ..flat_parameter import FlatParameter, ParamInfo, SharedParamInfo
+from ..flatten import FlattenParamsWrapper
 from .flat_param import FlatParam, Member, Place
 
 
-class UnitModule(nn.Module):
-    """Lists a unit's shards as ``flat_param_0``, ... or, unflattened, under the parameters' own names."""
+class UnitModule(FlattenParamsWrapper):
+    """Lists a unit's shards as ``flat_param_0``, ... or, unflattened, under the parameters' own names.
+
+    To readers it is a :class:`FlattenParamsWrapper`, whose names and attributes it has; but the parameters are members
+    of sharded vectors, and the FSDP module around it moves them.
+    """
 
     def __init__(self, module: nn.Module) -> None:
-        super().__init__()
+        nn.Module.__init__(self)
         self._fpw_module = module
+        self.is_flattened = True
+        self.flat_param_names = []
+        self.num_params_managed = 0
+        self._unflattened_for_load = None
+        self._auto_unflatten_state_dict = False
+
+    @property
+    def flat_params(self) -> list[FlatParameter]:  # type: ignore[override]
+        """The listed vectors (this rank's shards)."""
+        found = [self._parameters.get(name) for name in self.flat_param_names]
+        return [p for p in found if isinstance(p, FlatParameter)]
 
     def adopt(
-        self, members: Sequence[Member], shard: torch.Tensor, flatten: bool, name: str
+        self,
+        members: Sequence[Member],
+        infos: list[ParamInfo],
+        shared: list[SharedParamInfo],
+        shard: torch.Tensor,
+        flatten: bool,
     ) -> tuple[nn.Parameter, Place]:
         """Takes parameters out of their modules' lists, and lists their shard.
 
@@ -28,16 +53,48 @@ class UnitModule(nn.Module):
         """
         first = members[0]
         trainable = first.param.requires_grad
+        self.num_params_managed += len(members)
         for member in members:
             for place in member.places:
                 _hide(place, member.param)
-        listed = nn.Parameter(shard, requires_grad=trainable)
         if flatten:
-            self.register_parameter(name, listed)
-            return listed, Place(self, name)
+            flat = FlatParameter([shard], trainable)
+            flat.__setstate__(([m.shape.numel() for m in members], [m.shape for m in members], infos, shared))
+            name = f"flat_param_{len(self.flat_param_names)}"
+            self.flat_param_names.append(name)
+            self.register_parameter(name, flat)
+            return flat, Place(self, name)
+        listed = nn.Parameter(shard, requires_grad=trainable)
         for place in first.places:
             place.module._parameters[place.name] = listed
         return listed, first.places[0]
+
+    # What the standalone wrapper does about views and state dicts, the FSDP module does here.
+    def forward(self, *inputs: Any, **kwinputs: Any) -> Any:
+        """The wrapped module's forward."""
+        return self._fpw_module(*inputs, **kwinputs)
+
+    def unflatten_params(self, flat_params: Any = None) -> NoReturn:
+        """Not here.
+
+        Raises:
+            LifecycleError: always.
+        """
+        raise LifecycleError(
+            "parameters of an FSDP module are sharded; use its summon_full_params() to see them unflattened"
+        )
+
+    _apply = nn.Module._apply
+    state_dict = nn.Module.state_dict
+    load_state_dict = nn.Module.load_state_dict
+    _load_from_state_dict = nn.Module._load_from_state_dict
+    __setstate__ = nn.Module.__setstate__
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> UnitModule:
+        made = type(self).__new__(type(self))
+        memo[id(self)] = made
+        made.__setstate__(copy.deepcopy(self.__dict__, memo))
+        return made
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_map_only
 from ..backend import Backend, Group, backend_for
 from ..compiling import callees_compiled, not_compiled
 from ..errors import ConfigurationError, LifecycleError
+from ..flat_parameter import FlatParameter
 from ..hooks import NO_BACKWARD, current_backward, tensors_in
 from ..ownership import check_one_device
 from ..policy import OffloadPolicy, PrecisionPolicy, ReducePolicy, ReshardPolicy
@@ -148,7 +149,7 @@ class FSDP(nn.Module):
         indices = range(len(found.members))
         parts = construct.alike(indices, found.members) if self._flatten else [[i] for i in indices]
         self._flats: list[FlatParam] = []
-        for k, part in enumerate(parts):
+        for part in parts:
             members = [found.members[i] for i in part]
             device = self._compute_device or members[0].param.device
             shard = construct.shard_of(members, self._group, device, from_rank_0)
@@ -158,13 +159,18 @@ class FSDP(nn.Module):
                 shard = shard.view(members[0].shape)
             if self._offload.parameters:
                 shard = self._group.backend.pin(shard.cpu())
-            listed, holder = wrapped.adopt(members, shard, self._flatten, f"flat_param_{k}")
+            infos = [found.infos[i] for i in part]
+            shared = [s for s in found.shared if (s[1], s[4], s[5]) in infos]
+            listed, holder = wrapped.adopt(members, infos, shared, shard, self._flatten)
             flat = FlatParam(
                 members, [found.names[i] for i in part], listed, holder, self._group,
                 self._precision.compute, self._compute_device, self._neighbours,
             )  # fmt: skip
             self._flats.append(flat)
-        self._shared_paths = found.shared
+        self._shared_paths = [
+            (f"{there}.{source}" if there else source, f"{here}.{name}" if here else name)
+            for here, there, _, name, _, source in found.shared
+        ]
         self._make_unit(found.borrowed)
 
     def _make_unit(self, borrowed: list[FlatParam]) -> None:
@@ -352,6 +358,9 @@ class FSDP(nn.Module):
             holder = flat.holder
             param = holder.module._parameters[holder.name]
             if param is not None and param is not flat.param:
+                if isinstance(flat.param, FlatParameter) and not isinstance(param, FlatParameter):
+                    param = flat.param._like_this(param)
+                    holder.module._parameters[holder.name] = param
                 flat.param = param
                 if not flat.is_listed_flat:
                     for place in flat.members[0].places:
