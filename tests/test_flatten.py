@@ -275,7 +275,7 @@ def test_replaced_parameters_stay_too() -> None:
         flat.double()
     assert flat.flat_param.dtype == torch.float64
     flat(torch.randn(2, 3, dtype=torch.float64))
-    with pytest.raises(LifecycleError, match="can.t be flattened again"):
+    with pytest.raises(LifecycleError, match=r"can't be flattened again"):
         with flat.unflatten_params():
             flat[0].weight = nn.Parameter(torch.zeros(1, 1))
     assert flat.is_flattened

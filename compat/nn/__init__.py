@@ -2,6 +2,7 @@
 
 # The module first: its name is then taken by the function, and `from shardkit.nn.auto_wrap import ...` works too.
 from . import auto_wrap as _auto_wrap  # isort: skip
+from .checkpoint import checkpoint_wrapper
 from .data_parallel import FullyShardedDataParallel, ShardedDataParallel
 from .misc import FlattenParamsWrapper
 from .wrap import auto_wrap, config_auto_wrap_policy, default_auto_wrap_policy, enable_wrap, wrap
@@ -11,6 +12,7 @@ __all__ = [
     "FullyShardedDataParallel",
     "ShardedDataParallel",
     "auto_wrap",
+    "checkpoint_wrapper",
     "config_auto_wrap_policy",
     "default_auto_wrap_policy",
     "enable_wrap",

@@ -1,5 +1,6 @@
 """fairscale.nn.misc."""
 
+from ..checkpoint import checkpoint_wrapper
 from .flatten_params_wrapper import FlattenParamsWrapper
 
-__all__ = ["FlattenParamsWrapper"]
+__all__ = ["FlattenParamsWrapper", "checkpoint_wrapper"]
