@@ -110,9 +110,10 @@ def test_on_gpus() -> None:
 
 
 @pytest.mark.xla
+@pytest.mark.timeout(500)  # each strategy is compiled
 @pytest.mark.skipif(find_spec("torch_xla") is None, reason="needs torch_xla")
 def test_on_xla_replicas() -> None:
-    output = run_digits("--backend", "xla", "--epochs", "1")
+    output = run_digits("--backend", "xla", "--epochs", "1", timeout=480)
     rows = table(output)
     assert rows["sharded_ddp"][2] <= rows["ddp"][2] / 2 * 1.1
     assert rows["fsdp"] == pytest.approx([held / 2 for held in rows["ddp"]], rel=0.01)
