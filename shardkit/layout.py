@@ -180,3 +180,13 @@ class ShardLayout:
                 found.append(Piece(item, done, rank, offset, length))
                 done += length
         return found
+
+
+def gaps_between(filled: Sequence[tuple[int, int]], numel: int) -> list[tuple[int, int]]:
+    """What these parts, as (start, numel), leave free of a vector, in the same form and in order."""
+    gaps, end = [], 0
+    for start, length in [*sorted(filled), (numel, 0)]:
+        if start > end:
+            gaps.append((end, start - end))
+        end = max(end, start + length)
+    return gaps

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import torch
 
 from ..backend import Group, ReduceOp, Work
-from ..layout import Piece
+from ..layout import Piece, gaps_between
 from .flat_param import FlatParam
 from .idle import protect_idle_members
 
@@ -87,18 +87,11 @@ class GradientPack:
 
     def _find_gaps(self) -> list[torch.Tensor]:
         """What no gradient fills: padding, frozen members, flags that a rank does not need."""
-        filled = torch.zeros(self._part * self._group.world_size, dtype=torch.bool)
-        size = self._flat.layout.shard_numel
-        for p in self._pieces:
-            at = p.rank * self._part + p.offset
-            filled[at : at + p.numel] = True
-        for r, items in enumerate(self._flags_of):
-            filled[r * self._part + size : r * self._part + size + len(items)] = True
-        edges = torch.diff(
-            filled.int(), prepend=torch.ones(1, dtype=torch.int), append=torch.ones(1, dtype=torch.int)
-        )
-        starts, ends = (edges < 0).nonzero().flatten().tolist(), (edges > 0).nonzero().flatten().tolist()
-        return [self._packed[a:b] for a, b in zip(starts, ends, strict=True)]
+        size, part = self._flat.layout.shard_numel, self._part
+        filled = [(p.rank * part + p.offset, p.numel) for p in self._pieces]
+        filled += [(r * part + size, len(items)) for r, items in enumerate(self._flags_of)]
+        gaps = gaps_between(filled, part * self._group.world_size)
+        return [self._packed[start : start + numel] for start, numel in gaps]
 
     # ------------------------------------------------------------ sending
     def send(self) -> None:
@@ -208,6 +201,8 @@ class GradientPack:
             had = self._anybody(result, replicas)
         here = self._flagged or range(len(had))
         if True not in [had[i] for i in here]:
+            if False not in [flat.idle[i] for i in here]:
+                flat.param.grad = None  # see LocalGradients: it may be zeros that stand for nothing
             return
         if flat.param.grad is None:
             flat.idle = [not h for h in had]

@@ -102,6 +102,8 @@ def exposed(flat: FlatParam) -> Iterator[None]:
     """Inside, the members are listed under their own names, and the shard is not."""
     holder = flat.holder
     listed = holder.module._parameters[holder.name]
+    # where else it is listed: not in units that only borrow it
+    places = [p for p in flat.members[0].places if p.module._parameters.get(p.name) is listed]
     holder.module._parameters[holder.name] = None
     for member in flat.members:
         for place in member.places:
@@ -116,11 +118,8 @@ def exposed(flat: FlatParam) -> Iterator[None]:
                 if now is not None and now is not member.param:  # somebody put another parameter in
                     member.param.data = now.data
                 _hide(place, member.param)
-        if flat.is_listed_flat:
-            holder.module._parameters[holder.name] = listed
-        else:
-            for place in flat.members[0].places:
-                place.module._parameters[place.name] = listed
+        for place in places or [holder]:
+            place.module._parameters[place.name] = listed
 
 
 def _hide(place: Place, param: nn.Parameter) -> None:

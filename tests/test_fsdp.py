@@ -1,0 +1,485 @@
+"""FSDP against one process: models with one trait each, what users do between steps, and what they do wrong."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import shardkit
+from shardkit import FSDP, OffloadPolicy, PrecisionPolicy, ReducePolicy, ReshardPolicy, hybrid_groups
+from shardkit.errors import ConfigurationError, LifecycleError, RankMismatchError
+from tests.fsdp_models import MODELS, WIDTH, batch, build
+from tests.pools import rank_pool
+
+SGD = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1}
+
+
+def mean_loss(model: nn.Module, xs: torch.Tensor) -> torch.Tensor:
+    """What all ranks' losses come to."""
+    return torch.stack([model(x).pow(2).mean() for x in xs]).mean()
+
+
+def assert_equal_models(sharded: nn.Module, plain: nn.Module, where: str, tolerance: float = 2e-6) -> None:
+    """Full state dicts agree in names and values."""
+    mine, truth = sharded.state_dict(), plain.state_dict()
+    assert list(mine) == list(truth), where
+    for name, value in truth.items():
+        torch.testing.assert_close(
+            mine[name], value, rtol=1e-5, atol=tolerance, msg=lambda m, n=name: f"{where}: {n}: {m}"
+        )
+
+
+def linears(*widths: int) -> nn.Sequential:
+    """Linear layers with tanh between them."""
+    layers: list[nn.Module] = []
+    for a, b in zip(widths, widths[1:], strict=False):
+        layers += [nn.Linear(a, b), nn.Tanh()]
+    return nn.Sequential(*layers[:-1])
+
+
+def wrapped(model: nn.Sequential, **options: Any) -> FSDP:
+    """Every second linear layer is a unit, and the rest belongs to the root."""
+    for i in range(2, len(model), 4):
+        model[i] = FSDP(model[i], **options)
+    return FSDP(model, **options)
+
+
+# ------------------------------------------------------------------------------------ training
+def _train(rank: int, world_size: int, name: str, flatten: bool, options: dict[str, Any]) -> None:
+    make, wrap = MODELS[name]
+    plain = build(make)
+    model = wrap(build(make), lambda m: FSDP(m, flatten=flatten, **options))
+    # the statistics of batch norm are each rank's own
+    plains = [plain] if name != "norms" else None
+    first = torch.optim.SGD(plain.parameters(), **SGD)
+    second = torch.optim.SGD(model.parameters(), **SGD)
+    for step in range(5):
+        xs = batch(step, world_size)
+        first.zero_grad()
+        second.zero_grad()
+        if step == 2:  # forgotten again
+            with model.no_sync():
+                model(xs[rank]).pow(2).mean().backward()
+            second.zero_grad()
+        if step == 3:  # accumulated with and without exchange
+            with model.no_sync():
+                model(xs[rank]).pow(2).mean().backward()
+            model(xs[rank] * 0.5).pow(2).mean().backward()
+            mean_loss(plain, xs).backward()
+            mean_loss(plain, xs * 0.5).backward()
+        if step == 4:  # two forwards before one backward, after an evaluation
+            with torch.no_grad():
+                model(xs[rank])
+                plain(xs[rank])
+            (model(xs[rank]).pow(2).mean() + model(xs[rank] * 2).pow(2).mean()).backward()
+            (mean_loss(plain, xs) + mean_loss(plain, xs * 2)).backward()
+        else:
+            model(xs[rank]).pow(2).mean().backward()
+            mean_loss(plain, xs).backward()
+        if step == 1:
+            a = nn.utils.clip_grad_norm_(plain.parameters(), 0.05)
+            b = model.clip_grad_norm_(0.05)
+            torch.testing.assert_close(b, a.to(b.dtype), rtol=1e-5, atol=1e-6)
+        first.step()
+        second.step()
+        if plains is not None:
+            assert_equal_models(model, plain, f"{name}, rank {rank} of {world_size}, step {step}")
+    if plains is None:
+        for (n, p), (_, q) in zip(model.state_dict().items(), plain.state_dict().items(), strict=True):
+            if "running" not in n and "tracked" not in n:
+                torch.testing.assert_close(p, q, rtol=1e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("flatten", [True, False], ids=["flat", "each"])
+@pytest.mark.parametrize("name", MODELS)
+def test_trains_as_one_process(name: str, flatten: bool, world_size: int) -> None:
+    rank_pool(world_size).run(_train, world_size, name, flatten, {})
+
+
+@pytest.mark.parametrize("name", ["tied_across", "checkpoint_reentrant", "twice", "adapted"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"reshard": ReshardPolicy(after_forward=False)},
+        {"reshard": ReshardPolicy(root=True, prefetch=0)},
+        {"reshard": ReshardPolicy(prefetch=2)},
+        {"offload": OffloadPolicy(parameters=True)},
+        {"reduce": ReducePolicy(predivide=1.0)},
+        {"reduce": ReducePolicy(dtype=torch.float64)},
+    ],
+    ids=["keep", "root reshards", "prefetch 2", "offload", "postdivide", "fp64 reduce"],
+)
+def test_options_change_no_numbers(name: str, options: dict[str, Any]) -> None:
+    rank_pool(2).run(_train, 2, name, True, options)
+
+
+def _hybrid(rank: int, world_size: int, mode: str) -> None:
+    plain, start = build(lambda: linears(WIDTH, 7, 5, 3, 1)), linears(WIDTH, 7, 5, 3, 1)
+    if rank == 0:
+        start.load_state_dict(plain.state_dict())
+    options: dict[str, Any] = {"reshard": ReshardPolicy(after_forward=2)}
+    if mode == "hybrid":
+        group, replicas = hybrid_groups(2)
+        options = {"group": group, "replicas": replicas}
+    model = wrapped(start, **options)
+    first, second = torch.optim.SGD(plain.parameters(), **SGD), torch.optim.SGD(model.parameters(), **SGD)
+    for step in range(4):
+        xs = batch(step, world_size)
+        first.zero_grad()
+        second.zero_grad()
+        mean_loss(plain, xs).backward()
+        model(xs[rank]).pow(2).mean().backward()
+        norms = nn.utils.clip_grad_norm_(plain.parameters(), 0.5), model.clip_grad_norm_(0.5)
+        torch.testing.assert_close(norms[1], norms[0])
+        first.step()
+        second.step()
+        assert_equal_models(model, plain, f"rank {rank}, step {step}")
+    numel = sum(p.numel() for p in plain.parameters())
+    assert sum(p.numel() for p in model.parameters()) < numel / (2 if mode == "hybrid" else 4) + 8
+
+
+@pytest.mark.parametrize("mode", ["hybrid", "kept by neighbours"])
+def test_two_by_two_ranks(mode: str) -> None:
+    """Shards over two of four ranks; or over four, and over two between forward and backward."""
+    rank_pool(4).run(_hybrid, 4, mode)
+
+
+def _compiled(rank: int, mode: str) -> None:
+    plain, model = (build(lambda: linears(WIDTH, 7, 5, 1)) for _ in range(2))
+    if mode == "inside a unit":
+        model[2] = FSDP(torch.compile(model[2], backend="aot_eager"))
+        sharded = FSDP(model)
+    elif mode == "inside the root":
+        model[2] = FSDP(model[2])
+        sharded = FSDP(torch.compile(model, backend="aot_eager"))
+    else:
+        sharded = wrapped(model)
+    run = torch.compile(sharded, backend="aot_eager") if mode == "outside" else sharded
+    first, second = torch.optim.SGD(plain.parameters(), **SGD), torch.optim.SGD(sharded.parameters(), **SGD)
+    for step in range(3):
+        xs = batch(step, 2)
+        first.zero_grad()
+        second.zero_grad()
+        mean_loss(plain, xs).backward()
+        run(xs[rank]).pow(2).mean().backward()
+        first.step()
+        second.step()
+        for a, b in zip(sharded.state_dict().values(), plain.state_dict().values(), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("mode", ["inside a unit", "inside the root", "outside"])
+def test_torch_compile(mode: str) -> None:
+    rank_pool(2).run(_compiled, mode)
+
+
+def _rank_dependent(rank: int) -> None:
+    """Rank 0 uses one layer of a unit, rank 1 the other; and only rank 1's loss depends on the last unit."""
+
+    class Branches(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: torch.Tensor, route: int) -> torch.Tensor:
+            return self.a(x) if route == 0 else self.b(x)
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.branches = nn.Linear(WIDTH, WIDTH), Branches()
+            self.last = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: torch.Tensor, route: int) -> torch.Tensor:
+            y = self.branches(self.first(x), route)
+            z = self.last(y)
+            return y if route == 0 else z
+
+    plain, model = build(Model), build(Model)
+    model.branches, model.last = FSDP(model.branches), FSDP(model.last)
+    sharded = FSDP(model)
+    first, second = torch.optim.SGD(plain.parameters(), **SGD), torch.optim.SGD(sharded.parameters(), **SGD)
+    for step in range(4):
+        xs = batch(step, 2)
+        first.zero_grad()
+        second.zero_grad()
+        torch.stack([plain(xs[r], r).pow(2).mean() for r in range(2)]).mean().backward()
+        sharded(xs[rank], rank).pow(2).mean().backward()
+        first.step()
+        second.step()
+        assert_equal_models(sharded, plain, f"rank {rank}, step {step}")
+
+
+def test_parameters_and_units_that_only_some_ranks_use() -> None:
+    rank_pool(2).run(_rank_dependent)
+
+
+def _half(rank: int, dtype: torch.dtype) -> None:
+    plain, model = (build(lambda: linears(WIDTH, 7, 5, 1)) for _ in range(2))
+    sharded = wrapped(
+        model, precision=PrecisionPolicy(compute=dtype), reduce=ReducePolicy(dtype=torch.float32)
+    )
+    optimizer = torch.optim.SGD(sharded.parameters(), lr=0.1)
+    first = torch.optim.SGD(plain.parameters(), lr=0.1)
+    seen: list[torch.dtype] = []
+    model[0].register_forward_hook(lambda m, i, o: seen.append(m.weight.dtype))
+    for step in range(3):
+        xs = batch(step, 2)
+        for o in (optimizer, first):
+            o.zero_grad()
+        assert sharded(xs[rank]).dtype is dtype
+        sharded(xs[rank]).float().pow(2).mean().backward()
+        mean_loss(plain, xs).backward()
+        assert all(p.grad.dtype is torch.float32 for p in sharded.parameters() if p.grad is not None)
+        optimizer.step()
+        first.step()
+    assert set(seen) == {dtype}
+    for a, b in zip(sharded.state_dict().values(), plain.state_dict().values(), strict=True):
+        torch.testing.assert_close(a, b, rtol=0.05, atol=0.02)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_computes_and_full_precision_steps(dtype: torch.dtype) -> None:
+    rank_pool(2).run(_half, dtype)
+
+
+# ------------------------------------------------------------------------------------ between steps
+def _copies(rank: int) -> None:
+    model = wrapped(build(lambda: linears(WIDTH, 7, 5, 1)))
+    x = batch(0, 2)[rank]
+    model(x).sum().backward()
+    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert_equal_models(copied, model, "copy")
+        torch.testing.assert_close(copied(x), model(x))
+        copied(x).sum().backward()
+        torch.optim.SGD(copied.parameters(), lr=1.0).step()
+        with pytest.raises(AssertionError):
+            assert_equal_models(copied, model, "the copy has tensors of its own")
+
+
+def test_copies_and_pickles_are_models_of_their_own() -> None:
+    rank_pool(2).run(_copies)
+
+
+def _meta(rank: int) -> None:
+    truth = build(lambda: linears(WIDTH, 7, 5, 1))
+    with torch.device("meta"):
+        model = wrapped(linears(WIDTH, 7, 5, 1))
+    assert all(p.is_meta for p in model.parameters())
+    model.to_empty(device="cpu")
+    model.load_state_dict(truth.state_dict())
+    assert_equal_models(model, truth, "after to_empty and load")
+    x = batch(0, 2)[rank]
+    torch.testing.assert_close(model(x), truth(x))
+    model(x).sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+def test_construction_on_meta() -> None:
+    rank_pool(2).run(_meta)
+
+
+def _summon(rank: int) -> None:
+    model = wrapped(build(lambda: linears(WIDTH, 7, 5, 1)))
+    before = model.state_dict()
+    shards = [p.detach().clone() for p in model.parameters()]
+    with model.summon_full_params(writeback=False):
+        assert [n for n, _ in model.module.named_parameters() if n == "0.weight"] == ["0.weight"]
+        with torch.no_grad():
+            model.module[0].weight.fill_(7.0)
+    assert_equal_state(model.state_dict(), before)
+    with model.summon_full_params():
+        nn.init.constant_(model.module[0].weight, 7.0)
+        model.module[0].bias = nn.Parameter(torch.full((7,), 3.0))
+    after = model.state_dict()
+    assert bool((after["0.weight"] == 7).all()) and bool((after["0.bias"] == 3).all())
+    assert [p.shape for p in model.parameters()] == [s.shape for s in shards]
+    model.apply(lambda m: nn.init.zeros_(m.weight) if isinstance(m, nn.Linear) else None)
+    assert all(bool((v == 0).all()) for k, v in model.state_dict().items() if k.endswith("weight"))
+    with model.summon_full_params(), pytest.raises(LifecycleError, match="summon_full_params"):
+        model(batch(0, 2)[rank])
+
+
+def assert_equal_state(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
+    """Two state dicts agree exactly."""
+    assert list(a) == list(b)
+    for name in a:
+        assert torch.equal(a[name], b[name]), name
+
+
+def test_summoned_parameters_are_real_and_written_back() -> None:
+    rank_pool(2).run(_summon)
+
+
+def _moved(rank: int) -> None:
+    model = wrapped(build(lambda: linears(WIDTH, 7, 5, 1)))
+    x = batch(0, 2)[rank].double()
+    assert model.to(torch.float64) is model
+    assert model(x).dtype is torch.float64
+    model(x).sum().backward()
+    assert all(p.grad is not None and p.grad.dtype is torch.float64 for p in model.parameters())
+    assert model[0].in_features == WIDTH  # passed on to the wrapped module
+    assert model.module[0].weight.shape == (7, WIDTH)
+    with torch.inference_mode():
+        model(x)
+    model(x).sum().backward()
+
+
+def test_casts_attributes_and_inference() -> None:
+    rank_pool(2).run(_moved)
+
+
+def _state(rank: int, world_size: int, saved: Any) -> Any:
+    """Trains some steps, from what was saved if there is something; returns what was saved, and the end."""
+    model = wrapped(build(lambda: linears(WIDTH, 7, 5, 1), seed=3))
+    outer = nn.ModuleDict({"net": model})  # state dicts through a module that is not sharded
+    groups = [{"params": list(model.parameters())[:1], "lr": 0.02}, {"params": list(model.parameters())[1:]}]
+    optimizer = torch.optim.Adam(groups, lr=0.05)
+    if saved is not None:
+        outer.load_state_dict(saved["model"])
+        optimizer.load_state_dict(model.get_shard_from_optim_state_dict(saved["optimizer"]))
+    for step in range(3):
+        optimizer.zero_grad()
+        model(batch(step + (0 if saved is None else 3), 1)[0]).pow(2).mean().backward()
+        optimizer.step()
+    state = model.gather_full_optim_state_dict(optimizer)
+    assert (state is None) == (rank != 0)
+    optimizer.step()  # gathering left the optimizer as it was
+    return {"model": {k: v.clone() for k, v in outer.state_dict().items()}, "optimizer": state}
+
+
+@pytest.mark.parametrize(("wrote", "reads"), [(2, 2), (2, 3), (3, 1), (1, 4)])
+def test_model_and_optimizer_state_at_other_world_sizes(wrote: int, reads: int) -> None:
+    """Two parameter groups, a wrapper around the root; then training goes on alike."""
+    saved = rank_pool(wrote).run(_state, wrote, None)[0]
+    again = rank_pool(wrote).run(_state, wrote, saved)[0]
+    elsewhere = rank_pool(reads).run(_state, reads, saved)[0]
+    for key, value in again["model"].items():
+        torch.testing.assert_close(elsewhere["model"][key], value, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        elsewhere["optimizer"]["state"], again["optimizer"]["state"], rtol=1e-4, atol=1e-6
+    )
+
+
+def _local(rank: int) -> tuple[Any, Any, Any]:
+    model = wrapped(build(lambda: linears(WIDTH, 7, 5, 1)))
+    local = copy.deepcopy(model.local_state_dict())
+    file = io.BytesIO()
+    torch.save({"state": local, "metadata": model.local_metadata_dict()}, file)
+    file.seek(0)
+    loaded = torch.load(file)  # weights_only
+    with torch.no_grad():
+        for p in model.parameters():
+            p.zero_()
+    model.load_local_state_dict(loaded["state"])
+    return loaded["state"], loaded["metadata"], model.state_dict()
+
+
+def test_local_state_dicts_consolidate_without_a_process_group() -> None:
+    parts = rank_pool(3).run(_local)
+    full = FSDP.consolidate_shard_weights([p[0] for p in parts], [p[1] for p in parts])
+    assert_equal_state(dict(sorted(full.items())), dict(sorted(parts[0][2].items())))
+
+
+def _hooks(rank: int) -> None:
+    plain, model = (build(lambda: linears(WIDTH, 7, 1)) for _ in range(2))
+    calls: list[torch.Size] = []
+    model[0].weight.register_hook(lambda g: calls.append(g.shape))
+    sharded = FSDP(model)
+    x = batch(0, 2)[rank]
+    sharded(x).sum().backward()
+    assert calls == [plain[0].weight.shape]
+
+
+def test_gradient_hooks_of_users_see_whole_gradients() -> None:
+    rank_pool(2).run(_hooks)
+
+
+def _after_error(rank: int) -> None:
+    plain, model = (build(lambda: linears(WIDTH, 7, 5, 1)) for _ in range(2))
+    sharded = wrapped(model)
+    xs = batch(0, 2)
+
+    def fail(_: torch.Tensor) -> None:
+        raise ValueError("from a hook")
+
+    y = sharded(xs[rank])
+    handle = model[0].weight.register_hook(fail)
+    with pytest.raises(ValueError, match="from a hook"):
+        y.pow(2).mean().backward()
+    handle.remove()
+    with pytest.raises(RuntimeError):
+        sharded(torch.randn(2, WIDTH + 1))
+    sharded.zero_grad()
+    sharded(xs[rank]).pow(2).mean().backward()
+    mean_loss(plain, xs).backward()
+    for p in (sharded, plain):
+        torch.optim.SGD(p.parameters(), lr=0.1).step()
+    assert_equal_models(sharded, plain, "after errors")
+
+
+def test_training_goes_on_after_an_error_in_forward_or_backward() -> None:
+    rank_pool(2).run(_after_error)
+
+
+# ------------------------------------------------------------------------------------ what users do wrong
+def _wrong(rank: int, case: str) -> None:
+    torch.manual_seed(rank)
+    if case == "values":
+        with pytest.raises(RankMismatchError, match="has other values on rank 1"):
+            FSDP(nn.Linear(3, 3), sync_module_states=False)
+        model = FSDP(nn.Linear(3, 3))  # by default rank 0's count
+        states = [None, None]
+        torch.distributed.all_gather_object(states, model.state_dict())
+        assert_equal_state(*states)
+    elif case == "shapes":
+        with pytest.raises(RankMismatchError, match="weight"):
+            FSDP(nn.Linear(3, 3 + rank))
+    elif case == "frozen":
+        layer = nn.Linear(3, 3)
+        layer.bias.requires_grad_(rank == 0)
+        with pytest.raises(RankMismatchError, match="bias"):
+            FSDP(layer)
+    elif case == "no_sync below the root":
+        model = wrapped(linears(WIDTH, 7, 5, 1))
+        model(torch.randn(2, WIDTH))
+        with pytest.raises(LifecycleError, match="outermost"), model.module[2].no_sync():
+            pass
+        with pytest.raises(LifecycleError, match="outermost"):
+            model.module[2].clip_grad_norm_(1.0)
+    elif case == "uneven hybrid":
+        with pytest.raises(ConfigurationError, match="can't be divided"):
+            hybrid_groups(3)
+    elif case == "foreign optimizer state":
+        model, other = wrapped(linears(WIDTH, 7, 5, 1)), FSDP(nn.Linear(3, 3))
+        state = other.gather_full_optim_state_dict(torch.optim.Adam(other.parameters()))
+        if rank == 0:
+            with pytest.raises(ConfigurationError, match="another|parameters"):
+                model.get_shard_from_optim_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    "case",
+    ["values", "shapes", "frozen", "no_sync below the root", "uneven hybrid", "foreign optimizer state"],
+)
+def test_mistakes_are_named_on_every_rank(case: str) -> None:
+    rank_pool(2).run(_wrong, case)
+
+
+def test_policies_refuse_what_can_not_be() -> None:
+    for make in (
+        lambda: PrecisionPolicy(compute=torch.int32),
+        lambda: ReshardPolicy(after_forward=0),
+        lambda: ReshardPolicy(prefetch=-1),
+        lambda: OffloadPolicy(parameters=True, gradients=False),
+        lambda: ReducePolicy(predivide=0.0),
+    ):
+        with pytest.raises(shardkit.ConfigurationError):
+            make()
