@@ -26,6 +26,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ..backend import Group, Work
 from ..layout import ShardLayout
+from .listed import note_listed
 
 
 class Place(NamedTuple):
@@ -69,17 +70,9 @@ def _empty_member(dtype: torch.dtype, requires_grad: bool) -> MemberParameter:
 _managed_by: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
-_listed_by: WeakIdKeyDictionary = WeakIdKeyDictionary()
-
-
 def managing(param: nn.Parameter) -> FlatParam | None:
     """The vector that manages a member, None for other parameters."""
     return _managed_by.get(param)
-
-
-def flat_of_listed(param: nn.Parameter) -> FlatParam | None:
-    """The vector whose shard a listed parameter is, None for other parameters."""
-    return _listed_by.get(param)
 
 
 class FlatParam:
@@ -143,6 +136,11 @@ class FlatParam:
         """Listed as a vector by the unit, not in place of its one member."""
         return all(place.module is not self.holder.module for place in self.members[0].places)
 
+    @property
+    def gathered(self) -> torch.Tensor:
+        """What members are views of, [W * S]; it may have no memory now."""
+        return self.param.data if self._full is None else self._full
+
     # ------------------------------------------------------------ how members see the vector
     def adopt(self) -> bool:
         """Makes the members views; after construction and whenever the shard's device or dtype changed.
@@ -152,7 +150,7 @@ class FlatParam:
         """
         self.pending, self._users, self.is_full = None, 0, False
         self._seen = (self.param.dtype, self.param.device)
-        _listed_by[self.param] = self
+        note_listed(self.param, self)
         p = self.param
         self.is_whole = (
             self.group.world_size == 1 and p.dtype == self.compute_dtype and p.device == self.compute_device

@@ -248,3 +248,11 @@ class GradientPack:
             self._work = None
             if self._in_storage:
                 self._group.backend.release_storage(self._packed)
+
+
+def predivide_factor(world_size: int) -> int:
+    """The power of two next to the root of the world size that divides it (fairscale's choice)."""
+    factor = 1
+    while world_size % factor == 0 and world_size / factor > factor:
+        factor *= 2
+    return factor

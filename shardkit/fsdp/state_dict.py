@@ -71,7 +71,7 @@ def _arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, str,
 def _full_or_as_is(wrapper: FSDP) -> contextlib.AbstractContextManager[None]:
     if wrapper._state_is_local or wrapper._summoned is not None:
         return contextlib.nullcontext()
-    return wrapper.summon_full_params(recurse=False, writeback=False)
+    return wrapper._summon(recurse=False, writeback=False)
 
 
 def _detach_entries(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -19,9 +19,11 @@ from ..flat_parameter import FlatParameter
 from ..hooks import NO_BACKWARD, current_backward, tensors_in
 from ..ownership import check_one_device
 from ..policy import OffloadPolicy, PrecisionPolicy, ReducePolicy, ReshardPolicy
-from . import construct, local_checkpoint, norms, optim_state, state_dict
+from . import construct, local_checkpoint, norms, optim_state
+from . import state_dict as state_dicts
 from .engine import Engine
 from .flat_param import FlatParam
+from .gradients import predivide_factor
 from .groups import neighbours_of
 from .unit import Unit, UnitCall
 from .unit_module import UnitModule, exposed
@@ -112,7 +114,7 @@ class FSDP(nn.Module):
         )
         self._uncollected: dict[int, Any] = {}
         self._build(found, sync_module_states)
-        state_dict.register_hooks(self)
+        state_dicts.register_hooks(self)
 
     # ------------------------------------------------------------ construction
     def _connect_group(self, example: torch.Tensor | None, module: nn.Module) -> None:
@@ -201,7 +203,7 @@ class FSDP(nn.Module):
         wrappers = [m for m in self.modules() if isinstance(m, FSDP)]
         names = {m: n for n, m in self.named_modules() if isinstance(m, FSDP)}
         for w in wrappers:
-            w._unit.name = state_dict.clean(names[w])
+            w._unit.name = state_dicts.clean(names[w])
             for k, flat in enumerate(w._flats):
                 flat.label = f"parameters {k} of {w._unit.name or 'the root'}"
             w._is_root = w is self
@@ -286,6 +288,11 @@ class FSDP(nn.Module):
         Raises:
             LifecycleError: inside of forward or backward.
         """
+        with self._summon(recurse, writeback):
+            yield
+
+    @contextlib.contextmanager
+    def _summon(self, recurse: bool, writeback: bool) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
             wrappers = [m for m in self.modules() if isinstance(m, FSDP)] if recurse else [self]
             for w in wrappers:
@@ -312,7 +319,7 @@ class FSDP(nn.Module):
 
     def apply(self, fn: Callable[[nn.Module], None]) -> FSDP:
         """As ``nn.Module.apply``, with full parameters whose changes are kept."""
-        with self.summon_full_params(recurse=False):
+        with self._summon(recurse=False, writeback=True):
             return super().apply(fn)
 
     # ------------------------------------------------------------ gradients
@@ -375,21 +382,23 @@ class FSDP(nn.Module):
             flat.adopt()
         self._unit.attach()
 
-    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Loads a full state dict; each rank keeps its shard. Arguments and result are ``nn.Module``'s."""
-        return state_dict.load(self, super().load_state_dict, *args, **kwargs)
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """Loads a full state dict (collective); each rank keeps its shard. Arguments and result are ``nn.Module``'s."""
+        return state_dicts.load(self, super().load_state_dict, state_dict, strict, assign)
 
     def local_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """This rank's shards, 1-D and padded, under fairscale's names; loads at the same world size only."""
-        with state_dict.local_state(self):
+        with state_dicts.local_state(self):
             return self.state_dict(*args, **kwargs)
 
-    def load_local_state_dict(self, local: Any, strict: bool = True) -> Any:
+    def load_local_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> Any:
         """Loads what :meth:`local_state_dict` returned on this rank."""
-        if "flat_param" in local and "flat_param_0" not in local:  # its name in old checkpoints
-            local = {"flat_param_0" if k == "flat_param" else k: v for k, v in local.items()}
-        with state_dict.local_state(self):
-            return self.load_state_dict(local, strict)
+        if "flat_param" in state_dict and "flat_param_0" not in state_dict:  # its name in old checkpoints
+            state_dict = {"flat_param_0" if k == "flat_param" else k: v for k, v in state_dict.items()}
+        with state_dicts.local_state(self):
+            return self.load_state_dict(state_dict, strict)
 
     def local_metadata_dict(self) -> dict[str, Any]:
         """What :meth:`consolidate_shard_weights` needs to know of this rank's shards."""
@@ -468,7 +477,7 @@ class FSDP(nn.Module):
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Full parameters under the wrapped module's own names, in full precision, on every rank (collective)."""
-        return state_dict.full(self, super().state_dict, *args, **kwargs)
+        return state_dicts.full(self, super().state_dict, *args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -481,14 +490,6 @@ class FSDP(nn.Module):
 
     def __getitem__(self, key: Any) -> Any:
         return self.module[key]  # type: ignore[index]
-
-
-def predivide_factor(world_size: int) -> int:
-    """The power of two next to the root of the world size that divides it (fairscale's choice)."""
-    factor = 1
-    while world_size % factor == 0 and world_size / factor > factor:
-        factor *= 2
-    return factor
 
 
 @not_compiled

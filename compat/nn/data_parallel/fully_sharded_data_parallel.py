@@ -9,12 +9,13 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
 from shardkit.errors import ConfigurationError, LifecycleError
 from shardkit.fsdp import FSDP
-from shardkit.fsdp.flat_param import flat_of_listed
+from shardkit.fsdp.gradients import predivide_factor
+from shardkit.fsdp.listed import flat_of_listed
 from shardkit.fsdp.state_dict import clean
-from shardkit.fsdp.wrapper import predivide_factor
 from shardkit.hooks import NO_BACKWARD
 from shardkit.internal.parallel import ProcessGroupName
 from shardkit.policy import OffloadPolicy, PrecisionPolicy, ReducePolicy, ReshardPolicy
@@ -222,6 +223,15 @@ class FullyShardedDataParallel(FSDP):
         return self._engine is None or not self._engine.state.accumulating
 
     @property
+    def _streams(self) -> dict[str, Any]:
+        """None: collectives have streams of their own."""
+        return {}
+
+    @property
+    def _reducer(self) -> None:
+        """None: a unit's gradients are reduced together, without buckets."""
+
+    @property
     def _num_flatten_params(self) -> int:
         return len(self._flats) if self._flatten else 0
 
@@ -252,12 +262,9 @@ class FullyShardedDataParallel(FSDP):
 
     # ------------------------------------------------------------ methods
     @contextlib.contextmanager
-    def summon_full_params(  # type: ignore[override]
-        self, recurse: bool = True, volatile: bool = False, *, writeback: bool | None = None
-    ) -> Iterator[None]:
+    def summon_full_params(self, recurse: bool = True, volatile: bool = False) -> Iterator[None]:
         """Inside, full parameters are there under their own names; changes are kept unless ``volatile``."""
-        keep = not volatile if writeback is None else writeback
-        with super().summon_full_params(recurse, keep):
+        with self._summon(recurse, writeback=not volatile):
             yield
 
     def set_gradient_divide_factors(self, pre: float, post: float, recursive: bool) -> None:
@@ -281,7 +288,7 @@ class FullyShardedDataParallel(FSDP):
                 "reset_parameters() is called on an FSDP instance, which would change the parameters of a model that "
                 "may be trained already; allow it by allow_reset_parameters=True"
             )
-        with self.summon_full_params(recurse=False):
+        with self._summon(recurse=False, writeback=True):
             inner: Any = self._fsdp_wrapped_module._fpw_module
             return inner.reset_parameters()
 
@@ -306,6 +313,46 @@ class FullyShardedDataParallel(FSDP):
                 f"clear_autocast_cache={self.clear_autocast_cache}, force_input_to_fp32={self.force_input_to_fp32}, "
             )
         return text
+
+
+def alloc_storage_(data: torch.Tensor, size: torch.Size) -> None:
+    """Gives a tensor that owns its storage the memory for ``size``, unless it has it."""
+    wanted = size.numel() * data.element_size()
+    if data.untyped_storage().size() != wanted:
+        data.untyped_storage().resize_(wanted)
+
+
+def free_storage_(data: torch.Tensor) -> None:
+    """Gives the memory of a tensor that owns its storage back."""
+    data.untyped_storage().resize_(0)
+
+
+def cast_floats_to_right_precision(
+    to_fp16: bool, no_grad: bool, *args: Any, **kwargs: Any
+) -> tuple[Any, Any]:
+    """Arguments with fp32 tensors cast to fp16, or the other way round.
+
+    Args:
+        to_fp16: which way.
+        no_grad: cast without autograd, but keep ``requires_grad``.
+    """
+    source, target = (torch.float32, torch.float16) if to_fp16 else (torch.float16, torch.float32)
+
+    def cast(x: torch.Tensor) -> torch.Tensor:
+        if x.dtype is not source:
+            return x
+        with torch.no_grad() if no_grad else contextlib.nullcontext():
+            y = x.to(target)
+        return y.requires_grad_(x.requires_grad) if y.is_leaf else y
+
+    return tree_map_only(torch.Tensor, cast, (args, kwargs))  # type: ignore[no-any-return]
+
+
+def p_assert(cond: Any, s: Any) -> None:
+    """Prints and raises if a condition does not hold."""
+    if not cond:
+        print(s)
+        raise AssertionError(s)
 
 
 def get_fsdp_instances(mod: nn.Module, skip_empty: bool = False) -> list[FullyShardedDataParallel]:

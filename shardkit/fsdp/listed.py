@@ -1,0 +1,73 @@
+"""Listed parameters: this rank's shards, as optimizers and users see them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from ..flat_parameter import FlatParameter
+
+if TYPE_CHECKING:
+    from .flat_param import FlatParam
+
+_listed_by: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+def flat_of_listed(param: nn.Parameter) -> FlatParam | None:
+    """The vector whose shard a listed parameter is, None for other parameters."""
+    return _listed_by.get(param)
+
+
+def note_listed(param: nn.Parameter, flat: FlatParam) -> None:
+    """From now on this parameter is known to be the shard of that vector."""
+    if type(param) is FlatParameter:
+        param.__class__ = ShardedFlatParameter
+    _listed_by[param] = flat
+
+
+class ShardedFlatParameter(FlatParameter):
+    """A vector's shard. The attributes are those that existing code reads from fairscale's parameters."""
+
+    @property
+    def _flat(self) -> FlatParam:
+        flat = flat_of_listed(self)
+        if flat is None:
+            raise AttributeError("this parameter was part of an FSDP module that is gone")
+        return flat
+
+    @property
+    def _is_sharded(self) -> bool:
+        return self._flat.group.world_size > 1
+
+    @property
+    def _is_shared(self) -> bool:
+        return False
+
+    @property
+    def _orig_size(self) -> torch.Size:
+        return torch.Size([self._flat.layout.numel])
+
+    @property
+    def _fp32_shard(self) -> torch.Tensor:
+        return self.data
+
+    @property
+    def _fp16_shard(self) -> torch.Tensor | None:
+        """None: shards are cast on their way into the gathered vector."""
+        return None
+
+    @property
+    def _full_param_padded(self) -> torch.Tensor:
+        """The gathered vector [W * S]; without memory while the unit is not gathered."""
+        return self._flat.gathered
+
+    @property
+    def _saved_grad_shard(self) -> torch.Tensor | None:
+        return self.grad
+
+    @property
+    def _cpu_grad(self) -> torch.Tensor | None:
+        return self.grad if self.device.type == "cpu" else None
