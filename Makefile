@@ -3,7 +3,7 @@
 #   make demo    trains on real data with 2 ranks: DDP, OSS, ShardedDDP and FSDP beside one process
 #   make test    all tests: newest torch, then oldest supported torch with the XLA backend
 #   make check   ruff, mypy, import-linter
-#   make bench   shardkit, fairscale, DDP and ZeroRedundancyOptimizer interleaved in one run
+#   make bench   shardkit, fairscale, DDP, FSDP1, FSDP2 and others interleaved in one run
 #   make docs    HTML documentation in docs/_build/html
 
 PYTHON ?= python3

@@ -1,13 +1,15 @@
 """Times and counts ways to train data-parallel against each other, interleaved in one run.
 
     python tests/benchmarks/compare.py --rounds 12 --world-size 2 --model gpt
+    python tests/benchmarks/compare.py --model tinymlp --implementations bare,ddp,fsdp,torch_fsdp2
 
 Each implementation has rank processes of its own that stay alive. One of them runs a block of steps while all others
 wait; the order rotates and turns around from round to round, and each time is divided by DistributedDataParallel's
 of the same round. What is printed is the median of these ratios and its 95 % interval (bootstrap). The row ``ddp#2`` is
 the same implementation a second time: differences within its interval are none.
 
-CPU time is that of all threads of all ranks; on a busy machine it stays readable when wall time does not.
+CPU time is that of all threads of all ranks; on a busy machine it stays readable when wall time does not. "kernel" is
+the part of it that the kernel spends (page faults, sockets).
 """
 
 from __future__ import annotations
@@ -15,201 +17,146 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
-import random
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from statistics import mean, median
-from typing import Any, NamedTuple
+from statistics import mean
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from tests.figures.network import enter_private_network
 
-DEFAULT = ("ddp", "ddp#2", "ddp_view", "ddp_zero", "fairscale", "shardkit", "balanced")
 REFERENCE = "ddp"
-QUIET = 0.10  # share of the machine that others may use in a quiet block
-ENOUGH = 5  # quiet rounds that are enough to leave out the others
-COMPARED_LOSSES = 6
-
-_trainer: dict[str, Any] = {}
-
-
-# ------------------------------------------------------------------------------------------------ in the ranks
-def prepare(rank: int, implementation: str, model: str) -> list[float]:
-    """Builds the trainer; the losses of its first steps."""
-    import torch
-
-    from tests.figures.gpt import build
-    from tests.figures.implementations import IMPLEMENTATIONS
-
-    torch.set_num_threads(1)
-    _trainer["it"] = IMPLEMENTATIONS[implementation](build(model))
-    return [_step(model, count, rank) for count in range(COMPARED_LOSSES)]
-
-
-def _step(model: str, count: int, rank: int) -> float:
-    from tests.figures.gpt import loss
-
-    trainer = _trainer["it"]
-    value = loss(model, trainer.model, count, rank)
-    value.backward()
-    trainer.optimizer.step()
-    trainer.zero_grad()
-    return float(value.detach())
-
-
-def run_block(rank: int, model: str, steps: int) -> tuple[float, float]:
-    """CPU and wall seconds of some steps."""
-    import torch.distributed as dist
-
-    dist.barrier()
-    cpu, wall = time.process_time(), time.perf_counter()
-    for count in range(steps):
-        _step(model, count, rank)
-    dist.barrier()
-    return time.process_time() - cpu, time.perf_counter() - wall
-
-
-# ------------------------------------------------------------------------------------------------ the controller
-class Block(NamedTuple):
-    """One implementation's turn in a round; ``foreign`` is the share of the machine that others used."""
-
-    cpu: float
-    wall: float
-    foreign: float
-
-
-def _machine() -> tuple[float, float]:
-    """Seconds that the machine's cores were busy, and seconds in all."""
-    try:
-        fields = [int(x) for x in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
-    except OSError:
-        return 0.0, 0.0
-    ticks = os.sysconf("SC_CLK_TCK")
-    return (sum(fields) - fields[3] - fields[4]) / ticks, sum(fields) / ticks
-
-
-def timed_block(pool: Any, model: str, steps: int) -> Block:
-    busy, total = _machine()
-    ranks = pool.run(run_block, model, steps)
-    busy_after, total_after = _machine()
-    cpu = sum(r[0] for r in ranks)
-    whole = total_after - total
-    foreign = max(0.0, (busy_after - busy - cpu) / whole) if whole > 0 else 0.0
-    return Block(cpu, max(r[1] for r in ranks), foreign)
-
-
-def interval(values: Sequence[float], draws: int = 2000) -> tuple[float, float, float]:
-    """Median and the 95 % interval of it by bootstrap."""
-    generator = random.Random(0)
-    medians = sorted(median(generator.choices(values, k=len(values))) for _ in range(draws))
-    return median(values), medians[int(0.025 * draws)], medians[int(0.975 * draws)]
-
-
-def ratios(
-    rounds: Sequence[dict[str, Block]], name: str, of: Callable[[Block], float]
-) -> tuple[list[float], bool]:
-    """Ratios to the reference of the same round, from quiet rounds if there are enough (then True)."""
-    quiet = [r for r in rounds if max(r[name].foreign, r[REFERENCE].foreign) < QUIET]
-    chosen = quiet if len(quiet) >= ENOUGH else rounds
-    return [of(r[name]) / of(r[REFERENCE]) for r in chosen], len(quiet) >= ENOUGH
-
-
-def order_of(round_number: int, names: Sequence[str]) -> list[str]:
-    start = round_number % len(names)
-    turned = [*names[start:], *names[:start]]
-    return turned if round_number % 2 == 0 else turned[::-1]
+BARE = "bare"
+STAGE_3 = (
+    "fsdp",
+    "fsdp_keep",
+    "torch_fsdp1",
+    "torch_fsdp2",
+    "torch_fsdp2_keep",
+    "fairscale_fsdp",
+    "deepspeed_3",
+)
+DEFAULT = ("bare", "ddp", "ddp#2", "ddp_view", "ddp_zero", "fairscale", "shardkit", *STAGE_3)
+SAME_LOSS = 1e-5
 
 
 def measure(options: argparse.Namespace, names: Sequence[str], wire: bool) -> dict[str, Any]:
     """All rounds, then the counted figures."""
-    from shardkit.backends.processes import RankPool
-    from tests.figures.measure import count_step
+    from tests.benchmarks.contest import Contest
 
-    environment = {"OMP_NUM_THREADS": "1"}
-    pools = {n: RankPool(options.world_size, timeout=600, environment=environment) for n in names}
-    try:
-        losses = {n: pools[n].run(prepare, n.partition("#")[0], options.model) for n in names}
-        rounds: list[dict[str, Block]] = []
+    entries = {name: name.partition("#")[0] for name in names}
+    with Contest(entries, options.model, options.world_size) as contest:
+        losses = contest.first_losses()
+        rounds = []
         for number in range(options.rounds):
-            rounds.append(
-                {n: timed_block(pools[n], options.model, options.steps) for n in order_of(number, names)}
-            )
+            rounds.append(contest.run_round(number, options.steps))
             if sys.stderr.isatty():
                 print(f"\rround {number + 1} of {options.rounds}", end="", file=sys.stderr)
-        counts = {}
-        if options.counts:
-            counts = {
-                n: pools[n].run(count_step, n.partition("#")[0], options.model, wire)
-                for n in names
-                if "#" not in n
-            }
-    finally:
-        for pool in pools.values():
-            pool.close(kill=True)
+        counts = contest.counted(wire) if options.counts else {}
     return {"losses": losses, "rounds": rounds, "counts": counts}
 
 
-def summary(options: argparse.Namespace, names: Sequence[str], found: dict[str, Any]) -> list[dict[str, Any]]:
+def summary(names: Sequence[str], found: dict[str, Any]) -> list[dict[str, Any]]:
     """A row for each implementation."""
+    from tests.benchmarks.ratios import ENOUGH, median_of, ratio
+
+    rounds = found["rounds"]
     rows = []
     for name in names:
-        row: dict[str, Any] = {"name": name}
-        for kind, of in (("cpu", lambda b: b.cpu), ("wall", lambda b: b.wall)):
-            values, quiet = ratios(found["rounds"], name, of)
-            row[kind], row["quiet"] = interval(values), quiet
-        row["cpu_ms"] = (
-            1000 * median(r[name].cpu for r in found["rounds"]) / options.steps / options.world_size
-        )
-        row["loss_difference"] = max(
-            abs(a - b) / max(abs(b), 1e-12)
-            for mine, other in zip(found["losses"][name], found["losses"][REFERENCE], strict=True)
-            for a, b in zip(mine, other, strict=True)
-        )
+        cpu = median_of(rounds, name, lambda t: t.cpu)
+        quiet = sum(r[name].is_quiet and r[REFERENCE].is_quiet for r in rounds)
+        row: dict[str, Any] = {
+            "name": name,
+            "cpu": ratio(rounds, name, REFERENCE, lambda t: t.cpu),
+            "wall": ratio(rounds, name, REFERENCE, lambda t: t.wall),
+            "cpu_ms": 1000 * cpu,
+            "system": median_of(rounds, name, lambda t: t.system) / cpu,
+            "quiet": quiet >= ENOUGH,
+            "loss_difference": difference(found["losses"][name], found["losses"][REFERENCE]),
+        }
+        if name == BARE:  # each rank trains a model of its own
+            row["loss_difference"] = 0.0
         ranks = found["counts"].get(name)
         if ranks:
             row["counts"] = {
                 "operations": max(r["operations"] for r in ranks),
                 "calls": max(r["calls"] for r in ranks),
                 "collectives": sum(ranks[0]["collectives"].values()),
-                **{k: mean(r[k] for r in ranks) for k in ("sent", "wire", "resident") if k in ranks[0]},
+                **{
+                    k: mean(r[k] for r in ranks)
+                    for k in ("sent", "wire", "resident", "moved")
+                    if k in ranks[0]
+                },
                 "peak": max(r["peak"] for r in ranks),
             }
         rows.append(row)
     return rows
 
 
+def difference(losses: Sequence[Sequence[float]], others: Sequence[Sequence[float]]) -> float:
+    """The largest relative one, over ranks and steps."""
+    return max(
+        abs(a - b) / max(abs(b), 1e-12)
+        for mine, theirs in zip(losses, others, strict=True)
+        for a, b in zip(mine, theirs, strict=True)
+    )
+
+
 def print_table(options: argparse.Namespace, rows: Sequence[dict[str, Any]]) -> None:
+    """One line for each implementation."""
     from tests.figures.gpt import build
 
     model_bytes = 4 * sum(p.numel() for p in build(options.model).parameters())
     print(
         f"{options.model}, {options.world_size} ranks, {options.rounds} rounds of {options.steps} steps; "
-        f"ratios to {REFERENCE} [95 %]; bytes in P = {model_bytes / 1e6:.1f} MB"
+        f"ratios to {REFERENCE} [95 %]; ms of all ranks; bytes in P = {model_bytes / 1e6:.2f} MB"
     )
     print(
-        f"{'':22}{'CPU time':>21}{'wall time':>22}{'ms/step':>9}{'ops':>6}{'calls':>7}{'coll':>6}"
-        f"{'sent':>7}{'wire':>7}{'held':>7}{'peak':>7}  losses"
+        f"{'':18}{'CPU time':>21}{'wall time':>21}{'CPU ms':>8}{'kernel':>7}{'ops':>6}{'calls':>7}{'coll':>5}"
+        f"{'sent':>6}{'wire':>6}{'held':>6}{'peak':>6}{'copied':>7}  losses"
     )
+    figures = ("sent", "wire", "resident", "peak", "moved")
     for row in rows:
-        times = "".join("{:7.3f} [{:.3f}, {:.3f}]".format(*row[k]) for k in ("cpu", "wall"))
-        counts = row.get("counts", {})
-        shown = (
-            f"{counts['operations']:6d}{counts['calls']:7d}{counts['collectives']:6d}"
-            + "".join(
-                f"{counts[k] / model_bytes:7.2f}" if k in counts else f"{'-':>7}"
-                for k in ("sent", "wire", "resident", "peak")
+        line = (
+            f"{row['name']:18}{row['cpu']!s:>21}{row['wall']!s:>21}{row['cpu_ms']:8.1f}{row['system']:7.0%}"
+        )
+        counts = row.get("counts")
+        if counts:
+            line += f"{counts['operations']:6d}{counts['calls']:7d}{counts['collectives']:5d}"
+            line += "".join(
+                f"{counts[k] / model_bytes:6.2f}" if k in counts else f"{'-':>6}" for k in figures
             )
-            if counts
-            else " " * 47
-        )
-        same = "equal" if row["loss_difference"] < 1e-5 else f"OFF by {row['loss_difference']:.1e}"
-        print(
-            f"{row['name']:22}{times}{row['cpu_ms']:9.1f}{shown}  {same}{'' if row['quiet'] else '  (busy machine)'}"
-        )
+        off = row["loss_difference"]
+        line += "  equal" if off < SAME_LOSS else f"  OFF by {off:.1e}"
+        print(line + ("" if row["quiet"] else "  (busy machine)"))
+
+
+def print_overheads(names: Sequence[str], rounds: Sequence[Any]) -> None:
+    """What sharding costs beyond the bare model, as a ratio to what it costs with torch's FSDP2."""
+    from tests.benchmarks.ratios import overhead_ratio
+
+    if BARE not in names or "torch_fsdp2" not in names:
+        return
+    print("CPU time beyond that of the bare model, as a ratio to torch_fsdp2's [95 %]:")
+    for name in names:
+        if name in STAGE_3:
+            print(f"{name:18}{overhead_ratio(rounds, name, 'torch_fsdp2', BARE)!s:>21}")
+
+
+def chosen(text: str) -> list[str]:
+    """The implementations that can run here, the reference among them."""
+    from tests.benchmarks.contest import missing_package
+
+    names = []
+    for name in text.split(","):
+        package = missing_package(name)
+        if package:
+            print(f"{name} is left out: {package} is not installed", file=sys.stderr)
+        else:
+            names.append(name)
+    return names if REFERENCE in names else [REFERENCE, *names]
 
 
 def main() -> int:
@@ -225,28 +172,17 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="write everything to this file, too")
     options = parser.parse_args()
     no_wire = enter_private_network()
-    names = [n for n in options.implementations.split(",") if _installed(n)]
-    if REFERENCE not in names:
-        names.insert(0, REFERENCE)
+    names = chosen(options.implementations)
     found = measure(options, names, not no_wire)
-    rows = summary(options, names, found)
+    rows = summary(names, found)
     print_table(options, rows)
+    print_overheads(names, found["rounds"])
     if options.json:
-        rounds = [{n: b._asdict() for n, b in r.items()} for r in found["rounds"]]
+        rounds = [{n: t._asdict() for n, t in r.items()} for r in found["rounds"]]
         options.json.write_text(
             json.dumps({"rows": rows, "rounds": rounds, "counts": found["counts"]}, indent=1)
         )
-    return 0 if all(math.isfinite(r["cpu"][0]) and r["loss_difference"] < 1e-5 for r in rows) else 1
-
-
-def _installed(name: str) -> bool:
-    import importlib.util
-
-    library = name.partition("_")[0].partition("#")[0]
-    if library != "fairscale" or importlib.util.find_spec("fairscale") is not None:
-        return True
-    print(f"{name} is left out: fairscale is not installed", file=sys.stderr)
-    return False
+    return 0 if all(math.isfinite(r["cpu"].median) and r["loss_difference"] < SAME_LOSS for r in rows) else 1
 
 
 if __name__ == "__main__":

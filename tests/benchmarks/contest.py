@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Sequence
 from contextlib import ExitStack
 from types import TracebackType
@@ -11,8 +12,19 @@ from shardkit.backends.processes import RankPool
 from tests.benchmarks import ranks
 from tests.benchmarks.machine import Foreign, Patience
 from tests.benchmarks.ratios import Timing
+from tests.figures.measure import count_step
 
-_PATIENCE_SECONDS = 60.0
+_PATIENCE_SECONDS = 120.0
+_NEEDS = {
+    "fairscale": "fairscale",
+    "deepspeed": "deepspeed",
+}  # first word of an implementation's name -> package
+
+
+def missing_package(implementation: str) -> str:
+    """What has to be installed for it and is not; "" if nothing."""
+    package = _NEEDS.get(implementation.partition("_")[0], "")
+    return package if package and importlib.util.find_spec(package) is None else ""
 
 
 def order_of_round(names: Sequence[str], number: int) -> list[str]:
@@ -40,10 +52,18 @@ class Contest:
         self._pools: dict[str, RankPool] = {}
 
     def __enter__(self) -> Contest:
-        for name in self._entries:
-            pool = RankPool(self._world_size, timeout=600, environment={"OMP_NUM_THREADS": "1"})
-            self._pools[name] = self._closing.enter_context(pool)
+        for name, implementation in self._entries.items():
+            self._pools[name] = self._closing.enter_context(self._pool(implementation))
         return self
+
+    def _pool(self, implementation: str) -> RankPool:
+        environment = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+        start = None
+        if implementation.startswith("fairscale_fsdp"):  # it insists on CUDA
+            from tests.oracle.fake_cuda import start_rank as start
+        elif implementation.startswith("deepspeed"):
+            environment["DS_ACCELERATOR"] = "cpu"
+        return RankPool(self._world_size, timeout=600, start=start, environment=environment)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -57,12 +77,15 @@ class Contest:
             for name, pool in self._pools.items()
         }
 
-    def counted(self) -> dict[str, list[dict[str, float]]]:
-        """Name -> counted figures of each rank."""
-        return {name: pool.run(ranks.count) for name, pool in self._pools.items()}
-
-    def versions(self) -> dict[str, str]:
-        return next(iter(self._pools.values())).run(ranks.versions)[0]
+    def counted(self, wire: bool) -> dict[str, list[dict[str, Any]]]:
+        """Implementation -> counted figures of each rank. The last thing to ask for: it lets the models go."""
+        found: dict[str, list[dict[str, Any]]] = {}
+        for name, pool in self._pools.items():
+            implementation = self._entries[name]
+            if implementation not in found:
+                pool.run(ranks.forget)
+                found[implementation] = pool.run(count_step, implementation, self._model, wire)
+        return found
 
     def run_round(self, number: int, steps: int) -> dict[str, Timing]:
         """One block of every entry."""
@@ -77,4 +100,9 @@ class Contest:
         watch = Foreign()
         blocks: list[Any] = pool.run(ranks.time_block, steps)
         foreign = watch.share(sum(b.whole for b in blocks))
-        return Timing(sum(b.cpu for b in blocks) / steps, max(b.wall for b in blocks) / steps, foreign)
+        return Timing(
+            sum(b.cpu for b in blocks) / steps,
+            sum(b.system for b in blocks) / steps,
+            max(b.wall for b in blocks) / steps,
+            foreign,
+        )

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import gc
+import os
 import time
 from typing import Any, NamedTuple
 
-from tests.figures.counters import CallCounter, OperationCounter, quiet_collector
 from tests.figures.gpt import build, loss
 from tests.figures.implementations import IMPLEMENTATIONS, Trainer
 
-FIRST_LOSSES = 4
-_WARM = 3  # the optimizer's state exists, DDP has rearranged its buckets
+FIRST_LOSSES = 6
 
 
 class Block(NamedTuple):
@@ -18,10 +18,12 @@ class Block(NamedTuple):
 
     Attributes:
         cpu, wall: seconds of the steps; CPU time is that of all threads.
+        system: the part of ``cpu`` that was spent in the kernel.
         whole: CPU seconds of the whole call.
     """
 
     cpu: float
+    system: float
     wall: float
     whole: float
 
@@ -46,11 +48,6 @@ class _Run:
 _run: _Run | None = None
 
 
-def _current() -> _Run:
-    assert _run is not None, "prepare() comes first"
-    return _run
-
-
 def prepare(rank: int, implementation: str, model: str) -> list[float]:
     """Builds the implementation; this rank's losses of the first steps."""
     import torch
@@ -61,47 +58,25 @@ def prepare(rank: int, implementation: str, model: str) -> list[float]:
     return [_run.step(rank).item() for _ in range(FIRST_LOSSES)]
 
 
-def count(rank: int) -> dict[str, float]:
-    """Counted figures of a step: dispatched ATen operations, Python calls, collectives, bytes to send."""
-    import torch.distributed as dist
-
-    run = _current()
-    for _ in range(_WARM):
-        run.step(rank)
-    with quiet_collector():
-        with OperationCounter(dist.get_world_size()) as operations:
-            run.step(rank)
-        with CallCounter() as calls:
-            run.step(rank)
-    return {
-        "operations": operations.operations,
-        "calls": calls.calls,
-        "collectives": sum(operations.collectives.values()),
-        "sent": operations.sent,
-    }
+def forget(rank: int) -> None:
+    """Lets the model go."""
+    global _run
+    _run = None
+    gc.collect()
 
 
 def time_block(rank: int, steps: int) -> Block:
     """Runs steps that all ranks begin together."""
     import torch.distributed as dist
 
-    entered, run = time.process_time(), _current()
+    assert _run is not None, "prepare() comes first"
+    entered, run = time.process_time(), _run
     dist.barrier()
-    wall, cpu = time.perf_counter(), time.process_time()
+    wall, cpu, system = time.perf_counter(), time.process_time(), os.times().system
     for _ in range(steps):
         run.step(rank)
+    dist.barrier()  # what ranks still owe each other
     left = time.process_time()
-    return Block(left - cpu, time.perf_counter() - wall, left - entered)
-
-
-def versions(rank: int) -> dict[str, str]:
-    """What is compared with what."""
-    from importlib import metadata
-
-    import torch
-
-    try:
-        fairscale = metadata.version("fairscale")
-    except metadata.PackageNotFoundError:
-        fairscale = ""
-    return {"torch": torch.__version__, "fairscale": fairscale}
+    return Block(
+        left - cpu, os.times().system - system, time.perf_counter() - wall, time.process_time() - entered
+    )

@@ -1,10 +1,10 @@
-"""Ratios of an implementation to the reference of the same round, as a median with an interval."""
+"""Ratios of one implementation to another in the same round, as a median with an interval."""
 
 from __future__ import annotations
 
 import random
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from tests.benchmarks.machine import QUIET
@@ -18,17 +18,22 @@ class Timing(NamedTuple):
 
     Attributes:
         cpu: CPU seconds a step, summed over ranks.
+        system: the part of it in the kernel.
         wall: seconds a step, of the slowest rank.
         foreign: share of the machine that others used; None where unknown.
     """
 
     cpu: float
+    system: float
     wall: float
     foreign: float | None
 
     @property
     def is_quiet(self) -> bool:
         return self.foreign is None or self.foreign < QUIET
+
+
+Round = dict[str, Timing]  # by name
 
 
 class Ratio(NamedTuple):
@@ -42,20 +47,6 @@ class Ratio(NamedTuple):
         return f"{self.median:.3f} [{self.low:.3f}, {self.high:.3f}]"
 
 
-class Comparison(NamedTuple):
-    """An implementation beside the reference.
-
-    Attributes:
-        rounds: how many of them counted.
-        only_quiet: whether noisy rounds were left out.
-    """
-
-    cpu: Ratio
-    wall: Ratio
-    rounds: int
-    only_quiet: bool
-
-
 def with_interval(values: Sequence[float]) -> Ratio:
     """The median, and where 95 % of the medians of resampled values lie."""
     generator = random.Random(0)
@@ -65,18 +56,27 @@ def with_interval(values: Sequence[float]) -> Ratio:
     )
 
 
-def compare(blocks: Sequence[Timing], reference: Sequence[Timing]) -> Comparison:
-    """Compares round by round; noisy rounds count only where there are too few quiet ones.
+def usable(rounds: Sequence[Round], names: Sequence[str]) -> list[Round]:
+    """The rounds in which others left all of these alone; all rounds if those are too few."""
+    quiet = [r for r in rounds if all(r[n].is_quiet for n in names)]
+    return quiet if len(quiet) >= ENOUGH else list(rounds)
 
-    Args:
-        blocks, reference: one for each round.
-    """
-    pairs = list(zip(blocks, reference, strict=True))
-    quiet = [(a, b) for a, b in pairs if a.is_quiet and b.is_quiet]
-    used = quiet if len(quiet) >= ENOUGH else pairs
-    return Comparison(
-        with_interval([a.cpu / b.cpu for a, b in used]),
-        with_interval([a.wall / b.wall for a, b in used]),
-        len(used),
-        only_quiet=used is quiet,
+
+def ratio(rounds: Sequence[Round], name: str, reference: str, of: Callable[[Timing], float]) -> Ratio:
+    """Of some figure, round by round."""
+    return with_interval([of(r[name]) / of(r[reference]) for r in usable(rounds, (name, reference))])
+
+
+def overhead_ratio(rounds: Sequence[Round], name: str, reference: str, bare: str) -> Ratio:
+    """Of the CPU time that each spends beyond a model without a wrapper."""
+    return with_interval(
+        [
+            (r[name].cpu - r[bare].cpu) / (r[reference].cpu - r[bare].cpu)
+            for r in usable(rounds, (name, reference, bare))
+        ]
     )
+
+
+def median_of(rounds: Sequence[Round], name: str, of: Callable[[Timing], float]) -> float:
+    """Of some figure."""
+    return statistics.median(of(r[name]) for r in usable(rounds, (name,)))

@@ -111,6 +111,27 @@ def torch_fsdp2(model: nn.Module, reshard: bool = True) -> Trainer:
     return Trainer(model, optimizer, optimizer.zero_grad)
 
 
+def deepspeed_3(model: nn.Module) -> Trainer:
+    """ZeRO-3 with buffers fit for small models; its defaults are for large ones (5e8 elements)."""
+    kit = importlib.import_module("deepspeed")
+    settings = {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_allow_untested_optimizer": True,
+        "gradient_clipping": 0.0,
+        "zero_optimization": {
+            "stage": 3,
+            "reduce_bucket_size": 2_000_000,
+            "stage3_prefetch_bucket_size": 2_000_000,
+            "stage3_param_persistence_threshold": 0,
+            "stage3_max_live_parameters": 1,
+            "stage3_max_reuse_distance": 1,
+        },
+    }
+    optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
+    engine, _, _, _ = kit.initialize(model=model, optimizer=optimizer, config=settings)
+    return Trainer(engine, engine, lambda: None)  # its step clears the gradients
+
+
 IMPLEMENTATIONS: dict[str, Callable[[nn.Module], Trainer]] = {
     "bare": bare,
     "ddp": ddp,
@@ -124,6 +145,9 @@ IMPLEMENTATIONS: dict[str, Callable[[nn.Module], Trainer]] = {
     "torch_fsdp1_keep": lambda m: torch_fsdp1(m, reshard=False),
     "torch_fsdp2": torch_fsdp2,
     "torch_fsdp2_keep": lambda m: torch_fsdp2(m, reshard=False),
+    "fairscale_fsdp": lambda m: fsdp(m, library="fairscale"),
+    "fairscale_fsdp_keep": lambda m: fsdp(m, reshard=False, library="fairscale"),
+    "deepspeed_3": deepspeed_3,
     "fairscale": lambda m: _sharded("fairscale", m),
     "fairscale_unbuffered": lambda m: _sharded("fairscale", m, reduce_buffer_size=0),
 }
