@@ -100,17 +100,19 @@ def check_ranks_agree(found: Found, group: Group) -> None:
 
 
 @torch.no_grad()
-def shard_of(members: list[Member], group: Group, device: torch.device, from_rank_0: bool) -> torch.Tensor:
+def shard_of(
+    members: list[Member], layout: ShardLayout, group: Group, device: torch.device, from_rank_0: bool
+) -> torch.Tensor:
     """This rank's shard of the members, [S], in their dtype.
 
     Args:
+        layout: of the vector.
         device: where the members are gathered; the shard is there too.
         from_rank_0: rank 0's values count; else ranks must hold the same ones.
 
     Raises:
         RankMismatchError: on all ranks, without ``from_rank_0``, if values differ between ranks.
     """
-    layout = ShardLayout(tuple(m.param.numel() for m in members), group.world_size)
     dtype = members[0].param.dtype
     if any(m.param.is_meta for m in members):
         return torch.empty(layout.shard_numel, dtype=dtype, device="meta")

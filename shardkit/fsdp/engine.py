@@ -76,8 +76,11 @@ class Engine:
     def before_forward(self, unit: Unit) -> None:
         """Gathers a unit for its forward, and asks for the next one."""
         self.forwards += 1
+        in_backward = current_backward() != NO_BACKWARD
+        if not self._recording and not in_backward:
+            unit.release()  # what an earlier forward left gathered may be old
         unit.start_gather()
-        if current_backward() != NO_BACKWARD:  # activations are computed anew
+        if in_backward:  # activations are computed anew
             if self.state.task != NO_BACKWARD:
                 self._catch_up(unit)
         elif self._recording:
@@ -189,6 +192,15 @@ class Engine:
 
     @torch.no_grad()
     def _end_of_backward(self) -> None:
+        try:
+            self._finish_backward()
+        except BaseException:
+            self._abandon()
+            raise
+        for unit in self.units:
+            unit.end_backward()
+
+    def _finish_backward(self) -> None:
         for other in self._back[self._next_gather :]:  # other ranks may have reached them
             if other.goes_backward:
                 other.start_gather()
@@ -201,27 +213,28 @@ class Engine:
             for unit in self.units:
                 for local in unit.local:
                     local.note()
-        else:
-            for unit in self._reductions[self._next_reduction :]:
+            return
+        for unit in self._reductions[self._next_reduction :]:
+            self._send(unit)
+        for unit in self.units:  # called outside of the root's forward, or twice in nested backwards
+            if unit.has_local_gradients():
                 self._send(unit)
-            for unit in self.units:  # called outside of the root's forward, or twice in nested backwards
-                if unit.has_local_gradients():
-                    self._send(unit)
-            self._receive()
-        for unit in self.units:
-            unit.end_backward()
+        self._receive()
 
     def recover(self) -> None:
         """Forgets a backward that died of an exception."""
         if self.state.task != NO_BACKWARD and current_backward() == NO_BACKWARD:
             self.state.task = NO_BACKWARD
-            if self._in_flight is not None:
-                with contextlib.suppress(RuntimeError):
-                    self._in_flight.receive()
-                self._in_flight = None
-            for unit in self.units:
-                unit.drop_local_gradients()
-                unit.end_backward()
+            self._abandon()
+
+    def _abandon(self) -> None:
+        unit, self._in_flight = self._in_flight, None
+        if unit is not None:
+            with contextlib.suppress(RuntimeError):  # its memory is in use until it is through, or has failed
+                unit.receive()
+        for unit in self.units:
+            unit.drop_local_gradients()
+            unit.end_backward()
 
     # ------------------------------------------------------------ between steps
     def check_idle(self, what: str) -> None:

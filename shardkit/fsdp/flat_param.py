@@ -82,6 +82,7 @@ class FlatParam:
         members: in the order in which they lie in the vector.
         names: path of each in the unit's module.
         holder: where ``param`` is listed.
+        layout: where members and shards lie.
         param: this rank's shard [S] in full precision, as the optimizer sees it.
         group: ranks that share the vector.
         compute_dtype: dtype while gathered; None for the shard's own.
@@ -89,7 +90,6 @@ class FlatParam:
         neighbours: ranks, this one among them, that can keep the vector between them after forward.
 
     Attributes:
-        layout: where members and shards lie.
         label: what it is called in errors.
         pending: the gathering in flight.
         is_whole: this rank's shard is the whole vector as it is computed with; members are views of it.
@@ -99,7 +99,8 @@ class FlatParam:
     """
 
     def __init__(
-        self, members: Sequence[Member], names: Sequence[str], param: nn.Parameter, holder: Place, group: Group,
+        self, members: Sequence[Member], names: Sequence[str], param: nn.Parameter, holder: Place,
+        layout: ShardLayout, group: Group,
         compute_dtype: torch.dtype | None, compute_device: torch.device | None, neighbours: Group | None = None,
     ) -> None:  # fmt: skip
         self.members = list(members)
@@ -107,7 +108,7 @@ class FlatParam:
         self.param = param
         self.holder = holder
         self.group = group
-        self.layout = ShardLayout(tuple(m.shape.numel() for m in members), group.world_size)
+        self.layout = layout
         self.label = ""
         self.is_full = self.is_summoned = False
         self.idle = [True] * len(self.members)

@@ -242,13 +242,6 @@ class GradientPack:
                 had[item] = had[item] or flag
         return had
 
-    def forget(self) -> None:
-        """Gives up a reduction that will not be received."""
-        if getattr(self, "_work", None) is not None:
-            self._work = None
-            if self._in_storage:
-                self._group.backend.release_storage(self._packed)
-
 
 def predivide_factor(world_size: int) -> int:
     """The power of two next to the root of the world size that divides it (fairscale's choice)."""

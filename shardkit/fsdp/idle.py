@@ -8,6 +8,7 @@ number for the vector, such as the count of steps, is that of the neighbours.)
 
 from __future__ import annotations
 
+import threading
 import weakref
 from typing import Any, NamedTuple
 
@@ -28,14 +29,16 @@ class _Saved(NamedTuple):
 _flats: weakref.WeakSet[FlatParam] = weakref.WeakSet()
 _saved: weakref.WeakKeyDictionary[Optimizer, list[_Saved]] = weakref.WeakKeyDictionary()
 _registered: list[Any] = []
+_lock = threading.Lock()  # ranks may be threads of one process
 
 
 def protect_idle_members(flat: FlatParam) -> None:
     """Optimizers leave members of this vector alone that had no gradient, from now until all have one."""
-    if not _registered:
-        _registered.append(register_optimizer_step_pre_hook(_before_step))
-        _registered.append(register_optimizer_step_post_hook(_after_step))
-    _flats.add(flat)
+    with _lock:
+        if not _registered:
+            _registered.append(register_optimizer_step_pre_hook(_before_step))
+            _registered.append(register_optimizer_step_post_hook(_after_step))
+        _flats.add(flat)
 
 
 def idle_ranges(flat: FlatParam) -> list[tuple[int, int]]:
@@ -58,10 +61,12 @@ def _vectors(param: torch.Tensor, state: dict[str, Any]) -> dict[str, torch.Tens
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if not _flats:
         return
-    for flat in list(_flats):
-        if True not in flat.idle:
-            _flats.discard(flat)
-    partly = [f for f in _flats if f.param.grad is not None and not f.param.is_meta]
+    with _lock:
+        flats = list(_flats)
+        for flat in flats:
+            if True not in flat.idle:
+                _flats.discard(flat)
+    partly = [f for f in flats if True in f.idle and f.param.grad is not None and not f.param.is_meta]
     mine = {id(p) for g in optimizer.param_groups for p in g["params"]}
     saved = []
     for flat in partly:

@@ -180,11 +180,6 @@ class Unit:
             if any(pack.trainable):
                 pack.receive(self.replicas)
 
-    def forget(self) -> None:
-        """Gives up a reduction in flight."""
-        for pack in self._packs:
-            pack.forget()
-
     def has_local_gradients(self) -> bool:
         """Whether members hold gradients of this rank that were not reduced."""
         for flat in self.flats:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from ..compiling import callees_compiled, not_compiled
 from ..errors import ConfigurationError, LifecycleError
 from ..flat_parameter import FlatParameter
 from ..hooks import NO_BACKWARD, current_backward, tensors_in
+from ..layout import ShardLayout
 from ..ownership import check_one_device
 from ..policy import OffloadPolicy, PrecisionPolicy, ReducePolicy, ReshardPolicy
 from . import construct, local_checkpoint, norms, optim_state
@@ -154,7 +155,8 @@ class FSDP(nn.Module):
         for part in parts:
             members = [found.members[i] for i in part]
             device = self._compute_device or members[0].param.device
-            shard = construct.shard_of(members, self._group, device, from_rank_0)
+            layout = self._layout([m.shape for m in members])
+            shard = construct.shard_of(members, layout, self._group, device, from_rank_0)
             if self._replicas is not None and from_rank_0 and not shard.is_meta:
                 self._replicas.channel("buffers").broadcast(shard, 0, label="parameters of the first replica")
             if not self._flatten and self._group.world_size == 1:
@@ -165,7 +167,7 @@ class FSDP(nn.Module):
             shared = [s for s in found.shared if (s[1], s[4], s[5]) in infos]
             listed, holder = wrapped.adopt(members, infos, shared, shard, self._flatten)
             flat = FlatParam(
-                members, [found.names[i] for i in part], listed, holder, self._group,
+                members, [found.names[i] for i in part], listed, holder, layout, self._group,
                 self._precision.compute, self._compute_device, self._neighbours,
             )  # fmt: skip
             self._flats.append(flat)
@@ -174,6 +176,10 @@ class FSDP(nn.Module):
             for here, there, _, name, _, source in found.shared
         ]
         self._make_unit(found.borrowed)
+
+    def _layout(self, shapes: Sequence[torch.Size]) -> ShardLayout:
+        """How members of these shapes are cut; subclasses may round shards up."""
+        return ShardLayout(tuple(shape.numel() for shape in shapes), self._group.world_size)
 
     def _make_unit(self, borrowed: list[FlatParam]) -> None:
         self._unit = Unit(
@@ -450,15 +456,8 @@ class FSDP(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
-        for name in (
-            "_engine",
-            "_neighbours",
-            "_group",
-            "_replicas",
-            "_process_group",
-            "_replica_group",
-            "_unit",
-        ):
+        groups = ("_group", "_neighbours", "_replicas", "_process_group", "_replica_group")
+        for name in ("_engine", "_unit", *groups):
             state[name] = None
         state["_is_root"] = None
         state["_borrowed"] = self._unit.borrowed
