@@ -137,10 +137,12 @@ class ShardLayout:
     Attributes:
         numels: numel of each item.
         world_size: W.
+        multiple: S is rounded up to a multiple of it.
     """
 
     numels: tuple[int, ...]
     world_size: int
+    multiple: int = 1
 
     @property
     def numel(self) -> int:
@@ -150,7 +152,7 @@ class ShardLayout:
     @property
     def shard_numel(self) -> int:
         """S."""
-        return -(-self.numel // self.world_size)
+        return -(-self.numel // (self.world_size * self.multiple)) * self.multiple
 
     @property
     def padded_numel(self) -> int:
