@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import ctypes
 import datetime
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
@@ -43,16 +44,40 @@ _LOST = (
 )
 
 
-# Every process group in use. gloo's destructor waits until nothing is in flight, which after an error of one rank may
-# be never: then, and at exit, they are kept from being destroyed, and the process can end.
+# Every process group in use, and what uses it. gloo's destructor waits until nothing is in flight, which after an error
+# of one rank may be never: then they are kept from being destroyed, and the process can end.
 _process_groups: weakref.WeakSet[Any] = weakref.WeakSet()
+_groups: weakref.WeakSet[C10dGroup] = weakref.WeakSet()
+_EXIT_SECONDS = 1.0
+_broken = False
 
 
-@atexit.register
 def _never_destroy() -> None:
+    global _broken
+    _broken = True
     for process_group in list(_process_groups):
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(process_group))
     _process_groups.clear()
+
+
+@atexit.register
+def _end_threads() -> None:
+    """Destroys gloo's groups while Python still runs, if that needs no other rank.
+
+    Shortly after a collective a thread of gloo may still be about to release its tensors. It needs the interpreter's
+    lock for that, and without an interpreter it aborts the process.
+    """
+    if not _broken:
+        helper = threading.Thread(target=_destroy, name="shardkit-exit", daemon=True)
+        helper.start()
+        helper.join(_EXIT_SECONDS)
+    _never_destroy()
+
+
+def _destroy() -> None:
+    for group in list(_groups):
+        if group.ends_at_exit:
+            group.process_group = None
 
 
 # What gloo knows by name; everything else is broadcast as bytes.
@@ -111,6 +136,8 @@ class C10dGroup:
         ranks: global rank of each member.
     """
 
+    ends_at_exit = True
+
     def __init__(
         self, backend: Backend, process_group: Any, ranks: Sequence[int], rank: int, name: str = "main",
         watch: Watch | None = None,
@@ -127,6 +154,7 @@ class C10dGroup:
         self._subgroups = 0
         if process_group is not None:
             _process_groups.add(process_group)
+            _groups.add(self)
         self._watch = watch if watch is not None else self._new_watch()
 
     def _new_watch(self) -> Watch:

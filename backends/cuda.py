@@ -45,7 +45,7 @@ class CudaBackend:
     has_storage = True
 
     def __init__(self) -> None:
-        self._groups: dict[Any, C10dGroup] = {}
+        self._groups: dict[int, C10dGroup] = {}
         self._selected = False
 
     def is_available(self) -> bool:
@@ -192,6 +192,8 @@ class CudaWork:
 
 class CudaGroup(C10dGroup):
     """Ranks of an NCCL process group. Buffers are used in place; nothing is copied for contiguous tensors."""
+
+    ends_at_exit = False  # see _end_communicators
 
     def _connect(self, name: str, members: Sequence[int]) -> Any:
         """An NCCL communicator of these group ranks, known to them alone (as for gloo: see the base)."""

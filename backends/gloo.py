@@ -19,7 +19,7 @@ class GlooBackend(Host):
     name = "gloo"
 
     def __init__(self) -> None:
-        self._groups: dict[Any, C10dGroup] = {}
+        self._groups: dict[int, C10dGroup] = {}
 
     def is_available(self) -> bool:
         return dist.is_available() and dist.is_gloo_available()
@@ -36,7 +36,7 @@ class GlooBackend(Host):
 
 
 def resolve_group(
-    backend: Any, cache: dict[Any, C10dGroup], process_group: Any, make: Callable[..., C10dGroup] = C10dGroup
+    backend: Any, cache: dict[int, C10dGroup], process_group: Any, make: Callable[..., C10dGroup] = C10dGroup
 ) -> C10dGroup:
     """The group for what a user passes; the same object for the same process group, as long as it lives.
 
@@ -55,10 +55,10 @@ def resolve_group(
                 "with shardkit.launch(fn, world_size)"
             )
         pg = process_group if process_group is not None else dist.group.WORLD
-        if pg not in cache:
+        if id(pg) not in cache:  # the group keeps it, so no other one gets its id
             rank = dist.get_rank(pg)
-            cache[pg] = make(backend, pg, dist.get_process_group_ranks(pg), rank)
-        return cache[pg]
+            cache[id(pg)] = make(backend, pg, dist.get_process_group_ranks(pg), rank)
+        return cache[id(pg)]
     if process_group is dist.GroupMember.NON_GROUP_MEMBER:
         raise ConfigurationError(
             f"rank {dist.get_rank()} is no member of the process group; build sharded objects on its members only "

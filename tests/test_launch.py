@@ -145,6 +145,42 @@ def test_plain_multiprocessing_spawn(tmp_path: Path) -> None:
     torch.multiprocessing.spawn(_train_under_spawn, (2, str(tmp_path / "rendezvous")), nprocs=2)  # type: ignore[no-untyped-call]
 
 
+def test_ranks_that_end_right_after_a_collective(tmp_path: Path) -> None:
+    """gloo's thread is still busy with the tensors then; without an interpreter it would abort the process."""
+    command = _script(
+        tmp_path / "script.py",
+        """
+        import os, sys, torch, torch.distributed as dist
+        from shardkit.backend import get_backend
+        torch.set_num_threads(1)
+
+        def rank_main(rank, rendezvous):
+            dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2)
+            process_group = get_backend("gloo").group().channel("other").process_group
+            options = dist.AllreduceCoalescedOptions()
+            options.reduceOp = dist.ReduceOp.SUM
+            tensors = [torch.ones(1) for _ in range(50_000)]
+            process_group.allreduce_coalesced(tensors, options).wait()
+            del tensors, process_group
+            dist.destroy_process_group()
+
+        for attempt in range(5):
+            ranks = []
+            for rank in range(2):
+                process = os.fork()
+                if process == 0:
+                    rank_main(rank, f"{sys.argv[1]}/rendezvous{attempt}")
+                    sys.exit()  # an orderly end of the interpreter
+                ranks.append(process)
+            print([os.waitpid(process, 0)[1] for process in ranks], flush=True)
+        """,
+    )
+    done = subprocess.run(
+        [*command, str(tmp_path)], env=_environment(), check=True, timeout=200, capture_output=True, text=True
+    )
+    assert [line for line in done.stdout.splitlines() if line.startswith("[0")] == ["[0, 0]"] * 5, done.stderr
+
+
 def test_torchrun(tmp_path: Path) -> None:
     _script(
         tmp_path / "script.py",
