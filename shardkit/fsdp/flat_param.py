@@ -158,7 +158,9 @@ class FlatParam:
         )
         self._channel = self.group.channel("parameters")
         replaced = self._make_members()
-        if self.param.device.type == "meta":
+        # Values come with to_empty(); until then nothing is gathered. (A backend that counts serves meta tensors.)
+        self._is_deferred = p.is_meta and self.group.backend.device_type != "meta"
+        if self._is_deferred:
             self._full = torch.empty(self.layout.numel, dtype=self.compute_dtype, device="meta")
             self._show(self._full)
         elif self.is_whole:
@@ -224,7 +226,7 @@ class FlatParam:
             self._users = 1
         self.is_full = True
         shard = self.param.data
-        if shard.is_meta:
+        if self._is_deferred:
             return
         if self.is_whole:
             if not self._has_storage or shard.data_ptr() != self._pointer:
@@ -281,7 +283,7 @@ class FlatParam:
         if self.pending is not None:
             self.finish_gather()  # its memory is in use until it is through
         self.is_full = False
-        if self.is_whole or self.param.is_meta:
+        if self.is_whole or self._is_deferred:
             return
         if not self._has_storage:
             self._full = None
