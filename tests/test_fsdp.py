@@ -404,6 +404,96 @@ def test_gradient_hooks_of_users_see_whole_gradients() -> None:
     rank_pool(2).run(_hooks)
 
 
+def _shard_hooks(rank: int) -> None:
+    """An optimizer that steps in backward, as soon as a shard has its gradient; and a hook that halves gradients."""
+    plain, model = (build(lambda: linears(WIDTH, 7, 5, 1)) for _ in range(2))
+    sharded = wrapped(model)
+    for p in sharded.parameters():
+        optimizer = torch.optim.SGD([p], lr=0.1)
+
+        def step(q: torch.Tensor, optimizer: torch.optim.Optimizer = optimizer) -> None:
+            optimizer.step()
+            optimizer.zero_grad()
+
+        p.register_hook(lambda g: g * 0.5)
+        p.register_post_accumulate_grad_hook(step)
+    first = torch.optim.SGD(plain.parameters(), lr=0.05)
+    for count in range(3):
+        xs = batch(count, 2)
+        first.zero_grad()
+        mean_loss(plain, xs).backward()
+        first.step()
+        sharded(xs[rank]).pow(2).mean().backward()
+        assert_equal_models(sharded, plain, f"step {count}")
+
+
+def test_hooks_on_shards_get_reduced_gradients() -> None:
+    rank_pool(2).run(_shard_hooks)
+
+
+ELEMENTWISE: dict[str, dict[str, Any]] = {
+    "SGD": {"lr": 0.1, "nesterov": True, "momentum": 0.9},
+    "Adam": {"lr": 0.01, "amsgrad": True, "foreach": True},
+    "AdamW": {"lr": 0.01, "fused": True},
+    "Adagrad": {"lr": 0.05, "initial_accumulator_value": 0.1},
+    "Adadelta": {},
+    "Adamax": {},
+    "NAdam": {},
+    "RAdam": {"lr": 0.01},
+    "RMSprop": {"lr": 0.01, "centered": True},
+    "Rprop": {"lr": 0.01},
+    "ASGD": {"lr": 0.05},
+}
+
+
+def _optimizer(rank: int, name: str) -> None:
+    plain, model = (build(lambda: linears(WIDTH, 7, 5, 1)) for _ in range(2))
+    sharded = wrapped(model)
+    first, second = (
+        getattr(torch.optim, name)(m.parameters(), **ELEMENTWISE[name]) for m in (plain, sharded)
+    )
+    for step in range(4):
+        xs = batch(step, 3)
+        for o in (first, second):
+            o.zero_grad()
+        mean_loss(plain, xs).backward()
+        sharded(xs[rank]).pow(2).mean().backward()
+        first.step()
+        second.step()
+    assert_equal_models(sharded, plain, name, tolerance=1e-5)
+
+
+@pytest.mark.parametrize("name", ELEMENTWISE)
+def test_optimizers_that_work_element_by_element(name: str) -> None:
+    rank_pool(3).run(_optimizer, name)
+
+
+def _scaled(rank: int) -> None:
+    model = wrapped(build(lambda: linears(WIDTH, 7, 5, 1)), precision=PrecisionPolicy(compute=torch.float16))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = shardkit.ShardedGradScaler(init_scale=8.0)
+    start = model.state_dict()
+    loss = model(batch(0, 2)[rank]).float().pow(2).mean()
+    scaler.scale(loss * (float("inf") if rank == 1 else 1.0)).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 4.0
+    assert_equal_state(model.state_dict(), start)
+    optimizer.zero_grad()
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model(batch(1, 2)[rank]).float().pow(2).mean()
+    scaler.scale(loss).backward()
+    scaler.unscale_(optimizer)
+    model.clip_grad_norm_(1.0)
+    scaler.step(optimizer)
+    scaler.update()
+    assert not torch.equal(model.state_dict()["0.weight"], start["0.weight"])
+
+
+def test_scaler_skips_on_all_ranks() -> None:
+    rank_pool(2).run(_scaled)
+
+
 def _after_error(rank: int) -> None:
     plain, model = (build(lambda: linears(WIDTH, 7, 5, 1)) for _ in range(2))
     sharded = wrapped(model)

@@ -214,11 +214,13 @@ class GradientPack:
         param = flat.param
         if gradient.dtype != param.dtype or gradient.device != param.device:
             gradient = gradient.to(device=param.device, dtype=param.dtype)
-        gradient = gradient.view(param.shape)
+        gradient = _through_hooks(param, gradient.view(param.shape))
         if param.grad is None:
             param.grad = gradient
         else:
             param.grad.add_(gradient)
+        for after in (param._post_accumulate_grad_hooks or {}).values():
+            after(param)
 
     def _average(self, result: torch.Tensor, replicas: Group) -> None:
         half = result.dtype in (torch.float16, torch.bfloat16)
@@ -241,6 +243,14 @@ class GradientPack:
             for item, flag in zip(self._flagged, flags, strict=True):
                 had[item] = had[item] or flag
         return had
+
+
+def _through_hooks(param: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    """Runs hooks that users registered on a shard, which autograd never sees: they get the reduced gradient."""
+    for hook in (param._backward_hooks or {}).values():
+        changed = hook(gradient)
+        gradient = gradient if changed is None else changed
+    return gradient
 
 
 def predivide_factor(world_size: int) -> int:
