@@ -147,15 +147,21 @@ def auto_wrap(
 
 
 def wrap_tree(
-    module: nn.Module, policy: Any, overrides: dict[str, Any], module_is_root: bool = True
+    module: nn.Module,
+    policy: Any,
+    overrides: dict[str, Any],
+    module_is_root: bool = True,
+    context: WrapContext | None = None,
 ) -> tuple[nn.Module, int]:
     """What :func:`auto_wrap` does, and the numel of all parameters that are within a wrapper afterwards.
 
+    Args: those of :func:`auto_wrap`; ``context`` takes the place of the enclosing block.
+
     Raises:
-        LifecycleError: outside of an ``enable_wrap`` block.
+        LifecycleError: outside of an ``enable_wrap`` block, without ``context``.
         WrapError: a module is wrapped already.
     """
-    context = _context.get()
+    context = context or _context.get()
     if context is None:
         raise LifecycleError(
             "there is nothing to wrap with outside of a `with enable_wrap(wrapper_cls=...)` block"

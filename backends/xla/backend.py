@@ -10,6 +10,7 @@ import contextlib
 import glob
 import importlib.util
 import os
+import sys
 import traceback
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -159,6 +160,12 @@ class XlaBackend:
                 )
             self._runtime_replicas[ordinal] = replica
         return self._runtime_replicas[ordinal]
+
+
+def in_replica() -> bool:
+    """Whether this process holds replicas on a CPU, of which the caller is one."""
+    world = sys.modules.get("shardkit.backends.xla.world")
+    return world is not None and world.current_world() is not None
 
 
 def has_accelerator() -> bool:

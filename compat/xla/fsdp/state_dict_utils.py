@@ -1,0 +1,107 @@
+"""Puts sharded checkpoints together, without any rank running. Reads what torch_xla's FSDP wrote, and shardkit's."""
+
+from __future__ import annotations
+
+import glob
+import os
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from shardkit.errors import ConfigurationError
+from shardkit.fsdp.state_dict import clean
+
+from .shard_names import is_flat, split_shard_name
+
+
+def _whole(shards: Sequence[torch.Tensor], size: Sequence[int]) -> torch.Tensor:
+    """A parameter from the shards of all ranks: ranges of its elements, or of its rows."""
+    joined = torch.cat([s.reshape(1) if s.dim() == 0 else s for s in shards])
+    if joined.dim() > 1:
+        return joined[: size[0]]
+    shape = torch.Size(size)
+    return joined[: shape.numel()].view(shape)
+
+
+def consolidate_sharded_state_dicts(
+    state_dict_list: Sequence[Mapping[str, Any]], shard_metadata: Mapping[str, Any]
+) -> OrderedDict[str, Any]:
+    """The full state dict of the module that was wrapped.
+
+    Args:
+        state_dict_list: ``model.state_dict()`` of each rank, in rank order.
+        shard_metadata: ``model.get_shard_metadata()`` of any rank.
+
+    Raises:
+        ConfigurationError: the number of state dicts is not the world size.
+    """
+    if len(state_dict_list) != shard_metadata["world_size"]:
+        raise ConfigurationError(
+            f"the checkpoint is of {shard_metadata['world_size']} ranks, got the state dicts of {len(state_dict_list)}"
+        )
+    dtypes = {clean(k): v["_orig_dtype"] for k, v in shard_metadata.get("buffer_info", {}).items()}
+    full: OrderedDict[str, Any] = OrderedDict()
+    for key, value in state_dict_list[0].items():
+        wrapper, shard = split_shard_name(key)
+        if shard is None:  # buffers are rank 0's
+            name = clean(key)
+            full[name] = value.to(dtypes[name]) if name in dtypes else value
+            continue
+        info = shard_metadata["shard_info"][wrapper][shard]
+        param = _whole([state[key] for state in state_dict_list], info["_orig_size"])
+        path = f"{wrapper}.{info['_orig_name']}" if wrapper else info["_orig_name"]
+        if not is_flat(info["_orig_name"]):
+            full[clean(path)] = param
+            continue
+        names, shapes, numels = shard_metadata["flatten_info"][path]
+        holder = path.rpartition(".")[0]
+        for name, shape, part in zip(names, shapes, param.split(list(numels)), strict=True):
+            full[clean(f"{holder}.{name}")] = part.view(shape)
+    for name, source in shard_metadata.get("shared_info", {}).items():
+        if source in full:
+            full[name] = full[source]
+    return full
+
+
+def consolidate_sharded_model_checkpoints(
+    ckpt_prefix: str, ckpt_suffix: str = "*.pth", save_path: str = "", save_model: bool = True
+) -> tuple[OrderedDict[str, Any], str | None]:
+    """Puts the checkpoint files of all ranks together: dicts with ``model`` and ``shard_metadata``.
+
+    Args:
+        ckpt_prefix, ckpt_suffix: files that match ``ckpt_prefix + ckpt_suffix`` are read.
+        save_path: where to save ``{"model": full state dict}``; default ``ckpt_prefix + "_consolidated.pth"``.
+        save_model: whether to save at all.
+
+    Returns:
+        The full state dict, and where it was saved (None without ``save_model``).
+
+    Raises:
+        ConfigurationError: no file matches, or they are not those of ranks 0 to W - 1 of one world size.
+    """
+    target = save_path or ckpt_prefix + "_consolidated.pth"
+    pattern = ckpt_prefix + ckpt_suffix
+    # An earlier result may match the pattern too.
+    paths = [p for p in sorted(glob.glob(pattern)) if os.path.abspath(p) != os.path.abspath(target)]
+    if not paths:
+        raise ConfigurationError(f"no file matches {pattern}")
+    print(f"found {len(paths)} checkpoint files in {pattern}")
+    by_rank: dict[int, Any] = {}
+    for path in paths:
+        checkpoint = torch.load(path, map_location="cpu")
+        rank, size = (checkpoint["shard_metadata"][k] for k in ("rank", "world_size"))
+        if size != len(paths) or rank in by_rank:
+            raise ConfigurationError(
+                f"{path} is rank {rank} of {size}, and {len(paths)} files match {pattern}; there have to be the files "
+                "of all ranks and no others"
+            )
+        by_rank[rank] = checkpoint
+    ordered = [by_rank[rank] for rank in sorted(by_rank)]
+    full = consolidate_sharded_state_dicts([c["model"] for c in ordered], ordered[0]["shard_metadata"])
+    if not save_model:
+        return full, None
+    torch.save({"model": full}, target)
+    print(f"saved consolidated model to {target}")
+    return full, target

@@ -1,0 +1,56 @@
+"""Activation checkpointing of a module."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardkit.checkpoint_activations import checkpoint_wrapper
+from shardkit.errors import ConfigurationError
+
+
+def checkpoint_module(module: nn.Module) -> nn.Module:
+    """Makes calls of this module keep their inputs only; backward computes the activations again.
+
+    On XLA devices through torch_xla's checkpoint, whose barriers keep the compiler from merging both computations;
+    elsewhere through :func:`shardkit.checkpoint_activations.checkpoint_wrapper`.
+
+    Returns:
+        The same module, with a ``forward`` of its own.
+
+    Raises:
+        ConfigurationError: ``module`` is no module.
+    """
+    if not isinstance(module, nn.Module):
+        raise ConfigurationError(f"checkpoint_module takes a module, got a {type(module).__name__}")
+    plain = module.forward
+    elsewhere = checkpoint_wrapper(module).forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        values = (*args, *kwargs.values())
+        tensors = [v for v in values if isinstance(v, torch.Tensor)]
+        if not any(t.device.type == "xla" for t in tensors):
+            return elsewhere(*args, **kwargs)
+        if not any(t.requires_grad for t in tensors) or not torch.is_grad_enabled():
+            return plain(*args, **kwargs)  # backward would not come by: torch_xla's goes by inputs
+        from torch_xla.utils.checkpoint import checkpoint
+
+        return checkpoint(_positional(plain, tuple(kwargs)), *values)
+
+    module.forward = forward
+    return module
+
+
+def _positional(function: Callable[..., Any], keywords: tuple[str, ...]) -> Callable[..., Any]:
+    """The function with these keyword arguments at the end of its positional ones."""
+    if not keywords:
+        return function
+
+    def call(*values: Any) -> Any:
+        split = len(values) - len(keywords)
+        return function(*values[:split], **dict(zip(keywords, values[split:], strict=True)))
+
+    return call

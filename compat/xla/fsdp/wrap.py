@@ -1,0 +1,112 @@
+"""torch_xla.distributed.fsdp.wrap: which submodules get FSDP wrappers of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch import nn
+
+from shardkit import wrap_policy
+from shardkit.wrapping import WrapContext, wrap_tree
+
+__all__ = [
+    "always_wrap_policy",
+    "lambda_auto_wrap_policy",
+    "recursive_wrap",
+    "size_based_auto_wrap_policy",
+    "transformer_auto_wrap_policy",
+]
+
+
+def always_wrap_policy(*args: Any, **kwargs: Any) -> bool:
+    """Wraps every module."""
+    return True
+
+
+def lambda_auto_wrap_policy(
+    module: nn.Module, recurse: bool, unwrapped_params: int, lambda_fn: Callable[[nn.Module], bool]
+) -> bool:
+    """Wraps the modules for which ``lambda_fn`` is true."""
+    return recurse or lambda_fn(module)
+
+
+def transformer_auto_wrap_policy(
+    module: nn.Module, recurse: bool, unwrapped_params: int, transformer_layer_cls: set[type[nn.Module]]
+) -> bool:
+    """Wraps every module of the given types."""
+    return wrap_policy.transformer_auto_wrap_policy(module, recurse, unwrapped_params, transformer_layer_cls)
+
+
+def size_based_auto_wrap_policy(
+    module: nn.Module,
+    recurse: bool,
+    unwrapped_params: int,
+    min_num_params: int = int(1e8),
+    force_leaf_modules: set[type[nn.Module]] | None = None,
+    exclude_wrap_modules: set[type[nn.Module]] | None = None,
+) -> bool:
+    """Wraps what has so many parameters that no wrapper below holds, 100 million by default.
+
+    Args:
+        module: the module in question.
+        recurse: ask about the children (True) or about ``module`` itself (False).
+        unwrapped_params: numel of its parameters that no wrapper holds yet.
+        min_num_params: from how many elements on a module is wrapped.
+        force_leaf_modules: types whose children are never wrapped; default ``FORCE_LEAF_MODULES`` of this function.
+        exclude_wrap_modules: types that are never wrapped; default ``EXCLUDE_WRAP_MODULES`` of this function.
+    """
+    own: Any = size_based_auto_wrap_policy
+    return wrap_policy.size_based_auto_wrap_policy(
+        module,
+        recurse,
+        unwrapped_params,
+        min_num_params,
+        own.FORCE_LEAF_MODULES if force_leaf_modules is None else force_leaf_modules,
+        own.EXCLUDE_WRAP_MODULES if exclude_wrap_modules is None else exclude_wrap_modules,
+    )
+
+
+_by_size: Any = size_based_auto_wrap_policy
+_by_size.EXCLUDE_WRAP_MODULES = {nn.ModuleList, nn.ModuleDict}
+_by_size.FORCE_LEAF_MODULES = {nn.MultiheadAttention}
+
+
+def recursive_wrap(
+    module: nn.Module,
+    auto_wrap_policy: Callable[..., bool],
+    wrapper_cls: Callable[..., nn.Module],
+    ignored_modules: Iterable[nn.Module],
+    ignored_params: Iterable[nn.Parameter],
+    only_wrap_children: bool = False,
+    **kwargs: Any,
+) -> tuple[nn.Module, int]:
+    """Wraps the submodules that the policy chooses, children before parents, in place.
+
+    Args:
+        module: root of the tree; nothing in it may be wrapped already.
+        auto_wrap_policy: asked by keyword: ``module``, ``recurse``, ``unwrapped_params``.
+        wrapper_cls: class or function that makes a wrapper: ``wrapper_cls(module, **kwargs)``.
+        ignored_modules: neither wrapped nor looked into.
+        ignored_params: not counted.
+        only_wrap_children: leave ``module`` itself as it is, whatever the policy says.
+
+    Returns:
+        The module or its wrapper, and the numel of all parameters that are in a wrapper now.
+
+    Raises:
+        WrapError: a module is wrapped already.
+    """
+    ignored, uncounted = set(ignored_modules), set(ignored_params)
+    without = {m: sum(p.numel() for p in set(m.parameters()) & uncounted) for m in module.modules()}
+    policy = wrap_policy.adapt_policy(auto_wrap_policy, module)
+
+    def asked(module: nn.Module, recurse: bool, unwrapped_params: int, module_is_root: bool) -> bool:
+        numel = unwrapped_params - without[module]
+        if recurse:
+            return module not in ignored and policy.descend(module, numel, module_is_root)
+        if module_is_root and only_wrap_children:
+            return False
+        return policy.arguments(module, numel, module_is_root) is not None
+
+    return wrap_tree(module, asked, {}, context=WrapContext(wrapper_cls, kwargs=kwargs))
