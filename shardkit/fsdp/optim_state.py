@@ -22,6 +22,8 @@ from ..errors import ConfigurationError
 from .flat_param import FlatParam
 
 EXTRA = ("param_id_map", "uncollected_local_ids")
+# What torch's optimizers keep as one number for a parameter, were the parameter one number itself.
+NUMBERS = ("step", "mu", "eta", "mu_product")
 
 
 def _plain(value: Any) -> Any:
@@ -29,11 +31,18 @@ def _plain(value: Any) -> Any:
     return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
 
 
-def _is_vector(value: Any, flat: FlatParam) -> bool:
+def _is_vector(key: str, value: Any, flat: FlatParam) -> bool:
     """Whether a state has one element for each of this rank's shard."""
-    if not isinstance(value, torch.Tensor) or value.dim() == 0:
+    if not isinstance(value, torch.Tensor) or value.numel() != flat.layout.shard_numel:
         return False
-    return value.numel() == flat.layout.shard_numel
+    return value.dim() > 0 or (flat.param.dim() == 0 and key not in NUMBERS)
+
+
+def _is_elementwise(key: str, values: Sequence[tuple[Any, torch.Size]]) -> bool:
+    """Whether a state of members has one element for each of a member's; given with the members' shapes."""
+    if any(not isinstance(v, torch.Tensor) or v.numel() != shape.numel() for v, shape in values):
+        return False
+    return key not in NUMBERS or any(v.dim() > 0 for v, _ in values)
 
 
 def _member_ids(flats: Sequence[FlatParam]) -> list[list[int]]:
@@ -60,7 +69,7 @@ def _gather(flat: FlatParam, value: torch.Tensor) -> list[torch.Tensor]:
 
 def _keys_everywhere(flat: FlatParam, state: dict[str, Any]) -> dict[str, tuple[bool, Any]]:
     """For each state of a vector: whether it is gathered, and its dtype or its value (ranks may lack it)."""
-    mine = {k: (True, v.dtype) if _is_vector(v, flat) else (False, _plain(v)) for k, v in state.items()}
+    mine = {k: (True, v.dtype) if _is_vector(k, v, flat) else (False, _plain(v)) for k, v in state.items()}
     if flat.group.world_size == 1:
         return mine
     merged: dict[str, tuple[bool, Any]] = {}
@@ -90,11 +99,13 @@ def gather_full(
     for flat, ids in zip(flats, _member_ids(flats), strict=True):
         local = index_of.get(id(flat.param))
         own = {} if local is None else optimizer_state["state"].get(local, {})
-        id_map.update(dict.fromkeys(ids, local))
         if flat in uncollected:
+            id_map.update(dict.fromkeys(ids, local))
             _keep_uncollected(state, flat, ids, own)
             continue
-        for key, (is_vector, what) in _keys_everywhere(flat, own).items():
+        kinds = _keys_everywhere(flat, own)
+        id_map.update(dict.fromkeys(ids, local if kinds else None))
+        for key, (is_vector, what) in kinds.items():
             if is_vector:
                 value = own.get(key)
                 if value is None:  # nothing of the vector's members lies here, or nothing was ever used
@@ -127,7 +138,7 @@ def _keep_uncollected(
     state: dict[int, dict[str, Any]], flat: FlatParam, ids: list[int], own: dict[str, Any]
 ) -> None:
     for key, value in own.items():
-        if _is_vector(value, flat) and flat.group.world_size == 1:
+        if _is_vector(key, value, flat) and flat.group.world_size == 1:
             pieces: list[Any] = list(value.detach().cpu().reshape(-1).split(list(flat.layout.numels)))
             values = [p.view(m.shape).clone() for p, m in zip(pieces, flat.members, strict=True)]
         else:
@@ -157,13 +168,15 @@ def shard_full(flats: Sequence[FlatParam], full: dict[str, Any]) -> dict[str, An
             "as it was when the state was saved"
         )
     vector_of = {i: k for k, ids in enumerate(ids_of) for i in ids}
-    groups, local_of = [], {}
+    groups: list[dict[str, Any]] = []
+    local_of: dict[int, int] = {}
     for group in full["param_groups"]:
         locals_: list[int] = []
         for i in group["params"]:
             k = vector_of[i]
-            given = id_map.get(i)
-            local_of[k] = k if given is None else given
+            if k not in local_of:  # vectors without state have no index: they come in the optimizer's order
+                given = id_map.get(i)
+                local_of[k] = len(local_of) if given is None else given
             if local_of[k] not in locals_:
                 locals_.append(local_of[k])
         groups.append({**copy.deepcopy({k: v for k, v in group.items() if k != "params"}), "params": locals_})
@@ -180,9 +193,9 @@ def _shard_state(flat: FlatParam, ids: list[int], have: dict[int, dict[str, Any]
     """One vector's state from those of its members; members without any count as zeros."""
     first = next(iter(have.values()))
     sharded = {}
+    shapes = {i: m.shape for i, m in zip(ids, flat.members, strict=True)}
     for key, value in first.items():
-        shape = next(m.shape for i, m in zip(ids, flat.members, strict=True) if i in have)
-        if not isinstance(value, torch.Tensor) or value.dim() == 0 or value.numel() != shape.numel():
+        if not _is_elementwise(key, [(s.get(key), shapes[i]) for i, s in have.items()]):
             sharded[key] = copy.copy(value)
             continue
         rows = [
