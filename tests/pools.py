@@ -35,9 +35,9 @@ def _make(world_size: int, backend: str) -> Pool:
     if backend == "simulated":
         return SimulatedPool(world_size)
     if backend == "fairscale":
-        from tests.oracle.fairscale_ranks import start_fairscale_rank
+        from tests.oracle.fake_cuda import start_rank
 
-        return RankPool(world_size, "gloo", start=start_fairscale_rank, timeout=120, environment=environment)
+        return RankPool(world_size, "gloo", start=start_rank, timeout=120, environment=environment)
     return RankPool(world_size, backend, timeout=120, environment=environment)
 
 

@@ -104,7 +104,7 @@ def _check_tensor(where: str, got: torch.Tensor, want: torch.Tensor, tolerance: 
     )
 
 
-def _check_numbers(where: str, got: Sequence[float], want: Sequence[float], tolerance: Tolerance) -> None:
+def check_numbers(where: str, got: Sequence[float], want: Sequence[float], tolerance: Tolerance) -> None:
     same = len(got) == len(want) and all(
         math.isclose(a, b, rel_tol=max(tolerance.relative, 1e-12), abs_tol=tolerance.absolute)
         or (math.isnan(a) and math.isnan(b))
@@ -143,27 +143,27 @@ def check_optimizer_state(
     if list(got["state"]) != sorted(want["state"]):
         raise Difference(f"{where}: states of {list(got['state'])} instead of {sorted(want['state'])}")
     for index, state in got["state"].items():
-        _check_value(f"{where}, state of parameter {index}", state, want["state"][index], tolerance)
-    _check_value(f"{where}, groups", got["param_groups"], want["param_groups"], tolerance)
+        check_value(f"{where}, state of parameter {index}", state, want["state"][index], tolerance)
+    check_value(f"{where}, groups", got["param_groups"], want["param_groups"], tolerance)
 
 
-def _check_value(where: str, got: Any, want: Any, tolerance: Tolerance) -> None:
+def check_value(where: str, got: Any, want: Any, tolerance: Tolerance) -> None:
     if isinstance(want, dict):
         if not isinstance(got, dict) or set(got) != set(want):
             raise Difference(f"{where}: {got!r:.300} instead of {want!r:.300}")
         for key in want:
-            _check_value(f"{where}[{key!r}]", got[key], want[key], tolerance)
+            check_value(f"{where}[{key!r}]", got[key], want[key], tolerance)
     elif isinstance(want, (list, tuple)):
         if not isinstance(got, type(want)) or len(got) != len(want):
             raise Difference(f"{where}: {got!r:.300} instead of {want!r:.300}")
         for i, (a, b) in enumerate(zip(got, want, strict=True)):
-            _check_value(f"{where}[{i}]", a, b, tolerance)
+            check_value(f"{where}[{i}]", a, b, tolerance)
     elif isinstance(want, torch.Tensor):
         if not isinstance(got, torch.Tensor):
             raise Difference(f"{where}: {got!r:.300} instead of a tensor")
         _check_tensor(where, got, want, tolerance)
     elif isinstance(want, float) and isinstance(got, float):
-        _check_numbers(where, [got], [want], tolerance)
+        check_numbers(where, [got], [want], tolerance)
     elif got != want:
         raise Difference(f"{where}: {got!r:.300} instead of {want!r:.300}")
 
@@ -190,9 +190,9 @@ def compare(
             raise Difference(f"rank {rank}: partition {mine.partition} instead of {other.partition}")
         for a, b in zip(mine.moments, other.moments, strict=True):
             where = f"rank {rank}, step {a.index} ({a.kind}): "
-            _check_numbers(where + "losses", a.losses, b.losses, tolerance)
-            _check_numbers(where + "norms", a.norms, b.norms, tolerance)
-            _check_numbers(where + "learning rates", a.lrs, b.lrs, tolerance)
+            check_numbers(where + "losses", a.losses, b.losses, tolerance)
+            check_numbers(where + "norms", a.norms, b.norms, tolerance)
+            check_numbers(where + "learning rates", a.lrs, b.lrs, tolerance)
             if a.grads is not None and b.grads is not None:
                 _check_named(where + "gradient", a.grads, b.grads, tolerance, only_got=True)
             if a.params is not None and b.params is not None:

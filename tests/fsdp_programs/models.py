@@ -1,0 +1,212 @@
+"""Modules of the tree: the blocks of :mod:`tests.programs.models` as leaves, and composites that hold others.
+
+Modules take (features, route). Some composites return more than a tensor, as models do whose outputs are dicts,
+tuples or dataclasses; whoever calls them opens that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from tests.programs.models import BLOCKS, Deliberate
+
+from .spec import ModelSpec, Node, Path
+
+
+@dataclass
+class Outputs:
+    """What a module with a dataclass as output returns; ``parts`` add up to the features."""
+
+    parts: list[torch.Tensor]
+    name: str = "outputs"
+
+
+def opened(outputs: Any) -> torch.Tensor:
+    """Features of whatever a module returned."""
+    if isinstance(outputs, torch.Tensor):
+        return outputs
+    if isinstance(outputs, Outputs):
+        return opened(outputs.parts)
+    parts = list(outputs.values()) if isinstance(outputs, dict) else list(outputs)
+    total = opened(parts[0])
+    for part in parts[1:]:
+        total = total + opened(part)
+    return total
+
+
+class Composite(nn.Module):
+    def __init__(self, children: list[nn.Module]) -> None:
+        super().__init__()
+        self.inner = nn.ModuleList(children)
+
+    def run(self, x: torch.Tensor, route: int) -> torch.Tensor:
+        for module in self.inner:
+            x = opened(module(x, route))
+        return x
+
+
+class Chain(Composite):
+    def forward(self, x: torch.Tensor, route: int) -> Any:
+        return self.run(x, route)
+
+
+class Residual(Composite):
+    def forward(self, x: torch.Tensor, route: int) -> Any:
+        return x + 0.5 * torch.tanh(self.run(x, route))
+
+
+class Twice(Composite):
+    """Calls its children twice in a forward."""
+
+    def forward(self, x: torch.Tensor, route: int) -> Any:
+        return self.run(torch.tanh(self.run(x, route)), route)
+
+
+class Recomputed(Composite):
+    """Activation checkpointing around its children, which may be units."""
+
+    reentrant = False
+
+    def forward(self, x: torch.Tensor, route: int) -> Any:
+        if self.reentrant and not x.requires_grad and torch.is_grad_enabled():
+            x = x.detach().requires_grad_()  # the re-entrant kind needs an input that asks for a gradient
+        return checkpoint(self.run, x, route, use_reentrant=self.reentrant)
+
+
+class RecomputedReentrant(Recomputed):
+    reentrant = True
+
+
+class AsTuple(Composite):
+    def forward(self, x: torch.Tensor, route: int) -> Any:
+        x = self.run(x, route)
+        return 0.25 * x, (0.75 * x,)
+
+
+class AsDict(Composite):
+    def forward(self, x: torch.Tensor, route: int) -> Any:
+        x = self.run(x, route)
+        return {"a": 0.25 * x, "b": [0.75 * x]}
+
+
+class AsDataclass(Composite):
+    def forward(self, x: torch.Tensor, route: int) -> Any:
+        x = self.run(x, route)
+        return Outputs([0.25 * x, 0.75 * x])
+
+
+class Detached(Composite):
+    """Keeps what comes in, beside children that see none of its gradient."""
+
+    def forward(self, x: torch.Tensor, route: int) -> Any:
+        return x + self.run(x.detach(), route)
+
+
+class SharedLinear(nn.Module):
+    """All of these in one model have the same weight, and each its own bias."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor, route: int) -> torch.Tensor:
+        return torch.tanh(self.linear(x))
+
+
+COMPOSITES: dict[str, type[Composite]] = {
+    "chain": Chain,
+    "residual": Residual,
+    "twice": Twice,
+    "recomputed": Recomputed,
+    "recomputed_reentrant": RecomputedReentrant,
+    "tuple": AsTuple,
+    "dict": AsDict,
+    "dataclass": AsDataclass,
+    "detached": Detached,
+}
+LEAVES: dict[str, Callable[[int], nn.Module]] = {**BLOCKS, "shared": SharedLinear}
+
+
+def _fail(grad: torch.Tensor) -> None:
+    raise Deliberate
+
+
+class Model(nn.Module):
+    """The chain of nodes and a head to one number; forward returns a dict."""
+
+    def __init__(self, nodes: list[nn.Module], width: int) -> None:
+        super().__init__()
+        self.nodes = nn.ModuleList(nodes)
+        self.head = nn.Linear(width, 1)
+        self.fail = ""
+
+    def forward(self, x: torch.Tensor, *, route: int = 0) -> dict[str, torch.Tensor]:
+        for node in self.nodes:
+            x = opened(node(x, route))
+        if self.fail == "forward":
+            raise Deliberate
+        out = self.head(x).squeeze(1)
+        if self.fail and out.requires_grad:  # in backward, after the head's gradients if there are others
+            (x if x.requires_grad else out).register_hook(_fail)
+        return {"out": out}
+
+
+class Tree:
+    """A model, with its modules by path.
+
+    Attributes:
+        modules: the module of each node; they stay the same when units are wrapped around them.
+    """
+
+    def __init__(self, spec: ModelSpec, seed: int | None = None) -> None:
+        torch.manual_seed(spec.seed if seed is None else seed)
+        self.spec = spec
+        self.modules: dict[Path, nn.Module] = {}
+        model = Model([self._make((i,), node) for i, node in enumerate(spec.nodes)], spec.width)
+        self.model: nn.Module = model.to(getattr(torch, spec.dtype))
+        self.modules[()] = self.model
+        self._share()
+        self.attributes = {m: [n for n, _ in m.named_parameters(recurse=False)] for m in self.model.modules()}
+        self._raw = {path: list(m.modules()) for path, m in self.modules.items()}
+        for path, node in spec.walk():
+            self.set_trainable(path, node.frozen, False)
+        model.head.requires_grad_(not spec.head_frozen)
+
+    def _make(self, path: Path, node: Node) -> nn.Module:
+        if node.kind in COMPOSITES:
+            children = [self._make((*path, i), child) for i, child in enumerate(node.children)]
+            module: nn.Module = COMPOSITES[node.kind](children)
+        else:
+            module = LEAVES[node.kind](self.spec.width)
+        self.modules[path] = module
+        return module
+
+    def _share(self) -> None:
+        shared = [m for m in self.model.modules() if isinstance(m, SharedLinear)]
+        for other in shared[1:]:
+            other.linear.weight = shared[0].linear.weight
+
+    def set_trainable(self, path: Path, names: str, trainable: bool) -> None:
+        """Sets ``requires_grad`` of a node's parameters that ``names`` ("", "all" or an end) means.
+
+        Reaches them as attributes of their modules, which is where they are before and after wrapping.
+        """
+        for module in self._raw[path]:
+            for name in self.attributes[module]:
+                if names == "all" or (names and name.endswith(names)):
+                    getattr(module, name).requires_grad_(trainable)
+
+    def wrap(self, path: Path, wrapper: Callable[[nn.Module], nn.Module]) -> nn.Module:
+        """Puts a wrapper around a node and into its parent."""
+        wrapped = wrapper(self.modules[path])
+        if path:
+            parent = self.modules[path[:-1]]
+            siblings = parent.nodes if isinstance(parent, Model) else parent.inner
+            siblings[path[-1]] = wrapped  # type: ignore[index,operator,assignment]
+        return wrapped

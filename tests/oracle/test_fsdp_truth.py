@@ -1,0 +1,96 @@
+"""Whole training programs with FullyShardedDataParallel on real ranks against the same programs in one process."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from hypothesis import given
+
+from tests.fsdp_programs.legality import COUNTING, STEPLESS
+from tests.fsdp_programs.running import check_against_truth
+from tests.fsdp_programs.spec import Evaluate, Look, ModelSpec, Node, Options, Program, Reload, Summon
+from tests.fsdp_programs.strategies import programs
+from tests.programs.running import examples
+from tests.programs.spec import Clip, OptimizerSpec, Step, Train, ZeroGrad
+
+pytestmark = pytest.mark.timeout(600)
+
+ROUND = (ZeroGrad(), Train(no_sync=True), Train(), Clip(0.5), Step(), Look())
+RICH = (Summon(), *ROUND, Evaluate(), *ROUND, Reload(), *ROUND)
+
+
+def model(options: Options, dtype: str = "float64") -> ModelSpec:
+    """Nested units, leftovers for the root, sizes that no number of ranks divides."""
+    inner = dataclasses.replace(options, state_dict_on_rank_0_only=False)
+    block = Node("residual", (Node("mlp", unit=inner), Node("norm")), inner)
+    return ModelSpec((Node("linear", unit=inner), block, Node("odd"), Node("no_bias", unit=inner)), 3, dtype)
+
+
+@examples(50)
+@given(programs())
+def test_any_program_on_two_ranks(program: Program) -> None:
+    check_against_truth(program, 2)
+
+
+@pytest.mark.parametrize("world_size", [1, 3, 4])
+@examples(25)
+@given(program=programs())
+def test_any_program_on_other_numbers_of_ranks(world_size: int, program: Program) -> None:
+    check_against_truth(program, world_size)
+
+
+@examples(25)
+@given(programs(dtype="float32", low=("float16", "bfloat16")))
+def test_mixed_precision(program: Program) -> None:
+    check_against_truth(program, 2)
+
+
+OPTIONS = {
+    "default": Options(),
+    "without vectors": Options(flatten_parameters=False),
+    "no reshard": Options(reshard_after_forward=False),
+    "reshard root": Options(disable_reshard_on_root=False),
+    "parameters on cpu": Options(move_params_to_cpu=True),
+    "old name of offload": Options(cpu_offload=True),
+    "gradients on cpu": Options(move_grads_to_cpu=True),
+    "no buckets": Options(bucket_cap_mb=0),
+    "tiny buckets": Options(bucket_cap_mb=0.0001),
+    "divide before": Options(gradient_predivide_factor=3.0),
+    "state on rank 0": Options(state_dict_on_rank_0_only=True),
+    "clear autocast cache": Options(clear_autocast_cache=True),
+    "inputs to fp32": Options(force_input_to_fp32=True),
+    "verbose": Options(verbose=True),
+    "half": Options(mixed_precision=True),
+    "half, reduced in fp32": Options(mixed_precision=True, fp32_reduce_scatter=True),
+    "bfloat16": Options(mixed_precision=True, compute_dtype="bfloat16"),
+    "mixed precision that is not": Options(mixed_precision=True, compute_dtype="float32"),
+}
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_every_option(name: str, world_size: int) -> None:
+    options = OPTIONS[name]
+    check_against_truth(Program(model(options, "float32"), options, steps=RICH), world_size)
+
+
+@pytest.mark.parametrize("name", [*STEPLESS, *COUNTING, "asgd", "rprop"])
+def test_every_optimizer_keeps_its_course_over_a_reload(name: str) -> None:
+    steps = (*ROUND, Reload("full", "full"), *ROUND, Reload("local", "local"), *ROUND)
+    for options in (Options(), Options(flatten_parameters=False)):
+        check_against_truth(Program(model(options), options, OptimizerSpec(name), steps), 2)
+
+
+@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
+def test_dtypes_of_parameters(dtype: str) -> None:
+    steps = (*ROUND, Evaluate(), *ROUND)
+    check_against_truth(Program(model(Options(), dtype), Options(), steps=steps), 2)
+
+
+@pytest.mark.parametrize("flatten", [True, False])
+def test_several_groups_of_parameters(flatten: bool) -> None:
+    options = Options(flatten_parameters=flatten)
+    optimizer = OptimizerSpec("adam", groups=2)
+    steps = (*ROUND, Reload("consolidated"), *ROUND)
+    check_against_truth(Program(model(options), options, optimizer, steps), 3)

@@ -1,0 +1,362 @@
+"""What fairscale's FullyShardedDataParallel gets wrong, silently or not: here it is right, through fairscale's API.
+
+Programs say what ranks do; plain torch in one process says what has to come out.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from shardkit.nn.data_parallel import FullyShardedDataParallel as FSDP
+from shardkit.optim.grad_scaler import ShardedGradScaler
+from tests.fsdp_programs.running import check_against_truth
+from tests.fsdp_programs.spec import (
+    MOMENTUM,
+    Evaluate,
+    Fail,
+    Inspect,
+    Look,
+    ModelSpec,
+    Node,
+    Options,
+    Program,
+    Reload,
+    SetTrainable,
+)
+from tests.pools import rank_pool
+from tests.programs.spec import OptimizerSpec, Step, Train, ZeroGrad
+
+FLAT, EACH = Options(), Options(flatten_parameters=False)
+UNITS = pytest.mark.parametrize("unit", [FLAT, EACH], ids=["flattened", "unflattened"])
+ROUND = (ZeroGrad(), Train(), Step(), Look())
+
+
+def check(
+    nodes: tuple[Node, ...],
+    steps: tuple[Any, ...] = ROUND * 3,
+    *,
+    root: Options = FLAT,
+    dtype: str = "float64",
+    optimizer: OptimizerSpec = MOMENTUM,
+    routing: str = "same",
+) -> None:
+    """Two ranks and three, against one process."""
+    for world_size in (2, 3):
+        model = ModelSpec(nodes, dtype=dtype)
+        check_against_truth(Program(model, root, optimizer, steps, routing=routing), world_size)
+
+
+# ------------------------------------------------------------------------------------ which parameters move
+@UNITS
+def test_weights_tied_across_two_units(unit: Options) -> None:
+    nodes = (Node("shared", unit=unit), Node("norm"), Node("shared", unit=unit))
+    check(nodes, root=unit)
+    check((Node("shared"), Node("chain", (Node("shared"),), unit)), (*ROUND, Reload(), *ROUND), root=unit)
+
+
+@UNITS
+def test_a_layer_that_no_forward_uses_stays_as_it_is(unit: Options) -> None:
+    """Not even weight decay or momentum move it."""
+    check((Node("chain", (Node("unused"), Node("linear")), unit), Node("unused")), root=unit)
+
+
+@UNITS
+def test_a_layer_that_is_used_now_and_then(unit: Options) -> None:
+    for routing in ("same", "by_rank", "rank_0"):
+        check((Node("branch", unit=unit), Node("branch")), root=unit, routing=routing)
+
+
+@UNITS
+def test_part_of_a_unit_frozen_before_wrapping(unit: Options) -> None:
+    check((Node("mlp", frozen="weight"), Node("linear", unit=unit, frozen="bias")), root=unit)
+
+
+@UNITS
+def test_part_of_a_unit_frozen_after_wrapping(unit: Options) -> None:
+    freeze = (ZeroGrad(), SetTrainable((0,), False, "weight"), SetTrainable((1,), False, "bias"))
+    thaw = (ZeroGrad(), SetTrainable((0,), True, "weight"))
+    check((Node("mlp"), Node("linear", unit=unit)), (*ROUND, *freeze, *ROUND, *thaw, *ROUND), root=unit)
+
+
+@UNITS
+def test_a_whole_unit_frozen_and_thawed(unit: Options) -> None:
+    freeze, thaw = (ZeroGrad(), SetTrainable((0,), False)), (ZeroGrad(), SetTrainable((0,), True))
+    check((Node("mlp", unit=unit), Node("linear")), (*ROUND, *freeze, *ROUND, *thaw, *ROUND), root=unit)
+
+
+def test_frozen_parameters_of_a_unit_without_a_vector() -> None:
+    check((Node("linear", unit=EACH, frozen="weight"), Node("frozen", unit=EACH)), root=EACH)
+
+
+def test_tied_parameters_of_a_unit_without_a_vector() -> None:
+    check((Node("tied", unit=EACH),), (*ROUND, Reload("consolidated"), *ROUND), root=EACH)
+
+
+# ------------------------------------------------------------------------------------ orders of calls
+@UNITS
+def test_forwards_and_backwards_in_any_order(unit: Options) -> None:
+    nodes = (Node("mlp", unit=unit), Node("linear"))
+    for mode in ("two", "sum", "twice"):
+        check(nodes, (ZeroGrad(), Train(mode, no_sync=True), Train(mode), Step(), Look()) * 2, root=unit)
+
+
+@UNITS
+def test_accumulating_without_no_sync(unit: Options) -> None:
+    """Also into one element, whose shard looks like the whole."""
+    nodes = (Node("odd", unit=unit), Node("linear"))
+    check(nodes, (ZeroGrad(), Train(), Train(), Train(), Step(), Look()) * 2, root=unit)
+
+
+def test_accumulating_with_gradients_on_the_cpu() -> None:
+    unit = Options(move_params_to_cpu=True)
+    check((Node("mlp", unit=unit),), (ZeroGrad(), Train(), Train(), Step(), Look()) * 2, root=unit)
+
+
+def test_offloading_a_unit_without_parameters() -> None:
+    unit = Options(cpu_offload=True)
+    check((Node("chain", (Node("linear", unit=unit),), unit),), root=unit)
+
+
+@pytest.mark.parametrize("where", ["no_sync", "forward", "backward"])
+def test_errors_leave_nothing_behind(where: str) -> None:
+    check((Node("mlp", unit=FLAT), Node("linear")), (*ROUND, Fail(where), *ROUND))
+
+
+def test_dividing_by_more_than_the_number_of_ranks() -> None:
+    check((Node("linear"),), root=Options(gradient_predivide_factor=8.0))
+
+
+# ------------------------------------------------------------------------------------ dtypes
+@pytest.mark.parametrize("compute", ["bfloat16", "float32", "float16"])
+def test_mixed_precision_computes_in_any_dtype(compute: str) -> None:
+    unit = Options(mixed_precision=True, compute_dtype=compute)
+    steps = (ZeroGrad(), Train(no_sync=True), Train("sum"), Step(), Evaluate(), Look())
+    check((Node("mlp", unit=unit), Node("norm")), steps, root=unit, dtype="float32")
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
+@UNITS
+def test_parameters_of_any_dtype(unit: Options, dtype: str) -> None:
+    check((Node("mlp", unit=unit), Node("linear")), ROUND, root=unit, dtype=dtype)
+
+
+# ------------------------------------------------------------------------------------ states
+@pytest.mark.parametrize("optimizer", ["adam", "adamw_fused", "radam", "adadelta"])
+def test_training_goes_on_after_the_optimizers_full_state_was_gathered(optimizer: str) -> None:
+    nodes = (Node("mlp", unit=FLAT), Node("linear"))
+    check(nodes, (*ROUND, Inspect(), *ROUND), optimizer=OptimizerSpec(optimizer))
+
+
+@UNITS
+def test_optimizer_state_with_groups_of_parameters(unit: Options) -> None:
+    nodes = (Node("mlp", unit=unit), Node("linear"))
+    check(nodes, (*ROUND, Reload(), *ROUND), root=unit, optimizer=OptimizerSpec("adam", groups=2))
+
+
+def test_optimizer_state_without_vectors() -> None:
+    nodes = (Node("mlp", unit=EACH), Node("chain", (Node("linear"),), FLAT))
+    check(nodes, (*ROUND, Reload(), *ROUND), root=EACH, optimizer=OptimizerSpec("adam"))
+
+
+def test_optimizer_state_where_a_unit_has_none() -> None:
+    check((Node("frozen", unit=FLAT), Node("mlp", unit=FLAT)), (*ROUND, Reload(), *ROUND))
+
+
+def test_local_states_load_into_a_fresh_nested_model() -> None:
+    nodes = (Node("chain", (Node("mlp", unit=FLAT), Node("linear")), FLAT), Node("norm"))
+    check(nodes, (*ROUND, Reload("local", "local"), *ROUND))
+
+
+def test_consolidating_buffers_that_state_dicts_leave_out() -> None:
+    check((Node("running_mean", unit=FLAT),), (*ROUND, Reload("consolidated"), *ROUND))
+
+
+def test_consolidating_tied_weights_of_a_unit_below() -> None:
+    check((Node("tied", unit=FLAT), Node("tied")), (*ROUND, Reload("consolidated"), *ROUND))
+
+
+# ------------------------------------------------------------------------------------ objects
+def test_outputs_of_any_shape() -> None:
+    boxes = tuple(Node(kind, (Node("linear", unit=FLAT),), FLAT) for kind in ("dataclass", "dict", "tuple"))
+    check(boxes)
+
+
+def on_ranks(fn: Callable[..., Any], world_size: int = 2, *args: Any) -> list[Any]:
+    return rank_pool(world_size).run(fn, *args)
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2))
+
+
+def inputs(rank: int) -> torch.Tensor:
+    return torch.randn(4, 3, generator=torch.Generator().manual_seed(rank))
+
+
+def plain_losses(model: nn.Module, steps: int, world_size: int) -> list[float]:
+    """Sum over ranks of the losses that plain training gives; SGD, so that a wrong scale shows."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = torch.stack([model(inputs(r)).pow(2).mean() for r in range(world_size)]).mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item() * world_size)
+    return losses
+
+
+def sharded_losses(model: nn.Module, steps: int, rank: int, forward: Any = None) -> list[float]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = (model if forward is None else forward)(inputs(rank)).pow(2).mean()
+        loss.backward()
+        optimizer.step()
+        total = loss.detach().clone()
+        dist.all_reduce(total)
+        losses.append(total.item())
+    return losses
+
+
+def _starting_apart(rank: int) -> None:
+    want = plain_losses(net(), 3, dist.get_world_size())
+    model = net()
+    if rank:
+        model.get_parameter("0.weight").data.fill_(5.0)
+    assert sharded_losses(FSDP(model), 3, rank) == pytest.approx(want, rel=1e-5)
+
+
+def test_ranks_that_start_with_other_values_go_on_with_those_of_rank_0() -> None:
+    on_ranks(_starting_apart, 3)
+
+
+def nested() -> Any:
+    model = net()
+    model[0] = FSDP(model[0])
+    return FSDP(model)
+
+
+def _deepcopy(rank: int) -> None:
+    model = nested()
+    sharded_losses(model, 1, rank)
+    other = copy.deepcopy(model)
+    again = sharded_losses(other, 2, rank)
+    reference = net()
+    plain_losses(reference, 1, 2)
+    want = plain_losses(copy.deepcopy(reference), 2, 2)
+    assert again == pytest.approx(want, rel=1e-5)
+    assert sharded_losses(model, 2, rank) == pytest.approx(want, rel=1e-5)  # the copy shares nothing
+
+
+def test_deepcopy() -> None:
+    on_ranks(_deepcopy)
+
+
+def _to_empty(rank: int) -> None:
+    state = net().state_dict()
+    with torch.device("meta"):
+        model: Any = FSDP(nn.Sequential(FSDP(nn.Linear(3, 5)), nn.Tanh(), nn.Linear(5, 2)))
+    model.to_empty(device="cpu")
+    model.load_state_dict(state)
+    assert sharded_losses(model, 3, rank) == pytest.approx(plain_losses(net(), 3, 2), rel=1e-5)
+
+
+def test_construction_on_meta_and_to_empty() -> None:
+    on_ranks(_to_empty)
+
+
+def _assign(rank: int) -> None:
+    model = nested()
+    with torch.no_grad(), model.summon_full_params():
+        for p in model.parameters():
+            p.fill_(9.0)
+    model.load_state_dict(net().state_dict(), assign=True)
+    assert sharded_losses(model, 3, rank) == pytest.approx(plain_losses(net(), 3, 2), rel=1e-5)
+
+
+def test_load_state_dict_with_assign() -> None:
+    on_ranks(_assign)
+
+
+@dataclass
+class Result:
+    value: torch.Tensor
+    nested: dict[str, list[torch.Tensor]]
+
+
+class Answers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = net()
+
+    def forward(self, x: torch.Tensor) -> Result:
+        y = self.net(x)
+        return Result(0.5 * y, {"rest": [0.5 * y, x]})
+
+
+def _dataclass(rank: int) -> None:
+    model = FSDP(Answers())
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        result = model(x)
+        assert isinstance(result, Result)
+        return result.value + result.nested["rest"][0]
+
+    assert sharded_losses(model, 3, rank, forward) == pytest.approx(plain_losses(net(), 3, 2), rel=1e-5)
+
+
+def test_a_dataclass_as_the_models_output() -> None:
+    on_ranks(_dataclass)
+
+
+def _compile(rank: int, whole: bool) -> None:
+    model: Any = nested()
+    if not whole:
+        inner = net()
+        inner[2].compile(backend="aot_eager")
+        model = FSDP(inner)
+    forward = torch.compile(model, backend="aot_eager") if whole else model
+    losses = sharded_losses(model, 3, rank, forward)
+    assert losses == pytest.approx(plain_losses(net(), 3, 2), rel=1e-5)
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["the wrapper", "a layer"])
+def test_torch_compile(whole: bool) -> None:
+    on_ranks(_compile, 2, whole)
+
+
+def _overflow(rank: int) -> None:
+    """One rank overflows in one shard: all skip the step, and the scale goes down on all."""
+    model = FSDP(net())
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = ShardedGradScaler(init_scale=4.0)
+    loss = model(inputs(rank)).pow(2).mean()
+    scaler.scale(loss).backward()
+    if rank == 1:
+        model.params[0].grad.data[0] = float("inf")  # type: ignore[union-attr]
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 2.0
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+    saved = scaler.state_dict()
+    assert saved["scale"] == 2.0
+    optimizer.zero_grad()
+    scaler.scale(model(inputs(rank)).pow(2).mean()).backward()
+    scaler.step(optimizer)
+    assert any(not torch.equal(v, before[k]) for k, v in model.state_dict().items())
+
+
+def test_one_rank_overflows_under_the_gradient_scaler() -> None:
+    on_ranks(_overflow)
