@@ -102,6 +102,9 @@ class CudaBackend:
     def mark_step(self, *, wait: bool = False) -> None:
         """Nothing: execution is eager."""
 
+    def tie(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Nothing: streams keep the order."""
+
     # ------------------------------------------------------------ random numbers
     def rng_state(self) -> torch.Tensor:
         return torch.cuda.get_rng_state(self.device())

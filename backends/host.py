@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -50,6 +51,9 @@ class Host:
         return
 
     def mark_step(self, *, wait: bool = False) -> None:
+        return
+
+    def tie(self, tensors: Sequence[torch.Tensor]) -> None:
         return
 
     def rng_state(self) -> torch.Tensor:

@@ -228,6 +228,13 @@ class Backend(Protocol):
         """Runs what was recorded so far, where execution is lazy; else nothing."""
         ...
 
+    def tie(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Whatever uses one of these from now on comes after all of them, where a compiler decides; else nothing.
+
+        Values stay the same. Tensors on other devices are left out.
+        """
+        ...
+
     # random numbers
     def rng_state(self) -> torch.Tensor: ...
 

@@ -12,7 +12,7 @@ import importlib.util
 import os
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -96,6 +96,14 @@ class XlaBackend:
         import torch_xla
 
         torch_xla.sync(wait=wait)
+
+    def tie(self, tensors: Sequence[torch.Tensor]) -> None:
+        """An optimization barrier: XLA neither merges nor moves operations across it."""
+        import torch_xla
+
+        mine = [t for t in tensors if t.device.type == "xla"]
+        if mine:
+            torch_xla._XLAC._xla_optimization_barrier_(mine)
 
     def rng_state(self) -> torch.Tensor:
         """The device's seed, int64 [1]. Host generators are not part of it."""

@@ -140,7 +140,7 @@ class ChannelCollectives:
         return torch.where(self._never, self._previous.to(value.dtype), value)
 
     def _issued(self, result: torch.Tensor) -> torch.Tensor:
-        self._previous = result[0]
+        self._previous = result[0].clone()  # a view would keep the whole result alive
         return result
 
 

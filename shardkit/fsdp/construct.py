@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..backend import Group
+from ..backend import Backend, Group
 from ..errors import RankMismatchError
 from ..flat_parameter import ParamInfo, SharedParamInfo
 from ..layout import ShardLayout
@@ -88,6 +88,17 @@ def alike(members: Iterable[int], all_members: list[Member]) -> list[list[int]]:
         p = all_members[i].param
         groups.setdefault((p.dtype, p.requires_grad), []).append(i)
     return list(groups.values())
+
+
+def backend_nearby(
+    module: nn.Module, borrowed: list[FlatParam], unit_type: type[nn.Module]
+) -> Backend | None:
+    """That of units below, or of units whose parameters the module uses."""
+    for m in module.modules():
+        if isinstance(m, unit_type):
+            unit: Any = m
+            return unit._group.backend  # type: ignore[no-any-return]
+    return borrowed[0].group.backend if borrowed else None
 
 
 def check_ranks_agree(found: Found, group: Group) -> None:

@@ -24,7 +24,7 @@ import torch
 
 from ..compiling import not_compiled
 from ..errors import LifecycleError
-from ..hooks import NO_BACKWARD, BackwardState, current_backward
+from ..hooks import NO_BACKWARD, BackwardState, current_backward, tensors_in
 from ..phases import Phase
 from .unit import Unit
 
@@ -36,6 +36,8 @@ class Engine:
         units: the root's own first.
         state: the backward in progress.
         forwards: depth of forward calls in progress.
+        is_lazy: execution is: a compiler decides when values exist (see ``lazy.py``).
+        after: where execution is lazy, what the next gathers have to wait for.
     """
 
     def __init__(self, units: Sequence[Unit], prefetch: int = 1) -> None:
@@ -53,6 +55,9 @@ class Engine:
         self._next_gather = 0
         self._next_reduction = 0
         self._in_flight: Unit | None = None
+        self.is_lazy = any(not f.group.backend.has_storage for u in self.units for f in u.flats)
+        self.after: list[torch.Tensor] = []
+        self._last_reduced: list[torch.Tensor] = []
         for unit in self.units:
             unit.engine = self
 
@@ -73,8 +78,10 @@ class Engine:
                     self._replan = True
 
     @not_compiled
-    def before_forward(self, unit: Unit) -> None:
-        """Gathers a unit for its forward, and asks for the next one."""
+    def before_forward(self, unit: Unit, inputs: Any) -> None:
+        """Gathers a unit for its forward on ``inputs``, and asks for the next one."""
+        if self.is_lazy:
+            self.after = tensors_in(inputs)
         self.forwards += 1
         in_backward = current_backward() != NO_BACKWARD
         if not self._recording and not in_backward:
@@ -110,6 +117,7 @@ class Engine:
     @not_compiled
     def end_forward(self) -> None:
         """The root's forward is through."""
+        self.after = []
         if self._recording:
             self._recording = False
             if self._calls != self._order or self._replan:
@@ -132,6 +140,7 @@ class Engine:
         if is_outermost:
             self.forwards = 0
             self._recording = False
+            self.after = []
 
     # ------------------------------------------------------------ backward
     def begin_backward(self) -> None:
@@ -142,8 +151,10 @@ class Engine:
             for local in unit.local:
                 local.forget_if_cleared()
 
-    def reach(self, unit: Unit) -> None:
-        """Backward is about to enter a unit."""
+    def reach(self, unit: Unit, gradient: torch.Tensor | None) -> None:
+        """Backward is about to enter a unit, with a gradient of its outputs."""
+        if self.is_lazy and gradient is not None:
+            self.after = [gradient, *self._last_reduced]
         if self.state.task == NO_BACKWARD:
             self.begin_backward()
         self._catch_up(unit)
@@ -189,6 +200,8 @@ class Engine:
         if self._in_flight is not None:
             unit, self._in_flight = self._in_flight, None
             unit.receive()
+            if self.is_lazy:
+                self._last_reduced = [f.param.grad for f in unit.flats if f.param.grad is not None]
 
     @torch.no_grad()
     def _end_of_backward(self) -> None:
@@ -197,6 +210,8 @@ class Engine:
         except BaseException:
             self._abandon()
             raise
+        finally:
+            self.after = self._last_reduced = []
         for unit in self.units:
             unit.end_backward()
 

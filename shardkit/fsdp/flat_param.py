@@ -96,6 +96,7 @@ class FlatParam:
         is_full: members have their values, or will have after :meth:`finish_gather`.
         is_summoned: inside :meth:`summoned`.
         idle: which members have had no gradient on any rank since the gradient was last cleared.
+        used: where execution is lazy, the same as data: [S], true for elements that have had one; None if all have.
     """
 
     def __init__(
@@ -112,6 +113,7 @@ class FlatParam:
         self.label = ""
         self.is_full = self.is_summoned = False
         self.idle = [True] * len(self.members)
+        self.used: torch.Tensor | None = None
         self._compute_dtype = compute_dtype
         self._compute_device = compute_device
         self._neighbours = neighbours
@@ -175,6 +177,8 @@ class FlatParam:
             self.group.backend.release_storage(self._full)
         else:
             self._full = None
+            # one for good: each new one would be computed in each step
+            self._nothing = torch.empty(0, dtype=self.compute_dtype).to(self.compute_device)
             self._hide()
         return replaced
 
@@ -211,13 +215,16 @@ class FlatParam:
         self._pointer = flat.data_ptr() if self._has_storage else 0
 
     def _hide(self) -> None:
-        nothing = torch.empty(0, dtype=self.compute_dtype, device=self.compute_device)
         for member in self.members:
-            member.param.data = nothing
+            member.param.data = self._nothing
 
     # ------------------------------------------------------------ gathering
-    def start_gather(self) -> None:
-        """Asks for all ranks' shards on behalf of one more unit; call :meth:`finish_gather` before use."""
+    def start_gather(self, after: Sequence[torch.Tensor] = ()) -> None:
+        """Asks for all ranks' shards on behalf of one more unit; call :meth:`finish_gather` before use.
+
+        Args:
+            after: where execution is lazy: gathers once these are computed (see ``lazy.py``).
+        """
         self._users += 1
         if self.is_full:
             return
@@ -245,7 +252,9 @@ class FlatParam:
                     self._full, self._own, async_op=True, label=self.label
                 )
         else:
-            shard = shard.view(-1).to(device=self.compute_device, dtype=self.compute_dtype)
+            shard = shard.view(-1).clone()  # a value of its own: tying changes it
+            self.group.backend.tie([shard, *after])
+            shard = shard.to(device=self.compute_device, dtype=self.compute_dtype)
             self._full = shard.new_empty(self.layout.padded_numel)
             self.pending = self._channel.all_gather_into(self._full, shard, async_op=True, label=self.label)
 
@@ -290,6 +299,17 @@ class FlatParam:
             self._hide()
         elif self._full is not None:
             self.group.backend.release_storage(self._full)
+
+    @property
+    def has_idle(self) -> bool:
+        """Whether some members had no gradient, or may have had none."""
+        return self.used is not None or True in self.idle
+
+    def nothing_used(self) -> None:
+        """The gradient is new: no member has had one yet."""
+        self.idle = [True] * len(self.members)
+        if not self._has_storage:
+            self.used = torch.zeros(self.layout.shard_numel, dtype=torch.bool).to(self.compute_device)
 
     # ------------------------------------------------------------ full precision
     @torch.no_grad()
@@ -336,7 +356,7 @@ class FlatParam:
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
-        for name in ("group", "_full", "_own", "pending", "_channel", "_neighbours", "_between"):
+        for name in ("group", "_full", "_own", "_nothing", "pending", "_channel", "_neighbours", "_between"):
             state.pop(name, None)
         return state
 

@@ -54,6 +54,8 @@ class GradientPack:
         self._flags = max(len(i) for i in items)
         self._part = layout.shard_numel + self._flags
         self._in_storage = group.backend.has_storage and group.world_size > 1
+        self._is_lazy = not group.backend.has_storage and group.world_size > 1
+        self._slots: torch.Tensor | None = None
         if self._in_storage:
             self._lay_out()
 
@@ -101,7 +103,10 @@ class GradientPack:
         if self._group.world_size == 1:
             self._result = packed
             return
-        self._result = torch.empty(self._part, dtype=self._dtype, device=self._flat.compute_device)
+        if self._is_lazy and True not in self._had:  # on no rank, or they are out of step
+            return
+        size = packed.numel() // self._group.world_size
+        self._result = torch.empty(size, dtype=self._dtype, device=self._flat.compute_device)
         if self._before != 1.0 and not self._is_plain_mean:
             packed.mul_(1.0 / self._before)
         op = ReduceOp.AVG if self._is_plain_mean else ReduceOp.SUM
@@ -116,7 +121,7 @@ class GradientPack:
             m.param.grad = None
         self._had = [g is not None for g in gradients]
         if not self._in_storage:
-            return self._joined(gradients, with_flags=self._group.world_size > 1)
+            return self._joined(gradients)
         self._group.backend.take_storage(self._packed)
         self._pack(gradients)
         return self._packed
@@ -154,19 +159,26 @@ class GradientPack:
                 if gradients[item] is not None:
                     view[k] = 1
 
-    def _joined(self, gradients: Sequence[torch.Tensor | None], with_flags: bool) -> torch.Tensor:
-        """The same in one new tensor, without writing into parts of it: [W * (S + F)], or [N] without flags."""
+    def _joined(self, gradients: Sequence[torch.Tensor | None]) -> torch.Tensor:
+        """The same in one new tensor, without writing into parts of it: [N] for W = 1, else [W * S] or [W * (S + F)].
+
+        Flags are there if a gradient is missing. Another rank that misses none sends none; the two run different
+        programs then, and are out of step.
+        """
         flat, rows = self._flat, []
         for m, g in zip(flat.members, gradients, strict=True):
             if g is None:
                 rows.append(torch.zeros(m.shape.numel(), dtype=self._dtype, device=flat.compute_device))
             else:
                 rows.append((g.to_dense() if g.layout is torch.sparse_coo else g).reshape(-1).to(self._dtype))
-        if not with_flags:
-            return torch.cat(rows)
         layout = flat.layout
-        rows.append(torch.zeros(layout.padded_numel - layout.numel, dtype=self._dtype, device=rows[0].device))
-        parts = torch.cat(rows).view(layout.world_size, layout.shard_numel)
+        if layout.padded_numel != layout.numel:
+            padding = layout.padded_numel - layout.numel
+            rows.append(torch.zeros(padding, dtype=self._dtype, device=flat.compute_device))
+        joined = torch.cat(rows)
+        if not self._is_lazy or self._has_all():
+            return joined
+        parts = joined.view(layout.world_size, layout.shard_numel)
         flags = torch.tensor(
             [
                 [float(gradients[i] is not None) for i in items] + [0.0] * (self._flags - len(items))
@@ -183,6 +195,10 @@ class GradientPack:
         Args:
             replicas: ranks that hold the same shard; the result is averaged over them too.
         """
+        if self._is_lazy and True not in self._had:
+            if False not in self._flat.idle:
+                self._flat.param.grad = None  # see LocalGradients: it may be zeros that stand for nothing
+            return
         flat, result = self._flat, self._result
         del self._result
         if self._work is not None:
@@ -196,31 +212,72 @@ class GradientPack:
             result.mul_(1.0 / self._after)
         elif self._group.world_size == 1 and self._before * self._after != 1.0:
             result.mul_(1.0 / (self._before * self._after))
-        had = self._had
-        if not self._has_all():
-            had = self._anybody(result, replicas)
-        here = self._flagged or range(len(had))
-        if True not in [had[i] for i in here]:
-            if False not in [flat.idle[i] for i in here]:
-                flat.param.grad = None  # see LocalGradients: it may be zeros that stand for nothing
-            return
-        if flat.param.grad is None:
-            flat.idle = [not h for h in had]
-        elif True in flat.idle:
-            flat.idle = [i and not h for i, h in zip(flat.idle, had, strict=True)]
-        if True in flat.idle:
-            protect_idle_members(flat)
-        gradient = result[: flat.layout.shard_numel]
+        if self._is_lazy:
+            self._note_used(result)
+        else:
+            if not self._note_idle(result, replicas):
+                return
+        gradient = result
+        if result.numel() != flat.layout.shard_numel:
+            gradient = result[: flat.layout.shard_numel]
+        if self._is_lazy:
+            gradient = gradient.clone()  # else the tensor that it is a view of lives on beside it
         param = flat.param
         if gradient.dtype != param.dtype or gradient.device != param.device:
             gradient = gradient.to(device=param.device, dtype=param.dtype)
-        gradient = _through_hooks(param, gradient.view(param.shape))
+        if gradient.shape != param.shape:
+            gradient = gradient.view(param.shape)
+        gradient = _through_hooks(param, gradient)
         if param.grad is None:
             param.grad = gradient
         else:
             param.grad.add_(gradient)
         for after in (param._post_accumulate_grad_hooks or {}).values():
             after(param)
+
+    def _note_idle(self, result: torch.Tensor, replicas: Group | None) -> bool:
+        """Which members had no gradient; whether any member with a part here had one."""
+        flat, had = self._flat, self._had
+        if not self._has_all():
+            had = self._anybody(result, replicas)
+        here = self._flagged or range(len(had))
+        if True not in [had[i] for i in here]:
+            if False not in [flat.idle[i] for i in here]:
+                flat.param.grad = None  # see LocalGradients: it may be zeros that stand for nothing
+            return False
+        if flat.param.grad is None:
+            flat.idle = [not h for h in had]
+        elif True in flat.idle:
+            flat.idle = [i and not h for i, h in zip(flat.idle, had, strict=True)]
+        if True in flat.idle:
+            protect_idle_members(flat)
+        return True
+
+    def _note_used(self, result: torch.Tensor) -> None:
+        """The same as data: values are not known yet, and all ranks have to build one program."""
+        flat = self._flat
+        used = None
+        if not self._has_all() or False in self.trainable:
+            size = flat.layout.shard_numel
+            flags = result.new_ones(self._flags) if self._has_all() else result[size:]
+            used = torch.cat([flags, flags.new_zeros(1)]).index_select(0, self._slots_of_elements()) > 0
+        flat.idle = [False] * len(flat.members)
+        if flat.param.grad is None:
+            flat.used = used
+        elif flat.used is not None:
+            flat.used = None if used is None else flat.used | used
+        if flat.used is not None:
+            protect_idle_members(flat)
+
+    def _slots_of_elements(self) -> torch.Tensor:
+        """For each element of this rank's shard the index of its member's flag, [S]; the last one if it has none."""
+        if self._slots is None:
+            slots = torch.full((self._flat.layout.shard_numel,), self._flags)
+            here = [p for p in self._pieces if p.rank == self._group.rank]
+            for k, p in enumerate(here):
+                slots[p.offset : p.offset + p.numel] = k
+            self._slots = slots.to(self._flat.compute_device)
+        return self._slots
 
     def _average(self, result: torch.Tensor, replicas: Group) -> None:
         half = result.dtype in (torch.float16, torch.bfloat16)
@@ -233,8 +290,6 @@ class GradientPack:
     def _anybody(self, result: torch.Tensor, replicas: Group | None) -> list[bool]:
         """Which members have a gradient on some rank, as far as they have a part here."""
         if self._group.world_size == 1 and replicas is None:
-            return self._had
-        if not self._group.backend.has_storage:  # values are not known yet; all ranks run the same program
             return self._had
         had = list(self._had)
         if self._group.world_size > 1:

@@ -64,15 +64,15 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     with _lock:
         flats = list(_flats)
         for flat in flats:
-            if True not in flat.idle:
+            if not flat.has_idle:
                 _flats.discard(flat)
-    partly = [f for f in flats if True in f.idle and f.param.grad is not None and not f.param.is_meta]
+    partly = [f for f in flats if f.has_idle and f.param.grad is not None and not f.param.is_meta]
     mine = {id(p) for g in optimizer.param_groups for p in g["params"]}
     saved = []
     for flat in partly:
         if id(flat.param) not in mine:
             continue
-        ranges = idle_ranges(flat)
+        ranges = idle_ranges(flat) if flat.used is None else [(0, flat.layout.shard_numel)]
         values = [flat.param.data.view(-1)[a:b].clone() for a, b in ranges]
         state = {
             k: [v.view(-1)[a:b].clone() for a, b in ranges]
@@ -85,8 +85,19 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 @torch.no_grad()
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     for flat, ranges, values, state in _saved.pop(optimizer, []):
-        for (a, b), value in zip(ranges, values, strict=True):
-            flat.param.data.view(-1)[a:b] = value
+        _put_back(flat, flat.param.data, ranges, values)
         for key, vector in _vectors(flat.param, optimizer.state.get(flat.param, {})).items():
-            for k, (a, b) in enumerate(ranges):
-                vector.view(-1)[a:b] = state[key][k] if key in state else 0
+            _put_back(flat, vector, ranges, state.get(key))
+
+
+def _put_back(
+    flat: FlatParam, vector: torch.Tensor, ranges: list[tuple[int, int]], saved: list[torch.Tensor] | None
+) -> None:
+    """Restores these ranges of a vector (to zero if it is new), or with ``flat.used`` what that says of them."""
+    for k, (a, b) in enumerate(ranges):
+        now = vector.view(-1)[a:b]
+        before = torch.zeros_like(now) if saved is None else saved[k]
+        if flat.used is None:
+            now.copy_(before)
+        else:
+            vector.copy_(torch.where(flat.used, now, before).view(vector.shape))

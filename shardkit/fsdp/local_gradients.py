@@ -27,7 +27,7 @@ class LocalGradients:
             return
         if flat.param.grad is None:
             flat.param.grad = torch.zeros_like(flat.param, requires_grad=False)
-            flat.idle = [True] * len(flat.members)
+            flat.nothing_used()
         self._mark = flat.param.grad
         self._version = self._mark._version
 

@@ -125,8 +125,9 @@ class Unit:
         """Asks for the values of everything that the module needs."""
         if not self.is_held:
             self.is_held = True
+            after = self.engine.after if self.engine is not None else ()
             for flat in self._needs:
-                flat.start_gather()
+                flat.start_gather(after)
 
     def finish_gather(self) -> None:
         """Waits for them."""
@@ -147,10 +148,10 @@ class Unit:
             flat.forget_between()
 
     # ------------------------------------------------------------ backward
-    def enter_backward(self, _: torch.Tensor | None = None) -> None:
+    def enter_backward(self, gradient: torch.Tensor | None = None) -> None:
         """Backward reached an output of the module."""
         if self.engine is not None:
-            self.engine.reach(self)
+            self.engine.reach(self, gradient)
 
     def open_call(self) -> None:
         """Backward is inside of one call of the module."""
@@ -233,13 +234,13 @@ class UnitCall:
             t.register_hook(call._left)
         return call
 
-    def enter_backward(self, _: torch.Tensor | None = None) -> None:
+    def enter_backward(self, gradient: torch.Tensor | None = None) -> None:
         """Backward reached an output of the call."""
         task = current_backward()
         if task != self._task:  # there may be several backwards through one call
             self._task, self._waiting = task, self._inputs
             self._unit.open_call()
-        self._unit.enter_backward()
+        self._unit.enter_backward(gradient)
 
     def _left(self, _: torch.Tensor) -> None:
         self._waiting -= 1

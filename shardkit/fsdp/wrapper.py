@@ -26,6 +26,7 @@ from .engine import Engine
 from .flat_param import FlatParam
 from .gradients import predivide_factor
 from .groups import neighbours_of
+from .lazy import saving_members_by_name
 from .unit import Unit, UnitCall
 from .unit_module import UnitModule, exposed
 
@@ -95,7 +96,8 @@ class FSDP(nn.Module):
         found = construct.Found(module, FSDP)
         check_one_device(m.param for m in found.members)
         self._compute_device = torch.device(device) if device is not None else None
-        self._connect_group(found.members[0].param if found.members else None, module)
+        example = found.members[0].param if found.members else None
+        self._connect_group(example, construct.backend_nearby(module, found.borrowed, FSDP))
         self._connect_neighbours()
         for ranks in (self._group, self._replicas):
             if ranks is not None:
@@ -118,17 +120,14 @@ class FSDP(nn.Module):
         state_dicts.register_hooks(self)
 
     # ------------------------------------------------------------ construction
-    def _connect_group(self, example: torch.Tensor | None, module: nn.Module) -> None:
-        """Finds the backend: the chosen one, or that of a tensor of its own, or that of a unit below."""
+    def _connect_group(self, example: torch.Tensor | None, nearby: Backend | None) -> None:
+        """Finds the backend: the chosen one, or that of a tensor of its own, or that of other units."""
         device = self._compute_device
         tensors = [torch.empty(0, device=device)] if device is not None else []
         if example is not None and not tensors:
             tensors = [example]
         choice = self._backend_choice
-        if choice is None and not tensors:
-            below = next((m for m in module.modules() if isinstance(m, FSDP) and m is not self), None)
-            choice = None if below is None else below._group.backend
-        backend = backend_for(tensors, choice)
+        backend = backend_for(tensors, nearby if choice is None and not tensors else choice)
         self._group: Group = backend.group(self._process_group)
         self._replicas: Group | None = (
             None if self._replica_group is None else backend.group(self._replica_group)
@@ -233,14 +232,15 @@ class FSDP(nn.Module):
         if is_outermost:
             engine.begin_forward()
         try:
-            engine.before_forward(unit)
+            engine.before_forward(unit, (args, kwargs))
             dtype = self._precision.inputs or self._precision.compute
             if dtype is not None:
                 args, kwargs = _cast_inputs((args, kwargs), dtype)
             call = None
             if unit.has_frozen and torch.is_grad_enabled():
                 call = UnitCall.watching(unit, tensors_in((args, kwargs)))
-            outputs = self._modules[WRAPPED]._modules["_fpw_module"](*args, **kwargs)  # type: ignore[union-attr, misc]
+            inner: Any = self._modules[WRAPPED]._modules["_fpw_module"]  # type: ignore[union-attr]
+            outputs = (saving_members_by_name(inner) if engine.is_lazy else inner)(*args, **kwargs)
         except BaseException:
             engine.fail_forward(bool(is_outermost))
             raise
@@ -381,7 +381,7 @@ class FSDP(nn.Module):
         if self._flats and self._compute_device is None:
             kind = self._flats[0].param.device.type
             if kind not in (self._group.backend.device_type, "meta"):
-                self._connect_group(self._flats[0].param, self.module)
+                self._connect_group(self._flats[0].param, None)
                 for flat in self._flats:
                     flat.group = self._group
         for flat in self._flats:
@@ -467,7 +467,8 @@ class FSDP(nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         borrowed, divisors = state.pop("_borrowed"), state.pop("_divided")
         super().__setstate__(state)
-        self._connect_group(self._flats[0].param if self._flats else None, self.module)
+        example = self._flats[0].param if self._flats else None
+        self._connect_group(example, construct.backend_nearby(self.module, borrowed, FSDP))
         for flat in self._flats:
             flat.connect(self._group, self._neighbours)
         self._make_unit(borrowed)

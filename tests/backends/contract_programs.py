@@ -490,6 +490,7 @@ def device(rank: Rank, backend: str) -> None:
     more = doubled + 1
     b.record_event().synchronize()
     b.synchronize()
+    b.tie([doubled, more, source])
     b.mark_step()
     b.mark_step(wait=True)
     assert more.cpu().tolist() == [1, 3, 5, 7, 9]
