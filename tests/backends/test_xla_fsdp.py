@@ -1,0 +1,54 @@
+"""FSDP on XLA replicas: equal to one process and to gloo, one compile, exactly the expected collectives."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+
+from tests.backends import xla_fsdp_programs as programs
+from tests.pools import rank_pool
+
+pytest.importorskip("torch_xla")
+pytestmark = [pytest.mark.xla, pytest.mark.timeout(240)]
+
+
+@functools.cache
+def truth(name: str, world_size: int) -> dict[str, Any]:
+    return programs.truth(name, world_size)
+
+
+def assert_equal(name: str, world_size: int, results: list[dict[str, Any]]) -> None:
+    case, one = programs.CASES[name], truth(name, world_size)
+    for rank, result in enumerate(results):
+        for what in ("losses", "evaluated"):
+            wanted = [step[rank] for step in one[what]]
+            assert result[what] == pytest.approx(wanted, rel=case.tolerance, abs=case.tolerance), (what, rank)
+        assert list(result["state"]) == list(one["state"])
+        tolerance = 10 * case.tolerance
+        for key, value in result["state"].items():
+            torch.testing.assert_close(
+                value, one["state"][key], rtol=tolerance, atol=tolerance, msg=lambda m, k=key: f"{k}: {m}"
+            )
+
+
+RUNS = [(2, name) for name in programs.CASES] + [(4, name) for name in programs.ON_FOUR]
+
+
+@pytest.mark.parametrize(("world_size", "name"), RUNS)
+def test_training_equals_one_process_and_gloo(world_size: int, name: str) -> None:
+    results = rank_pool(world_size, "xla").run(programs.train, "xla", name)
+    assert_equal(name, world_size, results)
+    if not name.endswith("xla"):
+        gloo = rank_pool(world_size, "gloo").run(programs.train, "gloo", name)
+        assert_equal(name, world_size, gloo)
+        tolerance = programs.CASES[name].tolerance
+        for here, there in zip(results, gloo, strict=True):
+            assert here["losses"] == pytest.approx(there["losses"], rel=tolerance)
+    for result in results:
+        compiles = result["compiles"]
+        # the first step makes optimizer state, the second is the steady state
+        assert compiles[-2] == compiles[1], f"compiles after each step: {compiles}"
+        assert result["collectives"] == result["expected"]
