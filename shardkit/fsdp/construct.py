@@ -16,7 +16,7 @@ from ..errors import RankMismatchError
 from ..flat_parameter import ParamInfo, SharedParamInfo
 from ..layout import ShardLayout
 from ..ownership import check_same_everywhere
-from .flat_param import FlatParam, Member, Place, managing
+from .flat_param import FlatParam, Member, Place, managing, part_as_data
 
 
 def modules_outside_units(
@@ -138,15 +138,7 @@ def shard_of(
         _check_same_values(vector, members, group)
     if group.backend.has_storage:
         return vector[group.rank * layout.shard_numel : (group.rank + 1) * layout.shard_numel].clone()
-    shard = vector.new_empty(layout.shard_numel)
-    _own_part(vector, shard, group)
-    return shard
-
-
-def _own_part(vector: torch.Tensor, shard: torch.Tensor, group: Group) -> None:
-    """Which part is this rank's is data, so that all ranks build one graph."""
-    rank = torch.tensor([group.rank]).to(vector.device)
-    shard.copy_(vector.view(group.world_size, -1).index_select(0, rank).view(-1))
+    return part_as_data(vector, group)
 
 
 def _check_same_values(vector: torch.Tensor, members: list[Member], group: Group) -> None:

@@ -75,6 +75,12 @@ def managing(param: nn.Parameter) -> FlatParam | None:
     return _managed_by.get(param)
 
 
+def part_as_data(vector: torch.Tensor, group: Group) -> torch.Tensor:
+    """This rank's part of a vector [W * S], as a copy [S]; which one is data, so that all ranks build one graph."""
+    rank = torch.tensor([group.rank]).to(vector.device)
+    return vector.view(group.world_size, -1).index_select(0, rank).view(-1)
+
+
 class FlatParam:
     """Members of one dtype, sharded evenly as one vector.
 
@@ -351,7 +357,9 @@ class FlatParam:
             mine = full[start : start + member.shape.numel()]
             if not self._has_storage or data.data_ptr() != mine.data_ptr():
                 mine.copy_(data.reshape(-1))
-        part = full if self.group.world_size == 1 else self._part(full)
+        part = full
+        if self.group.world_size > 1:
+            part = self._part(full) if self._has_storage else part_as_data(full, self.group)
         self.param.data.view(-1).copy_(part)
 
     def __getstate__(self) -> dict[str, Any]:

@@ -396,3 +396,94 @@ def _compiles() -> int:
     count = metrics.compiles()
     group.barrier()
     return count
+
+
+# ------------------------------------------------------------------ state
+def _steps(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, steps: range) -> list[float]:
+    backend = get_backend("xla" if next(model.parameters()).device.type == "xla" else "gloo")
+    losses = []
+    for step in steps:
+        optimizer.zero_grad()
+        loss = loss_of(model, rank, step, backend.device())
+        loss.backward()
+        optimizer.step()
+        backend.mark_step()
+        losses.append(loss.detach())
+    return [x.item() for x in losses]
+
+
+def save(rank: int, backend_name: str, flatten: bool) -> dict[str, Any]:
+    """Two steps, and then all kinds of state, on the CPU."""
+    case = Case(optimizer=torch.optim.Adam, options={"flatten": flatten})
+    model = case.wrap(case.net().to(get_backend(backend_name).device()), **case.options)
+    optimizer = case.make_optimizer(model)
+    losses = _steps(model, optimizer, rank, range(2))
+    return {
+        "losses": losses,
+        "full": {k: v.detach().cpu() for k, v in model.state_dict().items()},
+        "local": {k: v.detach().cpu() for k, v in model.local_state_dict().items()},
+        "metadata": model.local_metadata_dict(),
+        "optimizer": model.gather_full_optim_state_dict(optimizer),
+    }
+
+
+def resume(rank: int, backend_name: str, flatten: bool, saved: list[dict[str, Any]]) -> list[float]:
+    """Two more steps from there with a fresh model, at any number of ranks."""
+    case = Case(optimizer=torch.optim.Adam, options={"flatten": flatten})
+    net = case.net().to(get_backend(backend_name).device())
+    with torch.no_grad():
+        for p in net.parameters():
+            p.zero_()
+    model = case.wrap(net, **case.options)
+    optimizer = case.make_optimizer(model)
+    if len(saved) == get_backend(backend_name).group().world_size:
+        model.load_local_state_dict(saved[rank]["local"])
+    else:
+        model.load_state_dict(saved[0]["full"])
+    optimizer.load_state_dict(model.get_shard_from_optim_state_dict(saved[0]["optimizer"]))
+    return _steps(model, optimizer, rank, range(2, 4))
+
+
+def plain_with_adam(world_size: list[int]) -> list[list[float]]:
+    """Losses by step and rank of one process, whose number of ranks changes from step to step."""
+    case = Case(optimizer=torch.optim.Adam)
+    net = case.net()
+    optimizer = case.make_optimizer(net)
+    losses = []
+    for step, ranks in enumerate(world_size):
+        optimizer.zero_grad()
+        values = [loss_of(net, r, step, torch.device("cpu")) for r in range(ranks)]
+        (sum(values) / ranks).backward()  # type: ignore[union-attr]
+        optimizer.step()
+        losses.append([v.item() for v in values])
+    return losses
+
+
+# ------------------------------------------------------------------ what a TPU would run
+def on_native_collectives(rank: int, name: str) -> dict[str, Any]:
+    """The program with the collectives of a TPU, without those that nobody needs the result of."""
+    from shardkit.backends.xla import metrics
+    from shardkit.backends.xla.collectives import NativeCollectives
+    from shardkit.backends.xla.group import Replica, XlaGroup
+    from shardkit.backends.xla.world import current_world
+
+    world = current_world()
+    assert world is not None
+    backend = get_backend("xla")
+    replica = Replica(rank, world.size, NativeCollectives(), world.here())
+    group = XlaGroup(backend, replica, range(world.size))  # type: ignore[arg-type]
+    case = CASES[name]
+    model = case.wrap(case.net().to(backend.device()), group=group, **case.options)
+    backend.mark_step(wait=True)
+    for step in range(2):
+        loss = loss_of(model, rank, step, backend.device())
+        loss.backward()
+        if step == 1:
+            break
+        model.zero_grad()
+        backend.mark_step(wait=True)
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    hlo = metrics.hlo([loss, *gradients])
+    found = _program(model, loss, 1)
+    backend.mark_step(wait=True)
+    return {**found, "barriers": hlo.count(" opt-barrier("), "loss": loss.item()}
