@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -187,7 +188,8 @@ def memory_of(build: Callable[[], Any], step: Callable[[Any, int], None], steps:
         for count in range(steps):
             with record_function(f"figures::step {count}"):
                 step(built, count)
-        # what other threads released shows with the next allocation of this one
+        time.sleep(0.2)  # other threads may be about to release what they sent
+        # what they released shows with the next allocation of this one
         end = torch.empty(1)
     del built, end
     assert profiler.profiler is not None
