@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.distributed.distributed_c10d
 import torch_xla.core.xla_model as xm
 from torch._C._distributed_c10d import HashStore
@@ -207,3 +208,20 @@ def _private_process_groups(world: World) -> None:
     _c10d._process_group_name = unique_name
     # In place of a TCP store, whose port other pools of this machine may hold.
     rendezvous._store = HashStore()
+    _meet_in_this_process()
+
+
+def _meet_in_this_process() -> None:
+    """``init_process_group("xla", rank=..., ...)`` would wait for others in a TCP store, holding the turn."""
+    init = dist.init_process_group
+
+    def init_process_group(
+        backend: str | None = None, init_method: str | None = None, *args: Any, **kwargs: Any
+    ) -> None:
+        alone = init_method in (None, "env://") and kwargs.get("store") is None and not args
+        if backend == "xla" and alone:
+            init_method = "xla://"  # which knows rank and world size
+            kwargs = {k: v for k, v in kwargs.items() if k not in ("rank", "world_size")}
+        init(backend, init_method, *args, **kwargs)
+
+    dist.init_process_group = init_process_group

@@ -1,0 +1,91 @@
+"""torch_xla.core.xla_model, with the names that torch_xla dropped; what is not here is torch_xla's own.
+
+The functions defined here also work in ranks of other backends, so that a script can run on gloo.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
+
+from shardkit.backend import ReduceOp
+from shardkit.xla.ranks import current_backend, rank_and_world_size
+
+
+def __getattr__(name: str) -> Any:
+    if name.startswith("__"):
+        raise AttributeError(name)
+    import torch_xla.core.xla_model as original
+
+    return getattr(original, name)
+
+
+def get_ordinal(defval: int = 0) -> int:
+    """This rank; 0 outside of a job."""
+    return rank_and_world_size()[0]
+
+
+def xrt_world_size(defval: int = 1) -> int:
+    """Number of ranks; 1 outside of a job."""
+    return rank_and_world_size()[1]
+
+
+def is_master_ordinal(local: bool = True) -> bool:
+    """Whether this is rank 0 (of the job: shardkit's launcher starts the ranks of one machine)."""
+    return get_ordinal() == 0
+
+
+def xla_device(n: int | None = None, devkind: str | None = None) -> torch.device:
+    """This rank's device."""
+    return current_backend().device()
+
+
+def mark_step(wait: bool = False, reset_scope: bool = True) -> None:
+    """Runs what was recorded."""
+    current_backend().mark_step(wait=wait)
+
+
+def master_print(*args: Any, local: bool = False, flush: bool = False, **kwargs: Any) -> None:
+    """``print`` on rank 0."""
+    if is_master_ordinal(local):
+        print(*args, flush=flush, **kwargs)
+
+
+def save(data: Any, file_or_path: Any, master_only: bool = True, global_master: bool = False) -> None:
+    """``torch.save`` of the data as CPU tensors, on rank 0 or (``master_only=False``) on every rank that calls."""
+    on_cpu = tree_map_only(
+        torch.Tensor, lambda t: t.detach().cpu(), data
+    )  # a read: every rank has to take part
+    if not master_only or is_master_ordinal(not global_master):
+        torch.save(on_cpu, file_or_path)
+
+
+def optimizer_step(
+    optimizer: Optimizer,
+    barrier: bool = False,
+    optimizer_args: dict[str, Any] | None = None,
+    groups: Any = None,
+    pin_layout: bool = True,
+) -> Any:
+    """Averages all gradients over the ranks, then steps (not for FSDP, whose gradients are reduced already).
+
+    Args:
+        optimizer: of the same parameters on all ranks.
+        barrier: run what was recorded afterwards.
+        optimizer_args: of ``optimizer.step``.
+        groups, pin_layout: see torch_xla; groups are torch_xla's business and need its devices.
+    """
+    backend = current_backend()
+    if groups is not None or backend.name == "xla":
+        import torch_xla.core.xla_model as original
+
+        return original.optimizer_step(optimizer, barrier, optimizer_args or {}, groups, pin_layout)
+    channel = backend.group().channel("gradients")
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            if p.grad is not None:
+                channel.all_reduce(p.grad, op=ReduceOp.AVG, label="gradients")
+    return optimizer.step(**(optimizer_args or {}))

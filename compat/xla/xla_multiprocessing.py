@@ -1,0 +1,51 @@
+"""torch_xla.distributed.xla_multiprocessing: starts ranks, any number of them on a machine without an accelerator."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+from shardkit.backends.xla.backend import has_accelerator
+from shardkit.errors import ConfigurationError
+from shardkit.launch import launch
+
+
+def __getattr__(name: str) -> Any:
+    if name.startswith("__"):
+        raise AttributeError(name)
+    import torch_xla.distributed.xla_multiprocessing as original
+
+    return getattr(original, name)
+
+
+def spawn(
+    fn: Callable[..., Any],
+    args: tuple[Any, ...] = (),
+    nprocs: int | None = None,
+    join: bool = True,
+    daemon: bool = False,
+    start_method: str = "spawn",
+) -> None:
+    """Runs ``fn(rank, *args)`` on all XLA devices, or on replicas on the CPU.
+
+    Args:
+        fn: an importable function.
+        args: further arguments, picklable.
+        nprocs: number of ranks. None: all devices; on a CPU as many as ``CPU_NUM_DEVICES`` says, else one.
+        join: has to be true.
+        daemon, start_method: accepted.
+
+    Raises:
+        RankFailedError: a rank raised; the others are ended.
+        ConfigurationError: ``nprocs`` is not the number of devices; ``join=False``.
+    """
+    if not join:
+        raise ConfigurationError("spawn(join=False) is not supported; start a thread that calls spawn")
+    if nprocs is None and has_accelerator():
+        import torch_xla.distributed.xla_multiprocessing as original
+
+        original.spawn(fn, args, start_method=start_method)
+        return
+    count = int(os.environ.get("CPU_NUM_DEVICES", "1")) if nprocs is None else nprocs
+    launch(fn, count, backend="xla", args=args)

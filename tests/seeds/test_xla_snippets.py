@@ -1,0 +1,152 @@
+"""PyTorch/XLA's guides to DDP and FSDP: DDP on XLA replicas, FSDP on replicas and on gloo."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shlex
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from shardkit.fsdp.state_dict import clean
+from tests.backends.environments import environments
+from tests.pools import rank_pool
+from tests.seeds.extract import SNIPPETS
+from tests.seeds.running import run, snippet
+
+# Not importorskip: importing torch_xla changes the environment of this process.
+MISSING = importlib.util.find_spec("torch_xla") is None
+ROOT = Path(__file__).resolve().parents[2]
+EACH = [p for p in environments("gloo", "xla") if p.values[1] == 2]
+
+
+class TwoInputs(nn.Module):
+    """What the guide calls my_module; convolutions for its policy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.one = nn.Conv2d(1, 3, 3)
+        self.two = nn.Conv2d(3, 3, 3)
+        self.head = nn.Linear(3, 5)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return self.head(self.two(torch.tanh(self.one(x))).mean((2, 3))) * y
+
+
+def _inputs(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(rank)
+    return torch.randn(2, 1, 6, 6, generator=generator), torch.randn(2, 5, generator=generator)
+
+
+def _full(model: Any) -> dict[str, torch.Tensor]:
+    with model.summon_full_params():
+        return {clean(n): p.detach().cpu().clone() for n, p in model.named_parameters()}
+
+
+def _trained_alone(world_size: int) -> dict[str, torch.Tensor]:
+    model = TwoInputs()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.0001)
+    (sum(model(*_inputs(r)).sum() for r in range(world_size)) / world_size).backward()
+    optimizer.step()
+    return model.state_dict()
+
+
+def _on_device(rank: int) -> list[torch.Tensor]:
+    from shardkit.xla import xla_model as xm
+
+    return [t.to(xm.xla_device()) for t in _inputs(rank)]
+
+
+def _fsdp(rank: int, auto_wrap: bool, folder: str) -> tuple[dict[str, torch.Tensor], list[str]]:
+    from shardkit.xla import xla_model as xm
+
+    options = {}
+    if auto_wrap:
+        options = run(snippet("xla_auto_wrap"), partial=partial, torch=torch)
+        from shardkit.xla.fsdp import XlaFullyShardedDataParallel
+
+        options |= run(snippet("xla_auto_wrapper"), XlaFullyShardedDataParallel=XlaFullyShardedDataParallel)
+    named = {k: options[k] for k in ("auto_wrap_policy", "auto_wrapper_callable") if k in options}
+    changes = {"FSDP(my_module)": "FSDP(my_module, **options)"} if auto_wrap else {}
+    x, y = _on_device(rank)
+    names = run(snippet("xla_fsdp", changes), my_module=TwoInputs(), x=x, y=y, options=named)
+    model = names["model"]
+    xm.mark_step()
+    code = snippet("xla_checkpoint", {"/tmp/": f"{folder}/"})
+    repairs = {"‘": "'", "’": "'", "} ckpt_path": "}\nckpt_path", "' xm.": "'\nxm."}  # noqa: RUF001
+    for lost, meant in repairs.items():
+        code = code.replace(lost, meant)
+    code = "\n".join(line.strip() for line in code.splitlines())
+    run(code, model=model, optimizer=names["optim"], xm=xm)
+    wrapped = [clean(n) for n, m in model.named_modules() if type(m) is type(model)]
+    return _full(model), wrapped
+
+
+@pytest.mark.parametrize(("backend", "world_size"), EACH)
+@pytest.mark.parametrize("auto_wrap", [False, True], ids=["one unit", "auto_wrap, checkpoint_module"])
+def test_fsdp_checkpoint_and_consolidation(
+    backend: str, world_size: int, auto_wrap: bool, tmp_path: Path
+) -> None:
+    expected = _trained_alone(world_size)
+    for state, wrapped in rank_pool(world_size, backend).run(_fsdp, auto_wrap, str(tmp_path)):
+        assert wrapped == (["", "one", "two"] if auto_wrap else [""])
+        for key, value in state.items():
+            torch.testing.assert_close(value, expected[key], rtol=1e-5, atol=1e-6)
+    command = snippet("xla_consolidate", {"/tmp/mnist-fsdp/final_ckpt": f"{tmp_path}/", "_rank-": "rank-"})
+    arguments = shlex.split(command.replace("\\\n", " "))
+    arguments[0] = sys.executable
+    subprocess.run(arguments, cwd=ROOT, check=True, capture_output=True, text=True, timeout=100)
+    consolidated = torch.load(f"{tmp_path}/_consolidated.pth")["model"]
+    assert set(consolidated) == set(expected)
+    for key, value in consolidated.items():
+        assert torch.equal(value, state[key])
+
+
+def _fragments(rank: int, world_size: int) -> None:
+    names = run(snippet("xla_imports"))
+    names = run(snippet("xla_ranks"), xm=names["xm"])
+    assert (names["new_rank"], names["world_size"]) == (rank, world_size)
+    run(snippet("xla_init"), dist=dist, rank=rank, world_size=world_size)
+    total = torch.ones(3, device="xla") * (rank + 1)
+    dist.all_reduce(total)
+    assert total.tolist() == [3.0] * 3
+    dist.destroy_process_group()
+
+
+@pytest.mark.xla
+@pytest.mark.skipif(MISSING, reason="needs torch_xla")
+def test_process_group_and_ranks() -> None:
+    rank_pool(2, "xla").run(_fragments, 2)
+
+
+@pytest.mark.xla
+@pytest.mark.skipif(MISSING, reason="needs torch_xla")
+@pytest.mark.parametrize("count", ["CPU_NUM_DEVICES", "nprocs"])
+def test_ddp_script(count: str, tmp_path: Path) -> None:
+    code = snippet("xla_ddp", {"1000000": "1000"})
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    if count == "nprocs":
+        code = code.replace("xmp.spawn(demo_fn)", "xmp.spawn(demo_fn, nprocs=2)")
+    else:
+        environment["CPU_NUM_DEVICES"] = "2"
+    script = tmp_path / "ddp.py"
+    script.write_text(code)
+    finished = subprocess.run(
+        [sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=200
+    )
+    assert finished.returncode == 0, finished.stderr
+    printed = [line for line in finished.stdout.splitlines() if line.startswith("Running")]
+    assert sorted(printed) == [f"Running basic DDP example on rank {r}." for r in range(2)]
+
+
+def test_both_guides_show_the_same_script() -> None:
+    assert (SNIPPETS / "xla_ddp.txt").read_text() == (SNIPPETS / "xla_ddp_text.txt").read_text()
