@@ -14,11 +14,14 @@ from .errors import (
     ShardkitError,
 )
 from .fsdp import FSDP, hybrid_groups
+from .gathering import gather, gather_tensors
 from .grad_scaler import GradScaler, ShardedGradScaler
 from .launch import launch
 from .oss import OSS
 from .policy import OffloadPolicy, PrecisionPolicy, ReducePolicy, ReshardPolicy
+from .sampling import EvaluationSampler, in_step
 from .sharded_ddp import ShardedDDP
+from .state_prefix import load_with_or_without_prefix, with_prefix, without_prefix
 from .wrapping import auto_wrap, enable_wrap, wrap
 
 __version__ = "0.1.0"
@@ -28,6 +31,7 @@ __all__ = [
     "OSS",
     "BackendError",
     "ConfigurationError",
+    "EvaluationSampler",
     "GradScaler",
     "LifecycleError",
     "OffloadPolicy",
@@ -43,7 +47,13 @@ __all__ = [
     "ShardkitError",
     "auto_wrap",
     "enable_wrap",
+    "gather",
+    "gather_tensors",
     "hybrid_groups",
+    "in_step",
     "launch",
+    "load_with_or_without_prefix",
+    "with_prefix",
+    "without_prefix",
     "wrap",
 ]
