@@ -1,0 +1,231 @@
+"""torch_xla's interfaces on gloo and on XLA replicas: arguments of FSDP, ZeRO optimizer, loader."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from shardkit.errors import ConfigurationError
+from shardkit.fsdp.state_dict import clean
+from shardkit.xla import xla_model as xm
+from shardkit.xla.fsdp import XlaFullyShardedDataParallel as FSDP
+from shardkit.xla.fsdp import checkpoint_module
+from shardkit.xla.fsdp.wrap import recursive_wrap, size_based_auto_wrap_policy, transformer_auto_wrap_policy
+from shardkit.xla.parallel_loader import MpDeviceLoader
+from shardkit.xla.zero_redundancy_optimizer import ZeroRedundancyOptimizer
+from tests.backends.environments import environments
+from tests.pools import rank_pool
+
+EACH = [p for p in environments("gloo", "xla") if p.values[1] == 2]
+
+
+class Residual(nn.Module):
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(size, size), nn.Tanh())
+
+    def forward(self, x: torch.Tensor, *, factor: float = 1.0) -> torch.Tensor:
+        return x + factor * self.inner(x)
+
+
+def build() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 7), Residual(7), Residual(7), nn.Linear(7, 3))
+
+
+def _batch(rank: int, step: int) -> torch.Tensor:
+    return torch.randn(4, 5, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def trained_alone(
+    ranks: list[int], make: Any, steps: int = 2, max_norm: float | None = None
+) -> dict[str, torch.Tensor]:
+    model = build()
+    optimizer = make(model.parameters())
+    for step in range(steps):
+        optimizer.zero_grad()
+        model(torch.cat([_batch(r, step) for r in ranks])).square().mean().backward()
+        if max_norm is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+        optimizer.step()
+    return model.state_dict()
+
+
+def check(model: Any, expected: dict[str, torch.Tensor]) -> None:
+    xm.mark_step()
+    with model.summon_full_params():
+        found = {clean(n): p.detach().cpu() for n, p in model.named_parameters()}
+    assert set(found) == set(expected)
+    for key, value in found.items():
+        torch.testing.assert_close(value, expected[key], rtol=1e-5, atol=1e-6, msg=key)
+
+
+def train(model: Any, rank: int, steps: int = 2, max_norm: float | None = None) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(steps):
+        optimizer.zero_grad()
+        model(_batch(rank, step).to(xm.xla_device())).square().mean().backward()
+        if max_norm is not None:
+            model.clip_grad_norm_(max_norm)
+        optimizer.step()
+        xm.mark_step()
+
+
+SGD = functools.partial(torch.optim.SGD, lr=0.1)
+OPTIONS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "flat": {"flatten_parameters": True, "sync_on_finalization": True},
+    "rows": {"shard_param_on_dim_0": True, "reshard_after_forward": False},
+    "root too": {
+        "disable_reshard_on_root": False,
+        "mark_step_on_finalization": True,
+        "_shard_size_multiple": 1,
+    },
+}
+
+
+def _options(rank: int, options: dict[str, Any]) -> None:
+    policy = functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={Residual})
+    for wrapper in (None, lambda m, *args, **kwargs: FSDP(checkpoint_module(m), *args, **kwargs)):
+        model = FSDP(build(), auto_wrap_policy=policy, auto_wrapper_callable=wrapper, **options)
+        assert [clean(n) for n, m in model.named_modules() if isinstance(m, FSDP)] == ["", "1", "2"]
+        train(model, rank, max_norm=0.3)
+        check(model, trained_alone([0, 1], SGD, max_norm=0.3))
+    state = trained_alone([0], SGD)
+    model.load_state_dict(state)  # a full one
+    check(model, state)
+
+
+@pytest.mark.parametrize(("backend", "world_size"), EACH)
+@pytest.mark.parametrize("options", list(OPTIONS))
+def test_options_train_as_one_process(backend: str, world_size: int, options: str) -> None:
+    rank_pool(world_size, backend).run(_options, OPTIONS[options])
+
+
+def _groups(rank: int) -> None:
+    parts = [[0, 1], [2, 3]]
+    model = FSDP(
+        build(), sharding_groups=parts, sharding_rank=rank % 2, sharding_world_size=2, flatten_parameters=True
+    )
+    assert (model.rank, model.world_size) == (rank % 2, 2)
+    train(model, rank)
+    check(model, trained_alone(parts[rank // 2], SGD))
+    for p in model.parameters():
+        p.grad = torch.full_like(p, float(rank))
+    total = model.clip_grad_norm_(1e9)
+    within = model.clip_grad_norm_(1e9, groups=parts)
+    numel = sum(p.numel() for p in model.parameters())
+    assert total.item() == pytest.approx((numel * (0 + 1 + 4 + 9)) ** 0.5, rel=1e-5)
+    assert within.item() == pytest.approx((numel * (1 if rank < 2 else 13)) ** 0.5, rel=1e-5)
+    with pytest.raises(ConfigurationError, match="sharding_rank"):
+        FSDP(build(), sharding_groups=parts)
+
+
+@pytest.mark.parametrize(
+    ("backend", "world_size"), [p for p in environments("gloo", "xla") if p.values[1] == 4]
+)
+def test_sharding_groups(backend: str, world_size: int) -> None:
+    rank_pool(world_size, backend).run(_groups)
+
+
+def _initialised(rank: int) -> None:
+    def init(module: nn.Module) -> None:
+        module.to_empty(device="cpu")
+        module.load_state_dict(build().state_dict())
+
+    with torch.device("meta"):
+        model = build()
+    model = FSDP(model, param_init_fn=init)
+    check(model, build().state_dict())
+    linear = FSDP(nn.Linear(3, 3, device="meta"))
+    assert not any(p.is_meta for p in linear.parameters())
+    for mistake, words in (
+        (lambda: FSDP(model), "already"),
+        (lambda: FSDP(nn.ModuleList([nn.Linear(2, 2)])), "no forward"),
+        (lambda: FSDP(nn.Linear(2, 2), compute_dtype=torch.int64), "compute_dtype"),
+        (lambda: FSDP(nn.Linear(2, 2), _debug_dummy_all_gather_op=True), "_debug_dummy_all_gather_op"),
+        (lambda: FSDP(nn.Sequential(nn.Linear(2, 2, device="meta"))), "param_init_fn"),
+    ):
+        with pytest.raises(ConfigurationError, match=words):
+            mistake()
+
+
+@pytest.mark.parametrize(("backend", "world_size"), EACH)
+def test_initialisation_and_mistakes(backend: str, world_size: int) -> None:
+    rank_pool(world_size, backend).run(_initialised)
+
+
+def test_recursive_wrap() -> None:
+    class Box(nn.Module):
+        def __init__(self, module: nn.Module, **options: int) -> None:
+            super().__init__()
+            self.module, self.options = module, options
+
+    policy = functools.partial(size_based_auto_wrap_policy, min_num_params=50)
+    model = build()
+    ignored = model[2]
+    wrapped, numel = recursive_wrap(
+        model, policy, Box, [ignored], list(ignored.parameters()), only_wrap_children=True, depth=3
+    )
+    assert wrapped is model
+    assert isinstance(model[1].inner[0], Box)
+    assert model[1].inner[0].options == {"depth": 3}
+    assert model[2] is ignored
+    assert not any(isinstance(m, Box) for m in ignored.modules())
+    assert numel == 56
+    assert size_based_auto_wrap_policy(nn.Linear(1, 1), False, 10**8)
+    assert not size_based_auto_wrap_policy(nn.Linear(1, 1), False, 10**8 - 1)
+
+
+def _zero(rank: int, clipping: bool) -> None:
+    device = xm.xla_device()
+    make = functools.partial(torch.optim.Adam, lr=0.01)
+    model = build().to(device)
+    optimizer = ZeroRedundancyOptimizer(
+        model.parameters(), torch.optim.Adam, grad_clipping=clipping, max_norm=0.2, pin_layout=False, lr=0.01
+    )
+    for step in range(3):
+        optimizer.zero_grad()
+        model(_batch(rank, step).to(device)).square().mean().backward()
+        optimizer.step()
+        xm.mark_step()
+        if step == 1:  # a fresh optimizer goes on from its state
+            state = copy.deepcopy(optimizer.state_dict())
+            optimizer = ZeroRedundancyOptimizer(
+                model.parameters(), torch.optim.Adam, grad_clipping=clipping, max_norm=0.2, lr=0.01
+            )
+            optimizer.load_state_dict(state)
+    expected = trained_alone([0, 1], make, 3, max_norm=0.2 if clipping else None)
+    for key, value in model.state_dict().items():
+        torch.testing.assert_close(value.cpu(), expected[key], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("backend", "world_size"), EACH)
+@pytest.mark.parametrize("clipping", [True, False])
+def test_zero_redundancy_optimizer(backend: str, world_size: int, clipping: bool) -> None:
+    rank_pool(world_size, backend).run(_zero, clipping)
+
+
+def _load(rank: int) -> None:
+    device = xm.xla_device()
+    data = TensorDataset(torch.arange(7.0), torch.arange(7))
+    loader = MpDeviceLoader(DataLoader(data, batch_size=3), device)
+    assert len(loader) == 3
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        seen = [(a.device.type, a.cpu() + b.cpu()) for a, b in loader]
+    assert {kind for kind, _ in seen} == {device.type}
+    assert torch.cat([values for _, values in seen]).tolist() == [2.0 * i for i in range(7)]
+    assert (xm.get_ordinal(), xm.xrt_world_size()) == (rank, 2)
+
+
+@pytest.mark.parametrize(("backend", "world_size"), EACH)
+def test_loader(backend: str, world_size: int) -> None:
+    rank_pool(world_size, backend).run(_load)
