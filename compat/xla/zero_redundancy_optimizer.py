@@ -32,8 +32,8 @@ class ZeroRedundancyOptimizer(OSS):
         max_norm: its limit, 1.0 by default.
         sharding_groups: partition of all ranks; state is sharded, and gradients averaged, within this rank's part.
         grad_norm_groups: partition over which squared norms are added up too (parts of the model on other ranks).
-        pin_layout, bucket_cap_mb_all_gather, bucket_cap_mb_reduce_scatter, use_grad_acc_hook, save_master_weights,
-            higher_cc_precision: accepted; no effect.
+        pin_layout, bucket_cap_mb_all_gather, bucket_cap_mb_reduce_scatter: accepted; no effect.
+        use_grad_acc_hook, save_master_weights, higher_cc_precision: accepted; no effect.
         lazy_init: accepted; state is laid out at once.
         **defaults: arguments of ``optimizer_class``.
 
