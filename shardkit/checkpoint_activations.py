@@ -158,7 +158,7 @@ def _in_fields(function: Callable[[Any], Any], leaf: Any) -> Any:
 
 
 # ------------------------------------------------------------------------------------------ surroundings of a run
-class _Surroundings:
+class Surroundings:
     """Random state and autocast settings of the host and of the tensors' devices, to be had again later."""
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
@@ -212,7 +212,7 @@ def _generator(tensor: torch.Tensor) -> tuple[Callable[[], torch.Tensor], Callab
 
 # ------------------------------------------------------------------------------------------ the two runs
 @contextlib.contextmanager
-def _no_autocast_cache() -> Iterator[None]:
+def no_autocast_cache() -> Iterator[None]:
     """Casts made here don't go into autocast's cache: they have no graph, and a later use of the weight needs one."""
     before = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
@@ -235,7 +235,7 @@ class CheckpointFunction(torch.autograd.Function):
         anchor: torch.Tensor,
         run: Callable[[Sequence[torch.Tensor]], tuple[torch.Tensor, ...]],
         offload: bool,
-        surroundings: _Surroundings,
+        surroundings: Surroundings,
         *tensors: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
         ctx.run, ctx.surroundings = run, surroundings
@@ -244,7 +244,7 @@ class CheckpointFunction(torch.autograd.Function):
         ctx.save_for_backward(*(t.to("cpu", non_blocking=True) if offload else t for t in tensors))
         # Outputs without a gradient stay without one: zeros would become gradients of parameters.
         ctx.set_materialize_grads(False)
-        with torch.no_grad(), _no_autocast_cache(), enable_checkpointing():
+        with torch.no_grad(), no_autocast_cache(), enable_checkpointing():
             return run(tensors)
 
     @staticmethod
@@ -309,7 +309,7 @@ class _CheckpointedForward:
             t.requires_grad for t in _tensors_of(module)
         ):
             return inner(*args, **kwargs)  # no activations would be kept
-        surroundings = _Surroundings([*tensors, *_tensors_of(module)])
+        surroundings = Surroundings([*tensors, *_tensors_of(module)])
         anchor = torch.empty(0, requires_grad=True)
         outputs = CheckpointFunction.apply(anchor, run, self._offload, surroundings, *tensors)
         output, run.output = run.output, None
