@@ -86,7 +86,10 @@ def test_main_and_spawn(tmp_path: Path) -> None:
         [sys.executable, str(script)], env=dict(os.environ), capture_output=True, text=True, timeout=200
     )
     assert finished.returncode == 0, finished.stderr
-    assert sorted(finished.stdout.split("\n"))[1:] == [f"rank {r} is done" for r in range(3)]
+    done = sorted(
+        line for line in finished.stdout.splitlines() if line.startswith("rank ")
+    )  # gloo prints too
+    assert done == [f"rank {r} is done" for r in range(3)]
 
 
 def test_prefix_is_taken_off() -> None:
