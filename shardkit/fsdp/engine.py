@@ -172,8 +172,9 @@ class Engine:
             unit.start_gather()
 
     def complete(self, unit: Unit) -> None:
-        """All gradients of a unit are there, and backward is through with it."""
-        unit.release()
+        """All gradients of a unit are there."""
+        if not unit.is_entered:
+            unit.release()
         if not self.state.accumulating:
             self._send_ready()
 

@@ -115,7 +115,7 @@ class Unit:
             if not self._fired[index]:
                 self._fired[index] = True
                 self.waiting -= 1
-                if self.waiting == 0 and (not self._open_calls):
+                if self.waiting == 0:
                     engine.complete(self)
 
         return after
@@ -153,6 +153,11 @@ class Unit:
         if self.engine is not None:
             self.engine.reach(self, gradient)
 
+    @property
+    def is_entered(self) -> bool:
+        """Whether backward is inside of a call whose frozen parameters it needs."""
+        return self._open_calls > 0
+
     def open_call(self) -> None:
         """Backward is inside of one call of the module."""
         self._open_calls += 1
@@ -160,8 +165,8 @@ class Unit:
     def close_call(self) -> None:
         """Backward left it."""
         self._open_calls -= 1
-        if self._open_calls == 0 and self.waiting == 0 and self.engine is not None:
-            self.engine.complete(self)
+        if self._open_calls == 0 and self.waiting == 0:
+            self.release()
 
     @property
     def is_trainable(self) -> bool:
@@ -209,8 +214,9 @@ class Unit:
 class UnitCall:
     """One call of a module with frozen parameters.
 
-    The gradients of such a module may all be there while its frozen parameters are still in use: what counts is that
-    backward has left the call, by all of its inputs.
+    The gradients of such a module may all be there while its frozen parameters are still in use: it is needed until
+    backward has left the call by all of its inputs. Without an input that needs a gradient, it is needed to the end:
+    backward may go on to units below, or to what forward itself made a leaf.
     """
 
     def __init__(self, unit: Unit, inputs: int) -> None:
@@ -220,15 +226,9 @@ class UnitCall:
 
     @classmethod
     @not_compiled
-    def watching(cls, unit: Unit, inputs: Sequence[torch.Tensor]) -> UnitCall | None:
-        """Watches these inputs; None if backward ends with the gradients of the unit's own parameters.
-
-        Without an input that needs a gradient, backward may still go on to units below: then the call stays open to
-        the end.
-        """
+    def watching(cls, unit: Unit, inputs: Sequence[torch.Tensor]) -> UnitCall:
+        """Watches these inputs."""
         needing = [t for t in inputs if t.requires_grad]
-        if not needing and unit.engine is not None and len(unit.engine.units) == 1:
-            return None
         call = cls(unit, len(needing))
         for t in needing:
             t.register_hook(call._left)

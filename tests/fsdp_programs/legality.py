@@ -21,9 +21,10 @@ from .spec import AnyStep, Fail, Inspect, Node, Path, Program, Reload, SetTraina
 UNEVENLY_USED = {"branch", "unused"}
 RECOMPUTING = {"checkpoint", "recomputed", "checkpoint_reentrant", "recomputed_reentrant"}
 REENTRANT = {"checkpoint_reentrant", "recomputed_reentrant"}
-# No count of steps in their state: a vector has one count for all of its parameters.
-STEPLESS = ("sgd", "momentum", "sgd_fused", "rmsprop", "adagrad", "adadelta")
-COUNTING = ("adam", "adam_foreach", "adam_fused", "adamw_fused", "adamw_loop", "radam", "adamax")
+# No count of steps in their state: a vector has one count for all of its parameters. (torch's fused SGD fails where
+# a parameter has its first gradient later than others.)
+STEPLESS = ("sgd", "momentum", "rmsprop", "adagrad", "adadelta")
+COUNTING = ("sgd_fused", "adam", "adam_foreach", "adam_fused", "adamw_fused", "adamw_loop", "radam", "adamax")
 
 
 class Ledger:

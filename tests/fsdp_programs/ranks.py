@@ -153,7 +153,9 @@ class Rank(Course):
         self.wrapper.zero_grad(set_to_none=True)
 
     def _freeze(self, step: SetTrainable) -> None:
-        if step.names == "all" and step.path in self.units:
+        # a wrapper lists its own parameters, not those that it shares with another one
+        shared = "shared" in self.program.model.kinds
+        if step.names == "all" and step.path in self.units and not shared:
             self.units[step.path].requires_grad_(step.trainable)
         else:
             self.tree.set_trainable(step.path, step.names, step.trainable)

@@ -36,6 +36,9 @@ class Short:
     def __repr__(self) -> str:
         return short(self)
 
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        printer.text(short(self))  # what hypothesis prints of a failing example
+
 
 @dataclass(frozen=True, repr=False)
 class Options(Short):

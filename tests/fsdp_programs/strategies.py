@@ -155,6 +155,8 @@ def iterations(draw: st.DrawFn, kinds: set[str], plain: bool) -> list[AnyStep]:
         steps.append(draw(zero_grads(plain)))
     for _ in range(draw(st.sampled_from([0, 0, 1, 2]))):
         steps.append(Train(draw(mode), no_sync=True))
+    if not plain and steps and draw(st.integers(0, 5)) == 0:
+        steps.append(ZeroGrad(draw(st.sampled_from(["wrapper", "optimizer"])), True))  # thrown away
     steps.append(Train(draw(mode)))
     if draw(st.integers(0, 3)) == 0:
         steps.append(Train(draw(mode)))  # accumulates without no_sync

@@ -12,7 +12,7 @@ from tests.fsdp_programs.running import check_against_truth
 from tests.fsdp_programs.spec import Evaluate, Look, ModelSpec, Node, Options, Program, Reload, Summon
 from tests.fsdp_programs.strategies import programs
 from tests.programs.running import examples
-from tests.programs.spec import Clip, OptimizerSpec, Step, Train, ZeroGrad
+from tests.programs.spec import Clip, OptimizerSpec, Reset, Step, Train, ZeroGrad
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -89,8 +89,44 @@ def test_dtypes_of_parameters(dtype: str) -> None:
 
 
 @pytest.mark.parametrize("flatten", [True, False])
+@pytest.mark.parametrize("who", ["wrapper", "optimizer"])
+def test_gradients_thrown_away_before_ranks_combined_them(who: Reset, flatten: bool) -> None:
+    options = Options(flatten_parameters=flatten)
+    clear = ZeroGrad(who)
+    steps = (Train(no_sync=True), clear, Train(), Step(), Look(), Train(no_sync=True), clear, *ROUND)
+    check_against_truth(Program(model(options), options, steps=steps), 2)
+
+
+@pytest.mark.parametrize("flatten", [True, False])
 def test_several_groups_of_parameters(flatten: bool) -> None:
     options = Options(flatten_parameters=flatten)
     optimizer = OptimizerSpec("adam", groups=2)
     steps = (*ROUND, Reload("consolidated"), *ROUND)
     check_against_truth(Program(model(options), options, optimizer, steps), 3)
+
+
+EACH = Options(flatten_parameters=False)
+FOUND = {
+    # the unit's own gradients were all there while its frozen layer was still needed for those of the unit below
+    "a frozen layer above a unit": Program(
+        ModelSpec((Node("linear", unit=Options()), Node("frozen"))), steps=(Train(), Step(), Look())
+    ),
+    # the second backward did not notice that it was inside of the unit
+    "a partly frozen unit, backward twice": Program(
+        ModelSpec((Node("linear"), Node("attention", unit=Options(), frozen="weight"))),
+        steps=(Train("twice"), Step(), Look()),
+    ),
+    # after the full state, the unit that borrows the weight listed it too
+    "a shared weight in a local state dict after a full one": Program(
+        ModelSpec((Node("shared", unit=EACH), Node("shared"))), EACH, steps=(Look(), Reload("local"))
+    ),
+    # its momentum was taken for a count of steps
+    "optimizer state of one number": Program(
+        ModelSpec((Node("odd", unit=EACH),)), steps=(Train(), Step(), Reload(), *ROUND)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_programs_that_once_went_wrong(name: str) -> None:
+    check_against_truth(FOUND[name], 2)
