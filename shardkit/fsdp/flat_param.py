@@ -211,9 +211,10 @@ class FlatParam:
 
     def _show(self, vector: torch.Tensor) -> None:
         """Members become views of a vector [N or more]."""
-        pieces = torch.split_with_sizes(vector[: self.layout.numel], list(self.layout.numels))
-        for member, piece in zip(self.members, pieces, strict=True):
-            member.param.data = piece.view(member.shape)
+        sizes = [*self.layout.numels, vector.numel() - self.layout.numel]
+        for member, piece in zip(self.members, torch.split_with_sizes(vector, sizes), strict=False):
+            # a view less: where execution is lazy, this runs in each step
+            member.param.data = piece if len(member.shape) == 1 else piece.view(member.shape)
 
     def _show_shard(self) -> None:
         flat = self.param.data.reshape(-1)

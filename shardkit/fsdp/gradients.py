@@ -170,7 +170,9 @@ class GradientPack:
             if g is None:
                 rows.append(torch.zeros(m.shape.numel(), dtype=self._dtype, device=flat.compute_device))
             else:
-                rows.append((g.to_dense() if g.layout is torch.sparse_coo else g).reshape(-1).to(self._dtype))
+                dense = g.to_dense() if g.layout is torch.sparse_coo else g
+                row = dense if dense.dim() == 1 else dense.reshape(-1)
+                rows.append(row if row.dtype == self._dtype else row.to(self._dtype))
         layout = flat.layout
         if layout.padded_numel != layout.numel:
             padding = layout.padded_numel - layout.numel

@@ -54,7 +54,7 @@ def _pack(tensor: torch.Tensor) -> torch.Tensor | SavedView:
 def _unpack(saved: torch.Tensor | SavedView) -> torch.Tensor:
     if isinstance(saved, torch.Tensor):
         return saved
-    value = saved.param.detach()
+    value = saved.param.data
     if saved.view is not None:
         return saved.view._view_func_unsafe(value)  # type: ignore[attr-defined, no-any-return]
     return value.t() if saved.transposed else value

@@ -487,3 +487,46 @@ def on_native_collectives(rank: int, name: str) -> dict[str, Any]:
     found = _program(model, loss, 1)
     backend.mark_step(wait=True)
     return {**found, "barriers": hlo.count(" opt-barrier("), "loss": loss.item()}
+
+
+# ------------------------------------------------------------------ beside torch_xla's own
+def torch_xlas(net: Any, reshard: bool, flatten: bool) -> nn.Module:
+    """The same units as :func:`nested`."""
+    from torch_xla.distributed.fsdp import XlaFullyShardedDataParallel
+
+    def wrap(module: nn.Module) -> nn.Module:
+        return XlaFullyShardedDataParallel(
+            module,
+            reshard_after_forward=reshard,
+            flatten_parameters=flatten,
+            pin_layout_in_collective_ops=False,
+        )
+
+    for k, block in enumerate(net.blocks):
+        net.blocks[k] = wrap(block)
+    net.mix, net.head = wrap(net.mix), wrap(net.head)
+    return wrap(net)
+
+
+def beside(rank: int, ours: bool, reshard: bool, flatten: bool) -> dict[str, Any]:
+    """Losses, and the collectives of a forward and backward."""
+    from shardkit.backends.xla import metrics
+
+    backend = get_backend("xla")
+    case = Case()
+    net = case.net().to(backend.device())
+    policy = ReshardPolicy(after_forward=reshard)
+    model = nested(net, reshard=policy, flatten=flatten) if ours else torch_xlas(net, reshard, flatten)
+    optimizer = case.make_optimizer(model)
+    losses, found = [], {}
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss = loss_of(model, rank, step, backend.device())
+        loss.backward()
+        if step == STEPS - 1:
+            gradients = [p.grad for p in model.parameters() if p.grad is not None]
+            found = dict(metrics.collectives([loss, *gradients]))
+        optimizer.step()
+        backend.mark_step(wait=True)
+        losses.append(loss.detach())
+    return {"losses": [x.item() for x in losses], "collectives": found}
