@@ -1,0 +1,1 @@
+"""fairscale.experimental.nn.data_parallel.gossip.utils."""

@@ -1,0 +1,1 @@
+"""fairscale.experimental.tooling."""
