@@ -52,3 +52,7 @@ class RankFailedError(ShardkitError):
 
 class LifecycleError(ShardkitError):
     """A call came at a moment where it has no meaning (a step before the backward has finished)."""
+
+
+class RedirectedError(ShardkitError, NotImplementedError):
+    """A name of fairscale that is kept importable only to say what has taken its place."""

@@ -1,0 +1,90 @@
+"""Names of fairscale that serve no purpose on today's torch: importable, and on use they say what to take.
+
+Code that only imports such a name, subclasses it or asks ``isinstance`` keeps working; building one, calling one or
+reading an attribute of its class raises :class:`shardkit.errors.RedirectedError`. To be used at fairscale's path::
+
+    from shardkit.redirected import redirected, redirected_function
+
+    AsyncPipe = redirected(
+        "nn.pipe.async_pipe.AsyncPipe", "torch.distributed.pipelining.Schedule1F1B", why="torch schedules stages itself"
+    )
+    broadcast_object = redirected_function(
+        "optim.oss._broadcast_object", "torch.distributed.broadcast_object_list", why="torch has it since 1.8"
+    )
+
+Each name is listed with its reason in tests/parity/differences.py as well (kind "redirected"), from which
+docs/PARITY.md is made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from shardkit.errors import RedirectedError
+
+__all__ = ["is_redirected", "redirected", "redirected_function"]
+
+MARK = "__redirected__"
+
+
+class _RedirectedMeta(type):
+    """Methods and constants looked up on the class itself are a use of it, too."""
+
+    def __getattr__(cls, attribute: str) -> Any:
+        # What Python and its tools ask every class for (pickle, doctest, inspect) is no use of it.
+        if attribute.startswith("_"):
+            raise AttributeError(attribute)
+        raise RedirectedError(f"{getattr(cls, MARK)} (read: {attribute})")
+
+
+def _message(name: str, instead: str, why: str) -> str:
+    return f"fairscale.{name} is not carried over: {why}. Use {instead} instead."
+
+
+def _place(name: str) -> tuple[str, str]:
+    """Path of the module under shardkit and the name within it."""
+    module, _, short = name.rpartition(".")
+    return f"shardkit.{module}" if module else "shardkit", short
+
+
+def redirected(name: str, instead: str, *, why: str) -> type:
+    """A class that stands at fairscale's path and raises when it (or a subclass) is instantiated.
+
+    Args:
+        name: its path below ``fairscale``, e.g. ``"nn.pipe.async_pipe.AsyncPipe"``.
+        instead: what to take, as users would write it, e.g. ``"torch.distributed.pipelining.PipelineStage"``.
+        why: the reason in half a sentence, without a full stop.
+    """
+    module, short = _place(name)
+    message = _message(name, instead, why)
+
+    def refuse(cls: type, *args: Any, **kwargs: Any) -> NoReturn:
+        raise RedirectedError(message)
+
+    namespace = {
+        "__new__": refuse,
+        "__module__": module,
+        "__qualname__": short,
+        "__doc__": message,
+        MARK: message,
+    }
+    return _RedirectedMeta(short, (), namespace)
+
+
+def redirected_function(name: str, instead: str, *, why: str) -> Callable[..., NoReturn]:
+    """A function that stands at fairscale's path and raises when called; arguments as of :func:`redirected`."""
+    module, short = _place(name)
+    message = _message(name, instead, why)
+
+    def refuse(*args: Any, **kwargs: Any) -> NoReturn:
+        raise RedirectedError(message)
+
+    refuse.__name__, refuse.__qualname__, refuse.__module__, refuse.__doc__ = short, short, module, message
+    setattr(refuse, MARK, message)
+    return refuse
+
+
+def is_redirected(thing: object) -> bool:
+    """Whether a class or function was made here (subclasses of users don't count)."""
+    return MARK in getattr(thing, "__dict__", {})
