@@ -56,7 +56,7 @@ CHECK = """
     assert all(torch.equal(v, s[k]) for s in same for k, v in same[0].items())
     assert not torch.equal(start["used.weight"], model.module.used.weight)
     assert torch.equal(start["unused.weight"], model.module.unused.weight)
-    print(f"rank {rank} is done")
+    print(f"rank {rank} is done\\n", end="", flush=True)  # in one piece: three ranks share the output
     cleanup()
 """
 
