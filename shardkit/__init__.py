@@ -3,6 +3,10 @@
 This is the clean API. ``shardkit.nn``, ``shardkit.optim``, ``shardkit.utils`` mirror fairscale's import paths.
 """
 
+import importlib
+from typing import Any
+
+from . import compat
 from .errors import (
     BackendError,
     ConfigurationError,
@@ -12,11 +16,13 @@ from .errors import (
     RankLostError,
     RankMismatchError,
     ShardkitError,
+    UntrustedFileError,
 )
 from .fsdp import FSDP, hybrid_groups
 from .gathering import gather, gather_tensors
 from .grad_scaler import GradScaler, ShardedGradScaler
 from .launch import launch
+from .loading import load
 from .oss import OSS
 from .policy import OffloadPolicy, PrecisionPolicy, ReducePolicy, ReshardPolicy
 from .sampling import EvaluationSampler, in_step
@@ -45,6 +51,7 @@ __all__ = [
     "ShardedDDP",
     "ShardedGradScaler",
     "ShardkitError",
+    "UntrustedFileError",
     "auto_wrap",
     "enable_wrap",
     "gather",
@@ -52,8 +59,16 @@ __all__ = [
     "hybrid_groups",
     "in_step",
     "launch",
+    "load",
     "load_with_or_without_prefix",
     "with_prefix",
     "without_prefix",
     "wrap",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """``shardkit.nn`` after ``import shardkit`` alone, as with fairscale; loaded when it is asked for."""
+    if name in compat.PARTS:
+        return importlib.import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -56,3 +56,7 @@ class LifecycleError(ShardkitError):
 
 class RedirectedError(ShardkitError, NotImplementedError):
     """A name of fairscale that is kept importable only to say what has taken its place."""
+
+
+class UntrustedFileError(ShardkitError):
+    """A file holds more than data, so that reading it would run code of whoever wrote it."""

@@ -22,8 +22,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--save_path", default="", help="where to save (default: prefix + '_consolidated.pth')"
     )
+    parser.add_argument(
+        "--trust-pickle",
+        action="store_true",
+        help="read files that hold more than data; that runs what they say",
+    )
     options = parser.parse_args(arguments)
-    consolidate_sharded_model_checkpoints(options.ckpt_prefix, options.ckpt_suffix, options.save_path)
+    consolidate_sharded_model_checkpoints(
+        options.ckpt_prefix, options.ckpt_suffix, options.save_path, trust_pickle=options.trust_pickle
+    )
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import torch
 
 from shardkit.errors import ConfigurationError
 from shardkit.fsdp.state_dict import clean
+from shardkit.loading import load
 
 from .shard_names import is_flat, split_shard_name
 
@@ -66,20 +67,23 @@ def consolidate_sharded_state_dicts(
 
 
 def consolidate_sharded_model_checkpoints(
-    ckpt_prefix: str, ckpt_suffix: str = "*.pth", save_path: str = "", save_model: bool = True
-) -> tuple[OrderedDict[str, Any], str | None]:
+    ckpt_prefix: str, ckpt_suffix: str = "*.pth", save_path: str = "", save_model: bool = True, *,
+    trust_pickle: bool = False,
+) -> tuple[OrderedDict[str, Any], str | None]:  # fmt: skip
     """Puts the checkpoint files of all ranks together: dicts with ``model`` and ``shard_metadata``.
 
     Args:
         ckpt_prefix, ckpt_suffix: files that match ``ckpt_prefix + ckpt_suffix`` are read.
         save_path: where to save ``{"model": full state dict}``; default ``ckpt_prefix + "_consolidated.pth"``.
         save_model: whether to save at all.
+        trust_pickle: read files that hold more than data, too; see :func:`shardkit.load`.
 
     Returns:
         The full state dict, and where it was saved (None without ``save_model``).
 
     Raises:
         ConfigurationError: no file matches, or they are not those of ranks 0 to W - 1 of one world size.
+        UntrustedFileError: a file holds more than data.
     """
     target = save_path or ckpt_prefix + "_consolidated.pth"
     pattern = ckpt_prefix + ckpt_suffix
@@ -90,7 +94,7 @@ def consolidate_sharded_model_checkpoints(
     print(f"found {len(paths)} checkpoint files in {pattern}")
     by_rank: dict[int, Any] = {}
     for path in paths:
-        checkpoint = torch.load(path, map_location="cpu")
+        checkpoint = load(path, trust_pickle=trust_pickle)
         rank, size = (checkpoint["shard_metadata"][k] for k in ("rank", "world_size"))
         if size != len(paths) or rank in by_rank:
             raise ConfigurationError(

@@ -1,0 +1,1 @@
+"""Rewrites code from fairscale to shardkit; needs libcst."""
