@@ -7,6 +7,7 @@ import importlib
 from typing import Any
 
 from . import compat
+from .adascale import AdaScale
 from .errors import (
     BackendError,
     ConfigurationError,
@@ -35,6 +36,7 @@ __version__ = "0.1.0"
 __all__ = [
     "FSDP",
     "OSS",
+    "AdaScale",
     "BackendError",
     "ConfigurationError",
     "EvaluationSampler",

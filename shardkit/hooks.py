@@ -9,7 +9,9 @@ backward, the rest of the outer one counts as a further backward, whose gradient
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
+from types import FrameType
 from typing import Any
 
 import torch
@@ -73,6 +75,35 @@ class GradientHooks:
         for handle in self.handles:
             handle.remove()
         self.handles.clear()
+
+
+def call_after_backward(function: Callable[[], None]) -> None:
+    """Calls ``function`` when the running backward is through, and so is what waits for its end.
+
+    DDP reduces in a callback that it queues in backward, or (static graphs) in one that such a callback queues.
+    """
+    queue = Variable._execution_engine.queue_callback  # type: ignore[attr-defined]
+    queue(lambda: queue(lambda: queue(function)))
+
+
+_RUN_BACKWARD = torch.autograd.graph._engine_run_backward.__code__
+_RUN_NODE = torch.autograd.function.BackwardCFunction.apply.__code__
+
+
+def inside_another_backward() -> bool:
+    """Whether the running backward was started by the backward of a function (a re-entrant checkpoint).
+
+    Autograd doesn't tell, but the Python stack does: this thread's, where device threads run nested backwards too.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    started = False
+    while frame is not None:
+        if frame.f_code is _RUN_BACKWARD:
+            started = True
+        elif started and frame.f_code is _RUN_NODE:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def watch_outputs(outputs: Any, hook: GradientHook) -> None:

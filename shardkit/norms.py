@@ -10,7 +10,7 @@ import torch
 from .backend import Group, ReduceOp
 
 
-def _dense(gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def dense(gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Gradients as dense tensors; of sparse ones the values (after summing what stands twice)."""
     return [g.coalesce()._values() if g.is_sparse else g for g in gradients]
 
@@ -27,7 +27,7 @@ def local_norm(
     """
     if not gradients:
         return torch.zeros_like(like)
-    norm = torch.nn.utils.get_total_norm(_dense(gradients), norm_type, foreach=foreach)
+    norm = torch.nn.utils.get_total_norm(dense(gradients), norm_type, foreach=foreach)
     return norm.to(device=like.device, dtype=like.dtype)
 
 

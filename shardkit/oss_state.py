@@ -34,7 +34,11 @@ def _owned_state(oss: OSS) -> dict[nn.Parameter, dict[str, Any]]:
     """State of each parameter that this rank answers for."""
     if not oss._segments:
         state: Any = oss.optim.state
-        return {p: s for p, s in state.items() if s and oss._owner.get(p, oss.rank) == oss.rank}
+        return {
+            p: s
+            for p, s in state.items()
+            if isinstance(p, torch.Tensor) and s and oss._owner.get(p, oss.rank) == oss.rank
+        }
     owned: dict[nn.Parameter, dict[str, Any]] = {}
     for segment in oss.segments():
         owned.update(_split_segment_state(segment, oss.optim.state.get(segment.own, {})))

@@ -5,12 +5,15 @@ from . import auto_wrap as _auto_wrap  # isort: skip
 from .checkpoint import checkpoint_wrapper
 from .data_parallel import FullyShardedDataParallel, ShardedDataParallel
 from .misc import FlattenParamsWrapper
+from .moe import MOELayer, Top2Gate
 from .wrap import auto_wrap, config_auto_wrap_policy, default_auto_wrap_policy, enable_wrap, wrap
 
 __all__ = [
     "FlattenParamsWrapper",
     "FullyShardedDataParallel",
+    "MOELayer",
     "ShardedDataParallel",
+    "Top2Gate",
     "auto_wrap",
     "checkpoint_wrapper",
     "config_auto_wrap_policy",

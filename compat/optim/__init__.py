@@ -1,6 +1,7 @@
 """fairscale.optim."""
 
+from .adascale import AdaScale, AdaScaleWrapper
 from .grad_scaler import GradScaler
 from .oss import OSS
 
-__all__ = ["OSS", "GradScaler"]
+__all__ = ["OSS", "AdaScale", "AdaScaleWrapper", "GradScaler"]

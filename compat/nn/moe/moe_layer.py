@@ -1,0 +1,28 @@
+"""fairscale.nn.moe.moe_layer: MOELayer with fairscale's arguments and marks on parameters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardkit.moe import layer as core
+from shardkit.moe.layer import AllToAll as _AllToAll
+
+__all__ = ["MOELayer", "_AllToAll"]
+
+
+class MOELayer(core.MOELayer):
+    """fairscale's MOELayer: see :class:`shardkit.moe.MOELayer` for what it does.
+
+    Args:
+        gate, experts, group: as there. Parameters of experts get an attribute ``expert`` that is True.
+    """
+
+    def __init__(self, gate: nn.Module, experts: nn.Module | nn.ModuleList, group: Any | None = None) -> None:
+        super().__init__(gate, experts, group)
+        if group is None and torch.distributed.is_available() and torch.distributed.is_initialized():
+            self.group = torch.distributed.group.WORLD
+        for p in self.experts.parameters():
+            p.expert = True  # type: ignore[attr-defined]

@@ -1,0 +1,135 @@
+"""fairscale.optim.adascale: AdaScale with fairscale's arguments, state format and the private attributes that users read."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.optim import SGD, Optimizer
+
+from shardkit import adascale as core
+from shardkit.gradient_noise import SQUARE, VARIANCE
+
+if TYPE_CHECKING:
+    import numpy as np
+
+__all__ = ["AdaScale", "AdaScaleWrapper", "numpy_globals"]
+
+
+def numpy_globals() -> list[Any]:
+    """What ``torch.load(..., weights_only=True)`` has to be allowed for the numpy arrays in an AdaScale state dict.
+
+    ::
+
+        with torch.serialization.safe_globals(numpy_globals()):
+            state = torch.load(path)
+    """
+    import numpy as np  # torch does without
+
+    rebuild = np.ones(1).__reduce__()[0]  # its module's name depends on the version of numpy
+    return [rebuild, np.ndarray, np.dtype, type(np.dtype(np.float64))]
+
+
+class AdaScale(core.AdaScale):
+    """fairscale's AdaScale: see :class:`shardkit.AdaScale` for what it does.
+
+    Args:
+        optimizer: any optimizer, OSS included.
+        world_size, scale, smoothing, num_gradients_to_accumulate, is_scaled_loss, debias_ewma: as there.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        world_size: int | None = None,
+        scale: float | None = None,
+        smoothing: float | None = None,
+        num_gradients_to_accumulate: int = 1,
+        is_scaled_loss: bool = True,
+        debias_ewma: bool = True,
+    ) -> None:
+        super().__init__(
+            optimizer,
+            world_size=world_size,
+            scale=scale,
+            smoothing=smoothing,
+            num_gradients_to_accumulate=num_gradients_to_accumulate,
+            is_scaled_loss=is_scaled_loss,
+            debias_ewma=debias_ewma,
+        )
+
+    def zero_grad(self) -> None:  # type: ignore[override]
+        """See :meth:`shardkit.AdaScale.zero_grad`."""
+        super().zero_grad()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The wrapped optimizer's, with ``state["adascale"]`` as fairscale has it: name -> fp64 numpy array [G].
+
+        With ``weights_only=True`` such a file loads under :func:`numpy_globals`.
+        """
+        found = super().state_dict()
+        found["state"]["adascale"] = {k: v.numpy() for k, v in found["state"]["adascale"].items()}
+        return found
+
+    # fairscale's private attributes
+    @property
+    def _state(self) -> dict[str, np.ndarray[Any, Any]]:
+        return {k: v.numpy() for k, v in self._averages.items()}
+
+    @property
+    def _local_grad_sqr(self) -> torch.Tensor | None:
+        return self._meter.sums() if self._meter.has_begun else None
+
+    @property
+    def _num_grads_to_accum(self) -> int:
+        return self._meter.expected
+
+    @property
+    def _hook_handles(self) -> list[Any]:
+        return self._meter.hooks.handles
+
+    def _grad_sqr_avg(self, pg_idx: int | None = None) -> float:
+        return self._average(SQUARE, pg_idx)
+
+    def _grad_var_avg(self, pg_idx: int | None = None) -> float:
+        return self._average(VARIANCE, pg_idx)
+
+    def _average(self, name: str, pg_idx: int | None) -> float:
+        return float(self._averages[name][slice(None) if pg_idx is None else pg_idx].sum())
+
+    def _compute_intra_grad_corr_mean(self) -> torch.Tensor:
+        return self.gradient_correlation()
+
+
+class AdaScaleWrapper(AdaScale):
+    """An AdaScale that makes its optimizer itself, so that its constructor looks like an optimizer's.
+
+    Put AdaScale around OSS, not into it: there each rank would compare other parameters.
+
+    Args:
+        params: of the optimizer.
+        world_size, scale, smoothing, num_gradients_to_accumulate, debias_ewma: as :class:`AdaScale`.
+        optim_cls: the optimizer's class.
+        **additional_optim_args: its arguments.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        world_size: int | None = None,
+        scale: float | None = None,
+        smoothing: float | None = None,
+        num_gradients_to_accumulate: int = 1,
+        debias_ewma: bool = True,
+        optim_cls: type[Optimizer] = SGD,
+        **additional_optim_args: Any,
+    ) -> None:
+        # by name: fairscale passes debias_ewma where is_scaled_loss is expected
+        super().__init__(
+            optim_cls(params, **additional_optim_args),
+            world_size,
+            scale,
+            smoothing,
+            num_gradients_to_accumulate,
+            debias_ewma=debias_ewma,
+        )
