@@ -284,6 +284,36 @@ class _Run:
         return tuple(returned)
 
 
+def call_checkpointed(
+    call: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    near: nn.Module,
+    offload_to_cpu: bool = False,
+) -> Any:
+    """``call(*args, **kwargs)``, of which only the tensors in the arguments are kept; backward calls it again.
+
+    A plain call where nothing requires a gradient, without grad mode and within :func:`disable_checkpointing`.
+
+    Args:
+        call: any callable.
+        near: holds the parameters that it uses; random states of their devices are put back for the second call.
+        offload_to_cpu: keep the arguments in host memory.
+    """
+    if not torch.is_grad_enabled() or thread_local.is_checkpointing_disabled:
+        return call(*args, **kwargs)
+    tensors: list[torch.Tensor] = []
+    run = _Run(call, args, kwargs, tensors)
+    around = [*tensors, *_tensors_of(near)]
+    if not any(t.requires_grad for t in around):
+        return call(*args, **kwargs)  # no activations would be kept
+    anchor = torch.empty(0, requires_grad=True)
+    outputs = CheckpointFunction.apply(anchor, run, offload_to_cpu, Surroundings(around), *tensors)
+    output, run.output = run.output, None
+    return _put_tensors(output, outputs)
+
+
 class _CheckpointedForward:
     """``forward`` of a checkpointed module; an attribute of the instance."""
 
@@ -301,19 +331,7 @@ class _CheckpointedForward:
                 "the checkpointed module of this forward no longer exists; call the module itself"
             )
         inner = self._inner or type(module).forward.__get__(module)
-        if not torch.is_grad_enabled() or thread_local.is_checkpointing_disabled:
-            return inner(*args, **kwargs)
-        tensors: list[torch.Tensor] = []
-        run = _Run(inner, args, kwargs, tensors)
-        if not any(t.requires_grad for t in tensors) and not any(
-            t.requires_grad for t in _tensors_of(module)
-        ):
-            return inner(*args, **kwargs)  # no activations would be kept
-        surroundings = Surroundings([*tensors, *_tensors_of(module)])
-        anchor = torch.empty(0, requires_grad=True)
-        outputs = CheckpointFunction.apply(anchor, run, self._offload, surroundings, *tensors)
-        output, run.output = run.output, None
-        return _put_tensors(output, outputs)
+        return call_checkpointed(inner, args, kwargs, near=module, offload_to_cpu=self._offload)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _CheckpointedForward:
         module: Any = self._module()
