@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -31,11 +32,13 @@ def _make(world_size: int, backend: str) -> Pool:
     if backend == "xla":
         from shardkit.backends.xla.pool import ReplicaPool
 
-        return ReplicaPool(world_size)
+        # half of the tests' time would go into optimizing programs that run a few times
+        flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0".strip()
+        return ReplicaPool(world_size, environment={"XLA_FLAGS": flags})
     if backend == "simulated":
         return SimulatedPool(world_size)
     if backend == "fairscale":
-        from tests.oracle.fake_cuda import start_rank
+        from shardkit.testing.fairscale_ranks import start_rank
 
         return RankPool(world_size, "gloo", start=start_rank, timeout=120, environment=environment)
     return RankPool(world_size, backend, timeout=120, environment=environment)

@@ -216,3 +216,21 @@ def _expert(rank: int) -> None:
 
 def test_optimizer_state_of_experts_stays_on_their_rank() -> None:
     rank_pool(2).run(_expert)
+
+
+def _buffers_in_half(rank: int) -> None:
+    norms = [nn.BatchNorm1d(WIDTH) for _ in range(2)]
+    unit = FullyShardedDataParallel(nn.Sequential(norms[0]), mixed_precision=True)
+    model = FullyShardedDataParallel(nn.Sequential(unit, norms[1]), mixed_precision=True)
+    model(torch.randn(4, WIDTH)).sum().backward()
+    assert {b.running_mean.dtype for b in norms} == {torch.float16}
+    state = model.state_dict()
+    kinds = {k: v.dtype for k, v in state.items() if "running" in k}
+    assert kinds == dict.fromkeys(
+        [f"{unit}.running_{what}" for unit in ("0.0", "1") for what in ("mean", "var")], torch.float32
+    )
+
+
+def test_state_dicts_have_buffers_in_their_own_dtype() -> None:
+    """They were half once a forward had run; found by ``shardkit verify``."""
+    rank_pool(2).run(_buffers_in_half)

@@ -80,14 +80,15 @@ def _detach_entries(
     """Copies this wrapper's own entries out of memory that is about to go; buffers get their own dtype back."""
     from .wrapper import FSDP
 
-    below = set()
-    for name, m in wrapper._fsdp_wrapped_module._fpw_module.named_modules():
+    below, dtypes = set(), {}
+    for name, m in wrapper._fsdp_wrapped_module._fpw_module.named_modules(remove_duplicate=False):
+        path = prefix + clean(name) + "." if name else prefix
         if isinstance(m, FSDP):
-            below.add(prefix + clean(name) + "." if name else prefix)
+            below.add(path)
+        for buffer in m._buffers if wrapper._buffer_dtypes else ():
+            if (m, buffer) in wrapper._buffer_dtypes:
+                dtypes[path + buffer] = wrapper._buffer_dtypes[m, buffer]
     only_rank_0 = wrapper._state_on_rank_0_only and wrapper._group.rank != 0
-    dtypes = {}
-    for (module, name), dtype in wrapper._buffer_dtypes.items():
-        dtypes[id(module._buffers.get(name))] = dtype
     for key in list(destination):
         if not key.startswith(prefix) or before.get(key) == id(destination[key]):
             continue
@@ -97,7 +98,7 @@ def _detach_entries(
         value = destination[key]
         if not isinstance(value, torch.Tensor) or any(key.startswith(b) for b in below):
             continue
-        dtype = dtypes.get(id(value), value.dtype)
+        dtype = dtypes.get(key, value.dtype)
         device = wrapper._state_dict_device or value.device
         destination[key] = value.detach().to(device=device, dtype=dtype, copy=True)
 

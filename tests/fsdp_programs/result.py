@@ -8,12 +8,18 @@ from typing import Any
 
 import torch
 
-from tests.programs.result import DOUBLE, SINGLE, Difference, Tolerance, check_numbers, check_value
+from shardkit.testing.comparing import (
+    BFLOAT,
+    DOUBLE,
+    HALF,
+    SINGLE,
+    Difference,
+    Tolerance,
+    check_numbers,
+    check_value,
+)
 
 from .spec import Program
-
-LOW = Tolerance(3e-2, 6e-3)  # gradients and activations in half precision
-LOW_BFLOAT = Tolerance(1e-1, 3e-2)
 
 Tensors = dict[str, torch.Tensor]
 
@@ -74,9 +80,9 @@ def tolerance_for(program: Program) -> Tolerance:
     """What rounding may do to a program, given its dtypes."""
     low = {o.low_dtype for _, o in program.units()} - {None, torch.float32}
     if low:
-        return LOW_BFLOAT if torch.bfloat16 in low else LOW
+        return BFLOAT if torch.bfloat16 in low else HALF
     if program.model.dtype == "bfloat16":
-        return LOW_BFLOAT
+        return BFLOAT
     single = program.model.dtype == "float32" or "mixed_dtype" in program.model.kinds
     return SINGLE if single else DOUBLE
 

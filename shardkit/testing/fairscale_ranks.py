@@ -1,10 +1,10 @@
 """A rank process in which fairscale's FullyShardedDataParallel, unchanged, runs on a CPU over gloo.
 
 That class asks for CUDA streams, events and one-piece reduce-scatters wherever it goes. Here streams and events do
-nothing, device copies are none, and gloo gets its operands flat. The process is good for nothing else: what is under
-test never runs in it.
+nothing, device copies are none, and gloo gets its operands flat. The process is good for nothing else: what is compared
+with fairscale never runs in it.
 
-fairscale decides by ``compute_device`` where tensors live; programs pass ``torch.device("cpu")``.
+fairscale decides by ``compute_device`` where tensors live; pass ``torch.device("cpu")``.
 """
 
 from __future__ import annotations

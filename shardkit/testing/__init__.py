@@ -1,0 +1,42 @@
+"""Tools to show that training is right: the same steps in one process, with fairscale and with shardkit, compared.
+
+``shardkit verify`` is :func:`verify` on the command line.
+"""
+
+from __future__ import annotations
+
+from .comparing import (
+    EXACT,
+    Difference,
+    Tolerance,
+    check_named,
+    check_numbers,
+    check_optimizer_state,
+    check_tensor,
+    check_value,
+    tolerance_of,
+)
+from .differential import Report, Side, Verifier, verify
+from .experiment import Experiment
+from .trace import Moment, Parting, Trace, first_parting
+
+__all__ = [
+    "EXACT",
+    "Difference",
+    "Experiment",
+    "Moment",
+    "Parting",
+    "Report",
+    "Side",
+    "Tolerance",
+    "Trace",
+    "Verifier",
+    "check_named",
+    "check_numbers",
+    "check_optimizer_state",
+    "check_tensor",
+    "check_value",
+    "first_parting",
+    "tolerance_of",
+    "verify",
+]

@@ -1,0 +1,147 @@
+"""An experiment on real ranks, with fairscale or with shardkit at fairscale's paths: this process is one of them."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from .experiment import Experiment
+from .one_process import persistent_buffers
+from .trace import Moment, Tensors, Trace
+
+Strategy = Literal["oss", "sharded_ddp", "fsdp"]
+Library = Literal["fairscale", "shardkit"]
+
+
+def run_on_ranks(
+    experiment: Experiment, library: Library, strategy: Strategy, options: Mapping[str, Any], steps: int
+) -> Trace:
+    """What the ranks saw, the same on each of them. Needs a process group.
+
+    Args:
+        options: arguments of OSS ("oss"), ShardedDataParallel or FullyShardedDataParallel, under fairscale's names.
+    """
+    run: _Wholes | _Shards
+    run = (_Shards if strategy == "fsdp" else _Wholes)(experiment, library, strategy, dict(options))
+    rank, trace = dist.get_rank(), []
+    for step in range(steps):
+        run.wrapper.zero_grad(set_to_none=True)
+        loss = experiment.loss_of(run.wrapper, step, rank)
+        loss.backward()
+        losses: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(losses, loss.item())
+        gradients = run.gradients()
+        if experiment.clip is not None:
+            run.clip(experiment.clip)
+        run.optimizer.step()
+        trace.append(Moment(losses, gradients, *run.values()))
+    return trace
+
+
+class _Wholes:
+    """OSS under DistributedDataParallel or ShardedDataParallel: whole parameters, each with an owner."""
+
+    def __init__(
+        self, experiment: Experiment, library: str, strategy: Strategy, options: dict[str, Any]
+    ) -> None:
+        self.module = experiment.build()
+        oss = importlib.import_module(f"{library}.optim.oss").OSS
+        more = options if strategy == "oss" else {}
+        self.optimizer: Any = oss(
+            self.module.parameters(), optim=experiment.optimizer, **more, **experiment.optimizer_options
+        )
+        self.wrapper: nn.Module
+        if strategy == "oss":
+            self.wrapper = nn.parallel.DistributedDataParallel(self.module, find_unused_parameters=True)
+        else:
+            wrapper = importlib.import_module(f"{library}.nn.data_parallel").ShardedDataParallel
+            self.wrapper = wrapper(self.module, self.optimizer, **options)
+
+    def gradients(self) -> Tensors:
+        """Each from its owner."""
+        owners, rank = self.optimizer._param_to_rank, dist.get_rank()
+        mine = {
+            n: torch.zeros_like(p) if p.grad is None else p.grad.detach().clone()
+            for n, p in self.module.named_parameters()
+            if owners.get(p, 0) == rank
+        }
+        parts: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(parts, mine)
+        found = {n: g for part in parts for n, g in part.items()}
+        return {n: found[n] for n, _ in self.module.named_parameters()}
+
+    def clip(self, norm: float) -> None:
+        self.optimizer.clip_grad_norm(norm)
+
+    def values(self) -> tuple[Tensors, Tensors]:
+        """Parameters and buffers."""
+        parameters = {n: p.detach().clone() for n, p in self.module.named_parameters()}
+        return parameters, _of_rank_0(persistent_buffers(self.module))
+
+
+class _Shards:
+    """FullyShardedDataParallel: nothing is whole but while it computes."""
+
+    def __init__(
+        self, experiment: Experiment, library: str, strategy: Strategy, options: dict[str, Any]
+    ) -> None:
+        plain = experiment.build()
+        self._parameters = [n for n, _ in plain.named_parameters()]
+        self._buffers = list(persistent_buffers(plain))
+        fsdp = importlib.import_module(f"{library}.nn.data_parallel").FullyShardedDataParallel
+        if library == "fairscale":
+            options["compute_device"] = torch.device("cpu")  # it would look for another one
+        wrapping = importlib.import_module(f"{library}.nn.wrap")
+        with wrapping.enable_wrap(wrapper_cls=fsdp, **options):
+            module = experiment.build()
+            if experiment.wrap is not None:
+                experiment.wrap(module, wrapping.wrap)
+        self.wrapper: Any = module if isinstance(module, fsdp) else fsdp(module, **options)
+        self.optimizer = experiment.optimizer_over(self.wrapper.parameters())
+
+    def gradients(self) -> Tensors:
+        """What a checkpoint of the shards would hold, were they gradients, made whole."""
+        shard, metadata = dict(self.wrapper.local_state_dict()), self.wrapper.local_metadata_dict()
+        world_size = dist.get_world_size()
+        grads = {
+            n.replace("_fsdp_wrapped_module.", "").replace("_fpw_module.", ""): p.grad
+            for n, p in self.wrapper.named_parameters()
+        }
+        for unit in metadata["param_metadata"]:
+            for name, info in unit["params"].items():
+                key = ".".join(filter(None, (unit["fsdp_path"], name)))
+                numel = -(-sum(info["numels"]) // world_size)
+                grad = grads[key]
+                shard[key] = shard[key].new_zeros(numel) if grad is None else grad.detach().cpu()
+        parts: list[Any] = [None] * world_size
+        dist.all_gather_object(parts, (shard, metadata))
+        whole = type(self.wrapper).consolidate_shard_weights([p[0] for p in parts], [p[1] for p in parts])
+        return {n: _plain(whole[n]) for n in self._parameters}
+
+    def clip(self, norm: float) -> None:
+        self.wrapper.clip_grad_norm_(norm)
+
+    def values(self) -> tuple[Tensors, Tensors]:
+        """Parameters and buffers."""
+        state = self.wrapper.state_dict()
+        if not state:  # state_dict_on_rank_0_only
+            state = dict.fromkeys([*self._parameters, *self._buffers], torch.empty(0))
+        state = {n: _plain(v) for n, v in state.items()}
+        parameters = _of_rank_0({n: state[n] for n in self._parameters})
+        return parameters, _of_rank_0({n: state[n] for n in self._buffers})
+
+
+def _plain(t: torch.Tensor) -> torch.Tensor:
+    """A copy on the CPU without the attributes that libraries put on tensors."""
+    return torch.empty_like(t, device="cpu").copy_(t.detach())
+
+
+def _of_rank_0(tensors: Tensors) -> Tensors:
+    box: list[Any] = [tensors]
+    dist.broadcast_object_list(box)
+    return box[0]
