@@ -11,7 +11,7 @@ import signal
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from types import TracebackType
@@ -69,13 +69,21 @@ class ReplicaPool:
     Args:
         world_size: number of replicas.
         timeout: seconds a call may take; None: no limit.
+        environment: variables of the child process besides those that replicas need.
     """
 
-    def __init__(self, world_size: int, *, timeout: float | None = 300.0) -> None:
+    def __init__(
+        self,
+        world_size: int,
+        *,
+        timeout: float | None = 300.0,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
         if world_size < 1:
             raise ConfigurationError(f"world_size must be at least 1, got {world_size}")
         self.world_size = world_size
         self.timeout = timeout
+        self._variables = {**(environment or {}), **replica_environment(world_size)}
         self._process: SpawnProcess | None = None
         self._connection: multiprocessing.connection.Connection | None = None
         self._folder: tempfile.TemporaryDirectory[str] | None = None
@@ -117,7 +125,7 @@ class ReplicaPool:
         self._folder = tempfile.TemporaryDirectory(prefix="shardkit-replicas-")
         connection, theirs = context.Pipe()
         stacks = str(Path(self._folder.name) / "stacks")
-        with _environment(replica_environment(self.world_size)):
+        with _environment(self._variables):
             process = context.Process(
                 target=serve, args=(theirs, self.world_size, stacks), name="xla-replicas", daemon=True
             )
