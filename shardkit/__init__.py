@@ -29,9 +29,10 @@ from .policy import OffloadPolicy, PrecisionPolicy, ReducePolicy, ReshardPolicy
 from .sampling import EvaluationSampler, in_step
 from .sharded_ddp import ShardedDDP
 from .state_prefix import load_with_or_without_prefix, with_prefix, without_prefix
+from .version import __version_tuple__
 from .wrapping import auto_wrap, enable_wrap, wrap
 
-__version__ = "0.1.0"
+__version__ = ".".join(map(str, __version_tuple__))
 
 __all__ = [
     "FSDP",

@@ -36,6 +36,7 @@ from .flat_parameter import (
     find_params,
     flat_names,
 )
+from .redirected import without_arguments
 
 WRAPPED = "_fpw_module"
 OLD_FLAT_NAME = "flat_param"  # when there was always exactly one
@@ -119,6 +120,9 @@ class FlattenParamsWrapper(nn.Module):
 
     flat_params: list[FlatParameter]
 
+    @without_arguments(
+        ssd_offload="keep parameters on the CPU, with FSDP's OffloadPolicy", ssd_directory="see there"
+    )
     def __init__(
         self,
         module: nn.Module,

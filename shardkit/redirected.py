@@ -18,14 +18,16 @@ docs/PARITY.md is made.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar, cast
 
 from shardkit.errors import RedirectedError
 
-__all__ = ["is_redirected", "redirected", "redirected_function"]
+__all__ = ["is_redirected", "redirected", "redirected_function", "without_arguments"]
 
 MARK = "__redirected__"
+_F = TypeVar("_F", bound=Callable[..., Any])
 
 
 class _RedirectedMeta(type):
@@ -83,6 +85,25 @@ def redirected_function(name: str, instead: str, *, why: str) -> Callable[..., N
     refuse.__name__, refuse.__qualname__, refuse.__module__, refuse.__doc__ = short, short, module, message
     setattr(refuse, MARK, message)
     return refuse
+
+
+def without_arguments(**gone: str) -> Callable[[_F], _F]:
+    """Decorates a callable: these keyword arguments, which fairscale had once, are refused with what to do instead.
+
+    Its signature stays as it is. An argument that is passed as None or False is dropped silently: it asked for nothing.
+    """
+
+    def decorate(function: _F) -> _F:
+        @functools.wraps(function)
+        def checked(*args: Any, **kwargs: Any) -> Any:
+            for name in gone.keys() & kwargs.keys():
+                if kwargs.pop(name):
+                    raise RedirectedError(f"{name}= is gone since fairscale 0.4.11: {gone[name]}")
+            return function(*args, **kwargs)
+
+        return cast(_F, checked)
+
+    return decorate
 
 
 def is_redirected(thing: object) -> bool:

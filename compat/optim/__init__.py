@@ -1,7 +1,8 @@
 """fairscale.optim."""
 
+from .adam import Adam, Precision
 from .adascale import AdaScale, AdaScaleWrapper
 from .grad_scaler import GradScaler
 from .oss import OSS
 
-__all__ = ["OSS", "AdaScale", "AdaScaleWrapper", "GradScaler"]
+__all__ = ["OSS", "AdaScale", "AdaScaleWrapper", "Adam", "GradScaler", "Precision"]

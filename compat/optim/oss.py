@@ -10,9 +10,17 @@ from torch import nn
 from torch.optim import SGD, Optimizer
 
 from shardkit import oss as core
+from shardkit.internal.params import calc_grad_norm, get_global_rank, recursive_copy_to_device
 from shardkit.oss_state import part_of_rank
+from shardkit.param_bucket import ParamBucket
 
-__all__ = ["OSS"]
+__all__ = [
+    "OSS",
+    "ParamBucket",
+    "calc_grad_norm",
+    "get_global_rank",
+    "recursive_copy_to_device",
+]
 
 
 class OSS(core.OSS):

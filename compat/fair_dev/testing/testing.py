@@ -1,31 +1,112 @@
-"""fairscale.fair_dev.testing.testing: the helpers that code outside of fairscale's own tests uses."""
+"""fairscale.fair_dev.testing.testing: helpers of fairscale's tests, which tests elsewhere use as well."""
 
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import random
+import sys
 import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from shardkit.internal.version import torch_version
+from shardkit.nn.model_parallel import (
+    destroy_model_parallel,
+    initialize_model_parallel,
+    model_parallel_cuda_manual_seed,
+)
+from shardkit.nn.model_parallel.initialize import model_parallel_is_initialized
+from shardkit.redirected import redirected, redirected_function
+
+from .joining import dist_init, make_cudnn_deterministic, rmf, teardown, temp_files_ctx
+from .models import GPT2, DeviceAndTypeCheckModule, IdentityLayer
+from .spawning import (
+    get_worker_map,
+    get_world_sizes,
+    spawn_for_all_world_sizes,
+    test_runner,
+    torch_spawn,
+    worker_process,
+)
+
 __all__ = [
+    "GPT2",
+    "DeviceAndTypeCheckModule",
     "DummyProcessGroup",
+    "IdentityLayer",
+    "SGDWithPausingCompute",
+    "available_devices",
     "check_same_model_params",
+    "check_same_models_across_ranks",
+    "destroy_model_parallel",
     "dist_init",
+    "dump_all_tensors",
+    "filename_mpi",
+    "get_cycles_per_ms",
+    "get_smi_memory",
+    "get_worker_map",
+    "get_world_sizes",
+    "in_circle_ci",
     "in_temporary_directory",
+    "initialize_model_parallel",
+    "make_cudnn_deterministic",
+    "model_parallel_cuda_manual_seed",
     "objects_are_equal",
     "rmf",
     "set_random_seed",
+    "skip_a_test_if_in_CI",
+    "spawn_for_all_world_sizes",
     "state_dict_norm",
     "teardown",
     "temp_files_ctx",
+    "test_runner",
+    "torch_cuda_version",
+    "torch_spawn",
+    "torch_version",
+    "worker_process",
 ]
+
+filename_mpi: str | None = None
+available_devices = ["cpu", *(str(d) for d in [torch.accelerator.current_accelerator()] if d is not None)]
+
+_HERE = "fair_dev.testing.testing"
+_CLOCK = "it measures CUDA's busy-wait kernel"
+get_cycles_per_ms = redirected_function(f"{_HERE}.get_cycles_per_ms", "torch.cuda._sleep", why=_CLOCK)
+SGDWithPausingCompute = redirected(
+    f"{_HERE}.SGDWithPausingCompute", "torch.optim.SGD with a step hook", why="it tests fairscale's streams"
+)
+get_smi_memory = redirected_function(
+    f"{_HERE}.get_smi_memory", "torch.accelerator.memory_allocated()", why="torch tells what nvidia-smi tells"
+)
+torch_cuda_version = redirected_function(
+    f"{_HERE}.torch_cuda_version", "torch.version.cuda", why="it knows CUDA 10 and 11 only"
+)
+
+
+def __getattr__(name: str) -> Any:
+    """The marks that skip tests; made when asked for, since all else here works without pytest."""
+    devices = torch.accelerator.device_count()
+    conditions: dict[str, tuple[bool, str]] = {
+        "skip_if_cuda": (devices > 0, "runs on the CPU only, to save time"),
+        "skip_if_no_cuda": (devices < 1, "needs a GPU"),
+        "skip_if_single_gpu": (devices < 2, "needs two GPUs"),
+        "skip_if_less_than_four_gpu": (devices < 4, "needs four GPUs"),
+        "skip_if_py38": (sys.version_info[:2] == (3, 8), "not for Python 3.8"),
+        "skip_if_py39_no_cuda": (devices < 1 and sys.version_info[:2] == (3, 9), "Python 3.9 needs a GPU"),
+        "skip_due_to_flakyness": (True, "does not always pass"),
+    }
+    if name not in conditions:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import pytest
+
+    condition, reason = conditions[name]
+    return pytest.mark.skipif(condition, reason=reason)
 
 
 class DummyProcessGroup:
@@ -44,63 +125,17 @@ class DummyProcessGroup:
         return self._size
 
 
-def dist_init(rank: int, world_size: int, filename: str, filename_rpc: str = "") -> bool:
-    """Joins a process group of ranks on one machine that meet in a file: NCCL where there are GPUs, else gloo.
-
-    Args:
-        rank, world_size: this rank and how many there are.
-        filename: the file, the same on all ranks.
-        filename_rpc: a second one; starts torch.distributed.rpc too.
-
-    Returns:
-        False, and nothing was done, if there are GPUs but fewer than ranks.
-    """
-    accelerators = torch.accelerator.device_count()
-    kind = torch.accelerator.current_accelerator()
-    if 0 < accelerators < world_size:
-        return False
-    os.environ["WORLD_SIZE"] = str(world_size)
-    os.environ["RANK"] = str(rank)
-    backend = dist.get_default_backend_for_device("cpu")
-    if kind is not None and accelerators:
-        torch.accelerator.set_device_index(rank % accelerators)
-        backend = dist.get_default_backend_for_device(kind)
-    dist.init_process_group(backend, rank=rank, world_size=world_size, init_method=f"file://{filename}")
-    if filename_rpc:
-        from torch.distributed import rpc
-
-        options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{filename_rpc}")
-        rpc.init_rpc(f"Test{rank}", rank=rank, world_size=world_size, rpc_backend_options=options)
-    return True
+def in_circle_ci() -> bool:
+    """Whether this runs on CircleCI."""
+    return os.path.exists("/home/circleci")
 
 
-def teardown() -> None:
-    """Leaves what :func:`dist_init` joined; harmless if that was nothing."""
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    if dist.rpc.is_available():
-        with contextlib.suppress(RuntimeError):  # rpc was not started
-            dist.rpc.shutdown(graceful=False)
+def skip_a_test_if_in_CI() -> None:
+    """Skips the calling test on CircleCI."""
+    if in_circle_ci():
+        import pytest
 
-
-def rmf(filename: str) -> None:
-    """Deletes a file if it exists."""
-    Path(filename).unlink(missing_ok=True)
-
-
-@contextlib.contextmanager
-def temp_files_ctx(num: int) -> Iterator[tuple[str, ...]]:
-    """That many empty temporary files; deleted afterwards."""
-    names = []
-    for _ in range(num):
-        handle, name = tempfile.mkstemp()
-        os.close(handle)
-        names.append(name)
-    try:
-        yield tuple(names)
-    finally:
-        for name in names:
-            rmf(name)
+        pytest.skip("not on CircleCI")
 
 
 @contextlib.contextmanager
@@ -116,33 +151,60 @@ def in_temporary_directory() -> Iterator[str]:
 
 
 def set_random_seed(seed: int, model_parallel: bool = True) -> None:
-    """Seeds Python's and torch's generators. ``model_parallel`` is accepted as in fairscale."""
+    """Seeds the generators of Python, torch, numpy (if it is loaded), and of model parallelism (if it is set up)."""
     random.seed(seed)
     torch.manual_seed(seed)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(seed)
+    if model_parallel and model_parallel_is_initialized():
+        model_parallel_cuda_manual_seed(seed)
 
 
-def objects_are_equal(a: Any, b: Any, raise_exception: bool = False) -> bool:
-    """Whether nested containers hold equal values and close tensors of equal dtype.
+def objects_are_equal(
+    a: Any,
+    b: Any,
+    raise_exception: bool = False,
+    dict_key: str | None = None,
+    rtol: float | None = None,
+    atol: float | None = None,
+) -> bool:
+    """Whether nested containers hold equal values, and tensors that are close and equal in shape, dtype and device.
+
+    Args:
+        a, b: what to compare.
+        raise_exception: raise where they differ.
+        dict_key: path to show in the error.
+        rtol, atol: as of :func:`torch.testing.assert_close`, for all tensors (fairscale: only for outermost ones).
 
     Raises:
-        AssertionError: they don't, and ``raise_exception`` is set.
+        AssertionError, ValueError: they differ, and ``raise_exception`` is set; ValueError for types, keys, lengths.
     """
-    if type(a) is type(b):
-        if isinstance(a, dict):
-            same = a.keys() == b.keys() and all(objects_are_equal(a[k], b[k], raise_exception) for k in a)
-        elif isinstance(a, (list, tuple)):
-            pairs = zip(a, b, strict=False)
-            same = len(a) == len(b) and all(objects_are_equal(x, y, raise_exception) for x, y in pairs)
-        elif isinstance(a, torch.Tensor):
-            same = a.shape == b.shape and a.dtype == b.dtype and a.device == b.device
-            same = same and torch.allclose(a.double(), b.double(), rtol=1.3e-6, atol=1e-5)
-        else:
-            same = bool(a == b)
-    else:
-        same = False
-    if raise_exception and not same:
-        raise AssertionError(f"{a!r} differs from {b!r}")
-    return same
+    try:
+        _compare(a, b, dict_key or "", rtol, atol)
+    except (AssertionError, ValueError):
+        if raise_exception:
+            raise
+        return False
+    return True
+
+
+def _compare(a: Any, b: Any, path: str, rtol: float | None, atol: float | None) -> None:
+    if type(a) is not type(b):
+        raise ValueError(f"{path}: {type(a)} and {type(b)}")
+    if isinstance(a, dict):
+        if a.keys() != b.keys():
+            raise ValueError(f"{path}: keys {list(a)} and {list(b)}")
+        for key in a:
+            _compare(a[key], b[key], f"{path}[{key!r}]", rtol, atol)
+    elif isinstance(a, (list, tuple)):
+        if len(a) != len(b):
+            raise ValueError(f"{path}: lengths {len(a)} and {len(b)}")
+        for i, (x, y) in enumerate(zip(a, b, strict=True)):
+            _compare(x, y, f"{path}[{i}]", rtol, atol)
+    elif isinstance(a, torch.Tensor):
+        torch.testing.assert_close(a, b, rtol=rtol, atol=atol, msg=lambda text: f"{path}: {text}")
+    elif a != b:
+        raise AssertionError(f"{path}: {a!r} and {b!r}")
 
 
 def check_same_model_params(model_a: nn.Module, model_b: nn.Module, message: str = "") -> None:
@@ -153,6 +215,32 @@ def check_same_model_params(model_a: nn.Module, model_b: nn.Module, message: str
             raise AssertionError(f"models differ: {a} and {b}\n{message}")
 
 
+def check_same_models_across_ranks(
+    model: nn.Module, process_group: Any, params_should_be_equal: bool, check_broadcast_buffers: bool
+) -> None:
+    """Raises AssertionError on all ranks unless their models agree (collective; fairscale: on rank 0).
+
+    Args:
+        model: the module.
+        process_group: ranks to compare; None for all.
+        params_should_be_equal: False: nothing has to agree, the ranks only meet.
+        check_broadcast_buffers: compare buffers, too.
+    """
+    for tensor in [*model.parameters(), *(model.buffers() if check_broadcast_buffers else ())]:
+        tensor = tensor.detach().contiguous()
+        everywhere = [torch.empty_like(tensor) for _ in range(dist.get_world_size(process_group))]
+        dist.all_gather(everywhere, tensor, group=process_group)
+        if params_should_be_equal and any(not torch.equal(everywhere[0], other) for other in everywhere):
+            raise AssertionError(f"models differ between ranks: {everywhere}")
+
+
 def state_dict_norm(state: dict[str, torch.Tensor]) -> torch.Tensor:
     """The sum of the norms of a state dict's tensors, [1]."""
     return torch.stack([v.float().norm() for v in state.values()]).sum().reshape(1)
+
+
+def dump_all_tensors(rank: int) -> None:
+    """Prints all tensors that are alive; on rank 0."""
+    for x in gc.get_objects() if rank == 0 else ():
+        if issubclass(type(x), torch.Tensor):
+            print(type(x), x.shape, x.dtype, x.device)

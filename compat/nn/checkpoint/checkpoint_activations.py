@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import nn
 
 from shardkit import checkpoint_activations as _core
@@ -17,20 +20,29 @@ from shardkit.checkpoint_activations import (
     is_recomputing,
     thread_local,
 )
+from shardkit.internal.containers import pack_kwargs, split_non_tensors, unpack_kwargs, unpack_non_tensors
 
 from .checkpoint_utils import patch_batchnorm
 
 __all__ = [
     "CheckpointFunction",
     "ThreadLocalCheckpointingState",
+    "autocast",
     "checkpoint_wrapper",
     "disable_checkpointing",
     "enable_checkpointing",
     "enable_recomputing",
+    "get_rng_state",
+    "is_autocast_enabled",
     "is_checkpointing",
     "is_recomputing",
+    "pack_kwargs",
     "patch_batchnorm",
+    "set_rng_state",
+    "split_non_tensors",
     "thread_local",
+    "unpack_kwargs",
+    "unpack_non_tensors",
 ]
 
 
@@ -45,3 +57,36 @@ def checkpoint_wrapper(
         maintain_forward_counter: ignored; fairscale had it up to 0.4.0.
     """
     return _core.checkpoint_wrapper(module, offload_to_cpu)
+
+
+def _accelerator() -> Any:
+    """torch's module for the accelerator, if there is one."""
+    return torch.get_device_module() if torch.accelerator.is_available() else None
+
+
+def get_rng_state() -> dict[str, Any]:
+    """Random states of the CPU ("torch_rng_state") and of the current accelerator ("cuda_rng_state")."""
+    state = {"torch_rng_state": torch.get_rng_state()}
+    if (accelerator := _accelerator()) is not None:
+        state["cuda_rng_state"] = accelerator.get_rng_state()
+    return state
+
+
+def set_rng_state(state: dict[str, Any]) -> None:
+    """Sets what :func:`get_rng_state` gave."""
+    torch.set_rng_state(state["torch_rng_state"])
+    if (accelerator := _accelerator()) is not None:
+        accelerator.set_rng_state(state["cuda_rng_state"])
+
+
+def is_autocast_enabled() -> bool:
+    """Whether autocast is on for the accelerator."""
+    return torch.is_autocast_enabled()
+
+
+@contextlib.contextmanager
+def autocast(enabled: bool) -> Iterator[None]:
+    """Autocast of the accelerator where ``enabled``; else all stays as it is."""
+    kind = torch.accelerator.current_accelerator()
+    with torch.autocast(kind.type if kind else "cpu") if enabled else contextlib.nullcontext():
+        yield

@@ -2,6 +2,7 @@
 
 from .fully_sharded_data_parallel import (
     FullyShardedDataParallel,
+    OffloadConfig,
     TrainingState,
     auto_wrap_bn,
     get_fsdp_instances,
@@ -11,6 +12,7 @@ from .sharded_ddp import ShardedDataParallel
 
 __all__ = [
     "FullyShardedDataParallel",
+    "OffloadConfig",
     "ShardedDataParallel",
     "TrainingState",
     "auto_wrap_bn",

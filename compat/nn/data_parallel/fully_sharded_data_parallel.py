@@ -17,16 +17,59 @@ from shardkit.fsdp.gradients import predivide_factor
 from shardkit.fsdp.listed import flat_of_listed
 from shardkit.fsdp.state_dict import clean
 from shardkit.hooks import NO_BACKWARD
-from shardkit.internal.parallel import ProcessGroupName
+from shardkit.internal.containers import apply_to_tensors
+from shardkit.internal.parallel import (
+    ProcessGroupName,
+    chunk_and_pad,
+    enable_pytorch_sync_bn,
+    get_process_group_cached,
+    validate_process_group,
+)
+from shardkit.internal.params import calc_grad_norm, recursive_copy_to_device
+from shardkit.internal.reduce_scatter_bucketer import ReduceScatterBucketer, enable_nccl_base_collectives
+from shardkit.internal.state_dict import replace_by_prefix_
+from shardkit.nn.misc.flatten_params_wrapper import FlattenParamsWrapper
+from shardkit.nn.wrap.auto_wrap import auto_wrap, config_auto_wrap_policy, enable_wrap
 from shardkit.policy import OffloadPolicy, PrecisionPolicy, ReducePolicy, ReshardPolicy
+from shardkit.redirected import redirected, without_arguments
+
+from . import fsdp_optim_utils as ou
 
 __all__ = [
+    "FlattenParamsWrapper",
     "FullyShardedDataParallel",
+    "OffloadConfig",
+    "ProcessGroupName",
+    "ReduceScatterBucketer",
     "TrainingState",
+    "alloc_storage_",
+    "apply_to_tensors",
+    "auto_wrap",
     "auto_wrap_bn",
+    "calc_grad_norm",
+    "cast_floats_to_right_precision",
+    "chunk_and_pad",
+    "config_auto_wrap_policy",
+    "enable_nccl_base_collectives",
+    "enable_pytorch_sync_bn",
+    "enable_wrap",
+    "free_storage_",
     "get_fsdp_instances",
+    "get_process_group_cached",
     "no_pre_load_state_dict_hook",
+    "ou",
+    "p_assert",
+    "recursive_copy_to_device",
+    "replace_by_prefix_",
+    "validate_process_group",
 ]
+
+
+OffloadConfig = redirected(
+    "nn.data_parallel.fully_sharded_data_parallel.OffloadConfig",
+    "FullyShardedDataParallel(move_params_to_cpu=True)",
+    why="fairscale itself dropped it in 0.4.11",
+)
 
 
 class TrainingState(enum.Enum):
@@ -72,6 +115,7 @@ class FullyShardedDataParallel(FSDP):
         ConfigurationError: options that exclude each other.
     """
 
+    @without_arguments(offload_config="parameters are kept on the CPU with move_params_to_cpu=True")
     def __init__(
         self,
         module: nn.Module,

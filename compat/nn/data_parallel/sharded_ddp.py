@@ -10,11 +10,19 @@ import torch
 from torch import nn
 
 from shardkit.errors import ConfigurationError
-from shardkit.oss import OSS
+from shardkit.internal.params import Workhandle, get_global_rank
+from shardkit.optim.oss import OSS
+from shardkit.param_bucket import GradBucket
 from shardkit.policy import ReducePolicy
 from shardkit.sharded_ddp import ShardedDDP
 
-__all__ = ["ShardedDataParallel"]
+__all__ = [
+    "OSS",
+    "GradBucket",
+    "ShardedDataParallel",
+    "Workhandle",
+    "get_global_rank",
+]
 
 logger = logging.getLogger("shardkit")
 

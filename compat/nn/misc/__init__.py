@@ -2,5 +2,11 @@
 
 from ..checkpoint import checkpoint_wrapper
 from .flatten_params_wrapper import FlattenParamsWrapper
+from .param_bucket import GradBucket, ParamBucket
 
-__all__ = ["FlattenParamsWrapper", "checkpoint_wrapper"]
+__all__ = [
+    "FlattenParamsWrapper",
+    "GradBucket",
+    "ParamBucket",
+    "checkpoint_wrapper",
+]

@@ -1,0 +1,137 @@
+"""Test functions that run on several ranks; to be had from :mod:`shardkit.fair_dev.testing.testing`."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import multiprocessing
+
+from shardkit.errors import ConfigurationError
+from shardkit.nn.model_parallel import initialize_model_parallel
+
+from .joining import dist_init, make_cudnn_deterministic, teardown, temp_files_ctx
+
+__all__ = [
+    "get_worker_map",
+    "get_world_sizes",
+    "spawn_for_all_world_sizes",
+    "test_runner",
+    "torch_spawn",
+    "worker_process",
+]
+
+
+def get_worker_map() -> dict[int, str]:
+    """Rank -> its name for torch.distributed.rpc."""
+    return {rank: f"Test{rank}" for rank in range(dist.get_world_size())}
+
+
+def get_world_sizes() -> list[int]:
+    """1, 2, 4 and 8, as far as there are devices: none without an accelerator."""
+    return [n for n in (1, 2, 4, 8) if n <= torch.accelerator.device_count()]
+
+
+def test_runner(
+    rank: int,
+    test_func: Callable[..., Any],
+    deterministic: bool = False,  # noqa: PT028 (no test)
+    *args: Any,
+    **kwargs: Any,
+) -> None:
+    """Calls ``test_func(rank, *args, **kwargs)``, with ``deterministic`` after seeding."""
+    if deterministic:
+        make_cudnn_deterministic()
+        torch.manual_seed(1357)
+    test_func(rank, *args, **kwargs)
+
+
+test_runner.__test__ = False  # type: ignore[attr-defined]  # where it is imported, pytest would collect it
+
+
+def spawn_for_all_world_sizes(
+    test_func: Callable[..., Any],
+    world_sizes: Sequence[int] | None = None,
+    args: Any = (),
+    deterministic: bool = False,
+) -> None:
+    """For each world size, calls ``test_func(rank, world_size, file, file for rpc, *args)`` in a process for each rank.
+
+    Args:
+        test_func: can be pickled.
+        world_sizes: default: :func:`get_world_sizes`.
+        args: further arguments.
+        deterministic: see :func:`test_runner`.
+    """
+    for world_size in get_world_sizes() if world_sizes is None else world_sizes:
+        with temp_files_ctx(2) as files:
+            multiprocessing.spawn(
+                test_runner, (test_func, deterministic, world_size, *files, *args), nprocs=world_size
+            )
+
+
+def worker_process(
+    rank: int,
+    world_size: int,
+    filename: str,
+    filename_rpc: str,
+    func: Callable[..., Any],
+    args: Any,
+    error_queue: Any,
+) -> None:
+    """A rank of :func:`torch_spawn`: with process groups and model parallelism of pipelines, calls ``func(*args)``."""
+    if not dist_init(rank, world_size, filename, filename_rpc):
+        teardown()
+        return
+    try:
+        initialize_model_parallel(1, world_size, pipeline_backend="gloo")
+        with torch.backends.cudnn.flags(benchmark=False, deterministic=True):
+            func(*args)
+    except BaseException as error:
+        if type(error).__name__ != "Skipped":  # pytest's, for the process that started this one
+            raise
+        error_queue.put(str(error))
+    finally:
+        teardown()
+
+
+def torch_spawn(
+    world_sizes: Sequence[int] | None = None,
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Decorates a function that is to be tested on ranks: its module gets ``test_<name>``, which pytest collects.
+
+    The function takes the test's fixtures and parameters; ``rank`` among them is not passed.
+
+    Args:
+        world_sizes: default: :func:`get_world_sizes`.
+
+    Raises:
+        ConfigurationError: its name begins with ``test``: pytest would run it as it is.
+    """
+
+    def prepare_test(func: Callable[..., Any]) -> Callable[..., Any]:
+        if func.__name__.startswith("test"):
+            raise ConfigurationError(
+                f"a function under @torch_spawn gets its test as test_{func.__name__}; its own name must not begin "
+                "with test"
+            )
+        names = [name for name in inspect.signature(func).parameters if name != "rank"]
+
+        @functools.wraps(func)
+        def replacement(**kwargs: Any) -> None:
+            skipped = multiprocessing.get_context("spawn").SimpleQueue()
+            args = tuple(kwargs[name] for name in names)
+            spawn_for_all_world_sizes(worker_process, world_sizes, (func, args, skipped))
+            if not skipped.empty():
+                import pytest
+
+                pytest.skip(skipped.get())
+
+        func.__globals__[f"test_{func.__name__}"] = replacement
+        return func
+
+    return prepare_test

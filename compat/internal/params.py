@@ -1,0 +1,58 @@
+"""fairscale.internal.params: norms of gradients, copies to devices, ranks of groups."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+__all__ = ["Workhandle", "calc_grad_norm", "get_global_rank", "recursive_copy_to_device"]
+
+
+@dataclasses.dataclass
+class Workhandle:
+    """A collective in flight and what to call when it is done."""
+
+    handle: Any
+    callback: Callable[..., Any] | None = None
+
+
+def get_global_rank(group: Any, rank: int) -> int:
+    """The global rank of a group's rank; None stands for all ranks."""
+    if group is None or group is dist.group.WORLD:
+        return rank
+    return dist.get_global_rank(group, rank)
+
+
+def recursive_copy_to_device(value: Any, non_blocking: bool, device: torch.device) -> Any:
+    """Nested lists, tuples and mappings (as dicts) with their tensors on a device."""
+
+    def again(x: Any) -> Any:
+        return recursive_copy_to_device(x, non_blocking, device)
+
+    if isinstance(value, torch.Tensor):
+        return value.to(device, non_blocking=non_blocking)
+    if isinstance(value, (list, tuple)):
+        copies = [again(x) for x in value]
+        return copies if isinstance(value, list) else tuple(copies)
+    if isinstance(value, Mapping):
+        return {k: again(v) for k, v in value.items()}
+    return value
+
+
+def calc_grad_norm(parameters: torch.Tensor | Iterable[torch.Tensor], p: float) -> torch.Tensor:
+    """The p-norm of the gradients of parameters as one vector, [], computed in fp32 at least (collective on no rank).
+
+    Parameters without a gradient count as zero. Its dtype is that of the first parameter with one.
+    """
+    if isinstance(parameters, torch.Tensor):
+        parameters = [parameters]
+    gradients = [x.grad.detach() for x in parameters if x.grad is not None]
+    if not gradients:
+        return torch.tensor(0.0)
+    first = gradients[0]
+    wide = [g.to(torch.promote_types(g.dtype, torch.float32)) for g in gradients]
+    return torch.nn.utils.get_total_norm(wide, float(p)).to(first)

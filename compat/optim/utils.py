@@ -1,0 +1,29 @@
+"""The path of :mod:`shardkit.internal.params` up to fairscale 0.3.6, and a broadcast of objects."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shardkit.internal.params import Workhandle, calc_grad_norm, get_global_rank, recursive_copy_to_device
+
+__all__ = ["Workhandle", "broadcast_object", "calc_grad_norm", "get_global_rank", "recursive_copy_to_device"]
+
+
+def broadcast_object(
+    obj: Any, src_rank: int, group: Any = None, dist_device: torch.device | None = None
+) -> Any:
+    """The object of the (global) source rank, on every rank; its tensors are on the CPU (collective).
+
+    Args:
+        obj: used on the source rank only.
+        src_rank: global rank.
+        group: process group; None for all ranks.
+        dist_device: device through which the bytes travel; by default the group's.
+    """
+    mine = dist.get_rank() == src_rank
+    box = [recursive_copy_to_device(obj, non_blocking=False, device=torch.device("cpu")) if mine else None]
+    dist.broadcast_object_list(box, src_rank, group=group, device=dist_device)
+    return box[0]

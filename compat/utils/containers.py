@@ -1,0 +1,23 @@
+"""The path of :mod:`shardkit.internal.containers` up to fairscale 0.4.6."""
+
+from shardkit.internal.containers import (
+    apply_to_tensors,
+    apply_to_type,
+    from_np,
+    pack_kwargs,
+    split_non_tensors,
+    to_np,
+    unpack_kwargs,
+    unpack_non_tensors,
+)
+
+__all__ = [
+    "apply_to_tensors",
+    "apply_to_type",
+    "from_np",
+    "pack_kwargs",
+    "split_non_tensors",
+    "to_np",
+    "unpack_kwargs",
+    "unpack_non_tensors",
+]

@@ -1,0 +1,1 @@
+"""fairscale's public surface as facts, shardkit's held to it, and the report of where they part."""
