@@ -1,8 +1,8 @@
 """AdaScale: learning rates for large batches from how much gradients differ (Johnson et al., arXiv 2007.05105).
 
-A batch S times as large makes a step's gradient less noisy, up to S times. AdaScale measures how much less and multiplies
-the learning rate of the step by that gain, between 1 and S; a schedule made for the small batch then counts
-:meth:`AdaScale.gain` steps for each step. Names and behaviour follow fairscale's AdaScale.
+A batch S times as large makes a step's gradient less noisy, up to S times. AdaScale measures how much less and
+multiplies the learning rate of the step by that gain, between 1 and S; a schedule made for the small batch then
+counts :meth:`AdaScale.gain` steps for each step. Names and behaviour follow fairscale's AdaScale.
 """
 
 from __future__ import annotations
@@ -309,8 +309,8 @@ class AdaScale(Optimizer):
         self._refuse_amid_step("scale_grad_by_num_grads_to_accum()")
         if self._is_scaled_loss or self._meter.expected == 1:
             raise AdaScaleArgumentError(
-                f"gradients need no division with is_scaled_loss={self._is_scaled_loss} and num_gradients_to_accumulate="
-                f"{self._meter.expected}; it is meant for several losses that were not divided"
+                f"gradients need no division with is_scaled_loss={self._is_scaled_loss} and "
+                f"num_gradients_to_accumulate={self._meter.expected}; it is for losses that were not divided"
             )
         gradients = {id(g): g for g in _gradients({"params": self._parameters()})}
         if isinstance(self._optimizer, OSS):
@@ -366,9 +366,9 @@ class AdaScale(Optimizer):
         count = num_gradients_to_accumulate * self._world_size
         if num_gradients_to_accumulate < 1 or count < 2:
             raise AdaScaleArgumentError(
-                f"world_size={self._world_size} and num_gradients_to_accumulate={num_gradients_to_accumulate}: AdaScale "
-                "compares the gradients of a step and needs two at least. AdaScale does not support a single worker "
-                "without grad accumulation."
+                f"world_size={self._world_size} and num_gradients_to_accumulate={num_gradients_to_accumulate}: "
+                "AdaScale compares the gradients of a step and needs two at least. AdaScale does not support a "
+                "single worker without grad accumulation."
             )
         self._meter.expected = num_gradients_to_accumulate
         if update_smoothing:
@@ -420,7 +420,7 @@ class AdaScale(Optimizer):
         found, expected = averages[SQUARE].numel(), len(self.param_groups)
         if found != expected:
             raise ConfigurationError(
-                f"the state dict has AdaScale's averages of {found} param groups, this optimizer has {expected} groups; "
+                f"the state dict has AdaScale's averages of {found} param groups, this optimizer has {expected}; "
                 "build it with the same groups first"
             )
         rest = {k: v for k, v in data["state"].items() if k != _KEY}
@@ -430,8 +430,8 @@ class AdaScale(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         raise ConfigurationError(
-            "AdaScale can't be pickled or copied: it listens to the gradients of its parameters. Save state_dict(), and "
-            "build another one over the copy's parameters"
+            "AdaScale can't be pickled or copied: it listens to the gradients of its parameters. Save state_dict(), "
+            "and build another one over the copy's parameters"
         )
 
     def __getattr__(self, name: str) -> Any:
@@ -452,8 +452,8 @@ def _call(method: weakref.WeakMethod[Callable[[], None]]) -> None:
 def _refuse_fsdp(params: Sequence[nn.Parameter]) -> None:
     if any(flat_of_listed(p) is not None for p in params):
         raise ConfigurationError(
-            "AdaScale compares the gradients that each rank computes, and FSDP's parameters get averaged ones only. Use "
-            "DistributedDataParallel, or OSS with ShardedDDP"
+            "AdaScale compares the gradients that each rank computes, and FSDP's parameters get averaged ones only. "
+            "Use DistributedDataParallel, or OSS with ShardedDDP"
         )
 
 

@@ -1,4 +1,4 @@
-"""How much the gradients of one step differ: squared norms before and after they are averaged, and their moving averages.
+"""How much the gradients of one step differ: squared norms before and after they are averaged, and moving averages.
 
 Legend: G param groups of an optimizer; c backwards a step; N ranks.
 
@@ -195,9 +195,10 @@ def initial_state(groups: int) -> State:
 
 def add_groups(state: State, count: int) -> None:
     """Extends the averages by groups that have not been measured yet."""
+    before = state[SQUARE].numel()
     for name, values in list(state.items()):
         if name.endswith("_count") and values.numel() == 1:
-            values = values.expand(state[SQUARE].numel())  # until now all groups had the same
+            values = values.expand(before)  # until now all groups had the same
         state[name] = torch.cat([values, torch.full((count,), float(name == SQUARE), dtype=values.dtype)])
 
 

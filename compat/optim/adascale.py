@@ -1,4 +1,4 @@
-"""fairscale.optim.adascale: AdaScale with fairscale's arguments, state format and the private attributes that users read."""
+"""fairscale.optim.adascale: AdaScale with fairscale's arguments, state format and private attributes."""
 
 from __future__ import annotations
 

@@ -3,8 +3,9 @@
 Legend: W ranks, L experts of a rank, E = W * L, S tokens of a rank, C capacity, M model dimension.
 
 [Note: gradients of experts] An expert computes tokens of all ranks, so that its gradient is the sum over the ranks'
-losses already; the gate and all else have those of the rank's own loss. Where the loss is the mean over ranks, gradients
-of other parameters are averaged, and those of experts divided by W and left where they are: no two ranks hold the same.
+losses already; the gate and all else have those of the rank's own loss. Where the loss is the mean over ranks,
+gradients of other parameters are averaged, and those of experts divided by W and left where they are: no two ranks
+hold the same.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class MOELayer(nn.Module):
         output = layer(input)
         loss = task_loss(output) + 0.01 * layer.l_aux
 
-    Every rank of the group calls it, with inputs of the same shape. Expert l of rank r is number r * L + l of the gate's.
+    Every rank of the group calls it, with inputs of the same shape. Expert l of rank r is the gate's number r * L + l.
 
     Args:
         gate: [S, M] -> (l_aux, combine_weights [S, E, C], dispatch_mask [S, E, C]).
@@ -110,8 +111,8 @@ class MOELayer(nn.Module):
         for part, output in zip(parts, outputs, strict=True):
             if output.shape != part.shape:
                 raise ConfigurationError(
-                    f"an expert on rank {group.rank} turned {tuple(part.shape)} into {tuple(output.shape)}; experts have "
-                    "to keep the shape"
+                    f"an expert on rank {group.rank} turned {tuple(part.shape)} into {tuple(output.shape)}; experts "
+                    "have to keep the shape"
                 )
         returned = exchange(group, torch.cat(outputs, dim=1))  # [W, L, C, M]
         combined = torch.einsum("sec,ecm->sm", combine_weights.to(returned.dtype), returned.flatten(0, 1))
