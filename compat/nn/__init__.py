@@ -6,12 +6,15 @@ from .checkpoint import checkpoint_wrapper
 from .data_parallel import FullyShardedDataParallel, ShardedDataParallel
 from .misc import FlattenParamsWrapper
 from .moe import MOELayer, Top2Gate
+from .pipe import Pipe, PipeRPCWrapper
 from .wrap import auto_wrap, config_auto_wrap_policy, default_auto_wrap_policy, enable_wrap, wrap
 
 __all__ = [
     "FlattenParamsWrapper",
     "FullyShardedDataParallel",
     "MOELayer",
+    "Pipe",
+    "PipeRPCWrapper",
     "ShardedDataParallel",
     "Top2Gate",
     "auto_wrap",

@@ -1,0 +1,1 @@
+"""fairscale.experimental.nn.ampnet_pipe. Asynchronous updates in a pipeline (AMPNet)."""

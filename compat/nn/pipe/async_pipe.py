@@ -1,0 +1,30 @@
+"""fairscale.nn.pipe.async_pipe."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from shardkit.pipeline import partition
+from shardkit.pipeline.async_pipe import AsyncPipe
+from shardkit.pipeline.pipe import MOVING_DENIED
+from shardkit.redirected import redirected
+
+from .types import LazyModule
+
+__all__ = ["MOVING_DENIED", "AsyncPipe", "PartitionInfo", "check_balance", "verify_module"]
+
+PartitionInfo = redirected(
+    "nn.pipe.async_pipe.PartitionInfo",
+    instead="shardkit.nn.pipe.AsyncPipe",
+    why="a rank holds one run of layers",
+)
+
+
+def check_balance(module: nn.Sequential | list[LazyModule], balance: list[int]) -> None:
+    """Raises BalanceError (a ValueError) for numbers of layers that don't fit."""
+    partition.check_balance(len(module), balance, len(balance), "ranks")
+
+
+def verify_module(module: nn.Sequential | list[LazyModule]) -> None:
+    """Raises ConfigurationError (a ValueError) for a layer that is there twice."""
+    partition.verify_distinct(module)

@@ -1,0 +1,5 @@
+"""fairscale.nn.pipe.balance.blockpartition."""
+
+from shardkit.pipeline.balance import solve
+
+__all__ = ["solve"]

@@ -1,0 +1,85 @@
+"""fairscale.nn.pipe.checkpoint: the same state as of shardkit.nn.checkpoint."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from shardkit.checkpoint_activations import (
+    ThreadLocalCheckpointingState as ThreadLocal,
+)
+from shardkit.checkpoint_activations import (
+    call_checkpointed,
+    enable_checkpointing,
+    enable_recomputing,
+    is_checkpointing,
+    is_recomputing,
+    thread_local,
+)
+from shardkit.redirected import redirected, redirected_function
+
+from .dependency import fork, join
+from .microbatch import Batch
+from .phony import get_phony
+from .types import TensorOrTensors, Tensors
+
+__all__ = [
+    "Batch",
+    "Checkpoint",
+    "Checkpointing",
+    "Context",
+    "Function",
+    "Recompute",
+    "TensorOrTensors",
+    "Tensors",
+    "ThreadLocal",
+    "enable_checkpointing",
+    "enable_recomputing",
+    "fork",
+    "get_phony",
+    "is_checkpointing",
+    "is_recomputing",
+    "join",
+    "restore_rng_states",
+    "save_rng_states",
+    "thread_local",
+]
+
+_MOVED = {
+    "instead": "shardkit.nn.checkpoint.checkpoint_wrapper or torch.utils.checkpoint",
+    "why": "one autograd function runs a checkpointed call again and puts its random state back",
+}
+Checkpoint = redirected("nn.pipe.checkpoint.Checkpoint", **_MOVED)
+Recompute = redirected("nn.pipe.checkpoint.Recompute", **_MOVED)
+Context = redirected("nn.pipe.checkpoint.Context", **_MOVED)
+save_rng_states = redirected_function("nn.pipe.checkpoint.save_rng_states", **_MOVED)
+restore_rng_states = redirected_function("nn.pipe.checkpoint.restore_rng_states", **_MOVED)
+
+
+class Function(Protocol):
+    """What is checkpointed."""
+
+    def __call__(self, input: TensorOrTensors) -> TensorOrTensors: ...
+
+
+class Checkpointing:
+    """A function and its input: :meth:`checkpoint` computes without keeping activations."""
+
+    def __init__(self, function: Function, batch: Batch) -> None:
+        self.function = function
+        self.batch = batch
+
+    def checkpoint(self) -> Batch:
+        """The function's result, whose activations backward computes again."""
+        # What parameters the function uses is not known: those of a module are, others as if there were some.
+        near = self.function if isinstance(self.function, nn.Module) else _UNKNOWN
+        value = call_checkpointed(self.function, (self.batch.value,), {}, near=near)
+        return Batch(value, self.batch.index)
+
+    def recompute(self, batch: Batch) -> None:
+        """Nothing: backward comes to it by itself."""
+
+
+_UNKNOWN = nn.ParameterList([nn.Parameter(torch.empty(0))])

@@ -1,0 +1,6 @@
+"""fairscale.nn.pipe.skip: skip connections over partitions."""
+
+from .namespace import Namespace
+from .skippable import pop, skippable, stash, verify_skippables
+
+__all__ = ["Namespace", "pop", "skippable", "stash", "verify_skippables"]

@@ -1,0 +1,5 @@
+"""fairscale.nn.pipe.skip.namespace."""
+
+from shardkit.pipeline.skip import Namespace
+
+__all__ = ["Namespace"]

@@ -1,0 +1,153 @@
+"""One rank's stage of a pipeline over the ranks of a group.
+
+[Note: two passes] Forward: each micro-batch is received from the rank before, goes through this rank's layers and is
+sent on. Backward: its gradients come back from the rank after, in the order in which that rank finishes them (the last
+one first), and what they become is sent on to the rank before. On the last rank autograd itself runs backward, when the
+user's loss does, and a hook sends the gradients. This is GPipe's order (arXiv 1811.06965), as fairscale's AsyncPipe has
+it: the loss is known only after all of forward, so that backward can't begin earlier.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import LifecycleError, RankLostError, RankMismatchError
+from .link import Link
+from .microbatch import Value
+from .schedule import checkpointed_cells, run_cell
+
+
+class Stage:
+    """This rank's layers, and the ranks before and after it.
+
+    Args:
+        layers: this rank's.
+        link: to the other ranks.
+        index: which stage of how many this is; its rank in the group.
+        checkpoint: which micro-batches keep no activations: "always", "except_last", "never".
+    """
+
+    def __init__(self, layers: nn.Sequential, link: Link, index: int, stages: int, checkpoint: str) -> None:
+        self._layers = layers
+        self._link = link
+        self._index = index
+        self._before = index - 1 if index > 0 else None
+        self._after = index + 1 if index + 1 < stages else None
+        self._checkpoint = checkpoint
+        self._passed: dict[int, Value] = {}  # outputs that wait for their gradients, by micro-batch
+
+    def forward(self, values: Sequence[Value], *, backward: bool) -> list[Value]:
+        """The forward pass.
+
+        Args:
+            values: micro-batches, on the first rank; others receive them.
+            backward: gradients will come; the same on all ranks.
+
+        Raises:
+            RankMismatchError: the rank before says otherwise about ``backward``.
+            RankLostError: a neighbour failed.
+        """
+        outputs: list[Value] = []
+        count = len(values)
+        self._passed.clear()
+        with self._telling_neighbours():
+            while not outputs or len(outputs) < count:
+                i = len(outputs)
+                if self._before is None:
+                    value = values[i]
+                else:
+                    value, count = self._take(i, backward)
+                stop = checkpointed_cells(self._checkpoint, count) if backward else 0
+                value, _ = run_cell(
+                    self._layers, value, {}, f"chunk{i}-part{self._index}", checkpoint=i < stop
+                )
+                outputs.append(value)
+                if self._after is not None:
+                    facts = {
+                        "micro-batch": i,
+                        "of": count,
+                        "backward": backward,
+                        "single": not isinstance(value, tuple),
+                    }
+                    self._link.send(self._after, facts, _tensors(value))
+            if not backward:  # else not yet: from a rank that fails instead of receiving, backward hears it
+                self._link.flush()
+        if backward and self._after is not None:
+            self._passed = dict(enumerate(outputs))
+        return outputs
+
+    def _take(self, i: int, backward: bool) -> tuple[Value, int]:
+        """Micro-batch i from the rank before, and how many there are; its gradients will be sent back."""
+        facts, tensors = self._link.receive(self._index - 1)
+        if facts["backward"] != backward:
+            raise RankMismatchError(
+                f"stages {self._index - 1} and {self._index} of a pipeline disagree whether backward follows "
+                f"({facts['backward']} and {backward}): call train() or eval() on all ranks, and forward with or "
+                "without grad mode on all"
+            )
+        leaves = [
+            t.requires_grad_() for t in tensors if backward and (t.is_floating_point() or t.is_complex())
+        ]
+        if leaves:
+            self._send_gradients_of(i, leaves)
+        return (tensors[0] if facts["single"] else tuple(tensors)), facts["of"]
+
+    def _send_gradients_of(self, i: int, leaves: list[torch.Tensor]) -> None:
+        """Once backward has the gradients of all these inputs of micro-batch i, they go to the rank before."""
+        sent = False
+
+        def send(gradients: Sequence[torch.Tensor | None]) -> None:
+            nonlocal sent
+            if sent:
+                raise LifecycleError(
+                    "backward through a pipeline over ranks runs once for each forward: the other stages have let go "
+                    "of their activations; run forward again"
+                )
+            sent = True
+            whole = [torch.zeros_like(t) if g is None else g for t, g in zip(leaves, gradients, strict=True)]
+            self._link.send(self._index - 1, {"micro-batch": i}, whole)
+            self._link.flush()
+
+        torch.autograd.graph.register_multi_grad_hook(leaves, send)
+
+    def backward(self) -> None:
+        """The backward pass, on all ranks but the last: gradients from the rank after go through this rank's layers.
+
+        Raises:
+            RankLostError: a neighbour failed.
+        """
+        after = self._index + 1
+        with self._telling_neighbours():
+            for _ in range(len(self._passed)):
+                facts, gradients = self._link.receive(after)
+                value = self._passed.pop(facts["micro-batch"])
+                outputs = [t for t in _tensors(value) if t.is_floating_point() or t.is_complex()]
+                pairs = [(t, g) for t, g in zip(outputs, gradients, strict=True) if t.requires_grad]
+                if pairs:
+                    torch.autograd.backward([t for t, _ in pairs], [g for _, g in pairs])
+            self._link.flush()
+
+    @contextlib.contextmanager
+    def _telling_neighbours(self) -> Iterator[None]:
+        """An error on this rank becomes one on its neighbours, which wait for it."""
+        try:
+            yield
+        except Exception as error:
+            facts: dict[str, Any] = {"error": str(error)[:600]}
+            if not isinstance(error, RankLostError):
+                facts["error"] = (
+                    f"stage {self._index} of the pipeline failed: {type(error).__name__}: {error}"[:600]
+                )
+            for neighbour in (self._before, self._after):
+                if neighbour is not None:
+                    self._link.send(neighbour, facts)
+            raise
+
+
+def _tensors(value: Value) -> tuple[torch.Tensor, ...]:
+    return value if isinstance(value, tuple) else (value,)
