@@ -225,10 +225,9 @@ def update_average(state: State, name: str, value: torch.Tensor, smoothing: floa
         return
     # one count for all groups where none was added later: that is the format fairscale knows
     count = state.get(f"{name}_count", zeros[:1]) + 1
-    total = state.get(f"{name}_total", zeros)
     is_early = count * (1.0 - smoothing) < 1.0
-    total = torch.where(is_early, total + value, total)
+    total = state.get(f"{name}_total", zeros) + torch.where(is_early, value, zeros)
     later = smoothing * state[name] + (1.0 - smoothing) * value
-    state.update(
-        {f"{name}_count": count, f"{name}_total": total, name: torch.where(is_early, total / count, later)}
-    )
+    state.update({f"{name}_count": count, name: torch.where(is_early, total / count, later)})
+    if bool(is_early.any()):
+        state[f"{name}_total"] = total
