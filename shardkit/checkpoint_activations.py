@@ -16,7 +16,7 @@ import dataclasses
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -28,6 +28,8 @@ from .backend import backend_for
 from .compiling import not_compiled
 from .errors import LifecycleError
 
+_T = TypeVar("_T")
+
 
 # ------------------------------------------------------------------------------------------ state
 @dataclasses.dataclass
@@ -38,20 +40,24 @@ class ThreadLocalCheckpointingState(threading.local):
         is_checkpointing: the first run, without a graph.
         is_recomputing: the second run, within backward.
         is_checkpointing_disabled: checkpointed modules run as plain ones.
+        kept: (first run) where :func:`once` puts what it computes.
+        kept_before: (second run) where it takes that from.
     """
 
     is_checkpointing: bool = False
     is_recomputing: bool = False
     is_checkpointing_disabled: bool = False
+    kept: list[Any] | None = None
+    kept_before: Iterator[Any] | None = None
 
 
 thread_local = ThreadLocalCheckpointingState()
 
 
 @contextlib.contextmanager
-def _set(name: str) -> Iterator[None]:
+def _set(name: str, value: Any = True) -> Iterator[None]:
     before = getattr(thread_local, name)
-    setattr(thread_local, name, True)
+    setattr(thread_local, name, value)
     try:
         yield
     finally:
@@ -81,6 +87,19 @@ def is_checkpointing() -> bool:
 def is_recomputing() -> bool:
     """Whether a checkpointed forward runs again, for backward; side effects should then be left out."""
     return thread_local.is_recomputing
+
+
+def once(compute: Callable[[], _T]) -> _T:
+    """What ``compute()`` returns; in the second run of a checkpointed forward what it returned in the first.
+
+    For layers that talk to other ranks. Calls of one forward are told apart by their order, as random numbers are;
+    tensors in the result must not carry a graph.
+    """
+    before, kept = thread_local.kept_before, thread_local.kept
+    value: _T = compute() if before is None else next(before)
+    if kept is not None:
+        kept.append(value)
+    return value
 
 
 # ------------------------------------------------------------------------------------------ batch norms
@@ -244,7 +263,8 @@ class CheckpointFunction(torch.autograd.Function):
         ctx.save_for_backward(*(t.to("cpu", non_blocking=True) if offload else t for t in tensors))
         # Outputs without a gradient stay without one: zeros would become gradients of parameters.
         ctx.set_materialize_grads(False)
-        with torch.no_grad(), no_autocast_cache(), enable_checkpointing():
+        ctx.kept = []
+        with torch.no_grad(), no_autocast_cache(), enable_checkpointing(), _set("kept", ctx.kept):
             return run(tensors)
 
     @staticmethod
@@ -260,7 +280,8 @@ class CheckpointFunction(torch.autograd.Function):
             for saved, (device, requires_grad) in zip(ctx.saved_tensors, ctx.places, strict=True)
         ]
         with ctx.surroundings.again(), torch.enable_grad(), enable_recomputing():
-            outputs = ctx.run(inputs)
+            with _set("kept_before", iter(ctx.kept)), _set("kept", None):
+                outputs = ctx.run(inputs)
         wanted = [(o, g) for o, g in zip(outputs, grads, strict=True) if g is not None and o.requires_grad]
         if wanted:
             torch.autograd.backward([o for o, _ in wanted], [g for _, g in wanted])

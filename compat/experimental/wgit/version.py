@@ -1,0 +1,3 @@
+"""fairscale.experimental.wgit.version."""
+
+__version_tuple__ = (0, 0, 1)
