@@ -10,6 +10,8 @@ from torch import nn
 from shardkit.errors import ConfigurationError
 from shardkit.flatten import rename_prefix
 
+__all__ = ["find_module_instances", "replace_by_prefix_"]
+
 
 def find_module_instances(module: nn.Module, search_class: type[nn.Module]) -> list[tuple[str, nn.Module]]:
     """All modules of a class in the tree, with their prefixes in a state dict (``"0.linear."``).
