@@ -75,11 +75,35 @@ def test_losses_and_saved_models_are_those_of_one_process(
 
 
 def test_uneven_held_out_images_count_once(tmp_path: Path) -> None:
-    """360 images on 7 ranks in batches of 16: some ranks have one more, and no last batch is full."""
-    options = options_of("--backend", "simulated", "--ranks", "7", "--batch_size", "16")
+    """360 images on 7 ranks in batches of 17: some ranks have one more, and so one batch more, with one image."""
+    options = options_of("--backend", "simulated", "--ranks", "7", "--batch_size", "17")
     outcome = trained(TRANSFORMER, options, tmp_path / "ckpt")[0]
     assert training.accuracy_of_saved(TRANSFORMER, options, str(tmp_path / "ckpt")) == outcome.accuracy
     assert outcome.accuracy * 360 == pytest.approx(round(outcome.accuracy * 360))
+
+
+def _numel_kept(rank: int, options: Namespace, weights: dict[str, torch.Tensor]) -> int:
+    """What autograd keeps of a forward, parameters aside."""
+    model, _ = training.prepare(TRANSFORMER, options, weights, torch.device("cpu"))
+    kept: dict[int, int] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor.numel()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+        model(torch.randn(64, 3, 8, 8)).sum()
+    return sum(kept.values())
+
+
+@pytest.mark.parametrize("flags", ["--strategy native", "--use_nested_fsdp", "--auto_wrap_policy type_based"])
+def test_gradient_checkpointing_keeps_less(flags: str) -> None:
+    weights, ranks = TRANSFORMER.model().state_dict(), rank_pool(2, "simulated")
+    plain, checkpointed = (
+        ranks.run(_numel_kept, options_of("--backend", "simulated", *flags.split(), *more), weights)[0]
+        for more in ([], ["--use_gradient_checkpointing"])
+    )
+    assert checkpointed < plain / 4
 
 
 def test_mnist_command_learns(capsys: pytest.CaptureFixture[str]) -> None:
@@ -98,6 +122,9 @@ def test_imagenet_command_leaves_checkpoints(tmp_path: Path, capsys: pytest.Capt
     assert "one process" not in capsys.readouterr().out
     files = sorted(p.name for p in (tmp_path / "folder").iterdir())
     assert files == [f"final_ckpt_rank-{rank}-of-2.pth" for rank in range(2)]
+    name = "_fsdp_wrapped_module.stem.1.running_mean"
+    statistics = [torch.load(tmp_path / "folder" / f)["model"][name] for f in files]
+    assert torch.equal(*statistics)  # each rank saw other images: their mean
     consolidate(["--ckpt_prefix", prefix, "--ckpt_suffix", "_rank-*-of-*.pth"])
     full = torch.load(f"{prefix}_consolidated.pth")["model"]
     network = imagenet.task(fake_data=True).model()
