@@ -12,18 +12,18 @@ from .errors import PipeTypeError
 Value = torch.Tensor | tuple[torch.Tensor, ...]
 
 
-def check(value: Any) -> None:
+def check(input: Any) -> None:
     """Refuses what is neither a tensor nor a tuple of tensors.
 
     Raises:
         PipeTypeError: (a TypeError) names the type found.
     """
-    if isinstance(value, tuple):
-        for item in value:
+    if isinstance(input, tuple):
+        for item in input:
             check(item)
-    elif not isinstance(value, torch.Tensor):
+    elif not isinstance(input, torch.Tensor):
         raise PipeTypeError(
-            f"expected Tensor, but got {type(value).__name__}: a tensor or a tuple of tensors goes into a pipeline, "
+            f"expected Tensor, but got {type(input).__name__}: a tensor or a tuple of tensors goes into a pipeline, "
             "from stage to stage and out of it"
         )
 

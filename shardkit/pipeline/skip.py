@@ -24,7 +24,7 @@ from .errors import PipeTypeError
 from .microbatch import Value
 
 
-@dataclasses.dataclass(frozen=True, order=True)
+@dataclasses.dataclass(frozen=True, order=True, slots=True)
 class Namespace:
     """Keeps skip tensors of the same name apart; see :meth:`Skippable.isolate`."""
 

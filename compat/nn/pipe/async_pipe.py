@@ -4,14 +4,39 @@ from __future__ import annotations
 
 from torch import nn
 
+from shardkit.nn.model_parallel import get_pipeline_parallel_group
 from shardkit.pipeline import partition
 from shardkit.pipeline.async_pipe import AsyncPipe
 from shardkit.pipeline.pipe import MOVING_DENIED
 from shardkit.redirected import redirected
 
-from .types import LazyModule
+from . import microbatch
+from .async_pipeline import AsyncPipeline
+from .async_schedule import Invocation, Location, ModuleWrapper
+from .batchnorm import DeferredBatchNorm
+from .skip.layout import SkipLayout
+from .skip.skippable import Skippable
+from .types import LazyModule, TensorOrTensors, Tensors
 
-__all__ = ["MOVING_DENIED", "AsyncPipe", "PartitionInfo", "check_balance", "verify_module"]
+__all__ = [
+    "MOVING_DENIED",
+    "AsyncPipe",
+    "AsyncPipeline",
+    "DeferredBatchNorm",
+    "Invocation",
+    "LazyModule",
+    "Location",
+    "ModuleWrapper",
+    "PartitionInfo",
+    "SkipLayout",
+    "Skippable",
+    "TensorOrTensors",
+    "Tensors",
+    "check_balance",
+    "get_pipeline_parallel_group",
+    "microbatch",
+    "verify_module",
+]
 
 PartitionInfo = redirected(
     "nn.pipe.async_pipe.PartitionInfo",
