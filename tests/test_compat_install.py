@@ -85,7 +85,9 @@ def names_are_shardkits(rank: int) -> None:
         assert deep.FullyShardedDataParallel is shardkit.nn.FullyShardedDataParallel
         assert dist_init is shardkit.fair_dev.testing.testing.dist_init
         assert old_path is shardkit.nn.misc.checkpoint_activations
-        assert isinstance(shardkit.optim.OSS([torch.nn.Parameter(torch.zeros(2))], lr=1.0), fairscale.optim.OSS)
+        assert isinstance(
+            shardkit.optim.OSS([torch.nn.Parameter(torch.zeros(2))], lr=1.0), fairscale.optim.OSS
+        )
         stars: dict[str, Any] = {}
         exec("from fairscale.nn import *\nfrom fairscale.optim.oss import *", stars)
         assert stars["FullyShardedDataParallel"] is shardkit.nn.FullyShardedDataParallel
@@ -135,7 +137,9 @@ def what_is_missing(rank: int) -> None:
 
         # "oss" and "fsdp" are shardkit's own modules, none of fairscale's
         for name in ("fairscale.oss", "fairscale.fsdp", "fairscale.nn.no_such", "fairscale.no_such.at_all"):
-            with pytest.raises(ModuleNotFoundError, match=f"No module named '{name.rpartition('.at')[0] or name}'"):
+            with pytest.raises(
+                ModuleNotFoundError, match=f"No module named '{name.rpartition('.at')[0] or name}'"
+            ):
                 importlib.import_module(name)
         for name in ("oss", "launch", "no_such"):
             with pytest.raises(AttributeError):
@@ -267,4 +271,6 @@ def test_a_module_with_its_arguments(fresh: RankPool, tmp_path: Path) -> None:
         """)
     )
     (tmp_path / "pack" / "other.py").write_text("HERE = __package__\n")
-    assert fresh.run(module_by_command, str(tmp_path)) == [["__main__", "shardkit.optim.oss", "pack", "--lr", "1"]]
+    assert fresh.run(module_by_command, str(tmp_path)) == [
+        ["__main__", "shardkit.optim.oss", "pack", "--lr", "1"]
+    ]

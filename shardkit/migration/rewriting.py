@@ -14,7 +14,6 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Mapping
-from typing import Any
 
 import libcst as cst
 from libcst.metadata import (
@@ -23,12 +22,10 @@ from libcst.metadata import (
     ClassScope,
     CodeSpan,
     MetadataWrapper,
-    QualifiedNameProvider,
     QualifiedNameSource,
     Scope,
     ScopeProvider,
 )
-from libcst.metadata.base_provider import LazyValue
 
 from .served import no_module, objection
 
@@ -106,16 +103,15 @@ class _Tree:
         self.module = wrapper.module
         self._scopes = wrapper.resolve(ScopeProvider)
         self._spans = wrapper.resolve(ByteSpanPositionProvider)
-        self._qualified = wrapper.resolve(QualifiedNameProvider)
 
     def span(self, node: cst.CSTNode) -> CodeSpan:
         """Where it stands, in bytes of UTF-8."""
         return self._spans[node]
 
-    def imported_as(self, node: cst.CSTNode) -> list[str]:
+    def imported_as(self, node: cst.Attribute) -> list[str]:
         """The paths by which an expression may have been imported."""
-        found: Any = self._qualified.get(node, ())
-        names = found() if isinstance(found, LazyValue) else found
+        scope = self._scopes.get(node)
+        names = scope.get_qualified_names_for(node) if scope is not None and dotted(node) else ()
         return [n.name for n in names if n.source is QualifiedNameSource.IMPORT]
 
     def home(self, node: cst.CSTNode) -> Scope | None:
@@ -238,7 +234,7 @@ class _Visitor(cst.CSTVisitor):
             for name in names:
                 self._say(node, objection(path, name))
             if not names:
-                self._say(node, no_module(path))
+                self._say(node, no_module(path, star=True))
         elif self._xla:
             self._rewrite_xla(node, path, names)
         return False

@@ -12,8 +12,10 @@ from shardkit.redirected import MARK, is_redirected
 _VERSION = "shardkit has versions of its own, and fairscale's interface in all of them: drop this check"
 
 
-def no_module(path: str) -> str | None:
-    """What is to be said about ``import path`` or ``from path import ...``; None if it just works."""
+def no_module(path: str, *, star: bool = False) -> str | None:
+    """What is to be said about ``import path`` or, with ``star``, ``from path import *``; None if it just works."""
+    if path == "fairscale" and star:
+        return "all of shardkit's own names come in, where fairscale gives none: drop this import"
     if path == "fairscale.version":
         return _VERSION
     return f"shardkit has no {_ours(path)}" if _module(path) is None else None

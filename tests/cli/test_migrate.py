@@ -1,0 +1,161 @@
+"""``shardkit migrate``: files, exit statuses, and what is printed."""
+
+from __future__ import annotations
+
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from shardkit.cli import main
+from shardkit.migration import files
+
+BEFORE = "import fairscale.nn  # keep\nfairscale.nn.wrap\n"
+AFTER = BEFORE.replace("fairscale", "shardkit")
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    for name in ("a.py", "pack/b.py", ".hidden/c.py", "env/lib/d.py", "pack/__pycache__/e.py"):
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(BEFORE)
+    (tmp_path / "env" / "pyvenv.cfg").write_text("")
+    (tmp_path / "pack" / "other.py").write_text("import torch\n")
+    (tmp_path / "conf.yaml").write_text("_target_: fairscale.nn.wrap\n")
+    return tmp_path
+
+
+def snapshot(folder: Path) -> dict[str, tuple[bytes, int]]:
+    return {str(p): (p.read_bytes(), p.stat().st_mtime_ns) for p in folder.rglob("*") if p.is_file()}
+
+
+def test_diff_and_check_write_nothing(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = snapshot(project)
+    assert main(["migrate", str(project), "--diff"]) == 0
+    printed = capsys.readouterr().out
+    assert f"--- a/{project}/a.py\n+++ b/{project}/a.py\n" in printed
+    assert "-import fairscale.nn  # keep\n-fairscale.nn.wrap\n+import shardkit.nn  # keep\n" in printed
+    assert f"{project}/conf.yaml:1: 'fairscale.nn.wrap' names fairscale\n" in printed
+    assert printed.endswith("files to change: 2\n")
+    assert main(["migrate", str(project), "--check"]) == 1
+    assert "import" not in capsys.readouterr().out
+    assert snapshot(project) == before
+
+
+def test_it_rewrites_once(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["migrate", str(project), "--strings"]) == 0
+    assert capsys.readouterr().out.endswith("files changed: 3\n")
+    changed = {"a.py": AFTER, "pack/b.py": AFTER, "conf.yaml": "_target_: shardkit.nn.wrap\n"}
+    for path in project.rglob("*.*"):
+        if path.is_file() and path.name not in ("other.py", "pyvenv.cfg"):
+            assert path.read_text() == changed.get(str(path.relative_to(project)), BEFORE), path
+    after = snapshot(project)
+    assert main(["migrate", str(project), "--strings", "--check"]) == 0
+    assert main(["migrate", str(project), "--strings"]) == 0
+    assert snapshot(project) == after
+
+
+@pytest.mark.parametrize(
+    ("head", "encoding"),
+    [
+        ("", "utf-8"),
+        ("\ufeff", "utf-8"),
+        ("# -*- coding: latin-1 -*-\r\n", "latin-1"),
+        ("#!/usr/bin/python3\n", "utf-8"),
+    ],
+)
+def test_encoding_line_ends_and_permissions_stay(tmp_path: Path, head: str, encoding: str) -> None:
+    text = head + "name = 'J\u00fcrgen'\r\nimport fairscale # \u00e9\nfairscale.nn\r\n\tif_ = 1".replace(
+        "\r\n\tif_", "\n\nif_"
+    )
+    path = tmp_path / "real.py"
+    path.write_bytes(text.encode(encoding))
+    path.chmod(0o754)
+    link = tmp_path / "link.py"
+    link.symlink_to("real.py")
+    assert main(["migrate", str(link)]) == 0
+    assert path.read_bytes() == text.replace("fairscale", "shardkit").encode(encoding)
+    assert link.is_symlink()
+    assert stat.S_IMODE(path.stat().st_mode) == 0o754
+    assert sorted(os.listdir(tmp_path)) == ["link.py", "real.py"]
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"import fairscale\nprint 'x'\n",
+        b"import fairscale # \xff\n",
+        b"# coding: nonsense\nimport fairscale\n",
+    ],
+)
+def test_what_cant_be_read_is_left_alone(
+    tmp_path: Path, data: bytes, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bad, good = tmp_path / "bad.py", tmp_path / "good.py"
+    bad.write_bytes(data)
+    good.write_text(BEFORE)
+    assert main(["migrate", str(tmp_path)]) == 2
+    assert bad.read_bytes() == data
+    assert good.read_text() == AFTER
+    printed = capsys.readouterr().out
+    assert f"{bad}: left alone: it can't be read: " in printed
+    assert printed.endswith("files changed: 1, left alone: 1\n")
+
+
+def test_a_failed_write_leaves_the_file_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "a.py"
+    path.write_text(BEFORE)
+
+    def fail(*args: object) -> None:
+        raise OSError("disk full")
+
+    result = files.migrate(path)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", fail)
+        with pytest.raises(OSError, match="disk full"):
+            result.write()
+    assert path.read_text() == BEFORE
+    assert os.listdir(tmp_path) == ["a.py"]
+
+
+def test_a_path_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "a.py").write_text(BEFORE)
+    assert main(["migrate", str(tmp_path), str(tmp_path / "nowhere")]) == 2
+    assert "there is no" in capsys.readouterr().err
+    assert (tmp_path / "a.py").read_text() == BEFORE
+
+
+def test_without_libcst_it_says_what_to_install(
+    project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in [n for n in sys.modules if n.startswith("shardkit.migration.")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.delattr("shardkit.migration.files", raising=False)
+    monkeypatch.setitem(sys.modules, "libcst", None)
+    assert main(["migrate", str(project)]) == 2
+    assert "pip install 'shardkit[cli]'" in capsys.readouterr().err
+
+
+def test_commands_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["--help"])
+    assert end.value.code == 0
+    listed = capsys.readouterr().out
+    assert "migrate" in listed
+    assert "run-as-fairscale" in listed
+    with pytest.raises(SystemExit) as end:
+        main(["nonsense"])
+    assert end.value.code == 2
+
+
+def test_python_m_shardkit() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "shardkit", "migrate", "--check", __file__],
+        cwd=Path(__file__).resolve().parents[2], capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.endswith("files to change: 0\n")
