@@ -16,6 +16,7 @@ from shardkit.internal.reduce_scatter_bucketer import ReduceScatterBucketer
 from shardkit.nn import FlattenParamsWrapper, FullyShardedDataParallel
 from shardkit.nn.data_parallel import fsdp_optim_utils
 from shardkit.nn.misc import GradBucket, ParamBucket
+from shardkit.optim import OSS
 from shardkit.optim.layerwise_gradient_scaler import LayerwiseGradientScaler
 from shardkit.utils.testing import DummyProcessGroup
 from tests.pools import rank_pool
@@ -131,3 +132,30 @@ def test_layers_that_cannot_be_scaled(name: str) -> None:
         LayerwiseGradientScaler(model, {name: 2.0})
     with pytest.raises(ConfigurationError, match="growth_factor"):
         LayerwiseGradientScaler(model, {"body.0": 2.0}, growth_factor=1.0)
+
+
+def _old_names_of_oss(rank: int, world_size: int) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2)
+    sharded = OSS(model.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9)
+    model(torch.ones(1, 3)).sum().backward()
+    sharded.step()
+    part = sharded.local_state_dict()
+    assert part["param_groups"][0]["momentum"] == 0.9
+    held = [p.numel() for p in model.parameters() if sharded.param_to_rank[p] == rank]
+    assert sum(s["momentum_buffer"].numel() for s in part["state"].values()) == sum(held)
+    assert sharded.get_global_rank(None, rank) == rank
+    with pytest.raises(RedirectedError, match="load_state_dict"):
+        sharded.rank_local_state_dict(0, {})
+
+
+def test_old_names_of_oss() -> None:
+    rank_pool(2, "gloo").run(_old_names_of_oss, 2)
+
+
+@pytest.mark.parametrize("name", ["SsdBuffer", "SsdFlatParameter", "SsdParameter", "SsdTensorHandle"])
+def test_ssd_classes_are_redirected(name: str) -> None:
+    from shardkit.experimental.nn import ssd_offload
+
+    with pytest.raises(RedirectedError, match="move_params_to_cpu"):
+        getattr(ssd_offload, name)(1)

@@ -13,6 +13,7 @@ from shardkit import oss as core
 from shardkit.internal.params import calc_grad_norm, get_global_rank, recursive_copy_to_device
 from shardkit.oss_state import part_of_rank
 from shardkit.param_bucket import ParamBucket
+from shardkit.redirected import redirected_function
 
 __all__ = [
     "OSS",
@@ -113,6 +114,19 @@ class OSS(core.OSS):
         return found
 
     # names of fairscale before 0.3.7
+    get_global_rank = staticmethod(get_global_rank)
+    rank_local_state_dict = staticmethod(
+        redirected_function(
+            "optim.oss.OSS.rank_local_state_dict",
+            "OSS.load_state_dict(state_dict), which takes a rank's part",
+            why="it read a format that fairscale gave up in 0.3.7",
+        )
+    )
+
+    def local_state_dict(self) -> dict[str, Any]:
+        """The state dict of the inner optimizer, which has this rank's part."""
+        return self.optim.state_dict()
+
     param_to_rank = _param_to_rank
     param_to_index = _param_to_index
     per_device_params = _per_device_params

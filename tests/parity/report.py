@@ -43,34 +43,51 @@ def _names(module: str) -> list[str]:
 
 
 def _row(module: str) -> tuple[str, str]:
-    """Status and what is to say of it."""
-    by_entry: dict[Difference, list[str]] = {}
+    """Status and what is to say of it: each reason with the names that it is for."""
+    told: dict[str, list[str]] = {}
+    kinds = set()
+    redirected = set()
     prefix = f"{below(module)}."
     for finding in findings_of(module):
         entry = entry_of(finding)
-        if entry is not None:
-            names = by_entry.setdefault(entry, [])
-            name = finding.where.removeprefix(prefix).removesuffix(".__init__")
-            if name != below(module) and name not in names:
-                names.append(name)
+        if entry is None:
+            continue
+        name = finding.where.removeprefix(prefix).removesuffix(".__init__")
+        reason = entry.reason
+        if finding.what == "redirected":
+            redirected.add(name)
+            why, _, instead = finding.detail.partition(" is not carried over: ")[2].partition(". Use ")
+            reason = f"redirected to {instead.removesuffix(' instead.')}: {why}"
+        elif entry.kind == "missing":
+            reason = f"missing: {reason}"
+        kinds.add(entry.kind)
+        names = told.setdefault(reason, [])
+        if name not in (below(module), *names):
+            names.append(name)
     for entry in DIFFERENCES:
-        if entry.kind == "behaviour" and (entry.where == below(module) or entry.where.startswith(prefix)):
-            rest = entry.where.removeprefix(prefix)
-            if "." not in rest or rest.partition(".")[0][0].isupper() or entry.where == below(module):
-                by_entry.setdefault(entry, [] if entry.where == below(module) else [rest])
-    kinds = {entry.kind.replace("behaviour", "better") for entry in by_entry}
-    redirected = {n for e, names in by_entry.items() if e.kind == "redirected" for n in names}
+        if entry.kind == "behaviour" and _home(entry.where) == below(module):
+            kinds.add("better")
+            told.setdefault(entry.reason, []).extend(
+                [n for n in [entry.where.removeprefix(prefix)] if n != below(module)]
+            )
     status = next((k for k in ("missing", "redirected", "better") if k in kinds), "same")
-    if status == "redirected" and not set(_names(module)) <= redirected:
+    if redirected and status == "redirected" and not set(_names(module)) <= redirected:
         status = "redirected in part"
-    texts = [_text(entry, names) for entry, names in by_entry.items()]
-    return status, "; ".join(texts)
+    if status == "missing" and set(_names(module)):
+        status = "redirected in part" if redirected else "missing in part"
+    return status, "; ".join(_text(reason, names) for reason, names in told.items())
 
 
-def _text(entry: Difference, names: list[str]) -> str:
+def _home(where: str) -> str:
+    """The module of a path."""
+    while f"fairscale.{where}" not in MODULES:
+        where = where.rpartition(".")[0]
+    return where
+
+
+def _text(reason: str, names: list[str]) -> str:
     shown = ", ".join(f"`{n}`" for n in names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
-    mark = "redirected: " if entry.kind == "redirected" else ""
-    return f"{shown}: {mark}{entry.reason}" if shown else f"{mark}{entry.reason}"
+    return f"{shown}: {reason}" if shown else reason
 
 
 def report() -> str:
@@ -79,7 +96,7 @@ def report() -> str:
     counts = Counter(status for status, _ in rows.values())
     count = f"{len(rows)} modules: " + ", ".join(
         f"{counts[s]} {s}"
-        for s in ("same", "better", "redirected in part", "redirected", "missing")
+        for s in ("same", "better", "redirected in part", "redirected", "missing in part", "missing")
         if counts[s]
     )
     lines = ["| fairscale | | what, and why |", "|---|---|---|"]

@@ -91,7 +91,7 @@ def _in_module(name: str, facts: dict[str, Any], module: Any) -> Iterator[Findin
             if thing is Finding:
                 yield Finding(where, "name", f"one of its {kind} is missing")
             elif is_redirected(thing):
-                yield Finding(where, "redirected", str(thing.__doc__))
+                yield Finding(where, "redirected", thing.__doc__ or "")
             elif kind == "classes":
                 yield from _in_class(where, expected, thing)
             elif kind == "functions":
