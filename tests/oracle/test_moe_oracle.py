@@ -1,0 +1,127 @@
+"""Mixture of experts beside the real fairscale, in the same ranks: gates to the last bit, layers, and its faults.
+
+fairscale's own all-to-all works on gloo; it wants fp32, and a number of tokens that the experts divide.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from shardkit.nn import moe
+from tests.pools import rank_pool
+
+real = pytest.importorskip("fairscale.nn.moe")
+pytestmark = [pytest.mark.oracle, pytest.mark.timeout(120)]
+
+
+def test_names_and_signatures() -> None:
+    for name in ("moe_layer", "top2gate"):
+        ours, theirs = getattr(moe, name), getattr(real, name)
+        for key, value in vars(theirs).items():
+            if getattr(value, "__module__", "").startswith("fairscale.nn.moe"):
+                own = getattr(ours, key)
+                pairs = [(own, value)] if not inspect.isclass(value) else [(own.forward, value.forward)]
+                if inspect.isclass(value) and issubclass(value, nn.Module):
+                    pairs.append((own.__init__, value.__init__))
+                for pair in pairs:
+                    arguments = [list(inspect.signature(f).parameters.values()) for f in pair]
+                    if not key.startswith("_"):
+                        kinds = [[(p.name, p.kind, p.default) for p in a] for a in arguments]
+                        assert kinds[0] == kinds[1], key
+    assert moe.top2gate.gumbel_map == {}
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    experts=st.integers(1, 6),
+    factor=st.integers(1, 5),
+    dtype=st.sampled_from([torch.float32, torch.float16, torch.bfloat16]),
+    spread=st.sampled_from([0.0, 0.1, 1.0, 30.0]),
+    seed=st.integers(0, 99),
+)
+def test_gates(experts: int, factor: int, dtype: torch.dtype, spread: float, seed: int) -> None:
+    """The same noise from the same seed, and so the same experts."""
+    results = []
+    for module in (moe, real):
+        torch.manual_seed(seed)
+        gate = module.Top2Gate(4, experts).to(dtype)
+        x = (spread * torch.randn(experts * factor, 4)).to(dtype).requires_grad_()
+        l_aux, combine, mask = gate(x)
+        (l_aux + (combine * torch.arange(combine.numel()).view_as(combine)).sum()).backward()
+        results.append([l_aux, combine, mask, torch.rand(1), x.grad, gate.wg.weight.grad])
+    for i, (first, second) in enumerate(zip(*results, strict=True)):
+        assert first.dtype == second.dtype
+        if i < 4:
+            assert torch.equal(first, second)
+        else:
+            torch.testing.assert_close(
+                first, second, rtol=2e-2 if first.dtype.itemsize == 2 else 1e-5, atol=1e-5
+            )
+
+
+def _layers(rank: int, program: tuple[int, int, int, int, int]) -> list[Any]:
+    local, tokens, rows, dim, seed = program
+    world = torch.distributed.get_world_size()
+    results = []
+    for module in (moe, real):
+        torch.manual_seed(seed)
+        gate = module.Top2Gate(dim, world * local)
+        torch.manual_seed(1000 * seed + rank)
+        experts = nn.ModuleList(nn.Linear(dim, dim) for _ in range(local))
+        layer = module.MOELayer(gate, experts if local > 1 or seed % 2 else experts[0])
+        x = torch.randn(rows, tokens, dim, requires_grad=True)
+        y = layer(x)
+        (layer.l_aux + y.pow(2).sum()).backward()
+        names = list(layer.state_dict())
+        marked = [getattr(p, "expert", None) for p in layer.parameters()]
+        gradients = [p.grad for p in layer.parameters()]
+        results.append([y.detach(), layer.l_aux.detach(), x.grad, gradients, names, marked])
+        assert (layer.world_size, layer.num_local_experts, layer.group) == (
+            world,
+            local,
+            torch.distributed.group.WORLD,
+        )
+    return results
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+@settings(max_examples=6, deadline=None)
+@given(local=st.integers(1, 3), factor=st.integers(1, 3), dim=st.integers(1, 5), seed=st.integers(0, 99))
+def test_layers(world: int, local: int, factor: int, dim: int, seed: int) -> None:
+    program = (local, world * factor, local, dim, seed)  # fairscale wants rows that the local experts divide
+    for ours, theirs in rank_pool(world).run(_layers, program):
+        assert ours[4:] == theirs[4:]
+        torch.testing.assert_close(ours[:4], theirs[:4], rtol=1e-5, atol=1e-6)
+
+
+def _faults(rank: int) -> None:
+    for module, right in ((moe, True), (real, False)):
+
+        def attempt(dtype: torch.dtype, rows: int, tokens: int, local: int = 1, module: Any = module) -> bool:
+            experts = nn.ModuleList(nn.Linear(4, 4) for _ in range(local))
+            layer = module.MOELayer(module.Top2Gate(4, 2 * local), experts).to(dtype)
+            try:
+                y = layer(torch.ones(rows, tokens, 4, dtype=dtype))
+                y.sum().backward()
+                copy.deepcopy(layer)
+            except (RuntimeError, AssertionError, TypeError):
+                return False
+            return bool(y.dtype == dtype)
+
+        assert attempt(torch.float64, 2, 4) is right
+        assert attempt(torch.bfloat16, 2, 4) is right
+        assert attempt(torch.float32, 1, 3) is right, "a number of tokens that the experts don't divide"
+        assert attempt(torch.float32, 3, 4, local=2) is right, "rows that the local experts don't divide"
+        assert attempt(torch.float32, 2, 4) is right, "a copy after forward"
+
+
+def test_fairscale_faults() -> None:
+    rank_pool(2).run(_faults)
