@@ -3,6 +3,7 @@
 #   make demo    trains on real data with 2 ranks: DDP, OSS, ShardedDDP and FSDP beside one process
 #   make test    all tests: newest torch, then oldest supported torch with the XLA backend
 #   make check   ruff, mypy, import-linter
+#   make fuzz     draws new programs for MINUTES=10, keeps what fails as tests
 #   make bench   shardkit, fairscale, DDP, FSDP1, FSDP2 and others interleaved in one run
 #   make docs    HTML documentation in docs/_build/html
 
@@ -19,7 +20,7 @@ PIP_FLAGS := --quiet --disable-pip-version-check --no-input
 export OMP_NUM_THREADS ?= 1
 export PYTHONUNBUFFERED := 1
 
-.PHONY: help demo demo-xla test test-core test-xla check format bench docs clean
+.PHONY: help demo demo-xla test test-core test-xla fuzz check format bench docs clean
 .DELETE_ON_ERROR:
 
 help:
@@ -80,6 +81,10 @@ check: $(CORE)/.ready
 format: $(CORE)/.ready
 	$(CORE)/bin/ruff check --fix
 	$(CORE)/bin/ruff format
+
+MINUTES ?= 10
+fuzz: $(CORE)/.ready
+	@$(CORE)/bin/python -m tests.differential.fuzz --minutes $(MINUTES)
 
 bench: $(CORE)/.ready
 	@$(CORE)/bin/python tests/benchmarks/compare.py $(BENCH)

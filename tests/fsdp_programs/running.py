@@ -6,6 +6,7 @@ import dataclasses
 import pickle
 from typing import Any
 
+from tests.differential.keeping import kept
 from tests.pools import rank_pool
 
 from .ranks import resume_rank, run_rank, save_rank
@@ -28,12 +29,14 @@ def run_ranks(library: str, program: Program, world_size: int) -> list[list[Mome
     return [pickle.loads(b) for b in pool_for(library, world_size).run(run_rank, library, program)]
 
 
+@kept
 def check_against_truth(program: Program, world_size: int, library: str = "shardkit") -> None:
     """Runs a program on ranks and in one process, and compares what both saw."""
     got, want = run_ranks(library, program, world_size), run_truth(program, world_size)
     compare(got, want, tolerance_for(program), ordered=library != "fairscale")
 
 
+@kept
 def check_three_ways(program: Program, world_size: int) -> None:
     """Truth, fairscale and shardkit: a program on which fairscale is wrong shows as a missing limit of its own."""
     tolerance = tolerance_for(program)
@@ -42,6 +45,7 @@ def check_three_ways(program: Program, world_size: int) -> None:
     compare(run_ranks("shardkit", program, world_size), theirs, tolerance, ordered=False)
 
 
+@kept
 def check_resumed(
     program: Program,
     steps: tuple[tuple[AnyStep, ...], tuple[AnyStep, ...]],

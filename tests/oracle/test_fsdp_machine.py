@@ -14,14 +14,15 @@ from hypothesis import assume, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
+from tests.differential.keeping import keep
 from tests.fsdp_programs.legality import STEPLESS, Ledger, meaningful
 from tests.fsdp_programs.ranks import keep_rank, move_rank
 from tests.fsdp_programs.result import compare_moment, tolerance_for
-from tests.fsdp_programs.running import pool_for
+from tests.fsdp_programs.running import check_against_truth, pool_for
 from tests.fsdp_programs.spec import AnyStep, Evaluate, Fail, Inspect, Look, Program, Reload, Summon
 from tests.fsdp_programs.strategies import clips, freezings, models, modes, options
 from tests.fsdp_programs.truth import Truth
-from tests.programs.running import examples
+from tests.programs.running import FUZZ, examples
 from tests.programs.spec import OptimizerSpec, Step, Train, ZeroGrad
 
 pytestmark = pytest.mark.timeout(600)
@@ -59,6 +60,8 @@ class Machine(RuleBasedStateMachine):
         except Exception as error:
             program = dataclasses.replace(self.program, steps=tuple(self.steps))
             self.steps.clear()
+            if FUZZ > 1:
+                keep(check_against_truth, (program, self.world_size), {}, error)
             raise AssertionError(f"{program}\non {self.world_size} ranks: {error}") from error
 
     @rule(data=st.data(), no_sync=st.booleans())

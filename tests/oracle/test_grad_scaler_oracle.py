@@ -15,12 +15,14 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
 from shardkit.optim.grad_scaler import ShardedGradScaler
+from tests.differential.keeping import kept
 from tests.pools import rank_pool
+from tests.programs.running import examples
 
 pytest.importorskip("fairscale.optim.grad_scaler")
 
@@ -77,7 +79,7 @@ drawn_step = st.tuples(
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-@settings(max_examples=20, deadline=None)
+@examples(50)
 @given(
     steps=st.lists(drawn_step, min_size=1, max_size=8),
     dtype=st.sampled_from([torch.float32, torch.float16, torch.bfloat16, torch.float64]),
@@ -89,6 +91,11 @@ drawn_step = st.tuples(
 def test_same_scales_and_parameters(
     world_size: int, steps: list[Any], dtype: torch.dtype, options: dict[str, Any]
 ) -> None:
+    check_scales(world_size, steps, dtype, options)
+
+
+@kept
+def check_scales(world_size: int, steps: list[Any], dtype: torch.dtype, options: dict[str, Any]) -> None:
     for ours, theirs in rank_pool(world_size, "gloo").run(both, steps, dtype, options):
         for (scale, tracker, params), (their_scale, their_tracker, their_params) in zip(
             ours, theirs, strict=True

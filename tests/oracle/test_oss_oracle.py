@@ -11,6 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.differential.keeping import kept
 from tests.pools import rank_pool
 from tests.programs.legality import SCALAR_STATE, fairscale_limit
 from tests.programs.optimizers import OPTIMIZERS
@@ -61,6 +62,11 @@ drawn_sizes = st.lists(
 @given(sizes=drawn_sizes, groups=st.integers(1, 3))
 def test_same_owners(world_size: int, sizes: list[tuple[int, bool]], groups: int) -> None:
     sizes[0] = (sizes[0][0], True)  # an optimizer over frozen parameters alone has nothing to do
+    check_owners(world_size, sizes, groups)
+
+
+@kept
+def check_owners(world_size: int, sizes: list[tuple[int, bool]], groups: int) -> None:
     pool = rank_pool(world_size)
     assert pool.run(owners, "shardkit", sizes, groups) == pool.run(owners, "fairscale", sizes, groups)
 
@@ -108,6 +114,11 @@ WAYS = [
 @given(program=checkpointed())
 def test_state_dicts_travel(writer: str, before: int, reader: str, after: int, program: Program) -> None:
     """Written by one at one world size, read by the other at another: the course goes on as if nothing had happened."""
+    check_travel(writer, before, reader, after, program)
+
+
+@kept
+def check_travel(writer: str, before: int, reader: str, after: int, program: Program) -> None:
     _, checkpoint = run_with(writer, program, before)
     _, true_checkpoint = run_with("torch", program, before)
     runs, _ = run_with(reader, program, after, checkpoint)

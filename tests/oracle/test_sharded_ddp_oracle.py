@@ -9,6 +9,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import assume, given
 
+from tests.differential.keeping import kept
 from tests.programs.legality import fairscale_limit
 from tests.programs.result import compare, tolerance_for
 from tests.programs.running import examples, run_ranks
@@ -20,6 +21,7 @@ pytest.importorskip("fairscale.optim.oss")
 pytestmark = [pytest.mark.oracle, pytest.mark.timeout(600)]
 
 
+@kept
 def check_three_ways(program: Program, world_size: int) -> None:
     """Truth, fairscale and shardkit."""
     assert fairscale_limit(program, world_size) is None

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from hypothesis import HealthCheck, Phase, settings
 
+from tests.differential.keeping import kept
 from tests.pools import rank_pool
 
 from .ranks import run_rank
@@ -49,6 +50,7 @@ def run_ranks(
     return [pickle.loads(b) for b in pool.run(run_rank, library, program, packed)]
 
 
+@kept
 def check_against_truth(
     program: Program, world_size: int, library: str = "shardkit", backend: str = "gloo"
 ) -> None:
