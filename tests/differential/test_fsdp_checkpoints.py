@@ -1,4 +1,4 @@
-"""Drawn models and optimizers: training that one library began and saved goes on in the other, at any number of ranks."""
+"""Drawn models: training that one library began and saved goes on in the other, at another number of ranks too."""
 
 from __future__ import annotations
 
