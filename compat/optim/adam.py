@@ -185,8 +185,8 @@ class Adam(torch.optim.Optimizer):
                     for key in _STATE:
                         state[key] = torch.zeros_like(p, dtype=self._state_dtype(p))
                 state["step"] += 1
-                key = (number, p.device, p.dtype, state["step"])
-                alike.setdefault(key, (group, []))[1].append((p, p.grad, state))
+                kind = (number, p.device, p.dtype, state["step"])
+                alike.setdefault(kind, (group, []))[1].append((p, p.grad, state))
         overflows = [self._update(group, rows) for group, rows in alike.values()]
         if self.precision is Precision.PURE_FP16:
             self._adapt_scale(any(bool(o) for o in overflows))

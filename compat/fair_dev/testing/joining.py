@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from shardkit.nn.model_parallel import destroy_model_parallel
+from shardkit.nn.model_parallel.initialize import destroy_model_parallel
 
 __all__ = ["dist_init", "make_cudnn_deterministic", "rmf", "teardown", "temp_files_ctx"]
 

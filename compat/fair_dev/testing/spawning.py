@@ -10,9 +10,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import multiprocessing
+from torch.multiprocessing.spawn import spawn
 
 from shardkit.errors import ConfigurationError
-from shardkit.nn.model_parallel import initialize_model_parallel
+from shardkit.nn.model_parallel.initialize import initialize_model_parallel
 
 from .joining import dist_init, make_cudnn_deterministic, teardown, temp_files_ctx
 
@@ -69,9 +70,7 @@ def spawn_for_all_world_sizes(
     """
     for world_size in get_world_sizes() if world_sizes is None else world_sizes:
         with temp_files_ctx(2) as files:
-            multiprocessing.spawn(
-                test_runner, (test_func, deterministic, world_size, *files, *args), nprocs=world_size
-            )
+            spawn(test_runner, (test_func, deterministic, world_size, *files, *args), nprocs=world_size)
 
 
 def worker_process(

@@ -16,12 +16,12 @@ import torch.distributed as dist
 from torch import nn
 
 from shardkit.internal.version import torch_version
-from shardkit.nn.model_parallel import (
+from shardkit.nn.model_parallel.initialize import (
     destroy_model_parallel,
     initialize_model_parallel,
-    model_parallel_cuda_manual_seed,
+    model_parallel_is_initialized,
 )
-from shardkit.nn.model_parallel.initialize import model_parallel_is_initialized
+from shardkit.nn.model_parallel.random import model_parallel_cuda_manual_seed
 from shardkit.redirected import redirected, redirected_function
 
 from .joining import dist_init, make_cudnn_deterministic, rmf, teardown, temp_files_ctx
