@@ -311,17 +311,23 @@ class LayerwiseMemoryTracker:
         self._entered = None
 
     def _watch_backward(self, name: str, module: nn.Module, inputs: Any, outputs: Any) -> None:
-        """Traces the layer's backward when the gradient of an input is there; without one, when it begins."""
-        for made, tensors in ((True, inputs), (False, outputs)):
-            for t in tree_leaves(tensors):
-                if isinstance(t, torch.Tensor) and t.requires_grad:
-                    hook = t.register_hook(
-                        lambda grad, made=made: self._trace(
-                            name, module, 0, TraceBackwardEvent(_size(grad) if made else 0)
-                        )
-                    )
-                    self._hooks.append(hook)
-                    return
+        """Traces the layer's backward when the gradient of an input is there; where none is made, when it began."""
+
+        def on_gradient(grad: torch.Tensor) -> None:
+            self._trace(name, module, 0, TraceBackwardEvent(_size(grad)))
+
+        def on_node(*_: Any) -> None:
+            self._trace(name, module, 0, TraceBackwardEvent(0))
+
+        def first(tensors: Any) -> torch.Tensor | None:
+            found = (t for t in tree_leaves(tensors) if isinstance(t, torch.Tensor) and t.requires_grad)
+            return next(found, None)
+
+        received, made = first(inputs), first(outputs)
+        if received is not None:
+            self._hooks.append(received.register_hook(on_gradient))
+        elif made is not None and made.grad_fn is not None:
+            self._hooks.append(made.grad_fn.register_hook(on_node))
 
     def _trace(
         self, name: str, module: nn.Module, in_forward: int, event: TraceForwardEvent | TraceBackwardEvent
