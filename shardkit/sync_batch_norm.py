@@ -22,11 +22,11 @@ from .errors import ConfigurationError
 
 
 class Statistics(NamedTuple):
-    """Those of the batches of all ranks; [C] each, count is [1]; fp32, or fp64 for fp64 inputs."""
+    """Those of the batches of all ranks; [C] each, total is [1]; fp32, or fp64 for fp64 inputs."""
 
     mean: torch.Tensor
     var: torch.Tensor  # biased: divided by N
-    count: torch.Tensor  # N
+    total: torch.Tensor  # N
 
 
 def _reduced_dims(input: torch.Tensor) -> list[int]:

@@ -93,7 +93,7 @@ def _far_from_zero(rank: int) -> None:
     var, mean = torch.var_mean(x.double(), [0, 2], correction=0)
     torch.testing.assert_close(statistics.mean, mean.float())
     torch.testing.assert_close(statistics.var, var.float(), atol=0, rtol=1e-4)
-    assert statistics.count.item() == 35
+    assert statistics.total.item() == 35
 
 
 def test_variances_of_values_far_from_zero() -> None:

@@ -60,7 +60,7 @@ def get_data(
     if width != same_width:
         raise ConfigurationError(f"shapes {shape[0]} and {shape[1]} can't be multiplied")
     input = torch.rand(tokens, width, device=device, dtype=dtype).requires_grad_(True)
-    weight = nn.Linear(width, words, bias=False, device=device, dtype=dtype).weight
+    weight: Any = nn.Linear(width, words, bias=False, device=device, dtype=dtype).weight
     return input, weight, torch.randint(words, (tokens,), device=device)
 
 

@@ -10,7 +10,7 @@ the slice, which is on the device again by then.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -31,7 +31,7 @@ class _Saved(NamedTuple):
     version: int
     size: torch.Size
     stride: tuple[int, ...]
-    offset: int
+    offset: Any  # int
 
     def again(self) -> torch.Tensor:
         if self.param._version != self.version:
@@ -131,7 +131,7 @@ def _move_buffers(module: nn.Module, device: torch.device, non_blocking: bool) -
                 child._buffers[name] = buffer.to(device, non_blocking=non_blocking)
 
 
-def _pack(params: dict[int, torch.Tensor], tensor: torch.Tensor) -> torch.Tensor | _Saved:
+def _pack(params: Mapping[int, torch.Tensor], tensor: torch.Tensor) -> torch.Tensor | _Saved:
     param = params.get(tensor.untyped_storage().data_ptr())
     if param is None or tensor.dtype != param.dtype:
         return tensor

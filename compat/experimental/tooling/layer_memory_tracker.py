@@ -7,6 +7,8 @@ those of tensors that were made while a model was monitored, and of the model.
 from __future__ import annotations
 
 import enum
+import importlib
+import io
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -368,18 +370,15 @@ def find_best_reset_points(activation_sizes: list[int], num_checkpoints: int) ->
     n = len(activation_sizes)
     sums = [0, *accumulate(activation_sizes)]
     # best[start] = (largest chunk, ends) of the layers from start on, with as many chunks as rounds so far
-    best: list[tuple[int, list[int]]] = [(sums[n] - sums[start], []) for start in range(n)] + [(0, [])]
+    best: list[tuple[int, list[int]]] = [*((sums[n] - sums[start], []) for start in range(n)), (0, [])]
     for _ in range(num_checkpoints):
-        further = [
-            min(
-                (
-                    (max(sums[end] - sums[start], best[end][0]), [end, *best[end][1]])
-                    for end in range(start + 1, n + 1)
-                ),
-                key=lambda option: option[0],
+        further: list[tuple[int, list[int]]] = []
+        for start in range(n):
+            options = (
+                (max(sums[end] - sums[start], best[end][0]), [end, *best[end][1]])
+                for end in range(start + 1, n + 1)
             )
-            for start in range(n)
-        ]
+            further.append(min(options, key=lambda option: option[0]))
         best = [*further, (0, [])]
     return best[0]
 
@@ -427,7 +426,7 @@ def compare_memory_traces_in_plot(
         memory_traces_by_job: traces by the name of their run.
         capture: return an image (needs Pillow), do not show it.
     """
-    import matplotlib.pyplot as plt
+    plt: Any = importlib.import_module("matplotlib.pyplot")
 
     fig, axes = plt.subplots(figsize=figsize, ncols=2, nrows=3)
     for axis, (title, of_trace, summed) in zip(axes.flat, _PLOTS, strict=True):
@@ -479,14 +478,10 @@ def _plot(
 
 def matplotlib_figure_to_image(fig: Any) -> Any:
     """A Pillow image (RGB) of a figure."""
-    import io
-
-    from PIL import Image
-
     buffer = io.BytesIO()
     fig.savefig(buffer)
     buffer.seek(0)
-    return Image.open(buffer).convert("RGB")
+    return importlib.import_module("PIL.Image").open(buffer).convert("RGB")
 
 
 @contextmanager

@@ -17,7 +17,7 @@ __all__ = [
 ]
 
 MAX_LEN_DEQUEUE = 10**4
-deque_with_max_len_fixed = partial(deque, maxlen=MAX_LEN_DEQUEUE)
+deque_with_max_len_fixed: Any = partial(deque, maxlen=MAX_LEN_DEQUEUE)
 
 _PATH = "experimental.nn.data_parallel.gossip.utils.cuda_metering"
 _PROFILER = {"instead": "torch.profiler.profile", "why": "it times phases on any device, without extra code"}
