@@ -344,7 +344,7 @@ def accuracy_of_saved(task: Task, options: Namespace, prefix: str) -> float:
     if options.strategy == "fsdp":
         full, _ = consolidate_sharded_model_checkpoints(prefix, SHARDS)
     else:
-        full = torch.load(prefix + WHOLE, map_location="cpu")["model"]
+        full = shardkit.load(prefix + WHOLE)["model"]
     network = task.model()
     shardkit.load_with_or_without_prefix(network, full)
     dtype = DTYPES[options.compute_dtype]

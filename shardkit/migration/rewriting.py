@@ -197,6 +197,7 @@ class _Visitor(cst.CSTVisitor):
         self._strings, self._xla = strings, xla
         self.edits: dict[tuple[int, int], str] = {}
         self.notes: set[tuple[int, str]] = set()
+        self._said: set[str] = set()
         self._annotations = 0
 
     def _rename(self, node: cst.CSTNode, seen_from: cst.CSTNode) -> None:
@@ -314,7 +315,9 @@ class _Visitor(cst.CSTVisitor):
         self.edits[span.start, span.length] = new
 
     def _say(self, node: cst.CSTNode, text: str | None) -> None:
-        if text is not None:
+        """What there is to say about a name is said once."""
+        if text is not None and text not in self._said:
+            self._said.add(text)
             self._note(node, text)
 
     def _note(self, node: cst.CSTNode, text: str) -> None:
