@@ -22,6 +22,7 @@ from shardkit.experimental.nn.data_parallel.gossip import (
     PushSum,
     RingGraph,
 )
+from tests.backends.environments import environments
 from tests.pools import rank_pool
 
 LR = (0.1, 0.03)  # of two parameter groups
@@ -57,7 +58,8 @@ def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
 
 def _loss(model: nn.Module, rank: int, step: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(100 * step + rank)
-    return model(torch.randn(4 + rank, 3, generator=generator)).pow(2).mean()
+    x = torch.randn(4 + rank, 3, generator=generator)
+    return model(x.to(next(model.parameters()).device)).pow(2).mean()
 
 
 def _schedule(optimizer: torch.optim.Optimizer, step: int) -> None:
@@ -105,10 +107,11 @@ def _simulate(world: int, node: int, steps: int, options: dict[str, Any]) -> lis
     return history
 
 
-def _train(rank: int, node: int, steps: int, options: dict[str, Any]) -> list[list[torch.Tensor]]:
-    net = SlowMoDistributedDataParallel(
-        _model(rank), nprocs_per_node=node, **options
-    )  # rank 0's model counts
+def _train(
+    rank: int, node: int, steps: int, options: dict[str, Any], backend: str
+) -> list[list[torch.Tensor]]:
+    model = _model(rank).to(get_backend(backend).device())  # rank 0's counts
+    net = SlowMoDistributedDataParallel(model, nprocs_per_node=node, **options)
     optimizer = _optimizer(net.module)
     history = []
     for step in range(steps):
@@ -117,12 +120,12 @@ def _train(rank: int, node: int, steps: int, options: dict[str, Any]) -> list[li
         _loss(net, rank, step).backward()
         optimizer.step()
         net.perform_slowmo(optimizer)
-        history.append([p.detach().clone() for p in net.module.parameters()])
+        history.append([p.detach().cpu().clone() for p in net.module.parameters()])
     return history
 
 
-def _compare(rank: int, world: int, node: int, options: dict[str, Any]) -> None:
-    mine, truth = _train(rank, node, 8, options), _simulate(world, node, 8, options)
+def _compare(rank: int, world: int, node: int, options: dict[str, Any], backend: str = "gloo") -> None:
+    mine, truth = _train(rank, node, 8, options, backend), _simulate(world, node, 8, options)
     together = [
         s
         for s in range(8)
@@ -150,6 +153,15 @@ def _compare(rank: int, world: int, node: int, options: dict[str, Any]) -> None:
 )
 def test_local_sgd_and_slow_momentum(world: int, node: int, options: dict[str, Any]) -> None:
     rank_pool(world).run(_compare, world, node, options)
+
+
+@pytest.mark.parametrize(
+    ("backend", "world"), [p for p in environments("simulated", "xla") if p.values[1] in (2, 3)]
+)
+@pytest.mark.parametrize("memory_efficient", [False, True])
+def test_on_other_backends(backend: str, world: int, memory_efficient: bool) -> None:
+    options = {"slowmo_frequency": 4, "localsgd_frequency": 2, "slowmo_memory_efficient": memory_efficient}
+    rank_pool(world, backend).run(_compare, world, 1, options, backend)
 
 
 def test_nodes_of_several_ranks() -> None:

@@ -140,18 +140,19 @@ class _Counting:
         self.kind.all_gather_into = self.plain
 
 
-def _checkpointed(rank: int, nested: bool) -> None:
-    torch.manual_seed(1)
-
+def _checkpointed(rank: int, how: str) -> None:
     def model() -> nn.Module:
         torch.manual_seed(5)
-        inner = nn.Sequential(nn.Linear(3, 3), SyncBatchNorm(3), nn.Tanh())
-        return nn.Sequential(inner, SyncBatchNorm(3), nn.Linear(3, 1))
+        inner = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Tanh())
+        return nn.Sequential(inner, nn.BatchNorm1d(3), nn.Linear(3, 1))
 
-    plain, wrapped = model(), model()
-    if nested:
+    plain, wrapped = SyncBatchNorm.convert_sync_batchnorm(model()), model()
+    if how != "converted later":
+        wrapped = SyncBatchNorm.convert_sync_batchnorm(wrapped)
+    if how == "nested":
         checkpoint_wrapper(wrapped[0])
     checkpoint_wrapper(wrapped)
+    wrapped = SyncBatchNorm.convert_sync_batchnorm(wrapped)
     kind = type(get_backend("gloo").group().channel("batch norm"))
     counts = []
     for m in (plain, wrapped):
@@ -170,9 +171,9 @@ def _checkpointed(rank: int, nested: bool) -> None:
         torch.testing.assert_close(b, c, msg=name)
 
 
-@pytest.mark.parametrize("nested", [False, True])
-def test_checkpointing_exchanges_and_tracks_once(nested: bool) -> None:
-    rank_pool(2).run(_checkpointed, nested)
+@pytest.mark.parametrize("how", ["whole", "nested", "converted later"])
+def test_checkpointing_exchanges_and_tracks_once(how: str) -> None:
+    rank_pool(2).run(_checkpointed, how)
 
 
 def _half(rank: int) -> None:
