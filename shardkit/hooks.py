@@ -80,10 +80,10 @@ class GradientHooks:
 def call_after_backward(function: Callable[[], None]) -> None:
     """Calls ``function`` when the running backward is through, and so is what waits for its end.
 
-    DDP reduces in a callback that it queues in backward, or (static graphs) in one that such a callback queues.
+    DDP and ShardedDDP finish in callbacks that they queue in backward, which may be later than this one.
     """
     queue = Variable._execution_engine.queue_callback  # type: ignore[attr-defined]
-    queue(lambda: queue(lambda: queue(function)))
+    queue(lambda: queue(function))
 
 
 _RUN_BACKWARD = torch.autograd.graph._engine_run_backward.__code__

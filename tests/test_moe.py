@@ -192,7 +192,7 @@ class QuietGate(nn.Module):
         self.experts = experts
 
     def forward(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        numbers = torch.arange(len(tokens))
+        numbers = torch.arange(len(tokens), device=tokens.device)
         slots = len(tokens) // self.experts
         where = (
             F.one_hot(numbers % self.experts, self.experts)[:, :, None]

@@ -141,14 +141,14 @@ def local_state(wrapper: FSDP) -> Iterator[None]:
     """Inside, state dicts of the wrapper and those below hold this rank's shards."""
     from .wrapper import FSDP
 
-    wrappers = [m for m in wrapper.modules() if isinstance(m, FSDP)]
-    for w in wrappers:
+    before = [(m, m._state_is_local) for m in wrapper.modules() if isinstance(m, FSDP)]
+    for w, _ in before:
         w._state_is_local = True
     try:
         yield
     finally:
-        for w in wrappers:
-            w._state_is_local = False
+        for w, was_local in before:
+            w._state_is_local = was_local
 
 
 def load(wrapper: FSDP, load_plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

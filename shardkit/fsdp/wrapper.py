@@ -397,14 +397,14 @@ class FSDP(nn.Module):
     def local_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """This rank's shards, 1-D and padded, under fairscale's names; loads at the same world size only."""
         with state_dicts.local_state(self):
-            return self.state_dict(*args, **kwargs)
+            return FSDP.state_dict(self, *args, **kwargs)  # a subclass's may have called this
 
     def load_local_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> Any:
         """Loads what :meth:`local_state_dict` returned on this rank."""
         if "flat_param" in state_dict and "flat_param_0" not in state_dict:  # its name in old checkpoints
             state_dict = {"flat_param_0" if k == "flat_param" else k: v for k, v in state_dict.items()}
         with state_dicts.local_state(self):
-            return self.load_state_dict(state_dict, strict)
+            return FSDP.load_state_dict(self, state_dict, strict)
 
     def local_metadata_dict(self) -> dict[str, Any]:
         """What :meth:`consolidate_shard_weights` needs to know of this rank's shards."""
