@@ -72,6 +72,9 @@ DIFFERENCES = [
     Difference("behaviour", "optim.adam", "runs everywhere, not only with a CUDA extension; saved state keeps fp32"),
     Difference("behaviour", "optim.layerwise_gradient_scaler.LayerwiseGradientScaler",
                "the step after an overflow has unscaled gradients; containers and unknown names are refused"),
+    Difference("behaviour", "optim.adascale.AdaScale", "over OSS, with frozen parameters and half precision"),
+    Difference("behaviour", "nn.moe.moe_layer.MOELayer", "any dtype and number of tokens; can be copied"),
+    Difference("behaviour", "nn.model_parallel.layers", "on the CPU too; padding_idx and max_norm hit the right rows"),
     # ---------------------------------------------------------------- inner parts
     Difference("behaviour", "internal.containers.apply_to_type", "the data of a PackedSequence is replaced"),
     Difference("behaviour", "internal.params.calc_grad_norm", "fp64 gradients are not rounded to fp32"),
