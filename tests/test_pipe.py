@@ -30,7 +30,9 @@ def cpus(number: int) -> list[str]:
 
 def plain() -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 6), nn.LayerNorm(6), nn.ReLU(), nn.Linear(6, 3))
+    return nn.Sequential(
+        nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 6), nn.LayerNorm(6), nn.ReLU(), nn.Linear(6, 3)
+    )
 
 
 def gradients(module: nn.Module) -> list[torch.Tensor]:
@@ -42,7 +44,9 @@ def both(module: nn.Sequential, x: Any, **arguments: Any) -> tuple[Any, Any]:
     piped = Pipe(copy.deepcopy(module), **arguments)
     outputs, inputs = [], []
     for model in (module, piped):
-        own = tuple(t.clone().requires_grad_(t.is_floating_point()) for t in (x if isinstance(x, tuple) else (x,)))
+        own = tuple(
+            t.clone().requires_grad_(t.is_floating_point()) for t in (x if isinstance(x, tuple) else (x,))
+        )
         torch.manual_seed(11)
         output = model(own if isinstance(x, tuple) else own[0])
         loss = sum((t.square() * torch.arange(1, len(t) + 1).view(-1, *[1] * (t.dim() - 1))).sum()
@@ -97,7 +101,9 @@ def test_tuples(checkpoint: str) -> None:
 @modes
 def test_random_layers_draw_the_same_numbers_again(checkpoint: str) -> None:
     """With one micro-batch the numbers are those of the plain module; checkpointing keeps them with several."""
-    module = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.4), nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 2))
+    module = nn.Sequential(
+        nn.Linear(6, 8), nn.Dropout(0.4), nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 2)
+    )
     x = torch.randn(9, 6)
     expected, found = both(module, x, balance=[2, 3], devices=cpus(2), checkpoint=checkpoint)
     assert_close(found, expected)
@@ -127,7 +133,9 @@ def test_checkpointing_keeps_inputs_only() -> None:
         "never": [plainly, plainly],
     }
     for checkpoint, calls in expected.items():
-        piped = Pipe(nn.Sequential(nn.Linear(2, 2), Watch()), [2], devices=cpus(1), chunks=2, checkpoint=checkpoint)
+        piped = Pipe(
+            nn.Sequential(nn.Linear(2, 2), Watch()), [2], devices=cpus(1), chunks=2, checkpoint=checkpoint
+        )
         seen.clear()
         piped(torch.randn(4, 2)).sum().backward()
         assert seen == calls
@@ -156,7 +164,9 @@ def test_cells_run_in_clock_order_and_backward_in_reverse() -> None:
             x.register_hook(lambda _: order.append(("backward", i, self.stage)))
             return x
 
-    piped = Pipe(nn.Sequential(Mark(0), Mark(1), Mark(2)), [1, 1, 1], devices=cpus(3), chunks=3, checkpoint="never")
+    piped = Pipe(
+        nn.Sequential(Mark(0), Mark(1), Mark(2)), [1, 1, 1], devices=cpus(3), chunks=3, checkpoint="never"
+    )
     piped(torch.arange(3.0).view(3, 1).requires_grad_()).sum().backward()
     cells = [cell for tick in clock_cycles(3, 3) for cell in tick]
     assert cells == [(0, 0), (1, 0), (0, 1), (2, 0), (1, 1), (0, 2), (2, 1), (1, 2), (2, 2)]
@@ -202,9 +212,7 @@ def test_deferred_batch_norm(checkpoint: str, momentum: float | None) -> None:
     norm = nn.BatchNorm2d(3, momentum=momentum)
     module = nn.Sequential(nn.Identity(), norm)
     truth = copy.deepcopy(norm)
-    piped = Pipe(
-        module, [1, 1], devices=cpus(2), chunks=4, checkpoint=checkpoint, deferred_batch_norm=True
-    )
+    piped = Pipe(module, [1, 1], devices=cpus(2), chunks=4, checkpoint=checkpoint, deferred_batch_norm=True)
     assert isinstance(piped[1], DeferredBatchNorm)
     for rows in (8, 7, 3):
         x = torch.randn(rows, 3, 4, 5) * 3 + 1
@@ -217,7 +225,9 @@ def test_deferred_batch_norm(checkpoint: str, momentum: float | None) -> None:
 
 
 def test_deferred_batch_norm_is_converted_with_its_tensors() -> None:
-    module = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.BatchNorm1d(2).double()), nn.BatchNorm1d(2, affine=False))
+    module = nn.Sequential(
+        nn.Linear(2, 2), nn.Sequential(nn.BatchNorm1d(2).double()), nn.BatchNorm1d(2, affine=False)
+    )
     module[2].eval()
     weight = module[1][0].weight
     converted = DeferredBatchNorm.convert_deferred_batch_norm(module, 3)
@@ -331,7 +341,7 @@ def _broken(commands: list[Any]) -> nn.Module:
     class Layer(nn.Module):
         def forward(self, x: torch.Tensor) -> Any:
             for command in commands:
-                yield command  # noqa: UP028  # a list is sent no answers
+                _ = yield command
             return x
 
     return skippable(stash=["s"], pop=["p"])(Layer)()
@@ -494,8 +504,14 @@ def test_errors_of_layers_come_out_and_leave_nothing() -> None:
 def test_batches() -> None:
     a, b = torch.zeros(2), torch.ones(2)
     single, pair = Batch(a, 0), Batch((a, b), 3)
-    assert (single.atomic, len(single), list(single)[0] is a, single[0] is a, single.tensor is a) == (True, 1, True, True, True)  # fmt: skip
-    assert (pair.atomic, len(pair), pair[1] is b, pair.tensors[0] is a, pair.index) == (False, 2, True, True, 3)
+    assert single.atomic
+    assert not pair.atomic
+    assert (len(single), len(pair), single.index, pair.index) == (1, 2, 0, 3)
+    assert single[0] is a
+    assert single.tensor is a
+    assert [t is a for t in single] == [True]
+    assert pair[1] is b
+    assert pair.tensors[0] is a
     pair[0] = b
     assert pair.value[0] is b
     pair[:] = (a, a)
@@ -504,7 +520,8 @@ def test_batches() -> None:
     assert pair.tensors == (a, a)
     assert single.call(lambda t: (t, t)).tensors == (b, b)
     for wrong, error in (
-        (lambda: single.tensors, AttributeError), (lambda: pair.tensor, AttributeError), (lambda: single[1], IndexError),
+        (lambda: single.tensors, AttributeError), (lambda: pair.tensor, AttributeError),
+        (lambda: single[1], IndexError),
         (lambda: single.__setitem__(slice(None), (a, b)), IndexError),
         (lambda: pair.__setitem__(slice(0, 1), (a,)), NotImplementedError),
     ):  # fmt: skip
@@ -554,7 +571,12 @@ def test_devices(devices: list[str], checkpoint: str) -> None:
     torch.manual_seed(0)
     ns = Namespace()
     module = nn.Sequential(
-        Stash().isolate(ns), nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 4), Pop().isolate(ns), nn.Linear(4, 2)
+        Stash().isolate(ns),
+        nn.Linear(4, 4),
+        nn.Dropout(0.5),
+        nn.Linear(4, 4),
+        Pop().isolate(ns),
+        nn.Linear(4, 2),
     )
     results = []
     for mode in (checkpoint, "never"):

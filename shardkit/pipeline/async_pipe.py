@@ -89,6 +89,8 @@ class AsyncPipe(nn.Module):
         self.lock = threading.Lock()
         verify_distinct(module)
         check_balance(len(module), self.balance, self.group.size(), "ranks")
+        if isinstance(module, nn.Sequential):
+            _refuse_skips_between_ranks(module, self.balance)
         self._rank = self.group.rank()
         self.final_stage = self._rank == len(self.balance) - 1
         self.partitions: list[nn.Sequential] = []
@@ -173,17 +175,19 @@ class AsyncPipe(nn.Module):
             raise ConfigurationError("back_helper should only be called on non-final stages")
 
 
+def _refuse_skips_between_ranks(module: nn.Sequential, balance: list[int]) -> None:
+    names = sorted({name for keys in arriving_keys(split_module(module, balance)) for _, name in keys})
+    if names:
+        raise ConfigurationError(
+            f"skip connections between ranks are not supported: {names}; choose a balance that keeps both ends on "
+            "one rank, or take Pipe"
+        )
+
+
 def _own_layers(module: nn.Sequential | list[LazyModule], balance: list[int], rank: int) -> nn.Sequential:
     """This rank's layers under the names they have in the module (in a list: their places)."""
     if isinstance(module, nn.Sequential):
-        partitions = split_module(module, balance)
-        names = sorted({name for keys in arriving_keys(partitions) for _, name in keys})
-        if names:
-            raise ConfigurationError(
-                f"skip connections between ranks are not supported: {names}; choose a balance that keeps both ends on "
-                "one rank, or take Pipe"
-            )
-        return partitions[rank]
+        return split_module(module, balance)[rank]
     start = sum(balance[:rank])
     made: OrderedDict[str, nn.Module] = OrderedDict()
     for place, layer in itertools.islice(enumerate(module), start, start + balance[rank]):

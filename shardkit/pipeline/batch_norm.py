@@ -104,3 +104,10 @@ class DeferredBatchNorm(_BatchNorm):
         for name, child in module.named_children():
             converted.add_module(name, cls.convert_deferred_batch_norm(child, chunks))
         return cast(TModule, converted)
+
+
+def expect_micro_batches(module: nn.Module, number: int) -> None:
+    """Tells all deferred batch norms within a module how many micro-batches come: a short mini-batch gives fewer."""
+    for child in module.modules():
+        if isinstance(child, DeferredBatchNorm):
+            child.chunks = number

@@ -6,6 +6,7 @@ memory.
 
 from __future__ import annotations
 
+import datetime
 import json
 from collections.abc import Sequence
 from typing import Any
@@ -32,6 +33,7 @@ class Link:
         served = dict(part.split(":") for part in str(dist.get_backend_config(group)).split(","))
         direct = served.get(device.type, "gloo") != "gloo"
         self._wire = device if direct else torch.device("cpu")
+        self.failed: set[int] = set()  # ranks that said so
         self._sending: list[tuple[Any, torch.Tensor]] = []  # works, and the bytes they read
 
     def send(self, dst: int, facts: dict[str, Any], tensors: Sequence[torch.Tensor] = ()) -> None:
@@ -57,10 +59,15 @@ class Link:
     def _send(self, dst: int, data: torch.Tensor) -> None:
         self._sending.append((dist.isend(data, group=self._group, group_dst=dst), data))
 
-    def flush(self) -> None:
-        """Waits for what is being sent."""
+    def flush(self, seconds: float | None = None) -> None:
+        """Waits for what is being sent; raises RuntimeError if that takes longer than the seconds given."""
+        limit = () if seconds is None else (datetime.timedelta(seconds=seconds),)
         while self._sending:
-            self._sending.pop(0)[0].wait()
+            self._sending.pop(0)[0].wait(*limit)
+
+    def drop(self) -> None:
+        """Forgets what is being sent."""
+        self._sending.clear()
 
     def receive(self, src: int) -> tuple[dict[str, Any], list[torch.Tensor]]:
         """What a rank of the group sent: facts and tensors.
@@ -72,6 +79,7 @@ class Link:
         dist.recv(header, group=self._group, group_src=src)
         facts = json.loads(bytes(header.tolist()))
         if "error" in facts:
+            self.failed.add(src)
             raise RankLostError(facts["error"])
         tensors = []
         for name, shape in facts.pop("tensors"):

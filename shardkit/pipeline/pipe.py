@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ..checkpoint_activations import patch_batchnorm
-from .batch_norm import DeferredBatchNorm
+from .batch_norm import DeferredBatchNorm, expect_micro_batches
 from .errors import PipeTypeError
 from .microbatch import Value, check, join, split
 from .partition import (
@@ -132,9 +132,7 @@ class Pipe(nn.Module):
         if not self.devices:  # an empty module
             return input
         values = split(input, self.chunks)
-        for module in self.modules():
-            if isinstance(module, DeferredBatchNorm):
-                module.chunks = len(values)  # a short mini-batch gives fewer
+        expect_micro_batches(self, len(values))
         return join(self.pipeline.run(values))
 
 

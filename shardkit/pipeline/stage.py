@@ -17,9 +17,12 @@ import torch
 from torch import nn
 
 from ..errors import LifecycleError, RankLostError, RankMismatchError
+from .batch_norm import expect_micro_batches
 from .link import Link
 from .microbatch import Value
 from .schedule import checkpointed_cells, run_cell
+
+_PATIENCE_SECONDS = 10.0  # for neighbours to hear of an error
 
 
 class Stage:
@@ -39,6 +42,7 @@ class Stage:
         self._before = index - 1 if index > 0 else None
         self._after = index + 1 if index + 1 < stages else None
         self._checkpoint = checkpoint
+        self._due = (0, 0)  # a neighbour, and how many messages it still sends
         self._passed: dict[int, Value] = {}  # outputs that wait for their gradients, by micro-batch
 
     def forward(self, values: Sequence[Value], *, backward: bool) -> list[Value]:
@@ -55,13 +59,15 @@ class Stage:
         outputs: list[Value] = []
         count = len(values)
         self._passed.clear()
-        with self._telling_neighbours():
+        with self._telling([self._before, self._after]):
             while not outputs or len(outputs) < count:
                 i = len(outputs)
                 if self._before is None:
                     value = values[i]
                 else:
                     value, count = self._take(i, backward)
+                if i == 0:
+                    expect_micro_batches(self._layers, count)
                 stop = checkpointed_cells(self._checkpoint, count) if backward else 0
                 value, _ = run_cell(
                     self._layers, value, {}, f"chunk{i}-part{self._index}", checkpoint=i < stop
@@ -84,6 +90,7 @@ class Stage:
     def _take(self, i: int, backward: bool) -> tuple[Value, int]:
         """Micro-batch i from the rank before, and how many there are; its gradients will be sent back."""
         facts, tensors = self._link.receive(self._index - 1)
+        self._due = (self._index - 1, facts["of"] - i - 1)
         if facts["backward"] != backward:
             raise RankMismatchError(
                 f"stages {self._index - 1} and {self._index} of a pipeline disagree whether backward follows "
@@ -122,9 +129,10 @@ class Stage:
             RankLostError: a neighbour failed.
         """
         after = self._index + 1
-        with self._telling_neighbours():
-            for _ in range(len(self._passed)):
+        with self._telling([self._before]):
+            for left in reversed(range(len(self._passed))):
                 facts, gradients = self._link.receive(after)
+                self._due = (after, left)
                 value = self._passed.pop(facts["micro-batch"])
                 outputs = [t for t in _tensors(value) if t.is_floating_point() or t.is_complex()]
                 pairs = [(t, g) for t, g in zip(outputs, gradients, strict=True) if t.requires_grad]
@@ -133,20 +141,30 @@ class Stage:
             self._link.flush()
 
     @contextlib.contextmanager
-    def _telling_neighbours(self) -> Iterator[None]:
-        """An error on this rank becomes one on its neighbours, which wait for it."""
+    def _telling(self, neighbours: Sequence[int | None]) -> Iterator[None]:
+        """An error on this rank becomes one on these neighbours, which wait for it."""
+        self._due = (0, 0)
         try:
             yield
         except Exception as error:
             facts: dict[str, Any] = {"error": str(error)[:600]}
             if not isinstance(error, RankLostError):
-                facts["error"] = (
-                    f"stage {self._index} of the pipeline failed: {type(error).__name__}: {error}"[:600]
-                )
-            for neighbour in (self._before, self._after):
-                if neighbour is not None:
-                    self._link.send(neighbour, facts)
+                told = f"stage {self._index} of the pipeline failed: {type(error).__name__}: {error}"
+                facts = {"error": told[:600]}
+            with contextlib.suppress(RuntimeError):  # the error at hand is what matters
+                self._decline()
+                for neighbour in neighbours:
+                    if neighbour is not None and neighbour not in self._link.failed:
+                        self._link.send(neighbour, facts)
+                self._link.flush(_PATIENCE_SECONDS)
             raise
+
+    def _decline(self) -> None:
+        """Receives what a neighbour still sends, which would wait for that, and drops it."""
+        self._link.drop()
+        src, left = self._due
+        for _ in range(left if src not in self._link.failed else 0):
+            self._link.receive(src)
 
 
 def _tensors(value: Value) -> tuple[torch.Tensor, ...]:
