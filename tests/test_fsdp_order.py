@@ -1,0 +1,82 @@
+"""FSDP's units are gathered in one order on all ranks, and anew in each forward."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from shardkit import FSDP
+from tests.fsdp_models import WIDTH, batch, build
+from tests.pools import rank_pool
+
+
+class Cut(nn.Module):
+    """Where told, backward ends behind the first two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.last = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.cut = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.second(torch.tanh(self.first(x)))
+        return self.last(x.detach() if self.cut else x)
+
+
+def _units(model: Cut) -> FSDP:
+    model.first, model.second, model.last = FSDP(model.first), FSDP(model.second), FSDP(model.last)  # type: ignore[assignment]
+    return FSDP(model)
+
+
+def _same(sharded: FSDP, plain: nn.Module) -> None:
+    for (name, mine), truth in zip(sharded.state_dict().items(), plain.state_dict().values(), strict=True):
+        torch.testing.assert_close(mine, truth, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def _cut_short(rank: int, world_size: int, cut_on: int) -> None:
+    plain, model = build(Cut), _units(build(Cut))
+    first, second = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (plain, model))
+    for step in range(3):
+        xs = batch(step, world_size)
+        losses = []
+        for other in range(world_size):
+            plain.cut = step > 0 and other == cut_on
+            losses.append(plain(xs[other]).pow(2).mean())
+        model.module.cut = step > 0 and rank == cut_on
+        first.zero_grad()
+        second.zero_grad()
+        torch.stack(losses).mean().backward()
+        model(xs[rank]).pow(2).mean().backward()
+        first.step()
+        second.step()
+        _same(model, plain)
+
+
+def test_units_that_backward_reaches_on_other_ranks_only() -> None:
+    """A rank that stops earlier gathers along; else the others would wait for it."""
+    for world_size in (2, 3):
+        for cut_on in (0, world_size - 1):
+            rank_pool(world_size).run(_cut_short, world_size, cut_on)
+
+
+def _dropped(rank: int, world_size: int) -> None:
+    plain, model = build(Cut), _units(build(Cut))
+    first, second = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (plain, model))
+    for step in range(3):
+        xs = batch(step, world_size)
+        first.zero_grad()
+        second.zero_grad()
+        model(xs[rank]).pow(2).mean().backward()
+        torch.stack([plain(x).pow(2).mean() for x in xs]).mean().backward()
+        model(xs[rank])  # its graph is dropped: the unit called last is still gathered at the step
+        first.step()
+        second.step()
+        for p in model.parameters():
+            p.data.mul_(0.5)
+        for p in plain.parameters():
+            p.data.mul_(0.5)
+        torch.testing.assert_close(model(xs[rank]), plain(xs[rank]))
+
+
+def test_a_forward_without_backward_leaves_nothing_old() -> None:
+    rank_pool(2).run(_dropped, 2)
