@@ -22,6 +22,8 @@ from shardkit.experimental.tooling.layer_memory_tracker import (
     suggest_checkpoint_location,
 )
 from shardkit.live_memory import LiveTensors
+from shardkit.nn import FullyShardedDataParallel
+from tests.pools import rank_pool
 
 
 def _tracked() -> tuple[LayerwiseMemoryTracker, nn.Module]:
@@ -134,6 +136,29 @@ def test_process_group_tracker_reports_gathers() -> None:
     assert seen == [(ProcessGroupTrackingEvent.allgather, [1], [2])]
     with pytest.raises(AttributeError):
         _ = tracker.nothing
+
+
+def _gathers(rank: int) -> None:
+    units = [nn.Linear(4, 6, bias=False), nn.Linear(6, 2, bias=False)]
+    group = ProcessGroupTracker(torch.distributed.group.WORLD)
+    model = FullyShardedDataParallel(
+        nn.Sequential(*[FullyShardedDataParallel(u, process_group=group) for u in units]), process_group=group
+    )
+    tracker = LayerwiseMemoryTracker()
+    tracker.monitor(model)
+    model(torch.ones(2, 4)).sum().backward()
+    sizes = [4 * 6 * 4, 6 * 2 * 4]
+    forwards, backwards = tracker.forward_traces, tracker.backward_traces
+    assert len(forwards) == len(backwards) == 2
+    assert sum(t.all_gathered for t in forwards) == sum(sizes)
+    tracker.stop()
+    tracker.clear_traces()
+    model(torch.ones(2, 4)).sum().backward()
+    assert tracker.memory_traces == []
+
+
+def test_gathers_of_fsdp_are_recorded() -> None:
+    rank_pool(2).run(_gathers)
 
 
 def test_plots() -> None:

@@ -1,7 +1,7 @@
 """fairscale.experimental.tooling.layer_memory_tracker: memory of a step, layer by layer.
 
-On an accelerator the numbers are those of torch's allocator (``torch.accelerator``); on the CPU, which keeps no count,
-those of tensors that were made while a model was monitored, and of the model.
+On an accelerator the numbers are those of torch's allocator; on the CPU, which keeps no count, those of the model and of
+tensors that were made while it was monitored.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class LayerMemoryTrace(NamedTuple):
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
-        return {**self._asdict(), "event": self.event.to_dict()}
+        return {**self._asdict(), "event": self.event._asdict()}
 
     @classmethod
     def from_dict(cls, serialized: dict[str, Any]) -> LayerMemoryTrace:
@@ -133,8 +133,8 @@ class ProcessGroupTracker:
     """A process group that reports all-gathers to a listener, ``listener(event, outputs, inputs)``.
 
     Args:
-        group: the process group.
-        listener: a LayerwiseMemoryTracker puts its own here, where it finds this group in an FSDP unit.
+        group: the process group; what is not reported goes to it.
+        listener: what is called.
     """
 
     def __init__(self, group: Any, listener: Callable[..., Any] | None = None) -> None:
@@ -177,7 +177,9 @@ class LayerwiseMemoryTracker:
         print(tracker.summary)
         tracker.stop()
 
-    With FSDP, all-gathers are recorded as well if its ``process_group`` is a :class:`ProcessGroupTracker`.
+    All-gathers of FSDP units are recorded as well. (fairscale needs a :class:`ProcessGroupTracker` as their
+    ``process_group`` for that; here it may be one.) Memory that FSDP takes and releases is in use on accelerators; the
+    CPU's count has none of it.
 
     Attributes:
         memory_traces: all traces, in order.
@@ -186,6 +188,7 @@ class LayerwiseMemoryTracker:
     def __init__(self) -> None:
         self.memory_traces: list[LayerMemoryTrace] = []
         self._hooks: list[RemovableHandle] = []
+        self._channels: list[Any] = []  # over which FSDP units gather
         self._live: LiveTensors | None = None
         self._device = torch.device("cpu")
         self._entered: str | None = None  # the module whose forward began last
@@ -216,15 +219,17 @@ class LayerwiseMemoryTracker:
                 module.register_forward_pre_hook(partial(self._before_forward, name)),
                 module.register_forward_hook(partial(self._after_forward, name)),
             ]
-            group = getattr(module, "process_group", None)
-            if isinstance(module, FullyShardedDataParallel) and isinstance(group, ProcessGroupTracker):
-                group.listener = self._on_group_call
+            if isinstance(module, FullyShardedDataParallel) and module.world_size > 1:
+                self._listen_to(module._group.channel("parameters"))
 
     def stop(self) -> None:
         """Ends; traces stay."""
         for handle in self._hooks:
             handle.remove()
         self._hooks.clear()
+        for channel in self._channels:
+            del channel.all_gather_into
+        self._channels.clear()
         if self._live is not None:
             self._live.__exit__(None, None, None)
             self._live = None
@@ -348,6 +353,11 @@ class LayerwiseMemoryTracker:
             )
         )
         self._gathered = 0
+
+    def _listen_to(self, channel: Any) -> None:
+        if channel not in self._channels:
+            self._channels.append(channel)
+            channel.all_gather_into = ProcessGroupTracker(channel, self._on_group_call).all_gather_into
 
     def _on_group_call(self, event: ProcessGroupTrackingEvent, *args: Any) -> None:
         outputs, _ = args
@@ -478,8 +488,7 @@ def _plot(
 
 def matplotlib_figure_to_image(fig: Any) -> Any:
     """A Pillow image (RGB) of a figure."""
-    buffer = io.BytesIO()
-    fig.savefig(buffer)
+    fig.savefig(buffer := io.BytesIO())
     buffer.seek(0)
     return importlib.import_module("PIL.Image").open(buffer).convert("RGB")
 

@@ -152,7 +152,7 @@ class FullyShardedDataParallel(FSDP):
         inputs = compute_dtype if mixed_precision else torch.float32 if force_input_to_fp32 else None
         super().__init__(
             module,
-            group=process_group,
+            group=getattr(process_group, "group", process_group),  # of a ProcessGroupTracker
             precision=PrecisionPolicy(
                 compute=compute_dtype if mixed_precision else None,
                 buffers=buffer_dtype or (compute_dtype if mixed_precision else None),

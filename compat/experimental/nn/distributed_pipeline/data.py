@@ -1,6 +1,6 @@
 """fairscale.experimental.nn.distributed_pipeline.data. Stages on RPC workers."""
 
-from shardkit.redirected import redirected
+from shardkit.redirected import redirected, redirected_names
 
 __all__ = [
     "DataConsumer",
@@ -12,3 +12,5 @@ _MOVED = {
 }
 
 DataConsumer = redirected("experimental.nn.distributed_pipeline.data.DataConsumer", **_MOVED)
+
+__getattr__ = redirected_names(__name__, ["ConsumerType"], **_MOVED)

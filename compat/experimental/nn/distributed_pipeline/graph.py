@@ -1,7 +1,7 @@
 """fairscale.experimental.nn.distributed_pipeline.graph. Stages on RPC workers."""
 
 from shardkit.experimental.nn.distributed_pipeline.data import DataConsumer
-from shardkit.redirected import redirected, redirected_function
+from shardkit.redirected import redirected, redirected_function, redirected_names
 
 __all__ = [
     "DataConsumer",
@@ -24,3 +24,5 @@ PipelineModulesGraph = redirected("experimental.nn.distributed_pipeline.graph.Pi
 RemoteSequential = redirected_function(
     "experimental.nn.distributed_pipeline.graph.RemoteSequential", **_MOVED
 )
+
+__getattr__ = redirected_names(__name__, ["NodeDataConsumer"], **_MOVED)

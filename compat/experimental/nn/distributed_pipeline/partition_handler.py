@@ -7,7 +7,7 @@ from shardkit.nn.pipe.dependency import fork, join
 from shardkit.nn.pipe.microbatch import Batch
 from shardkit.nn.pipe.stream import as_cuda, current_stream, is_cuda, use_device, use_stream
 from shardkit.nn.pipe.worker import Task, create_workers
-from shardkit.redirected import redirected
+from shardkit.redirected import redirected, redirected_names
 
 __all__ = [
     "Batch",
@@ -38,3 +38,5 @@ DistributedPipelineRecord = redirected(
 PartitionHandler = redirected(
     "experimental.nn.distributed_pipeline.partition_handler.PartitionHandler", **_MOVED
 )
+
+__getattr__ = redirected_names(__name__, ["ExcInfo"], **_MOVED)

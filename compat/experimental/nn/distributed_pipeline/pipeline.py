@@ -8,7 +8,7 @@ from shardkit.experimental.nn.distributed_pipeline.partition_handler import (
 )
 from shardkit.internal.version import torch_version
 from shardkit.nn.pipe import microbatch
-from shardkit.redirected import redirected, redirected_function
+from shardkit.redirected import redirected, redirected_function, redirected_names
 
 __all__ = [
     "DataConsumer",
@@ -33,3 +33,5 @@ DistributedPipeline = redirected(
 check_pytorch_version = redirected_function(
     "experimental.nn.distributed_pipeline.pipeline.check_pytorch_version", **_MOVED
 )
+
+__getattr__ = redirected_names(__name__, ["Device", "MOVING_DENIED"], **_MOVED)
