@@ -98,8 +98,7 @@ class _Finder(MetaPathFinder):
         ours = f"shardkit.{below}"
         found = importlib.util.find_spec(ours) if below.partition(".")[0] in PARTS else None
         if found is None:
-            # Not left to other finders: along the path of the package, which is shardkit's, they would load a
-            # file of shardkit a second time.
+            # Not left to other finders: that of an editable installation would find fairscale's own.
             raise ModuleNotFoundError(
                 f"No module named {fullname!r}: shardkit, which stands in for fairscale, has no {ours}",
                 name=fullname,

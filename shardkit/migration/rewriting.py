@@ -255,21 +255,15 @@ class _Visitor(cst.CSTVisitor):
     # ------------------------------------------------------------ uses
     def visit_Name(self, node: cst.Name) -> None:
         if node.value == "fairscale":
-            self._rename(node, node)
+            self._rename(node, node)  # names of attributes and of keywords see no variables
 
-    def visit_Attribute(self, node: cst.Attribute) -> bool:
+    def visit_Attribute(self, node: cst.Attribute) -> None:
         for path in filter(_is_fairscale, self._tree.imported_as(node)):
             self._say(node, objection(path))
-        node.value.visit(self)
-        return False  # an attribute named fairscale is no variable
-
-    def visit_Arg(self, node: cst.Arg) -> bool:
-        node.value.visit(self)
-        return False  # nor is a keyword
 
     def visit_MatchKeywordElement(self, node: cst.MatchKeywordElement) -> bool:
         node.pattern.visit(self)
-        return False
+        return False  # its key is no variable, though libcst gives it a scope
 
     def visit_Global(self, node: cst.Global) -> None:
         self._rename_declared(node)
