@@ -6,4 +6,4 @@ from .pipe import Pipe
 from .rpc import PipeRPCWrapper
 from .types import LazyModule
 
-__all__ = ["LazyModule", "Pipe", "is_checkpointing", "is_recomputing"]
+__all__ = ["AsyncPipe", "LazyModule", "Pipe", "PipeRPCWrapper", "is_checkpointing", "is_recomputing"]
