@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from shardkit.nn.model_parallel import get_pipeline_parallel_group
+from shardkit.nn.model_parallel.initialize import get_pipeline_parallel_group
 from shardkit.pipeline import partition
 from shardkit.pipeline.async_pipe import AsyncPipe
 from shardkit.pipeline.pipe import MOVING_DENIED
