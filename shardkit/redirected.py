@@ -19,12 +19,12 @@ docs/PARITY.md is made.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NoReturn, TypeVar, cast
 
 from shardkit.errors import RedirectedError
 
-__all__ = ["is_redirected", "redirected", "redirected_function", "without_arguments"]
+__all__ = ["is_redirected", "redirected", "redirected_function", "redirected_names", "without_arguments"]
 
 MARK = "__redirected__"
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -85,6 +85,22 @@ def redirected_function(name: str, instead: str, *, why: str) -> Callable[..., N
     refuse.__name__, refuse.__qualname__, refuse.__module__, refuse.__doc__ = short, short, module, message
     setattr(refuse, MARK, message)
     return refuse
+
+
+def redirected_names(module: str, names: Iterable[str], instead: str, *, why: str) -> Callable[[str], type]:
+    """A module's ``__getattr__`` that has types and constants of redirected parts: importable, and no more::
+
+    __getattr__ = redirected_names(__name__, ["ExcInfo"], "shardkit.nn.pipe.Pipe", why="it has no threads")
+    """
+    path = module.partition(".")[2]
+    made = {name: redirected(f"{path}.{name}", instead, why=why) for name in names}
+
+    def get(name: str) -> type:
+        if name not in made:
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        return made[name]
+
+    return get
 
 
 def without_arguments(**gone: str) -> Callable[[_F], _F]:

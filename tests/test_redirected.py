@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from shardkit.errors import RedirectedError
-from shardkit.redirected import is_redirected, redirected, redirected_function
+from shardkit.redirected import is_redirected, redirected, redirected_function, redirected_names
 
 Old = redirected("nn.attic.Old", "torch.nn.New", why="torch has it")
 old_function = redirected_function("nn.attic.old_function", "torch.new_function", why="torch has it")
@@ -44,6 +44,16 @@ def test_what_does_not_use_it_works() -> None:
     assert old_function.__module__ == "shardkit.nn.attic"
     assert not hasattr(Old, "__wrapped__")
     assert "torch.nn.New" in str(inspect.getdoc(Old))
+
+
+def test_names_of_a_module() -> None:
+    get = redirected_names("shardkit.nn.attic", ["LIMIT"], "torch.nn.New", why="torch has it")
+    assert is_redirected(get("LIMIT"))
+    assert get("LIMIT") is get("LIMIT")
+    with pytest.raises(RedirectedError, match=r"fairscale\.nn\.attic\.LIMIT is not carried over"):
+        get("LIMIT")()
+    with pytest.raises(AttributeError, match="no attribute 'LIMITS'"):
+        get("LIMITS")
 
 
 def test_only_the_name_itself_is_marked() -> None:

@@ -7,7 +7,7 @@ from shardkit.nn.pipe.microbatch import Batch
 from shardkit.nn.pipe.skip.tracker import SkipTrackerThroughPotals, use_skip_tracker
 from shardkit.nn.pipe.types import PipeMessage
 from shardkit.nn.pipe.worker import Task
-from shardkit.redirected import redirected, redirected_function
+from shardkit.redirected import redirected, redirected_function, redirected_names
 
 __all__ = [
     "AsyncEventLoop",
@@ -45,3 +45,5 @@ Location = redirected("nn.pipe.async_schedule.Location", **_MOVED)
 ModuleWrapper = redirected("nn.pipe.async_schedule.ModuleWrapper", **_MOVED)
 TailBackwardContext = redirected("nn.pipe.async_schedule.TailBackwardContext", **_MOVED)
 create_task = redirected_function("nn.pipe.async_schedule.create_task", **_MOVED)
+
+__getattr__ = redirected_names(__name__, ["Activations", "Invocations"], **_MOVED)

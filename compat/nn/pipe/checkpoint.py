@@ -18,7 +18,7 @@ from shardkit.checkpoint_activations import (
     is_recomputing,
     thread_local,
 )
-from shardkit.redirected import redirected, redirected_function
+from shardkit.redirected import redirected, redirected_function, redirected_names
 
 from .dependency import fork, join
 from .microbatch import Batch
@@ -83,3 +83,5 @@ class Checkpointing:
 
 
 _UNKNOWN = nn.ParameterList([nn.Parameter(torch.empty(0))])
+
+__getattr__ = redirected_names(__name__, ["RNGStates", "Recomputed"], **_MOVED)

@@ -10,7 +10,7 @@ from shardkit.nn.pipe.stream import current_stream, use_device
 from shardkit.nn.pipe.types import TensorOrTensors, Tensors
 from shardkit.nn.pipe.worker import Task, create_workers, join_workers
 from shardkit.pipeline.schedule import ticks as clock_cycles
-from shardkit.redirected import redirected, redirected_function
+from shardkit.redirected import redirected, redirected_function, redirected_names
 
 __all__ = [
     "Batch",
@@ -45,3 +45,5 @@ Pipeline = redirected("nn.pipe.pipeline.Pipeline", **_MOVED)
 copy = redirected_function("nn.pipe.pipeline.copy", **_MOVED)
 depend = redirected_function("nn.pipe.pipeline.depend", **_MOVED)
 wait = redirected_function("nn.pipe.pipeline.wait", **_MOVED)
+
+__getattr__ = redirected_names(__name__, ["ExcInfo"], **_MOVED)

@@ -2,7 +2,7 @@
 
 from shardkit.nn.model_parallel.initialize import get_pipeline_parallel_group
 from shardkit.pipeline.remote_pipe import PipeRPCWrapper
-from shardkit.redirected import redirected, redirected_function
+from shardkit.redirected import redirected, redirected_function, redirected_names
 
 from .async_pipe import AsyncPipe
 from .types import PipeMessage, TensorOrTensors
@@ -31,4 +31,10 @@ get_global_ranks_from_group = redirected_function(
     "nn.pipe.rpc.get_global_ranks_from_group",
     instead="torch.distributed.get_process_group_ranks",
     why="torch has it",
+)
+
+__getattr__ = redirected_names(
+    __name__,
+    ["DEFAULT_MAX_SOURCE_POSITIONS", "DEFAULT_MAX_TARGET_POSITIONS", "DtypeOrDtypes", "SizeOrSizes"],
+    **_MOVED,
 )

@@ -1,6 +1,6 @@
 """fairscale.nn.pipe.stream. Streams of CUDA devices, or stand-ins on a CPU."""
 
-from shardkit.redirected import redirected, redirected_function
+from shardkit.redirected import redirected, redirected_function, redirected_names
 
 __all__ = [
     "CPUStreamType",
@@ -32,3 +32,5 @@ record_stream = redirected_function("nn.pipe.stream.record_stream", **_MOVED)
 use_device = redirected_function("nn.pipe.stream.use_device", **_MOVED)
 use_stream = redirected_function("nn.pipe.stream.use_stream", **_MOVED)
 wait_stream = redirected_function("nn.pipe.stream.wait_stream", **_MOVED)
+
+__getattr__ = redirected_names(__name__, ["AbstractStream", "CPUStream"], **_MOVED)

@@ -2,7 +2,7 @@
 
 from shardkit.nn.pipe.microbatch import Batch
 from shardkit.nn.pipe.stream import use_device, use_stream
-from shardkit.redirected import redirected, redirected_function
+from shardkit.redirected import redirected, redirected_function, redirected_names
 
 __all__ = [
     "Batch",
@@ -25,3 +25,5 @@ create_workers = redirected_function("nn.pipe.worker.create_workers", **_MOVED)
 join_workers = redirected_function("nn.pipe.worker.join_workers", **_MOVED)
 spawn_workers = redirected_function("nn.pipe.worker.spawn_workers", **_MOVED)
 worker = redirected_function("nn.pipe.worker.worker", **_MOVED)
+
+__getattr__ = redirected_names(__name__, ["ExcInfo"], **_MOVED)

@@ -6,7 +6,7 @@ from shardkit.nn.pipe.microbatch import Batch
 from shardkit.nn.pipe.skip.layout import SkipLayout
 from shardkit.nn.pipe.skip.namespace import Namespace
 from shardkit.nn.pipe.skip.portal import Portal
-from shardkit.redirected import redirected, redirected_function
+from shardkit.redirected import redirected, redirected_function, redirected_names
 
 __all__ = [
     "Batch",
@@ -33,3 +33,5 @@ SkipTrackerThroughPotals = redirected("nn.pipe.skip.tracker.SkipTrackerThroughPo
 ThreadLocal = redirected("nn.pipe.skip.tracker.ThreadLocal", **_MOVED)
 current_skip_tracker = redirected_function("nn.pipe.skip.tracker.current_skip_tracker", **_MOVED)
 use_skip_tracker = redirected_function("nn.pipe.skip.tracker.use_skip_tracker", **_MOVED)
+
+__getattr__ = redirected_names(__name__, ["thread_local"], **_MOVED)
