@@ -1,7 +1,7 @@
 """fairscale.experimental.tooling.layer_memory_tracker: memory of a step, layer by layer.
 
-On an accelerator the numbers are those of torch's allocator; on the CPU, which keeps no count, those of the model and of
-tensors that were made while it was monitored.
+On an accelerator the numbers are those of torch's allocator; on the CPU, which keeps no count, those of the model and
+of tensors that were made while it was monitored.
 """
 
 from __future__ import annotations

@@ -71,6 +71,8 @@ class Gossiper:
         self._mixing_manager = mixing or UniformMixing(graph, msg.device)
         self.regular = self._mixing_manager.is_regular()
         self.passive = graph.is_passive()
+        self.in_msg_buffer = torch.empty(0, dtype=msg.dtype, device=msg.device)
+        self._senders = 0
         self._ps_weight = torch.ones(1, dtype=msg.dtype, device=msg.device)
         self.refresh_peers_(rotate=False)
         self.refresh_mixing_weights_()
@@ -142,10 +144,18 @@ class Gossiper:
         if self.logger is not None:
             self.logger.debug("gossip: in %s, out %s", self.in_edges, self.out_edges)
         self.refresh_peers_()
-        total = received.sum(0)
+        self.in_msg_buffer = received.sum(0)
+        self._senders = len(sources)
+        return self.parse_in_msg_buffer()
+
+    def parse_in_msg_buffer(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """What came in with the last step: vectors, [n], and weights, [1], each summed over peers."""
         if self.regular:
-            return total, self.ps_weight * len(sources)
-        return total[:-1], total[-1:]
+            return self.in_msg_buffer, self.ps_weight * self._senders
+        return self.in_msg_buffer[:-1], self.in_msg_buffer[-1:]
+
+    def clean_msg_buffers_(self) -> None:
+        """Nothing: a step waits for what it sends."""
 
     def _nodes(self, msg: torch.Tensor) -> Group:
         group = self.group if self.group is not None else backend_for([msg]).group()
