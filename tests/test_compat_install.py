@@ -114,7 +114,7 @@ def versions(rank: int) -> None:
         assert importlib.metadata.version("fairscale") == "0.4.13"
         assert importlib.metadata.metadata("fairscale")["Summary"] == "served by shardkit"
         assert "fairscale" in {d.metadata["Name"] for d in importlib.metadata.distributions()}
-        assert importlib.metadata.version("torch") == torch.__version__
+        assert torch.__version__.startswith(importlib.metadata.version("torch"))
         for name in ("fairscale", "fairscale.nn", "fairscale.nn.checkpoint"):
             assert importlib.util.find_spec(name) is not None
     assert find_real() == before
@@ -246,7 +246,8 @@ def test_a_script_and_the_processes_it_starts(tmp_path: Path) -> None:
         cwd=ROOT, capture_output=True, text=True, timeout=120, env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert done.returncode == 7, done.stdout + done.stderr
-    assert done.stdout.splitlines() == ["['--lr', '1', '-m', '--', 'x']", "child", "child"]
+    lines = [line for line in done.stdout.splitlines() if not line.startswith("[Gloo]")]  # up to torch 2.9
+    assert lines == ["['--lr', '1', '-m', '--', 'x']", "child", "child"]
 
 
 def module_by_command(rank: int, folder: str) -> list[str]:
