@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import pickle
 from typing import Any
 
 import pytest
@@ -177,16 +178,38 @@ def test_groups_and_closure() -> None:
     assert optimizer._step_supports_amp_scaling is False
 
 
-def _with_oss(rank: int, world_size: int) -> None:
-    params, alone = parameters(torch.float32), parameters(torch.float32)
-    sharded = OSS(params, optim=Adam, lr=0.1)
+@pytest.mark.parametrize("precision", [Precision.FULL_PRECISION, *HALF])
+@pytest.mark.parametrize("how", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))])
+def test_copies_and_pickles(precision: Precision, how: Any) -> None:
+    dtype = torch.float32 if precision is Precision.FULL_PRECISION else torch.float16
+    params = parameters(dtype)
+    optimizer = Adam(params, lr=0.05, precision=precision, eps_inside_sqrt=True)
+    run(optimizer, params, range(2))
+    others, other = how((params, optimizer))
+    run(optimizer, params, range(2, 4))
+    run(other, others, range(2, 4))
+    assert all(torch.equal(p, q) for p, q in zip(params, others, strict=True))
+
+
+def _with_oss(rank: int, world_size: int, dtype: torch.dtype) -> None:
+    params, alone = parameters(dtype), parameters(dtype)
+    sharded, plain = OSS(params, optim=Adam, lr=0.1), Adam(alone, lr=0.1)
     run(sharded, params, range(4))
-    run(Adam(alone, lr=0.1), alone, range(4))
-    torch.testing.assert_close(params, alone)
+    run(plain, alone, range(4))
+    torch.testing.assert_close(params, alone, rtol=1e-3, atol=1e-3)
+    saved = sharded.state_dict(all_ranks=True)
+    plain = Adam(alone, lr=0.1)
+    plain.load_state_dict(copy.deepcopy(saved))
+    sharded = OSS(params, optim=Adam, lr=0.1)
+    sharded.load_state_dict(saved)
+    run(sharded, params, range(4, 6))
+    run(plain, alone, range(4, 6))
+    torch.testing.assert_close(params, alone, rtol=1e-3, atol=1e-3)
 
 
 def test_within_oss() -> None:
-    rank_pool(2, "gloo").run(_with_oss, 2)
+    for dtype in (torch.float32, torch.float16):
+        rank_pool(2, "gloo").run(_with_oss, 2, dtype)
 
 
 @pytest.mark.parametrize(

@@ -136,6 +136,18 @@ class Adam(torch.optim.Optimizer):
         """Whether there are fp32 copies of the parameters."""
         return self.precision is Precision.MIXED_PRECISION
 
+    def __getstate__(self) -> dict[str, Any]:
+        # torch's keeps groups and state only
+        mine = (
+            "precision",
+            "eps_mode",
+            "optim_type",
+            "_optim_scale",
+            "_steps_since_optim_scale_change",
+            "_copies",
+        )
+        return {**super().__getstate__(), **{name: self.__dict__[name] for name in mine}}
+
     def state_dict(self) -> dict[str, Any]:
         """torch's, and ``"optim_scale"``."""
         return {**super().state_dict(), "optim_scale": self._optim_scale}
@@ -143,7 +155,8 @@ class Adam(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes what :meth:`state_dict` gave; state stays in its precision (fairscale rounds it to the parameters')."""
         super().load_state_dict(state_dict)
-        self._optim_scale = state_dict["optim_scale"]
+        # Optimizers around this one (OSS) hand on torch's entries only.
+        self._optim_scale = state_dict.get("optim_scale", self._optim_scale)
         ours = [p for g in self.param_groups for p in g["params"]]
         saved = [i for g in state_dict["param_groups"] for i in g["params"]]
         for p, index in zip(ours, saved, strict=True):
