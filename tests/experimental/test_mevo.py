@@ -123,7 +123,7 @@ def test_memory_is_that_of_a_tile() -> None:
         peaks[name] = live.peak
     logits, weights = tokens * words * 4, words * width * 4
     assert peaks["baseline"] > 2 * logits
-    assert peaks["mevo"] < 2 * weights  # its gradient, and little else
+    assert peaks["mevo"] < 3 * weights  # the weights, their gradient, and less than that for all else
 
 
 def test_autocast_computes_and_derives_the_same_numbers() -> None:
