@@ -136,7 +136,11 @@ def test_wheel_holds_the_sources_and_nothing_else(wheel: Path) -> None:
 def test_wheel_imports_without_the_checkout(wheel: Path, tmp_path: Path) -> None:
     target = tmp_path / "site"
     run_pip("install", "--no-deps", "--no-index", "--target", str(target), str(wheel))
-    assert sorted(p.name for p in target.iterdir() if not p.name.endswith(".dist-info")) == ["shardkit"]
+    assert sorted(p.name for p in target.iterdir() if not p.name.endswith(".dist-info")) == [
+        "bin",
+        "shardkit",
+    ]
+    assert [p.name for p in (target / "bin").iterdir()] == ["shardkit"]  # the command
     code = f"""
 import importlib
 for name in {SETUPTOOLS["packages"]!r}:
