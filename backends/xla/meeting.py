@@ -7,6 +7,7 @@ inside of the device's runtime is so an :class:`OutOfStepError` that names each 
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -141,10 +142,13 @@ def _explain(arrivals: dict[int, _Arrival], gone: dict[int, str]) -> str:
 
 
 def _first_difference(arrivals: dict[int, _Arrival]) -> str:
-    longest = max((len(arrival.calls) for arrival in arrivals.values()), default=0)
-    for i in range(longest):
-        row = {r: a.calls[i] if i < len(a.calls) else None for r, a in arrivals.items()}
-        if len(set(row.values())) > 1:
-            each = "; ".join(f"rank {rank}: {call or 'nothing'}" for rank, call in row.items())
-            return f"First difference, at collective {i}: {each}"
+    """Within each group, since ranks of different groups may do different things."""
+    for group in sorted({call.group for arrival in arrivals.values() for call in arrival.calls}):
+        calls = {r: [c for c in arrivals[r].calls if c.group == group] for r in group if r in arrivals}
+        for i, row in enumerate(itertools.zip_longest(*calls.values())):
+            if len(set(row)) > 1:
+                each = "; ".join(
+                    f"rank {rank}: {call or 'nothing'}" for rank, call in zip(calls, row, strict=True)
+                )
+                return f"First difference, at collective {i} of ranks {list(group)}: {each}"
     return ""

@@ -94,6 +94,20 @@ def test_different_calls(other: tuple[Call, ...]) -> None:
         assert "rank 0: sync with 1 collective(s): all_reduce" in str(error)
 
 
+def test_the_first_difference_is_that_within_a_group() -> None:
+    threads = Threads(4)
+    threads.arrive(0, LOW, EVERYONE, Call(EVERYONE.group, "barrier"))
+    threads.arrive(1, LOW, EVERYONE, Call(EVERYONE.group, "broadcast", "weights"))
+    for rank in (2, 3):  # what they do among themselves is no difference
+        threads.arrive(rank, HIGH, HIGH, EVERYONE)
+    for rank in range(4):
+        last = str(threads.outcome(rank)).splitlines()[-2]
+        assert last == (
+            "First difference, at collective 1 of ranks [0, 1, 2, 3]: "
+            "rank 0: barrier; rank 1: broadcast 'weights'; rank 2: nothing; rank 3: nothing"
+        )
+
+
 def test_a_rank_that_left_is_missed_at_once_and_later() -> None:
     threads = Threads(4)
     threads.arrive(0, EVERYONE)
