@@ -8,6 +8,7 @@ Legend: W world size, P numel of all parameters, S numel of one rank's part.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any, Literal, cast
 
@@ -89,7 +90,9 @@ class OSS(Optimizer):
         self._assign_owners()
         self._check_ranks_agree()
         self._lay_out()
-        self.optim = optim([self._inner_group(i) for i in range(len(self.param_groups))], **defaults)
+        self.optim = _make_inner(
+            optim, [self._inner_group(i) for i in range(len(self.param_groups))], defaults
+        )
         if not isinstance(self.optim, Optimizer):
             raise ConfigurationError(
                 f"optim={optim!r} returned {type(self.optim).__name__}; it has to return a torch.optim.Optimizer"
@@ -362,6 +365,28 @@ class OSS(Optimizer):
 
 class NotConsolidatedError(ShardkitError):
     """``state_dict()`` on a rank that holds no consolidated state."""
+
+
+def _make_inner(
+    optim: Callable[..., Optimizer], groups: list[dict[str, Any]], defaults: dict[str, Any]
+) -> Optimizer:
+    """``optim(groups, **defaults)``, where ``defaults`` may be those of another optimizer of the class.
+
+    Trainers pass ``**optimizer.defaults``, and some classes have entries that their constructors don't take (AdamW's
+    ``decoupled_weight_decay``): these are left out where the class sets the same value by itself.
+    """
+    accepted = inspect.signature(optim).parameters.values()
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in accepted)
+    names = {p.name for p in accepted}
+    fixed = {} if takes_any else {k: v for k, v in defaults.items() if k not in names}
+    made = optim(groups, **{k: v for k, v in defaults.items() if k not in fixed})
+    found = getattr(made, "defaults", {})
+    unknown = [k for k, v in fixed.items() if k not in found or found[k] != v]
+    if unknown:
+        raise TypeError(
+            f"{getattr(optim, '__name__', optim)} takes no argument {', '.join(map(repr, unknown))}"
+        )
+    return made
 
 
 def _check_optimizer_class(optim: Any) -> None:

@@ -352,3 +352,18 @@ def _balanced(rank: int) -> None:
 
 def test_balanced_partition() -> None:
     rank_pool(2, "gloo").run(_balanced)
+
+
+def _defaults_of_another(rank: int) -> None:
+    params = [nn.Parameter(torch.ones(n)) for n in (2, 3)]
+    for kind in (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD):
+        plain = kind(params, lr=0.1, weight_decay=0.2)
+        optimizer = OSS(params=plain.param_groups, optim=kind, **plain.defaults)
+        assert optimizer.optim.defaults == plain.defaults
+    for wrong in ({"no_such": 1}, {"decoupled_weight_decay": False}):
+        with pytest.raises(TypeError, match="takes no argument"):
+            OSS(params, torch.optim.AdamW, lr=0.1, **wrong)
+
+
+def test_defaults_of_another_optimizer() -> None:
+    rank_pool(2, "gloo").run(_defaults_of_another)
