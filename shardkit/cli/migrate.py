@@ -49,14 +49,14 @@ def run(options: argparse.Namespace) -> int:
         return 2
     for path in files.below(options.paths):
         result = files.migrate(path, strings=options.strings, xla=options.xla)
+        if not dry:
+            result = result.written()
         changed += result.is_changed
         failed += result.error is not None
         for message in result.messages():
             print(message)
         if options.diff:
             print(result.diff(), end="")
-        elif not dry:
-            result.write()
     print(
         f"files {'to change' if dry else 'changed'}: {changed}"
         + (f", left alone: {failed}" if failed else "")

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from shardkit.cli import main
-from shardkit.migration import files
 
 BEFORE = "import fairscale.nn  # keep\nfairscale.nn.wrap\n"
 AFTER = BEFORE.replace("fairscale", "shardkit")
@@ -106,20 +105,37 @@ def test_what_cant_be_read_is_left_alone(
     assert printed.endswith("files changed: 1, left alone: 1\n")
 
 
-def test_a_failed_write_leaves_the_file_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_write_leaves_the_file_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "a.py"
     path.write_text(BEFORE)
 
     def fail(*args: object) -> None:
         raise OSError("disk full")
 
-    result = files.migrate(path)
     with monkeypatch.context() as patch:
         patch.setattr(os, "replace", fail)
-        with pytest.raises(OSError, match="disk full"):
-            result.write()
+        assert main(["migrate", str(path)]) == 2
     assert path.read_text() == BEFORE
     assert os.listdir(tmp_path) == ["a.py"]
+    expected = f"{path}: left alone: it can't be written: disk full\nfiles changed: 0, left alone: 1\n"
+    assert capsys.readouterr().out == expected
+
+
+def test_links_to_nothing_and_data_are_no_obstacle(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a.py").write_text(BEFORE)
+    (tmp_path / "data.json").write_text("fairscale " * 200_000)
+    (tmp_path / "gone.py").symlink_to("nowhere.py")
+    (tmp_path / "gone.yaml").symlink_to("nowhere.yaml")
+    assert main(["migrate", str(tmp_path)]) == 2
+    assert (tmp_path / "a.py").read_text() == AFTER
+    printed = capsys.readouterr().out
+    assert "gone.py: left alone: it can't be read" in printed
+    assert "json" not in printed
+    assert "yaml" not in printed
 
 
 def test_a_path_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
