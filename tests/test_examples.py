@@ -128,7 +128,10 @@ def test_bad_arguments_are_refused() -> None:
 
 def test_readme_example(tmp_path: Path) -> None:
     """The program in the README runs as it stands there, and learns: both ranks end with a small loss."""
-    (program,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    experiment, program = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    names = {"torch": torch, "make_model": None, "make_batch": None, "compute_loss": None}
+    exec(experiment, names)
+    assert names["experiment"]().optimizer is torch.optim.AdamW  # type: ignore[operator,misc]
     script = tmp_path / "readme_example.py"
     script.write_text(program)
     env = {**os.environ, "PYTHONPATH": str(ROOT)}

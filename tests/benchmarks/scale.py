@@ -54,7 +54,7 @@ class Block(nn.Module):
 
 
 class VisionTransformer(nn.Module):
-    """10,078,059,496 parameters with 32 blocks: patches, positions, blocks, norm, mean over tokens, head."""
+    """10,077,917,160 parameters with 32 blocks: patches, positions, blocks, norm, mean over tokens, head."""
 
     def __init__(self, depth: int) -> None:
         super().__init__()
