@@ -318,19 +318,23 @@ class _Visitor(cst.CSTVisitor):
         self.notes.add((self._tree.span(node).start, text))
 
 
+def _binding(node: cst.Import | cst.ImportFrom, name: str) -> list[cst.ImportAlias]:
+    """The aliases of an import statement that bind a name."""
+    if isinstance(node.names, cst.ImportStar):
+        return []
+    return [a for a in node.names if (a.evaluated_alias or a.evaluated_name.split(".")[0]) == name]
+
+
 def _imports_another(node: cst.CSTNode | None) -> bool:
-    """Whether an import statement gives the name ``fairscale`` to something else than the package."""
-    if not isinstance(node, (cst.Import, cst.ImportFrom)) or isinstance(node.names, cst.ImportStar):
-        return False
-    bound = [a for a in node.names if (a.evaluated_alias or a.evaluated_name).split(".")[0] == "fairscale"]
-    return isinstance(node, cst.ImportFrom) or any(a.asname is not None for a in bound)
+    """Whether a statement imports something else than the package as ``fairscale``."""
+    if isinstance(node, cst.Import):
+        return any(a.asname is not None for a in _binding(node, "fairscale"))
+    return isinstance(node, cst.ImportFrom)
 
 
 def _imports_shardkit(assignment: BaseAssignment) -> bool:
     node = getattr(assignment, "node", None)
-    return isinstance(node, cst.Import) and all(
-        a.asname is None for a in node.names if a.evaluated_name.split(".")[0] == "shardkit"
-    )
+    return isinstance(node, cst.Import) and all(a.asname is None for a in _binding(node, "shardkit"))
 
 
 def _xla(path: str, names: Mapping[str, str] = XLA) -> str | None:

@@ -92,6 +92,7 @@ def test_the_variable_is_renamed_with_all_its_uses() -> None:
         "import fairscale\n__all__ = ['fairscale']\nfairscale.nn",
         "def f(fairscale=None):\n    import fairscale\n    return fairscale.nn",
         "import fairscale\nshardkit = 3\nfairscale.nn",
+        "import fairscale\nimport other as shardkit\nfairscale.nn",
         "import fairscale\ndef f(shardkit): return fairscale.nn",
         "try:\n    import fairscale\nexcept ImportError:\n    import stub as fairscale\nfairscale.nn",
     ],
