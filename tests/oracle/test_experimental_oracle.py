@@ -181,3 +181,70 @@ def test_slow_momentum(memory_efficient: bool) -> None:
     theirs = rank_pool(2, "fairscale").run(_slow_momentum, "fairscale", memory_efficient)
     ours = rank_pool(2).run(_slow_momentum, "shardkit", memory_efficient)
     torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-4)
+
+
+# ------------------------------------------------------------------------------------------ fairscale's faults
+def test_fairscale_margin_in_a_smaller_last_tile() -> None:
+    x, weight, target = torch.randn(8, 5), torch.randn(12, 5), torch.arange(4, 12)
+    expected = mevo.BaselineSoftmaxNllLoss(nn.Parameter(weight), scale=4.0)(x, target)
+    for module, right in ((their_mevo, False), (mevo, True)):
+        layer = module.MemoryEfficientVocabOutput(nn.Parameter(weight), tile_factor=2, scale=4.0)
+        loss = layer(x.clone().requires_grad_(), target)
+        assert torch.allclose(loss, expected, rtol=1e-4) == right
+
+
+def test_fairscale_unscales_twice() -> None:
+    for kind, moved in ((TheirScaler, 0.5), (DynamicLossScaler, 2.0)):
+        scaler: Any = kind(init_scale=4.0)
+        p = nn.Parameter(torch.zeros(1))
+        p.grad = torch.full((1,), 8.0)
+        optimizer = torch.optim.SGD([p], lr=1.0)
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        assert p.item() == -moved
+
+
+def _after_slow_momentum(rank: int, library: str) -> list[float]:
+    import importlib
+
+    kind = importlib.import_module(f"{library}.experimental.nn.data_parallel").SlowMoDistributedDataParallel
+    torch.manual_seed(0)
+    net = kind(nn.Linear(2, 1), 1, slowmo_frequency=2, localsgd_frequency=2, slowmo_memory_efficient=False)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.2)
+    for _ in range(4):
+        net.zero_grad()
+        net(torch.full((1, 2), float(rank + 1))).sum().backward()
+        optimizer.step()
+        net.perform_slowmo(optimizer)
+    return net.module.weight.tolist()[0]
+
+
+def test_fairscale_ranks_stay_apart() -> None:
+    theirs = rank_pool(2, "fairscale").run(_after_slow_momentum, "fairscale")
+    ours = rank_pool(2).run(_after_slow_momentum, "shardkit")
+    assert theirs[0] != pytest.approx(theirs[1])
+    assert ours[0] == ours[1]
+
+
+def _checkpointed_twice(rank: int, library: str) -> float:
+    """How far the gradient is from that without checkpointing."""
+    import importlib
+
+    wrap = importlib.import_module(f"{library}.nn.checkpoint").checkpoint_wrapper
+    gradients = []
+    for wrapped in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, 3), _net(library, ".sync_batchnorm")(3), nn.Linear(3, 1))
+        inputs = [
+            torch.randn(3, 3, generator=torch.Generator().manual_seed(rank + 9 * i)) * (i + 1) for i in (0, 1)
+        ]
+        net = wrap(model) if wrapped else model
+        outputs = [net(x.requires_grad_()) for x in inputs]
+        (outputs[0].pow(2).sum() + outputs[1].pow(3).sum()).backward()
+        gradients.append(model[0].weight.grad)
+    return (gradients[0] - gradients[1]).abs().max().item()
+
+
+def test_fairscale_checkpointed_twice() -> None:
+    assert max(rank_pool(2, "fairscale").run(_checkpointed_twice, "fairscale")) > 1e-2
+    assert max(rank_pool(2).run(_checkpointed_twice, "shardkit")) < 1e-5
