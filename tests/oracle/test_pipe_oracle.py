@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -140,7 +140,14 @@ def same(found: Any, expected: Any, where: str = "") -> None:
         assert found == expected, where
 
 
+RANDOM = {
+    "kinds": ["dropout"] * 3, "skips": [], "balance": [1, 1, 1], "chunks": 3, "rows": 12, "checkpoint": "except_last",
+    "training": True, "input gradient": True,
+}  # fmt: skip
+
+
 @settings(max_examples=60, deadline=None, derandomize=True)
+@example(RANDOM)
 @given(programs())
 def test_programs(program: dict[str, Any]) -> None:
     """Drawn modules, balances, micro-batches and modes; dropout draws the same numbers."""
