@@ -37,7 +37,7 @@ def _owned_state(oss: OSS) -> dict[nn.Parameter, dict[str, Any]]:
         return {
             p: s
             for p, s in state.items()
-            if isinstance(p, torch.Tensor) and s and oss._owner.get(p, oss.rank) == oss.rank
+            if not isinstance(p, str) and s and oss._owner.get(p, oss.rank) == oss.rank  # AdaScale has a name
         }
     owned: dict[nn.Parameter, dict[str, Any]] = {}
     for segment in oss.segments():
