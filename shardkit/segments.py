@@ -41,6 +41,18 @@ class SegmentParameters:
         self.layout: SegmentLayout = segment_layout(
             [p.numel() for p in params], owners, group.world_size, even=True
         )
+        self._owned_by = [self.layout.items_of(rank) for rank in range(group.world_size)]
+        self._padding = [
+            size - sum(self.layout.slots[i].numel for i in items)
+            for size, items in zip(self.layout.sizes, self._owned_by, strict=True)
+        ]
+        # what lies in a buffer one after the other, and where each parameter is in that list
+        in_order = [i for items in self._owned_by for i in (*items, -1)]  # -1: padding
+        gaps = iter(self._padding)
+        self._numels = [next(gaps) if i < 0 else self.layout.slots[i].numel for i in in_order]
+        self._places = [in_order.index(i) for i in range(len(self.params))]
+        self._flag_room = max(len(items) for items in self._owned_by)  # F, most parameters that a rank owns
+        self._sent_flags: tuple[list[bool], list[torch.Tensor]] | None = None  # and by owner on the device
         with torch.no_grad():
             own = self.take_own([p.detach() for p in self.params])
         self.own = nn.Parameter(own, requires_grad=True)
@@ -48,8 +60,6 @@ class SegmentParameters:
         self._flags: torch.Tensor | None = None  # [F]; None while every parameter has a gradient
         self.marked = min(self.params, key=lambda p: p.numel())
         self._mark: tuple[torch.Tensor, int] | None = None  # zeros, and their version
-        owned_by = [len(self.layout.items_of(rank)) for rank in range(group.world_size)]
-        self._flag_room = max(owned_by)  # F, most parameters that a rank owns
 
     # ------------------------------------------------------------ gradients
     @torch.no_grad()
@@ -128,27 +138,32 @@ class SegmentParameters:
         return self._flags.index_select(0, index.to(self.own.device)) == 0
 
     # ------------------------------------------------------------ layout
-    def pack(
-        self, tensors: Sequence[torch.Tensor | None], flags: Sequence[bool] | None = None
-    ) -> torch.Tensor:
+    def pack(self, tensors: Sequence[torch.Tensor | None], flags: list[bool] | None = None) -> torch.Tensor:
         """Per-parameter tensors (None: zeros) laid out by owner with padding, [W * S] or, with flags, [W * (S + F)]."""
         pieces: list[torch.Tensor] = []
-        like = self.params[0]
-        for rank, size in enumerate(self.layout.sizes):
-            items = self.layout.items_of(rank)
+        flags_by_owner = None if flags is None else self._flags_on_device(flags)
+        for rank, (items, padding) in enumerate(zip(self._owned_by, self._padding, strict=True)):
             for i in items:
                 tensor = tensors[i]
                 if tensor is None:
-                    pieces.append(like.new_zeros(self.layout.slots[i].numel))
-                else:
-                    pieces.append((tensor.to_dense() if tensor.is_sparse else tensor).reshape(-1))
-            padding = size - sum(self.layout.slots[i].numel for i in items)
+                    tensor = self.params[i].new_zeros(self.layout.slots[i].numel)
+                elif tensor.is_sparse:
+                    tensor = tensor.to_dense()
+                pieces.append(tensor if tensor.dim() == 1 else tensor.reshape(-1))
             if padding:
-                pieces.append(like.new_zeros(padding))
-            if flags is not None:
-                mine = [float(flags[i]) for i in items] + [0.0] * (self._flag_room - len(items))
-                pieces.append(torch.tensor(mine, dtype=like.dtype).to(like.device))
+                pieces.append(self.params[0].new_zeros(padding))
+            if flags_by_owner is not None:
+                pieces.append(flags_by_owner[rank])
         return torch.cat(pieces)
+
+    def _flags_on_device(self, flags: list[bool]) -> list[torch.Tensor]:
+        """By owner, [W][F]. They are data, and stay there until others are asked for."""
+        if self._sent_flags is None or self._sent_flags[0] != flags:
+            rows = [[float(flags[i]) for i in items] for items in self._owned_by]
+            rows = [[*row, *[0.0] * (self._flag_room - len(row))] for row in rows]
+            like = self.params[0]
+            self._sent_flags = flags, [torch.tensor(row, dtype=like.dtype).to(like.device) for row in rows]
+        return self._sent_flags[1]
 
     def take_own(self, tensors: Sequence[torch.Tensor | None]) -> torch.Tensor:
         """This rank's segment [S] of per-parameter tensors that every rank holds."""
@@ -159,10 +174,9 @@ class SegmentParameters:
 
     def split(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """A buffer laid out by owner [W * S] as per-parameter tensors, in parameter order."""
-        return [
-            flat[slot.offset : slot.offset + slot.numel].view(p.shape)
-            for p, slot in zip(self.params, self.layout.slots, strict=True)
-        ]
+        parts = flat.split(self._numels)
+        found = [parts[place] for place in self._places]
+        return [t if p.dim() == 1 else t.view(p.shape) for t, p in zip(found, self.params, strict=True)]
 
     def split_own(self, segment: torch.Tensor) -> dict[nn.Parameter, torch.Tensor]:
         """This rank's segment [S] as one tensor per owned parameter."""
@@ -196,7 +210,7 @@ class SegmentParameters:
             full = own.new_empty(self.layout.numel)
             self._group.all_gather_into(full, own, label="updated parameters")
         for p, value in zip(self.params, self.split(full), strict=True):
-            p.data = value.to(p.dtype)
+            p.data = value if value.dtype == p.dtype else value.to(p.dtype)
         if own is not self.own and own.dtype != self.own.dtype:
             self.own.data = own.to(self.own.dtype)
         return None

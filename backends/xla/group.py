@@ -73,6 +73,7 @@ class XlaGroup:
         self._ranks = tuple(ranks)
         self._rank = self._ranks.index(replica.rank)
         self._position = torch.tensor([self._rank]).to(backend.device())  # data: graphs don't differ by it
+        self._is_source: dict[int, torch.Tensor] = {}  # for broadcasts; data as well
         self._siblings: list[tuple[int, ...]] = [self._ranks]
         self._partitions: list[list[tuple[int, ...]]] = []  # of the sub-groups, see new_group
 
@@ -169,7 +170,7 @@ class XlaGroup:
             reduced = self._replica.collectives.reduce_scatter(
                 sent, _OPS[op], self._groups(), self.world_size
             )
-            _store(shard, self._averaged(reduced.narrow(0, 0, shard.numel()), op))
+            _store(shard, self._averaged(_first(reduced, shard.numel()), op))
         return _DONE
 
     def all_to_all(
@@ -226,10 +227,11 @@ class XlaGroup:
         self._check("broadcast", tensor)
         if tensor.numel():
             self._issue(f"broadcast({_shape(tensor)}, src={src})", label)
+            if src not in self._is_source:
+                self._is_source[src] = torch.tensor([self._rank == src]).to(tensor.device)
             with torch.no_grad():
-                flat = _flat(tensor)
                 # where, not a product: what other ranks hold may be NaN
-                sent = torch.where(self._position == src, flat, torch.zeros_like(flat))
+                sent = _flat(tensor).where(self._is_source[src], 0)
                 _store(tensor, self._replica.collectives.all_reduce(sent, "sum", self._groups()))
         return _DONE
 
@@ -319,12 +321,18 @@ class XlaGroup:
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    flat = tensor.detach().reshape(-1)
+    flat = tensor.detach()
+    if flat.dim() != 1:  # each operation costs while Python records a step
+        flat = flat.reshape(-1)
     return flat.to(torch.uint8) if flat.dtype is torch.bool else flat
 
 
 def _store(target: torch.Tensor, flat: torch.Tensor) -> None:
-    target.detach().copy_(flat.view(target.shape))
+    target.detach().copy_(flat if target.dim() == 1 else flat.view(target.shape))
+
+
+def _first(flat: torch.Tensor, numel: int) -> torch.Tensor:
+    return flat if flat.numel() == numel else flat.narrow(0, 0, numel)
 
 
 def _pad(flat: torch.Tensor, numel: int) -> torch.Tensor:

@@ -35,3 +35,8 @@ def hlo(tensors: Sequence[torch.Tensor]) -> str:
 def collectives(tensors: Sequence[torch.Tensor]) -> Counter[str]:
     """How often each collective ("all-gather", "reduce-scatter", ...) is in :func:`hlo` of these tensors."""
     return Counter(_HLO_COLLECTIVE.findall(hlo(tensors)))
+
+
+def operations(tensors: Sequence[torch.Tensor]) -> int:
+    """Recorded operations on which these pending tensors depend, their inputs included."""
+    return len(re.findall(r"^ *%\d+ = ", _RUNTIME._get_xla_tensors_text(list(tensors)), re.MULTILINE))

@@ -179,6 +179,7 @@ def test_out_of_step_is_an_error_on_all_ranks(four: ReplicaPool, case: str, name
         for part in named:
             assert part in message
         assert all(f"rank {rank}:" in message for rank in range(4))
+        assert "First difference, at collective" in message
 
 
 def test_a_rank_that_ends_early_leaves_no_other_waiting(four: ReplicaPool) -> None:
