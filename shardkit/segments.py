@@ -174,9 +174,13 @@ class SegmentParameters:
 
     def split(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """A buffer laid out by owner [W * S] as per-parameter tensors, in parameter order."""
-        parts = flat.split(self._numels)
+        # copies: of views, the runtime would keep the whole buffer too, and each use would cost more
+        parts = torch.split_with_sizes_copy(flat, self._numels)
         found = [parts[place] for place in self._places]
-        return [t if p.dim() == 1 else t.view(p.shape) for t, p in zip(found, self.params, strict=True)]
+        return [
+            t if p.dim() == 1 else torch.ops.aten.view_copy(t, p.shape)
+            for t, p in zip(found, self.params, strict=True)
+        ]
 
     def split_own(self, segment: torch.Tensor) -> dict[nn.Parameter, torch.Tensor]:
         """This rank's segment [S] as one tensor per owned parameter."""
