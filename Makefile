@@ -68,7 +68,7 @@ test-core: $(CORE)/.ready
 # Left out on the oldest torch: what doesn't depend on torch's version, or takes longest and is drawn at random.
 test-xla: $(XLA)/.ready
 	@echo "== tests on $(TORCH_XLA)"
-	@$(XLA)/bin/python -m pytest -m "not oracle" --ignore tests/oracle --ignore tests/figures \
+	@$(XLA)/bin/python -m pytest -m "not oracle" --ignore tests/differential --ignore tests/figures \
 	  --ignore tests/test_packaging.py --deselect tests/test_examples.py::test_full_runs_reach_97_percent tests
 
 check: $(CORE)/.ready
