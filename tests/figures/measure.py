@@ -62,7 +62,9 @@ def count_step(rank: int, implementation: str, model_name: str, wire: bool) -> d
     }
     if wire:
         # The least of some steps: on a busy machine the kernel now and then sends a packet twice.
-        figures["wire"] = min(_wire_of_step(trainer, model_name, rank) for _ in range(WIRE_STEPS)) / world_size
+        figures["wire"] = (
+            min(_wire_of_step(trainer, model_name, rank) for _ in range(WIRE_STEPS)) / world_size
+        )
     del trainer
     gc.collect()
     memory = memory_of(
