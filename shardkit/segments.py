@@ -175,7 +175,7 @@ class SegmentParameters:
     def split(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """A buffer laid out by owner [W * S] as per-parameter tensors, in parameter order."""
         # copies: of views, the runtime would keep the whole buffer too, and each use would cost more
-        parts = torch.split_with_sizes_copy(flat, self._numels)
+        parts = torch.ops.aten.split_with_sizes_copy(flat, self._numels)
         found = [parts[place] for place in self._places]
         return [
             t if p.dim() == 1 else torch.ops.aten.view_copy(t, p.shape)
