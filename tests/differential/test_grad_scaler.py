@@ -15,7 +15,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import nn
 
@@ -91,6 +91,9 @@ drawn_step = st.tuples(
 def test_same_scales_and_parameters(
     world_size: int, steps: list[Any], dtype: torch.dtype, options: dict[str, Any]
 ) -> None:
+    # a scale so large that all ranks overflow by themselves is what fairscale gets wrong
+    growth = options.get("growth_factor", 2.0) ** (len(steps) / options["growth_interval"])
+    assume(dtype != torch.float16 or options["init_scale"] * growth <= 2**12)
     check_scales(world_size, steps, dtype, options)
 
 

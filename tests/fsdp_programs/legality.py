@@ -18,7 +18,7 @@ from tests.programs.spec import Clip, Step, Train, ZeroGrad
 from .models import Tree
 from .spec import AnyStep, Fail, Inspect, Node, Path, Program, Reload, SetTrainable
 
-UNEVENLY_USED = {"branch", "unused"}
+UNEVENLY_USED = {"branch", "unused", "cut"}
 RECOMPUTING = {"checkpoint", "recomputed", "checkpoint_reentrant", "recomputed_reentrant"}
 REENTRANT = {"checkpoint_reentrant", "recomputed_reentrant"}
 # No count of steps in their state: a vector has one count for all of its parameters. (torch's fused SGD fails where
@@ -76,6 +76,8 @@ def meaningful(program: Program) -> bool:
     kinds = program.model.kinds
     if any(_repeats_reentrant(node) for node in program.model.nodes):
         return False
+    if program.model.head_frozen and "cut" in kinds:
+        return False  # a backward of nothing
     if uneven(program) and program.optimizer.name not in STEPLESS:
         return False
     ledger = Ledger(kinds)

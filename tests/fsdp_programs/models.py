@@ -108,6 +108,14 @@ class Detached(Composite):
         return x + self.run(x.detach(), route)
 
 
+class Cut(Composite):
+    """On the second route no gradient comes through, to its children nor to what is before it."""
+
+    def forward(self, x: torch.Tensor, route: int) -> Any:
+        x = self.run(x, route)
+        return x.detach() if route else x
+
+
 class SharedLinear(nn.Module):
     """All of these in one model have the same weight, and each its own bias."""
 
@@ -129,6 +137,7 @@ COMPOSITES: dict[str, type[Composite]] = {
     "dict": AsDict,
     "dataclass": AsDataclass,
     "detached": Detached,
+    "cut": Cut,
 }
 LEAVES: dict[str, Callable[[int], nn.Module]] = {**BLOCKS, "shared": SharedLinear}
 
