@@ -40,7 +40,7 @@ def batch(step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def loss(model: nn.Module, data: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    return nn.functional.mse_loss(model(data[0]), data[1])
+    return nn.functional.mse_loss(model(data[0]).to(data[1].dtype), data[1])
 
 
 def units(model: Any, unit: Any) -> None:
