@@ -32,7 +32,8 @@ class Unit:
         is_held: gathered on behalf of this unit.
         reduced: its gradients were sent in this backward.
         position: place in the order of backward; -1 where it has none.
-        goes_backward: some output of its last forward may get a gradient.
+        goes_backward: backward may reach its last forward, here or, if it is trainable, on a rank that did not cut its
+            output off.
         has_frozen: some of what it needs is not trainable.
     """
 

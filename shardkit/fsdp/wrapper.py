@@ -246,7 +246,8 @@ class FSDP(nn.Module):
             raise
         engine.after_forward(unit)
         if torch.is_grad_enabled():
-            unit.goes_backward = self._watch(outputs, unit if call is None else call)
+            is_reached = self._watch(outputs, unit if call is None else call)
+            unit.goes_backward = is_reached or unit.is_trainable
         if is_outermost:
             engine.end_forward()
         if self._clears_autocast_cache:

@@ -120,6 +120,12 @@ FOUND = {
     "a shared weight in a local state dict after a full one": Program(
         ModelSpec((Node("shared", unit=EACH), Node("shared"))), EACH, steps=(Look(), Reload("local"))
     ),
+    # the rank that detaches the unit's output did not gather it in backward, and the other one waited
+    "a unit whose output one rank detaches": Program(
+        ModelSpec((Node("linear"), Node("cut", (Node("linear"),), Options()), Node("shared"))),
+        steps=(Train(), Train(), Clip(0.3), Step(), Look()),
+        routing="by_rank",
+    ),
     # its momentum was taken for a count of steps
     "optimizer state of one number": Program(
         ModelSpec((Node("odd", unit=EACH),)), steps=(Train(), Step(), Reload(), *ROUND)
