@@ -265,10 +265,8 @@ class AdaScale(Optimizer):
     def step(self, *args: Any, **kwargs: Any) -> Any:
         """Steps the wrapped optimizer with each group's learning rate multiplied by its gain.
 
-        A closure's first evaluation comes before the gain is known, and so before the step begins.
-
-        Args:
-            *args, **kwargs: of the wrapped optimizer's ``step``.
+        Arguments are those of the wrapped optimizer's ``step``. A closure's first evaluation comes before the gain is
+        known, and so before the step begins.
 
         Raises:
             GradientOrderError: some of the step's backwards are missing.
