@@ -33,8 +33,7 @@ def run_on_ranks(
         run.wrapper.zero_grad(set_to_none=True)
         loss = experiment.loss_of(run.wrapper, step, rank)
         loss.backward()
-        losses: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(losses, loss.item())
+        losses = _of_all(loss.item())
         gradients = run.gradients()
         if experiment.clip is not None:
             run.clip(experiment.clip)
@@ -70,9 +69,7 @@ class _Wholes:
             for n, p in self.module.named_parameters()
             if owners.get(p, 0) == rank
         }
-        parts: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(parts, mine)
-        found = {n: g for part in parts for n, g in part.items()}
+        found = {n: g for part in _of_all(mine) for n, g in part.items()}
         return {n: found[n] for n, _ in self.module.named_parameters()}
 
     def clip(self, norm: float) -> None:
@@ -118,9 +115,8 @@ class _Shards:
                 numel = -(-sum(info["numels"]) // world_size)
                 grad = grads[key]
                 shard[key] = shard[key].new_zeros(numel) if grad is None else grad.detach().cpu()
-        parts: list[Any] = [None] * world_size
-        dist.all_gather_object(parts, (shard, metadata))
-        whole = type(self.wrapper).consolidate_shard_weights([p[0] for p in parts], [p[1] for p in parts])
+        shards, all_metadata = zip(*_of_all((shard, metadata)), strict=True)
+        whole = type(self.wrapper).consolidate_shard_weights(list(shards), list(all_metadata))
         return {n: _plain(whole[n]) for n in self._parameters}
 
     def clip(self, norm: float) -> None:
@@ -139,6 +135,13 @@ class _Shards:
 def _plain(t: torch.Tensor) -> torch.Tensor:
     """A copy on the CPU without the attributes that libraries put on tensors."""
     return torch.empty_like(t, device="cpu").copy_(t.detach())
+
+
+def _of_all(value: Any) -> list[Any]:
+    """Each rank's value."""
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
 
 
 def _of_rank_0(tensors: Tensors) -> Tensors:

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from shardkit.testing import Tolerance, check_named, tolerance_of
+from shardkit.testing import EXACT, check_named, tolerance_of
 from tests.differential.keeping import kept
 from tests.pools import rank_pool
 from tests.programs.running import examples
@@ -24,7 +24,6 @@ pytest.importorskip("fairscale.nn.model_parallel")
 pytestmark = [pytest.mark.oracle, pytest.mark.timeout(300)]
 RANKS = 4
 LIBRARIES = ("shardkit", "fairscale")
-EXACT = Tolerance(0.0, 0.0)
 
 
 @dataclass(frozen=True)
