@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -67,3 +68,10 @@ def close_pools() -> None:
         else:
             pool.close()
     _pools.clear()
+
+
+def free_port() -> int:
+    """A port of this machine that nobody listens on, for ranks which meet without a pool."""
+    with socket.socket() as found:
+        found.bind(("localhost", 0))
+        return int(found.getsockname()[1])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +15,7 @@ from shardkit import model_parallel as mp
 from shardkit.errors import LifecycleError, RankLostError, RankMismatchError
 from shardkit.nn.pipe import AsyncPipe, LazyModule
 from shardkit.nn.pipe.skip import pop, skippable, stash
-from tests.pools import rank_pool
+from tests.pools import free_port, rank_pool
 
 pytestmark = pytest.mark.timeout(120)
 WORLD = 4
@@ -320,12 +319,6 @@ def test_backward_twice() -> None:
 
 
 # ------------------------------------------------------------------------------------------ driven by one rank
-def _free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
-
-
 def _make_optimizer(ctx: dict[str, float], model: Any) -> None:
     parameters = list(model.parameters())
     model.optimizer = torch.optim.SGD(parameters or [torch.zeros(1)], **ctx)
@@ -405,4 +398,4 @@ def _drive(wrapper: Any, names: dict[int, str]) -> None:
 
 
 def test_driven_by_one_rank() -> None:
-    run(_driven, _free_port())
+    run(_driven, free_port())

@@ -6,7 +6,6 @@ import contextlib
 import io
 import os
 import re
-import socket
 import subprocess
 import sys
 from collections import OrderedDict
@@ -15,7 +14,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from tests.pools import rank_pool
+from tests.pools import free_port, rank_pool
 from tests.seeds.running import awesome_model, indented, run, snippet
 
 OPEN_ENDS = """
@@ -59,12 +58,6 @@ CHECK = """
     print(f"rank {rank} is done\\n", end="", flush=True)  # in one piece: three ranks share the output
     cleanup()
 """
-
-
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("localhost", 0))
-        return int(found.getsockname()[1])
 
 
 def test_main_and_spawn(tmp_path: Path) -> None:
