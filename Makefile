@@ -3,7 +3,7 @@
 #   make demo    trains on real data with 2 ranks: DDP, OSS, ShardedDDP and FSDP beside one process
 #   make test    all tests: newest torch, then oldest supported torch with the XLA backend
 #   make check   ruff, mypy, import-linter
-#   make fuzz     draws new programs for MINUTES=10, keeps what fails as tests
+#   make fuzz     damages and forges 10,000 files; draws new programs for MINUTES=10, keeps what fails as tests
 #   make bench   shardkit, fairscale, DDP, FSDP1, FSDP2 and others interleaved in one run
 #   make docs    HTML documentation in docs/_build/html
 
@@ -39,7 +39,7 @@ define make_venv
 endef
 
 $(CORE)/.ready: pyproject.toml
-	$(call make_venv,$(CORE),$(TORCH),test$(comma)demo$(comma)lint)
+	$(call make_venv,$(CORE),$(TORCH),test$(comma)demo$(comma)lint$(comma)libraries)
 
 $(XLA)/.ready: pyproject.toml
 	$(call make_venv,$(XLA),$(TORCH_XLA),test$(comma)demo)
@@ -84,6 +84,7 @@ format: $(CORE)/.ready
 
 MINUTES ?= 10
 fuzz: $(CORE)/.ready
+	@$(CORE)/bin/python -m tests.file_mutations --count 10000
 	@$(CORE)/bin/python -m tests.differential.fuzz --minutes $(MINUTES)
 
 bench: $(CORE)/.ready

@@ -6,10 +6,8 @@ collective. Names of that class that differ between torch versions are avoided.
 
 from __future__ import annotations
 
-import atexit
-import ctypes
 import datetime
-import threading
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
@@ -19,12 +17,15 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore  # type: ignore[attr-defined]
 
 from shardkit.backend import Backend, ReduceOp
-from shardkit.errors import OutOfStepError, RankLostError
+from shardkit.errors import OutOfStepError, RankLostError, ShardkitError
 
 from . import objects
+from .connections import DESTROYED, connect_gloo, never_destroy, register, timeout_of
+from .course import WITH_COURSE, Agreement, Course
 from .local_part import Accumulate, Exchange, Finish
 from .sizes import check_exchange, check_member, check_members, check_op, check_parts
-from .watch import Call, Watch
+from .standing import uncounted
+from .watch import AGREEMENT, Call, Watch
 
 _OPS = {
     ReduceOp.SUM: dist.ReduceOp.SUM,
@@ -32,52 +33,28 @@ _OPS = {
     ReduceOp.MAX: dist.ReduceOp.MAX,
     ReduceOp.MIN: dist.ReduceOp.MIN,
 }
+_TOKEN = torch.zeros(1)
+_PROBE_TAG = 0x5AFD
 PIECE = 2**20  # most elements that a rank receives in a round
 SLICE = datetime.timedelta(seconds=2)
+_WARN_SECONDS = 30.0
+_MAIN = "main"  # the name of what is no channel
 _LOST = (
     "Connection closed",
     "Connection reset",
+    "Connection timed out",
     "Broken pipe",
     "Socket closed",
     "closed by peer",
+    "Connection refused",
+    "Connection timed out",
+    "No route to host",
+    "Network is unreachable",
+    "Timed out waiting",
+    "pair closure",  # of gloo: an earlier wait was ended
+    "gloo/transport/",
     "ncclRemoteError",
 )
-
-
-# Every process group in use, and what uses it. gloo's destructor waits until nothing is in flight, which after an error
-# of one rank may be never: then they are kept from being destroyed, and the process can end.
-_process_groups: weakref.WeakSet[Any] = weakref.WeakSet()
-_groups: weakref.WeakSet[C10dGroup] = weakref.WeakSet()
-_EXIT_SECONDS = 1.0
-_broken = False
-
-
-def _never_destroy() -> None:
-    global _broken
-    _broken = True
-    for process_group in list(_process_groups):
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(process_group))
-    _process_groups.clear()
-
-
-@atexit.register
-def _end_threads() -> None:
-    """Destroys gloo's groups while Python still runs, if that needs no other rank.
-
-    Shortly after a collective a thread of gloo may still be about to release its tensors. It needs the interpreter's
-    lock for that, and without an interpreter it aborts the process.
-    """
-    if not _broken:
-        helper = threading.Thread(target=_destroy, name="shardkit-exit", daemon=True)
-        helper.start()
-        helper.join(_EXIT_SECONDS)
-    _never_destroy()
-
-
-def _destroy() -> None:
-    for group in list(_groups):
-        if group.ends_at_exit:
-            group.process_group = None
 
 
 # What gloo knows by name; everything else is broadcast as bytes.
@@ -101,6 +78,9 @@ class Done:
     def wait(self) -> None:
         return
 
+    def is_done(self) -> bool:
+        return True
+
 
 DONE = Done()
 
@@ -114,6 +94,9 @@ class C10dWork:
         self, group: C10dGroup, works: list[Any], call: tuple[Any, ...], after: Callable[[], None] | None
     ) -> None:
         self._group, self._works, self._call, self._after = group, works, call, after
+
+    def is_done(self) -> bool:
+        return all(work.is_completed() for work in self._works)
 
     def wait(self) -> None:
         for work in self._works:
@@ -134,13 +117,15 @@ class C10dGroup:
         backend: whose group this is.
         process_group: torch's object; None for a single rank that never communicates.
         ranks: global rank of each member.
+        name: of the channel.
+        parent: the group that this is a channel or a sub-group of.
     """
 
     ends_at_exit = True
 
     def __init__(
-        self, backend: Backend, process_group: Any, ranks: Sequence[int], rank: int, name: str = "main",
-        watch: Watch | None = None,
+        self, backend: Backend, process_group: Any, ranks: Sequence[int], rank: int, name: str = _MAIN,
+        parent: C10dGroup | None = None,
     ) -> None:  # fmt: skip
         self.backend = backend
         self.process_group = process_group
@@ -151,15 +136,25 @@ class C10dGroup:
         self._sequence = 0
         self._exchanges: dict[tuple[int, ...], Exchange] = {}
         self._channels: dict[str, C10dGroup] = {}
-        self._subgroups = 0
+        self._meetings = 0
+        self._subgroups: weakref.WeakSet[C10dGroup] = weakref.WeakSet()
+        self._connected = 0
         if process_group is not None:
-            _process_groups.add(process_group)
-            _groups.add(self)
-        self._watch = watch if watch is not None else self._new_watch()
+            register(process_group, self if self.ends_at_exit else None)
+            if parent is None:  # the user's, which lasts as long as torch has it
+                self._timeout = timeout_of(process_group, backend.device_type)
+                self.process_group = weakref.proxy(process_group)
+            else:
+                self._timeout = parent._timeout
+        self._watch: Watch = self._new_watch() if parent is None or name == _MAIN else parent._watch
+        self._course = Course() if name in WITH_COURSE and process_group is not None else None
+        self._root: C10dGroup = self if parent is None else parent._root  # all its ranks are connected
+        self._agreements = 0
+        self._probes: list[Any] = []  # works that may never end
 
     def _new_watch(self) -> Watch:
         store = None if self.process_group is None else self.process_group.get_group_store()
-        return Watch(store, self.rank, self.world_size, "watch")
+        return Watch(store, self.rank, self.world_size, "watch", self.ranks)
 
     # ------------------------------------------------------------ groups
     def channel(self, name: str) -> C10dGroup:
@@ -167,38 +162,82 @@ class C10dGroup:
         if self.process_group is None:
             return self
         if name not in self._channels:
-            self.barrier(label=f"connecting channel {name!r}")  # a rank that does not come shows here
-            pg = self._connect(f"channel/{name}", list(range(self.world_size)))
-            self._channels[name] = type(self)(self.backend, pg, self.ranks, self.rank, name, self._watch)
+            pg = self._meet(f"channel {name!r}", f"channel/{name}", list(range(self.world_size)))
+            self._channels[name] = type(self)(self.backend, pg, self.ranks, self.rank, name, self)
         return self._channels[name]
 
     def new_group(self, ranks: Sequence[int]) -> C10dGroup | None:
         """A sub-group of these group ranks; None on the others."""
         members = check_members(self.rank, self.world_size, ranks)
-        self._subgroups += 1
-        self.barrier(label=f"connecting a group of ranks {members}")
+        global_ranks = [self.ranks[r] for r in members]
+        if self.process_group is None:
+            return type(self)(self.backend, None, global_ranks, 0)
+        pg = self._meet(f"a group of ranks {members}", f"group/{'_'.join(map(str, members))}", members)
+        if pg is None:
+            return None
+        group = type(self)(self.backend, pg, global_ranks, members.index(self.rank), parent=self)
+        self._subgroups.add(group)
+        return group
+
+    def _meet(self, what: str, name: str, members: Sequence[int]) -> Any:
+        """A process group of these group ranks, known to them alone; None on the others."""
+        self._meetings += 1  # for the same members may meet again
+        self.barrier(label=f"connecting {what}")  # a rank that does not come shows here
         if self.rank not in members:
             return None
-        pg = None
-        if self.process_group is not None:
-            pg = self._connect(f"group/{self._subgroups}/{'_'.join(map(str, members))}", members)
-        return type(self)(self.backend, pg, [self.ranks[r] for r in members], members.index(self.rank))
-
-    def _connect(self, name: str, members: Sequence[int]) -> Any:
-        """A process group of these group ranks, known to them alone.
-
-        torch's ``new_group`` wants every rank of the job, or names groups by how many this rank knows already, and
-        then waits for ever if ranks know different numbers of them. The name under which ranks meet is ours.
-        """
+        name = f"{name}/{self._meetings}"
         store = PrefixStore(f"shardkit/{name}", self.process_group.get_group_store())
-        rank, size = members.index(self.rank), len(members)
-        pg = dist.ProcessGroup(store, rank, size)
-        gloo = dist.ProcessGroupGloo(store, rank, size, dist.distributed_c10d.default_pg_timeout)
-        kind = dist.ProcessGroup.BackendType.GLOO
-        for device_type in ("cpu", "cuda"):
-            pg._register_backend(torch.device(device_type), kind, gloo)
-        pg._set_default_backend(kind)
-        return pg
+        return self._connect(store, name, members)
+
+    def _connect(self, store: Any, name: str, members: Sequence[int]) -> Any:
+        """A process group of the ranks that call this."""
+        return connect_gloo(store, members.index(self.rank), len(members), self._timeout)
+
+    def close(self) -> None:
+        """Ends the connections of all channels and sub-groups; from now on every call raises a LifecycleError.
+
+        Called when torch destroys the process group that all of them were made from.
+        """
+        for group in (*self._channels.values(), *self._subgroups):
+            group.close()
+        self._channels.clear()
+        self._watch.close()
+        self.process_group = DESTROYED
+
+    # ------------------------------------------------------------ agreements
+    def agree(self, what: str) -> None:
+        if self.process_group is not None:
+            self._agree(("agreement", 0, what))
+
+    def _agree(self, key: tuple[str, int, str]) -> None:
+        """Returns when all ranks have come here with the same ``key``."""
+        self._agreements += 1
+        name = f"{self._name} {AGREEMENT}"
+        call = (name, self._agreements, *key)
+        self._watch.issued[name] = self._agreements
+        self._watch.recent.append(call)
+        store = self.process_group.get_group_store()
+        agreement = self._start(Agreement, store, self._name, self._agreements, key, self.world_size)
+        C10dWork(self, [agreement], call, None).wait()
+
+    def _probe(self, call: Call) -> None:
+        """Sends a token that nobody has to receive: an agreement uses no connection that could tell of a lost rank."""
+        root = self._root
+        for rank, of_job in enumerate(self.ranks):
+            if rank == self.rank or self._watch.hears_of(rank):
+                continue
+            try:
+                with uncounted(root.process_group):
+                    work = root.process_group.send([_TOKEN], root.ranks.index(of_job), _PROBE_TAG)
+                self._probes.append(work)
+            except RuntimeError as error:
+                self._raise(error, call)
+
+    def _turn(self, key: tuple[str, int, str]) -> None:
+        """A call that this rank's course has not predicted; see [Note: course]."""
+        self._agree(key)
+        if self._course is not None:
+            self._course.turn(key)
 
     # ------------------------------------------------------------ bookkeeping of calls
     def _issue(
@@ -216,31 +255,45 @@ class C10dGroup:
 
     def wait_on(self, work: Any, error: RuntimeError, call: Call) -> None:
         """Goes on waiting for a work that did not come through at once."""
-        waited = SLICE
-        limit = dist.distributed_c10d.default_pg_timeout
+        began = time.monotonic() - SLICE.total_seconds()
+        limit = self._timeout.total_seconds()
+        warn_at = _WARN_SECONDS
         while True:
-            if "timed out" not in str(error).lower():
+            if not _goes_on(work, error):
                 self._raise(error, call)
+            waited = time.monotonic() - began
+            if waited >= limit:
+                self._give_up(call)
+            if waited >= warn_at:
+                self._watch.warn(call, waited)
+                warn_at *= 2
             try:
                 self._watch.look(call)
-            except OutOfStepError:
-                _never_destroy()
+            except ShardkitError:
+                never_destroy()
                 raise
-            if waited > limit:
-                _never_destroy()
-                message = f"rank {self.rank} waited {waited} in {call.describe()}, and no rank says why"
-                self._watch.fail(message)
-                raise OutOfStepError(message)
+            if isinstance(work, Agreement) and waited > 1.5 * SLICE.total_seconds():
+                self._probe(call)
             try:
-                work.wait(SLICE)
+                work.wait(min(SLICE, datetime.timedelta(seconds=max(0.1, limit - waited))))
                 self._watch.arrived()
                 return
             except RuntimeError as again:
                 error = again
-                waited += SLICE
+
+    def _give_up(self, call: Call) -> NoReturn:
+        """Nobody knows why ``call`` does not come to its end."""
+        never_destroy()
+        message = (
+            f"rank {self.rank} waited {self._timeout} (the process group's timeout) in {call.describe()}, and no rank "
+            f"says why: a rank of {list(self.ranks)} is stopped or can't be reached. If a step may take as long, pass "
+            "a longer timeout= to init_process_group or new_group"
+        )
+        self._watch.fail(message, lost=True)
+        raise RankLostError(message)
 
     def _raise(self, error: RuntimeError, call: Call) -> NoReturn:
-        _never_destroy()
+        never_destroy()
         lost = any(sign in str(error) for sign in _LOST)
         said = self._watch.last_words() if lost else ""
         self._watch.fail(said or f"{error} in {call.describe()}", lost=lost and not said)
@@ -253,9 +306,9 @@ class C10dGroup:
             ) from error
         raise error
 
-    def abort(self) -> None:
-        """Tells waiting ranks that this one won't come."""
-        self._watch.fail("the rank gave up")
+    def abort(self, why: str = "the rank gave up") -> None:
+        """Ranks that wait for this one hear why it has left, unless it goes on to issue something."""
+        self._watch.give_up(why)
 
     def _start(self, call: Callable[..., Any], *args: Any) -> Any:
         """Issues on the process group; connections that broke before show here."""
@@ -279,6 +332,12 @@ class C10dGroup:
             own.copy_(shard)
         if self.process_group is None:
             return DONE
+        if self._course is not None and not self._course.expects(
+            key := ("all_gather_into", output.numel(), label)
+        ):
+            self._turn(key)
+        if output.is_complex():
+            pieces = tuple(_real(p) for p in pieces)
         broadcast = self.process_group.broadcast
         works = [broadcast(piece, r) for r, piece in enumerate(pieces) if counts[r]]
         return self._issue(works, "all_gather_into", output.numel(), label, async_op)
@@ -290,6 +349,11 @@ class C10dGroup:
         """Sends each rank its part and adds up locally: half the bytes of gloo's own reduce-scatter."""
         counts = tuple(check_parts("reduce_scatter_into", self.rank, self.world_size, input, shard, sizes))
         check_op("reduce_scatter_into", self.rank, op, input.dtype)
+        if input.is_complex():
+            doubled = [2 * c for c in counts]
+            return self.reduce_scatter_into(
+                _real(shard), _real(input), doubled, op=op, async_op=async_op, label=label
+            )
         if shard.requires_grad or input.requires_grad:
             shard, input = shard.detach(), input.detach()
         plan = self._exchanges.get(counts)
@@ -358,6 +422,9 @@ class C10dGroup:
         if self.process_group is None:
             output.copy_(input)
             return DONE
+        if input.is_complex():
+            receive, send = [2 * n for n in receive], [2 * n for n in send]
+            output, input = _real(output), _real(input)
         work = self._start(self.process_group.alltoall_base, output, input, receive, send)
         return self._issue([work], "all_to_all", input.numel(), label, async_op)
 
@@ -367,8 +434,13 @@ class C10dGroup:
         check_op("all_reduce", self.rank, op, tensor.dtype)
         if self.process_group is None:
             return DONE
+        if self._course is not None and not self._course.expects(
+            key := ("all_reduce", tensor.numel(), label)
+        ):
+            self._turn(key)
         wire = tensor if tensor.is_contiguous() else tensor.contiguous()
-        work = self._start(self.process_group.allreduce, [wire], _options(dist.AllreduceOptions(), op))
+        sent = _real(wire) if wire.is_complex() else wire
+        work = self._start(self.process_group.allreduce, [sent], _options(dist.AllreduceOptions(), op))
         after = Finish(tensor, wire, self.world_size if op is ReduceOp.AVG else 1)
         return self._issue([work], "all_reduce", tensor.numel(), label, async_op, after)
 
@@ -388,7 +460,8 @@ class C10dGroup:
         options = _options(dist.ReduceOptions(), op)
         options.rootRank = dst
         wire = tensor if tensor.is_contiguous() else tensor.contiguous()
-        work = self._start(self.process_group.reduce, [wire], options)
+        sent = _real(wire) if wire.is_complex() else wire
+        work = self._start(self.process_group.reduce, [sent], options)
         after = Finish(tensor, wire, self.world_size if op is ReduceOp.AVG else 1)
         return self._issue([work], f"reduce(dst={dst})", tensor.numel(), label, async_op, after)
 
@@ -408,6 +481,11 @@ class C10dGroup:
             self._issue([self._start(self.process_group.barrier)], "barrier", 0, label, False)
 
     # ------------------------------------------------------------ objects
+    def all_gather_bytes(self, data: bytes, *, label: str = "") -> list[bytes]:
+        if self.process_group is None:
+            return [data]
+        return objects.all_gather_bytes(self, data, label)
+
     def all_gather_object(self, obj: Any, *, label: str = "") -> list[Any]:
         if self.process_group is None:
             return [obj]
@@ -424,6 +502,16 @@ class C10dGroup:
         if self.process_group is None:
             return obj
         return objects.broadcast_object(self, obj, src, label)
+
+
+def _real(tensor: torch.Tensor) -> torch.Tensor:
+    """Complex numbers as pairs of real ones, [2 * numel], in the same memory: gloo knows no complex numbers."""
+    return torch.view_as_real(tensor.detach()).view(-1)
+
+
+def _goes_on(work: Any, error: RuntimeError) -> bool:
+    """Whether an error only says that a slice of time is over."""
+    return not work.is_completed() and "timed out" in str(error).lower()
 
 
 def _options(options: Any, op: ReduceOp) -> Any:

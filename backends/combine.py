@@ -94,4 +94,5 @@ def _combine(tensors: Sequence[torch.Tensor], op: ReduceOp) -> torch.Tensor:
 
 
 def _spoil(tensor: torch.Tensor) -> None:
-    tensor.fill_(float("nan") if tensor.dtype.is_floating_point else torch.iinfo(tensor.dtype).max)
+    is_integer = not (tensor.dtype.is_floating_point or tensor.dtype.is_complex)
+    tensor.fill_(torch.iinfo(tensor.dtype).max if is_integer else float("nan"))

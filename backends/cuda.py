@@ -16,14 +16,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore  # type: ignore[attr-defined]
 
 from shardkit.backend import ReduceOp
 from shardkit.errors import BackendError, ConfigurationError
 
 from .c10d import DONE, C10dGroup
-from .gloo import resolve_group
 from .host import storage_bytes
+from .known_groups import KnownGroups
+from .processes import START_SECONDS, launch_processes
 from .sizes import check_exchange, check_member, check_op, check_parts
 from .watch import Call
 
@@ -45,7 +45,7 @@ class CudaBackend:
     has_storage = True
 
     def __init__(self) -> None:
-        self._groups: dict[int, C10dGroup] = {}
+        self._groups = KnownGroups(self, _make_group)
         self._selected = False
 
     def is_available(self) -> bool:
@@ -70,7 +70,7 @@ class CudaBackend:
 
     def group(self, process_group: Any = None) -> C10dGroup:
         """See :meth:`shardkit.backend.Backend.group`. Mixed groups ("cpu:gloo,cuda:nccl") use what serves CUDA."""
-        return resolve_group(self, self._groups, process_group, _make_group)
+        return self._groups.of(process_group)
 
     # ------------------------------------------------------------ memory
     def take_storage(self, tensor: torch.Tensor) -> None:
@@ -119,6 +119,7 @@ class CudaBackend:
         args: tuple[Any, ...] = (),
         *,
         timeout: float | None = None,
+        start_timeout: float | None = START_SECONDS,
     ) -> list[Any]:
         """Runs ``fn(rank, *args)`` in one process for each device, with an NCCL process group.
 
@@ -126,15 +127,13 @@ class CudaBackend:
             ConfigurationError: fewer devices than ranks.
             RankFailedError: the first failing rank's error, at once.
         """
-        from .processes import launch_processes
-
         count = torch.cuda.device_count()
         if world_size > count:
             raise ConfigurationError(
                 f"{world_size} ranks need {world_size} CUDA devices, {count} are visible; launch fewer ranks, or use "
                 "backend='gloo' on the CPU"
             )
-        return launch_processes(fn, world_size, args, self.name, timeout)
+        return launch_processes(fn, world_size, args, self.name, timeout, start_timeout)
 
 
 def _select_device() -> None:
@@ -180,6 +179,10 @@ class CudaWork:
     ) -> None:
         self._group, self._works, self._call, self._after = group, works, call, after
 
+    def is_done(self) -> bool:
+        """Whether the device is through with it (asked of an event, without waiting)."""
+        return all(work.is_completed() for work in self._works)
+
     def wait(self) -> None:
         """Work issued from now on in the current stream sees the result."""
         try:
@@ -198,13 +201,15 @@ class CudaGroup(C10dGroup):
 
     ends_at_exit = False  # see _end_communicators
 
-    def _connect(self, name: str, members: Sequence[int]) -> Any:
+    def _probe(self, call: Call) -> None:
+        """Nothing: a send of NCCL's would have to be received."""
+
+    def _connect(self, store: Any, name: str, members: Sequence[int]) -> Any:
         """An NCCL communicator of these group ranks, known to them alone (as for gloo: see the base)."""
         options: Any = dist.ProcessGroupNCCL.Options()
-        options._timeout = self.process_group._get_backend(_CUDA).options._timeout
+        options._timeout = self._timeout
         options.global_ranks_in_group = [self.ranks[r] for r in members]
         options.group_name = f"shardkit/{name}"
-        store = PrefixStore(f"shardkit/{name}", self.process_group.get_group_store())
         rank, size = members.index(self.rank), len(members)
         nccl = dist.ProcessGroupNCCL(store, rank, size, options)
         pg = dist.ProcessGroup(store, rank, size)
@@ -317,11 +322,6 @@ class CudaGroup(C10dGroup):
         here = torch.zeros(1, device=self.backend.device())
         self.all_reduce(here, label=label or "barrier")
         torch.cuda.current_stream().synchronize()
-
-    def abort(self) -> None:
-        """Ends the communicator: what other ranks wait for in it fails. The group can't be used any more."""
-        super().abort()
-        self.process_group._get_backend(_CUDA).abort()
 
 
 def _even(parts: Sequence[int]) -> bool:

@@ -23,6 +23,14 @@ def all_gather_object(group: Group, obj: Any, label: str) -> list[Any]:
     return _unpack(buffer, everything, sizes)
 
 
+def all_gather_bytes(group: Group, data: bytes, label: str) -> list[bytes]:
+    """Each rank's bytes, in rank order, on every rank."""
+    sizes = _sizes(group, len(data), label)
+    own, (buffer, everything) = _as_tensor(bytearray(data)), _buffer(group, sum(sizes))
+    group.all_gather_into(everything, own.to(group.backend.device()), sizes, label=label)
+    return [bytes(part) for part in _parts(buffer, everything, sizes)]
+
+
 def gather_object(group: Group, obj: Any, dst: int, label: str) -> list[Any] | None:
     """Each rank's object, in rank order, on ``dst``; None elsewhere."""
     data, sizes = _announce(group, obj, True, label)
@@ -58,20 +66,28 @@ def _announce(group: Group, obj: Any, sends: bool, label: str) -> tuple[torch.Te
             data = bytearray(pickle.dumps(obj))
         except Exception as error:  # noqa: BLE001 - whatever __reduce__ of the user's object raises
             problem = error
-    device = group.backend.device()
-    sizes = torch.zeros(group.world_size, dtype=torch.int64, device=device)
-    own = sizes[group.rank : group.rank + 1]
-    own.fill_(len(data) if problem is None else -1)
-    group.all_gather_into(sizes, own, label=label)
-    counts: list[int] = sizes.tolist()
+    counts = _sizes(group, len(data) if problem is None else -1, label)
     if min(counts) < 0:
         ranks = [group.ranks[r] for r, count in enumerate(counts) if count < 0]
         what = f" ({type(obj).__name__} here: {problem})" if problem is not None else ""
         raise ConfigurationError(
             f"objects of ranks {ranks} can't be pickled{what}; label {label!r}"
         ) from problem
-    tensor = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
-    return tensor.to(device), counts
+    return _as_tensor(data).to(group.backend.device()), counts
+
+
+def _sizes(group: Group, size: int, label: str) -> list[int]:
+    """Each rank's number of bytes."""
+    sizes = torch.zeros(group.world_size, dtype=torch.int64, device=group.backend.device())
+    own = sizes[group.rank : group.rank + 1]
+    own.fill_(size)
+    group.all_gather_into(sizes, own, label=label)
+    counts: list[int] = sizes.tolist()
+    return counts
+
+
+def _as_tensor(data: bytearray) -> torch.Tensor:
+    return torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
 
 
 def _buffer(group: Group, numel: int) -> tuple[bytearray, torch.Tensor]:
@@ -84,10 +100,14 @@ def _buffer(group: Group, numel: int) -> tuple[bytearray, torch.Tensor]:
 
 
 def _unpack(buffer: bytearray, received: torch.Tensor, sizes: Sequence[int]) -> list[Any]:
+    return [pickle.loads(part) for part in _parts(buffer, received, sizes)]
+
+
+def _parts(buffer: bytearray, received: torch.Tensor, sizes: Sequence[int]) -> list[memoryview]:
     if received.device.type != "cpu":
         torch.frombuffer(buffer, dtype=torch.uint8).copy_(received)
-    view, start, objects = memoryview(buffer), 0, []
+    view, start, parts = memoryview(buffer), 0, []
     for size in sizes:
-        objects.append(pickle.loads(view[start : start + size]))
+        parts.append(view[start : start + size])
         start += size
-    return objects
+    return parts

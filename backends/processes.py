@@ -5,26 +5,26 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
-import faulthandler
 import multiprocessing
 import multiprocessing.connection
 import os
 import pickle
 import signal
+import socket
 import sys
-import tempfile
 import time
 import traceback
 import weakref
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from shardkit.errors import ConfigurationError, RankFailedError
 
-_START_SECONDS = 180.0
+from .first_words import Name
+
+START_SECONDS = 180.0
 # What a rank reports when another one failed first: the cause is looked for elsewhere for a moment.
 _CONSEQUENCES = ("RankLostError", "OutOfStepError", "DistNetworkError", "DistBackendError")
 _GRACE_SECONDS = 1.0
@@ -41,24 +41,22 @@ def _die_with_parent() -> None:
 
 def _serve(
     connection: Connection, rank: int, world_size: int, rendezvous: str, backend: str,
-    start: Callable[..., None] | None, stacks: str,
+    start: Callable[..., None] | None, variables: dict[str, str],
 ) -> None:  # fmt: skip
     """Runs what comes over the pipe until it closes."""
     _die_with_parent()
-    with open(stacks, "w") as file:
-        if hasattr(signal, "SIGUSR1"):
-            faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
-        try:
-            (start or join_ranks)(rank, world_size, rendezvous, backend)
-            connection.send_bytes(pickle.dumps(("ready", None)))
-        except BaseException as error:  # noqa: BLE001 - the caller's to judge
-            _report(connection, error)
-            return
-        try:
-            while _serve_one(connection, rank):
-                pass
-        finally:
-            leave_ranks()
+    os.environ.update(variables)
+    try:
+        (start or join_ranks)(rank, world_size, rendezvous, backend)
+        connection.send_bytes(pickle.dumps(("ready", None)))
+    except BaseException as error:  # noqa: BLE001 - the caller's to judge
+        _report(connection, error)
+        return
+    try:
+        while _serve_one(connection, rank):
+            pass
+    finally:
+        leave_ranks()
 
 
 def _serve_one(connection: Connection, rank: int) -> bool:
@@ -70,7 +68,7 @@ def _serve_one(connection: Connection, rank: int) -> bool:
     except BaseException as error:  # noqa: BLE001 - the caller's to judge
         _report(connection, error)
         return True
-    from .watch import begin_job, end_job
+    from .watch import begin_job, end_job, fail_job
 
     try:
         begin_job()
@@ -78,6 +76,7 @@ def _serve_one(connection: Connection, rank: int) -> bool:
         end_job()
         connection.send_bytes(result)
     except BaseException as error:  # noqa: BLE001 - the caller's to judge
+        fail_job(error)
         _report(connection, error)
     return True
 
@@ -88,20 +87,25 @@ def _report(connection: Connection, error: BaseException) -> None:
 
 
 def join_ranks(rank: int, world_size: int, rendezvous: str, backend: str) -> None:
-    """Makes this process a rank: process group, device, threads."""
+    """Makes this process a rank: process group, device, threads.
+
+    Args:
+        rendezvous: address and port of the store in which ranks find each other.
+    """
     import torch
     import torch.distributed as dist
 
     from shardkit.backend import get_backend
 
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // world_size))
     get_backend(backend).device()  # selects the rank's device
     names = {"cuda": "nccl"}
-    dist.init_process_group(
-        names.get(backend, backend), init_method=f"file://{rendezvous}", rank=rank, world_size=world_size
+    host, _, port = rendezvous.rpartition(":")
+    store = dist.TCPStore(  # type: ignore[attr-defined]
+        host, int(port), world_size, is_master=False, wait_for_workers=False
     )
+    dist.init_process_group(names.get(backend, backend), store=store, rank=rank, world_size=world_size)
     get_backend(backend).group()  # so that a rank which returns without a collective is heard of
 
 
@@ -122,25 +126,29 @@ class RankPool:
     Args:
         world_size: number of ranks.
         backend: "gloo" or "cuda".
-        start: makes a process a rank, called with (rank, world_size, rendezvous file, backend); default: a process
+        start: makes a process a rank, called with (rank, world_size, address of a store, backend); default: a process
             group of that backend.
         timeout: seconds a call may take; None: no limit.
+        start_timeout: seconds in which the ranks have to be ready; None: no limit.
         environment: variables set in the ranks.
     """
 
     def __init__(
         self, world_size: int, backend: str = "gloo", *, start: Callable[..., None] | None = None,
-        timeout: float | None = 300.0, environment: dict[str, str] | None = None,
+        timeout: float | None = 300.0, start_timeout: float | None = START_SECONDS,
+        environment: dict[str, str] | None = None,
     ) -> None:  # fmt: skip
         if world_size < 1:
             raise ConfigurationError(f"world_size must be at least 1, got {world_size}")
         self.world_size = world_size
         self.timeout = timeout
+        self._start_timeout = start_timeout
         self._backend, self._start = backend, start
         self._environment = dict(environment or {})
         self._processes: list[Any] = []
         self._connections: list[Connection] = []
-        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._names: list[Name] = []
+        self._store: Any = None
         _pools.add(self)
 
     def run(self, fn: Callable[..., Any], *args: Any) -> list[Any]:
@@ -152,8 +160,9 @@ class RankPool:
 
         Raises:
             RankFailedError: a rank raised, died, or took longer than the timeout; the others have been ended.
+            ConfigurationError: the function or an argument can't be sent to another process.
         """
-        call = pickle.dumps((fn, args))
+        call = _packed(fn, args)
         if not self._processes or any(p.exitcode is not None for p in self._processes):
             self._begin()
         for connection in self._connections:
@@ -164,36 +173,41 @@ class RankPool:
         return self._collect(self.timeout)
 
     def _begin(self) -> None:
+        """Starts the ranks. This process holds the store in which they meet, so that it outlives each of them."""
+        from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
         self.close()
-        self._folder = tempfile.TemporaryDirectory(prefix="shardkit-ranks-")
-        folder = Path(self._folder.name)
+        self._store = TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
         context = multiprocessing.get_context("spawn")
+        free = _free_port()
         before = {k: os.environ.get(k) for k in self._environment}
         os.environ.update(self._environment)
         try:
             for rank in range(self.world_size):
                 here, there = context.Pipe()
+                name = Name(f"rank {rank}")
                 process = context.Process(
                     target=_serve,
-                    name=f"rank {rank}",
+                    name=name,
                     args=(
-                        there, rank, self.world_size, str(folder / "rendezvous"), self._backend, self._start,
-                        str(folder / f"stacks{rank}"),
+                        there, rank, self.world_size, f"127.0.0.1:{self._store.port}", self._backend, self._start,
+                        _variables(rank, self.world_size, free),
                     ),
                 )  # fmt: skip
                 process.start()
                 there.close()
                 self._processes.append(process)
+                self._names.append(name)
                 self._connections.append(here)
         finally:
-            for name, value in before.items():
+            for variable, value in before.items():
                 if value is None:
-                    os.environ.pop(name, None)
+                    os.environ.pop(variable, None)
                 else:
-                    os.environ[name] = value
-        self._collect(_START_SECONDS)
+                    os.environ[variable] = value
+        self._collect(self._start_timeout, "the ranks are not ready (start_timeout)")
 
-    def _collect(self, timeout: float | None) -> list[Any]:
+    def _collect(self, timeout: float | None, late: str = "no answer") -> list[Any]:
         """One answer from each rank; the first failure ends all of them."""
         deadline = None if timeout is None else time.monotonic() + timeout
         results: list[Any] = [None] * self.world_size
@@ -204,7 +218,7 @@ class RankPool:
                 left = None if deadline is None else max(0.0, deadline - time.monotonic())
                 ready = multiprocessing.connection.wait(list(waiting.values()), left)
                 if not ready:
-                    failures.append(self._timed_out(timeout, waiting))
+                    failures.append(self._timed_out(f"{late} after {timeout:g} s", waiting))
                 self._receive(ready, waiting, results, failures)
             grace = time.monotonic() + _GRACE_SECONDS
             while failures and all(f[1] in _CONSEQUENCES for f in failures) and waiting:
@@ -249,21 +263,13 @@ class RankPool:
         return (
             rank,
             "ProcessExited",
-            f"the process of rank {rank} ended with exit code {code} before it answered",
+            f"the process of rank {rank} ended with exit code {code} before it answered; its output says why "
+            '(a script that starts ranks has to do so under if __name__ == "__main__":, for every rank imports it)',
         )
 
-    def _timed_out(self, timeout: float | None, waiting: dict[int, Connection]) -> tuple[int, str, str]:
-        if hasattr(signal, "SIGUSR1"):
-            for rank in waiting:
-                with contextlib.suppress(OSError):
-                    os.kill(self._processes[rank].pid, signal.SIGUSR1)
-            time.sleep(0.5)
-        folder = Path(self._folder.name) if self._folder is not None else Path()
-        stacks = "\n".join(
-            f"--- rank {r}\n{(folder / f'stacks{r}').read_text(errors='replace')[-4000:]}" for r in waiting
-        )
-        text = f"no answer after {timeout:.0f} s from ranks {sorted(waiting)}\n{stacks}"
-        return min(waiting), "TimeoutError", text
+    def _timed_out(self, what: str, waiting: dict[int, Connection]) -> tuple[int, str, str]:
+        stacks = "\n".join(f"--- rank {r}\n{self._names[r].stacks(self._processes[r].pid)}" for r in waiting)
+        return min(waiting), "TimeoutError", f"{what}: ranks {sorted(waiting)}. They are here:\n{stacks}"
 
     def close(self, kill: bool = False) -> None:
         """Ends the ranks."""
@@ -275,10 +281,10 @@ class RankPool:
             if process.exitcode is None:
                 process.kill()
                 process.join()
-        self._processes, self._connections = [], []
-        if self._folder is not None:
-            self._folder.cleanup()
-            self._folder = None
+        for name in self._names:
+            name.close()
+        self._processes, self._connections, self._names = [], [], []
+        self._store = None
 
     def __enter__(self) -> RankPool:
         return self
@@ -298,9 +304,48 @@ def _close_pools() -> None:
         pool.close(kill=True)
 
 
+def _packed(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
+    """What is sent to a rank.
+
+    Raises:
+        ConfigurationError: it can't be.
+    """
+    main = sys.modules.get("__main__")
+    name = getattr(fn, "__qualname__", repr(fn))
+    if getattr(fn, "__module__", "") == "__main__" and not hasattr(main, "__file__"):
+        raise ConfigurationError(
+            f"{name} was defined in an interactive session or in text given to Python, which other processes can't "
+            "import; put it into a file"
+        )
+    try:
+        return pickle.dumps((fn, args))
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise ConfigurationError(
+            f"{name} and its arguments have to travel to other processes: the function has to stand at the top of a "
+            f"module (no lambda, no function within a function), arguments have to be picklable ({error})"
+        ) from error
+
+
+def _variables(rank: int, world_size: int, port: int) -> dict[str, str]:
+    """What torchrun sets on one machine, for libraries that read it; ``port`` is one that nobody used a moment ago."""
+    variables = {
+        "RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0, "ROLE_RANK": rank,
+        "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size, "GROUP_WORLD_SIZE": 1, "ROLE_WORLD_SIZE": world_size,
+        "ROLE_NAME": "default", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
+    }  # fmt: skip
+    return {name: str(value) for name, value in variables.items()}
+
+
+def _free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
 def launch_processes(
-    fn: Callable[..., Any], world_size: int, args: tuple[Any, ...], backend: str, timeout: float | None
-) -> list[Any]:
+    fn: Callable[..., Any], world_size: int, args: tuple[Any, ...], backend: str, timeout: float | None,
+    start_timeout: float | None,
+) -> list[Any]:  # fmt: skip
     """Starts ranks for one call."""
-    with RankPool(world_size, backend, timeout=timeout) as pool:
+    with RankPool(world_size, backend, timeout=timeout, start_timeout=start_timeout) as pool:
         return pool.run(fn, *args)

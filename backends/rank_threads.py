@@ -249,9 +249,9 @@ class RankThreads:
             kind, text = meeting.error
             raise kind(text)
 
-    def give_up(self, rank: int) -> None:
+    def give_up(self, rank: int, why: str) -> None:
         """Nobody has to wait for ``rank`` in what is in flight."""
-        self._fail_without(rank, "gave up")
+        self._fail_without(rank, f"gave up: {why}")
 
     def _fail_without(self, rank: int, why: str) -> None:
         for meeting in self._open.values():

@@ -17,6 +17,7 @@ from shardkit.backend import Backend, Group, ReduceOp, register_rank_provider
 from shardkit.errors import ConfigurationError, OutOfStepError
 
 from . import combine
+from .course import WITH_COURSE
 from .host import Host
 from .rank_threads import Meeting, RankThreads
 from .sizes import check_exchange, check_member, check_members, check_op, check_parts
@@ -56,9 +57,12 @@ class SimulatedBackend(Host):
         )
 
     def launch(
-        self, fn: Callable[..., Any], world_size: int, args: tuple[Any, ...] = (), *, timeout: float | None = None
+        self, fn: Callable[..., Any], world_size: int, args: tuple[Any, ...] = (), *, timeout: float | None = None,
+        start_timeout: float | None = None,
     ) -> list[Any]:  # fmt: skip
         """Runs ``fn(rank, *args)`` on that many threads; ``fn`` may be any function, and gets copies of ``args``.
+
+        They start at once, so that ``start_timeout`` means nothing here.
 
         Raises:
             RankFailedError: the first failing rank's error; the others have ended with RankLostError.
@@ -105,6 +109,9 @@ class SimulatedWork:
 
     def __init__(self, group: SimulatedGroup, meeting: Meeting, call: Call) -> None:
         self._group, self._meeting, self._call = group, meeting, call
+
+    def is_done(self) -> bool:
+        return self._meeting.over
 
     def wait(self) -> None:
         self._group._wait(self._meeting, self._call)
@@ -179,7 +186,8 @@ class SimulatedGroup:
             outputs, shards = zip(*brought, strict=True)
             combine.all_gather(outputs, shards, parts)
 
-        terms = (str(shard.dtype), parts)
+        purpose = label if self._line.name in WITH_COURSE else ""
+        terms = (str(shard.dtype), parts, purpose)
         return self._issue("all_gather_into", output.numel(), label, terms, (output, shard), finish, async_op)
 
     def reduce_scatter_into(
@@ -255,6 +263,9 @@ class SimulatedGroup:
     def barrier(self, *, label: str = "") -> None:
         self._issue("barrier", 0, label, (), None, lambda _: None)
 
+    def all_gather_bytes(self, data: bytes, *, label: str = "") -> list[bytes]:
+        return self._issue("all_gather_bytes", len(data), label, (), bytes(data), list).result()
+
     # ------------------------------------------------------------ objects: pickled, so that ranks share nothing
     def all_gather_object(self, obj: Any, *, label: str = "") -> list[Any]:
         data = pickle.dumps(obj)
@@ -273,5 +284,8 @@ class SimulatedGroup:
         work = self._issue("broadcast_object", len(data), label, (src,), data, lambda all_: all_[src])
         return pickle.loads(work.result())
 
-    def abort(self) -> None:
-        self._threads.give_up(self.ranks[self.rank])
+    def agree(self, what: str) -> None:
+        self._issue("agreement", 0, what, (what,), None, lambda _: None)
+
+    def abort(self, why: str = "the rank gave up") -> None:
+        self._threads.give_up(self.ranks[self.rank], why)

@@ -84,7 +84,7 @@ def _check_flat(operation: str, rank: int, tensor: torch.Tensor) -> None:
 
 def check_op(operation: str, rank: int, op: ReduceOp, dtype: torch.dtype) -> None:
     """Raises ConfigurationError for an average of integers, which every device would round differently."""
-    if op is ReduceOp.AVG and not dtype.is_floating_point:
+    if op is ReduceOp.AVG and not (dtype.is_floating_point or dtype.is_complex):
         raise ConfigurationError(
             f"rank {rank}: {operation} with AVG of {dtype} is not defined; use SUM and divide"
         )

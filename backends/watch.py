@@ -6,24 +6,41 @@ time which call it waits in and what it has issued, and reads what the others pu
 [Note: who can't get on] Two findings end the wait. The other rank issued something else as that call of the channel:
 this is certain, since what was issued stays issued. Or each of the two waits in a call that the other has not
 issued: as what was read may be old by now, it has to be found again for the same call after the other rank has
-published anew. A rank that publishes nothing is slow, not stuck, and is waited for.
+published anew. A rank that waits in no call of ours is asked where it stands, and its witness answers (witness.py has
+the rules); where that says nothing certain it is slow, not stuck, and is waited for.
 
 [Note: ranks that have left] A rank that was launched for one function may return from it while others wait. It stays
 connected (what it sent has to arrive), so it publishes what it had issued by then: whoever waits in a call beyond that
-waits in vain. The number of the function tells this from what it published after an earlier one.
+waits in vain. The number of the function tells this from what it published after an earlier one. An error that nobody
+catches is published, too: the process may live on for a while, in other threads or while it cleans up.
 """
 
 from __future__ import annotations
 
+import atexit
 import json
+import logging
+import math
+import sys
+import threading
+import time
 import weakref
 from collections import deque
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from torch.distributed.distributed_c10d import PrefixStore  # type: ignore[attr-defined]
 
 from shardkit.errors import OutOfStepError, RankLostError
 
+from .standing import Standing, issued_of_torch, standing_of
+from .witness import Stillness, Testimony, Witness, end_vain_wait, is_behind, testify
+
+logger = logging.getLogger("shardkit")
+AGREEMENT = "(agreement on the next call)"  # ends the names of channels in which nothing is sent
+_ATTENTIVE = 6  # looks of a witness after a rank has asked, one a second
+_PATIENCE = 2.0  # seconds that a wait may take after another rank has failed
+_ONE_EVENT = 10.0  # seconds within which ranks raise errors for the same reason
 _REMEMBERED = 64  # calls
 _FREE_SIZES = ("all_to_all",)  # ranks may send different numbers of elements
 _HINT = (
@@ -47,6 +64,8 @@ class Call(NamedTuple):
 
     def meets(self, other: Call) -> bool:
         """Whether two ranks' calls of the same number in the same channel can work together."""
+        if self.channel.endswith(AGREEMENT):
+            return self[2:] == other[2:]
         same_size = self.numel == other.numel or self.operation in _FREE_SIZES
         return self.operation == other.operation and same_size
 
@@ -82,17 +101,36 @@ class Watch:
         issued: number of calls in each channel so far; the group keeps it, and ``recent``, up to date (they are
             written at every collective, where a method call would be too much).
         recent: the last calls, as tuples in the form of :class:`Call`.
+        thread: the one that issues calls.
     """
 
-    def __init__(self, store: Any, rank: int, world_size: int, name: str) -> None:
+    def __init__(
+        self, store: Any, rank: int, world_size: int, name: str, ranks: Sequence[int] | None = None
+    ) -> None:
         self._store = PrefixStore(f"shardkit/{name}", store) if store is not None else None
         self._rank, self._world_size = rank, world_size
+        self._ranks = tuple(ranks) if ranks is not None else tuple(range(world_size))  # their global ranks
+        self.thread = threading.get_ident()
+        self._background = id(
+            sys.exc_info()[1]
+        )  # of the error in whose handler the whole program runs, if it does
+        self._asked = 0  # the first question of the present wait; 0 for none
+        self._testimonies: dict[int, Testimony] = {}  # the last ones of the others
+        self._left: tuple[str, dict[str, int]] = "", {}  # why, and what was issued then
+        self._called = 0  # how often others have asked
+        self._attentive = 0  # looks that are still to be published
+        self._stillness = Stillness()
+        self._failures: list[tuple[int, dict[str, Any]]] = []  # other ranks, and what they published
+        self._known: set[str] = set()  # failures that this rank has raised an error for
+        self._raised_at = -math.inf
         self.issued: dict[str, int] = {}
         self.recent: deque[tuple[Any, ...]] = deque(maxlen=_REMEMBERED)
         self._beat = 0
         self._suspects: dict[int, Report] = {}  # ranks that looked stuck, and what they had published then
         self._failed = False
         _watches.add(self)
+        if self._store is not None and world_size > 1:
+            _begin_witness()
 
     def look(self, call: Call) -> None:
         """Publishes that this rank still waits in ``call``, and looks where the others are.
@@ -102,22 +140,61 @@ class Watch:
             RankLostError: another rank has lost the connection to a third one.
         """
         self._report(call)
+        question = self._call_witnesses()
+        self._asked = self._asked or question
         for rank in range(self._world_size):
-            entry = self._read(rank) if rank != self._rank else None
-            if entry is None:
-                self._suspects.pop(rank, None)
-            elif "failed" in entry:
+            if rank == self._rank:
+                continue
+            entry = self._read(f"rank{rank}")
+            if entry is not None and "failed" in entry:
+                self._raised_at, self._asked = time.monotonic(), 0
                 kind = RankLostError if entry["lost"] else OutOfStepError
                 raise kind(
                     f"rank {self._rank} waits in {call.describe()}, but rank {rank} gave up: {entry['failed']}"
                 )
-            else:
+            where = ""
+            if entry is not None:
                 where = self._elsewhere(call, rank, Report.of(entry))
-                if where:
-                    here = f"rank {self._rank} is in {call.describe()}"
-                    message = f"ranks are out of step: {here}; rank {rank} {where}. {_HINT}"
-                    self.fail(message)
-                    raise OutOfStepError(message)
+            else:
+                self._suspects.pop(rank, None)
+            if entry is None or not entry["waits"]:
+                where = where or self._absent(call, rank)
+            if where:
+                here = f"rank {self._rank} is in {call.describe()}"
+                message = f"ranks are out of step: {here}; rank {rank} {where}. {_HINT}"
+                self.fail(message)
+                raise OutOfStepError(message)
+
+    def warn(self, call: Call, seconds: float) -> None:
+        """Says in the log whom this rank waits for, and where those stand."""
+        others = []
+        for rank, testimony in sorted(self._testimonies.items()):
+            if testimony.issued.get(call.channel, 0) < call.sequence:
+                others.append(f"rank {rank} stands at {testimony.where} (for {testimony.still:.0f} s)")
+        logger.warning(
+            "rank %d has waited %.0f s in %s. %s",
+            self._rank,
+            seconds,
+            call.describe(),
+            "; ".join(others[:8]) or "Nothing is known of the others.",
+        )
+
+    def hears_of(self, rank: int) -> bool:
+        """Whether a rank's witness has answered in this wait, so that its process lives."""
+        return rank in self._testimonies
+
+    def _absent(self, call: Call, rank: int) -> str:
+        """Why a rank that waits in no call of ours can't come to this one; empty if it may."""
+        entry = self._read(f"stands{rank}")
+        if entry is None:
+            return ""
+        testimony = Testimony(**entry)
+        if testimony.answers < self._asked:
+            return ""
+        self._testimonies[rank] = testimony
+        if testimony.issued.get(call.channel, 0) >= call.sequence:
+            return ""
+        return testimony.why_it_will_not_come(self._ranks[self._rank])
 
     def _elsewhere(self, call: Call, rank: int, theirs: Report) -> str:
         """Where a rank is that can't come to ``call``; empty if it may. See the notes on top."""
@@ -147,40 +224,122 @@ class Watch:
 
     def last_words(self) -> str:
         """What a rank said before it gave up by itself (not because it lost another one); empty if none did."""
-        for rank in range(self._world_size):
-            entry = self._read(rank) if rank != self._rank else None
-            if entry is not None and "failed" in entry and not entry["lost"]:
+        for rank, entry in self._read_failures():
+            if not entry["lost"]:
                 return f"rank {rank} gave up: {entry['failed']}"
         return ""
 
     def arrived(self) -> None:
         """The call that was waited for is through."""
         self._suspects.clear()
-        self._publish({})
+        self._testimonies.clear()
+        self._asked = 0
+        self._publish(f"rank{self._rank}", {})
 
     def fail(self, message: str, *, lost: bool = False) -> None:
         """Tells ranks that wait (or will) that this one won't come; ``lost``: because it lost another one."""
         self._failed = True
-        self._publish({"failed": message, "lost": lost})
+        self._raised_at, self._asked = time.monotonic(), 0
+        entry = {"failed": message, "lost": lost, "of_torch": issued_of_torch()}
+        self._publish(f"rank{self._rank}", entry)
+        self._call_witnesses()
+
+    def give_up(self, why: str) -> None:
+        """Ranks that wait for this one hear that it left with an error; until it issues something again.
+
+        Costs nothing: they have to ask.
+        """
+        self._left = why, dict(self.issued)
+
+    # ------------------------------------------------------------ in the witness' thread
+    def attend(self) -> None:
+        """Answers those who have asked, and ends this rank's wait for one that has failed. See witness.py."""
+        called = self._count("called")
+        if called != self._called:
+            if self._attentive <= 0:
+                self._stillness = Stillness()
+            self._called, self._attentive = called, _ATTENTIVE
+            self._failures = self._new_failures()
+        if self._attentive > 0 or self._failures:
+            standing = standing_of(self.thread, self._background)
+            if standing is not None:
+                self._attentive -= 1
+                self._testify(standing, called)
+
+    def _testify(self, standing: Standing, called: int) -> None:
+        still = self._stillness.seconds(standing)
+        if self._attentive >= 0:
+            why, issued = self._left
+            left = why if issued == self.issued else ""
+            testimony = testify(standing, still, dict(self.issued), left, self._ranks[self._rank], called)
+            self._publish(f"stands{self._rank}", testimony._asdict())
+        if not standing.operation or still < _PATIENCE:
+            return
+        counts = issued_of_torch()
+        for rank, entry in self._failures:
+            if standing.peer in (-1, self._ranks[rank]) and is_behind(
+                entry["of_torch"], counts, standing.group
+            ):
+                self._failures, self._raised_at = [], time.monotonic()
+                where = f"in torch.distributed's {standing.operation}, called at {standing.where}"
+                message = f"rank {self._rank} was {where}, but rank {rank} will not come: {entry['failed']}"
+                end_vain_wait(self.thread, standing, message)
+                return
+
+    def _new_failures(self) -> list[tuple[int, dict[str, Any]]]:
+        """Without those for which this rank has raised an error too: it may have gone on since."""
+        found = self._read_failures()
+        if time.monotonic() - self._raised_at < _ONE_EVENT:
+            self._known.update(entry["failed"] for _, entry in found)
+        return [(rank, entry) for rank, entry in found if entry["failed"] not in self._known]
+
+    # ------------------------------------------------------------ the store
+    def _read_failures(self) -> list[tuple[int, dict[str, Any]]]:
+        """The other ranks that have failed, and what they published."""
+        found = []
+        for rank in range(self._world_size):
+            entry = self._read(f"rank{rank}") if rank != self._rank else None
+            if entry is not None and "failed" in entry:
+                found.append((rank, entry))
+        return found
+
+    def close(self) -> None:
+        """The ranks' process group is no more: its store is let go, and with it the port of its server."""
+        self._store = None
 
     def _report(self, waits: Call | None) -> None:
         self._beat += 1
-        recent = [Call(*c) for c in self.recent]
-        self._publish(Report(self._beat, waits, self.issued, recent, _job)._asdict())
+        recent = [Call(*c) for c in list(self.recent)]
+        report = Report(self._beat, waits, dict(self.issued), recent, _job)
+        self._publish(f"rank{self._rank}", report._asdict())
 
-    def _publish(self, entry: dict[str, Any]) -> None:
+    def _publish(self, key: str, entry: dict[str, Any]) -> None:
         if self._store is None:
             return
         try:
-            self._store.set(f"rank{self._rank}", json.dumps(entry))
+            self._store.set(key, json.dumps(entry))
         except (RuntimeError, ValueError):
             self._store = None  # its server is gone; the collective itself will fail next
 
-    def _read(self, rank: int) -> dict[str, Any] | None:
+    def _call_witnesses(self) -> int:
+        """All ranks' witnesses say where their ranks stand, for some seconds; the number of this question."""
+        if self._store is None:
+            return 0
+        try:
+            return int(self._store.add("called", 1))
+        except (RuntimeError, ValueError):
+            self._store = None
+            return 0
+
+    def _count(self, key: str) -> int:
+        if self._store is None or not self._store.check([key]):
+            return 0
+        return int(self._store.add(key, 0))
+
+    def _read(self, key: str) -> dict[str, Any] | None:
         if self._store is None:
             return None
         try:
-            key = f"rank{rank}"
             if not self._store.check([key]):
                 return None
             return json.loads(self._store.get(key)) or None
@@ -191,6 +350,8 @@ class Watch:
 
 _watches: weakref.WeakSet[Watch] = weakref.WeakSet()
 _job = 0
+_witness = Witness(lambda: [w for w in list(_watches) if w._store is not None])
+_hooked = False
 
 
 def begin_job() -> None:
@@ -203,3 +364,31 @@ def end_job() -> None:
     """The function has returned: its ranks that still wait for this one hear of it."""
     for watch in list(_watches):
         watch.leave()
+
+
+def fail_job(error: BaseException) -> None:
+    """An error ends the function or the program: ranks that wait for this one hear of it."""
+    for watch in list(_watches):
+        if not watch._failed:
+            watch.fail(f"rank {watch._rank} ended with {type(error).__name__}: {error}")
+
+
+def _begin_witness() -> None:
+    global _hooked
+    _witness.begin()
+    if not _hooked:
+        _hooked = True
+        previous = sys.excepthook
+
+        def publish(kind: Any, error: BaseException, trace: Any) -> None:
+            previous(kind, error, trace)
+            if not isinstance(error, KeyboardInterrupt):
+                fail_job(error)
+
+        sys.excepthook = publish
+
+
+@atexit.register
+def _end_witness() -> None:
+    _witness.end()
+    end_job()

@@ -8,9 +8,12 @@ from typing import Any
 
 from . import compat
 from .adascale import AdaScale
+from .elementwise import declare_elementwise
 from .errors import (
     BackendError,
     ConfigurationError,
+    DamagedFileError,
+    FileNotWrittenError,
     LifecycleError,
     OutOfStepError,
     RankFailedError,
@@ -27,6 +30,7 @@ from .loading import load
 from .oss import OSS
 from .policy import OffloadPolicy, PrecisionPolicy, ReducePolicy, ReshardPolicy
 from .sampling import EvaluationSampler, in_step
+from .saving import save
 from .sharded_ddp import ShardedDDP
 from .state_prefix import load_with_or_without_prefix, with_prefix, without_prefix
 from .version import __version_tuple__
@@ -40,7 +44,9 @@ __all__ = [
     "AdaScale",
     "BackendError",
     "ConfigurationError",
+    "DamagedFileError",
     "EvaluationSampler",
+    "FileNotWrittenError",
     "GradScaler",
     "LifecycleError",
     "OffloadPolicy",
@@ -56,6 +62,7 @@ __all__ = [
     "ShardkitError",
     "UntrustedFileError",
     "auto_wrap",
+    "declare_elementwise",
     "enable_wrap",
     "gather",
     "gather_tensors",
@@ -64,6 +71,7 @@ __all__ = [
     "launch",
     "load",
     "load_with_or_without_prefix",
+    "save",
     "with_prefix",
     "without_prefix",
     "wrap",

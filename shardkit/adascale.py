@@ -421,6 +421,12 @@ class AdaScale(Optimizer):
                 f"the state dict has AdaScale's averages of {found} param groups, this optimizer has {expected}; "
                 "build it with the same groups first"
             )
+        for name, values in averages.items():
+            if values.numel() != expected and not (name.endswith("_count") and values.numel() == 1):
+                raise ConfigurationError(
+                    f"AdaScale's {name!r} has {values.numel()} values, expected one for each of {expected} groups; the "
+                    " state dict was damaged, or put together by hand"
+                )
         rest = {k: v for k, v in data["state"].items() if k != _KEY}
         self._optimizer.load_state_dict({**data, "state": rest})
         state: dict[Any, Any] = self._optimizer.state

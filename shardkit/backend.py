@@ -22,7 +22,7 @@ from .errors import BackendError
 
 
 class ReduceOp(enum.Enum):
-    """How contributions of ranks are combined. AVG (floating point only) divides the sum by the world size."""
+    """How contributions of ranks are combined. AVG (of real or complex numbers) divides the sum by the world size."""
 
     SUM = "sum"
     AVG = "avg"
@@ -43,13 +43,17 @@ class Work(Protocol):
         """
         ...
 
+    def is_done(self) -> bool:
+        """Whether :meth:`wait` would return at once; says so without waiting."""
+        ...
+
 
 class Group(Protocol):
     """Ranks that communicate; every method below is a collective: all ranks call it in the same order.
 
     ``src`` and ``dst`` are ranks within the group. Buffers are 1-D and contiguous where a shape is
-    given, of any dtype in {fp32, fp64, bf16, fp16, int64, int32, uint8}. ``sizes`` holds each rank's numel
-    (default: even); backends with ``even_shards_only`` refuse uneven ones. With ``async_op=False`` the
+    given, of any dtype in {fp32, fp64, bf16, fp16, complex64, complex128, int64, int32, uint8}. ``sizes`` holds each
+    rank's numel (default: even); backends with ``even_shards_only`` refuse uneven ones. With ``async_op=False`` the
     result is ready on return and the returned work is done. ``label`` says what the call is for and
     appears in errors.
     """
@@ -135,6 +139,10 @@ class Group(Protocol):
 
     def barrier(self, *, label: str = "") -> None: ...
 
+    def all_gather_bytes(self, data: bytes, *, label: str = "") -> list[bytes]:
+        """Each rank's bytes, of any length, in rank order, on every rank."""
+        ...
+
     def all_gather_object(self, obj: Any, *, label: str = "") -> list[Any]:
         """Each rank's picklable object, in rank order, on every rank."""
         ...
@@ -145,8 +153,22 @@ class Group(Protocol):
 
     def broadcast_object(self, obj: Any, src: int, *, label: str = "") -> Any: ...
 
-    def abort(self) -> None:
-        """Gives up what is in flight after an error, so that other ranks fail soon instead of waiting."""
+    def agree(self, what: str) -> None:
+        """Returns when all ranks have called it with the same text, apart from anything that is in flight.
+
+        For turns that a rank may take alone by mistake; out of band, so that no other call can be met.
+
+        Raises:
+            OutOfStepError: another rank is in a different call.
+        """
+        ...
+
+    def abort(self, why: str = ...) -> None:
+        """An error took this rank out of what all do together: others that wait for it fail soon instead of waiting.
+
+        Those that have to wait anyway look for this, so it costs nothing where all ranks raise the same. It is
+        forgotten when this rank issues a collective again.
+        """
         ...
 
 
@@ -247,8 +269,11 @@ class Backend(Protocol):
         args: tuple[Any, ...] = (),
         *,
         timeout: float | None = None,
+        start_timeout: float | None = 180.0,
     ) -> list[Any]:
         """Runs ``fn(rank, *args)`` on that many ranks; returns each rank's (picklable) result.
+
+        ``timeout`` and ``start_timeout``: seconds that ``fn`` may take, and that ranks may take before it.
 
         Raises:
             RankFailedError: the first failing rank's error, at once; no process is left behind.

@@ -60,3 +60,19 @@ class RedirectedError(ShardkitError, NotImplementedError):
 
 class UntrustedFileError(ShardkitError):
     """A file holds more than data, so that reading it would run code of whoever wrote it."""
+
+
+class DamagedFileError(ShardkitError):
+    """A file is truncated, or has other bytes than were written."""
+
+
+class FileNotWrittenError(ShardkitError, OSError):
+    """A file could not be written; what was there before is whole.
+
+    Attributes:
+        errno: the system's number of the cause, as of any OSError.
+    """
+
+    def __init__(self, message: str, errno: int | None = None) -> None:
+        super().__init__(message)
+        self.errno = errno

@@ -17,12 +17,21 @@ from torch.utils.hooks import RemovableHandle
 
 from .backend import Group, ReduceOp
 from .errors import LifecycleError
-from .hooks import NO_BACKWARD, BackwardState, GradientHook, GradientHooks, current_backward, watch_outputs
+from .hooks import (
+    DROPPED,
+    NO_BACKWARD,
+    BackwardState,
+    GradientHook,
+    GradientHooks,
+    current_backward,
+    watch_outputs,
+)
 from .module_sync import BufferSync
 from .oss import OSS
 from .policy import ReducePolicy
 from .reducer import Bucket, Reducer
 from .segments import SegmentParameters
+from .shard_gradients import gradient_class
 from .sparse_reducer import SparseReducer, sparse_parameters
 
 logger = logging.getLogger("shardkit")
@@ -110,7 +119,11 @@ class GradientExchange:
         parts: list[GradientPart] = []
         dense = [p for p in trainable if p in owner and p not in sparse]
         if dense:
-            parts.append(Reducer(dense, [owner[p] for p in dense], self._channel, self._policy, self.state))
+            owners, reduced = (
+                [owner[p] for p in dense],
+                gradient_class(self._group, "OSS.clip_grad_norm", False),
+            )
+            parts.append(Reducer(dense, owners, self._channel, self._policy, self.state, reduced))
         rows = [p for p in trainable if p in owner and p in sparse]
         if rows:
             parts.append(SparseReducer(rows, [owner[p] for p in rows], self._channel, self.state))
@@ -153,12 +166,18 @@ class GradientExchange:
     def begin_forward(self) -> None:
         """Before a training forward."""
         self.recover()
+        self.state.raised = ""
         if not self.state.accumulating:
             self._buffers.sync_if_changed()
+
+    def fail_forward(self, error: BaseException) -> None:
+        """A training forward raised: other ranks that wait for its backward may want to know."""
+        self.state.raised = f"{type(error).__name__}: {error}"
 
     def end_forward(self, outputs: object) -> None:
         """After a training forward: its backward will be noticed."""
         self._buffers.changed = True
+        self.state.is_due = not self.state.accumulating
         watch_outputs(outputs, self.state.on_output)
 
     def recover(self) -> None:
@@ -167,6 +186,7 @@ class GradientExchange:
             self.state.task = NO_BACKWARD
             for part in self._parts:
                 part.abandon()
+            self._group.agree(DROPPED)
 
     def _end_of_backward(self) -> None:
         for part in self._parts:

@@ -10,6 +10,7 @@ backward, the rest of the outer one counts as a further backward, whose gradient
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any
@@ -20,7 +21,10 @@ from torch.autograd import Variable
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
+from .progress import observe
+
 NO_BACKWARD = -1
+DROPPED = "a backward that raised an error is dropped"  # on all ranks, or they are out of step
 # Id of the backward that runs in this thread, or NO_BACKWARD. (The C function itself: no Python call a gradient.)
 current_backward: Callable[[], int] = torch._C._current_graph_task_id
 
@@ -32,21 +36,38 @@ class BackwardState:
 
     Attributes:
         task: id of the backward in progress, NO_BACKWARD between backwards.
+        thread: the thread that noticed it.
         accumulating: inside ``no_sync``: gradients stay local.
         unreduced: local gradients wait for a reduction.
+        is_due: a forward has ended whose backward has not begun.
+        raised: the error of the last forward, if it raised one; else "".
     """
 
-    __slots__ = ("_on_end", "accumulating", "task", "unreduced")
+    __slots__ = ("__weakref__", "_on_end", "accumulating", "is_due", "raised", "task", "thread", "unreduced")
 
     def __init__(self, on_end: Callable[[], None]) -> None:
         self.task = NO_BACKWARD
+        self.thread = 0
         self.accumulating = False
         self.unreduced = False
+        self.is_due = False
+        self.raised = ""
         self._on_end = on_end
+        observe(self)
+
+    def unfinished(self, in_backward: bool) -> str:
+        """See :class:`shardkit.progress.Unfinished`."""
+        if self.task != NO_BACKWARD:
+            return "" if in_backward else "a backward that raised an error"
+        if self.raised:
+            return f"a forward that raised {self.raised}"
+        return "a step whose backward has not begun" if self.is_due and not in_backward else ""
 
     def begin(self) -> None:
         """Marks the running backward as the one whose end counts; called from inside of it."""
         self.task = current_backward()
+        self.is_due = False
+        self.thread = threading.get_ident()
         Variable._execution_engine.queue_callback(self._end)  # type: ignore[attr-defined]
 
     def on_output(self, _: torch.Tensor) -> None:
@@ -90,6 +111,15 @@ _RUN_BACKWARD = torch.autograd.graph._engine_run_backward.__code__
 _RUN_NODE = torch.autograd.function.BackwardCFunction.apply.__code__
 
 
+def runs_backward(frame: FrameType | None) -> bool:
+    """Whether the thread with this Python stack called a backward that is still running."""
+    while frame is not None:
+        if frame.f_code is _RUN_BACKWARD:
+            return True
+        frame = frame.f_back
+    return False
+
+
 def inside_another_backward() -> bool:
     """Whether the running backward was started by the backward of a function (a re-entrant checkpoint).
 
@@ -104,6 +134,27 @@ def inside_another_backward() -> bool:
             return True
         frame = frame.f_back
     return False
+
+
+_APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
+
+
+def surrounding_checkpoint() -> Any:
+    """The activation checkpoint that will run in backward again what is called now; None outside of one.
+
+    An object that is the same for all calls within the outermost checkpoint. torch's own kind is known by its hooks for
+    saved tensors; re-entrant ones (torch's, fairscale's, this library's) are autograd functions, on the Python stack.
+    """
+    if torch.is_grad_enabled():
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        pack = None if hooks is None else hooks[0]
+        return pack if getattr(pack, "__qualname__", "").startswith("_checkpoint_hook.") else None
+    outermost, frame = None, sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is _APPLY:
+            outermost = frame
+        frame = frame.f_back  # type: ignore[assignment]
+    return outermost
 
 
 def watch_outputs(outputs: Any, hook: GradientHook) -> None:

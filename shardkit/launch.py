@@ -17,6 +17,7 @@ def launch(
     backend: str | Backend = "gloo",
     args: tuple[Any, ...] = (),
     timeout: float | None = None,
+    start_timeout: float | None = 180.0,
 ) -> list[Any]:
     """Runs ``fn(rank, *args)`` on ``world_size`` ranks of this machine and returns each rank's result.
 
@@ -35,12 +36,18 @@ def launch(
         world_size: number of ranks.
         backend: "gloo", "cuda", "xla", "simulated", or what an installed package adds.
         args: further arguments, picklable.
-        timeout: seconds after which ranks are ended; None: no limit.
+        timeout: seconds that ``fn`` may take, after which ranks are ended; None: no limit.
+        start_timeout: seconds that ranks may take to import the program and to meet, before ``fn`` begins; None: no
+            limit. Ranks that are late are ended, and the error shows where each of them stands.
+
+    Processes find what torchrun sets in their environment (RANK, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, ...).
 
     Raises:
-        RankFailedError: a rank raised or died. The others are ended at once; it holds the rank and its traceback.
+        RankFailedError: a rank raised, died or was too late. The others are ended at once; it holds the rank and its
+            traceback.
         BackendError: the backend is not available on this machine.
-        ConfigurationError: ``world_size`` does not fit the ranks that torchrun started.
+        ConfigurationError: ``world_size`` does not fit the ranks that torchrun started, or ``fn`` can't be sent to
+            other processes.
     """
     chosen = get_backend(backend) if isinstance(backend, str) else backend
     if not chosen.is_available():
@@ -49,7 +56,7 @@ def launch(
         )
     if "TORCHELASTIC_RUN_ID" in os.environ and chosen.name != "simulated":
         return _run_as_started_rank(fn, world_size, chosen, args)
-    return chosen.launch(fn, world_size, args, timeout=timeout)
+    return chosen.launch(fn, world_size, args, timeout=timeout, start_timeout=start_timeout)
 
 
 def _run_as_started_rank(

@@ -174,11 +174,12 @@ class ShardLayout:
     def pieces(self) -> list[Piece]:
         """All items cut at the borders of shards, in order; items without elements have none."""
         found = []
+        shard_numel = self.shard_numel  # a sum over all items
         for item, (start, numel) in enumerate(zip(self.offsets(), self.numels, strict=True)):
             done = 0
             while done < numel:
-                rank, offset = divmod(start + done, self.shard_numel)
-                length = min(numel - done, self.shard_numel - offset)
+                rank, offset = divmod(start + done, shard_numel)
+                length = min(numel - done, shard_numel - offset)
                 found.append(Piece(item, done, rank, offset, length))
                 done += length
         return found

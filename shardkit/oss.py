@@ -9,22 +9,23 @@ Legend: W world size, P numel of all parameters, S numel of one rank's part.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, cast
 
 import torch
 from torch import nn
 from torch.optim import SGD, Optimizer
 
-from . import oss_state
+from . import elementwise, oss_state
 from .backend import Backend, Group, backend_for
 from .errors import ConfigurationError, ShardkitError
 from .layout import balanced_owners, greedy_owners
-from .norms import clip_by_global_norm, norm_like
-from .ownership import FlatParameters, by_dtype, check_one_device, check_same_everywhere
+from .norms import Portion, clip_by_global_norm, norm_like
+from .ownership import FlatParameters, by_dtype, check_one_device, check_same_everywhere, option_facts
 from .phases import Phase
 from .replicated import has_to_run_whole, step_whole
 from .segments import SegmentParameters, step_segments
+from .shards import refuse_shards
 
 Partition = Literal["greedy", "balanced"]
 
@@ -74,6 +75,7 @@ class OSS(Optimizer):
             raise ConfigurationError(f"partition is {partition!r}; choose 'greedy' or 'balanced'")
         self._built = False
         super().__init__(params, dict(defaults))
+        self._refuse_shards(optim)
         check_one_device(self._parameters())
         self._backend = backend_for(self._parameters(), backend)
         self._group: Group = self._backend.group(group)
@@ -84,11 +86,13 @@ class OSS(Optimizer):
         self._loads = [0] * self._group.world_size
         self._owner: dict[nn.Parameter, int] = {}
         self._consolidated: dict[int, dict[str, Any]] | None = None
+        self._has_stepped = False  # or loaded a state: on this rank or another
         self._before_step: list[Callable[[], None]] = []
         self._flat: list[FlatParameters] = []
         self._segments: list[list[SegmentParameters]] = []  # per param group
         self._assign_owners()
-        self._check_ranks_agree()
+        options = option_facts(optim=optim, partition=partition, broadcast_dtype=broadcast_dtype)
+        self._check_ranks_agree([*options, *self._group_facts(0)])
         self._lay_out()
         self.optim = _make_inner(
             optim, [self._inner_group(i) for i in range(len(self.param_groups))], defaults
@@ -141,13 +145,27 @@ class OSS(Optimizer):
         return [s for group in self._segments for s in group]
 
     # ---------------------------------------------------------------- structure
+    def _refuse_shards(self, optim: Any) -> None:
+        name = getattr(optim, "__name__", "the optimizer")
+        refuse_shards(
+            self._parameters(), "OSS", f"FSDP shards optimizer state too: {name}(model.parameters(), ...)"
+        )
+
     def _assign_owners(self) -> None:
         new = [p for p in self._parameters() if p not in self._owner]
         place = greedy_owners if self._partition == "greedy" else balanced_owners
         ranks = place([p.numel() for p in new], [p.requires_grad for p in new], self._loads)
         self._owner.update(zip(new, ranks, strict=True))
 
-    def _check_ranks_agree(self) -> None:
+    def _group_facts(self, first: int) -> list[tuple[str, Any]]:
+        """Options of the param groups from this one on; later they are the user's to change."""
+        facts = []
+        for index, group in enumerate(self.param_groups[first:], first):
+            options = {k: v for k, v in group.items() if k not in ("params", "param_names")}
+            facts += option_facts(**{f"{k} of group {index}": options[k] for k in sorted(options)})
+        return facts
+
+    def _check_ranks_agree(self, options: Sequence[tuple[str, Any]] = ()) -> None:
         facts: list[tuple[str, Any]] = [("number of param groups", len(self.param_groups))]
         for index, g in enumerate(self.param_groups):
             names = g.get("param_names") or [
@@ -157,7 +175,7 @@ class OSS(Optimizer):
                 (n, (tuple(p.shape), str(p.dtype), "trainable" if p.requires_grad else "frozen"))
                 for n, p in zip(names, g["params"], strict=True)
             ]
-        check_same_everywhere(self._group, facts, "the optimizer's parameters")
+        check_same_everywhere(self._group, [*facts, *options], "the optimizer's parameters or options")
 
     def _lay_out(self) -> None:
         """Takes what is trainable now into flat buffers."""
@@ -209,9 +227,10 @@ class OSS(Optimizer):
         super().add_param_group(param_group)
         if not self._built:
             return
+        self._refuse_shards(type(self.optim))
         check_one_device(self._parameters())
         self._assign_owners()
-        self._check_ranks_agree()
+        self._check_ranks_agree(self._group_facts(len(self.param_groups) - 1))
         self._lay_out()
         self.optim.add_param_group(self._inner_group(len(self.param_groups) - 1))
         self._adopt_inner()
@@ -235,8 +254,11 @@ class OSS(Optimizer):
         """
         for prepare in self._before_step:
             prepare()
+        self._has_stepped = True
         self.refresh_trainable()
         self._sync_options(self.param_groups, self.optim.param_groups)
+        if closure is not None and not self.runs_whole:
+            closure = self._publishing_between(closure)
         if self.runs_whole:
             loss = step_whole(self.optim, closure, self._group, kwargs)
         elif self._backend.even_shards_only:
@@ -248,6 +270,19 @@ class OSS(Optimizer):
             self._publish()
         self._sync_options(self.optim.param_groups, self.param_groups)
         return loss
+
+    def _publishing_between(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """The closure, which sees what all ranks have updated since it was last evaluated in the same step."""
+        is_first = True
+
+        def evaluated() -> Any:
+            nonlocal is_first
+            if not is_first:
+                self._publish()
+            is_first = False
+            return closure()
+
+        return evaluated
 
     def _publish(self) -> None:
         with Phase("shardkit::oss all-gather"):
@@ -282,7 +317,13 @@ class OSS(Optimizer):
         """
         for prepare in self._before_step:
             prepare()
-        group, counted = self._group, self.gradients()
+        group: Group | None = None if self.runs_whole else self._group
+        counted = self.gradients()
+        if self._segments and norm_type <= 0:
+            raise ConfigurationError(
+                f"norm_type={norm_type} is changed by zeros, which pad gradients on {self._backend.name}; take one "
+                "above 0"
+            )
         if filter_params_fn is not None:
             owned = [p for g in self.optim.param_groups for p in g["params"]]
             counted = [p.grad for p in filter_params_fn(owned) if p.grad is not None]
@@ -291,9 +332,8 @@ class OSS(Optimizer):
             counted if self._backend.even_shards_only else [p.grad for p in self._all if p.grad is not None]
         )
         return clip_by_global_norm(
-            counted,
+            [Portion(counted, group)],
             clipped,
-            group,
             norm_like(self._all),
             float(max_norm),
             float(norm_type),
@@ -315,7 +355,8 @@ class OSS(Optimizer):
         """The whole optimizer's state in torch's format: ``{"state": {index: ...}, "param_groups": [...]}``.
 
         It loads into a plain optimizer, into fairscale's OSS and into this one at any world size. Tensors
-        are on the CPU and belong to the last consolidation.
+        are on the CPU and belong to the last consolidation. Before the first step there is no state, and nothing to
+        consolidate.
 
         Args:
             all_ranks: consolidate on every rank first (then every rank has to call).
@@ -325,6 +366,8 @@ class OSS(Optimizer):
         """
         if all_ranks:
             self.consolidate_state_dict(-1)
+        if self._consolidated is None and not self._has_stepped and not any(self.state.values()):
+            return super().state_dict()  # nothing to consolidate, on any rank
         if self._consolidated is None:
             raise NotConsolidatedError(
                 "Optimizer state has not been consolidated on this rank. Call consolidate_state_dict() "
@@ -348,11 +391,13 @@ class OSS(Optimizer):
         Each rank keeps what it owns. ``state_dict`` is not changed.
 
         Raises:
-            ValueError: groups or numbers of parameters differ from this optimizer's.
+            ValueError: groups, numbers of parameters, or shapes of their state differ from this optimizer's. All ranks
+                look at the state of all parameters, and nothing is loaded on any.
         """
         oss_state.check_loadable(state_dict, self.param_groups)
+        oss_state.check_shapes(self, state_dict, type(self.optim) in elementwise.KNOWN)
         mine = oss_state.select_owned(self, state_dict)
-        shown = self.state
+        shown, self._has_stepped = self.state, True
         super().load_state_dict(mine)
         loaded, self.state = self.state, shown
         oss_state.load_inner(self, cast("dict[nn.Parameter, Any]", loaded))

@@ -14,6 +14,7 @@ from torch import nn
 
 from .errors import ConfigurationError
 from .segments import SegmentParameters
+from .state_shapes import check_state
 
 if TYPE_CHECKING:
     from .oss import OSS
@@ -89,6 +90,19 @@ def check_loadable(state_dict: dict[str, Any], groups: list[dict[str, Any]]) -> 
             f"loaded state dict has parameters per group {saved}, this optimizer has {mine}; build it over the same "
             "param groups first"
         )
+
+
+def check_shapes(oss: OSS, state_dict: dict[str, Any], is_elementwise: bool) -> None:
+    """Raises ConfigurationError if the state of any parameter, of whatever owner, has another shape."""
+    saved = [i for g in state_dict["param_groups"] for i in g["params"]]
+    own: Any = oss.optim.state if not oss._segments else {}
+    states, mine = [], []
+    for position, (i, p) in enumerate(zip(saved, oss._parameters(), strict=True)):
+        found = state_dict["state"].get(i)
+        if isinstance(found, dict):
+            states.append((f"{position} (shape {tuple(p.shape)})", p.shape, found))
+            mine.append(own.get(p, {}))
+    check_state(states, mine, is_elementwise)
 
 
 def select_owned(oss: OSS, state_dict: dict[str, Any]) -> dict[str, Any]:

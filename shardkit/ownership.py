@@ -9,6 +9,7 @@ all-gather that follows writes straight into everybody's parameters, and nothing
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import nn
 
 from .backend import Group, Work
 from .errors import ConfigurationError, RankMismatchError
+from .facts import all_gather_facts, as_fact
 from .layout import segment_layout
 
 
@@ -108,6 +110,9 @@ class _CopyAfter:
     def __init__(self, work: Work, source: torch.Tensor, target: torch.Tensor) -> None:
         self._work, self._source, self._target = work, source, target
 
+    def is_done(self) -> bool:
+        return self._work.is_done()
+
     def wait(self) -> None:
         self._work.wait()
         with torch.no_grad():
@@ -122,7 +127,8 @@ def check_same_everywhere(group: Group, facts: list[tuple[str, Any]], what: str)
     """
     if group.world_size == 1:
         return
-    everybody = group.channel("control").all_gather_object(facts, label=f"check of {what}")
+    facts = [(name, as_fact(value)) for name, value in facts]
+    everybody = all_gather_facts(group.channel("control"), facts, label=f"check of {what}")
     reference = everybody[0]
     for rank, other in enumerate(everybody):
         if other == reference:
@@ -131,12 +137,44 @@ def check_same_everywhere(group: Group, facts: list[tuple[str, Any]], what: str)
             mine = reference[i] if i < len(reference) else ("nothing", "-")
             theirs = other[i] if i < len(other) else ("nothing", "-")
             if mine != theirs:
+                remedy = "Build the same model in the same order on every rank"
+                if _OPTION in (mine[0].partition(" ")[0], theirs[0].partition(" ")[0]):
+                    remedy = "Pass the same options on every rank"
                 raise RankMismatchError(
                     f"{what} differ between ranks: at position {i} rank {group.ranks[0]} has {mine[0]} "
-                    f"{mine[1]}, rank {group.ranks[rank]} has {theirs[0]} {theirs[1]}. Build the same model in the "
-                    "same order on every rank (this rank is "
+                    f"{mine[1]}, rank {group.ranks[rank]} has {theirs[0]} {theirs[1]}. {remedy} (this rank is "
                     f"{group.ranks[group.rank]})."
                 )
+
+
+_OPTION = "option"
+
+
+def option_facts(**options: Any) -> list[tuple[str, Any]]:
+    """Options as facts for :func:`check_same_everywhere`, in text; those of a dataclass one by one."""
+    facts: list[tuple[str, Any]] = []
+    for name, value in options.items():
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            parts = {f"{name}.{f.name}": getattr(value, f.name) for f in dataclasses.fields(value)}
+            facts += option_facts(**parts)
+        else:
+            facts.append((f"{_OPTION} {name}", _in_words(value)))
+    return facts
+
+
+def _in_words(value: Any) -> str:
+    """A value as text that is the same on all ranks if the value is."""
+    if isinstance(value, torch.Tensor):
+        return str(value.tolist()) if value.device.type == "cpu" else f"a tensor {tuple(value.shape)}"
+    if isinstance(value, tuple | list):
+        return f"({', '.join([_in_words(v) for v in value])})"
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{k}: {_in_words(v)}' for k, v in value.items())}}}"
+    if value is None or isinstance(value, bool | int | float | str | torch.dtype):
+        return str(value)
+    plain = getattr(value, "func", value)  # functools.partial
+    kind = plain if callable(plain) and hasattr(plain, "__qualname__") else type(plain)
+    return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def check_one_device(params: Iterable[nn.Parameter]) -> None:

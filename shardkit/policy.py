@@ -14,19 +14,20 @@ class ReducePolicy:
     """How gradients travel to their owners.
 
     Attributes:
-        bucket_numel: most elements that are reduced together; 0 reduces every gradient on its own. One bucket is
-            in flight at a time, so this bounds the transient memory of a backward.
+        bucket_numel: (ShardedDDP) most elements that are reduced together, by default 2**23; 0 reduces every gradient
+            on its own. One bucket is in flight at a time, so this bounds the transient memory of a backward. FSDP
+            reduces a unit's gradients together.
         dtype: dtype on the wire; None keeps the gradient's own.
         predivide: (FSDP) gradients are divided by it before they are summed, and by W / predivide afterwards. None
             takes the power of two next to the root of W for half precision, and the plain mean otherwise.
     """
 
-    bucket_numel: int = 2**23
+    bucket_numel: int | None = None
     dtype: torch.dtype | None = None
     predivide: float | None = None
 
     def __post_init__(self) -> None:
-        if self.bucket_numel < 0:
+        if self.bucket_numel is not None and self.bucket_numel < 0:
             raise ConfigurationError(f"bucket_numel is {self.bucket_numel}; it must be 0 or more")
         if self.dtype is not None and not self.dtype.is_floating_point:
             raise ConfigurationError(f"gradients can't be reduced in {self.dtype}; name a floating dtype")
@@ -86,7 +87,8 @@ class OffloadPolicy:
 
     Attributes:
         parameters: the shards, so that the optimizer runs on the host.
-        gradients: the shards' gradients; None: as ``parameters``.
+        gradients: the shards' gradients, which are where the shards are; True asks for the host, and is refused where
+            the parameters stay on another device.
     """
 
     parameters: bool = False

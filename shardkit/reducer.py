@@ -36,6 +36,8 @@ from .ownership import dense_strides, strided_view
 from .phases import Phase
 from .policy import ReducePolicy
 
+DEFAULT_BUCKET = 2**23  # elements
+
 
 class InFlight(NamedTuple):
     """A bucket on its way."""
@@ -99,15 +101,17 @@ class Reducer:
     Args:
         params: trainable parameters in the order in which backward reaches them.
         owners: rank of each.
-        group: the ranks.
+        group: the ranks; a channel of theirs for gradients.
         policy: bucket size and dtype on the wire.
         state: shared with the other hooks of the wrapped module.
+        reduced: class of what owners get (see ``shard_gradients.py``).
     """
 
     def __init__(
         self, params: Sequence[nn.Parameter], owners: Sequence[int], group: Group, policy: ReducePolicy,
-        state: BackwardState,
+        state: BackwardState, reduced: type[torch.Tensor],
     ) -> None:  # fmt: skip
+        self._reduced: Any = reduced
         self._params = list(params)
         self._owned = [owner == group.rank for owner in owners]
         self._group = group
@@ -284,13 +288,16 @@ class Reducer:
         self._in_flight = None
         used = None
         if local is not None:
-            anybody = (shard[bucket.owned_numel :] > 0).tolist()
+            anybody = (shard[bucket.owned_numel :] != 0).tolist()
             used = [local[i] or theirs for i, theirs in zip(bucket.owned, anybody, strict=True)]
         for k, i in enumerate(bucket.owned):
             if used is None or used[k]:
                 param = bucket.params[i]
                 grad = shard.as_strided(*bucket.owned_views[k])
-                param.grad = grad if grad.dtype == param.dtype else grad.to(param.dtype)
+                if grad.dtype != param.dtype:
+                    grad = grad.to(param.dtype)
+                grad.__class__ = self._reduced
+                param.grad = grad
                 self._is_mean[bucket.members[i]] = True
 
 
@@ -303,7 +310,7 @@ def plan_buckets(params: Sequence[nn.Parameter], policy: ReducePolicy) -> list[t
     by_dtype: dict[torch.dtype, list[int]] = {}
     for i, p in enumerate(params):
         by_dtype.setdefault(p.dtype, []).append(i)
-    cap = policy.bucket_numel
+    cap = DEFAULT_BUCKET if policy.bucket_numel is None else policy.bucket_numel
     if cap:
         cap = min(cap, max(2**16, sum(p.numel() for p in params) // 10))
     plan = []

@@ -16,23 +16,9 @@ from torch import optim
 from torch.optim import Optimizer
 
 from .backend import Group, ReduceOp
+from .elementwise import is_known_elementwise
 
 logger = logging.getLogger("shardkit")
-
-# Their update of an element needs nothing but that element's gradient and state.
-ELEMENTWISE = (
-    optim.SGD,
-    optim.Adadelta,
-    optim.Adagrad,
-    optim.Adam,
-    optim.AdamW,
-    optim.Adamax,
-    optim.ASGD,
-    optim.NAdam,
-    optim.RAdam,
-    optim.RMSprop,
-    optim.Rprop,
-)
 
 
 def has_to_run_whole(optimizer_class: Any, even_shards_only: bool) -> bool:
@@ -40,7 +26,7 @@ def has_to_run_whole(optimizer_class: Any, even_shards_only: bool) -> bool:
     plain = getattr(optimizer_class, "func", optimizer_class)  # functools.partial
     if isinstance(plain, type) and issubclass(plain, optim.LBFGS):
         return True
-    if even_shards_only and plain not in ELEMENTWISE:
+    if even_shards_only and not is_known_elementwise(plain):
         logger.warning(
             "%s is not known to be element-wise, so each rank runs it on all parameters and its state is not sharded",
             getattr(plain, "__name__", plain),

@@ -224,6 +224,10 @@ class SegmentParameters:
 _STARTS_FROM_OPTIONS = ("step_size",)  # Rprop
 
 
+# Which elements are to stay, and what they and their state were.
+_Kept = tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]
+
+
 def step_segments(
     optimizer: Optimizer,
     segments: Sequence[SegmentParameters],
@@ -231,33 +235,40 @@ def step_segments(
     kwargs: dict[str, Any],
 ) -> Any:
     """Steps the inner optimizer over segments; parameters without a gradient keep values and state."""
-    if closure is not None:
-        inner_closure = closure
+    kept: list[_Kept | None] = []
 
-        def take_after() -> Any:
-            with torch.enable_grad():
-                loss = inner_closure()
-            for segment in segments:
-                segment.take_gradient()
-            return loss
-
-        loss = optimizer.step(take_after, **kwargs)
-    else:
+    def put_aside() -> None:
         for segment in segments:
             segment.take_gradient()
-        before = [_unused_elements(segment, optimizer.state.get(segment.own, {})) for segment in segments]
+        kept[:] = [_unused_elements(segment, optimizer.state.get(segment.own, {})) for segment in segments]
+
+    def put_back() -> None:
+        for segment, before in zip(segments, kept, strict=False):
+            if before is not None:
+                _put_back(segment, optimizer.state[segment.own], *before)
+        kept.clear()
+
+    if closure is None:
+        put_aside()
         loss = optimizer.step(**kwargs)
-        for segment, kept in zip(segments, before, strict=True):
-            if kept is not None:
-                _put_back(segment, optimizer.state[segment.own], *kept)
+    else:
+        evaluate = closure
+
+        def evaluate_between() -> Any:
+            put_back()
+            with torch.enable_grad():
+                loss = evaluate()
+            put_aside()
+            return loss
+
+        loss = optimizer.step(evaluate_between, **kwargs)
+    put_back()
     for segment in segments:
         segment.mark_used_up()
     return loss
 
 
-def _unused_elements(
-    segment: SegmentParameters, state: dict[str, Any]
-) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]] | None:
+def _unused_elements(segment: SegmentParameters, state: dict[str, Any]) -> _Kept | None:
     mask = segment.unused_mask()
     if mask is None:
         return None

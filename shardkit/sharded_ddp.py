@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -11,12 +12,15 @@ import torch
 from torch import nn
 
 from .backend import Backend, backend_for
-from .errors import ConfigurationError
+from .errors import ConfigurationError, LifecycleError
 from .gradient_exchange import GradientExchange
 from .module_sync import BufferSync, broadcast_module, connect_sync_batch_norm
 from .oss import OSS
-from .ownership import check_one_device, check_same_everywhere
+from .other_wrappers import check_wrappable, note_wrapper
+from .ownership import check_one_device, check_same_everywhere, option_facts
 from .policy import ReducePolicy
+
+logger = logging.getLogger("shardkit")
 
 
 class ShardedDDP(nn.Module):
@@ -26,6 +30,8 @@ class ShardedDDP(nn.Module):
 
         optimizer = OSS(model.parameters(), torch.optim.AdamW, lr=1e-3)
         model = ShardedDDP(model, optimizer)
+
+    Copies (of ``copy.deepcopy``, pickle, torch.optim.swa_utils) hold the module, for evaluation and averaging.
 
     After backward, ``param.grad`` of a parameter that this rank owns is the mean over ranks; elsewhere it is None. It
     keeps no gradient memory between steps, so ``zero_grad`` of the wrapper, the optimizer or the module all work.
@@ -41,7 +47,8 @@ class ShardedDDP(nn.Module):
         backend: name or instance of the backend; by default that of the parameters' device.
 
     Raises:
-        ConfigurationError: parameters on several devices, or an optimizer that is no OSS.
+        ConfigurationError: parameters on several devices, or of an FSDP module; an optimizer that is no OSS; an option
+            of ``reduce`` that is FSDP's.
         RankMismatchError: the modules of two ranks differ in names, shapes, dtypes or what is trainable.
     """
 
@@ -58,6 +65,7 @@ class ShardedDDP(nn.Module):
         backend: str | Backend | None = None,
     ) -> None:
         super().__init__()
+        check_wrappable(module, type(self).__name__)
         optimizers: list[OSS] = []
         for o in optimizer if isinstance(optimizer, list | tuple) else [optimizer]:
             if not isinstance(o, OSS):
@@ -66,6 +74,11 @@ class ShardedDDP(nn.Module):
                     f"optim={type(o).__name__}, ...)"
                 )
             optimizers.append(o)
+        if reduce is not None and reduce.predivide is not None:
+            raise ConfigurationError(
+                f"predivide={reduce.predivide} is for FSDP; ShardedDDP divides halves by the number of ranks before "
+                "they are summed, and everything else afterwards"
+            )
         check_one_device(module.parameters())
         self.module = module
         self._sharded_optimizers = optimizers
@@ -73,33 +86,66 @@ class ShardedDDP(nn.Module):
         self._group = self._backend.group(group)
         self._watch_trainable = watch_trainable
         self._warn_on_change = True
-        check_same_everywhere(self._group, _facts(module), "the module's parameters and buffers")
+        policy = reduce or ReducePolicy()
+        facts = option_facts(
+            reduce=policy, broadcast_buffers=broadcast_buffers, sync_module_states=sync_module_states,
+            parameters_of_each_optimizer=[len(list(o._parameters())) for o in optimizers],
+        )  # fmt: skip
+        check_same_everywhere(
+            self._group, _facts(module) + facts, "the module's parameters and buffers, or options,"
+        )
         connect_sync_batch_norm(module, group, self._group)
         if sync_module_states:
             broadcast_module(module, self._group.channel("buffers"))
         self._buffers_sync = BufferSync(module, self._group.channel("buffers"), broadcast_buffers)
-        self._exchange = GradientExchange(
-            module, optimizers, self._group, reduce or ReducePolicy(), self._buffers_sync
+        self._exchange: GradientExchange | None = GradientExchange(
+            module, optimizers, self._group, policy, self._buffers_sync
         )
         # hooks on parameters outlive the wrapper; a module may be wrapped again
         weakref.finalize(self, self._exchange.close).atexit = False
+        self._announce()
+
+    def _announce(self) -> None:
+        """One line about what was wrapped, for the log."""
+        parameters = list(self.module.parameters())
+        rank = self._group.rank
+        owned = [p for o in self._sharded_optimizers for p in o._parameters() if o.owner_of(p) == rank]
+        logger.info(
+            "rank %d: %s of %d parameters (%d bytes), %d bytes of them owned by this rank; backend %s, world size %d",
+            rank, type(self).__name__, len(parameters), _bytes_of(parameters), _bytes_of(owned), self._backend.name,
+            self._group.world_size,
+        )  # fmt: skip
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the module; in training it first checks what is trainable and brings buffers up to date."""
         training = self.training and torch.is_grad_enabled()
         if training:
+            exchange = self._connected()
             if self._watch_trainable:
-                self._exchange.refresh_if_changed(self._warn_on_change)
-            self._exchange.begin_forward()
-        outputs = self.module(*args, **kwargs)
+                exchange.refresh_if_changed(self._warn_on_change)
+            exchange.begin_forward()
+        try:
+            outputs = self.module(*args, **kwargs)
+        except BaseException as error:
+            if training:
+                exchange.fail_forward(error)
+            raise
         if training:
-            self._exchange.end_forward(outputs)
+            exchange.end_forward(outputs)
         return outputs
+
+    def _connected(self) -> GradientExchange:
+        if self._exchange is None:
+            raise LifecycleError(
+                "this is a copy of a ShardedDDP: no optimizer owns its parameters, so nothing can be trained here. Use "
+                "it for evaluation, or wrap its .module in a ShardedDDP with an OSS of its own"
+            )
+        return self._exchange
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Inside, backward only accumulates this rank's gradients; the next backward outside reduces them too."""
-        state = self._exchange.state
+        state = self._connected().state
         before, state.accumulating = state.accumulating, True
         try:
             yield
@@ -108,22 +154,32 @@ class ShardedDDP(nn.Module):
 
     def reduce(self) -> None:
         """Reduces now what ``no_sync`` accumulated (every rank calls)."""
-        self._exchange.reduce_now()
+        self._connected().reduce_now()
 
     def sync_buffers(self, blocking: bool = True) -> None:
         """Replaces buffers by rank 0's (every rank calls). It is done on return, whatever ``blocking`` says."""
+        self._connected()
         self._buffers_sync.sync()
 
     def refresh_trainable(self) -> None:
         """Takes note of parameters frozen, unfrozen, moved or added to an optimizer (every rank calls)."""
-        self._exchange.refresh()
+        self._connected().refresh()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients of the module and of its optimizers' own parts."""
         self.module.zero_grad(set_to_none)
         for optimizer in self._sharded_optimizers:
             optimizer.zero_grad(set_to_none)
-        self._exchange.recover()
+        if self._exchange is not None:
+            self._exchange.recover()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What copies and pickles hold: the module. Ranks and optimizers are this process's; see :meth:`_connected`."""
+        state = self.__dict__.copy()
+        state.update(
+            dict.fromkeys(("_exchange", "_buffers_sync", "_group", "_backend")), _sharded_optimizers=[]
+        )
+        return state
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -134,9 +190,16 @@ class ShardedDDP(nn.Module):
             return getattr(self.module, name)
 
 
+note_wrapper(ShardedDDP)
+
+
 def _facts(module: nn.Module) -> list[tuple[str, Any]]:
     facts: list[tuple[str, Any]] = [
         (n, (tuple(p.shape), str(p.dtype), "trainable" if p.requires_grad else "frozen"))
         for n, p in module.named_parameters()
     ]
     return facts + [(n, (tuple(b.shape), str(b.dtype))) for n, b in module.named_buffers()]
+
+
+def _bytes_of(params: Sequence[torch.Tensor]) -> int:
+    return sum(p.numel() * p.element_size() for p in params)

@@ -92,30 +92,39 @@ def _environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
 
-def test_ranks_die_with_the_process_that_launched_them(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_a_launcher_that_is_ended_leaves_nothing(tmp_path: Path, number: signal.Signals) -> None:
     command = _script(
         tmp_path / "script.py",
         """
         import os, sys, time, shardkit
         def rank_main(rank, folder):
-            open(f"{folder}/pid{rank}", "w").write(str(os.getpid()))
+            os.rename(_write(f"{folder}/new{rank}", str(os.getpid())), f"{folder}/pid{rank}")
             time.sleep(600)
+        def _write(path, text):
+            with open(path, "w") as file:
+                file.write(text)
+            return path
         if __name__ == "__main__":
             shardkit.launch(rank_main, 2, args=(sys.argv[1],))
         """,
     )
-    parent = subprocess.Popen([*command, str(tmp_path)], env=_environment())
+    (tmp_path / "temporary").mkdir()
+    environment = {**_environment(), "TMPDIR": str(tmp_path / "temporary")}
+    parent = subprocess.Popen([*command, str(tmp_path)], env=environment, stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 90
     files = [tmp_path / "pid0", tmp_path / "pid1"]
-    while not all(f.exists() and f.read_text() for f in files):
+    while not all(f.exists() for f in files):
+        assert parent.poll() is None
         assert time.monotonic() < deadline
         time.sleep(0.1)
-    parent.kill()
-    parent.wait()
+    parent.send_signal(number)
+    parent.wait(60)
     pids = [int(f.read_text()) for f in files]
     while any(_alive(pid) for pid in pids):
         assert time.monotonic() < deadline, "orphans"
         time.sleep(0.1)
+    assert list((tmp_path / "temporary").iterdir()) == []
 
 
 def _alive(pid: int) -> bool:
@@ -205,3 +214,69 @@ def test_torchrun(tmp_path: Path) -> None:
     )  # fmt: skip
     for rank in range(2):
         assert (tmp_path / f"out{rank}").read_text() == "['rank 0', 'rank 1']"
+
+
+# ------------------------------------------------------------------ start
+def test_late_ranks_are_ended_and_say_where_they_are(tmp_path: Path) -> None:
+    command = _script(
+        tmp_path / "script.py",
+        """
+        import time
+        def heavy_import():
+            time.sleep(600)
+        if __name__ != "__main__":
+            heavy_import()
+        import shardkit
+        def rank_main(rank): ...
+        if __name__ == "__main__":
+            try:
+                shardkit.launch(rank_main, 2, start_timeout=8)
+            except shardkit.RankFailedError as error:
+                print(error.remote_type, error)
+        """,
+    )
+    done = subprocess.run(command, env=_environment(), timeout=60, capture_output=True, text=True, check=True)
+    assert "TimeoutError" in done.stdout
+    assert "start_timeout" in done.stdout
+    assert "heavy_import" in done.stdout, done.stdout
+
+
+def _variables(rank: int) -> dict[str, str]:
+    return dict(os.environ)
+
+
+def test_ranks_find_what_torchrun_sets() -> None:
+    for rank, variables in enumerate(shardkit.launch(_variables, 2)):
+        for name in ("RANK", "LOCAL_RANK", "ROLE_RANK"):
+            assert variables[name] == str(rank)
+        for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE"):
+            assert variables[name] == "2"
+        assert variables["GROUP_RANK"] == "0"
+        assert variables["GROUP_WORLD_SIZE"] == "1"
+        assert variables["MASTER_ADDR"]
+        assert 0 < int(variables["MASTER_PORT"]) < 65536
+
+
+def test_functions_that_can_not_travel() -> None:
+    def inner(rank: int) -> int:
+        return rank
+
+    for fn in (inner, lambda rank: rank):
+        with pytest.raises(shardkit.ConfigurationError, match="top of a module"):
+            shardkit.launch(fn, 2)
+    with pytest.raises(shardkit.ConfigurationError, match="arguments have to be picklable"):
+        shardkit.launch(_sum_of_ranks, 2, args=(inner,))
+
+
+def test_a_function_of_an_interactive_session() -> None:
+    code = "import shardkit\ndef f(rank): ...\nshardkit.launch(f, 2)"  # fails, and says why
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=_environment(),
+        timeout=60,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert "ConfigurationError" in done.stderr
+    assert "put it into a file" in done.stderr

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import os
 import pickle
+import re
+import struct
 import subprocess
 import sys
+import zipfile
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +18,9 @@ import torch
 from torch import nn
 
 import shardkit
-from shardkit.errors import UntrustedFileError
+from shardkit.errors import ConfigurationError, DamagedFileError, ShardkitError, UntrustedFileError
 from shardkit.xla.fsdp.consolidate_sharded_ckpts import main as consolidate
+from tests import file_mutations
 
 np = pytest.importorskip("numpy")
 
@@ -73,6 +78,199 @@ def test_arrays_of_objects_and_modules_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UntrustedFileError):
         shardkit.load(tmp_path / "a.pt")
     assert not (tmp_path / "made").exists()
+
+
+def forged(path: Path, program: bytes, **records: bytes) -> Path:
+    """A file in torch's zip format whose checksums are right."""
+    with zipfile.ZipFile(path, "w") as file:
+        file.writestr("a/data.pkl", b"\x80\x02" + program + b".")
+        for name, data in records.items():
+            file.writestr(f"a/data/{name}", data)
+    return path
+
+
+# Pickle instructions: "c" a name, "(...t" a tuple, "K" a number, "R" a call, "b" a state, "Q" a storage.
+STORAGE = b"(X\x07\x00\x00\x00storagectorch\nFloatStorage\nX\x01\x00\x00\x000X\x03\x00\x00\x00cpuK\x02tQ"
+ARRAY = b"cnumpy.core.multiarray\n_reconstruct\n(cnumpy\nndarray\n(K\x00tX\x01\x00\x00\x00btR(K\x01(K\x02t"
+
+
+@pytest.mark.parametrize(
+    ("program", "error", "what"),
+    [  # what is made: uninitialised arrays and tensors, views of foreign memory, objects from bytes
+        (b"cnumpy\nndarray\n(K\x08tR", UntrustedFileError, "a call of what is no function"),
+        (b"ctorch\nFloatTensor\nK\x40\x85R", UntrustedFileError, "torch.FloatTensor"),
+        (b"ctorch.storage\nUntypedStorage\nK\x40\x85R", UntrustedFileError, "a call of what is no function"),
+        (
+            b"ctorch._utils\n_rebuild_tensor\n(" + STORAGE + b"K\x00K\x09\x85K\x01\x85tR",
+            DamagedFileError, "goes beyond its storage",
+        ),
+        (
+            b"ctorch._utils\n_rebuild_tensor\n(" + STORAGE + b"K\x01K\x02\x85K\x01\x85tR",
+            DamagedFileError, "goes beyond its storage",
+        ),
+        (
+            b"ctorch._utils\n_rebuild_tensor\n(" + STORAGE + b"J\xff\xff\xff\xffK\x01\x85K\x01\x85tR",
+            DamagedFileError, "offset -1",
+        ),
+        (
+            b"ctorch._utils\n_rebuild_tensor\n(" + STORAGE + b"K\x00K\x02\x85K\x01\x85tR(K\x00K\x01tb",
+            UntrustedFileError, "the state of a Tensor",
+        ),
+        (
+            ARRAY + b"cnumpy\ndtype\n(X\x02\x00\x00\x00O8tR\x89X\x10\x00\x00\x00aaaaaaaaaaaaaaaatb",
+            UntrustedFileError, "O8, which are no numbers",
+        ),
+        (
+            ARRAY + b"cnumpy\ndtype\n(X\x02\x00\x00\x00f8tR\x89c_codecs\nencode\n(X\x02\x00\x00\x00abX\x06\x00"
+            b"\x00\x00latin1tRtb",
+            DamagedFileError, "and 2 bytes",
+        ),
+        (b"c_codecs\nencode\n(X\x02\x00\x00\x00abX\x03\x00\x00\x00zlbtR", UntrustedFileError, "text in zlb"),
+        (b"cbuiltins\nbytearray\nJ\xff\xff\xff\x7f\x85R", UntrustedFileError, "text in"),
+        (b"}(((K\x01ttK\x02u", UntrustedFileError, "a key of type tuple"),
+        (b"}(K\x01u", DamagedFileError, "a key without a value"),
+    ],
+    ids=["ndarray", "float-tensor", "untyped-storage", "size", "offset", "negative", "state", "objects", "short",
+         "codec", "bytearray", "key", "odd"],
+)  # fmt: skip
+def test_what_torch_allows_and_data_needs_not(
+    tmp_path: Path, program: bytes, error: type[Exception], what: str
+) -> None:
+    """numpy.ndarray(8) and torch.FloatTensor(64) are memory that nobody has written; arrays of objects, a crash."""
+    with pytest.raises(error, match=re.escape(what)):
+        shardkit.load(forged(tmp_path / "a.pt", program, **{"0": b"12345678"}))
+
+
+def test_messages_do_not_spell_out_what_is_foreign(tmp_path: Path) -> None:
+    """A list of two lists of two lists ...: 2**60 brackets."""
+    doubled = b"".join(b"](h" + bytes([k]) + b"h" + bytes([k]) + b"eq" + bytes([k + 1]) for k in range(60))
+    lists = b"(]q\x00" + doubled + b"t"
+    for call in (b"_codecs\nencode\n(X\x01\x00\x00\x00x", b"numpy\ndtype\n(", b"torch.serialization\n_get_layout\n(",
+                 b"torch\nSize\n(", b"torch\ndevice\n("):  # fmt: skip
+        with pytest.raises(ShardkitError):
+            shardkit.load(forged(tmp_path / "a.pt", lists + b"c" + call + b"h\x3ctR"))
+
+
+def test_forged_arrays_that_are_right_are_read(tmp_path: Path) -> None:
+    """The programs above fail for what they say, not for being written by hand."""
+    tensor = b"ctorch._utils\n_rebuild_tensor\n(" + STORAGE + b"K\x01K\x03\x85K\x00\x85tR"
+    got = shardkit.load(forged(tmp_path / "a.pt", tensor, **{"0": np.arange(2, dtype="f4").tobytes()}))
+    assert got.tolist() == [1, 1, 1]
+    array = (
+        ARRAY + b"cnumpy\ndtype\n(X\x02\x00\x00\x00u1tR\x89c_codecs\nencode\n(X\x02\x00\x00\x00ab"
+        b"X\x06\x00\x00\x00latin1tRtb"
+    )
+    assert shardkit.load(forged(tmp_path / "a.pt", array)).tolist() == [97, 98]
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+def test_everything_in_state_dicts_comes_back(tmp_path: Path, zipped: bool) -> None:
+    shared = torch.arange(12.0)
+    model = nn.Linear(3, 2)
+    state = model.state_dict()
+    things = {
+        "model": state, "shared": [shared[2:8], shared.view(3, 4).t()], "parameter": model.weight,
+        "sparse": [torch.eye(3).to_sparse(), torch.eye(3).to_sparse_csr()], "set": {1, "a"}, "c": 1j, "b": b"\xff\x00",
+        "bytes": [b"", bytearray(b"c")], "long": 2**70, "device": torch.device("cuda", 1), "layout": torch.sparse_coo,
+        "small": [torch.ones(2, dtype=d) for d in (torch.uint16, torch.bfloat16, torch.float8_e5m2, torch.complex64)],
+        "empty": [torch.empty(0), torch.empty(3, 0), torch.tensor(2)], "counted": Counter("aab"), "k": {(1, "a"): 1},
+        "meta": torch.empty(3, device="meta"), "big": np.arange(3, dtype=">f8"), "f": np.asfortranarray(np.eye(2)[:1]),
+    }  # fmt: skip
+    if not zipped:  # torch itself can't read those of the older format
+        things["small"] = things["small"][1::2]
+    tagged = torch.ones(2)
+    tagged.owner = {"rank": 1}  # type: ignore[attr-defined]
+    things["tagged"] = tagged
+    torch.save(things, tmp_path / "a.pt", _use_new_zipfile_serialization=zipped)
+    ours, torchs = shardkit.load(tmp_path / "a.pt"), torch.load(tmp_path / "a.pt", weights_only=False)
+
+    def plain(x: Any) -> Any:
+        if isinstance(x, torch.Tensor) and x.device.type != "meta":
+            dense = x.detach().to_dense().float() if x.dtype.itemsize == 1 else x.detach().to_dense()
+            return type(x), x.dtype, x.layout, x.stride() if x.layout == torch.strided else 0, dense.tolist()
+        if isinstance(x, dict):
+            return type(x), {k: plain(v) for k, v in x.items()}, {**getattr(x, "__dict__", {})}
+        if isinstance(x, list | tuple):
+            return type(x), [plain(v) for v in x]
+        return type(x), getattr(x, "dtype", 0), str(x)
+
+    assert plain(ours) == plain(torchs)
+    assert ours["tagged"].owner == {"rank": 1}
+    assert ours["shared"][0].untyped_storage().data_ptr() == ours["shared"][1].untyped_storage().data_ptr()
+    assert ours["parameter"].requires_grad
+    assert ours["parameter"].data_ptr() == ours["model"]["weight"].data_ptr()
+    ours["shared"][0].untyped_storage().resize_(0)  # it is a storage like any other
+    torch.save(state, tmp_path / "a.pt", _use_new_zipfile_serialization=zipped)
+    assert shardkit.load(tmp_path / "a.pt", map_location="meta")["weight"].device.type == "meta"
+    assert shardkit.load(tmp_path / "a.pt", map_location=None)["weight"].device.type == "cpu"
+    with pytest.raises(ConfigurationError, match="can't go to 'vulkan'"):
+        shardkit.load(tmp_path / "a.pt", map_location="vulkan")
+
+
+# ------------------------------------------------------------ damage
+def test_every_flipped_bit_of_a_tensor_is_found(tmp_path: Path) -> None:
+    file = tmp_path / "a.pt"
+    torch.save(
+        {"model": {"a.weight": torch.ones(4), "b.weight": torch.full((4,), 2.0)}, "n": [torch.zeros(9)]}, file
+    )
+    whole = file.read_bytes()
+    for name, values in (("model.a.weight", 1.0), ("model.b.weight", 2.0), ("n.0", 0.0)):
+        numel = 9 if values == 0 else 4
+        begin = whole.find(struct.pack(f"<{numel}f", *[values] * numel))
+        for bit in range(0, numel * 32, 13):
+            data = bytearray(whole)
+            data[begin + bit // 8] ^= 1 << bit % 8
+            file.write_bytes(data)
+            assert torch.load(file, weights_only=True)  # which doesn't look
+            with pytest.raises(
+                DamagedFileError, match=rf"{re.escape(str(file))} is damaged.*{re.escape(repr(name))}"
+            ):
+                shardkit.load(file)
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+def test_a_truncated_file_is_refused_and_its_first_cut_tensor_named(tmp_path: Path, zipped: bool) -> None:
+    file = tmp_path / "a.pt"
+    state = {f"{k}.weight": torch.full((64,), float(k + 1)) for k in range(4)}
+    torch.save(state, file, _use_new_zipfile_serialization=zipped)
+    whole = file.read_bytes()
+    begins = [whole.find(struct.pack("<64f", *t.tolist())) for t in state.values()]
+    for length in [*range(0, len(whole), 41), len(whole) - 1]:
+        file.write_bytes(whole[:length])
+        with pytest.raises(DamagedFileError, match=re.escape(str(file))) as caught:
+            shardkit.load(file)
+        cut = {f"'{k}.weight'" for k, begin in enumerate(begins) if length < begin + 256}
+        named = [name for name in state if f"'{name}'" in str(caught.value)]
+        if cut and length > min(begins):
+            assert len(named) == 1, (length, begins)
+            assert f"'{named[0]}'" in cut
+
+
+def test_files_without_checksums_are_read(tmp_path: Path) -> None:
+    """torch can be told to leave them out."""
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)
+    try:
+        torch.save({"a": torch.ones(2)}, tmp_path / "a.pt")
+    finally:
+        torch.serialization.set_crc32_options(before)
+    assert shardkit.load(tmp_path / "a.pt")["a"].tolist() == [1, 1]
+
+
+def test_what_is_no_file_is_not_opened(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", tmp_path):
+        with pytest.raises(ConfigurationError, match="no regular file"):
+            shardkit.load(path)
+
+
+def test_mutated_files_neither_crash_nor_call() -> None:
+    """``make fuzz`` reads 10,000 of them."""
+    done = file_mutations.run(seed=1000, count=400)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "UntrustedFileError" in done.stdout
+    assert "DamagedFileError" in done.stdout
+    assert "read" in done.stdout
 
 
 def test_a_missing_file_is_a_missing_file(tmp_path: Path) -> None:

@@ -124,6 +124,7 @@ class XlaBackend:
         args: tuple[Any, ...] = (),
         *,
         timeout: float | None = None,
+        start_timeout: float | None = 180.0,
     ) -> list[Any]:
         """Runs ``fn(rank, *args)`` on all TPU cores, or on ``world_size`` replicas if there is no TPU.
 
@@ -138,7 +139,7 @@ class XlaBackend:
             return _launch_on_accelerator(fn, world_size, args)
         from .pool import ReplicaPool
 
-        with ReplicaPool(world_size, timeout=timeout) as pool:
+        with ReplicaPool(world_size, timeout=timeout, start_timeout=start_timeout) as pool:
             return pool.run(fn, *args)
 
     def _replica(self) -> Replica:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import faulthandler
 import multiprocessing
 import multiprocessing.connection
 import os
 import pickle
 import queue
-import signal
 import sys
 import threading
 import traceback
@@ -21,12 +19,9 @@ if TYPE_CHECKING:
 # What goes back: ("ready", None), ("results", [bytes per rank]) or ("error", (rank, type, traceback)).
 
 
-def serve(connection: multiprocessing.connection.Connection, world_size: int, stack_file: str) -> None:
+def serve(connection: multiprocessing.connection.Connection, world_size: int) -> None:
     """Entry point of the child process; never returns."""
     _die_with_parent()
-    # Opened for the life of the process: the signal handler writes to its descriptor.
-    stacks = open(stack_file, "w")  # noqa: SIM115
-    faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
     try:
         from .world import start_world
 

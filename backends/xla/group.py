@@ -59,6 +59,9 @@ class _Done:
     def wait(self) -> None:
         pass
 
+    def is_done(self) -> bool:
+        return True
+
 
 _DONE = _Done()
 _OPS = {ReduceOp.SUM: "sum", ReduceOp.AVG: "sum", ReduceOp.MAX: "max", ReduceOp.MIN: "min"}
@@ -190,7 +193,7 @@ class XlaGroup:
         self._check("all_to_all", output, input)
         widest = max(to)
         if given:
-            widest = max(self.all_gather_object(widest, label=label))
+            widest = max(int(w) for w in self.all_gather_bytes(str(widest).encode(), label=label))
         if not widest:
             return _DONE
         self._issue(f"all_to_all({input.dtype}, {widest} each)".replace("torch.", ""), label)
@@ -240,6 +243,9 @@ class XlaGroup:
         self._backend.mark_step(wait=True)
         self._exchange("barrier", label, b"")
 
+    def all_gather_bytes(self, data: bytes, *, label: str = "") -> list[bytes]:
+        return [*self._exchange("all_gather_bytes", label, data)]
+
     def all_gather_object(self, obj: Any, *, label: str = "") -> list[Any]:
         """Each rank's picklable object. XLA tensors in it arrive on the receiver's device."""
         return [unpack(data) for data in self._exchange("all_gather_object", label, pack(obj))]
@@ -254,7 +260,10 @@ class XlaGroup:
         payload = pack(obj) if self._rank == src else b""
         return unpack(self._exchange(f"broadcast_object(src={src})", label, payload)[src])
 
-    def abort(self) -> None:
+    def agree(self, what: str) -> None:
+        """Nothing: all ranks compare what they are about to run anyway."""
+
+    def abort(self, why: str = "") -> None:
         """Drops the graph recorded since the last step: its tensors can't be read any more."""
         self._replica.host.abort()
 

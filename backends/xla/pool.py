@@ -8,21 +8,18 @@ import multiprocessing.connection
 import os
 import pickle
 import signal
-import tempfile
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping
 from multiprocessing.context import SpawnProcess
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from shardkit.errors import BackendError, ConfigurationError, RankFailedError
 
+from ..first_words import Name
 from .child import serve
 from .objects import unpack
 
-_START_SECONDS = 180.0
 _environment_lock = threading.Lock()
 
 
@@ -69,6 +66,7 @@ class ReplicaPool:
     Args:
         world_size: number of replicas.
         timeout: seconds a call may take; None: no limit.
+        start_timeout: seconds in which the replicas have to be ready; None: no limit.
         environment: variables of the child process besides those that replicas need.
     """
 
@@ -77,16 +75,18 @@ class ReplicaPool:
         world_size: int,
         *,
         timeout: float | None = 300.0,
+        start_timeout: float | None = 180.0,
         environment: Mapping[str, str] | None = None,
     ) -> None:
         if world_size < 1:
             raise ConfigurationError(f"world_size must be at least 1, got {world_size}")
         self.world_size = world_size
         self.timeout = timeout
+        self._start_timeout = start_timeout
         self._variables = {**(environment or {}), **replica_environment(world_size)}
         self._process: SpawnProcess | None = None
         self._connection: multiprocessing.connection.Connection | None = None
-        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._name: Name | None = None
 
     def run(self, fn: Callable[..., Any], *args: Any) -> list[Any]:
         """``fn(rank, *args)`` on every replica; the results in rank order, their XLA tensors on the CPU.
@@ -122,20 +122,19 @@ class ReplicaPool:
             return self._connection
         self._end(graceful=False)
         context = multiprocessing.get_context("spawn")
-        self._folder = tempfile.TemporaryDirectory(prefix="shardkit-replicas-")
         connection, theirs = context.Pipe()
-        stacks = str(Path(self._folder.name) / "stacks")
+        name = Name("xla-replicas")
         with _environment(self._variables):
-            process = context.Process(
-                target=serve, args=(theirs, self.world_size, stacks), name="xla-replicas", daemon=True
-            )
+            process = context.Process(target=serve, args=(theirs, self.world_size), name=name, daemon=True)
             process.start()
         theirs.close()
-        self._process, self._connection = process, connection
+        self._process, self._connection, self._name = process, connection, name
         try:
-            self._receive(connection, _START_SECONDS)
+            self._receive(connection, self._start_timeout)
         except RankFailedError as error:
             self._end(graceful=False)
+            if error.remote_type == "TimeoutError":
+                raise
             raise BackendError(
                 f"the process for {self.world_size} XLA replicas did not start; is torch_xla installed for this "
                 f"torch (pip install 'shardkit[xla]')?\n\n{error.remote_traceback}"
@@ -147,7 +146,7 @@ class ReplicaPool:
 
     def _receive(self, connection: multiprocessing.connection.Connection, timeout: float | None) -> Any:
         if not connection.poll(timeout):
-            raise RankFailedError(0, "TimeoutError", f"no answer after {timeout:.0f} s\n{self._stacks()}")
+            raise RankFailedError(0, "TimeoutError", f"no answer after {timeout:g} s\n{self._stacks()}")
         try:
             kind, payload = connection.recv()
         except (EOFError, ConnectionError):
@@ -168,14 +167,7 @@ class ReplicaPool:
         )
 
     def _stacks(self) -> str:
-        if self._process is None or self._process.pid is None or self._folder is None:
-            return ""
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self._process.pid, signal.SIGUSR1)
-        time.sleep(0.5)  # the handler writes when it gets to run
-        with contextlib.suppress(OSError):
-            return (Path(self._folder.name) / "stacks").read_text(errors="replace")
-        return ""
+        return "" if self._process is None or self._name is None else self._name.stacks(self._process.pid)
 
     def _end(self, *, graceful: bool) -> None:
         if self._connection is not None:
@@ -185,6 +177,6 @@ class ReplicaPool:
             if self._process.is_alive():
                 self._process.kill()
                 self._process.join()
-        if self._folder is not None:
-            self._folder.cleanup()
-        self._process = self._connection = self._folder = None
+        if self._name is not None:
+            self._name.close()
+        self._process = self._connection = self._name = None

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from shardkit.norms import local_norm
+
 __all__ = ["Workhandle", "calc_grad_norm", "get_global_rank", "recursive_copy_to_device"]
 
 
@@ -55,4 +57,4 @@ def calc_grad_norm(parameters: torch.Tensor | Iterable[torch.Tensor], p: float) 
         return torch.tensor(0.0)
     first = gradients[0]
     wide = [g.to(torch.promote_types(g.dtype, torch.float32)) for g in gradients]
-    return torch.nn.utils.get_total_norm(wide, float(p)).to(first)
+    return local_norm(wide, float(p), wide[0].new_zeros(())).to(first)

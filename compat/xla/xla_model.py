@@ -5,6 +5,7 @@ The functions defined here also work in ranks of other backends, so that a scrip
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
 from shardkit.backend import ReduceOp
+from shardkit.saving import save as write_whole
 from shardkit.xla.ranks import current_backend, rank_and_world_size
 
 
@@ -55,12 +57,18 @@ def master_print(*args: Any, local: bool = False, flush: bool = False, **kwargs:
 
 
 def save(data: Any, file_or_path: Any, master_only: bool = True, global_master: bool = False) -> None:
-    """``torch.save`` of the data as CPU tensors, on rank 0 or (``master_only=False``) on every rank that calls."""
+    """Saves the data as CPU tensors, on rank 0 or (``master_only=False``) on every rank that calls.
+
+    A path gets the whole file or keeps what was there, see :func:`shardkit.save`.
+    """
     on_cpu = tree_map_only(
         torch.Tensor, lambda t: t.detach().cpu(), data
     )  # a read: every rank has to take part
     if not master_only or is_master_ordinal(not global_master):
-        torch.save(on_cpu, file_or_path)
+        if isinstance(file_or_path, str | os.PathLike):
+            write_whole(on_cpu, file_or_path)
+        else:
+            torch.save(on_cpu, file_or_path)
 
 
 def optimizer_step(

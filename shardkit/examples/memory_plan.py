@@ -40,6 +40,9 @@ class ImaginedRanks(Host):
     def channel(self, name: str) -> ImaginedRanks:
         return self
 
+    def all_gather_bytes(self, data: bytes, *, label: str = "") -> list[bytes]:
+        return [data] * self.world_size
+
     def all_gather_object(self, obj: Any, *, label: str = "") -> list[Any]:
         return [obj] * self.world_size
 

@@ -5,18 +5,40 @@ Legend: W world size, S shard numel.
 
 from __future__ import annotations
 
+import logging
+import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from ..backend import Backend, Group
-from ..errors import RankMismatchError
-from ..flat_parameter import ParamInfo, SharedParamInfo
+from ..errors import ConfigurationError, RankMismatchError
+from ..facts import all_gather_facts
+from ..flat_parameter import FLAT_PREFIX, ParamInfo, SharedParamInfo
 from ..layout import ShardLayout
-from ..ownership import check_same_everywhere
-from .flat_param import FlatParam, Member, Place, managing, part_as_data
+from ..ownership import check_same_everywhere, option_facts
+from ..policy import OffloadPolicy, ReducePolicy
+from .flat_param import FlatParam, Member, Place, part_as_data
+from .members import managing
+
+logger = logging.getLogger("shardkit")
+
+
+def check_options(reduce: ReducePolicy, offload: OffloadPolicy, backend: Backend) -> None:
+    """Raises ConfigurationError for options that would have no effect."""
+    if reduce.bucket_numel is not None:
+        raise ConfigurationError(
+            f"bucket_numel={reduce.bucket_numel} is for ShardedDDP; FSDP reduces the gradients of a unit together: "
+            "wrap smaller units to send less at a time"
+        )
+    if offload.gradients and not offload.parameters and backend.device_type != "cpu":
+        raise ConfigurationError(
+            f"gradients=True without parameters=True: the shards are on {backend.device_type}, and gradients are where "
+            "their parameters are; offload both"
+        )
 
 
 def modules_outside_units(
@@ -37,6 +59,32 @@ def modules_outside_units(
     yield from walk(prefix, module)
 
 
+_CALLS_OF_A_UNIT = 20  # Python frames, at most, that a unit adds to a walk over modules or a forward
+
+
+def nesting_of(module: nn.Module, unit_type: type[nn.Module]) -> int:
+    """How many units lie one inside another in a module that is to be the next; makes room for calls through them.
+
+    Python ends recursion at a depth that a plain module of some hundred levels stays below. Wrappers add levels of
+    their own, which are not to end what works without them.
+    """
+    deepest, waiting, seen = 0, [module], {module}
+    while waiting:
+        m = waiting.pop()
+        if isinstance(m, unit_type):
+            unit: Any = m
+            deepest = max(deepest, unit._nesting)
+            continue
+        for child in m._modules.values():
+            if child is not None and child not in seen:
+                seen.add(child)
+                waiting.append(child)
+    nesting = deepest + 1
+    if nesting > 10:
+        sys.setrecursionlimit(max(sys.getrecursionlimit(), 1000 + _CALLS_OF_A_UNIT * nesting))
+    return nesting
+
+
 class Found:
     """What a module holds outside of other units.
 
@@ -52,6 +100,7 @@ class Found:
         self.borrowed: list[FlatParam] = []
         self.infos: list[ParamInfo] = []  # first places as FlattenParamsWrapper tells them
         self.shared: list[SharedParamInfo] = []  # and further ones
+        self.lazy: list[str] = []  # those whose shape is not known yet
         by_param: dict[nn.Parameter, int] = {}
         for path, m in modules_outside_units(module, unit_type):
             for name, p in list(m._parameters.items()):
@@ -69,6 +118,8 @@ class Found:
                     by_param[p] = len(self.members)
                     self.members.append(Member(p, [Place(m, name)]))
                     self.names.append(full)
+                    if is_lazy(p):
+                        self.lazy.append(full)
                     self.infos.append((path, m, name))
 
     def _borrow(self, flat: FlatParam, param: nn.Parameter, place: Place) -> None:
@@ -77,6 +128,7 @@ class Found:
                 member.places.append(place)
         place.module._parameters[place.name] = None
         place.module.__dict__[place.name] = param
+        flat.is_borrowed = True
         if flat not in self.borrowed:
             self.borrowed.append(flat)
 
@@ -90,6 +142,26 @@ def alike(members: Iterable[int], all_members: list[Member]) -> list[list[int]]:
     return list(groups.values())
 
 
+def announce(root: nn.Module, units: int, parameters: int, group: Group) -> None:
+    """One line about what was wrapped, for the log."""
+    held = sum(p.numel() * p.element_size() for p in root.parameters())
+    logger.info(
+        "rank %d: %s of %d units, %d parameters in shards of %d bytes a rank; backend %s, world size %d",
+        group.rank, type(root).__name__, units, parameters, held, group.backend.name, group.world_size,
+    )  # fmt: skip
+
+
+def check_names(module: nn.Module, found: Found, rank: int) -> None:
+    """Raises ConfigurationError if the module has attributes by the names under which its vectors are to be listed."""
+    for k in range(len(alike(range(len(found.members)), found.members))):
+        name = f"{FLAT_PREFIX}{k}"
+        if hasattr(module, name):
+            raise ConfigurationError(
+                f"rank {rank}: {type(module).__name__} has an attribute {name!r}, the name that FSDP lists its shard "
+                "under; rename it, or pass flatten=False (in the compat API: flatten_parameters=False)"
+            )
+
+
 def backend_nearby(
     module: nn.Module, borrowed: list[FlatParam], unit_type: type[nn.Module]
 ) -> Backend | None:
@@ -101,13 +173,20 @@ def backend_nearby(
     return borrowed[0].group.backend if borrowed else None
 
 
-def check_ranks_agree(found: Found, group: Group) -> None:
-    """Raises RankMismatchError on all ranks if their parameters differ in names, shapes or dtypes."""
-    facts: list[tuple[str, Any]] = [
-        (n, (tuple(m.param.shape), str(m.param.dtype), "trainable" if m.param.requires_grad else "frozen"))
-        for n, m in zip(found.names, found.members, strict=True)
-    ]
-    check_same_everywhere(group, facts, "the wrapped module's parameters")
+def check_ranks_agree(found: Found, group: Group, options: dict[str, Any]) -> None:
+    """Raises RankMismatchError on all ranks if options differ, or parameters in names, shapes or dtypes."""
+    facts: list[tuple[str, Any]] = []
+    for name, member in zip(found.names, found.members, strict=True):
+        shape = "no shape yet" if is_lazy(member.param) else tuple(member.shape)
+        trainable = "trainable" if member.param.requires_grad else "frozen"
+        facts.append((name, (shape, str(member.param.dtype), trainable)))
+    facts += option_facts(**options)
+    check_same_everywhere(group, facts, "parameters of the wrapped module or options")
+    if found.lazy:
+        raise ConfigurationError(
+            f"rank {group.rank}: {', '.join(map(repr, found.lazy))} of the wrapped module have no shape before its "
+            "first forward (lazy modules); run one forward on example inputs, alike on all ranks, then wrap it"
+        )
 
 
 @torch.no_grad()
@@ -150,7 +229,7 @@ def _check_same_values(vector: torch.Tensor, members: list[Member], group: Group
         ).hexdigest()
         for m in members
     ]
-    everybody = group.channel("control").all_gather_object(sums, label="check of start values")
+    everybody = all_gather_facts(group.channel("control"), sums, label="check of start values")
     for rank, theirs in enumerate(everybody):
         if theirs != everybody[0]:
             k = next(i for i, (a, b) in enumerate(zip(theirs, everybody[0], strict=True)) if a != b)

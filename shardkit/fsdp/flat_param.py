@@ -4,9 +4,9 @@ Legend: W world size, N numel of all members, S shard numel (N / W rounded up), 
 
 [Note: members] The parameters of the wrapped module stay what they are: leaf tensors, the same objects, reached as
 attributes of their modules. Only their data moves: they are views of one buffer [W * S] whose memory exists while the
-unit is gathered. So autograd sees no reshaping, their gradients are their own, a weight used in two units stays one
-weight, and whoever kept a reference to a parameter (an RNN, a hook, a metric) keeps the right one. What
-``parameters()`` lists is the shard, a parameter of its own.
+unit is gathered (``members.py``: what they are meanwhile). So autograd sees no reshaping, their gradients are their
+own, a weight used in two units stays one weight, and whoever kept a reference to a parameter (an RNN, a hook, a metric)
+keeps the right one. What ``parameters()`` lists is the shard, a parameter of its own.
 
 [Note: memory] Where tensors own memory, the buffer's storage is released and taken again, and views of it (those
 that autograd saved for backward among them) come back to life. Where they don't (lazy tensors), members get new values
@@ -22,11 +22,17 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.utils.weak import WeakIdKeyDictionary
+from torch.nn.parameter import is_lazy
 
 from ..backend import Group, Work
+from ..hooks import NO_BACKWARD, current_backward
 from ..layout import ShardLayout
+from .first_steps import check_first_steps
 from .listed import note_listed
+from .members import MemberParameter, ReleasedParameter, note_member
+from .refusals import backward_when_summoned
+
+_set_versions = torch._C._autograd._unsafe_set_version_counter
 
 
 class Place(NamedTuple):
@@ -38,41 +44,20 @@ class Place(NamedTuple):
 
 @dataclass
 class Member:
-    """One of the parameters in a vector, and all places where it is found."""
+    """One of the parameters in a vector, and all places where it is found.
+
+    Attributes:
+        kind: its class while it has values: a user's own, or ours.
+    """
 
     param: nn.Parameter
     places: list[Place]
     shape: torch.Size = field(init=False)
+    kind: type[nn.Parameter] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.shape = self.param.shape
-
-
-class MemberParameter(nn.Parameter):
-    """A parameter whose values live in a sharded vector; copies and pickles are empty, their owner fills them."""
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> MemberParameter:
-        copied = _empty_member(self.dtype, self.requires_grad)
-        memo[id(self)] = copied
-        return copied
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return _empty_member, (self.dtype, self.requires_grad)
-
-
-def _empty_member(dtype: torch.dtype, requires_grad: bool) -> MemberParameter:
-    param = nn.Parameter(torch.empty(0, dtype=dtype), requires_grad=requires_grad)
-    param.__class__ = MemberParameter
-    return param  # type: ignore[return-value]
-
-
-# Which vector holds a parameter's values: one wrapped unit may meet a parameter that another one manages.
-_managed_by: WeakIdKeyDictionary = WeakIdKeyDictionary()
-
-
-def managing(param: nn.Parameter) -> FlatParam | None:
-    """The vector that manages a member, None for other parameters."""
-    return _managed_by.get(param)
+        self.shape = torch.Size() if is_lazy(self.param) else self.param.shape
+        self.kind = MemberParameter if type(self.param) is nn.Parameter else type(self.param)
 
 
 def part_as_data(vector: torch.Tensor, group: Group) -> torch.Tensor:
@@ -97,10 +82,13 @@ class FlatParam:
 
     Attributes:
         label: what it is called in errors.
+        path: the unit's path in the root module, as far as it is known.
         pending: the gathering in flight.
         is_whole: this rank's shard is the whole vector as it is computed with; members are views of it.
         is_full: members have their values, or will have after :meth:`finish_gather`.
         is_summoned: inside :meth:`summoned`.
+        is_borrowed: units of other modules need members, too.
+        memory: identifies what members are views of, where that is given back after use; else 0.
         idle: which members have had no gradient on any rank since the gradient was last cleared.
         used: where execution is lazy, the same as data: [S], true for elements that have had one; None if all have.
     """
@@ -116,8 +104,8 @@ class FlatParam:
         self.holder = holder
         self.group = group
         self.layout = layout
-        self.label = ""
-        self.is_full = self.is_summoned = False
+        self.label = self.path = ""
+        self.is_full = self.is_summoned = self.is_borrowed = False
         self.idle = [True] * len(self.members)
         self.used: torch.Tensor | None = None
         self._compute_dtype = compute_dtype
@@ -126,14 +114,17 @@ class FlatParam:
         self._between: torch.Tensor | None = None  # this rank's part of what neighbours keep
         self._users = 0
         self._full: torch.Tensor | None = None
+        self._summoned: torch.Tensor | None = None  # what members are views of then
         self.pending: Work | None = None
         self._has_storage = group.backend.has_storage
         self.adopt()
+        check_first_steps()
 
     @property
     def compute_dtype(self) -> torch.dtype:
-        """Dtype of the members while gathered."""
-        return self._compute_dtype or self.param.dtype
+        """Dtype of the members while gathered; complex numbers and integers stay what they are."""
+        chosen, own = self._compute_dtype, self.param.dtype
+        return chosen if chosen is not None and own.is_floating_point else own
 
     @property
     def compute_device(self) -> torch.device:
@@ -144,6 +135,11 @@ class FlatParam:
     def is_listed_flat(self) -> bool:
         """Listed as a vector by the unit, not in place of its one member."""
         return all(place.module is not self.holder.module for place in self.members[0].places)
+
+    @property
+    def keeps_shapes(self) -> bool:
+        """Members have their shapes while they have no values."""
+        return self._has_storage or self._is_deferred
 
     @property
     def gathered(self) -> torch.Tensor:
@@ -158,6 +154,7 @@ class FlatParam:
             Whether members had to be replaced by other objects (devices between which tensors can't change).
         """
         self.pending, self._users, self.is_full = None, 0, False
+        self.memory = 0
         self._seen = (self.param.dtype, self.param.device)
         note_listed(self.param, self)
         p = self.param
@@ -171,16 +168,16 @@ class FlatParam:
         if self._is_deferred:
             self._full = torch.empty(self.layout.numel, dtype=self.compute_dtype, device="meta")
             self._show(self._full)
+            self._conceal()
         elif self.is_whole:
             self._full = None
             self._show_shard()
         elif self._has_storage:
-            self._full = torch.empty(
-                self.layout.padded_numel, dtype=self.compute_dtype, device=self.compute_device
-            )
+            self._full = self._buffer()
             self._own = self._part(self._full)
+            self.memory = self._full.untyped_storage()._cdata
             self._show(self._full)
-            self.group.backend.release_storage(self._full)
+            self._release_storage(self._full)
         else:
             self._full = None
             # one for good: each new one would be computed in each step
@@ -188,10 +185,18 @@ class FlatParam:
             self._hide()
         return replaced
 
+    def _buffer(self) -> torch.Tensor:
+        """Memory [W * S] for gathering; the same one if it fits, for views of it may be saved for backward."""
+        dtype, device, old = self.compute_dtype, self.compute_device, self._full
+        if old is not None and old.dtype == dtype and old.device == device:
+            self.group.backend.take_storage(old)
+            return old
+        return torch.empty(self.layout.padded_numel, dtype=dtype, device=device)
+
     def _make_members(self) -> bool:
         target = "meta" if self.param.device.type == "meta" else self.compute_device.type
         replaced = False
-        for member in self.members:
+        for index, member in enumerate(self.members):
             old = member.param
             if old.device.type != target and not {old.device.type, target} <= {"cpu", "cuda"}:
                 empty = torch.empty(0, dtype=self.compute_dtype, device=target)
@@ -199,9 +204,8 @@ class FlatParam:
                 for place in member.places:
                     place.module.__dict__[place.name] = member.param
                 replaced = True
-            if type(member.param) is nn.Parameter:
-                member.param.__class__ = MemberParameter
-            _managed_by[member.param] = self
+            note_member(member.param, self, index)
+        self._reveal()
         return replaced
 
     def _part(self, vector: torch.Tensor) -> torch.Tensor:
@@ -224,6 +228,28 @@ class FlatParam:
     def _hide(self) -> None:
         for member in self.members:
             member.param.data = self._nothing
+        self._conceal()
+
+    def _reveal(self) -> None:
+        """Members are parameters like any other."""
+        for member in self.members:
+            member.param.__class__ = member.kind
+
+    def _conceal(self) -> None:
+        """Members have no values from now on; see [Note: released] of ``members.py``."""
+        for member in self.members:
+            member.param.__class__ = ReleasedParameter
+
+    def _release_storage(self, full: torch.Tensor) -> None:
+        if (
+            not full.untyped_storage().resizable()
+        ):  # a member was given to numpy or the like, which keeps its memory
+            full = self._full = torch.empty_like(full)
+            self._own = self._part(full)
+            self.memory = full.untyped_storage()._cdata
+            self._show(full)
+        self._conceal()
+        self.group.backend.release_storage(full)
 
     # ------------------------------------------------------------ gathering
     def start_gather(self, after: Sequence[torch.Tensor] = ()) -> None:
@@ -232,6 +258,10 @@ class FlatParam:
         Args:
             after: where execution is lazy: gathers once these are computed (see ``lazy.py``).
         """
+        if self.is_summoned:
+            if current_backward() != NO_BACKWARD:
+                raise backward_when_summoned(self)
+            return  # members have their values
         self._users += 1
         if self.is_full:
             return
@@ -258,6 +288,8 @@ class FlatParam:
                 self.pending = self._channel.all_gather_into(
                     self._full, self._own, async_op=True, label=self.label
                 )
+            else:
+                self._reveal()
         else:
             shard = shard.view(-1).clone()  # a value of its own: tying changes it
             self.group.backend.tie([shard, *after])
@@ -270,6 +302,7 @@ class FlatParam:
         if self.pending is not None:
             pending, self.pending = self.pending, None
             pending.wait()
+            self._reveal()
             if not self._has_storage and self._full is not None:
                 self._show(self._full)
 
@@ -305,7 +338,7 @@ class FlatParam:
             self._full = None
             self._hide()
         elif self._full is not None:
-            self.group.backend.release_storage(self._full)
+            self._release_storage(self._full)
 
     @property
     def has_idle(self) -> bool:
@@ -331,37 +364,67 @@ class FlatParam:
 
     @contextmanager
     def summoned(self, writeback: bool) -> Iterator[None]:
-        """Members hold their values in full precision; with ``writeback`` changes to them are kept."""
+        """Members hold their values in full precision; with ``writeback`` changes to them are kept.
+
+        A graph built inside needs values that are gone afterwards. Autograd finds that by the members' versions, which
+        differ inside. They are put back, for graphs from before are as good as ever unless somebody changed members.
+        """
         self.drop()  # will be stale
         self.is_summoned = True
         full = self.gather_full_precision()
+        self._reveal()
+        self._summoned = full
         gradients = [m.param.grad for m in self.members]  # of the compute dtype
-        for m in self.members:
-            m.param.grad = None
+        params = tuple(m.param for m in self.members)
+        versions = [p._version for p in params]
+        for p in params:
+            p.grad = None
         self._show(full)
+        _set_versions(params, tuple(v + 1 for v in versions))
         try:
             yield
         finally:
-            self.is_summoned = False
+            self.is_summoned, self._summoned = False, None
             if writeback:
                 self._keep(full)
+            for k, p in enumerate(params):
+                versions[k] = versions[k] if p._version == versions[k] + 1 else p._version + 1
             self.adopt()
+            _set_versions(params, tuple(versions))
             for m, g in zip(self.members, gradients, strict=True):
                 if g is not None:
                     m.param.grad = g
 
+    @contextmanager
+    def summoned_for_compute(self) -> Iterator[None]:
+        """Inside of :meth:`summoned`: members are what a forward computes with."""
+        full = self._summoned
+        if full is None or self.members[0].param.dtype == self.compute_dtype:
+            yield
+            return
+        self._collect(full)
+        self._show(full.to(self.compute_dtype))
+        try:
+            yield
+        finally:
+            self._show(full)
+
     @torch.no_grad()
     def _keep(self, full: torch.Tensor) -> None:
         """Takes this rank's part from members, which are views of ``full`` unless somebody replaced them."""
+        self._collect(full)
+        part = full
+        if self.group.world_size > 1:
+            part = self._part(full) if self._has_storage else part_as_data(full, self.group)
+        self.param.data.view(-1).copy_(part)
+
+    @torch.no_grad()
+    def _collect(self, full: torch.Tensor) -> None:
         for member, start in zip(self.members, self.layout.offsets(), strict=True):
             data = member.param.data
             mine = full[start : start + member.shape.numel()]
             if not self._has_storage or data.data_ptr() != mine.data_ptr():
                 mine.copy_(data.reshape(-1))
-        part = full
-        if self.group.world_size > 1:
-            part = self._part(full) if self._has_storage else part_as_data(full, self.group)
-        self.param.data.view(-1).copy_(part)
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()

@@ -12,13 +12,16 @@ parameter was not used, and the optimizer then skips it (see ``idle.py``).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from ..backend import Group, ReduceOp, Work
 from ..layout import Piece, gaps_between
+from ..shard_gradients import gradient_class
 from .flat_param import FlatParam
 from .idle import protect_idle_members
+from .members import as_tensors
 
 
 class GradientPack:
@@ -36,13 +39,11 @@ class GradientPack:
     ) -> None:
         self._flat = flat
         self._group = group
-        self._dtype = reduce_dtype or flat.compute_dtype
+        own = flat.compute_dtype
+        self._dtype = reduce_dtype if reduce_dtype is not None and own.is_floating_point else own
         self._before, self._after = divisors
-        # halves are divided before the sum, which could overflow
-        self._is_plain_mean = self._before * self._after == group.world_size and self._dtype not in (
-            torch.float16,
-            torch.bfloat16,
-        )
+        self._gradient_class: Any = gradient_class(flat.group, "the FSDP root's clip_grad_norm_", True)
+        self._is_plain_mean = self._before * self._after == group.world_size and _has_mean(self._dtype)
         self.trainable = [m.param.requires_grad for m in flat.members]
         layout = flat.layout
         self._pieces = [p for p in layout.pieces() if self.trainable[p.item]]
@@ -116,9 +117,10 @@ class GradientPack:
 
     def _take_gradients(self) -> torch.Tensor:
         """The packed form; the gradients' own memory is given back before anything else is allocated."""
-        gradients = [m.param.grad for m in self._flat.members]
-        for m in self._flat.members:
-            m.param.grad = None
+        with as_tensors():
+            gradients = [m.param.grad for m in self._flat.members]
+            for m in self._flat.members:
+                m.param.grad = None
         self._had = [g is not None for g in gradients]
         if not self._in_storage:
             return self._joined(gradients)
@@ -191,6 +193,10 @@ class GradientPack:
         return torch.cat([parts, flags], 1).view(-1)
 
     # ------------------------------------------------------------ receiving
+    def is_done(self) -> bool:
+        """Whether :meth:`receive` would not wait."""
+        return self._work is None or self._work.is_done()
+
     def receive(self, replicas: Group | None) -> None:
         """Waits for the reduction, and adds the result to the shard's gradient.
 
@@ -234,6 +240,8 @@ class GradientPack:
             param.grad = gradient
         else:
             param.grad.add_(gradient)
+        if type(param.grad) is torch.Tensor:
+            param.grad.__class__ = self._gradient_class
         for after in (param._post_accumulate_grad_hooks or {}).values():
             after(param)
 
@@ -262,7 +270,7 @@ class GradientPack:
         if not self._has_all() or False in self.trainable:
             size = flat.layout.shard_numel
             flags = result.new_ones(self._flags) if self._has_all() else result[size:]
-            used = torch.cat([flags, flags.new_zeros(1)]).index_select(0, self._slots_of_elements()) > 0
+            used = torch.cat([flags, flags.new_zeros(1)]).index_select(0, self._slots_of_elements()) != 0
         flat.idle = [False] * len(flat.members)
         if flat.param.grad is None:
             flat.used = used
@@ -282,11 +290,11 @@ class GradientPack:
         return self._slots
 
     def _average(self, result: torch.Tensor, replicas: Group) -> None:
-        half = result.dtype in (torch.float16, torch.bfloat16)
-        if half:
+        has_mean = _has_mean(result.dtype)
+        if not has_mean:
             result.mul_(1.0 / replicas.world_size)
         replicas.all_reduce(
-            result, op=ReduceOp.SUM if half else ReduceOp.AVG, label=f"gradients of {self._flat.label}"
+            result, op=ReduceOp.AVG if has_mean else ReduceOp.SUM, label=f"gradients of {self._flat.label}"
         ).wait()
 
     def _anybody(self, result: torch.Tensor, replicas: Group | None) -> list[bool]:
@@ -296,10 +304,15 @@ class GradientPack:
         had = list(self._had)
         if self._group.world_size > 1:
             start = self._flat.layout.shard_numel
-            flags = (result[start : start + len(self._flagged)] > 0).tolist()
+            flags = (result[start : start + len(self._flagged)] != 0).tolist()
             for item, flag in zip(self._flagged, flags, strict=True):
                 had[item] = had[item] or flag
         return had
+
+
+def _has_mean(dtype: torch.dtype) -> bool:
+    """Whether backends form the mean: halves are divided before their sum, which could overflow."""
+    return dtype not in (torch.float16, torch.bfloat16)
 
 
 def _through_hooks(param: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:

@@ -2,8 +2,9 @@
 
 A plain process skips a parameter whose ``grad`` is None: no weight decay, no momentum, no change of state. In a vector
 such members have zeros for gradients, which the optimizer can't tell from real ones. So before a step their values and
-states are put aside, and put back after it. It costs nothing where all members have gradients. (State that is one
-number for the vector, such as the count of steps, is that of the neighbours.)
+states are put aside, and put back after it (where closures make gradients within a step: after each of them, and before
+the next). It costs nothing where all members have gradients. (State that is one number for the vector, such as the
+count of steps, is that of the neighbours.)
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from ..stepping import take_part
 from .flat_param import FlatParam
 
 
@@ -28,16 +29,13 @@ class _Saved(NamedTuple):
 
 _flats: weakref.WeakSet[FlatParam] = weakref.WeakSet()
 _saved: weakref.WeakKeyDictionary[Optimizer, list[_Saved]] = weakref.WeakKeyDictionary()
-_registered: list[Any] = []
 _lock = threading.Lock()  # ranks may be threads of one process
 
 
 def protect_idle_members(flat: FlatParam) -> None:
     """Optimizers leave members of this vector alone that had no gradient, from now until all have one."""
+    take_part(_idle_members)
     with _lock:
-        if not _registered:
-            _registered.append(register_optimizer_step_pre_hook(_before_step))
-            _registered.append(register_optimizer_step_post_hook(_after_step))
         _flats.add(flat)
 
 
@@ -58,9 +56,7 @@ def _vectors(param: torch.Tensor, state: dict[str, Any]) -> dict[str, torch.Tens
 
 
 @torch.no_grad()
-def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    if not _flats:
-        return
+def _put_aside(optimizer: Optimizer) -> None:
     with _lock:
         flats = list(_flats)
         for flat in flats:
@@ -79,11 +75,12 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             for k, v in _vectors(flat.param, optimizer.state.get(flat.param, {})).items()
         }
         saved.append(_Saved(flat, ranges, values, state))
-    _saved[optimizer] = saved
+    if saved:
+        _saved[optimizer] = saved
 
 
 @torch.no_grad()
-def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+def _restore(optimizer: Optimizer) -> None:
     for flat, ranges, values, state in _saved.pop(optimizer, []):
         _put_back(flat, flat.param.data, ranges, values)
         for key, vector in _vectors(flat.param, optimizer.state.get(flat.param, {})).items():
@@ -101,3 +98,18 @@ def _put_back(
             now.copy_(before)
         else:
             vector.copy_(torch.where(flat.used, now, before).view(vector.shape))
+
+
+class _IdleMembers:
+    """See the top of this file."""
+
+    def before(self, optimizer: Optimizer) -> None:
+        if _flats:
+            _put_aside(optimizer)
+
+    def after(self, optimizer: Optimizer) -> None:
+        if optimizer in _saved:
+            _restore(optimizer)
+
+
+_idle_members = _IdleMembers()

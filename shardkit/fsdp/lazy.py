@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from .flat_param import MemberParameter
+from .members import MemberParameter
 
 
 class SavedView(NamedTuple):

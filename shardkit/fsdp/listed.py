@@ -6,26 +6,25 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
-from torch.utils.weak import WeakIdKeyDictionary
 
 from ..flat_parameter import FlatParameter
+from ..shards import note_shard, shard_behind
 
 if TYPE_CHECKING:
     from .flat_param import FlatParam
 
-_listed_by: WeakIdKeyDictionary = WeakIdKeyDictionary()
-
 
 def flat_of_listed(param: nn.Parameter) -> FlatParam | None:
     """The vector whose shard a listed parameter is, None for other parameters."""
-    return _listed_by.get(param)
+    flat: FlatParam | None = shard_behind(param)
+    return flat
 
 
 def note_listed(param: nn.Parameter, flat: FlatParam) -> None:
     """From now on this parameter is known to be the shard of that vector."""
     if type(param) is FlatParameter:
         param.__class__ = ShardedFlatParameter
-    _listed_by[param] = flat
+    note_shard(param, flat)
 
 
 class ShardedFlatParameter(FlatParameter):

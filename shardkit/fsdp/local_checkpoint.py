@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from ..errors import ConfigurationError
+from ..facts import all_gather_facts
 from .state_dict import clean
 
 if TYPE_CHECKING:
+    from .flat_param import FlatParam
     from .wrapper import FSDP
+
+_NOTE = "shardkit_shard"  # in the metadata of a state dict
 
 
 def metadata(wrapper: FSDP) -> dict[str, Any]:
@@ -65,6 +69,109 @@ def _shared_across(wrapper: FSDP, paths: dict[nn.Module, str]) -> list[tuple[str
     return found
 
 
+# ------------------------------------------------------------ whose shards they are
+def mark(wrapper: FSDP, state: Any) -> None:
+    """Notes in a local state dict whose it is. ``torch.save`` keeps the note, other readers don't look at it."""
+    notes = getattr(state, "_metadata", None)
+    if notes is not None and "" in notes:
+        layout = {key: facts for key, (_, facts) in _vectors(wrapper).items()}
+        group = wrapper._group
+        notes[""][_NOTE] = {"rank": group.rank, "world_size": group.world_size, "layout": layout}
+
+
+def note_of(state: Mapping[str, Any]) -> dict[str, Any] | None:
+    """What :func:`mark` noted; None of fairscale's state dicts, and of those copied without the attribute."""
+    notes = getattr(state, "_metadata", None)
+    found = notes.get("", {}).get(_NOTE) if isinstance(notes, Mapping) else None
+    return found if isinstance(found, dict) and {"rank", "world_size", "layout"} <= set(found) else None
+
+
+def _vectors(wrapper: FSDP) -> dict[str, tuple[FlatParam, list[list[Any]]]]:
+    """Each vector by its key in a local state dict, with names and shapes of its members."""
+    from .wrapper import FSDP
+
+    found: dict[str, tuple[FlatParam, list[list[Any]]]] = {}
+    for path, m in wrapper.named_modules():
+        if isinstance(m, FSDP):
+            for flat in m._flats:
+                name = clean(flat.holder.name) if flat.is_listed_flat else flat.names[0]
+                key = f"{clean(path)}.{name}" if clean(path) else name
+                members = zip(flat.names, flat.members, strict=True)
+                found[key] = (flat, [[n, list(member.shape)] for n, member in members])
+    return found
+
+
+def check_own(wrapper: FSDP, state: Mapping[str, Any]) -> None:
+    """Refuses shards that are not this rank's of this model, on all ranks, before any is taken (collective).
+
+    Raises:
+        ConfigurationError: names the rank whose state dict is wrong, and the first tensor.
+    """
+    problem = _problem(wrapper, state)
+    group = wrapper._group
+    everybody = [problem]
+    if group.world_size > 1:
+        everybody = all_gather_facts(group.channel("control"), problem, label="check of local state dicts")
+    wrong = [f"rank {group.ranks[r]}: {what}" for r, what in enumerate(everybody) if what is not None]
+    if wrong:
+        raise ConfigurationError(
+            f"load_local_state_dict: {'; '.join(wrong)}. Nothing was loaded on any rank; each rank loads the "
+            "local_state_dict() that it saved, at the same world size and of the same wrapped model"
+        )
+
+
+def _problem(wrapper: FSDP, state: Mapping[str, Any]) -> str | None:
+    note, vectors = note_of(state), _vectors(wrapper)
+    group = wrapper._group
+    if note is not None:
+        if note["world_size"] != group.world_size:
+            return f"the state dict is of world size {note['world_size']}, this is {group.world_size}"
+        if note["rank"] != group.rank:
+            return f"the state dict is of rank {note['rank']}"
+        for key, (_, members) in vectors.items():
+            if note["layout"].get(key) != members:
+                return f"{key!r} holds {note['layout'].get(key)} in the state dict, expected {members}"
+    given = {clean(key): value for key, value in state.items()}
+    for key, (flat, _) in vectors.items():
+        value = given.get(key)
+        if isinstance(value, torch.Tensor) and value.shape != flat.param.shape:
+            return f"{key!r} has shape {tuple(value.shape)} in the state dict, expected {tuple(flat.param.shape)}"
+    return None
+
+
+def _check_mix(
+    shard_weights: Sequence[dict[str, torch.Tensor]], shard_metadata: Sequence[dict[str, Any]]
+) -> None:
+    """Refuses shards that are not those of all ranks of one run, where they tell."""
+    for rank, (weights, meta) in enumerate(zip(shard_weights, shard_metadata, strict=True)):
+        note = note_of(weights)
+        if note is not None and (note["rank"], note["world_size"]) != (rank, len(shard_weights)):
+            raise ConfigurationError(
+                f"state dict {rank} of {len(shard_weights)} is rank {note['rank']}'s of {note['world_size']}; pass "
+                "those of all ranks, in rank order"
+            )
+        first = shard_metadata[0]["param_metadata"]
+        for a, b in zip(first, meta["param_metadata"], strict=False):
+            for name in sorted(set(a["params"]) | set(b["params"])):
+                mine, theirs = (
+                    {k: v for k, v in e["params"].get(name, {}).items() if k != "padding"} for e in (a, b)
+                )
+                if a["fsdp_path"] != b["fsdp_path"] or mine != theirs:
+                    raise ConfigurationError(
+                        f"shards of different models: {a['fsdp_path']}.{name} is {mine} on rank 0, {b['fsdp_path']}."
+                        f"{name} is {theirs} on rank {rank}"
+                    )
+        if len(first) != len(meta["param_metadata"]):
+            raise ConfigurationError(
+                f"shards of different models: {len(first)} FSDP modules on rank 0, {len(meta['param_metadata'])} on "
+                f"rank {rank}"
+            )
+        for key, value in weights.items():
+            other = shard_weights[0].get(key)
+            if isinstance(other, torch.Tensor) and value.dtype != other.dtype:
+                raise ConfigurationError(f"{key!r} is {other.dtype} on rank 0, {value.dtype} on rank {rank}")
+
+
 def consolidate(
     shard_weights: Sequence[dict[str, torch.Tensor]],
     shard_metadata: Sequence[dict[str, Any]],
@@ -80,13 +187,15 @@ def consolidate(
         strict: a parameter that the metadata names and the weights lack is an error; else it is left out.
 
     Raises:
-        ConfigurationError: the lists are empty or differ in length, or (``strict``) a parameter is missing.
+        ConfigurationError: the lists are empty or differ in length, the shards are of other ranks, models or dtypes, or
+            (``strict``) a parameter is missing.
     """
     if len(shard_weights) != len(shard_metadata) or not shard_weights:
         raise ConfigurationError(
             f"Require metadata for each shard and non-empty shards: got {len(shard_weights)} state dicts and "
             f"{len(shard_metadata)} metadata dicts"
         )
+    _check_mix(shard_weights, shard_metadata)
     full: dict[str, torch.Tensor] = {}
     for k, entry in enumerate(shard_metadata[0]["param_metadata"]):
         path = entry["fsdp_path"]

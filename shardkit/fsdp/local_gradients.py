@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from .flat_param import FlatParam
+from .members import as_tensors
 
 
 class LocalGradients:
@@ -23,8 +24,9 @@ class LocalGradients:
     def note(self) -> None:
         """A backward inside ``no_sync`` has ended."""
         flat = self._flat
-        if all(m.param.grad is None for m in flat.members):
-            return
+        with as_tensors():
+            if all(m.param.grad is None for m in flat.members):
+                return
         if flat.param.grad is None:
             flat.param.grad = torch.zeros_like(flat.param, requires_grad=False)
             flat.nothing_used()
@@ -41,5 +43,6 @@ class LocalGradients:
             self._mark = mark
             return
         if now is None or not bool(now.any()):
-            for m in self._flat.members:
-                m.param.grad = None
+            with as_tensors():
+                for m in self._flat.members:
+                    m.param.grad = None

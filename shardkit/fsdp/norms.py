@@ -1,60 +1,66 @@
-"""The norm of gradients whose parts lie on many ranks."""
+"""Which gradients count for the norm below an FSDP root, and where the others of the same vectors are."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
 
-from ..backend import Group, ReduceOp
-from ..norms import local_norm, norm_like
+from ..backend import Group
+from ..errors import ConfigurationError
+from ..norms import Portion, clip_by_global_norm, norm_like
+from .flat_param import FlatParam
 
 if TYPE_CHECKING:
     from .wrapper import FSDP
 
 
 def clip(root: FSDP, max_norm: float, norm_type: float) -> torch.Tensor:
-    """Scales the gradients below a root; returns their norm over all ranks."""
-    from .wrapper import FSDP
+    """Scales the gradients below a root; returns their norm over all ranks.
 
-    by_group: dict[tuple[int, ...], tuple[Group, list[nn.Parameter]]] = {}
-    sharded = set()
-    for w in root.modules():
-        if isinstance(w, FSDP):
-            for flat in w._flats:
-                key = flat.group.ranks
-                by_group.setdefault(key, (flat.group, []))[1].append(flat.param)
-                sharded.add(flat.param)
+    Raises:
+        ConfigurationError: ``norm_type`` is 0.
+    """
+    if norm_type == 0:
+        raise ConfigurationError(
+            "norm_type=0 counts parameters whose gradients are not zero, and shards are no parameters; "
+            "clip_grad_norm_ takes any other number, inf and -inf"
+        )
+    flats, _ = root._all_flats()
+    sharded = {f.param for f in flats}
     rest = [p for p in root.parameters() if p not in sharded]
-    everything = [p for _, params in by_group.values() for p in params] + rest
+    everything = [f.param for f in flats] + rest
     if not everything:
         return torch.zeros(())
-    like = norm_like(everything)
-    like = like.to(
-        root._group.backend.device()
-        if like.device.type == "cpu" and not root._offload.parameters
-        else like.device
-    )
-    total = _norm([p.grad for p in rest if p.grad is not None], norm_type, like)
-    for group, params in by_group.values():
-        part = _norm([p.grad for p in params if p.grad is not None], norm_type, like)
-        if group.world_size > 1:
-            op = ReduceOp.MAX if math.isinf(norm_type) else ReduceOp.SUM
-            group.channel("control").all_reduce(part, op=op, label="norm of gradients").wait()
-        total = torch.maximum(total, part) if math.isinf(norm_type) else total + part
-    if not math.isinf(norm_type):
-        total = total.pow(1.0 / norm_type)
-    coefficient = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-    for p in everything:
-        if p.grad is not None:
-            p.grad.mul_(coefficient.to(device=p.grad.device, dtype=p.grad.dtype))
-    return total
+    by_group: dict[tuple[int, ...], tuple[Group, list[torch.Tensor]]] = {}
+    for flat in flats:
+        counted = by_group.setdefault(flat.group.ranks, (flat.group, []))[1]
+        counted.extend(_that_count(flat, norm_type))
+    portions = [Portion(gradients, group) for group, gradients in by_group.values()]
+    alike = [p.grad for p in rest if p.grad is not None]
+    if alike:
+        portions.append(Portion(alike, None))
+    gradients = [p.grad for p in everything if p.grad is not None]
+    return clip_by_global_norm(portions, gradients, _like(root, everything), max_norm, norm_type)
 
 
-def _norm(gradients: list[torch.Tensor], norm_type: float, like: torch.Tensor) -> torch.Tensor:
-    """Sum of powers of this rank's gradients, or their maximum; 0-dim."""
-    gradients = [g for g in gradients if g.numel()]
-    norm = local_norm(gradients, norm_type, like)
-    return norm if math.isinf(norm_type) else norm.pow(norm_type)
+def _like(root: FSDP, params: Sequence[torch.Tensor]) -> torch.Tensor:
+    like = norm_like(params)
+    on_host = like.device.type == "cpu" and not root._offload.parameters
+    return like.to(root._group.backend.device()) if on_host else like
+
+
+def _that_count(flat: FlatParam, norm_type: float) -> list[torch.Tensor]:
+    """This rank's gradient of a vector; for norms that zeros change without padding and members that had none."""
+    gradient = flat.param.grad
+    if gradient is None:
+        return []
+    if norm_type > 0:
+        return [gradient]
+    if flat.used is not None:
+        return [torch.where(flat.used, gradient, torch.full_like(gradient, math.inf))]
+    rank, idle = flat.group.rank, flat.idle
+    here = [p for p in flat.layout.pieces() if p.rank == rank and not idle[p.item]]
+    return [gradient.view(-1)[p.offset : p.offset + p.numel] for p in here]

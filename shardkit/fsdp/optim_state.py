@@ -19,11 +19,11 @@ import torch
 from torch.optim import Optimizer
 
 from ..errors import ConfigurationError
+from ..facts import all_gather_facts_or_objects
+from ..state_shapes import NUMBERS
 from .flat_param import FlatParam
 
 EXTRA = ("param_id_map", "uncollected_local_ids")
-# What torch's optimizers keep as one number for a parameter, were the parameter one number itself.
-NUMBERS = ("step", "mu", "eta", "mu_product")
 
 
 def _plain(value: Any) -> Any:
@@ -73,7 +73,8 @@ def _keys_everywhere(flat: FlatParam, state: dict[str, Any]) -> dict[str, tuple[
     if flat.group.world_size == 1:
         return mine
     merged: dict[str, tuple[bool, Any]] = {}
-    for theirs in flat.group.channel("control").all_gather_object(mine, label="kinds of optimizer state"):
+    control = flat.group.channel("control")
+    for theirs in all_gather_facts_or_objects(control, mine, label="kinds of optimizer state"):
         for key, what in theirs.items():
             merged.setdefault(key, what)
     return merged
@@ -194,6 +195,7 @@ def _shard_state(flat: FlatParam, ids: list[int], have: dict[int, dict[str, Any]
     first = next(iter(have.values()))
     sharded = {}
     shapes = {i: m.shape for i, m in zip(ids, flat.members, strict=True)}
+    _check_members(dict(zip(ids, flat.names, strict=True)), shapes, have)
     for key, value in first.items():
         if not _is_elementwise(key, [(s.get(key), shapes[i]) for i, s in have.items()]):
             sharded[key] = copy.copy(value)
@@ -206,3 +208,26 @@ def _shard_state(flat: FlatParam, ids: list[int], have: dict[int, dict[str, Any]
         size, rank = flat.layout.shard_numel, flat.group.rank
         sharded[key] = torch.cat(rows)[rank * size : (rank + 1) * size].clone().view(flat.param.shape)
     return sharded
+
+
+def _check_members(
+    names: dict[int, str], shapes: dict[int, torch.Size], have: dict[int, dict[str, Any]]
+) -> None:
+    """State that makes a vector has one element for each of a member's, or is one number, the same kind for all.
+
+    Raises:
+        ConfigurationError: names the state and the parameter.
+    """
+    keys = {k for state in have.values() for k in state}
+    for i, state in have.items():
+        for key in sorted(keys - set(state), key=str):
+            raise ConfigurationError(
+                f"the optimizer state of {names[i]!r} lacks {key!r}, which others of its vector have"
+            )
+        for key, value in state.items():
+            if isinstance(value, torch.Tensor) and value.numel() != 1 and value.shape != shapes[i]:
+                raise ConfigurationError(
+                    f"optimizer state {key!r} of {names[i]!r} has shape {tuple(value.shape)}, expected "
+                    f"{tuple(shapes[i])}; nothing was loaded. This state is of another model: wrap the model as it was "
+                    "when the state was saved"
+                )

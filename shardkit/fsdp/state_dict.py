@@ -15,17 +15,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from .inside import clean as clean
+from .inside import collecting
+
 if TYPE_CHECKING:
     from .wrapper import FSDP
 
 translates_keys = True  # see no_pre_load_state_dict_hook of the compat layer
 INNER = "_fsdp_wrapped_module._fpw_module."
 OUTER = "_fsdp_wrapped_module."
-
-
-def clean(name: str) -> str:
-    """A name without what wrapping added to it."""
-    return ".".join(part for part in name.split(".") if part not in ("_fsdp_wrapped_module", "_fpw_module"))
 
 
 def _rename(entries: OrderedDict[str, Any], prefix: str, rename: Callable[[str], str]) -> None:
@@ -50,7 +48,7 @@ def full(wrapper: FSDP, collect: Callable[..., Any], *args: Any, **kwargs: Any) 
         destination = OrderedDict()
         destination._metadata = OrderedDict()  # type: ignore[attr-defined]
     before = {key: id(value) for key, value in destination.items()}
-    with _full_or_as_is(wrapper):
+    with _full_or_as_is(wrapper), collecting():
         collect(destination=destination, prefix=prefix, keep_vars=keep_vars)
         _rename(destination, prefix, _without_wrapping)
         if hasattr(destination, "_metadata"):
@@ -145,7 +143,8 @@ def local_state(wrapper: FSDP) -> Iterator[None]:
     for w, _ in before:
         w._state_is_local = True
     try:
-        yield
+        with collecting():
+            yield
     finally:
         for w, was_local in before:
             w._state_is_local = was_local

@@ -15,6 +15,8 @@ from ..hooks import NO_BACKWARD, GradientHooks, current_backward
 from .flat_param import FlatParam
 from .gradients import GradientPack
 from .local_gradients import LocalGradients
+from .members import as_tensors
+from .refusals import backward_when_summoned, unknown_root
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -27,13 +29,15 @@ class Unit:
         name: path of the wrapper in the root module.
         flats: vectors that this unit owns.
         borrowed: vectors of other units with weights that this unit's module uses too.
+        needs: both.
         keep_after_forward: stays gathered between forward and backward.
         engine: runs the unit; the root's.
         is_held: gathered on behalf of this unit.
         reduced: its gradients were sent in this backward.
         position: place in the order of backward; -1 where it has none.
-        goes_backward: backward may reach its last forward, here or, if it is trainable, on a rank that did not cut its
-            output off.
+        is_reached: backward may go through its last forward on this rank, as far as forward tells.
+        goes_backward: it may on some rank: the unit is gathered for backward.
+        is_undecided: ranks have not heard from each other whether it is gathered for backward.
         has_frozen: some of what it needs is not trainable.
     """
 
@@ -58,12 +62,14 @@ class Unit:
         self.reduced = False
         self.position = -1
         self.waiting = 0
-        self._needs = [*self.flats, *self.borrowed]
+        self.needs = [*self.flats, *self.borrowed]
         self._hooks = GradientHooks()
         self._packs: list[GradientPack] = []
         self.local = [LocalGradients(f) for f in self.flats]
         self._flag_seen = [f.param.requires_grad for f in self.flats]
+        self.is_reached = True
         self.goes_backward = True
+        self.is_undecided = False
         self._open_calls = 0
         self.attach()
 
@@ -82,9 +88,9 @@ class Unit:
         )
         index = 0
         for flat, pack in zip(self.flats, self._packs, strict=True):
-            for member, is_trainable in zip(flat.members, pack.trainable, strict=True):
+            for number, (member, is_trainable) in enumerate(zip(flat.members, pack.trainable, strict=True)):
                 if is_trainable:
-                    self._hooks.attach(member.param, None, self._after(index))
+                    self._hooks.attach(member.param, None, self._after(index, flat, number))
                     index += 1
 
     def notice_trainable(self) -> bool:
@@ -95,7 +101,8 @@ class Unit:
             if listed != self._flag_seen[k]:
                 for member in flat.members:
                     member.param.requires_grad_(listed)
-            now = [m.param.requires_grad for m in flat.members]
+            with as_tensors():
+                now = [m.param.requires_grad for m in flat.members]
             if now != pack.trainable:
                 changed = True
                 if any(now) != listed:
@@ -105,12 +112,14 @@ class Unit:
             self.attach()
         return changed
 
-    def _after(self, index: int) -> Callable[[torch.Tensor], None]:
+    def _after(self, index: int, flat: FlatParam, number: int) -> Callable[[torch.Tensor], None]:
         # one closure a parameter: these run for every gradient
         def after(_: torch.Tensor) -> None:
             engine = self.engine
             if engine is None:
-                return
+                raise unknown_root(flat, number)
+            if flat.is_summoned:
+                raise backward_when_summoned(flat)
             if engine.state.task == NO_BACKWARD:
                 engine.begin_backward()
             if not self._fired[index]:
@@ -127,12 +136,12 @@ class Unit:
         if not self.is_held:
             self.is_held = True
             after = self.engine.after if self.engine is not None else ()
-            for flat in self._needs:
+            for flat in self.needs:
                 flat.start_gather(after)
 
     def finish_gather(self) -> None:
         """Waits for them."""
-        for flat in self._needs:
+        for flat in self.needs:
             if flat.pending is not None:
                 flat.finish_gather()
 
@@ -140,7 +149,7 @@ class Unit:
         """The module does not need its values any more, or only in backward."""
         if self.is_held:
             self.is_held = False
-            for flat in self._needs:
+            for flat in self.needs:
                 flat.release(until_backward)
 
     def forget_between(self) -> None:
@@ -166,8 +175,13 @@ class Unit:
     def close_call(self) -> None:
         """Backward left it."""
         self._open_calls -= 1
-        if self._open_calls == 0 and self.waiting == 0:
-            self.release()
+        if self._open_calls == 0 and (self.waiting == 0 or self.reduced) and self.engine is not None:
+            self.engine.leave(self)
+
+    @property
+    def group(self) -> Group | None:
+        """Ranks among which it is sharded; None where it needs no parameters."""
+        return self.needs[0].group if self.needs else None
 
     @property
     def is_trainable(self) -> bool:
@@ -181,6 +195,10 @@ class Unit:
             if any(pack.trainable):
                 pack.send()
 
+    def is_reduced(self) -> bool:
+        """Whether :meth:`receive` would not wait."""
+        return all(pack.is_done() for pack in self._packs if any(pack.trainable))
+
     def receive(self) -> None:
         """Waits for the reduction; the shards have their gradients then."""
         for pack in self._packs:
@@ -189,17 +207,19 @@ class Unit:
 
     def has_local_gradients(self) -> bool:
         """Whether members hold gradients of this rank that were not reduced."""
-        for flat in self.flats:
-            for m in flat.members:
-                if m.param.grad is not None:
-                    return True
+        with as_tensors():
+            for flat in self.flats:
+                for m in flat.members:
+                    if m.param.grad is not None:
+                        return True
         return False
 
     def drop_local_gradients(self) -> None:
         """Forgets them."""
-        for flat in self.flats:
-            for m in flat.members:
-                m.param.grad = None
+        with as_tensors():
+            for flat in self.flats:
+                for m in flat.members:
+                    m.param.grad = None
 
     def end_backward(self) -> None:
         """Ready for the next one."""

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map_only
 
 from ..backend import Backend, Group, backend_for
 from ..compiling import callees_compiled, not_compiled
@@ -18,22 +17,29 @@ from ..errors import ConfigurationError, LifecycleError
 from ..flat_parameter import FlatParameter
 from ..hooks import NO_BACKWARD, current_backward, tensors_in
 from ..layout import ShardLayout
+from ..other_wrappers import check_wrappable, note_wrapper
 from ..ownership import check_one_device
 from ..policy import OffloadPolicy, PrecisionPolicy, ReducePolicy, ReshardPolicy
 from . import construct, local_checkpoint, norms, optim_state
 from . import state_dict as state_dicts
-from .engine import Engine
+from .calls import cast_inputs, lends_memory, run_summoned, tensors_of, watch, without_lent_memory
+from .engine import Engine, Watcher
 from .flat_param import FlatParam
 from .gradients import predivide_factor
 from .groups import neighbours_of
+from .inside import answer_for
 from .lazy import saving_members_by_name
+from .listed import flat_of_listed
+from .members import note_copying
+from .refusals import copy_when_summoned, replaced_shard
+from .registrations import note_taken
+from .standing_in import WRAPPED, StandingIn
+from .threads import NO_THREAD, check_one_thread, this_thread
 from .unit import Unit, UnitCall
 from .unit_module import UnitModule, exposed
 
-WRAPPED = "_fsdp_wrapped_module"
 
-
-class FSDP(nn.Module):
+class FSDP(StandingIn):
     """Shards a module's parameters evenly over ranks; each forward and backward gathers them unit by unit.
 
     ::
@@ -45,7 +51,8 @@ class FSDP(nn.Module):
     ``parameters()`` lists this rank's shards: a vector for each unit (and dtype), or with ``flatten=False`` one for
     each parameter. After backward their ``grad`` is this rank's shard of the mean over ranks. Any optimizer that works
     element by element gives the results of plain training. Attributes of the wrapped module are reached through the
-    wrapper; its parameters have values only inside forward, backward and :meth:`summon_full_params`.
+    wrapper; its parameters have values only inside forward, backward and :meth:`summon_full_params`. Elsewhere they
+    tell their shapes and gradients, and raise :class:`LifecycleError` for all that needs values.
 
     Source: ZeRO (arXiv 1910.02054); naming and layout are those of fairscale 0.4.13.
 
@@ -85,6 +92,7 @@ class FSDP(nn.Module):
         backend: str | Backend | None = None,
     ) -> None:
         super().__init__()
+        check_wrappable(module, type(self).__name__, may_hold=FSDP)
         self._precision = precision or PrecisionPolicy()
         self._reshard = reshard or ReshardPolicy()
         self._offload = offload or OffloadPolicy()
@@ -93,15 +101,23 @@ class FSDP(nn.Module):
         self._process_group = group
         self._replica_group = replicas
         self._backend_choice = backend
+        self._nesting = construct.nesting_of(module, FSDP)
         found = construct.Found(module, FSDP)
         check_one_device(m.param for m in found.members)
         self._compute_device = torch.device(device) if device is not None else None
         example = found.members[0].param if found.members else None
         self._connect_group(example, construct.backend_nearby(module, found.borrowed, FSDP))
-        self._connect_neighbours()
+        options = {
+            "flatten": flatten, "precision": self._precision, "reshard": self._reshard, "offload": self._offload,
+            "reduce": self._reduce, "sync_module_states": sync_module_states, "replicas": replicas is not None,
+        }  # fmt: skip
         for ranks in (self._group, self._replicas):
             if ranks is not None:
-                construct.check_ranks_agree(found, ranks)
+                construct.check_ranks_agree(found, ranks, options)
+        construct.check_options(self._reduce, self._offload, self._group.backend)
+        self._connect_neighbours()
+        if flatten:
+            construct.check_names(module, found, self._group.rank)
         self._fsdp_wrapped_module = UnitModule(module)
         self._engine: Engine | None = None
         self._is_root: bool | None = None
@@ -117,6 +133,8 @@ class FSDP(nn.Module):
         )
         self._uncollected: dict[int, Any] = {}
         self._build(found, sync_module_states)
+        note_taken(module, FSDP)
+        answer_for(module, FSDP)
         state_dicts.register_hooks(self)
 
     # ------------------------------------------------------------ construction
@@ -198,11 +216,6 @@ class FSDP(nn.Module):
         return before, world / before
 
     # ------------------------------------------------------------ forward
-    @property
-    def module(self) -> nn.Module:
-        """The wrapped module."""
-        return self._fsdp_wrapped_module._fpw_module
-
     @not_compiled
     def _become_root(self) -> Engine:
         wrappers = [m for m in self.modules() if isinstance(m, FSDP)]
@@ -211,59 +224,73 @@ class FSDP(nn.Module):
             w._unit.name = state_dicts.clean(names[w])
             for k, flat in enumerate(w._flats):
                 flat.label = f"parameters {k} of {w._unit.name or 'the root'}"
+                flat.path = w._unit.name
             w._is_root = w is self
         self._unit.keep_after_forward = self._reshard.after_forward is False or not self._reshard.root
         engine = Engine([w._unit for w in wrappers], self._reshard.prefetch)
         for w in wrappers:
             w._engine = engine
             w._cast_buffers()
+        members = sum(len(flat.members) for w in wrappers for flat in w._flats)
+        construct.announce(self, len(wrappers), members, self._group)
         return engine
 
     @callees_compiled
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the module with its parameters gathered."""
+        dtype = self._precision.inputs or self._precision.compute
+        inner: Any = self._modules[WRAPPED]._modules["_fpw_module"]  # type: ignore[union-attr]
+        if self._summoned is not None:
+            self._cast_buffers()
+            if dtype is not None:
+                args, kwargs = cast_inputs((args, kwargs), dtype)
+            return run_summoned(inner, self._unit.needs, args, kwargs)
         engine = self._engine or self._become_root()
         unit = self._unit
-        if self._summoned is not None:
-            raise LifecycleError(
-                "forward inside of summon_full_params is not possible; leave the context first"
-            )
-        is_outermost = self._is_root and engine.forwards == 0 and current_backward() == NO_BACKWARD
-        if is_outermost:
-            engine.begin_forward()
+        for flat in self._flats:
+            if flat.holder.module._parameters[flat.holder.name] is not flat.param:
+                raise replaced_shard(flat)
+        in_backward = current_backward() != NO_BACKWARD
+        is_outermost = self._is_root and engine.forwards == 0 and not in_backward
+        if not in_backward:
+            me, other = this_thread(), engine.thread
+            if other not in (me, NO_THREAD):
+                check_one_thread(engine, "forward")
+            engine.thread = me
         try:
+            if is_outermost:
+                engine.begin_forward()
             engine.before_forward(unit, (args, kwargs))
-            dtype = self._precision.inputs or self._precision.compute
             if dtype is not None:
-                args, kwargs = _cast_inputs((args, kwargs), dtype)
+                args, kwargs = cast_inputs((args, kwargs), dtype)
             call = None
             if unit.has_frozen and torch.is_grad_enabled():
                 call = UnitCall.watching(unit, tensors_in((args, kwargs)))
-            inner: Any = self._modules[WRAPPED]._modules["_fpw_module"]  # type: ignore[union-attr]
             outputs = (saving_members_by_name(inner) if engine.is_lazy else inner)(*args, **kwargs)
-        except BaseException:
+            tensors = (outputs,) if isinstance(outputs, torch.Tensor) else tensors_of(outputs)
+            if lends_memory(unit, tensors):
+                outputs = without_lent_memory(unit, outputs)
+                tensors = tensors_of(outputs)
+        except BaseException as error:
             engine.fail_forward(bool(is_outermost))
+            if engine.forwards <= 0:
+                engine.thread = NO_THREAD
+            # what is refused is refused on all ranks; else other ranks may wait in the next unit's gather
+            if is_outermost and not engine.is_lazy and not isinstance(error, LifecycleError):
+                self._group.abort(f"its forward raised {type(error).__name__}: {error}")
             raise
         engine.after_forward(unit)
         if torch.is_grad_enabled():
-            is_reached = self._watch(outputs, unit if call is None else call)
-            unit.goes_backward = is_reached or unit.is_trainable
+            watcher: Watcher = unit if call is None else call
+            is_reached = watch(tensors, engine.watching(watcher) if is_outermost else watcher)
+            engine.note_outputs(unit, is_reached)
         if is_outermost:
             engine.end_forward()
+        if engine.forwards == 0:
+            engine.thread = NO_THREAD
         if self._clears_autocast_cache:
             torch.clear_autocast_cache()
         return outputs
-
-    @staticmethod
-    @not_compiled
-    def _watch(outputs: Any, watcher: Unit | UnitCall) -> bool:
-        """Backward through any of these outputs makes itself known; whether there can be one."""
-        found = False
-        for tensor in (outputs,) if isinstance(outputs, torch.Tensor) else tensors_in(outputs):
-            if tensor.requires_grad and tensor.grad_fn is not None:
-                tensor.register_hook(watcher.enter_backward)
-                found = True
-        return found
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -288,12 +315,15 @@ class FSDP(nn.Module):
     def summon_full_params(self, recurse: bool = True, writeback: bool = True) -> Iterator[None]:
         """Inside, the module's own parameters are there under their own names, full and in full precision (collective).
 
+        Forward inside runs on this rank alone, with the parameters that are summoned: evaluation or ``generate`` on one
+        rank needs no other. Backward inside is refused.
+
         Args:
             recurse: those of units below too.
             writeback: changes to them are kept. Ranks must make the same changes.
 
         Raises:
-            LifecycleError: inside of forward or backward.
+            LifecycleError: inside of forward or backward, of this or another thread.
         """
         with self._summon(recurse, writeback):
             yield
@@ -321,13 +351,19 @@ class FSDP(nn.Module):
 
     def _exit_summon(self) -> None:
         stack, self._summoned = self._summoned, None
+        self._unit.release()  # asked for meanwhile
         if stack is not None:
             stack.close()
 
     def apply(self, fn: Callable[[nn.Module], None]) -> FSDP:
-        """As ``nn.Module.apply``, with full parameters whose changes are kept."""
+        """As ``nn.Module.apply`` of the wrapped module, with full parameters whose changes are kept (collective).
+
+        ``fn`` gets the modules of the unwrapped model, once each, and no wrappers: these have the attributes of what
+        they wrap, so that a function that looks for a ``weight`` would initialize it once more.
+        """
         with self._summon(recurse=False, writeback=True):
-            return super().apply(fn)
+            self.module.apply(fn)
+        return self
 
     # ------------------------------------------------------------ gradients
     @torch.no_grad()
@@ -398,12 +434,19 @@ class FSDP(nn.Module):
     def local_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """This rank's shards, 1-D and padded, under fairscale's names; loads at the same world size only."""
         with state_dicts.local_state(self):
-            return FSDP.state_dict(self, *args, **kwargs)  # a subclass's may have called this
+            state = FSDP.state_dict(self, *args, **kwargs)  # a subclass's may have called this
+        local_checkpoint.mark(self, state)
+        return state
 
     def load_local_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> Any:
-        """Loads what :meth:`local_state_dict` returned on this rank."""
+        """Loads what :meth:`local_state_dict` returned on this rank (collective).
+
+        Raises:
+            ConfigurationError: on all ranks, if it is another rank's, world size's or model's; nothing is loaded.
+        """
         if "flat_param" in state_dict and "flat_param_0" not in state_dict:  # its name in old checkpoints
             state_dict = {"flat_param_0" if k == "flat_param" else k: v for k, v in state_dict.items()}
+        local_checkpoint.check_own(self, state_dict)
         with state_dicts.local_state(self):
             return FSDP.load_state_dict(self, state_dict, strict)
 
@@ -455,7 +498,28 @@ class FSDP(nn.Module):
                     self._buffer_dtypes[m, name] = buffer.dtype
                     m._buffers[name] = buffer.to(dtype)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> FSDP:
+        if any(w._summoned is not None for w in self.modules() if isinstance(w, FSDP)):
+            raise copy_when_summoned(self._group.rank)
+        note_copying([f for w in self.modules() if isinstance(w, FSDP) for f in w._unit.needs], memo)
+        made = type(self).__new__(type(self))
+        memo[id(self)] = made
+        state = copy.deepcopy(self._state_without_groups(), memo)
+        state["_process_group"], state["_replica_group"] = self._process_group, self._replica_group
+        made.__setstate__(state)
+        return made
+
     def __getstate__(self) -> dict[str, Any]:
+        if self._summoned is not None:
+            raise copy_when_summoned(self._group.rank)
+        if self._replicas is not None:
+            raise ConfigurationError(
+                "an FSDP module with replicas can't be pickled: groups of ranks can't, and without them gradients "
+                "would not be averaged. Save state_dict(), or use copy.deepcopy(), which keeps the groups"
+            )
+        return self._state_without_groups()
+
+    def _state_without_groups(self) -> dict[str, Any]:
         state = self.__dict__.copy()
         groups = ("_group", "_neighbours", "_replicas", "_process_group", "_replica_group")
         for name in ("_engine", "_unit", *groups):
@@ -471,30 +535,21 @@ class FSDP(nn.Module):
         example = self._flats[0].param if self._flats else None
         self._connect_group(example, construct.backend_nearby(self.module, borrowed, FSDP))
         for flat in self._flats:
+            if flat.layout.world_size != self._group.world_size:
+                raise ConfigurationError(
+                    f"this FSDP module was pickled as a shard of {flat.layout.world_size} and is loaded by "
+                    f"{self._group.world_size} ranks: groups of ranks are not pickled. Save state_dict() instead"
+                )
             flat.connect(self._group, self._neighbours)
         self._make_unit(borrowed)
         self._unit.divisors = divisors
         self._unit.attach()
+        note_taken(self.module, FSDP)
+        answer_for(self.module, FSDP)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Full parameters under the wrapped module's own names, in full precision, on every rank (collective)."""
         return state_dicts.full(self, super().state_dict, *args, **kwargs)
 
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            if name == WRAPPED or name.startswith("__"):
-                raise
-            wrapped: Any = super().__getattr__(WRAPPED)
-            return getattr(wrapped._fpw_module, name)
 
-    def __getitem__(self, key: Any) -> Any:
-        return self.module[key]  # type: ignore[index]
-
-
-@not_compiled
-def _cast_inputs(inputs: Any, dtype: torch.dtype) -> Any:
-    return tree_map_only(
-        torch.Tensor, lambda t: t.to(dtype) if t.is_floating_point() and t.dtype != dtype else t, inputs
-    )
+note_wrapper(FSDP, owns=lambda param: flat_of_listed(param) is not None)

@@ -6,12 +6,15 @@ import dataclasses
 import difflib
 import io
 import os
-import tempfile
+import stat
 import tokenize
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import libcst
+
+from shardkit.errors import ConfigurationError
+from shardkit.files.writing import write_atomically
 
 from . import configuration, rewriting
 from .rewriting import Note
@@ -60,45 +63,61 @@ class Migrated:
         )
 
     def written(self) -> Migrated:
-        """Replaces the file (of a link, what it points to) in one move; its permissions stay.
+        """Replaces the file (of a link, what it points to) in one move; its permissions and its owner stay.
 
         Returns:
             Itself, or what says why the file could not be replaced. It is whole in either case.
         """
         if not self.is_changed:
             return self
-        target = os.path.realpath(self.path)
+
+        def check() -> None:
+            if _read(self.path) != self.before.encode(self.encoding):
+                raise _ChangedError
+
         try:
-            mode = os.stat(target).st_mode
-            handle, temporary = tempfile.mkstemp(
-                dir=os.path.dirname(target), prefix=".shardkit-", suffix=".tmp"
-            )
-            try:
-                with open(handle, "wb") as file:
-                    file.write(self.after.encode(self.encoding))
-                os.chmod(temporary, mode)
-                os.replace(temporary, target)
-            except BaseException:
-                os.unlink(temporary)
-                raise
-        except OSError as error:
-            return Migrated(self.path, error=f"it can't be written: {error}")
+            with write_atomically(self.path, before_replacing=check) as file:
+                file.write(self.after.encode(self.encoding))
+        except _ChangedError:
+            return Migrated(self.path, error="it has changed since it was read; run this again")
+        except (OSError, ConfigurationError) as error:
+            return Migrated(self.path, error=f"it can't be written: {error.__cause__ or error}")
         return self
+
+
+class _ChangedError(Exception):
+    """A file has other contents than were read."""
+
+
+class _NoFileError(OSError):
+    """A pipe, a socket, a device: opening it could wait for ever, or do something."""
+
+
+def _read(path: Path) -> bytes:
+    """The bytes of a regular file."""
+    # Without waiting for whoever may write to a pipe; what is opened is looked at, not what had the name before.
+    handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0))
+    with open(handle, "rb") as file:
+        if not stat.S_ISREG(os.fstat(handle).st_mode):
+            raise _NoFileError("it is no regular file")
+        return file.read()
 
 
 def below(paths: Iterable[Path]) -> Iterator[Path]:
     """Files to look at: those that are named, and Python and configuration files below the folders that are.
 
-    Hidden folders, virtual environments, what was built, and configuration files above 1 MiB are left out.
+    Hidden folders, virtual environments, what was built, configuration files above 1 MiB, links that lead out of the
+    folder, and what is no file (pipes, sockets, devices) are left out.
     """
     for path in paths:
         if not path.is_dir():
             yield path
             continue
+        top = path.resolve()
         for folder, folders, names in os.walk(path):
             folders[:] = sorted(f for f in folders if _is_searched(Path(folder, f)))
             for name in sorted(names):
-                if _is_searched_file(file := Path(folder, name)):
+                if _is_searched_file(file := Path(folder, name), top):
                     yield file
 
 
@@ -106,10 +125,17 @@ def _is_searched(folder: Path) -> bool:
     return not (folder.name.startswith(".") or folder.name in _SKIPPED or (folder / "pyvenv.cfg").exists())
 
 
-def _is_searched_file(file: Path) -> bool:
-    if file.suffix in configuration.SUFFIXES:
-        return file.is_file() and file.stat().st_size <= _LARGEST_CONFIGURATION
-    return file.suffix in PYTHON
+def _is_searched_file(file: Path, top: Path) -> bool:
+    if file.suffix not in PYTHON | configuration.SUFFIXES:
+        return False
+    if file.is_symlink() and not file.resolve().is_relative_to(top):
+        return False
+    try:
+        found = file.stat()
+    except OSError:
+        return file.suffix in PYTHON  # a link to nothing: whoever reads it says so
+    small = file.suffix in PYTHON or found.st_size <= _LARGEST_CONFIGURATION
+    return stat.S_ISREG(found.st_mode) and small
 
 
 def migrate(path: Path, *, strings: bool = False, xla: bool = False) -> Migrated:
@@ -118,7 +144,10 @@ def migrate(path: Path, *, strings: bool = False, xla: bool = False) -> Migrated
     What comes out has been parsed again, and rewriting it again changed nothing.
     """
     try:
-        data = path.read_bytes()
+        # Looked at before it is opened: opening a device can do something.
+        if not stat.S_ISREG(path.stat().st_mode):
+            return Migrated(path, error="it is no regular file")
+        data = _read(path)
     except OSError as error:
         return Migrated(path, error=f"it can't be read: {error}")
     if not any(word in data for word in (b"fairscale", *((b"torch_xla",) if xla else ()))):

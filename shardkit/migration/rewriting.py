@@ -27,6 +27,7 @@ from libcst.metadata import (
     ScopeProvider,
 )
 
+from .relevant import only_relevant
 from .served import no_module, objection
 
 __all__ = ["Note", "Rewritten", "rewrite"]
@@ -67,7 +68,11 @@ def rewrite(source: str, *, strings: bool = False, xla: bool = False) -> Rewritt
     Raises:
         libcst.ParserSyntaxError: the source is no Python.
     """
-    tree = _Tree(source)
+    packages = ("fairscale", "torch_xla") if xla else ("fairscale",)
+    try:
+        tree = _Tree(only_relevant(source, packages))
+    except cst.ParserSyntaxError:
+        tree = _Tree(source)  # which says where
     visitor = _Visitor(tree, _Variables(tree), strings, xla)
     tree.module.visit(visitor)
     encoded = source.encode()

@@ -264,6 +264,8 @@ def objects(rank: Rank, backend: str) -> None:
             assert gathered == ([make(k) for k in range(w)] if r.rank == root else None)
             assert group.broadcast_object(make(r.rank), root) == make(root)
             assert group.broadcast_object(make(root) if r.rank == root else None, root) == make(root)
+    sent = [b"" if k == 1 else bytes([k, 0, 255]) * (1 + 30_000 * k) for k in range(w)]
+    assert group.all_gather_bytes(sent[r.rank], label="b") == sent
     tensors = group.all_gather_object({"state": torch.full((r.rank, 2), 1.5)})
     assert [t["state"].shape for t in tensors] == [(k, 2) for k in range(w)]
     group.barrier(label="end")

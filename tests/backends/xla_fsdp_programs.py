@@ -382,8 +382,8 @@ def expected(model: FSDP, micro: int) -> dict[str, int]:
     last = model._engine._order[-1]
     gathers = reduced = 0
     for unit in dict.fromkeys(model._engine._order):
-        again = [v for v in unit._needs if not unit.keep_after_forward and v not in last._needs]
-        gathers += len(unit._needs) + len(again)
+        again = [v for v in unit.needs if not unit.keep_after_forward and v not in last.needs]
+        gathers += len(unit.needs) + len(again)
         reduced += sum(1 for p in unit._packs if any(p.trainable))
     return {"all-gather": gathers * micro, "reduce-scatter": reduced}
 

@@ -21,6 +21,9 @@ class Done:
     def wait(self) -> None:
         return
 
+    def is_done(self) -> bool:
+        return True
+
 
 class CountingGroup:
     """Rank 0 of a group whose other ranks are imagined.
@@ -65,6 +68,9 @@ class CountingGroup:
 
     def broadcast(self, tensor: torch.Tensor, src: int, *, async_op: bool = False, label: str = "") -> Done:
         return self._count("broadcast", tensor)
+
+    def all_gather_bytes(self, data: bytes, *, label: str = "") -> list[bytes]:
+        return [data] * self.world_size
 
     def all_gather_object(self, obj: Any, *, label: str = "") -> list[Any]:
         return [obj] * self.world_size

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import stat
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from shardkit.cli import main
+from shardkit.migration import files
 
 BEFORE = "import fairscale.nn  # keep\nfairscale.nn.wrap\n"
 AFTER = BEFORE.replace("fairscale", "shardkit")
@@ -121,6 +123,67 @@ def test_a_failed_write_leaves_the_file_whole(
     assert os.listdir(tmp_path) == ["a.py"]
     expected = f"{path}: left alone: it can't be written: disk full\nfiles changed: 0, left alone: 1\n"
     assert capsys.readouterr().out == expected
+
+
+def test_what_changed_meanwhile_is_not_overwritten(tmp_path: Path) -> None:
+    path = tmp_path / "a.py"
+    path.write_text(BEFORE)
+    result = files.migrate(path)
+    path.write_text(BEFORE + "# saved in an editor\n")
+    assert "it has changed since it was read" in str(result.written().error)
+    assert path.read_text() == BEFORE + "# saved in an editor\n"
+    assert os.listdir(tmp_path) == ["a.py"]
+    path.unlink()
+    assert result.written().error is not None
+    assert os.listdir(tmp_path) == []
+
+
+def test_only_files_of_the_folder_are_opened(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A pipe would wait for ever, a device do something, a link lead to somebody else's files."""
+    project, outside = tmp_path / "project", tmp_path / "outside"
+    project.mkdir()
+    outside.mkdir()
+    (project / "a.py").write_text(BEFORE)
+    (project / "inside.py").symlink_to("a.py")
+    (outside / "b.py").write_text(BEFORE)
+    (project / "b.py").symlink_to(outside / "b.py")
+    (project / "folder").symlink_to(outside)
+    os.mkfifo(project / "pipe.py")
+    os.mkfifo(project / "pipe.yaml")
+    (project / "zero.py").symlink_to("/dev/zero")
+    with socket.socket(socket.AF_UNIX) as listening:
+        here = os.getcwd()
+        os.chdir(project)  # such an address is short
+        try:
+            listening.bind("socket.py")
+        finally:
+            os.chdir(here)
+        assert main(["migrate", str(project)]) == 0
+    assert capsys.readouterr().out == "files changed: 1\n"
+    assert (project / "a.py").read_text() == AFTER
+    assert (outside / "b.py").read_text() == BEFORE
+    for named in (project / "pipe.py", Path("/dev/zero")):
+        assert main(["migrate", str(named)]) == 2
+        assert capsys.readouterr().out.startswith(f"{named}: left alone: it is no regular file\n")
+    assert main(["migrate", str(project / "b.py")]) == 0  # that is what was asked for
+    assert (outside / "b.py").read_text() == AFTER
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="giving files away needs root")
+def test_owners_stay(tmp_path: Path) -> None:
+    path = tmp_path / "a.py"
+    path.write_text(BEFORE)
+    path.chmod(0o4750)
+    os.chown(path, 1234, 4321)
+    path.chmod(0o4750)
+    assert main(["migrate", str(path)]) == 0
+    found = path.stat()
+    assert (path.read_text(), found.st_uid, found.st_gid, stat.S_IMODE(found.st_mode)) == (
+        AFTER,
+        1234,
+        4321,
+        0o4750,
+    )
 
 
 def test_links_to_nothing_and_data_are_no_obstacle(

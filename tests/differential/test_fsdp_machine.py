@@ -19,8 +19,8 @@ from tests.fsdp_programs.legality import STEPLESS, Ledger, meaningful
 from tests.fsdp_programs.ranks import keep_rank, move_rank
 from tests.fsdp_programs.result import compare_moment, tolerance_for
 from tests.fsdp_programs.running import check_against_truth, pool_for
-from tests.fsdp_programs.spec import AnyStep, Evaluate, Fail, Inspect, Look, Program, Reload, Summon
-from tests.fsdp_programs.strategies import clips, freezings, models, modes, options
+from tests.fsdp_programs.spec import AnyStep, Evaluate, Fail, Inspect, Look, Peek, Program, Reload, Summon
+from tests.fsdp_programs.strategies import PEEKS, clips, freezings, models, modes, options
 from tests.fsdp_programs.truth import Truth
 from tests.programs.running import FUZZ, examples
 from tests.programs.spec import OptimizerSpec, Step, Train, ZeroGrad
@@ -69,9 +69,9 @@ class Machine(RuleBasedStateMachine):
         self.move(Train(data.draw(modes(self.program.model.kinds)), no_sync))
 
     @precondition(lambda self: self.ledger.reduced and not self.ledger.waiting)
-    @rule(zero=st.sampled_from([None, ZeroGrad(), ZeroGrad("optimizer", False)]))
-    def step(self, zero: ZeroGrad | None) -> None:
-        self.move(Step())
+    @rule(zero=st.sampled_from([None, ZeroGrad(), ZeroGrad("optimizer", False)]), closure=st.booleans())
+    def step(self, zero: ZeroGrad | None, closure: bool) -> None:
+        self.move(Step(closure))
         if zero is not None:
             self.move(zero)
 
@@ -87,6 +87,10 @@ class Machine(RuleBasedStateMachine):
     @rule(mode=st.sampled_from(["no_grad", "inference", "dropped"]))
     def evaluate(self, mode: str) -> None:
         self.move(Evaluate(mode))
+
+    @rule(how=st.sampled_from(PEEKS))
+    def peek(self, how: str) -> None:
+        self.move(Peek(how))
 
     @rule()
     def look(self) -> None:

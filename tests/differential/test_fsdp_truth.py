@@ -126,6 +126,18 @@ FOUND = {
         steps=(Train(), Train(), Clip(0.3), Step(), Look()),
         routing="by_rank",
     ),
+    # the rank that cut one of two forwards off gave a shared weight back earlier, and gathered it once more
+    "a shared weight, two forwards, one cut off on one rank": Program(
+        ModelSpec(
+            (
+                Node("shared", unit=Options()),
+                Node("cut", (Node("embedding", unit=Options()),), Options()),
+                Node("shared", unit=Options()),
+            )
+        ),
+        steps=(Train("sum", no_sync=True), Train("sum"), Step(), Look()),
+        routing="rank_0",
+    ),
     # its momentum was taken for a count of steps
     "optimizer state of one number": Program(
         ModelSpec((Node("odd", unit=EACH),)), steps=(Train(), Step(), Reload(), *ROUND)

@@ -16,11 +16,11 @@ from torch import nn
 from tests.programs.spec import Clip, Step, Train, ZeroGrad
 
 from .models import Tree
-from .spec import AnyStep, Fail, Inspect, Node, Path, Program, Reload, SetTrainable
+from .spec import AnyStep, Fail, Inspect, Node, Path, Peek, Program, Reload, SetTrainable
 
 UNEVENLY_USED = {"branch", "unused", "cut"}
-RECOMPUTING = {"checkpoint", "recomputed", "checkpoint_reentrant", "recomputed_reentrant"}
-REENTRANT = {"checkpoint_reentrant", "recomputed_reentrant"}
+REENTRANT = {"checkpoint_reentrant", "recomputed_reentrant", "checkpointed"}
+RECOMPUTING = {"checkpoint", "recomputed", *REENTRANT}
 # No count of steps in their state: a vector has one count for all of its parameters. (torch's fused SGD fails where
 # a parameter has its first gradient later than others.)
 STEPLESS = ("sgd", "momentum", "rmsprop", "adagrad", "adadelta")
@@ -45,6 +45,8 @@ class Ledger:
             return self._trains(step)
         if isinstance(step, Clip) and step.norm_type == math.inf and "empty" in self._kinds:
             return False  # torch: no maximum of nothing
+        if isinstance(step, Fail) and step.where == "backward" and "cut" in self._kinds:
+            return False  # ranks that fail in different places of backward are out of step
         if isinstance(step, SetTrainable):
             # what a frozen parameter does with the gradient that it still has is nobody's promise
             return not self.waiting and not self.reduced
@@ -64,6 +66,8 @@ class Ledger:
         if isinstance(step, Train):
             self.waiting = step.no_sync
             self.reduced = self.reduced or not step.no_sync
+        elif isinstance(step, Step) and step.closure:
+            self.reduced = True
         elif isinstance(step, ZeroGrad):
             if step.set_to_none:
                 self.waiting = self.reduced = False
@@ -176,6 +180,8 @@ def _steps_after_gathering(program: Program, units: Units, world_size: int) -> b
 
 Limit = Callable[[Program, Units, int], bool]
 LIMITS: dict[str, Limit] = {
+    "reading parameters between steps": lambda p, u, w: _has(p, Peek),
+    "this library's checkpoints": lambda p, u, w: "checkpointed" in p.model.kinds,
     "dtypes": lambda p, u, w: p.model.dtype != "float32" or "mixed_dtype" in p.model.kinds,
     "a vector of frozen and trainable parameters": lambda p, u, w: any(
         len({x.requires_grad for x in params.values()}) > 1 for params in u.flat(True)

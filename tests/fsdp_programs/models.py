@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from shardkit.checkpoint_activations import checkpoint_wrapper
 from tests.programs.models import BLOCKS, Deliberate
 
 from .spec import ModelSpec, Node, Path
@@ -83,6 +84,11 @@ class RecomputedReentrant(Recomputed):
     reentrant = True
 
 
+def checkpointed(children: list[nn.Module]) -> nn.Module:
+    """This library's activation checkpointing around children, which may be units and may change buffers."""
+    return checkpoint_wrapper(Chain(children))
+
+
 class AsTuple(Composite):
     def forward(self, x: torch.Tensor, route: int) -> Any:
         x = self.run(x, route)
@@ -127,12 +133,13 @@ class SharedLinear(nn.Module):
         return torch.tanh(self.linear(x))
 
 
-COMPOSITES: dict[str, type[Composite]] = {
+COMPOSITES: dict[str, Callable[[list[nn.Module]], nn.Module]] = {
     "chain": Chain,
     "residual": Residual,
     "twice": Twice,
     "recomputed": Recomputed,
     "recomputed_reentrant": RecomputedReentrant,
+    "checkpointed": checkpointed,
     "tuple": AsTuple,
     "dict": AsDict,
     "dataclass": AsDataclass,

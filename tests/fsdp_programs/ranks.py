@@ -10,7 +10,7 @@ import copy
 import importlib
 import pickle
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from functools import partial
 from typing import Any
 
@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from shardkit.errors import ShardkitError
 from tests.programs.models import Deliberate
 from tests.programs.spec import Clip, Step, Train, ZeroGrad
 
@@ -31,6 +32,7 @@ from .spec import (
     Inspect,
     Look,
     Path,
+    Peek,
     Program,
     Reload,
     SetTrainable,
@@ -39,6 +41,18 @@ from .spec import (
 from .truth import backward, evaluation
 
 Wrapper = Callable[..., nn.Module]
+
+
+# how a parameter is reached for: given with the module that has it
+PEEKS: dict[str, Callable[[torch.Tensor, nn.Module], Any]] = {
+    "print": lambda p, m: repr(p),
+    "sum": lambda p, m: p.sum().item(),
+    "clone": lambda p, m: p.clone(),
+    "lerp": lambda p, m: torch.zeros(p.shape, dtype=p.dtype).lerp_(p, 0.5),
+    "numpy": lambda p, m: p.detach().numpy().sum(),
+    "write": lambda p, m: p.mul_(1.0),
+    "copy": lambda p, m: copy.deepcopy(m) if not list(m.children()) else None,
+}
 
 
 def wrapper_of(library: str) -> Wrapper:
@@ -113,7 +127,9 @@ class Rank(Course):
         elif isinstance(step, Clip):
             moment.norms = [float(self.wrapper.clip_grad_norm_(step.max_norm, step.norm_type))]
         elif isinstance(step, Step):
-            self.optimizer.step()
+            self.optimizer.step(self._closure if step.closure else None)
+        elif isinstance(step, Peek):
+            self._peek(step)
         elif isinstance(step, SetTrainable):
             self._freeze(step)
             self._frozen_later.append(step)
@@ -135,6 +151,22 @@ class Rank(Course):
             losses = [self._forward() for _ in range(2 if step.mode in ("two", "sum") else 1)]
             backward(step, losses)
         moment.losses = [loss.item() for loss in losses]
+
+    def _closure(self) -> torch.Tensor:
+        self.optimizer.zero_grad()
+        loss = self._forward()
+        loss.backward()
+        return loss
+
+    @torch.no_grad()
+    def _peek(self, step: Peek) -> None:
+        for module, names in self.tree.attributes.items():
+            for name in names:
+                param = getattr(module, name)
+                with suppress(ShardkitError):
+                    value = PEEKS[step.how](param, module)
+                    if torch.is_tensor(value) and value.shape != param.shape:
+                        raise AssertionError(f"{step.how} of {name} gave {tuple(value.shape)}")
 
     def _fail(self, step: Fail) -> None:
         if step.where == "no_sync":

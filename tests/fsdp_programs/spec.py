@@ -187,6 +187,18 @@ class Summon:
 
 
 @dataclass(frozen=True)
+class Peek:
+    """Reaches for every parameter between steps, where most have no values: that is right, or refused by name.
+
+    Attributes:
+        how: "print", "sum", "clone", "lerp" (into another tensor), "numpy", "write" (its own values) or "copy" (of the
+            module).
+    """
+
+    how: str = "sum"
+
+
+@dataclass(frozen=True)
 class Reload:
     """Saves, builds a fresh model, wrapper and optimizer, loads into them, and goes on with those.
 
@@ -209,7 +221,9 @@ class Inspect:
 
 
 MOMENTUM = OptimizerSpec("momentum")
-AnyStep = Train | ZeroGrad | Step | Clip | Evaluate | Fail | SetTrainable | Look | Summon | Reload | Inspect
+AnyStep = (
+    Train | ZeroGrad | Step | Clip | Evaluate | Fail | SetTrainable | Look | Peek | Summon | Reload | Inspect
+)
 
 
 @dataclass(frozen=True, repr=False)

@@ -24,6 +24,7 @@ from .spec import (
     Node,
     Options,
     Path,
+    Peek,
     Program,
     Reload,
     SetTrainable,
@@ -35,6 +36,7 @@ STEADY_LEAVES = ("linear", "no_bias", "mlp", "embedding", "odd", "tied", "frozen
 LEAVES = ("linear", "no_bias", "norm", "mlp", "dropout", "frozen", "odd", "conv", "batch_norm", "running_mean",
           "embedding", "tied", "attention", "checkpoint", "shared", "shared")  # fmt: skip
 RARE_LEAVES = ("branch", "unused", "empty", "mixed_dtype", "checkpoint_reentrant")
+PEEKS = ("print", "sum", "clone", "lerp", "numpy", "write", "copy")
 PLAIN_COMPOSITES = ("chain", "residual", "twice", "tuple", "dict")
 
 
@@ -162,7 +164,7 @@ def iterations(draw: st.DrawFn, kinds: set[str], plain: bool) -> list[AnyStep]:
         steps.append(Train(draw(mode)))  # accumulates without no_sync
     if draw(st.integers(0, 3)) == 0:
         steps.append(draw(clips()))
-    steps.append(Step())
+    steps.append(Step(closure=not draw(st.integers(0, 4))))
     if draw(st.booleans()):
         steps.append(Look())
     return steps
@@ -172,7 +174,7 @@ def iterations(draw: st.DrawFn, kinds: set[str], plain: bool) -> list[AnyStep]:
 def interludes(draw: st.DrawFn, root: Options, model: ModelSpec, plain: bool) -> list[AnyStep]:
     """What happens between passes."""
     kinds = ["evaluate", "summon", "reload", "inspect"] if plain else [
-        "evaluate", "summon", "reload", "freeze", "fail", "inspect"]  # fmt: skip
+        "evaluate", "summon", "reload", "freeze", "fail", "inspect", "peek"]  # fmt: skip
     kind = draw(st.sampled_from(kinds))
     if kind == "evaluate":
         return [draw(evaluations())]
@@ -187,6 +189,8 @@ def interludes(draw: st.DrawFn, root: Options, model: ModelSpec, plain: bool) ->
         return [draw(reloads(("full", "local") if flat else ("local",)))]
     if kind == "inspect":
         return [Inspect(flat)]
+    if kind == "peek":
+        return [Peek(draw(st.sampled_from(PEEKS)))]
     if kind == "freeze":
         return [ZeroGrad("wrapper", True), draw(freezings(model))]
     return [Fail(draw(st.sampled_from(["forward", "backward", "no_sync"])))]

@@ -120,9 +120,7 @@ class Truth(Course):
         elif isinstance(step, Clip):
             self._clip(step, moments)
         elif isinstance(step, Step):
-            self._show()
-            self.optimizer.step()
-            self._hide()
+            self._step(step)
         elif isinstance(step, SetTrainable):
             self.trees[0].set_trainable(step.path, step.names, step.trainable)
         elif isinstance(step, Reload):
@@ -143,6 +141,28 @@ class Truth(Course):
             moment.losses = [loss.item() for loss in losses]
         if not step.no_sync:
             self._reduce()
+
+    def _step(self, step: Step) -> None:
+        if not step.closure:
+            self._show()
+            self.optimizer.step()
+            self._hide()
+            return
+
+        def closure() -> torch.Tensor:
+            self._hide()
+            self._zero_grad(set_to_none=True)
+            count, losses = self.next_count(), []
+            for rank in range(self.world_size):
+                losses.append(self._forward(rank, count))
+                losses[-1].backward()
+                self._collect(rank)
+            self._reduce()
+            self._show()
+            return torch.stack(losses).mean()
+
+        self.optimizer.step(closure)
+        self._hide()
 
     def _evaluate(self, step: Evaluate, moments: list[Moment]) -> None:
         count = self.next_count()

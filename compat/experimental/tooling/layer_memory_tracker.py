@@ -10,6 +10,7 @@ import enum
 import importlib
 import io
 import json
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,7 +24,8 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
-from shardkit.errors import ConfigurationError
+from shardkit.errors import ConfigurationError, DamagedFileError
+from shardkit.files.writing import write_atomically
 from shardkit.live_memory import LiveTensors
 from shardkit.nn.data_parallel import FullyShardedDataParallel
 
@@ -156,6 +158,10 @@ class ProcessGroupTracker:
 
 
 # ------------------------------------------------------------------------------------------ memory in use
+def _checksum(traces: list[dict[str, Any]]) -> int:
+    return zlib.crc32(json.dumps(traces).encode())
+
+
 def _size(tensors: Any) -> int:
     """Bytes of the tensors in any nesting of containers."""
     return sum(t.numel() * t.element_size() for t in tree_leaves(tensors) if isinstance(t, torch.Tensor))
@@ -281,15 +287,26 @@ class LayerwiseMemoryTracker:
         return compare_memory_traces_in_plot({"run": self.memory_traces}, figsize=figsize, capture=capture)
 
     def save_traces(self, path: str) -> None:
-        """Writes the traces as JSON."""
-        Path(path).write_text(json.dumps({"traces": [t.to_dict() for t in self.memory_traces]}))
+        """Writes the traces as JSON, with a checksum."""
+        traces = [t.to_dict() for t in self.memory_traces]
+        with write_atomically(path) as file:
+            file.write(json.dumps({"traces": traces, "crc32": _checksum(traces)}).encode())
 
     @classmethod
     def load(cls, path: str) -> LayerwiseMemoryTracker:
-        """A tracker with the traces of a file."""
+        """A tracker with the traces of a file.
+
+        Raises:
+            DamagedFileError: they are not what was written. Files without a checksum, fairscale's, can't be compared.
+        """
         tracker = cls()
-        traces = json.loads(Path(path).read_text())["traces"]
-        tracker.memory_traces = [LayerMemoryTrace.from_dict(t) for t in traces]
+        try:
+            found = json.loads(Path(path).read_bytes())
+            if found.get("crc32", _checksum(found["traces"])) != _checksum(found["traces"]):
+                raise ValueError("the checksum differs")
+            tracker.memory_traces = [LayerMemoryTrace.from_dict(t) for t in found["traces"]]
+        except (ValueError, TypeError, AttributeError, KeyError) as error:
+            raise DamagedFileError(f"{path} has no traces, or was damaged: {error}") from error
         return tracker
 
     # -------------------------------------------------------------------------------------- hooks

@@ -101,12 +101,12 @@ class ShardedDataParallel(ShardedDDP):
 
     @property
     def _should_accumulate_grads(self) -> bool:
-        return self._exchange.state.accumulating
+        return self._connected().state.accumulating
 
     @property
     def _grad_hooks(self) -> Sequence[Any]:
-        return self._exchange.hook_handles
+        return self._connected().hook_handles
 
     @property
     def _buckets(self) -> Sequence[Any]:
-        return self._exchange.buckets
+        return self._connected().buckets

@@ -13,6 +13,7 @@ import torch
 from shardkit.errors import ConfigurationError
 from shardkit.fsdp.state_dict import clean
 from shardkit.loading import load
+from shardkit.saving import save
 
 from .shard_names import is_flat, split_shard_name
 
@@ -66,6 +67,12 @@ def consolidate_sharded_state_dicts(
     return full
 
 
+def _facts(checkpoint: Mapping[str, Any]) -> list[Any]:
+    """What is the same in the files of all ranks."""
+    kinds = {k: getattr(v, "dtype", type(v)) for k, v in checkpoint["model"].items()}
+    return [kinds, {k: v for k, v in checkpoint["shard_metadata"].items() if k != "rank"}]
+
+
 def consolidate_sharded_model_checkpoints(
     ckpt_prefix: str, ckpt_suffix: str = "*.pth", save_path: str = "", save_model: bool = True, *,
     trust_pickle: bool = False,
@@ -82,7 +89,7 @@ def consolidate_sharded_model_checkpoints(
         The full state dict, and where it was saved (None without ``save_model``).
 
     Raises:
-        ConfigurationError: no file matches, or they are not those of ranks 0 to W - 1 of one world size.
+        ConfigurationError: no file matches, or they are not those of ranks 0 to W - 1 of one world size and one model.
         UntrustedFileError: a file holds more than data.
     """
     target = save_path or ckpt_prefix + "_consolidated.pth"
@@ -102,10 +109,16 @@ def consolidate_sharded_model_checkpoints(
                 "of all ranks and no others"
             )
         by_rank[rank] = checkpoint
+        first = next(iter(by_rank.values()))
+        if _facts(checkpoint) != _facts(first):
+            raise ConfigurationError(
+                f"{path} and {paths[0]} are of different models: their shard_metadata or the names in them differ; "
+                "remove the files of one"
+            )
     ordered = [by_rank[rank] for rank in sorted(by_rank)]
     full = consolidate_sharded_state_dicts([c["model"] for c in ordered], ordered[0]["shard_metadata"])
     if not save_model:
         return full, None
-    torch.save({"model": full}, target)
+    save({"model": full}, target)
     print(f"saved consolidated model to {target}")
     return full, target

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -10,13 +9,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardkit.backend import ReduceOp
 from shardkit.errors import ConfigurationError
 from shardkit.fsdp import construct
 from shardkit.fsdp.engine import Engine
+from shardkit.fsdp.inside import collecting
 from shardkit.layout import ShardLayout
 from shardkit.nn.data_parallel import FullyShardedDataParallel, TrainingState
-from shardkit.norms import local_norm, norm_like
+from shardkit.norms import Portion, clip_by_global_norm, norm_like
 from shardkit.xla.ranks import current_backend, group_among
 
 from . import shard_states
@@ -196,7 +195,10 @@ class XlaFullyShardedDataParallel(FullyShardedDataParallel):
             destination._metadata = OrderedDict()
         found: Any = OrderedDict()
         found._metadata = OrderedDict()
-        nn.Module.state_dict(self, destination=found, prefix=prefix, keep_vars=given.get("keep_vars", False))
+        with collecting():
+            nn.Module.state_dict(
+                self, destination=found, prefix=prefix, keep_vars=given.get("keep_vars", False)
+            )
         shard_states.rename_saved(self, found, prefix)
         destination.update(found)
         if hasattr(destination, "_metadata"):
@@ -245,18 +247,9 @@ class XlaFullyShardedDataParallel(FullyShardedDataParallel):
         group = current_backend().group() if groups is None else group_among(groups)
         params = list(self.parameters())
         like = norm_like(params).to(self.compute_device)
-        total = local_norm([p.grad for p in params if p.grad is not None], float(norm_type), like)
-        if math.isinf(norm_type):
-            group.channel("control").all_reduce(total, op=ReduceOp.MAX, label="norm of gradients")
-        else:
-            total = total.pow(norm_type)
-            group.channel("control").all_reduce(total, label="norm of gradients")
-            total = total.pow(1.0 / norm_type)
-        coefficient = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-        for p in params:
-            if p.grad is not None:
-                p.grad.mul_(coefficient.to(p.grad.dtype))
-        return total
+        gradients = [p.grad for p in params if p.grad is not None]
+        portions = [Portion(gradients, group)]
+        return clip_by_global_norm(portions, gradients, like, float(max_norm), float(norm_type))
 
     def extra_repr(self) -> str:
         """Place and main options."""

@@ -1,0 +1,130 @@
+"""How ranks of a torch.distributed job get connections of shardkit's own, and how these end.
+
+[Note: sockets] torch connects each rank of a gloo group with every other one at once. A channel's ranks are connected
+when a collective first sends something between them, so that a channel costs what its collectives use: W - 1 sockets
+where parts are exchanged (gradients), about 2 log2(W) where slices are broadcast or values summed (the others).
+
+[Note: gloo's destructor] waits until nothing is in flight, which after an error of one rank may be never. From then on
+process groups are kept from being destroyed, and the process can end.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import datetime
+import os
+import sys
+import threading
+import weakref
+from typing import Any, NoReturn, Protocol
+
+import torch
+import torch.distributed as dist
+
+from shardkit.errors import LifecycleError
+
+_EXIT_SECONDS = 1.0
+# gloo gives up by itself later than shardkit, whose message says more.
+_SLACK = datetime.timedelta(seconds=20)
+
+
+class EndsAtExit(Protocol):
+    """What lets go of its process group before Python ends."""
+
+    process_group: Any
+
+
+def timeout_of(process_group: Any, device_type: str) -> datetime.timedelta:
+    """How long a collective may take: what ``init_process_group(timeout=)`` or ``new_group(timeout=)`` was given."""
+    for kind in (device_type, "cpu"):
+        try:
+            timeout = process_group._get_backend(torch.device(kind)).options._timeout
+        except (RuntimeError, AttributeError):  # serves no such device, or has no options
+            continue
+        if isinstance(timeout, datetime.timedelta):
+            return timeout
+    return dist.distributed_c10d.default_pg_timeout
+
+
+def connect_gloo(store: Any, rank: int, world_size: int, timeout: datetime.timedelta) -> Any:
+    """A process group over gloo of all who come to this store; see [Note: sockets].
+
+    torch's ``new_group`` wants every rank of the job, or names groups by how many this rank knows already, and
+    then waits for ever if ranks know different numbers of them.
+    """
+    kind_of_group: Any = dist.ProcessGroupGloo
+    options = kind_of_group._Options()
+    options._devices = _devices()
+    options._timeout = timeout + _SLACK
+    gloo = kind_of_group(store, rank, world_size, options)
+    pg = dist.ProcessGroup(store, rank, world_size)
+    kind = dist.ProcessGroup.BackendType.GLOO
+    for device_type in ("cpu", "cuda"):
+        pg._register_backend(torch.device(device_type), kind, gloo)
+    pg._set_default_backend(kind)
+    return pg
+
+
+def _devices() -> list[Any]:
+    """The network interfaces that torch's own gloo groups use. One device serves one group: pairs of ranks that are
+    connected on demand are told apart by rank alone."""
+    on_demand = True if sys.platform == "linux" else None  # gloo's other transports have no such thing
+    gloo: Any = dist.ProcessGroupGloo
+    names = [n for n in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if n]
+    if names:
+        return [gloo.create_device(interface=name, lazy_init=on_demand) for name in names]
+    return [gloo.create_default_device(lazy_init=on_demand)]
+
+
+class Destroyed:
+    """Stands where a process group was that has been destroyed: a group must not go on as if it had one rank."""
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise LifecycleError(
+            "the process group of this object has been destroyed (torch.distributed.destroy_process_group), and its "
+            "connections with it; build the model and the optimizer again on a process group that exists"
+        )
+
+
+DESTROYED = Destroyed()
+
+# Every process group in use, and what uses it.
+_process_groups: weakref.WeakSet[Any] = weakref.WeakSet()
+_users: weakref.WeakSet[EndsAtExit] = weakref.WeakSet()
+_broken = False
+
+
+def register(process_group: Any, user: EndsAtExit | None) -> None:
+    """Remembers a process group for the end; ``user`` lets go of it at exit."""
+    _process_groups.add(process_group)
+    if user is not None:
+        _users.add(user)
+
+
+def never_destroy() -> None:
+    """See [Note: gloo's destructor]."""
+    global _broken
+    _broken = True
+    for process_group in list(_process_groups):
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(process_group))
+    _process_groups.clear()
+
+
+@atexit.register
+def _end_threads() -> None:
+    """Destroys gloo's groups while Python still runs, if that needs no other rank.
+
+    Shortly after a collective a thread of gloo may still be about to release its tensors. It needs the interpreter's
+    lock for that, and without an interpreter it aborts the process.
+    """
+    if not _broken:
+        helper = threading.Thread(target=_let_go, name="shardkit-exit", daemon=True)
+        helper.start()
+        helper.join(_EXIT_SECONDS)
+    never_destroy()
+
+
+def _let_go() -> None:
+    for user in list(_users):
+        user.process_group = None

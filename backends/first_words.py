@@ -1,0 +1,65 @@
+"""How the Python stacks of a spawned process are read from outside.
+
+A process may hang long before it runs code of this library: while it imports the program that it was spawned by.
+multiprocessing first sends a process its name. Unpickling this one needs nothing but Python's standard library, and
+makes the process write its stacks on a signal.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing.context
+import os
+import signal
+import tempfile
+import time
+from typing import Any
+
+_SECONDS = 0.5  # in which a process writes its stacks; it does so when it gets to run
+_MOST = 4000  # characters shown
+
+# An expression, since it travels as such.
+_SETUP = f"""(
+    __import__("faulthandler").register({int(getattr(signal, "SIGUSR1", 0))}, file, True),
+    name,
+)[1]"""
+
+
+class Name(str):
+    """The name of a process whose stacks can be read.
+
+    Attributes:
+        file: takes the stacks; it has no path, so that nothing is left whatever happens.
+    """
+
+    file: Any
+    _sent: bool
+
+    def __new__(cls, text: str) -> Name:
+        name = super().__new__(cls, text)
+        name.file = tempfile.TemporaryFile()  # noqa: SIM115
+        name._sent = False
+        return name
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        popen: Any = multiprocessing.context.get_spawning_popen()
+        if popen is None or self._sent or not hasattr(signal, "SIGUSR1"):
+            return str, (str(self),)
+        self._sent = True  # it is part of what is sent after it, too
+        scope = {"file": popen.duplicate_for_child(self.file.fileno()), "name": str(self)}
+        return eval, (_SETUP, scope)
+
+    def stacks(self, pid: int | None) -> str:
+        """Where the process stands."""
+        if pid is None or not hasattr(signal, "SIGUSR1"):
+            return ""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGUSR1)
+        time.sleep(_SECONDS)
+        size = os.fstat(self.file.fileno()).st_size
+        written = os.pread(self.file.fileno(), _MOST, max(0, size - _MOST))
+        return written.decode(errors="replace")
+
+    def close(self) -> None:
+        """The process has ended."""
+        self.file.close()

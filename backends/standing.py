@@ -1,0 +1,216 @@
+"""Where the Python of a thread stands, read from another thread, and how to end its wait in a collective of torch's.
+
+[Note: collectives of torch's] A barrier of torch.distributed, or another library's all-reduce, is no call of ours, but
+its thread's innermost Python frame lies in torch.distributed, or calls ``wait`` of a work. Torch counts what each rank
+has issued in each process group: a rank with a smaller count has not come. Sends and receives concern two ranks only,
+so there the partner is looked at.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import datetime
+import dis
+import os
+import sys
+import sysconfig
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from types import CodeType, FrameType
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+_C10D = dist.distributed_c10d.__file__
+_DISTRIBUTED = os.path.dirname(dist.__file__)
+_HERE = os.path.dirname(__file__)
+_LIBRARIES = (os.path.dirname(torch.__file__), sysconfig.get_paths()["stdlib"])
+_RUN_BACKWARD: CodeType = torch.autograd.graph._engine_run_backward.__code__
+_DEBUGGERS = ("pdb.py", "bdb.py", "pydevd.py", "debugger.py")
+_NOTHING = datetime.timedelta(milliseconds=1)
+
+
+class Standing(NamedTuple):
+    """A thread at one moment.
+
+    Attributes:
+        mark: the same as long as the thread has not moved.
+        where: its line, for people.
+        operation: the collective of torch's that it waits in; "" for none.
+        group: name of that collective's process group; "" if unknown.
+        peer: global rank that it waits for alone; -1 for the whole group.
+        error: the exception that it is handling.
+        in_backward: autograd is running.
+        in_debugger: somebody is looking at it.
+        has_ended: the program is over, and the interpreter waits for other threads.
+    """
+
+    mark: tuple[Any, ...]
+    where: str
+    operation: str
+    group: str
+    peer: int
+    error: str
+    in_backward: bool
+    in_debugger: bool
+    has_ended: bool
+
+
+def standing_of(thread: int, background: int = 0) -> Standing | None:
+    """Where a thread of that identifier stands; None if it has ended.
+
+    Args:
+        background: ``id`` of an exception that is of no interest: the program runs inside of its handler.
+    """
+    frame = sys._current_frames().get(thread)
+    if frame is None:
+        return None
+    frames = []
+    inner: FrameType | None = frame
+    while inner is not None:
+        frames.append(inner)
+        inner = inner.f_back
+    operation, group, peer = _collective(frames)
+    error = _handled(thread)
+    if id(error) == background:
+        error = None
+    counts = issued_of_torch() if operation else {}
+    outermost = frames[-1].f_code
+    return Standing(
+        (id(frame), frame.f_lasti, id(error), counts.get(group)),
+        _where(frames),
+        operation,
+        group,
+        peer,
+        "" if error is None else f"{type(error).__name__}: {error}",
+        any(f.f_code is _RUN_BACKWARD for f in frames),
+        any(os.path.basename(f.f_code.co_filename) in _DEBUGGERS for f in frames),
+        outermost.co_name == "_shutdown" and outermost.co_filename == threading.__file__,
+    )
+
+
+def others_in_collectives() -> bool:
+    """Whether another thread of this process is inside of torch.distributed, and may come where this one does not."""
+    here = threading.get_ident()
+    return any(f.f_code.co_filename == _C10D for t, f in sys._current_frames().items() if t != here)
+
+
+_uncounted: Counter[str] = Counter()
+
+
+@contextlib.contextmanager
+def uncounted(pg: Any) -> Iterator[None]:
+    """What this rank issues inside, alone, does not count as a collective."""
+    before = pg._get_sequence_number_for_group()
+    yield
+    _uncounted[str(pg.group_name)] += pg._get_sequence_number_for_group() - before
+
+
+def issued_of_torch() -> dict[str, int]:
+    """How many collectives this rank has issued in each of torch's process groups, as far as torch tells."""
+    counts = {}
+    if dist.is_initialized():
+        known: list[Any] = list(dist.distributed_c10d._world.pg_map)
+        for pg in known:
+            with contextlib.suppress(RuntimeError):
+                name = str(pg.group_name)
+                counts[name] = int(pg._get_sequence_number_for_group()) - _uncounted[name]
+    return counts
+
+
+# ---------------------------------------------------------------- reading a stack, innermost frame first
+def _collective(frames: list[FrameType]) -> tuple[str, str, int]:
+    """Operation, group and peer of the collective that the innermost frame waits in."""
+    if frames[0].f_code.co_filename != _C10D:
+        return _waited_work(frames[0])
+    operation, group, peer = "", "", -1
+    for frame in frames:
+        if not frame.f_code.co_filename.startswith(_DISTRIBUTED):
+            break
+        if frame.f_code.co_filename != _C10D:
+            continue
+        operation = frame.f_code.co_name
+        values = frame.f_locals
+        if "group" in values:
+            found = values["group"] if values["group"] is not None else dist.group.WORLD
+            group = str(getattr(found, "group_name", ""))
+        if operation in ("send", "recv", "isend", "irecv"):
+            other = values.get("dst", values.get("src"))
+            peer = other if isinstance(other, int) else -1
+    return operation, group, peer
+
+
+def _waited_work(frame: FrameType) -> tuple[str, str, int]:
+    """The same where the caller waits for a work of torch.distributed that one of its variables holds."""
+    if frame.f_code.co_filename.startswith(_HERE) or _called(frame) != "wait":
+        return "", "", -1  # our own calls say more themselves
+    for value in list(frame.f_locals.values()):
+        if isinstance(value, dist.Work) and not value.is_completed():
+            return "Work.wait", "", -1
+    return "", "", -1
+
+
+def _called(frame: FrameType) -> str:
+    """Name of the attribute that the frame calls now."""
+    name = ""
+    for instruction in dis.get_instructions(frame.f_code):
+        if instruction.offset >= frame.f_lasti:
+            break
+        if instruction.opname in ("LOAD_ATTR", "LOAD_METHOD"):
+            name = str(instruction.argval)
+    return name
+
+
+def _where(frames: list[FrameType]) -> str:
+    """The innermost line that is the user's: neither torch's nor Python's own."""
+    own = next((f for f in frames if not f.f_code.co_filename.startswith(_LIBRARIES)), frames[0])
+    return f"{own.f_code.co_filename}:{own.f_lineno} in {own.f_code.co_name}"
+
+
+def _handled(thread: int) -> BaseException | None:
+    """The exception that a thread is handling (in an ``except`` or ``finally`` block)."""
+    found: Any = sys._current_exceptions().get(thread)
+    return found[1] if isinstance(found, tuple) else found
+
+
+# ---------------------------------------------------------------- ending a wait
+def end_wait(thread: int, group: str, error: type[Exception], message: str) -> None:
+    """Makes a thread that waits in a collective of torch's raise ``error``.
+
+    The exception is delivered when the thread runs Python again, which torch.distributed's functions do before they
+    pass an error on. A caller that waits for a work itself gets torch's own error: ours would come to it in the middle
+    of whatever it does about that. So that the wait ends, the group's connections are broken: with gloo by a receive
+    that is given no time, which closes them, with NCCL by its own abort.
+    """
+    if group:
+        kind = type(error.__name__, (error,), {"__init__": lambda self: error.__init__(self, message)})
+        kind.__module__, kind.__qualname__ = error.__module__, error.__qualname__
+        _raise_in(thread, kind)
+    for pg in list(dist.distributed_c10d._world.pg_map):
+        if group in ("", str(pg.group_name)):
+            _break(pg)
+
+
+def _raise_in(thread: int, kind: type[Exception] | None) -> None:
+    """None takes back what was not delivered yet."""
+    raised = ctypes.py_object(kind) if kind is not None else None
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), raised)
+
+
+def take_back(thread: int) -> None:
+    """The thread has raised another error already: this one would come at a moment that nobody expects."""
+    _raise_in(thread, None)
+
+
+def _break(pg: Any) -> None:
+    other = next((r for r in range(pg.size()) if r != pg.rank()), None)
+    for device in pg._device_types:
+        backend = pg._get_backend(device)
+        with contextlib.suppress(RuntimeError):
+            if backend.name() != "gloo":
+                backend.abort()
+            elif other is not None:
+                backend.recv([torch.empty(1)], other, 0x5AFE).wait(_NOTHING)

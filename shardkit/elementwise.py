@@ -1,0 +1,168 @@
+"""Which optimizers update every element by itself.
+
+Where an element's update needs nothing but its own gradient and state, it does not matter how parameters are cut and
+joined: shards of vectors give the same numbers as the parameters would. An optimizer that takes norms over a
+parameter (LAMB, Adafactor), or treats a matrix as one (Muon, Shampoo), gives others.
+
+torch's own optimizers are known. Any other class is tried once, on a few small tensors: stepped over parameters as they
+are and over the same numbers cut as shards are. Equal results are the definition.
+"""
+
+from __future__ import annotations
+
+import enum
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import optim
+from torch.optim import Optimizer
+
+KNOWN = (
+    optim.SGD,
+    optim.Adadelta,
+    optim.Adagrad,
+    optim.Adam,
+    optim.AdamW,
+    optim.Adamax,
+    optim.ASGD,
+    optim.NAdam,
+    optim.RAdam,
+    optim.RMSprop,
+    optim.Rprop,
+)
+_COUPLED = tuple(
+    getattr(optim, name) for name in ("LBFGS", "Adafactor", "Muon") if hasattr(optim, name)  # Muon: torch 2.9
+)  # fmt: skip
+_declared: set[type] = set()
+
+
+class Verdict(enum.Enum):
+    """What is known of an optimizer."""
+
+    ELEMENTWISE = "every element is updated by itself"
+    COUPLED = "an element's update depends on others"
+    UNKNOWN = "it could not be tried"
+
+
+def declare_elementwise(optimizer_class: type[Optimizer]) -> type[Optimizer]:
+    """Says that a class updates every element by itself, so that it is neither tried nor refused over shards.
+
+    For classes that can't be tried (they need a device, arguments or calls that are not known here), or that are
+    element-wise but for noise. May be used as a decorator. Subclasses are not included.
+    """
+    _declared.add(optimizer_class)
+    return optimizer_class
+
+
+def is_known_elementwise(optimizer_class: Any) -> bool:
+    """Whether it is on the list, or was declared."""
+    return optimizer_class in KNOWN or optimizer_class in _declared
+
+
+def names_of_elementwise() -> str:
+    """For messages."""
+    return ", ".join([c.__name__ for c in KNOWN] + sorted(c.__name__ for c in _declared))
+
+
+def judge(optimizer: Optimizer) -> Verdict:
+    """What is known of an optimizer, if need be from trying its class; the optimizer itself is not touched."""
+    kind = type(optimizer)
+    if is_known_elementwise(kind):
+        return Verdict.ELEMENTWISE
+    if issubclass(kind, _COUPLED):
+        return Verdict.COUPLED
+    return _tried(optimizer)
+
+
+# ------------------------------------------------------------ trying
+# Members of a vector as (shape, size of its gradients), and where the vector is cut. The second set is for optimizers
+# that work on blocks of some hundred elements, and only of large tensors; the first is there so that one which makes
+# square matrices of what it gets has been found out before.
+_SMALL = ([((24, 20), 1.0), ((7,), 30.0), ((3, 2, 2, 2), 0.01)], 300)
+_LARGE = ([((96, 128), 1.0), ((300,), 30.0)], 6300)
+_STEPS = 3
+_TOLERANCE = 1e-5  # of the largest change
+_FAILURES = (
+    ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, OSError, RuntimeError, TypeError,
+    ValueError,
+)  # fmt: skip
+
+
+def _tried(optimizer: Optimizer) -> Verdict:
+    make = _maker(optimizer)
+    devices = dict.fromkeys(
+        [torch.device("cpu"), *(p.device for g in optimizer.param_groups for p in g["params"])]
+    )
+    for device in devices:
+        try:
+            return _compared(make, device)
+        except _FAILURES:
+            continue
+    return Verdict.UNKNOWN
+
+
+def _maker(optimizer: Optimizer) -> Callable[[Sequence[torch.Tensor]], Optimizer]:
+    """Makes optimizers of the class with the same options over other parameters."""
+    kind: Any = type(optimizer)
+    accepted = inspect.signature(kind).parameters.values()
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in accepted)
+    names = {p.name for p in accepted}
+    options = {k: v for k, v in optimizer.defaults.items() if takes_any or k in names}
+    if options.get("lr") == 0:  # a warm-up begins so
+        options["lr"] = 0.01
+    return lambda params: kind(params, **options)
+
+
+def _compared(make: Callable[[Sequence[torch.Tensor]], Optimizer], device: torch.device) -> Verdict:
+    for members, cut in (_SMALL, _LARGE):
+        shapes = [torch.Size(shape) for shape, _ in members]
+        numels = [shape.numel() for shape in shapes]
+        start, gradients = _numbers(numels, [size for _, size in members], device)
+
+        def whole(vector: torch.Tensor, numels: Any = numels, shapes: Any = shapes) -> list[torch.Tensor]:
+            return [v.view(s) for v, s in zip(vector.split(numels), shapes, strict=True)]
+
+        def shards(vector: torch.Tensor, cut: int = cut) -> list[torch.Tensor]:
+            return [vector[:cut], vector[cut:]]
+
+        truth = _stepped(make, whole, start, gradients)
+        change = (truth - start).abs().max().item()
+        if not change > 0:
+            return Verdict.UNKNOWN
+        if (_stepped(make, shards, start, gradients) - truth).abs().max().item() <= _TOLERANCE * change:
+            continue
+        again = _stepped(make, whole, start, gradients)
+        is_noise = (again - truth).abs().max().item() > _TOLERANCE * change
+        return Verdict.UNKNOWN if is_noise else Verdict.COUPLED
+    return Verdict.ELEMENTWISE
+
+
+def _numbers(
+    numels: Sequence[int], sizes: Sequence[float], device: torch.device
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Start values and the gradients of each step, [N]."""
+    generator = torch.Generator().manual_seed(0)
+
+    def draw() -> torch.Tensor:
+        rows = [torch.randn(n, generator=generator) * s for n, s in zip(numels, sizes, strict=True)]
+        return torch.cat(rows).to(device)
+
+    return draw(), [draw() for _ in range(_STEPS)]
+
+
+def _stepped(
+    make: Callable[[Sequence[torch.Tensor]], Optimizer],
+    cut: Callable[[torch.Tensor], list[torch.Tensor]],
+    start: torch.Tensor,
+    gradients: Sequence[torch.Tensor],
+) -> torch.Tensor:
+    """The vector [N] after some steps over what ``cut`` makes of it."""
+    params = [torch.nn.Parameter(p.clone()) for p in cut(start)]
+    optimizer = make(params)
+    for gradient in gradients:
+        for p, g in zip(params, cut(gradient), strict=True):
+            p.grad = g.clone()
+        optimizer.step()
+    return torch.cat([p.detach().reshape(-1) for p in params])

@@ -1,0 +1,112 @@
+"""Writes files that are whole or not there, whatever ends the process, or fills the disk."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import stat
+import threading
+from collections.abc import Callable, Iterator
+from typing import BinaryIO
+
+from ..errors import ConfigurationError, FileNotWrittenError
+
+__all__ = ["write_atomically"]
+
+_ENDING = ".part"
+
+
+@contextlib.contextmanager
+def write_atomically(
+    path: str | os.PathLike[str], *, before_replacing: Callable[[], None] | None = None
+) -> Iterator[BinaryIO]:
+    """A file to write to, which takes the place of ``path`` in one move when the block ends without an error.
+
+    Written beside it, synced, renamed; then the folder is synced. Until the move, and if anything fails, what was there
+    stays as it was. Of a link, what it points to is replaced. Permissions stay, and the owner where that is allowed. A
+    process that is killed leaves a hidden ``.NAME.HOST.PID.THREAD.part``, which the next one that writes the same path
+    on that machine removes.
+
+    Args:
+        path: a regular file, or none yet, in a folder that exists.
+        before_replacing: called at the last moment; if it raises, nothing is replaced.
+
+    Raises:
+        FileNotWrittenError: the disk is full, or the folder is missing or can't be written to (also an OSError).
+        ConfigurationError: the path is a folder, a pipe or a device.
+    """
+    target = os.path.realpath(path)
+    try:
+        old: os.stat_result | None = os.stat(target)
+    except FileNotFoundError:
+        old = None
+    if old is not None and not stat.S_ISREG(old.st_mode):
+        raise ConfigurationError(f"{os.fspath(path)} is no regular file; pass the path of a file")
+    folder, name = os.path.split(target)
+    temporary = os.path.join(folder, f"{_prefix(name)}{os.getpid()}.{threading.get_ident()}{_ENDING}")
+    try:
+        _remove_what_was_left(folder, _prefix(name))
+        with open(temporary, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        if old is not None:
+            _take_over(temporary, old)
+        if before_replacing is not None:
+            before_replacing()
+        os.replace(temporary, target)
+        _sync_folder(folder)
+    except OSError as error:
+        raise FileNotWrittenError(
+            f"{os.fspath(path)} was not written ({error.strerror or error}); "
+            + ("the file that was there is whole" if old is not None else "there is no such file"),
+            error.errno,
+        ) from error
+    finally:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+
+
+def _prefix(name: str) -> str:
+    return f".{name[:120]}.{socket.gethostname()[:64]}."
+
+
+def _remove_what_was_left(folder: str, prefix: str) -> None:
+    """By processes of this machine that are gone."""
+    for entry in os.scandir(folder):
+        owner = entry.name.removeprefix(prefix).partition(".")[0]
+        if entry.name.startswith(prefix) and entry.name.endswith(_ENDING) and not _is_alive(owner):
+            with contextlib.suppress(OSError):  # another process may remove it too
+                os.unlink(entry.path)
+
+
+def _is_alive(process: str) -> bool:
+    try:
+        os.kill(int(process), 0)
+    except ProcessLookupError:
+        return False
+    except (PermissionError, ValueError):
+        pass
+    return True
+
+
+def _take_over(temporary: str, old: os.stat_result) -> None:
+    """Owner and permissions of what is replaced."""
+    now = os.stat(temporary)
+    if (now.st_uid, now.st_gid) != (old.st_uid, old.st_gid):
+        with contextlib.suppress(PermissionError):  # others' files stay theirs only where that is allowed
+            os.chown(temporary, old.st_uid, old.st_gid)
+    os.chmod(temporary, stat.S_IMODE(old.st_mode))
+
+
+def _sync_folder(folder: str) -> None:
+    """So that the new name outlives a loss of power."""
+    try:
+        handle = os.open(folder, os.O_RDONLY)
+    except PermissionError:  # a folder one may write to but not read, and Windows
+        return
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,103 @@
+"""What surrounds a call of a wrapped module: its inputs, what may leave it, and calls that have no meaning."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils._pytree import tree_map_only
+
+from ..compiling import callees_compiled, not_compiled
+from ..errors import LifecycleError
+from ..hooks import tensors_in
+from .flat_param import FlatParam
+from .refusals import backward_when_summoned
+
+if TYPE_CHECKING:
+    from .engine import Watcher
+    from .unit import Unit
+
+
+@not_compiled
+def cast_inputs(inputs: Any, dtype: torch.dtype) -> Any:
+    """The same with floating point tensors in this dtype."""
+    return tree_map_only(
+        torch.Tensor, lambda t: t.to(dtype) if t.is_floating_point() and t.dtype != dtype else t, inputs
+    )
+
+
+@callees_compiled
+def run_summoned(module: Callable[..., Any], flats: Sequence[FlatParam], args: Any, kwargs: Any) -> Any:
+    """A forward inside of ``summon_full_params``: this rank's alone, in the dtypes of any other forward."""
+    with ExitStack() as stack:
+        for flat in flats:
+            if flat.is_summoned:
+                stack.enter_context(flat.summoned_for_compute())
+        outputs = module(*args, **kwargs)
+    if flats and torch.is_grad_enabled():
+        watch(tensors_of(outputs), _Refused(flats[0]))
+    return outputs
+
+
+class _Refused:
+    """Backward can't go through a forward that was run when summoned."""
+
+    def __init__(self, flat: FlatParam) -> None:
+        self._flat = flat
+
+    def enter_backward(self, gradient: torch.Tensor | None = None) -> None:
+        raise backward_when_summoned(self._flat)
+
+
+@not_compiled
+def tensors_of(outputs: Any) -> Sequence[torch.Tensor]:
+    """All tensors in what a module returned."""
+    return (outputs,) if isinstance(outputs, torch.Tensor) else tensors_in(outputs)
+
+
+@not_compiled
+def lends_memory(unit: Unit, tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether one of these is a view of a member (or one itself), so that its memory is about to go."""
+    for tensor in tensors:
+        for flat in unit.needs:
+            if (
+                flat.memory
+                and torch._C._has_storage(tensor)
+                and tensor.untyped_storage()._cdata == flat.memory
+            ):
+                return True
+    return False
+
+
+@not_compiled
+def without_lent_memory(unit: Unit, outputs: Any) -> Any:
+    """The outputs with copies in place of members and their views.
+
+    Raises:
+        LifecycleError: they are in an object whose content can't be replaced.
+    """
+
+    def owned(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.clone() if lends_memory(unit, (tensor,)) else tensor
+
+    copied = tree_map_only(torch.Tensor, owned, outputs)
+    if lends_memory(unit, tensors_of(copied)):
+        raise LifecycleError(
+            f"rank {unit.needs[0].group.rank}: the forward of FSDP unit {unit.name or 'the root'!r} returns a "
+            f"parameter, or a view of one, inside a {type(outputs).__name__}; its memory ends with forward. "
+            "Return a clone() of it"
+        )
+    return copied
+
+
+@not_compiled
+def watch(outputs: Sequence[torch.Tensor], watcher: Watcher) -> bool:
+    """Backward through any of these outputs makes itself known; whether there can be one."""
+    found = False
+    for tensor in outputs:
+        if tensor.requires_grad and tensor.grad_fn is not None:
+            tensor.register_hook(watcher.enter_backward)
+            found = True
+    return found

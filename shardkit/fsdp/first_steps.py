@@ -1,0 +1,124 @@
+"""Looks at each optimizer once, before its first step: would it do to parameters what it does to shards?
+
+A plain process has parameters where FSDP lists vectors. An optimizer notices if it was made before wrapping (its
+parameters get no gradients), if it looks at more than one element at a time, or if it was told to treat matrices
+in another way: shards have one dimension.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from typing import TYPE_CHECKING, Any
+
+from torch.optim import Optimizer
+
+from ..elementwise import Verdict, judge, names_of_elementwise
+from ..errors import ConfigurationError, LifecycleError
+from ..ownership import check_same_everywhere, option_facts
+from ..shards import shard_behind
+from ..stepping import take_part
+from .members import managing, name_of_member
+from .state_of_shards import mark_state_dicts
+
+if TYPE_CHECKING:
+    from .flat_param import FlatParam
+
+logger = logging.getLogger("shardkit")
+
+
+class _FirstSteps:
+    """Looks again when an optimizer has other parameters, or when more modules were wrapped."""
+
+    def __init__(self) -> None:
+        self.wrapped = 0
+        self._seen: weakref.WeakKeyDictionary[Optimizer, tuple[int, ...]] = weakref.WeakKeyDictionary()
+        self._judged: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+
+    def before(self, optimizer: Optimizer) -> None:
+        now = (self.wrapped, *[len(g["params"]) for g in optimizer.param_groups])
+        if self._seen.get(optimizer) == now:
+            return
+        _refuse_members(optimizer)
+        vectors = [f for g in optimizer.param_groups for f in map(shard_behind, g["params"]) if f is not None]
+        if any(_is_cut(f) for f in vectors) and optimizer not in self._judged:
+            _refuse_differences(optimizer, vectors)
+            _refuse_coupled(optimizer)
+            _warn_of_groups_by_dimension(optimizer)
+            mark_state_dicts(optimizer)
+            self._judged.add(optimizer)
+        self._seen[optimizer] = now
+
+    def after(self, optimizer: Optimizer) -> None:
+        """Nothing to undo."""
+
+
+_first_steps = _FirstSteps()
+
+
+def check_first_steps() -> None:
+    """A vector was made: optimizers are looked at before their next step."""
+    _first_steps.wrapped += 1
+    take_part(_first_steps)
+
+
+def _is_cut(flat: Any) -> bool:
+    """Whether what the optimizer sees is not one of the parameters as it is."""
+    return flat.group.world_size > 1 or len(flat.members) > 1 or flat.param.shape != flat.members[0].shape
+
+
+def _refuse_members(optimizer: Optimizer) -> None:
+    params = [p for g in optimizer.param_groups for p in g["params"]]
+    members = [p for p in params if managing(p) is not None and shard_behind(p) is None]
+    if members:
+        names = ", ".join(sorted(repr(name_of_member(p)) for p in members)[:3])
+        raise LifecycleError(
+            f"{len(members)} of the {len(params)} parameters of this {type(optimizer).__name__} were taken over by "
+            f"FSDP modules after it was made ({names}{', ...' if len(members) > 3 else ''}): it would never change "
+            "them. Make the optimizer after wrapping, from the wrapped model's parameters()"
+        )
+
+
+def _refuse_differences(optimizer: Optimizer, vectors: list[FlatParam]) -> None:
+    """Ranks step the parts of one vector: each with the same optimizer and the same options (collective)."""
+    facts = option_facts(optimizer=type(optimizer).__name__)
+    for index, group in enumerate(optimizer.param_groups):
+        facts += option_facts(
+            **{f"{k} of group {index}": group[k] for k in sorted(group) if k not in ("params", "param_names")}
+        )
+    for ranks in {f.group.ranks: f.group for f in vectors}.values():
+        check_same_everywhere(ranks, facts, "optimizers over the shards of one model")
+
+
+def _refuse_coupled(optimizer: Optimizer) -> None:
+    verdict, name = judge(optimizer), type(optimizer).__name__
+    if verdict is Verdict.COUPLED:
+        raise ConfigurationError(
+            f"{name} updates elements of a parameter together, and FSDP's shards are parts of vectors: its steps would "
+            "be others than without sharding. Take an optimizer that updates every element by itself (torch's "
+            f"{names_of_elementwise()}; any other is tried), or shard whole parameters: ShardedDDP(model, "
+            f"OSS(model.parameters(), optim={name})). If this is mistaken: shardkit.declare_elementwise({name})"
+        )
+    if verdict is Verdict.UNKNOWN:
+        logger.warning(
+            "%s could not be tried for whether it updates every element by itself, which it has to over FSDP's shards; "
+            "if it does, say so: shardkit.declare_elementwise(%s)",
+            name,
+            name,
+        )
+
+
+def _warn_of_groups_by_dimension(optimizer: Optimizer) -> None:
+    """Groups made by ``p.ndim`` put all vectors with the biases: a group with weight decay is left without any."""
+    groups = optimizer.param_groups
+    left_empty = any(not g["params"] and g.get("weight_decay") for g in groups)
+    undecayed = [f for g in groups if not g.get("weight_decay") for f in map(shard_behind, g["params"]) if f]
+    matrices = [n for f in undecayed for n, m in zip(f.names, f.members, strict=True) if len(m.shape) > 1]
+    if left_empty and matrices:
+        logger.warning(
+            "%s has a group with weight decay but without parameters, while vectors with matrices in them (%s, ...) "
+            "are in one without weight decay. FSDP lists vectors of one dimension, so groups can't be made by p.ndim: "
+            "note the names of what is to decay before wrapping, wrap with flatten=False, and choose by name",
+            type(optimizer).__name__,
+            matrices[0],
+        )

@@ -1,0 +1,155 @@
+"""What modules inside of a unit answer when they are asked themselves, and not through the FSDP module around them.
+
+[Note: inside] Parameters are taken out of their modules when a module is wrapped, so that ``parameters()`` of a model
+lists shards alone. Code of the wrapped module, and libraries that know nothing of wrapping, ask the modules inside:
+for their dtype and device (the first of ``parameters()``), to freeze a part, for the names of adapters. Asked directly,
+a module inside therefore lists the parameters that it was written with, under their own names: gathered or not, they
+have a shape, and what is set in ``requires_grad`` counts. (Listing goes down a tree by ``_parameters`` and
+``named_modules(memo)``, so that modules around do not see this.) Their values are another matter: a state dict of a
+module inside would lack parameters, or have a shard in place of one, and is refused outside of ``summon_full_params``.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+from ..errors import LifecycleError
+from ..flat_parameter import FlatParameter
+from .construct import modules_outside_units
+from .flat_param import FlatParam
+from .listed import flat_of_listed
+from .members import managing
+
+
+def clean(name: str) -> str:
+    """A name without what wrapping added to it."""
+    return ".".join(part for part in name.split(".") if part not in ("_fsdp_wrapped_module", "_fpw_module"))
+
+
+class _Answer:
+    """Stands in for a method of a module inside; follows the module when that is copied or pickled."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = weakref.ref(module)
+
+    @property
+    def module(self) -> nn.Module:
+        module = self._module()
+        if module is None:
+            raise LifecycleError("the module that was asked for its parameters is gone")
+        return module
+
+    @property
+    def __func__(self) -> Any:
+        """As a method has it: torch's compiler asks whether it is the one of ``nn.Module``."""
+        return type(self).__call__
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Answer:
+        return type(self)(memo.get(id(self.module), self.module))
+
+    def __reduce__(self) -> tuple[type, tuple[nn.Module]]:
+        return type(self), (self.module,)
+
+
+class NamedParameters(_Answer):
+    """``named_parameters`` of a module inside of a unit: its own, under the names they had before wrapping."""
+
+    def __call__(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        module = self.module
+        tree = nn.Module.named_modules(module, None, "", remove_duplicate) if recurse else [("", module)]
+        seen: set[int] = set()
+        for path, m in tree:
+            for name, listed in m._parameters.items():
+                param = m.__dict__.get(name) if listed is None else listed
+                if param is None or isinstance(param, FlatParameter) or id(param) in seen:
+                    continue
+                if listed is None and managing(param) is None:
+                    continue
+                if remove_duplicate:
+                    seen.add(id(param))
+                yield ".".join(part for part in (prefix, clean(path), name) if part), param
+
+
+class NamedModules(_Answer):
+    """``named_modules`` of a module inside with units below it: under the names they had before wrapping."""
+
+    def __call__(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        tree = nn.Module.named_modules(self.module, memo, prefix, remove_duplicate)
+        if memo is not None:  # a module around is asked
+            yield from tree
+        else:
+            yield from ((clean(path), m) for path, m in tree)
+
+
+class _Collecting(threading.local):  # ranks may be threads of one process
+    depth = 0
+
+
+_collecting = _Collecting()
+
+
+@contextmanager
+def collecting() -> Iterator[None]:
+    """Inside, an FSDP module makes or loads a state dict, and takes care of the modules inside of it."""
+    _collecting.depth += 1
+    try:
+        yield
+    finally:
+        _collecting.depth -= 1
+
+
+def answer_for(module: nn.Module, unit_type: type[nn.Module]) -> None:
+    """Lets the modules of a unit answer as above."""
+    for _, m in modules_outside_units(module, unit_type):
+        m.__dict__["named_parameters"] = NamedParameters(m)
+        if any(isinstance(below, unit_type) for below in m.modules()):
+            m.__dict__["named_modules"] = NamedModules(m)
+        if _refuse_state_dict not in m._state_dict_pre_hooks.values():  # copies have them already
+            m.register_state_dict_pre_hook(_refuse_state_dict)
+            m.register_load_state_dict_pre_hook(_refuse_loading)
+
+
+def _shards_of(module: nn.Module) -> dict[str, FlatParam]:
+    """Names of parameters whose values the module has not, and the vectors that have them."""
+    found = {}
+    for name, param in module._parameters.items():
+        member = module.__dict__.get(name) if param is None else None
+        flat = flat_of_listed(param) if param is not None else None if member is None else managing(member)
+        if flat is not None and (param is None or flat.group.world_size > 1):
+            found[name] = flat
+    return found
+
+
+def _refuse_state_dict(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+    if not _collecting.depth:
+        _refuse(module, "state_dict()", _shards_of(module))
+
+
+def _refuse_loading(module: nn.Module, state_dict: dict[str, Any], prefix: str, *others: Any) -> None:
+    if not _collecting.depth:
+        shards = _shards_of(module)
+        _refuse(module, "load_state_dict()", {n: f for n, f in shards.items() if prefix + n in state_dict})
+
+
+def _refuse(module: nn.Module, what: str, shards: dict[str, FlatParam]) -> None:
+    if shards:
+        name, flat = next(iter(shards.items()))
+        group = flat.group
+        raise LifecycleError(
+            f"rank {group.ranks[group.rank]}: {what} of a {type(module).__name__} inside of an FSDP module: its "
+            f"parameter {name!r} is sharded over {group.world_size} ranks. Call {what} of the FSDP module instead, on "
+            "all ranks, or call this one inside of its summon_full_params()"
+        )

@@ -1,0 +1,241 @@
+"""Parameters of a unit as the rest of a program meets them: with values, or released.
+
+[Note: released] While a unit is not gathered, its members have a shape and no memory. Reading one would end the
+process, or show what lies there now; writing one would be forgotten. So they change their class with their memory. A
+released one answers what it is (its shape, its gradient), and raises for all that needs values. Inside forward
+and backward they are parameters like any other, and operations on them cost nothing more. Functions that would read
+weights past the modules that hold them (the fast path of ``nn.TransformerEncoderLayer``) look for tensors that
+watch what is done with them, and take the path through the modules then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.overrides import resolve_name
+from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakIdKeyDictionary
+
+from ..errors import LifecycleError
+
+if TYPE_CHECKING:
+    from .flat_param import FlatParam
+
+# A context in which released members are taken for what they are, tensors, and nothing is called for them.
+as_tensors = torch._C.DisableTorchFunctionSubclass
+
+# What can be known of a parameter without its values. Attributes are read (get) or set.
+_SHAPE = frozenset(
+    {
+        *("get shape", "get ndim", "get itemsize", "get nbytes", "__len__", "dim", "size", "stride"),
+        *("numel", "nelement", "ndimension", "element_size", "is_contiguous", "storage_offset"),
+    }
+)
+_FACTS = frozenset(
+    {
+        *(
+            "get dtype",
+            "get device",
+            "get layout",
+            "get requires_grad",
+            "get grad",
+            "get grad_fn",
+            "get is_leaf",
+        ),
+        *(
+            "get is_cpu",
+            "get is_cuda",
+            "get is_xla",
+            "get is_xpu",
+            "get is_mps",
+            "get is_meta",
+            "get is_sparse",
+        ),
+        *(
+            "get is_sparse_csr",
+            "get is_mkldnn",
+            "get is_nested",
+            "get is_quantized",
+            "get is_vulkan",
+            "get is_mtia",
+        ),
+        *(
+            "get is_maia",
+            "get is_ipu",
+            "get is_ort",
+            "get retains_grad",
+            "get output_nr",
+            "get name",
+            "get grad_dtype",
+        ),
+        *("get _backward_hooks", "get _post_accumulate_grad_hooks", "get _version", "get _base", "get _grad"),
+        *(
+            "set grad",
+            "set _grad",
+            "set requires_grad",
+            "set _backward_hooks",
+            "set _post_accumulate_grad_hooks",
+        ),
+        *("set grad_dtype", "delete grad", "requires_grad_", "retain_grad", "register_hook", "get_device"),
+        *(
+            "register_post_accumulate_grad_hook",
+            "is_floating_point",
+            "is_complex",
+            "is_signed",
+            "is_same_size",
+        ),
+        *("is_inference", "is_conj", "is_neg", "is_pinned", "is_shared", "data_ptr", "__hash__", "__dir__"),
+        *("has_names", "get_default_dtype", "result_type", "can_cast", "_get_grad_fn_or_grad_acc"),
+        *("get_gradient_edge", "untyped_storage", "is_distributed", "_is_view"),
+    }
+)
+_ALIKE = frozenset(
+    {
+        *("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like"),
+        *("new_empty", "new_zeros", "new_ones", "new_full", "new_tensor", "new_empty_strided"),
+    }
+)
+_HARMLESS = _FACTS | _SHAPE | _ALIKE
+_ACCESSORS = {"__get__": "get", "__set__": "set", "__delete__": "delete"}
+
+
+class MemberParameter(nn.Parameter):
+    """A parameter whose values are a part of a gathered vector. A copy of it is a parameter of its own."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        if id(self) not in memo:
+            memo[id(self)] = nn.Parameter(self.data.clone(), requires_grad=self.requires_grad)
+        copied: nn.Parameter = memo[id(self)]
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return nn.Parameter, (self.data.clone(), self.requires_grad)
+
+
+class ReleasedParameter(MemberParameter):
+    """A parameter whose values lie on all ranks, a part on each: it has a shape, and raises if it is used."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        what = _what(func)
+        with as_tensors():
+            if what in _HARMLESS:
+                param = args[0] if args else None
+                if what in _FACTS or not isinstance(param, ReleasedParameter):
+                    return func(*args, **kwargs)
+                return func(_of_full_shape(param, what), *args[1:], **kwargs)
+            tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+            if all(t.is_meta for t in tensors):
+                return func(*args, **kwargs)  # nobody has values here
+            param = next(t for t in tensors if isinstance(t, ReleasedParameter))
+            if what in ("__repr__", "__format__"):
+                return _described(param)
+            raise LifecycleError(_refusal(param, resolve_name(func) or what))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        owner = _owners.get(self)
+        if owner is not None and id(owner.flat) not in memo.get(_COPIED, ()):
+            raise LifecycleError(_refusal(self, "a copy"))
+        if id(self) not in memo:
+            memo[id(self)] = _without_owner(self.dtype, self.requires_grad, _name(self))
+        copied: nn.Parameter = memo[id(self)]
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _without_owner, (self.dtype, self.requires_grad, _name(self))
+
+
+class Owner(NamedTuple):
+    """The vector that holds a member's values, and which of its members this is."""
+
+    flat: FlatParam
+    number: int
+
+
+# One wrapped unit may meet a parameter that another one manages.
+_owners: WeakIdKeyDictionary = WeakIdKeyDictionary()
+_names_of_copies: WeakIdKeyDictionary = WeakIdKeyDictionary()
+_COPIED: Any = "vectors that are being copied"  # beside the ids in the memo of a deepcopy
+
+
+def managing(param: nn.Parameter) -> FlatParam | None:
+    """The vector that manages a member, None for other parameters."""
+    owner = _owners.get(param)
+    return None if owner is None else owner.flat
+
+
+def note_member(param: nn.Parameter, flat: FlatParam, index: int) -> None:
+    """From now on this parameter is known to be that member of that vector."""
+    _owners[param] = Owner(flat, index)
+
+
+def note_copying(flats: list[FlatParam], memo: dict[int, Any]) -> None:
+    """Members of these vectors may be copied without values: the vectors are copied too, and fill the copies."""
+    memo.setdefault(_COPIED, set()).update(id(f) for f in flats)
+
+
+def name_of_member(param: nn.Parameter) -> str | None:
+    """Full name of a member, as far as it is known; None for other parameters."""
+    return _name(param) if param in _owners else None
+
+
+def _what(func: Callable[..., Any]) -> str:
+    """A name for what is done: a function's own, or "get", "set" or "delete" and an attribute's."""
+    name = getattr(func, "__name__", str(func))
+    accessor = _ACCESSORS.get(name)
+    return name if accessor is None else f"{accessor} {func.__self__.__name__}"  # type: ignore[attr-defined]
+
+
+def _of_full_shape(param: ReleasedParameter, what: str) -> torch.Tensor:
+    """The parameter, or where it has lost its shape too (lazy execution) one that is like it."""
+    owner = _owners.get(param)
+    if owner is None or owner.flat.keeps_shapes:
+        return param
+    shape = owner.flat.members[owner.number].shape
+    return torch.empty(shape, dtype=param.dtype, device=param.device if what in _ALIKE else "meta")
+
+
+def _name(param: ReleasedParameter | nn.Parameter) -> str:
+    owner = _owners.get(param)
+    if owner is None:
+        return str(_names_of_copies.get(param, "of an FSDP module"))
+    name = owner.flat.names[owner.number]
+    return f"{owner.flat.path}.{name}" if owner.flat.path else name
+
+
+def _described(param: ReleasedParameter) -> str:
+    shape = tuple(_of_full_shape(param, "shape").shape)
+    return f"<parameter {_name(param)!r} of shape {shape}, {param.dtype}, sharded: it has no values here now>"
+
+
+def _refusal(param: ReleasedParameter, what: str) -> str:
+    owner, name = _owners.get(param), _name(param)
+    if owner is None:
+        return (
+            f"{what} needs the values of parameter {name!r}, but this is a copy of it without the FSDP module that "
+            "holds them; copy or save the FSDP module, or copy inside of its summon_full_params()"
+        )
+    group = owner.flat.group
+    where = f"rank {group.ranks[group.rank]}: {what} needs the values of parameter {name!r}, "
+    if param.is_meta:
+        return where + "which is on the meta device and has none yet; call the FSDP module's to_empty() first"
+    return where + (
+        f"which is sharded over {group.world_size} ranks and not gathered now. Parameters have values inside of the "
+        "forward of the FSDP module that holds them: call that module, not a method of what it wraps. Elsewhere use "
+        "`with module.summon_full_params():`. A module that reads weights of other modules has to be wrapped "
+        "together with them"
+    )
+
+
+def _without_owner(dtype: torch.dtype, requires_grad: bool, name: str) -> nn.Parameter:
+    """A copy; the copy of its vector, if there is one, will give it values."""
+    param = nn.Parameter(torch.empty(0, dtype=dtype), requires_grad=requires_grad)
+    _names_of_copies[param] = name
+    param.__class__ = ReleasedParameter
+    return param

@@ -1,0 +1,48 @@
+"""What raises because it has no meaning now, with the names of what it is about."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ..errors import LifecycleError
+from .members import name_of_member
+
+if TYPE_CHECKING:
+    from .flat_param import FlatParam
+
+
+def replaced_shard(flat: FlatParam) -> LifecycleError:
+    """What is raised where somebody put another tensor in the place of a shard."""
+    module, name = flat.holder
+    found = module._parameters.get(name)
+    kind = "nothing" if found is None else f"another {type(found).__name__}"
+    return LifecycleError(
+        f"rank {flat.group.rank}: in place of the shard {name!r} of {flat.label or 'an FSDP module'} there is {kind}, "
+        "which forward would ignore (functional_call does this, and assigning a parameter). Change parameters inside "
+        "of summon_full_params(), or pass functional_call the FSDP module's own parameters"
+    )
+
+
+def unknown_root(flat: FlatParam, number: int) -> LifecycleError:
+    """What is raised where backward reaches a unit that no FSDP forward was run for."""
+    name = name_of_member(flat.members[number].param)
+    return LifecycleError(
+        f"rank {flat.group.rank}: backward reached parameter {name!r}, but the FSDP module that holds it was never "
+        "called; call the FSDP module, not what it wraps, or its shards get no gradients"
+    )
+
+
+def backward_when_summoned(flat: FlatParam) -> LifecycleError:
+    """What is raised where backward needs what a forward inside of ``summon_full_params`` computed with."""
+    return LifecycleError(
+        f"rank {flat.group.rank}: backward through {flat.label or 'an FSDP module'} inside of summon_full_params, or "
+        "through a forward that was run there, is not possible; leave the context first"
+    )
+
+
+def copy_when_summoned(rank: int) -> LifecycleError:
+    """What is raised where an FSDP module is copied or pickled inside of its ``summon_full_params``."""
+    return LifecycleError(
+        f"rank {rank}: copying or pickling an FSDP module inside of summon_full_params is not possible, for it may "
+        "have changes that no shard has yet; leave the context first. Modules without FSDP modules below can be copied"
+    )

@@ -1,0 +1,67 @@
+"""What may be put where, once parameters are sharded: torch tells of everything that is registered in a module.
+
+[Note: registrations] Parameters are taken out of their modules when a module is wrapped. One that is registered
+later (a new head, an adapter, a parametrization, a larger embedding) would be in no vector: each rank would train its
+own. It is refused where torch registers it.
+"""
+
+from __future__ import annotations
+
+import functools
+
+from torch import nn
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
+from torch.utils.weak import WeakIdKeyDictionary
+
+from ..errors import ConfigurationError
+from .construct import modules_outside_units
+from .listed import flat_of_listed
+from .members import managing
+
+# Modules whose parameters a unit has taken, and what is below them, but not below another unit.
+_taken: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+def note_taken(module: nn.Module, unit_type: type[nn.Module]) -> None:
+    """From now on the parameters of a module, and below it up to other units, are a unit's."""
+    _watch()
+    for _, m in modules_outside_units(module, unit_type):
+        _taken[m] = True
+
+
+@functools.cache
+def _watch() -> None:
+    register_module_module_registration_hook(_on_module)
+    register_module_parameter_registration_hook(_on_parameter)
+
+
+def _on_module(parent: nn.Module, name: str, child: nn.Module | None) -> None:
+    if child is None or parent not in _taken:
+        return
+    new = [(path, m) for path, m in child.named_modules(prefix=name) if m not in _taken]
+    for path, m in new:
+        for attribute, param in m._parameters.items():
+            if param is not None and flat_of_listed(param) is None:
+                raise ConfigurationError(_too_late(parent, f"{path}.{attribute}"))
+    for _, m in new:
+        if not any(p is not None for p in m._parameters.values()):  # no other unit's
+            _taken[m] = True
+
+
+def _on_parameter(parent: nn.Module, name: str, param: nn.Parameter | None) -> None:
+    if param is None or parent not in _taken:
+        return
+    before = parent._parameters.get(name)
+    if before is None or managing(before) is None:  # else it is summoned, and takes another one's values
+        raise ConfigurationError(_too_late(parent, name))
+
+
+def _too_late(module: nn.Module, name: str) -> str:
+    return (
+        f"parameter {name!r} is put into a {type(module).__name__} whose parameters FSDP has sharded: it would belong "
+        "to no unit, and each rank would train its own. Change the module (heads, adapters, parametrizations, "
+        "embeddings, tied weights) before it is wrapped, or wrap what is new in a unit of its own"
+    )

@@ -1,0 +1,66 @@
+"""What makes an FSDP module look like the module that it wraps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+from ..errors import ConfigurationError
+from .methods import through
+
+WRAPPED = "_fsdp_wrapped_module"
+
+
+class StandingIn(nn.Module):
+    """Attributes, methods and items are those of the wrapped module; parameters and forward are not."""
+
+    @property
+    def module(self) -> nn.Module:
+        """The wrapped module."""
+        unit: Any = nn.Module.__getattr__(self, WRAPPED)
+        return unit._fpw_module  # type: ignore[no-any-return]
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == WRAPPED or name.startswith("__"):
+                raise
+            wrapper: Any = self
+            unit: Any = nn.Module.__getattr__(self, WRAPPED)
+            return through(wrapper, getattr(unit._fpw_module, name))
+
+    # ------------------------------------------------------------ containers
+    def __getitem__(self, key: Any) -> Any:
+        return self.module[key]  # type: ignore[index]
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        container: Any = self.module
+        container[key] = value
+
+    def __len__(self) -> int:
+        return len(self.module)  # type: ignore[arg-type]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.module)  # type: ignore[call-overload, no-any-return]
+
+    def __contains__(self, key: Any) -> bool:
+        return key in self.module  # type: ignore[operator]
+
+    def __bool__(self) -> bool:
+        return bool(self.module)  # not every module has a length
+
+    # ------------------------------------------------------------ torch's own FSDP
+    @property
+    def _is_fsdp_managed_module(self) -> bool:
+        """Torch's own FSDP, 1 and 2, sets this on all that it is about to manage, and its compiler reads it."""
+        return False
+
+    @_is_fsdp_managed_module.setter
+    def _is_fsdp_managed_module(self, value: bool) -> None:
+        raise ConfigurationError(
+            "torch's FSDP can't wrap a module that shardkit's FSDP has sharded: it would shard the shards. Use one of "
+            "them; torch's FullyShardedDataParallel can leave this module alone (ignored_modules=[module])"
+        )

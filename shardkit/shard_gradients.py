@@ -1,0 +1,196 @@
+"""Gradients of which each rank holds a part, told apart from others by their class.
+
+torch's own functions know nothing of ranks: ``torch.nn.utils.clip_grad_norm_`` would scale each rank's gradients by
+another factor, and ``torch.amp.GradScaler`` would skip a step on one rank alone. So between backward and step a
+gradient whose other parts are on other ranks has a class of its own, which answers these two with what is true over
+all ranks. Everything else sees a plain tensor: a norm that somebody takes by hand is that of this rank's part, as code
+written for shards expects. During a step the class is ``torch.Tensor`` again, and costs nothing.
+
+[Note: unfinished norms] torch takes the norm of each gradient, stacks these, and takes the norm of the stack. The
+first norms stay this rank's; only that of the stack sums over ranks: one collective, however many gradients there are.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch.nn.utils import clip_grad
+from torch.optim import Optimizer
+
+from .backend import Group, ReduceOp
+from .errors import ConfigurationError, LifecycleError
+from .norms import combined, global_norm, nothing
+from .stepping import take_part
+
+_NORM, _NORMS = torch.linalg.vector_norm, torch._foreach_norm
+_UNSCALE = torch._amp_foreach_non_finite_check_and_unscale_
+_CLIPPING = clip_grad.__dict__
+_plain = torch._C.DisableTorchFunctionSubclass
+_classes: weakref.WeakKeyDictionary[Group, dict[str, type[torch.Tensor]]] = weakref.WeakKeyDictionary()
+
+
+class ShardGradient(torch.Tensor):
+    """A gradient whose other parts are on other ranks; made by :func:`gradient_class`.
+
+    Attributes:
+        group_of: the ranks, None once they are gone.
+        has_padding: zeros may stand among the elements that are no gradient's.
+        instead: the call that takes any norm.
+    """
+
+    group_of: ClassVar[weakref.ref[Group]]
+    has_padding: ClassVar[bool]
+    instead: ClassVar[str]
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if (func is _NORM or func is _NORMS) and sys._getframe(1).f_globals is _CLIPPING:
+            with _plain():
+                return _unfinished_norms(func, *args, **kwargs)
+        with _plain():
+            result = func(*args, **kwargs)
+            if func is _UNSCALE:
+                _agree_on_overflow(*args)
+            elif type(result) is torch.Tensor and _is_of_shape(result, args):
+                result.__class__ = cls  # a clone, a detached or a scaled one is such a gradient too
+        return result
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        with _plain():
+            copied = memo[id(self)] = self.as_subclass(torch.Tensor).clone()
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        with _plain():
+            return self.as_subclass(torch.Tensor).__reduce_ex__(protocol)
+
+
+def _is_of_shape(result: torch.Tensor, args: Sequence[Any]) -> bool:
+    return bool(args) and isinstance(args[0], ShardGradient) and args[0].shape == result.shape
+
+
+def gradient_class(group: Group, instead: str, has_padding: bool) -> type[torch.Tensor]:
+    """The class of gradients whose parts are on the ranks of a group; plain where there is one rank.
+
+    Args:
+        group: the ranks; not kept alive.
+        instead: the call that clips by any norm.
+        has_padding: zeros may stand among the elements that are no gradient's.
+    """
+    if group.world_size == 1:
+        return torch.Tensor
+    take_part(_in_steps)
+    made = _classes.setdefault(group, {})
+    if instead not in made:
+        facts = {"group_of": weakref.ref(group), "has_padding": has_padding, "instead": instead}
+        made[instead] = type("ShardGradient", (ShardGradient,), facts)
+    return made[instead]
+
+
+def _group_of(gradient: ShardGradient) -> Group:
+    group = gradient.group_of()
+    if group is None:
+        raise LifecycleError("the ranks that hold the other parts of this gradient are gone")
+    return group
+
+
+# ------------------------------------------------------------ torch.nn.utils.clip_grad_norm_ and get_total_norm
+class _UnfinishedNorm(torch.Tensor):
+    """This rank's part of a norm, 0-dim, or several of them; see [Note: unfinished norms]."""
+
+    groups: list[Group | None]
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        with _plain():
+            if func is _NORM:
+                return _finished_norm(*args, **(kwargs or {}))
+            result = func(*args, **(kwargs or {}))
+            if func is torch.stack:
+                return _unfinished(result, [g for t in args[0] for g in getattr(t, "groups", [None])])
+            if isinstance(result, torch.Tensor):  # on its way to another device
+                return _unfinished(result, args[0].groups)
+            return result
+
+
+def _unfinished(norm: torch.Tensor, groups: list[Group | None]) -> torch.Tensor:
+    made = norm.as_subclass(_UnfinishedNorm)
+    made.groups = groups
+    return made
+
+
+def _unfinished_norms(func: Callable[..., Any], gradients: Any, norm_type: float) -> Any:
+    each = gradients if func is _NORMS else [gradients]
+    for g in each:
+        if isinstance(g, ShardGradient) and norm_type <= 0 and g.has_padding:
+            raise ConfigurationError(
+                f"a norm of order {norm_type} is changed by zeros, which pad shards; {g.instead} leaves them out"
+            )
+    norms = func(gradients, norm_type)
+    marked = [
+        _unfinished(n, [_group_of(g)]) if isinstance(g, ShardGradient) else n
+        for g, n in zip(each, norms if func is _NORMS else [norms], strict=True)
+    ]
+    return marked if func is _NORMS else marked[0]
+
+
+def _finished_norm(norms: _UnfinishedNorm, norm_type: float) -> torch.Tensor:
+    """The norm over all ranks (collective) of a stack of norms."""
+    order, groups = float(norm_type), norms.groups
+    values = norms.as_subclass(torch.Tensor)
+    own = [values[k] for k, g in enumerate(groups) if g is None]
+    finished = [combined(own, order)] if own else []
+    for group in sorted({g for g in groups if g is not None}, key=lambda g: g.ranks):
+        there = [values[k] for k, g in enumerate(groups) if g is group]
+        local = combined(there, order) if there else torch.full_like(values[0], nothing(order))
+        finished.append(global_norm(local, order, group, "norm of gradients, for torch.nn.utils"))
+    return combined(finished, order)
+
+
+# ------------------------------------------------------------ torch.amp.GradScaler
+def _agree_on_overflow(gradients: Sequence[torch.Tensor], found_inf: torch.Tensor, inv_scale: Any) -> None:
+    """An overflow on one rank is one on all ranks (collective)."""
+    groups = {_group_of(g) for g in gradients if isinstance(g, ShardGradient)}
+    for group in sorted(groups, key=lambda g: g.ranks):
+        label = "whether a gradient overflowed, for torch.amp.GradScaler"
+        group.channel("control").all_reduce(found_inf, op=ReduceOp.MAX, label=label)
+
+
+# ------------------------------------------------------------ steps
+class PlainInSteps:
+    """Shows gradients to a step as the plain tensors that they are."""
+
+    def __init__(self) -> None:
+        self._shown: weakref.WeakKeyDictionary[Optimizer, list[tuple[torch.Tensor, type]]] = (
+            weakref.WeakKeyDictionary()
+        )
+
+    def before(self, optimizer: Optimizer) -> None:
+        """The update comes next."""
+        shown: list[tuple[torch.Tensor, type]] = []
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                gradient = p.grad
+                if isinstance(gradient, ShardGradient):
+                    shown.append((gradient, gradient.__class__))
+                    gradient.__class__ = torch.Tensor  # type: ignore[assignment]
+        if shown:
+            self._shown[optimizer] = shown
+
+    def after(self, optimizer: Optimizer) -> None:
+        """The update is through."""
+        if optimizer in self._shown:
+            for gradient, its_class in self._shown.pop(optimizer):
+                gradient.__class__ = its_class  # type: ignore[assignment]
+
+
+_in_steps = PlainInSteps()

@@ -1,0 +1,104 @@
+"""A small model under each strategy, and beside it the same model in one process.
+
+Sizes are uneven on purpose: vectors are padded, members lie across the borders of shards.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import mse_loss
+from torch.optim import Optimizer
+
+from shardkit import FSDP, OSS, ShardedDDP
+from tests.pools import rank_pool
+
+STRATEGIES = ["fsdp", "units", "unflattened", "sharded_ddp"]
+GLOO = [(n, "gloo") for n in (1, 2, 3)]
+WORLDS = [*GLOO, (2, "simulated")]
+needs_xla = pytest.mark.skipif(find_spec("torch_xla") is None, reason="needs torch_xla")
+
+
+def make_model() -> nn.Sequential:
+    """79 parameters in three layers; the last one is small enough to lie on one rank."""
+    torch.manual_seed(7)
+    return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3, bias=False), nn.Tanh(), nn.Linear(3, 4))
+
+
+def batch(rank: int, step: int = 0) -> torch.Tensor:
+    """[6, 5], another one for each rank and step."""
+    return torch.randn(6, 5, generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+def loss_of(model: nn.Module, rank: int, step: int = 0) -> torch.Tensor:
+    """Large enough for gradients that clipping at 0.1 changes."""
+    return mse_loss(model(batch(rank, step)), torch.ones(6, 4)) * 10
+
+
+def wrapped(strategy: str, model: nn.Sequential) -> nn.Module:
+    """Under FSDP in one of its forms."""
+    if strategy == "units":
+        for k in range(2, len(model), 2):
+            model[k] = FSDP(model[k])
+    return FSDP(model, flatten=strategy != "unflattened")
+
+
+@dataclasses.dataclass
+class Twins:
+    """A wrapped model and its optimizer, and the same in one process."""
+
+    rank: int
+    world_size: int
+    model: nn.Module
+    optimizer: Optimizer
+    plain: nn.Module
+    plain_optimizer: Optimizer
+
+    def backward(self, step: int = 0, scale: float = 1.0) -> None:
+        """Gradients of all ranks' batches, on both."""
+        (loss_of(self.model, self.rank, step) * scale).backward()
+        losses = [loss_of(self.plain, r, step) for r in range(self.world_size)]
+        (torch.stack(losses).mean() * scale).backward()
+
+    def zero_grad(self) -> None:
+        self.model.zero_grad()
+        self.plain.zero_grad()
+
+    def step(self) -> None:
+        self.optimizer.step()
+        self.plain_optimizer.step()
+
+    def assert_equal(self, tolerance: float = 1e-6) -> None:
+        """Same parameters under the same names (collective)."""
+        mine = self.model.state_dict()
+        for name, value in self.plain.state_dict().items():
+            prefix = "module." if isinstance(self.model, ShardedDDP) else ""
+            torch.testing.assert_close(mine[prefix + name], value, rtol=1e-5, atol=tolerance)
+
+
+def twins(
+    rank: int, world_size: int, strategy: str, optim: Callable[..., Optimizer] = torch.optim.SGD,
+    make: Callable[[], nn.Sequential] = make_model, **options: Any,
+) -> Twins:  # fmt: skip
+    """A model under a strategy with its optimizer, beside a plain one."""
+    options = options or {"lr": 0.1, "momentum": 0.9}
+    plain, inner = make(), make()
+    if strategy == "sharded_ddp":
+        optimizer: Optimizer = OSS(inner.parameters(), optim, **options)
+        model: nn.Module = ShardedDDP(inner, optimizer)  # type: ignore[arg-type]
+    else:
+        model = wrapped(strategy, inner)
+        optimizer = optim(model.parameters(), **options)
+    return Twins(rank, world_size, model, optimizer, plain, optim(plain.parameters(), **options))
+
+
+def run(world: tuple[int, str], program: Callable[..., Any], *args: Any) -> list[Any]:
+    """Runs ``program(rank, world_size, *args)`` on every rank; returns their results."""
+    world_size, backend = world
+    return rank_pool(world_size, backend).run(program, world_size, *args)

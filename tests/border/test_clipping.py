@@ -1,0 +1,203 @@
+"""``torch.nn.utils`` on gradients of which each rank holds a part."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from shardkit import FSDP, ShardedDDP
+from shardkit.errors import ConfigurationError
+from tests.border.strategies import GLOO, STRATEGIES, WORLDS, Twins, run, twins, wrapped
+
+MAX_NORM = 0.1
+
+
+def _own_clip(t: Twins, norm_type: float) -> torch.Tensor:
+    if isinstance(t.model, FSDP):
+        return t.model.clip_grad_norm_(MAX_NORM, norm_type)
+    return t.optimizer.clip_grad_norm(MAX_NORM, norm_type)  # type: ignore[attr-defined,no-any-return]
+
+
+def _clip(rank: int, world_size: int, strategy: str, norm_type: float, options: dict[str, Any]) -> None:
+    t = twins(rank, world_size, strategy)
+    for step in range(3):
+        t.zero_grad()
+        t.backward(step)
+        norm = nn.utils.clip_grad_norm_(t.model.parameters(), MAX_NORM, norm_type, **options)
+        truth = nn.utils.clip_grad_norm_(t.plain.parameters(), MAX_NORM, norm_type, **options)
+        assert type(norm) is torch.Tensor
+        torch.testing.assert_close(norm, truth, rtol=1e-5, atol=0)
+        assert truth > MAX_NORM
+        t.step()
+    t.assert_equal()
+
+
+@pytest.mark.parametrize("world", WORLDS, ids=str)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("norm_type", [2.0, 1, math.inf])
+def test_clip_grad_norm_of_torch(world: tuple[int, str], strategy: str, norm_type: float) -> None:
+    run(world, _clip, strategy, norm_type, {})
+
+
+@pytest.mark.parametrize("options", [{"foreach": True}, {"foreach": False}, {"error_if_nonfinite": True}])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_options_of_clip_grad_norm(strategy: str, options: dict[str, Any]) -> None:
+    run((2, "gloo"), _clip, strategy, 2.0, options)
+
+
+def _total_norm(rank: int, world_size: int, strategy: str) -> None:
+    """The functions that ``clip_grad_norm_`` consists of, on gradients that were detached, scaled, copied."""
+    t = twins(rank, world_size, strategy)
+    t.backward()
+    truth = nn.utils.get_total_norm([p.grad for p in t.plain.parameters()])
+    for change in (lambda g: g, torch.Tensor.detach, torch.clone, lambda g: g.double(), lambda g: g * 1.0):
+        norm = nn.utils.get_total_norm([change(p.grad) for p in t.model.parameters() if p.grad is not None])
+        torch.testing.assert_close(norm.float(), truth, rtol=1e-5, atol=0)
+    nn.utils.clip_grads_with_norm_(t.model.parameters(), MAX_NORM, truth)
+    nn.utils.clip_grads_with_norm_(t.plain.parameters(), MAX_NORM, truth)
+    t.step()
+    t.optimizer.zero_grad(set_to_none=False)
+    t.plain_optimizer.zero_grad(set_to_none=False)
+    t.backward(1)  # adds to what is there
+    nn.utils.clip_grad_value_(t.model.parameters(), 0.01)
+    nn.utils.clip_grad_value_(t.plain.parameters(), 0.01)
+    t.step()
+    t.assert_equal()
+
+
+@pytest.mark.parametrize("world", GLOO, ids=str)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_get_total_norm_and_clipping_by_value(world: tuple[int, str], strategy: str) -> None:
+    run(world, _total_norm, strategy)
+
+
+def _by_hand(rank: int, world_size: int, strategy: str) -> None:
+    """Code that was written for shards sums over ranks itself."""
+    t = twins(rank, world_size, strategy)
+    t.backward()
+    gradients = [p.grad for p in t.model.parameters() if p.grad is not None]
+    for norm in (torch.norm, torch.linalg.vector_norm, torch.linalg.norm, torch.Tensor.norm):
+        local = torch.stack([norm(g) for g in gradients] + [torch.zeros(())]).norm()
+        total = local.square()
+        torch.distributed.all_reduce(total)
+        truth = nn.utils.get_total_norm([p.grad for p in t.plain.parameters()])
+        torch.testing.assert_close(total.sqrt(), truth, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_norm_by_hand_is_of_the_ranks_own_part(strategy: str) -> None:
+    run((3, "gloo"), _by_hand, strategy)
+
+
+def _mixed(rank: int, world_size: int) -> None:
+    """A module with an FSDP part and a part that every rank has whole."""
+
+    def make() -> nn.Sequential:
+        torch.manual_seed(3)
+        return nn.Sequential(nn.Linear(5, 6), nn.Linear(6, 4))
+
+    plain, model = make(), make()
+    model[0] = FSDP(model[0])
+    x = torch.randn(4, 5, generator=torch.Generator().manual_seed(1))
+    for m in (plain, model):
+        m(x).square().mean().backward()
+    norm = nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+    truth = nn.utils.clip_grad_norm_(plain.parameters(), MAX_NORM)
+    torch.testing.assert_close(norm, truth, rtol=1e-5, atol=0)
+    torch.testing.assert_close(model[1].weight.grad, plain[1].weight.grad)
+
+
+@pytest.mark.parametrize("world", GLOO, ids=str)
+def test_a_model_of_which_a_part_is_sharded(world: tuple[int, str]) -> None:
+    run(world, _mixed)
+
+
+def _smallest(rank: int, world_size: int, strategy: str, norm_type: float) -> None:
+    t = twins(rank, world_size, strategy)
+    t.backward()
+    truth = nn.utils.get_total_norm([p.grad for p in t.plain.parameters()], norm_type)
+    torch.testing.assert_close(_own_clip(t, norm_type), truth, rtol=1e-4, atol=0)
+
+
+@pytest.mark.parametrize("world", WORLDS, ids=str)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("norm_type", [-math.inf, -1.0, math.inf, 3.0])
+def test_norms_that_padding_would_change(world: tuple[int, str], strategy: str, norm_type: float) -> None:
+    run(world, _smallest, strategy, norm_type)
+
+
+def _refused(rank: int, world_size: int) -> None:
+    t = twins(rank, world_size, "fsdp")
+    t.backward()
+    with pytest.raises(ConfigurationError, match="clip_grad_norm_"):
+        nn.utils.clip_grad_norm_(t.model.parameters(), MAX_NORM, -math.inf)
+    with pytest.raises(ConfigurationError, match="norm_type=0"):
+        t.model.clip_grad_norm_(MAX_NORM, 0)  # type: ignore[operator]
+
+
+def test_norms_that_shards_cannot_have() -> None:
+    run((2, "gloo"), _refused)
+
+
+def _stepped(rank: int, world_size: int, strategy: str, options: dict[str, Any]) -> None:
+    """Steps see plain tensors; afterwards gradients know again that they are parts."""
+    t = twins(rank, world_size, strategy, torch.optim.AdamW, lr=0.01, **options)
+    seen = []
+    inner = getattr(t.optimizer, "optim", t.optimizer)
+
+    def look(optimizer: Any, *_: Any) -> None:
+        seen.extend(type(p.grad) for g in optimizer.param_groups for p in g["params"] if p.grad is not None)
+
+    inner.register_step_pre_hook(look)
+    for step in range(2):
+        t.zero_grad()
+        t.backward(step)
+        t.step()
+    t.assert_equal()
+    assert set(seen) <= {torch.Tensor}
+    truth = nn.utils.get_total_norm([p.grad for p in t.plain.parameters()])
+    norm = nn.utils.get_total_norm([p.grad for p in t.model.parameters() if p.grad is not None])
+    torch.testing.assert_close(norm, truth, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("options", [{}, {"foreach": True}, {"fused": True}, {"capturable": False}], ids=str)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_steps_see_plain_tensors(strategy: str, options: dict[str, Any]) -> None:
+    run((2, "gloo"), _stepped, strategy, options)
+
+
+def _copies(rank: int, world_size: int) -> None:
+    import copy
+    import io
+
+    model = wrapped("fsdp", nn.Sequential(nn.Linear(3, 5)))
+    model(torch.ones(2, 3)).sum().backward()
+    (param,) = model.parameters()
+    file = io.BytesIO()
+    torch.save(param.grad, file)
+    file.seek(0)
+    for copied in (copy.deepcopy(param.grad), torch.load(file)):
+        assert type(copied) is torch.Tensor
+        assert torch.equal(copied, param.grad)
+
+
+def test_gradients_are_copied_and_saved_as_plain_tensors() -> None:
+    run((2, "gloo"), _copies)
+
+
+def _whole(rank: int, world_size: int) -> None:
+    """Where every rank runs the whole update, gradients are whole too."""
+    t = twins(rank, world_size, "sharded_ddp", torch.optim.LBFGS, lr=0.1)
+    assert isinstance(t.model, ShardedDDP)
+    t.backward()
+    truth = nn.utils.get_total_norm([p.grad for p in t.plain.parameters()])
+    torch.testing.assert_close(_own_clip(t, 2.0), truth, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("world", GLOO, ids=str)
+def test_an_optimizer_that_every_rank_runs_whole(world: tuple[int, str]) -> None:
+    run(world, _whole)

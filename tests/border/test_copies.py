@@ -1,0 +1,106 @@
+"""Averages of weights, copies and pickles of wrapped models, and an OSS that was never stepped."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn, update_bn
+
+from shardkit import OSS, ShardedDDP
+from shardkit.errors import LifecycleError
+from shardkit.oss import NotConsolidatedError
+from tests.border.strategies import GLOO, STRATEGIES, WORLDS, batch, make_model, run, twins
+
+
+def _averaged(rank: int, world_size: int, strategy: str, ema: bool) -> None:
+    t = twins(rank, world_size, strategy)
+    options: dict[str, Any] = {"multi_avg_fn": get_ema_multi_avg_fn(0.5)} if ema else {}
+    averages = [AveragedModel(m, **options) for m in (t.model, t.plain)]
+    schedules = [SWALR(o, swa_lr=0.05, anneal_epochs=2) for o in (t.optimizer, t.plain_optimizer)]
+    for step in range(3):
+        t.zero_grad()
+        t.backward(step)
+        t.step()
+        for average, model, schedule in zip(averages, (t.model, t.plain), schedules, strict=True):
+            average.update_parameters(model)
+            schedule.step()
+    t.assert_equal()
+    with torch.no_grad():
+        mine, truth = (average.eval()(batch(0)) for average in averages)
+    torch.testing.assert_close(mine, truth)
+    update_bn([batch(0)], averages[0])
+
+
+@pytest.mark.parametrize("world", GLOO, ids=str)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("ema", [False, True])
+def test_averaged_models(world: tuple[int, str], strategy: str, ema: bool) -> None:
+    run(world, _averaged, strategy, ema)
+
+
+def _saved(model: nn.Module) -> Any:
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+def _copied(rank: int, world_size: int) -> None:
+    t = twins(rank, world_size, "sharded_ddp")
+    assert isinstance(t.model, ShardedDDP)
+    t.backward()
+    t.step()
+    for copied in (copy.deepcopy(t.model), pickle.loads(pickle.dumps(t.model)), _saved(t.model)):
+        assert list(copied.state_dict()) == list(t.model.state_dict())
+        with torch.no_grad():
+            torch.testing.assert_close(copied(batch(rank)), t.plain(batch(rank)))
+        copied.zero_grad()
+        for use in (
+            lambda c=copied: c(batch(rank)),
+            copied.reduce,
+            copied.sync_buffers,
+            copied.refresh_trainable,
+        ):
+            with pytest.raises(LifecycleError, match="copy of a ShardedDDP"):
+                use()
+        again = ShardedDDP(copied.module, OSS(copied.module.parameters(), lr=0.1))
+        again(batch(rank)).sum().backward()
+    t.zero_grad()
+    t.backward(1)  # the original goes on
+    t.step()
+    t.assert_equal()
+
+
+@pytest.mark.parametrize("world", WORLDS, ids=str)
+def test_copies_of_a_sharded_ddp(world: tuple[int, str]) -> None:
+    run(world, _copied)
+
+
+def _never_stepped(rank: int, world_size: int) -> None:
+    model = make_model()
+    optimizer = OSS(model.parameters(), torch.optim.AdamW, lr=0.25)
+    plain = torch.optim.AdamW(model.parameters(), lr=0.25)
+    state = optimizer.state_dict()
+    assert state["state"] == {}
+    assert state["param_groups"] == plain.state_dict()["param_groups"]
+    optimizer.load_state_dict(state)
+    model(batch(rank)).sum().backward()
+    optimizer.step()
+    with pytest.raises(NotConsolidatedError, match="consolidate_state_dict"):
+        optimizer.state_dict()
+    optimizer.consolidate_state_dict(-1)
+    fresh = OSS(model.parameters(), torch.optim.AdamW, lr=0.25)
+    fresh.load_state_dict(optimizer.state_dict())
+    with pytest.raises(NotConsolidatedError, match="consolidate_state_dict"):
+        fresh.state_dict()
+
+
+@pytest.mark.parametrize("world", WORLDS, ids=str)
+def test_the_state_of_an_oss_that_was_never_stepped(world: tuple[int, str]) -> None:
+    run(world, _never_stepped)

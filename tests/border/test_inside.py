@@ -1,0 +1,310 @@
+"""Modules inside of an FSDP module, asked themselves; methods, attributes and items through the wrapper."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from shardkit import FSDP, PrecisionPolicy
+from shardkit.errors import LifecycleError
+from tests.pools import rank_pool
+
+pytestmark = pytest.mark.timeout(120)
+
+
+class Net(nn.Module):
+    """Uneven sizes, a unit inside, weights tied over both, and methods that compute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(5, 7)
+        self.blocks = nn.ModuleList([nn.Linear(7, 7), nn.Linear(7, 7, bias=False)])
+        self.head = nn.Linear(7, 3)
+        self.blocks[1].weight = self.blocks[0].weight
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.parameters()).device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return next(p.dtype for p in self.parameters() if p.is_floating_point())
+
+    def encode(self, x: torch.Tensor) -> torch.Tensor:
+        """Not forward, and with parameters of the root's own."""
+        x = self.embed(x.to(self.device, self.dtype))
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return x
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.encode(x))
+
+    @torch.no_grad()
+    def generate(self, x: torch.Tensor, steps: int = 3) -> torch.Tensor:
+        """Calls itself again and again."""
+        for _ in range(steps):
+            x = torch.cat([x[:, 3:], self(x)], 1)
+        return x
+
+    def describe(self) -> int:
+        """Computes nothing."""
+        return sum(p.numel() for p in self.parameters())
+
+    def saved(self) -> dict[str, torch.Tensor]:
+        """As ``save_pretrained``."""
+        return self.state_dict()
+
+
+def plain() -> Net:
+    torch.manual_seed(0)
+    return Net()
+
+
+def units(flatten: bool = True, nested: bool = True, **options: Any) -> FSDP:
+    model = plain()
+    if nested:
+        model.blocks[0] = FSDP(model.blocks[0], flatten=flatten, **options)
+    return FSDP(model, flatten=flatten, **options)
+
+
+def inputs(rank: int, step: int = 0) -> torch.Tensor:
+    return torch.randn(4, 5, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+LAYOUTS = [(True, True), (True, False), (False, True), (False, False)]
+
+
+def gap(model: nn.Module, truth: nn.Module) -> float:
+    """Largest difference between full state dicts; names have to agree."""
+    mine, values = model.state_dict(), truth.state_dict()
+    assert list(mine) == list(values)
+    return max(float((mine[n] - v).abs().max()) for n, v in values.items())
+
+
+def train(
+    model: nn.Module, truth: nn.Module, rank: int, world: int, call: Callable[..., torch.Tensor]
+) -> None:
+    """Three steps of each."""
+    first, second = (
+        torch.optim.SGD([p for p in m.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
+        for m in (model, truth)
+    )
+    for step in range(3):
+        first.zero_grad()
+        second.zero_grad()
+        call(model, inputs(rank, step)).pow(2).sum().backward()
+        torch.stack([call(truth, inputs(r, step)).pow(2).sum() for r in range(world)]).mean().backward()
+        first.step()
+        second.step()
+
+
+# ------------------------------------------------------------------------------------ methods
+def _methods(rank: int, world: int, nested: bool, flatten: bool) -> None:
+    model, truth = units(flatten, nested), plain()
+    torch.testing.assert_close(model.generate(inputs(rank)), truth.generate(inputs(rank)), rtol=0, atol=1e-6)
+    train(model, truth, rank, world, lambda m, x: m.encode(x))
+    assert gap(model, truth) <= 1e-6
+    train(model, truth, rank, world, lambda m, x: m(x))  # and forward after that
+    assert gap(model, truth) <= 1e-6
+    torch.testing.assert_close(
+        model.generate(inputs(0), steps=2), truth.generate(inputs(0), steps=2), rtol=0, atol=1e-6
+    )
+    saved = model.saved()
+    assert list(saved) == list(truth.state_dict())
+    for name, value in truth.state_dict().items():
+        torch.testing.assert_close(saved[name], value, rtol=0, atol=1e-6)
+    if rank == 0:  # computes nothing, so that other ranks need not
+        model.describe()
+
+
+@pytest.mark.parametrize(("nested", "flatten"), LAYOUTS)
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_methods_through_the_wrapper(world: int, nested: bool, flatten: bool) -> None:
+    rank_pool(world).run(_methods, world, nested, flatten)
+
+
+@pytest.mark.parametrize("nested", [True, False])
+def test_methods_on_simulated_ranks(nested: bool) -> None:
+    rank_pool(2, "simulated").run(_methods, 2, nested, True)
+
+
+def _method_fails(rank: int) -> None:
+    model, truth = units(), plain()
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        model.encode(torch.ones(2, 4))
+    train(model, truth, rank, 2, lambda m, x: m.encode(x))
+    assert gap(model, truth) <= 1e-6
+    assert model.generate.__name__ == "generate"
+
+
+def test_a_method_that_raises() -> None:
+    rank_pool(2).run(_method_fails)
+
+
+# ------------------------------------------------------------------------------------ asked themselves
+def _asked(rank: int) -> None:
+    truth = plain()
+    names = [n for n, _ in truth.named_parameters()]
+    for nested in (True, False):
+        model = units(nested=nested)
+        inner: Any = model.module
+        assert (inner.device, inner.dtype) == (truth.device, truth.dtype)
+        assert model.describe() == truth.describe()
+        assert [n for n, _ in inner.named_parameters()] == names
+        assert [n for n, _ in inner.named_parameters("a")] == [f"a.{n}" for n in names]
+        assert [n for n, _ in inner.head.named_parameters()] == ["weight", "bias"]
+        assert [n for n, _ in inner.named_parameters(recurse=False)] == []
+        assert dict(inner.named_modules()).keys() == dict(truth.named_modules()).keys()
+        assert [tuple(p.shape) for p in inner.parameters()] == [tuple(p.shape) for p in truth.parameters()]
+        # what is around sees shards alone
+        assert all("flat_param" in n for n, _ in model.named_parameters())
+        assert len(list(nn.Sequential(model).parameters())) == 1 + nested
+        with model.summon_full_params():
+            assert [n for n, _ in inner.named_parameters()] == names
+        for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+            first = next(iter(twin.module.head.parameters()))
+            assert first is twin.module.head.weight
+            assert [n for n, _ in twin.module.named_parameters()] == names
+            assert gap(twin, truth) == 0
+        with model.summon_full_params():
+            alone = copy.deepcopy(inner.head)
+        assert next(alone.parameters()) is alone.weight
+        alone.load_state_dict(alone.state_dict())
+
+
+def test_modules_inside_list_what_they_were_written_with() -> None:
+    rank_pool(2).run(_asked)
+
+
+def _frozen(rank: int, world: int, how: str) -> None:
+    model, truth = units(), plain()
+    for m in (model.module, truth):
+        if how == "module":
+            m.head.requires_grad_(False)
+            m.blocks.requires_grad_(False)
+        else:
+            for name, p in m.named_parameters():
+                p.requires_grad = not name.startswith(("head", "blocks.0"))
+    train(model, truth, rank, world, lambda m, x: m(x))
+    assert gap(model, truth) <= 1e-6
+    torch.testing.assert_close(model.module.head.bias.requires_grad, False)
+
+
+@pytest.mark.parametrize("how", ["module", "loop"])
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_freezing_through_modules_inside(world: int, how: str) -> None:
+    rank_pool(world).run(_frozen, world, how)
+
+
+def _state_dicts(rank: int, world: int, flatten: bool) -> None:
+    model, truth = units(flatten), plain()
+    inner: Any = model.module
+    values = truth.state_dict()
+    if flatten or world > 1:
+        for m in (inner, inner.head, nn.Sequential(inner)):
+            with pytest.raises(LifecycleError, match=r"state_dict\(\) of a .* inside of an FSDP module"):
+                m.state_dict()
+        with pytest.raises(LifecycleError, match="sharded over"):
+            inner.load_state_dict(values, strict=False)
+        with pytest.raises(LifecycleError, match="sharded over"):
+            inner.head.load_state_dict(truth.head.state_dict())
+    with model.summon_full_params():
+        assert list(inner.state_dict()) == list(values)
+        inner.head.load_state_dict({n: v * 2 for n, v in truth.head.state_dict().items()})
+    torch.testing.assert_close(model.state_dict()["head.weight"], values["head.weight"] * 2)
+    model.load_local_state_dict(model.local_state_dict())
+    around = nn.Sequential(model)
+    around.load_state_dict({f"0.{n}": v for n, v in values.items()})
+    assert gap(model, truth) == 0
+
+
+@pytest.mark.parametrize("flatten", [True, False])
+@pytest.mark.parametrize("world", [1, 2])
+def test_state_dicts_of_modules_inside_are_refused(world: int, flatten: bool) -> None:
+    rank_pool(world).run(_state_dicts, world, flatten)
+
+
+def _half(rank: int) -> torch.dtype:
+    model = units(precision=PrecisionPolicy(compute=torch.bfloat16))
+    return model(inputs(rank)).dtype
+
+
+def test_dtype_in_forward_is_that_of_compute() -> None:
+    assert rank_pool(2).run(_half) == [torch.bfloat16] * 2
+
+
+# ------------------------------------------------------------------------------------ containers
+def _containers(rank: int) -> None:
+    layers = [nn.Linear(2, 2), nn.ReLU()]
+    row, table = FSDP(nn.Sequential(*layers)), FSDP(nn.ModuleDict({"a": nn.Linear(2, 2)}))
+    assert len(row) == 2
+    assert list(row) == layers
+    assert list(reversed(row)) == layers[::-1]
+    assert row[-1] is layers[1]
+    assert isinstance(row[:1], nn.Sequential)
+    assert layers[0] in row
+    assert "a" in table
+    assert "b" not in table
+    assert list(table) == ["a"]
+    row[1] = nn.Tanh()
+    assert isinstance(row.module[1], nn.Tanh)  # type: ignore[index]
+    linear = FSDP(nn.Linear(2, 2))
+    assert linear
+    for wrong in (len, iter, lambda m: 0 in m):
+        with pytest.raises(TypeError, match="Linear"):
+            wrong(linear)
+
+
+def test_containers() -> None:
+    rank_pool(2).run(_containers)
+
+
+def _saved_whole(rank: int) -> None:
+    model, truth = units(), plain()
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    again = torch.load(file, weights_only=False)
+    train(again, truth, rank, 2, lambda m, x: m.encode(x))
+    assert gap(again, truth) <= 1e-6
+
+
+def test_a_model_saved_as_a_whole() -> None:
+    rank_pool(2).run(_saved_whole)
+
+
+def _copies_keep_groups(rank: int) -> None:
+    import torch.distributed as dist
+
+    from shardkit.errors import ConfigurationError
+
+    alone = [dist.new_group([r]) for r in range(2)][rank]
+    model, truth = FSDP(plain(), group=alone), plain()
+    twin = copy.deepcopy(model)
+    for step in range(2):
+        for m, batches in ((twin, [rank]), (truth, [rank])):
+            m.zero_grad()
+            torch.stack([m(inputs(r, step)).pow(2).sum() for r in batches]).mean().backward()
+            torch.optim.SGD(m.parameters(), lr=0.1).step()
+    assert gap(twin, truth) <= 1e-6
+    file = pickle.dumps(model)
+    with pytest.raises(ConfigurationError, match="a shard of 1 and is loaded by 2 ranks"):
+        pickle.loads(file)
+    hybrid = FSDP(plain(), group=alone, replicas=dist.group.WORLD)
+    with pytest.raises(ConfigurationError, match="replicas can't be pickled"):
+        pickle.dumps(hybrid)
+    twin, truth = copy.deepcopy(hybrid), plain()
+    train(twin, truth, rank, 2, lambda m, x: m(x))
+    assert gap(twin, truth) <= 1e-6
+
+
+def test_copies_keep_their_groups_and_pickles_do_not() -> None:
+    rank_pool(2).run(_copies_keep_groups)

@@ -1,0 +1,242 @@
+"""Today's libraries with sharded models: transformers, peft, accelerate, each as its users do it.
+
+Models are made from small configurations; nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from shardkit import FSDP
+from shardkit.errors import ConfigurationError
+from tests.pools import free_port, rank_pool
+
+pytestmark = pytest.mark.timeout(120)
+for library in ("transformers", "peft", "accelerate"):
+    pytest.importorskip(
+        library, reason="libraries of the extra 'libraries' are tested where they are installed"
+    )
+
+
+def llama(**options: Any) -> Any:
+    """Two layers; the head is tied to the embedding if asked for."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 33, "hidden_size": 16, "intermediate_size": 23, "num_hidden_layers": 2}
+    return LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2, pad_token_id=0, **options))
+
+
+def adapted() -> Any:
+    """With adapters that do something."""
+    from peft import LoraConfig, get_peft_model
+
+    model = get_peft_model(llama(), LoraConfig(r=3, target_modules=["q_proj", "v_proj"]))
+    draw = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if "lora_B" in name:
+                p.copy_(torch.randn(p.shape, generator=draw) * 0.1)
+    return model
+
+
+def sharded(model: Any, nested: bool = True, flatten: bool = True) -> FSDP:
+    """Each layer a unit, or all in one."""
+    if nested:
+        layers = next(m for m in model.modules() if isinstance(m, nn.ModuleList))
+        for k in range(len(layers)):
+            layers[k] = FSDP(layers[k], flatten=flatten)
+    return FSDP(model, flatten=flatten)
+
+
+def tokens(rank: int, step: int = 0) -> torch.Tensor:
+    return torch.randint(3, 33, (2, 7), generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def gap(state: dict[str, torch.Tensor], truth: dict[str, torch.Tensor]) -> float:
+    """Largest difference; names have to agree."""
+    assert list(state) == list(truth)
+    return max(float((state[n] - v).abs().max()) for n, v in truth.items())
+
+
+def trainable(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+
+
+def train(model: Any, truth: Any, rank: int, world: int) -> None:
+    """Two steps of each."""
+    first, second = trainable(model), trainable(truth)
+    for step in range(2):
+        first.zero_grad()
+        second.zero_grad()
+        model(input_ids=tokens(rank, step), labels=tokens(rank, step)).loss.backward()
+        losses = [truth(input_ids=tokens(r, step), labels=tokens(r, step)).loss for r in range(world)]
+        torch.stack(losses).mean().backward()
+        first.step()
+        second.step()
+
+
+LAYOUTS = [(True, True), (False, True), (True, False)]
+
+
+# ------------------------------------------------------------------------------------ transformers
+def _transformers(rank: int, world: int, nested: bool, flatten: bool, folder: Path) -> None:
+    from transformers import LlamaForCausalLM
+
+    model, truth = sharded(llama(), nested, flatten), llama()
+    model.gradient_checkpointing_enable()
+    model.train()
+    train(model, truth, rank, world)
+    model.save_pretrained(folder)
+    dist.barrier()
+    again = LlamaForCausalLM.from_pretrained(folder)
+    assert gap(again.state_dict(), truth.state_dict()) <= 1e-6
+    inner: Any = model.module
+    assert (inner.dtype, inner.device.type) == (torch.float32, "cpu")
+    if flatten:
+        assert inner.num_parameters() == truth.num_parameters()
+    model.eval()
+    mine = model.generate(tokens(0), max_new_tokens=4, do_sample=False)
+    assert torch.equal(mine, truth.eval().generate(tokens(0), max_new_tokens=4, do_sample=False))
+    with pytest.raises(ConfigurationError, match="before it is wrapped"):
+        model.set_input_embeddings(nn.Embedding(40, 16))
+
+
+@pytest.mark.parametrize(("nested", "flatten"), LAYOUTS)
+@pytest.mark.parametrize("world", [1, 2])
+def test_transformers(world: int, nested: bool, flatten: bool, tmp_path: Path) -> None:
+    rank_pool(world).run(_transformers, world, nested, flatten, tmp_path)
+
+
+def _without_parameters_of_its_own(rank: int) -> None:
+    from transformers import XLNetConfig, XLNetModel
+
+    def make() -> Any:
+        torch.manual_seed(0)
+        return XLNetModel(XLNetConfig(vocab_size=33, d_model=16, n_layer=2, n_head=2, d_inner=23, dropout=0))
+
+    outputs = FSDP(make())(tokens(rank)).last_hidden_state  # asks for its own dtype
+    torch.testing.assert_close(outputs, make()(tokens(rank)).last_hidden_state, rtol=0, atol=1e-6)
+
+
+def test_a_model_that_asks_for_its_dtype() -> None:
+    rank_pool(2).run(_without_parameters_of_its_own)
+
+
+# ------------------------------------------------------------------------------------ peft
+def _peft(rank: int, world: int, nested: bool, flatten: bool, folder: Path) -> None:
+    from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
+
+    model, truth = sharded(adapted(), nested, flatten), adapted()
+    train(model, truth, rank, world)
+    expected = get_peft_model_state_dict(truth)
+    found = get_peft_model_state_dict(model.module, state_dict=model.state_dict())
+    assert gap(found, expected) <= 1e-6
+    where = folder / str(rank)
+    model.save_pretrained(where)
+    again = PeftModel.from_pretrained(llama(), where)
+    assert gap(get_peft_model_state_dict(again), expected) <= 1e-6
+    with model.disable_adapter(), truth.disable_adapter():
+        mine = model(input_ids=tokens(rank)).logits
+        torch.testing.assert_close(mine, truth(input_ids=tokens(rank)).logits, rtol=0, atol=1e-5)
+    model.eval()
+    mine = model.generate(input_ids=tokens(0), max_new_tokens=3, do_sample=False)
+    assert torch.equal(mine, truth.eval().generate(input_ids=tokens(0), max_new_tokens=3, do_sample=False))
+    with pytest.raises(ConfigurationError, match="before it is wrapped"):
+        get_peft_model(sharded(llama(), nested, flatten), LoraConfig(r=3, target_modules=["q_proj"]))
+
+
+@pytest.mark.parametrize(("nested", "flatten"), LAYOUTS)
+@pytest.mark.parametrize("world", [1, 2])
+def test_peft(world: int, nested: bool, flatten: bool, tmp_path: Path) -> None:
+    rank_pool(world).run(_peft, world, nested, flatten, tmp_path)
+
+
+# ------------------------------------------------------------------------------------ accelerate
+def regressor() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 5))
+
+
+def units() -> FSDP:
+    model = regressor()
+    model[2] = FSDP(model[2])
+    return FSDP(model)
+
+
+def inputs(rank: int, step: int) -> torch.Tensor:
+    return torch.randn(4, 5, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def trained_truth(world: int, steps: int) -> dict[str, torch.Tensor]:
+    """One process, the same batches."""
+    truth = regressor()
+    optimizer = torch.optim.AdamW(truth.parameters(), lr=0.1)
+    for step in range(steps):
+        optimizer.zero_grad()
+        torch.stack([truth(inputs(r, step)).pow(2).sum() for r in range(world)]).mean().backward()
+        optimizer.step()
+    return truth.state_dict()
+
+
+class Environment:
+    """What a launcher sets; libraries read it."""
+
+    def __init__(self, rank: int, port: int) -> None:
+        world = dist.get_world_size()
+        self._new = {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(world),
+            "GROUP_RANK": "0",
+            "LOCAL_WORLD_SIZE": str(world),
+            "MASTER_ADDR": "localhost",
+            "MASTER_PORT": str(port),
+            "TORCHELASTIC_RUN_ID": "1",
+            "ACCELERATE_USE_CPU": "1",
+        }
+
+    def __enter__(self) -> None:
+        self._old = dict(os.environ)
+        os.environ.update(self._new)
+
+    def __exit__(self, *error: Any) -> None:
+        os.environ.clear()
+        os.environ.update(self._old)
+
+
+def _accelerate(rank: int, world: int, port: int, folder: Path) -> None:
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
+
+    with Environment(rank, port):
+        accelerator = Accelerator(cpu=True)
+        try:
+            if world > 1:
+                with pytest.raises(ConfigurationError, match="prepare_model"):
+                    accelerator.prepare(units())
+            model = accelerator.prepare_model(units(), evaluation_mode=True)
+            optimizer = accelerator.prepare(torch.optim.AdamW(model.parameters(), lr=0.1))
+            for step in range(3):
+                optimizer.zero_grad()
+                accelerator.backward(model(inputs(rank, step)).pow(2).sum())
+                optimizer.step()
+                if step == 1:
+                    accelerator.save_state(str(folder))
+            truth = trained_truth(world, 3)
+            assert gap(model.state_dict(), truth) <= 1e-6
+            assert gap(accelerator.get_state_dict(accelerator.unwrap_model(model)), truth) <= 1e-6
+        finally:
+            AcceleratorState._reset_state(True)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_accelerate(world: int, tmp_path: Path) -> None:
+    rank_pool(world).run(_accelerate, world, free_port(), tmp_path)

@@ -1,0 +1,271 @@
+"""Optimizers over what a strategy lists: which classes, made when, stepped how."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+import shardkit
+from shardkit import FSDP, OSS, ShardedDDP
+from shardkit.elementwise import Verdict, judge
+from shardkit.errors import ConfigurationError, LifecycleError
+from tests.border.strategies import GLOO, STRATEGIES, WORLDS, loss_of, make_model, run, twins, wrapped
+
+BY_FSDP = [s for s in STRATEGIES if s != "sharded_ddp"]
+
+
+class Lamb(Optimizer):
+    """The rate of a parameter is that of its norm to its gradient's."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.add_(p.grad, alpha=-group["lr"] * float(p.norm() / p.grad.norm()))
+
+
+class Orthogonal(torch.optim.SGD):
+    """Matrices are treated as such, all else as by SGD."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                update = torch.linalg.qr(p.grad)[0] if p.ndim == 2 else p.grad
+                p.sub_(update * group["lr"])
+
+
+class Blocks(torch.optim.SGD):
+    """Gradients of large tensors are rounded in blocks, as 8-bit optimizers round their state."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                grad = p.grad
+                if grad.numel() >= 4096 and grad.numel() % 256 == 0:
+                    blocks = grad.reshape(-1, 256)
+                    size = blocks.abs().amax(1, keepdim=True) / 127
+                    grad = ((blocks / size).round() * size).view_as(grad)
+                p.sub_(grad * group["lr"])
+
+
+class Noisy(torch.optim.SGD):
+    """Element-wise but for noise."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.sub_((p.grad + torch.randn_like(p)) * group["lr"])
+
+
+class MyAdamW(torch.optim.AdamW):
+    """As users derive it."""
+
+
+class NeedsMore(torch.optim.SGD):
+    """Can't be made from its options alone."""
+
+    def __init__(self, params: Any, model: nn.Module, lr: float = 0.1) -> None:
+        super().__init__(params, lr=lr)
+        if not isinstance(model, nn.Module):
+            raise TypeError("it wants the model")
+
+
+# ------------------------------------------------------------------ which classes
+@pytest.mark.parametrize(
+    ("kind", "options", "verdict"),
+    [
+        (torch.optim.AdamW, {}, Verdict.ELEMENTWISE),
+        (MyAdamW, {}, Verdict.ELEMENTWISE),
+        (MyAdamW, {"lr": 0.0}, Verdict.ELEMENTWISE),
+        (shardkit.optim.Adam, {}, Verdict.ELEMENTWISE),
+        (torch.optim.Adafactor, {}, Verdict.COUPLED),
+        (torch.optim.LBFGS, {}, Verdict.COUPLED),
+        (Lamb, {}, Verdict.COUPLED),
+        (Orthogonal, {"lr": 0.1}, Verdict.COUPLED),
+        (Blocks, {"lr": 0.1}, Verdict.COUPLED),
+        (Noisy, {"lr": 0.1}, Verdict.UNKNOWN),
+        (NeedsMore, {"model": nn.Identity()}, Verdict.UNKNOWN),
+    ],
+)
+def test_classes_are_tried(kind: Callable[..., Optimizer], options: dict[str, Any], verdict: Verdict) -> None:
+    param = nn.Parameter(torch.ones(3))
+    assert judge(kind([param], **options)) is verdict
+    assert torch.equal(param, torch.ones(3))
+
+
+@pytest.mark.parametrize(
+    "kind", [c for c in vars(torch.optim).values() if isinstance(c, type) and issubclass(c, Optimizer)]
+)
+def test_every_optimizer_of_torch_is_judged_as_if_it_were_tried(kind: Any) -> None:
+    if kind in (Optimizer, torch.optim.LBFGS, torch.optim.SparseAdam) or kind.__name__ == "Muon":
+        return  # abstract, needs closures, sparse gradients, matrices only
+    derived = type("Derived", (kind,), {})
+    param = nn.Parameter(torch.ones(3))
+    truth = Verdict.ELEMENTWISE if judge(kind([param])) is Verdict.ELEMENTWISE else Verdict.COUPLED
+    assert judge(derived([param])) is truth
+
+
+def _refused(rank: int, world_size: int, strategy: str, kind: Any) -> None:
+    model = wrapped(strategy, make_model())
+    optimizer = kind(model.parameters(), lr=0.1)
+    loss_of(model, rank).backward()
+    before = [p.detach().clone() for p in model.parameters()]
+    for _ in range(2):  # not once only
+        with pytest.raises(ConfigurationError, match=rf"{kind.__name__}.*AdamW.*OSS.*declare_elementwise"):
+            optimizer.step(lambda: torch.zeros(()))
+    assert all(torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
+
+
+@pytest.mark.parametrize("world", WORLDS, ids=str)
+@pytest.mark.parametrize("kind", [torch.optim.Adafactor, torch.optim.LBFGS, Lamb])
+def test_what_is_not_elementwise_is_refused_over_vectors(world: tuple[int, str], kind: Any) -> None:
+    run(world, _refused, "units", kind)
+
+
+def _whole(rank: int, world_size: int, strategy: str, kind: Any) -> None:
+    t = twins(rank, world_size, strategy, kind, lr=0.1)
+    for step in range(2):
+        t.zero_grad()
+        t.backward(step)
+        t.step()
+    t.assert_equal()
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adafactor, Lamb])
+def test_it_is_right_over_whole_parameters(kind: Any) -> None:
+    run((3, "gloo"), _whole, "sharded_ddp", kind)
+    run((1, "gloo"), _whole, "unflattened", kind)
+
+
+def _warned(rank: int, world_size: int) -> list[str]:
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("shardkit").addHandler(handler)
+    try:
+        model = wrapped("fsdp", make_model())
+        optimizer = NeedsMore(model.parameters(), model)
+        for _ in range(2):
+            loss_of(model, rank).backward()
+            optimizer.step()
+    finally:
+        logging.getLogger("shardkit").removeHandler(handler)
+    return messages
+
+
+def test_what_cannot_be_tried_is_warned_of_once() -> None:
+    for messages in run((2, "gloo"), _warned):
+        assert [m for m in messages if "declare_elementwise(NeedsMore)" in m] == messages
+        assert len(messages) == 1
+
+
+def test_declared_classes_are_not_tried() -> None:
+    declared = shardkit.declare_elementwise(type("Declared", (Lamb,), {}))
+    assert judge(declared([nn.Parameter(torch.ones(3))])) is Verdict.ELEMENTWISE
+    assert judge(Lamb([nn.Parameter(torch.ones(3))])) is Verdict.COUPLED
+
+
+# ------------------------------------------------------------------ made when
+def _made_before(rank: int, world_size: int, strategy: str, stepped_before: bool) -> None:
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if stepped_before:
+        loss_of(model, rank).backward()
+        optimizer.step()
+    sharded = wrapped(strategy, model)
+    loss_of(sharded, rank).backward()
+    with pytest.raises(LifecycleError, match="after wrapping"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("world", WORLDS, ids=str)
+@pytest.mark.parametrize("strategy", BY_FSDP)
+@pytest.mark.parametrize("stepped_before", [False, True])
+def test_an_optimizer_made_before_wrapping(
+    world: tuple[int, str], strategy: str, stepped_before: bool
+) -> None:
+    run(world, _made_before, strategy, stepped_before)
+
+
+def _made_between(rank: int, world_size: int) -> None:
+    """Units are wrapped, then the optimizer is made, then the root is wrapped: the root's own parameters are lost."""
+    model = make_model()
+    model[2] = FSDP(model[2])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    sharded = FSDP(model)
+    loss_of(sharded, rank).backward()
+    with pytest.raises(LifecycleError, match=r"4 of the 5 parameters .*'0.bias'"):
+        optimizer.step()
+
+
+def test_an_optimizer_made_before_the_root_is_wrapped() -> None:
+    run((2, "gloo"), _made_between)
+
+
+def _oss_over_shards(rank: int, world_size: int) -> None:
+    model = wrapped("units", make_model())
+    with pytest.raises(ConfigurationError, match=r"shards.*AdamW\(model.parameters"):
+        OSS(model.parameters(), torch.optim.AdamW, lr=0.1)
+    linear = nn.Linear(3, 3)
+    oss = OSS(linear.parameters(), torch.optim.AdamW, lr=0.1)
+    with pytest.raises(ConfigurationError, match="shards"):
+        oss.add_param_group({"params": list(model.parameters())})
+    with pytest.raises(ConfigurationError, match="ShardedDDP can't wrap this module"):
+        ShardedDDP(model, oss)
+
+
+@pytest.mark.parametrize("world", GLOO, ids=str)
+def test_sharding_twice_is_refused(world: tuple[int, str]) -> None:
+    run(world, _oss_over_shards)
+
+
+# ------------------------------------------------------------------ groups
+def _groups(rank: int, world_size: int, strategy: str, how: str) -> list[str]:
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("shardkit").addHandler(handler)
+    try:
+        model = wrapped(strategy, make_model())
+        params = list(model.parameters())
+        groups = {
+            "by ndim": [
+                {"params": [p for p in params if p.ndim >= 2], "weight_decay": 0.1},
+                {"params": [p for p in params if p.ndim < 2], "weight_decay": 0.0},
+            ],
+            "none decays": [{"params": params, "weight_decay": 0.0}],
+            "by place": [
+                {"params": params[:1], "weight_decay": 0.1},
+                {"params": params[1:], "weight_decay": 0.0},
+            ],
+            "an empty group for later": [
+                {"params": params, "weight_decay": 0.1},
+                {"params": [], "weight_decay": 0.1},
+            ],
+        }[how]
+        optimizer = torch.optim.AdamW(groups, lr=0.1)
+        for _ in range(2):
+            loss_of(model, rank).backward()
+            optimizer.step()
+    finally:
+        logging.getLogger("shardkit").removeHandler(handler)
+    return messages
+
+
+@pytest.mark.parametrize("strategy", BY_FSDP)
+@pytest.mark.parametrize("how", ["by ndim", "none decays", "by place", "an empty group for later"])
+def test_groups_by_dimension_are_warned_of(strategy: str, how: str) -> None:
+    for messages in run((2, "gloo"), _groups, strategy, how):
+        assert ["p.ndim" in m for m in messages] == ([True] if how == "by ndim" else [])

@@ -1,0 +1,244 @@
+"""Wrappers around wrappers, and what is put into a module after it was wrapped: right, or refused on all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.nn.utils import parametrizations, prune
+
+from shardkit import FSDP, OSS, ShardedDDP
+from shardkit.errors import ConfigurationError, ShardkitError
+from tests.pools import rank_pool
+
+pytestmark = pytest.mark.timeout(60)
+
+
+def plain() -> nn.Sequential:
+    """Uneven sizes; the last layer is the one that becomes a unit."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 5))
+
+
+def units(**options: Any) -> FSDP:
+    """The model as a root with a unit inside."""
+    model = plain()
+    model[2] = FSDP(model[2], **options)
+    return FSDP(model, **options)
+
+
+def part_sharded() -> nn.Sequential:
+    """A plain module of which one layer is sharded."""
+    model = plain()
+    model[2] = FSDP(model[2])
+    return model
+
+
+def sharded_ddp(model: nn.Module) -> ShardedDDP:
+    """With an optimizer of its own."""
+    return ShardedDDP(model, OSS(model.parameters(), torch.optim.SGD, lr=0.1))
+
+
+def fsdp1(module: nn.Module) -> nn.Module:
+    """Torch's first FSDP."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    return FullyShardedDataParallel(module, device_id=torch.device("cpu"))
+
+
+def fsdp2(module: nn.Module) -> nn.Module:
+    """Torch's second FSDP."""
+    from torch.distributed.fsdp import fully_shard
+
+    return fully_shard(module)  # type: ignore[return-value]
+
+
+def distributed(module: nn.Module) -> nn.Module:
+    """Parameters are DTensors."""
+    from torch.distributed.tensor import distribute_module, init_device_mesh
+
+    return distribute_module(module, init_device_mesh("cpu", (dist.get_world_size(),)))
+
+
+def replicated(module: nn.Module) -> nn.Module:
+    """Torch's wrapper without a wrapper, around a list of parameters."""
+    return DistributedDataParallel(nn.ParameterList(list(module.parameters())))
+
+
+def with_wrapped_layer(wrap: Callable[[nn.Module], nn.Module]) -> nn.Sequential:
+    """Only the last layer is wrapped."""
+    model = plain()
+    model[2] = wrap(model[2])
+    return model
+
+
+NESTED: dict[str, Callable[[], Any]] = {
+    "DDP of FSDP": lambda: DistributedDataParallel(units()),
+    "DDP of FSDP, not flat": lambda: DistributedDataParallel(units(flatten=False)),
+    "DDP of a part": lambda: DistributedDataParallel(part_sharded()),
+    "DDP of shards": lambda: replicated(units()),
+    "DDP of ShardedDDP": lambda: DistributedDataParallel(sharded_ddp(plain())),
+    "DataParallel of FSDP": lambda: DataParallel(units()),
+    "FSDP1 of FSDP": lambda: fsdp1(units()),
+    "FSDP1 of a part": lambda: fsdp1(part_sharded()),
+    "FSDP2 of FSDP": lambda: fsdp2(units()),
+    "FSDP2 of a part": lambda: fsdp2(part_sharded()),
+    "FSDP of DDP": lambda: FSDP(DistributedDataParallel(plain())),
+    "FSDP of a DDP part": lambda: FSDP(with_wrapped_layer(DistributedDataParallel)),
+    "FSDP of ShardedDDP": lambda: FSDP(sharded_ddp(plain())),
+    "FSDP of FSDP1": lambda: FSDP(fsdp1(plain())),
+    "FSDP of an FSDP2 part": lambda: FSDP(with_wrapped_layer(fsdp2)),
+    "FSDP of DTensors": lambda: FSDP(distributed(plain())),
+    "ShardedDDP of DDP": lambda: sharded_ddp(DistributedDataParallel(plain())),
+    "ShardedDDP of FSDP": lambda: sharded_ddp(units()),
+    "ShardedDDP of an FSDP part": lambda: sharded_ddp(part_sharded()),
+    "ShardedDDP of ShardedDDP": lambda: sharded_ddp(sharded_ddp(plain())),
+}
+
+
+def _refused(rank: int, cases: dict[str, Callable[[], Any]], error: type[Exception]) -> dict[str, str]:
+    """What each case came to; the text of an error of this type, else what happened instead."""
+    seen = {}
+    for name, case in cases.items():
+        try:
+            case()
+            seen[name] = "nothing was raised"
+        except error as e:
+            seen[name] = f"refused: {e}"
+        except Exception as e:
+            seen[name] = f"{type(e).__name__}: {e}"
+    return seen
+
+
+def _nested(rank: int) -> dict[str, str]:
+    return _refused(rank, NESTED, ShardkitError)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_wrappers_refuse_each_other(world: int) -> None:
+    for seen in rank_pool(world).run(_nested):
+        assert {n: s for n, s in seen.items() if not s.startswith("refused: ")} == {}
+        for name in ("DDP of FSDP", "DDP of a part", "DDP of ShardedDDP"):
+            assert "DistributedDataParallel can't wrap" in seen[name], seen[name]
+            assert "prepare_model(model, evaluation_mode=True)" in seen[name], seen[name]
+        assert "its part '2' is a torch.nn.parallel.DistributedDataParallel" in seen["FSDP of a DDP part"]
+
+
+def _shards_stay(rank: int) -> float:
+    model = units()
+    before = [p.detach().clone() for p in model.parameters()]
+    with pytest.raises(ConfigurationError):
+        DistributedDataParallel(model)
+    return max(float((a - b).abs().max()) for a, b in zip(before, model.parameters(), strict=True))
+
+
+def test_a_refused_wrapper_leaves_the_shards_alone() -> None:
+    assert rank_pool(2).run(_shards_stay) == [0.0, 0.0]
+
+
+def inputs(rank: int, step: int) -> torch.Tensor:
+    """A rank's batch."""
+    return torch.randn(4, 5, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def _beside_ddp(rank: int) -> float:
+    """DDP averages the first layer, FSDP the last: names that DDP is told to ignore are nobody else's business."""
+    world = dist.get_world_size()
+    model, truth = part_sharded(), plain()
+    last: Any = model[2]
+    names = [n for path, m in last.named_modules(prefix="2") for n, _ in m.named_parameters(path, False)]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
+    wrapped = DistributedDataParallel(model)
+    mine, plains = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (wrapped, truth))
+    for step in range(3):
+        mine.zero_grad()
+        plains.zero_grad()
+        wrapped(inputs(rank, step)).pow(2).sum().backward()
+        torch.stack([truth(inputs(r, step)).pow(2).sum() for r in range(world)]).mean().backward()
+        mine.step()
+        plains.step()
+    state = model.state_dict()
+    return max(float((state[n] - v).abs().max()) for n, v in truth.state_dict().items())
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_ddp_that_ignores_the_shards_takes_the_rest(world: int) -> None:
+    assert max(rank_pool(world).run(_beside_ddp)) <= 1e-6
+
+
+def _last(model: FSDP) -> Any:
+    return model.module[2].module  # type: ignore[index]
+
+
+def _summoned(change: Callable[[FSDP], Any]) -> Callable[[FSDP], Any]:
+    def run(model: FSDP) -> None:
+        with model.summon_full_params():
+            change(model)
+
+    return run
+
+
+def _with_more(model: FSDP) -> nn.Sequential:
+    model.module.more = nn.Sequential()
+    return model.module.more
+
+
+CHANGES: dict[str, Callable[[FSDP], Any]] = {
+    "parameter": lambda m: m.module.register_parameter("extra", nn.Parameter(torch.ones(3))),
+    "attribute": lambda m: setattr(m.module[0], "scale", nn.Parameter(torch.ones(3))),
+    "other weight": lambda m: setattr(m.module[0], "weight", nn.Parameter(torch.ones(7, 5))),
+    "module": lambda m: setattr(m.module, "head", nn.Linear(2, 2)),
+    "appended": lambda m: m.append(nn.Linear(5, 5)),
+    "item": lambda m: m.module.__setitem__(0, nn.Linear(5, 7)),
+    "below what was empty": lambda m: _with_more(m).append(nn.Linear(1, 1)),
+    "spectral norm": _summoned(lambda m: parametrizations.spectral_norm(_last(m))),
+    "old weight norm": _summoned(lambda m: nn.utils.weight_norm(_last(m))),
+    "prune": _summoned(lambda m: prune.l1_unstructured(_last(m), "weight", 0.4)),
+}
+
+
+def _changed(rank: int, flatten: bool) -> dict[str, str]:
+    cases = {name: (lambda c=change: c(units(flatten=flatten))) for name, change in CHANGES.items()}
+    return _refused(rank, cases, ConfigurationError)
+
+
+@pytest.mark.parametrize("flatten", [True, False])
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_parameters_put_into_a_wrapped_module(world: int, flatten: bool) -> None:
+    for seen in rank_pool(world).run(_changed, flatten):
+        assert {n: s for n, s in seen.items() if not s.startswith("refused: ")} == {}
+        assert "'extra' is put into a Sequential" in seen["parameter"]
+
+
+def _allowed(rank: int) -> float:
+    """Modules without parameters, other values inside of summon, a unit of its own."""
+    model, truth = units(), plain()
+    model.module[1] = truth[1] = nn.ReLU()
+    weight = torch.full((7, 5), 0.3)
+    with model.summon_full_params():
+        model.module[0].weight = nn.Parameter(weight.clone())
+    truth[0].weight = nn.Parameter(weight.clone())
+    torch.manual_seed(1)
+    truth.append(nn.Linear(5, 3))
+    torch.manual_seed(1)
+    model.module.append(FSDP(nn.Linear(5, 3)))
+    mine, plains = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, truth))
+    for step in range(2):
+        mine.zero_grad()
+        plains.zero_grad()
+        model(inputs(rank, step)).pow(2).sum().backward()
+        torch.stack([truth(inputs(r, step)).pow(2).sum() for r in range(2)]).mean().backward()
+        mine.step()
+        plains.step()
+    state = model.state_dict()
+    return max(float((state[n] - v).abs().max()) for n, v in truth.state_dict().items())
+
+
+def test_what_may_be_put_into_a_wrapped_module() -> None:
+    assert max(rank_pool(2).run(_allowed)) <= 1e-6

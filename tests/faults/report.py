@@ -1,0 +1,157 @@
+"""docs/RELIABILITY.md from the cases, which are run for it: ``python -m tests.faults.report [case ...]``.
+
+Takes about 15 minutes: most of it is waiting for ranks that hang. The page is written after each outcome, so that
+nothing measured is lost; with names of cases it measures these again and keeps what the page says of the others.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from importlib.metadata import version
+from pathlib import Path
+
+from tests.faults.cases import CASES, OTHERS, Case
+from tests.faults.running import HANGS, KILLED, Outcome, run_case
+
+REPORT = Path(__file__).resolve().parents[2] / "docs" / "RELIABILITY.md"
+LIMIT = 30.0  # seconds
+AT_ONCE = 3
+NAMES = {"fsdp": "FSDP", "sharded_ddp": "ShardedDDP + OSS", "ddp": "torch DDP", "fsdp2": "torch FSDP2"}
+Cells = dict[tuple[str, str], str]  # by names of case and strategy
+
+HEAD = """\
+# When ranks lose each other
+
+One rank has a batch more than the others, or is killed, or swallows an error: what do the other ranks do then? This
+page says it for each case of `tests/faults/cases.py`, which `tests/faults/test_cases.py` runs too. It is made by
+`python -m tests.faults.report`.
+
+Each case is one small training on processes of one machine, connected by gloo. The columns:
+
+- **case**, **what happens**: the case's name, and what goes wrong after a first step that went well.
+- **FSDP**, **ShardedDDP + OSS**: the training with shardkit's wrappers.
+- **torch DDP**, **torch FSDP2**: the same program with torch's, where it makes sense there.
+
+A cell says how those ranks end that the case itself neither ends nor puts to sleep, and after how many seconds the
+last of them does, counted from the end of the first step. Each was measured once, with torch {torch} on Linux, with
+{cores} CPU cores, on which test runs of other programs were waiting for the processor all the time: some times are over
+the 10 s that shardkit aims at, and small differences between cells mean nothing.
+
+- `OutOfStepError`, `RankLostError`: shardkit's own. Other errors are torch's.
+- *goes on*: no error. Right for what is only slow, and where the strategy does not mind (DDP gathers no parameters, so
+  it doesn't matter in which order blocks are called). Otherwise it is a program that trains on with other numbers than
+  it should.
+- *hangs*: was waited for {limit:.0f} s. Without that it would wait for the process group's timeout, which is 30 minutes
+  unless `init_process_group(timeout=)` says something else.
+- *crashes*: the process ends without a Python error.
+- *not measured*: nothing is known of it here; the machine was too busy to start the ranks of every case in time.
+- a dash: makes no sense with that strategy.
+
+What is not covered:
+
+- CUDA with NCCL: shardkit doesn't watch waits there. They end when NCCL's own watchdog ends the job, after the process
+  group's timeout.
+- A rank that is stopped, or whose network link goes down, can only be told from a slow one by the process group's
+  timeout. The case below sets it to 6 s. `tests/faults/test_network.py` takes a link down where it may (Linux, root).
+- More than one machine: all ranks of these cases share one.
+
+"""
+
+
+def _table(page: str) -> list[list[str]]:
+    """The cells of each row that a page shows."""
+    rows = [line.removeprefix("| ").removesuffix(" |") for line in page.splitlines() if line.startswith("| ")]
+    return [[cell.strip() for cell in row.split(" | ")] for row in rows[1:]]
+
+
+def rows_of(page: str) -> list[tuple[str, str]]:
+    """Name and description of each case that a page shows."""
+    return [(cells[0], cells[1]) for cells in _table(page)]
+
+
+def expected_rows() -> list[tuple[str, str]]:
+    """Name and description of each case there is."""
+    return [(case.name, case.description) for case in CASES]
+
+
+def _applies(case: Case, strategy: str) -> bool:
+    return strategy in case.strategies or (strategy in OTHERS and case.compared)
+
+
+def _cell(case: Case, outcomes: list[Outcome]) -> str:
+    """How those ranks ended that the case itself neither ends nor puts to sleep."""
+    told = [o for o in outcomes if not {KILLED, HANGS} & set(case.errors[o.rank])]
+    hanging = [o for o in told if o.kind == HANGS]
+    ended = [o for o in told if o.kind != HANGS]
+    kinds = sorted({{"": "goes on", KILLED: "crashes"}.get(o.kind, o.kind) for o in ended})
+    how = f"{', '.join(kinds)}: {max(o.seconds for o in ended):.1f} s" if ended else ""
+    if not hanging:
+        return how
+    hangs = f"hangs (> {LIMIT:.0f} s)"
+    return f"rank {', '.join(str(o.rank) for o in hanging)} {hangs}; {how}" if ended else hangs
+
+
+def _unexpected(case: Case, outcomes: list[Outcome]) -> bool:
+    return any(o.kind not in kinds for o, kinds in zip(outcomes, case.errors, strict=True))
+
+
+def _page(cells: Cells) -> str:
+    lines = [
+        f"| case | what happens | {' | '.join(NAMES.values())} |",
+        "|---|---|" + "---|" * len(NAMES),
+    ]
+    for case in CASES:
+        missing = {name: "not measured" if _applies(case, name) else "-" for name in NAMES}
+        shown = " | ".join(cells.get((case.name, name), missing[name]) for name in NAMES)
+        lines.append(f"| {case.name} | {case.description} | {shown} |")
+    release = version("torch").split("+")[0]
+    return HEAD.format(limit=LIMIT, torch=release, cores=os.cpu_count()) + "\n".join(lines) + "\n"
+
+
+def _known() -> Cells:
+    """What the page says already."""
+    rows = _table(REPORT.read_text()) if REPORT.exists() else []
+    return {(row[0], name): cell for row in rows for name, cell in zip(NAMES, row[2:], strict=True)}
+
+
+def measure(cases: Iterable[Case], cells: Cells) -> bool:
+    """Runs cases and writes the page after each outcome.
+
+    Args:
+        cells: what is known; filled.
+
+    Returns:
+        Whether every case could be run, and ended with shardkit as :data:`CASES` says.
+    """
+    fine = True
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        jobs = {pool.submit(run_case, c, n, LIMIT): (c, n) for n in NAMES for c in cases if _applies(c, n)}
+        for done in as_completed(jobs):
+            case, name = jobs[done]
+            try:
+                outcomes = done.result()
+            except (TimeoutError, EOFError) as error:  # its ranks did not start
+                sys.stderr.write(f"{name}: {case.name}: {error!r}\n")
+                fine = False
+                continue
+            cells[case.name, name] = _cell(case, outcomes)
+            REPORT.write_text(_page(cells))
+            sys.stdout.write(f"{name}: {case.name}: {cells[case.name, name]}\n")
+            sys.stdout.flush()
+            if name not in OTHERS and _unexpected(case, outcomes):
+                sys.stderr.write(f"{name}: {case.name}: not as expected: {outcomes}\n")
+                fine = False
+    return fine
+
+
+def main(names: list[str]) -> int:
+    """Measures the named cases again, or all from the beginning."""
+    cases = [case for case in CASES if case.name in names or not names]
+    return 0 if measure(cases, _known() if names else {}) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,32 @@
+"""Every case of the table: how each rank ends, and after how long."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.faults.cases import CASES, LATEST, Case
+from tests.faults.running import submit
+
+pytestmark = pytest.mark.timeout(300)
+WITH_STRATEGIES = [(case, strategy) for case in CASES for strategy in case.strategies]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _begin(request: pytest.FixtureRequest) -> None:
+    """Starts what was selected, several cases at a time."""
+    for item in request.session.items:
+        params = getattr(getattr(item, "callspec", None), "params", {})
+        if isinstance(params.get("case"), Case):
+            submit(params["case"], params["strategy"], LATEST)
+
+
+@pytest.mark.parametrize(
+    ("case", "strategy"), WITH_STRATEGIES, ids=[f"{s}: {c.name}" for c, s in WITH_STRATEGIES]
+)
+def test_every_rank_hears_of_it(case: Case, strategy: str) -> None:
+    outcomes = submit(case, strategy, LATEST).result()
+    for outcome, expected in zip(outcomes, case.errors, strict=True):
+        assert outcome.kind in expected, outcomes
+        if outcome.kind.endswith("Error"):
+            for word in case.words:
+                assert word in outcome.text, outcome

@@ -1,0 +1,95 @@
+"""What the ``shardkit`` logger says by itself."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+import pytest
+import torch
+from torch import nn
+
+import shardkit
+from shardkit.backend import get_backend
+from shardkit.backends import c10d
+from tests.pools import rank_pool
+
+
+class _Lines(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(f"{record.levelname} {record.getMessage()}")
+
+
+def _listen() -> _Lines:
+    logger, handler = logging.getLogger("shardkit"), _Lines()
+    logger.setLevel(logging.INFO)
+    logger.addHandler(handler)
+    return handler
+
+
+def _wrap(rank: int) -> tuple[list[str], list[str]]:
+    fsdp, ddp = _listen(), _listen()
+    module = nn.Sequential(shardkit.FSDP(nn.Linear(4, 4)), nn.Linear(4, 3))
+    model = shardkit.FSDP(module)
+    for _ in range(2):
+        model(torch.ones(1, 4))
+    logging.getLogger("shardkit").removeHandler(fsdp)
+    ddp.lines.clear()
+    plain = nn.Linear(4, 3)
+    shardkit.ShardedDDP(plain, shardkit.OSS(plain.parameters(), torch.optim.SGD, lr=0.1))
+    logging.getLogger("shardkit").removeHandler(ddp)
+    return fsdp.lines, ddp.lines
+
+
+def test_what_was_wrapped() -> None:
+    for rank, (fsdp, ddp) in enumerate(rank_pool(2).run(_wrap)):
+        # 20 and 15 elements: 10 and 8 a rank
+        assert fsdp == [
+            f"INFO rank {rank}: FSDP of 2 units, 4 parameters in shards of 72 bytes a rank; backend gloo, world size 2"
+        ]
+        owned = (48, 12)[rank]
+        assert ddp == [
+            f"INFO rank {rank}: ShardedDDP of 2 parameters (60 bytes), {owned} bytes of them owned by this rank; "
+            "backend gloo, world size 2"
+        ]
+
+
+def _wait(rank: int) -> list[str]:
+    handler, group = _listen(), get_backend("gloo").group()
+    before, c10d._WARN_SECONDS = c10d._WARN_SECONDS, 2.5
+    if rank == 1:
+        time.sleep(5)
+    group.all_reduce(torch.ones(3), label="loss")
+    c10d._WARN_SECONDS = before
+    logging.getLogger("shardkit").removeHandler(handler)
+    return handler.lines
+
+
+@pytest.mark.timeout(120)
+def test_a_long_wait() -> None:
+    lines = rank_pool(2).run(_wait)[0]
+    assert any(
+        "WARNING rank 0 has waited" in line and "all_reduce of 3 elements (loss)" in line for line in lines
+    )
+
+
+def _cost(items: int) -> int:
+    class Counting(tuple[int, ...]):
+        reads = 0
+
+        def __iter__(self):  # type: ignore[no-untyped-def]
+            Counting.reads += 1
+            return super().__iter__()
+
+    from shardkit.layout import ShardLayout
+
+    ShardLayout(Counting([3] * items), 2).pieces()
+    return Counting.reads
+
+
+def test_a_layouts_pieces_are_linear() -> None:
+    assert _cost(1000) == _cost(10)
