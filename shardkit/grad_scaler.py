@@ -232,8 +232,10 @@ class ShardedGradScaler(GradScaler):
         self, optimizer: Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
     ) -> dict[torch.device, torch.Tensor]:
         checked, others = _split_gradients(optimizer)
-        _unscale(checked, inv_scale, found_inf)
-        _unscale(others, inv_scale, torch.zeros_like(found_inf))
+        # as plain tensors: the ranks agree below, each once, and a rank may hold no gradient that would agree by itself
+        with torch._C.DisableTorchFunctionSubclass():
+            _unscale(checked, inv_scale, found_inf)
+            _unscale(others, inv_scale, torch.zeros_like(found_inf))
         if self._never_scaled:
             found_inf.fill_(_NEVER_SCALED)
         group = self._group_for(optimizer, found_inf)

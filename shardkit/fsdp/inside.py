@@ -97,6 +97,9 @@ class NamedModules(_Answer):
 class _Collecting(threading.local):  # ranks may be threads of one process
     depth = 0
 
+    def __init__(self) -> None:
+        self.loading: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
 
 _collecting = _Collecting()
 
@@ -109,6 +112,16 @@ def collecting() -> Iterator[None]:
         yield
     finally:
         _collecting.depth -= 1
+
+
+def begin_loading_shards(wrapper: nn.Module) -> None:
+    """What an FSDP module loads from here on, modules inside of it included, are shards; torch says when it begins."""
+    _collecting.loading.add(wrapper)
+
+
+def end_loading_shards(wrapper: nn.Module, incompatible: Any = None) -> None:
+    """The end of it: a hook after loading."""
+    _collecting.loading.discard(wrapper)
 
 
 def answer_for(module: nn.Module, unit_type: type[nn.Module]) -> None:
@@ -139,7 +152,7 @@ def _refuse_state_dict(module: nn.Module, prefix: str, keep_vars: bool) -> None:
 
 
 def _refuse_loading(module: nn.Module, state_dict: dict[str, Any], prefix: str, *others: Any) -> None:
-    if not _collecting.depth:
+    if not _collecting.depth and not _collecting.loading:
         shards = _shards_of(module)
         _refuse(module, "load_state_dict()", {n: f for n, f in shards.items() if prefix + n in state_dict})
 

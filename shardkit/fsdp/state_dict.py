@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from .inside import clean as clean
-from .inside import collecting
+from .inside import clean as clean, end_loading_shards
+from .inside import collecting, end_loading_shards
 
 if TYPE_CHECKING:
     from .wrapper import FSDP
@@ -158,6 +158,7 @@ def load(wrapper: FSDP, load_plain: Callable[..., Any], *args: Any, **kwargs: An
         return load_plain(*args, **kwargs)
     finally:
         for m in reversed(list(wrapper.modules())):
+            end_loading_shards(m)
             if isinstance(m, FSDP) and m._loading:
                 m._loading = False
                 m._exit_summon()

@@ -12,7 +12,7 @@ from torch import nn
 from shardkit.errors import ConfigurationError
 from shardkit.fsdp import construct
 from shardkit.fsdp.engine import Engine
-from shardkit.fsdp.inside import collecting
+from shardkit.fsdp.inside import begin_loading_shards, collecting, end_loading_shards
 from shardkit.layout import ShardLayout
 from shardkit.nn.data_parallel import FullyShardedDataParallel, TrainingState
 from shardkit.norms import Portion, clip_by_global_norm, norm_like
@@ -129,6 +129,7 @@ class XlaFullyShardedDataParallel(FullyShardedDataParallel):
             buffer_dtype=buffer_dtype,
             compute_device=backend.device() if on_xla else None,
         )
+        self.register_load_state_dict_post_hook(end_loading_shards)
         self.sharding_groups = sharding_groups
         self.sync_on_finalization = sync_on_finalization or mark_step_on_finalization
         self.optimization_barrier_in_forward = optimization_barrier_in_forward
@@ -207,6 +208,8 @@ class XlaFullyShardedDataParallel(FullyShardedDataParallel):
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any, **kwargs: Any) -> None:
         self._state_is_local = shard_states.rename_loaded(self, state_dict, prefix)
+        if self._state_is_local:
+            begin_loading_shards(self)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
         self._state_is_local = False
 

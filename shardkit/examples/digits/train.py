@@ -139,7 +139,7 @@ def train(rank: int, job: Job, start: Start, progress: Progress) -> Outcome:
             if average_by_hand:
                 average_gradients(model, backend)
             if epoch == 0 and len(losses) == 1:  # the second step: the optimizer has its state
-                measure(outcome, [*whole, *model.parameters()], optimizer, backend)
+                measure(outcome, whole, list(model.parameters()), optimizer, backend)
             optimizer.step()
             schedule.step()
             backend.mark_step()
@@ -161,17 +161,22 @@ def test(model: nn.Module, held_out: data.Split, device: torch.device) -> float:
 
 
 def measure(
-    outcome: Outcome, parameters: Sequence[nn.Parameter], optimizer: Optimizer, backend: Backend
+    outcome: Outcome,
+    whole: Sequence[nn.Parameter],
+    wrapped: Sequence[nn.Parameter],
+    optimizer: Optimizer,
+    backend: Backend,
 ) -> None:
     """Notes the bytes that this rank holds now: parameters, their gradients, optimizer state.
 
     Args:
-        parameters: those of the plain model, and what a wrapper made of them; where they are sharded, the former
-            hold memory only inside of forward and backward.
+        whole: parameters of the plain model; where they are sharded, they hold memory only inside of forward and
+            backward. Looked at where memory can be seen: elsewhere they tell their shape, whatever they hold.
+        wrapped: what a wrapper made of them.
     """
     inner = optimizer.optim if isinstance(optimizer, shardkit.OSS) else optimizer
     own = [p for group in inner.param_groups for p in group["params"]]
-    parameters = [*parameters, *own]
+    parameters = [*wrapped, *own, *(whole if backend.has_storage else ())]
     held = held_bytes if backend.has_storage else counted_bytes
     outcome.parameters = held(parameters)
     outcome.gradients = held(p.grad for p in parameters if p.grad is not None)
