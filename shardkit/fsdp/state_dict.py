@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from .inside import clean as clean, end_loading_shards
+from .inside import clean as clean
 from .inside import collecting, end_loading_shards
 
 if TYPE_CHECKING:
