@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -26,6 +26,11 @@ class Portion(NamedTuple):
 def dense(gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Gradients as dense tensors; of sparse ones the values (after summing what stands twice)."""
     return [g.coalesce()._values() if g.is_sparse else g for g in gradients]
+
+
+def order_of(norm_type: Any = 2.0, *, p: Any = None, ord: Any = None, **others: Any) -> float:
+    """The order of a norm from what a function of torch's was called with after the tensor."""
+    return float(next(given for given in (p, ord, norm_type) if given is not None))
 
 
 def nothing(norm_type: float) -> float:

@@ -10,8 +10,8 @@ data (an index), never as a shape.
 
 [Note: gradients of segments] The reduced gradient lives in ``own.grad``; parameters keep none after backward. It is
 replaced by the next reduction once a step has read it or ``zero_grad`` of the optimizer or the wrapper was called,
-else added to. The module's own ``zero_grad`` is noticed too: the smallest parameter carries a tensor of zeros as
-its ``grad`` in between, which such a call removes or writes to. Parameters that got no gradient (frozen, unused)
+else added to. The module's own ``zero_grad`` is noticed too: the smallest parameter carries a stand-in as its
+``grad`` in between, which such a call removes or writes to. Parameters that got no gradient (frozen, unused)
 share a segment with others that did: a step puts their elements, and those of their state, back.
 """
 
@@ -26,6 +26,7 @@ from torch.optim import Optimizer
 
 from .backend import Group, ReduceOp, Work
 from .layout import SegmentLayout, segment_layout
+from .segment_gradients import stand_in
 
 
 class SegmentParameters:
@@ -33,11 +34,12 @@ class SegmentParameters:
 
     Attributes:
         own: the tensor that this rank's optimizer updates, [S].
+        group: the ranks.
     """
 
     def __init__(self, params: Sequence[nn.Parameter], owners: Sequence[int], group: Group) -> None:
         self.params = list(params)
-        self._group = group
+        self.group = group
         self.layout: SegmentLayout = segment_layout(
             [p.numel() for p in params], owners, group.world_size, even=True
         )
@@ -89,7 +91,7 @@ class SegmentParameters:
             return
         flags = None
         if not all(there):
-            mine = [float(there[i]) for i in self.layout.items_of(self._group.rank)]
+            mine = [float(there[i]) for i in self.layout.items_of(self.group.rank)]
             room = [0.0] * (self._flag_room - len(mine))
             flags = torch.tensor([*mine, *room]).to(device=self.own.device, dtype=self.own.dtype)
         self._keep(self.take_own(gradients), flags, add=False)
@@ -103,7 +105,7 @@ class SegmentParameters:
         self._is_used_up = False
         for p in self.params:
             p.grad = None
-        mark = torch.zeros_like(self.marked)
+        mark = stand_in(self.marked, self)
         self._mark = mark, mark._version
         self.marked.grad = mark
 
@@ -132,7 +134,7 @@ class SegmentParameters:
         """Elements of ``own`` whose parameters got no gradient on any rank (True there, [S]); None if all did."""
         if self._flags is None:
             return None
-        owned = self.layout.items_of(self._group.rank)
+        owned = self.layout.items_of(self.group.rank)
         which = [k for k, i in enumerate(owned) for _ in range(self.layout.slots[i].numel)]
         index = torch.tensor([*which, *[0] * (self.own.numel() - len(which))], dtype=torch.int64)
         return self._flags.index_select(0, index.to(self.own.device)) == 0
@@ -168,8 +170,8 @@ class SegmentParameters:
     def take_own(self, tensors: Sequence[torch.Tensor | None]) -> torch.Tensor:
         """This rank's segment [S] of per-parameter tensors that every rank holds."""
         # the rank is data, so that the graph is the same on all ranks
-        index = torch.tensor([self._group.rank]).to(self.params[0].device)
-        rows = self.pack(tensors).view(self._group.world_size, -1)
+        index = torch.tensor([self.group.rank]).to(self.params[0].device)
+        rows = self.pack(tensors).view(self.group.world_size, -1)
         return rows.index_select(0, index).view(-1)
 
     def split(self, flat: torch.Tensor) -> list[torch.Tensor]:
@@ -184,22 +186,22 @@ class SegmentParameters:
 
     def split_own(self, segment: torch.Tensor) -> dict[nn.Parameter, torch.Tensor]:
         """This rank's segment [S] as one tensor per owned parameter."""
-        start = self.layout.start(self._group.rank)
+        start = self.layout.start(self.group.rank)
         return {
             self.params[i]: segment[
                 self.layout.slots[i].offset - start : self.layout.slots[i].offset
                 - start
                 + self.layout.slots[i].numel
             ].view(self.params[i].shape)
-            for i in self.layout.items_of(self._group.rank)
+            for i in self.layout.items_of(self.group.rank)
         }
 
     def join_own(self, pieces: dict[nn.Parameter, torch.Tensor]) -> torch.Tensor:
         """The reverse of :meth:`split_own`: this rank's segment [S], padded with zeros."""
-        flat = [pieces[self.params[i]].reshape(-1) for i in self.layout.items_of(self._group.rank)]
+        flat = [pieces[self.params[i]].reshape(-1) for i in self.layout.items_of(self.group.rank)]
         filled = sum(f.numel() for f in flat)
         like = flat[0] if flat else self.own.detach()
-        padding = like.new_zeros(self.layout.sizes[self._group.rank] - filled)
+        padding = like.new_zeros(self.layout.sizes[self.group.rank] - filled)
         return torch.cat([*flat, padding]).to(self.own.device)
 
     @torch.no_grad()
@@ -208,11 +210,11 @@ class SegmentParameters:
         own = self.own.detach()
         if wire_dtype is not None and own.dtype == torch.float32:
             own = own.to(wire_dtype)
-        if self._group.world_size == 1:
+        if self.group.world_size == 1:
             full = own
         else:
             full = own.new_empty(self.layout.numel)
-            self._group.all_gather_into(full, own, label="updated parameters")
+            self.group.all_gather_into(full, own, label="updated parameters")
         for p, value in zip(self.params, self.split(full), strict=True):
             p.data = value if value.dtype == p.dtype else value.to(p.dtype)
         if own is not self.own and own.dtype != self.own.dtype:

@@ -23,12 +23,12 @@ from torch.optim import Optimizer
 
 from .backend import Group, ReduceOp
 from .errors import ConfigurationError, LifecycleError
-from .norms import combined, global_norm, nothing
+from .norms import combined, global_norm, nothing, order_of
 from .stepping import take_part
 
-_NORM, _NORMS = torch.linalg.vector_norm, torch._foreach_norm
+_NORM, _NORMS = frozenset({torch.linalg.vector_norm, torch.norm}), torch._foreach_norm
 _UNSCALE = torch._amp_foreach_non_finite_check_and_unscale_
-_CLIPPING = clip_grad.__dict__
+_CLIPPING, _FUNCTIONAL, _OVERRIDES = clip_grad.__dict__, torch.functional.__dict__, torch.overrides.__dict__
 _plain = torch._C.DisableTorchFunctionSubclass
 _classes: weakref.WeakKeyDictionary[Group, dict[str, type[torch.Tensor]]] = weakref.WeakKeyDictionary()
 
@@ -51,9 +51,9 @@ class ShardGradient(torch.Tensor):
         cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if (func is _NORM or func is _NORMS) and sys._getframe(1).f_globals is _CLIPPING:
+        if (func in _NORM or func is _NORMS) and _is_clipping():
             with _plain():
-                return _unfinished_norms(func, *args, **kwargs)
+                return _unfinished_norms(func is _NORMS, args[0], order_of(*args[1:], **kwargs))
         with _plain():
             result = func(*args, **kwargs)
             if func is _UNSCALE:
@@ -70,6 +70,15 @@ class ShardGradient(torch.Tensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         with _plain():
             return self.as_subclass(torch.Tensor).__reduce_ex__(protocol)
+
+
+def _is_clipping() -> bool:
+    """Whether it is torch's clipping that asks, or what another package put in its place."""
+    frame = sys._getframe(2)
+    while frame.f_globals is _FUNCTIONAL or frame.f_globals is _OVERRIDES:  # torch.norm is no builtin
+        frame = frame.f_back  # type: ignore[assignment]
+    asking = frame.f_globals
+    return asking is _CLIPPING or asking is getattr(torch.nn.utils.clip_grad_norm_, "__globals__", None)
 
 
 def _is_of_shape(result: torch.Tensor, args: Sequence[Any]) -> bool:
@@ -112,8 +121,8 @@ class _UnfinishedNorm(torch.Tensor):
         cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         with _plain():
-            if func is _NORM:
-                return _finished_norm(*args, **(kwargs or {}))
+            if func in _NORM:
+                return _finished_norm(args[0], order_of(*args[1:], **(kwargs or {})))
             result = func(*args, **(kwargs or {}))
             if func is torch.stack:
                 return _unfinished(result, [g for t in args[0] for g in getattr(t, "groups", [None])])
@@ -128,24 +137,24 @@ def _unfinished(norm: torch.Tensor, groups: list[Group | None]) -> torch.Tensor:
     return made
 
 
-def _unfinished_norms(func: Callable[..., Any], gradients: Any, norm_type: float) -> Any:
-    each = gradients if func is _NORMS else [gradients]
+def _unfinished_norms(several: bool, gradients: Any, norm_type: float) -> Any:
+    each = gradients if several else [gradients]
     for g in each:
         if isinstance(g, ShardGradient) and norm_type <= 0 and g.has_padding:
             raise ConfigurationError(
                 f"a norm of order {norm_type} is changed by zeros, which pad shards; {g.instead} leaves them out"
             )
-    norms = func(gradients, norm_type)
+    norms = _NORMS(gradients, norm_type) if several else [torch.linalg.vector_norm(gradients, norm_type)]
     marked = [
         _unfinished(n, [_group_of(g)]) if isinstance(g, ShardGradient) else n
-        for g, n in zip(each, norms if func is _NORMS else [norms], strict=True)
+        for g, n in zip(each, norms, strict=True)
     ]
-    return marked if func is _NORMS else marked[0]
+    return marked if several else marked[0]
 
 
 def _finished_norm(norms: _UnfinishedNorm, norm_type: float) -> torch.Tensor:
     """The norm over all ranks (collective) of a stack of norms."""
-    order, groups = float(norm_type), norms.groups
+    order, groups = norm_type, norms.groups
     values = norms.as_subclass(torch.Tensor)
     own = [values[k] for k, g in enumerate(groups) if g is None]
     finished = [combined(own, order)] if own else []

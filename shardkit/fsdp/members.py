@@ -20,86 +20,13 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..errors import LifecycleError
+from ..tensor_facts import ALIKE, FACTS, SHAPE, name_of
 
 if TYPE_CHECKING:
     from .flat_param import FlatParam
 
 # A context in which released members are taken for what they are, tensors, and nothing is called for them.
 as_tensors = torch._C.DisableTorchFunctionSubclass
-
-# What can be known of a parameter without its values. Attributes are read (get) or set.
-_SHAPE = frozenset(
-    {
-        *("get shape", "get ndim", "get itemsize", "get nbytes", "__len__", "dim", "size", "stride"),
-        *("numel", "nelement", "ndimension", "element_size", "is_contiguous", "storage_offset"),
-    }
-)
-_FACTS = frozenset(
-    {
-        *(
-            "get dtype",
-            "get device",
-            "get layout",
-            "get requires_grad",
-            "get grad",
-            "get grad_fn",
-            "get is_leaf",
-        ),
-        *(
-            "get is_cpu",
-            "get is_cuda",
-            "get is_xla",
-            "get is_xpu",
-            "get is_mps",
-            "get is_meta",
-            "get is_sparse",
-        ),
-        *(
-            "get is_sparse_csr",
-            "get is_mkldnn",
-            "get is_nested",
-            "get is_quantized",
-            "get is_vulkan",
-            "get is_mtia",
-        ),
-        *(
-            "get is_maia",
-            "get is_ipu",
-            "get is_ort",
-            "get retains_grad",
-            "get output_nr",
-            "get name",
-            "get grad_dtype",
-        ),
-        *("get _backward_hooks", "get _post_accumulate_grad_hooks", "get _version", "get _base", "get _grad"),
-        *(
-            "set grad",
-            "set _grad",
-            "set requires_grad",
-            "set _backward_hooks",
-            "set _post_accumulate_grad_hooks",
-        ),
-        *("set grad_dtype", "delete grad", "requires_grad_", "retain_grad", "register_hook", "get_device"),
-        *(
-            "register_post_accumulate_grad_hook",
-            "is_floating_point",
-            "is_complex",
-            "is_signed",
-            "is_same_size",
-        ),
-        *("is_inference", "is_conj", "is_neg", "is_pinned", "is_shared", "data_ptr", "__hash__", "__dir__"),
-        *("has_names", "get_default_dtype", "result_type", "can_cast", "_get_grad_fn_or_grad_acc"),
-        *("get_gradient_edge", "untyped_storage", "is_distributed", "_is_view"),
-    }
-)
-_ALIKE = frozenset(
-    {
-        *("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like"),
-        *("new_empty", "new_zeros", "new_ones", "new_full", "new_tensor", "new_empty_strided"),
-    }
-)
-_HARMLESS = _FACTS | _SHAPE | _ALIKE
-_ACCESSORS = {"__get__": "get", "__set__": "set", "__delete__": "delete"}
 
 
 class MemberParameter(nn.Parameter):
@@ -123,11 +50,11 @@ class ReleasedParameter(MemberParameter):
         cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        what = _what(func)
+        what = name_of(func)
         with as_tensors():
-            if what in _HARMLESS:
+            if what in FACTS or what in SHAPE or what in ALIKE:
                 param = args[0] if args else None
-                if what in _FACTS or not isinstance(param, ReleasedParameter):
+                if what in FACTS or not isinstance(param, ReleasedParameter):
                     return func(*args, **kwargs)
                 return func(_of_full_shape(param, what), *args[1:], **kwargs)
             tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
@@ -185,20 +112,13 @@ def name_of_member(param: nn.Parameter) -> str | None:
     return _name(param) if param in _owners else None
 
 
-def _what(func: Callable[..., Any]) -> str:
-    """A name for what is done: a function's own, or "get", "set" or "delete" and an attribute's."""
-    name = getattr(func, "__name__", str(func))
-    accessor = _ACCESSORS.get(name)
-    return name if accessor is None else f"{accessor} {func.__self__.__name__}"  # type: ignore[attr-defined]
-
-
 def _of_full_shape(param: ReleasedParameter, what: str) -> torch.Tensor:
     """The parameter, or where it has lost its shape too (lazy execution) one that is like it."""
     owner = _owners.get(param)
     if owner is None or owner.flat.keeps_shapes:
         return param
     shape = owner.flat.members[owner.number].shape
-    return torch.empty(shape, dtype=param.dtype, device=param.device if what in _ALIKE else "meta")
+    return torch.empty(shape, dtype=param.dtype, device=param.device if what in ALIKE else "meta")
 
 
 def _name(param: ReleasedParameter | nn.Parameter) -> str:

@@ -1,0 +1,44 @@
+"""What code may ask of a tensor without its values: for classes of tensors that have none, and have to say so.
+
+Names are those under which torch announces a call to ``__torch_function__``; attributes are read (get) or set.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+
+def _names(listed: str) -> frozenset[str]:
+    return frozenset(listed.split(", "))
+
+
+SHAPE = _names(
+    "get shape, get ndim, get itemsize, get nbytes, __len__, dim, size, stride, numel, nelement, ndimension, "
+    "element_size, is_contiguous, storage_offset"
+)
+FACTS = _names(
+    "get dtype, get device, get layout, get requires_grad, get grad, get grad_fn, get is_leaf, get is_cpu, "
+    "get is_cuda, get is_xla, get is_xpu, get is_mps, get is_meta, get is_sparse, get is_sparse_csr, "
+    "get is_mkldnn, get is_nested, get is_quantized, get is_vulkan, get is_mtia, get is_maia, get is_ipu, "
+    "get is_ort, get retains_grad, get output_nr, get name, get grad_dtype, get _backward_hooks, "
+    "get _post_accumulate_grad_hooks, get _version, get _base, get _grad, set grad, set _grad, "
+    "set requires_grad, set _backward_hooks, set _post_accumulate_grad_hooks, set grad_dtype, delete grad, "
+    "requires_grad_, retain_grad, register_hook, get_device, register_post_accumulate_grad_hook, "
+    "is_floating_point, is_complex, is_signed, is_same_size, is_inference, is_conj, is_neg, is_pinned, "
+    "is_shared, data_ptr, __hash__, __dir__, has_names, get_default_dtype, result_type, can_cast, "
+    "_get_grad_fn_or_grad_acc, get_gradient_edge, untyped_storage, is_distributed, _is_view"
+)
+# What makes another tensor of the same shape.
+ALIKE = _names(
+    "empty_like, zeros_like, ones_like, full_like, rand_like, randn_like, randint_like, new_empty, "
+    "new_zeros, new_ones, new_full, new_tensor, new_empty_strided"
+)
+_ACCESSORS = {"__get__": "get", "__set__": "set", "__delete__": "delete"}
+
+
+def name_of(func: Callable[..., Any]) -> str:
+    """A function's own name, or "get", "set" or "delete" and an attribute's."""
+    name = getattr(func, "__name__", str(func))
+    accessor = _ACCESSORS.get(name)
+    return name if accessor is None else f"{accessor} {func.__self__.__name__}"  # type: ignore[attr-defined]

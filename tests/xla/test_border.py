@@ -1,0 +1,159 @@
+"""torch's own idioms on XLA replicas, where execution is lazy and all replicas run one program."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from shardkit import FSDP, OSS, ShardedDDP
+from shardkit.backend import get_backend
+from shardkit.errors import ConfigurationError, LifecycleError
+from tests.border.strategies import batch, make_model, wrapped
+from tests.pools import rank_pool
+
+pytest.importorskip("torch_xla")
+pytestmark = [pytest.mark.xla, pytest.mark.timeout(300)]
+
+STRATEGIES = ["fsdp", "units", "unflattened", "sharded_ddp", "oss"]
+CLIP = 0.1
+
+
+class Run:
+    """A wrapped model on its replica, and the same in one process on the CPU."""
+
+    def __init__(self, rank: int, world_size: int, strategy: str) -> None:
+        self.rank, self.world_size = rank, world_size
+        self.backend = get_backend("xla")
+        self.plain = make_model()
+        inner = make_model().to(self.backend.device())
+        options: dict[str, Any] = {"lr": 0.1, "momentum": 0.9}
+        self.plain_optimizer = torch.optim.SGD(self.plain.parameters(), **options)
+        if strategy in ("sharded_ddp", "oss"):
+            self.optimizer: Any = OSS(inner.parameters(), torch.optim.SGD, **options)
+            self.model: Any = ShardedDDP(inner, self.optimizer) if strategy == "sharded_ddp" else inner
+        else:
+            self.model = wrapped(strategy, inner)
+            self.optimizer = torch.optim.SGD(self.model.parameters(), **options)
+        self.averages = strategy == "oss"
+
+    def backward(self, step: int, scale: float = 1.0) -> None:
+        x = batch(self.rank, step).to(self.backend.device())
+        ((self.model(x) - 1).square().mean() * 10 * scale).backward()
+        if self.averages:
+            for p in self.model.parameters():
+                self.backend.group().all_reduce(p.grad).wait()
+                p.grad /= self.world_size
+        losses = [(self.plain(batch(r, step)) - 1).square().mean() * 10 for r in range(self.world_size)]
+        (torch.stack(losses).mean() * scale).backward()
+
+    def step(self) -> None:
+        self.optimizer.step()
+        self.plain_optimizer.step()
+        self.model.zero_grad()
+        self.plain.zero_grad()
+        self.backend.mark_step()
+
+    def assert_equal(self) -> None:
+        mine = self.model.state_dict()
+        for name, value in self.plain.state_dict().items():
+            prefix = "module." if isinstance(self.model, ShardedDDP) else ""
+            torch.testing.assert_close(mine[prefix + name].cpu(), value, rtol=1e-4, atol=1e-5)
+
+
+def _clips(rank: int, world_size: int, strategy: str) -> None:
+    run = Run(rank, world_size, strategy)
+    for step, norm_type in enumerate([2.0, 2.0, 1.0]):
+        run.backward(step)
+        clip = (
+            nn.utils.clip_grad_norm_ if step else nn.utils.clip_grad.clip_grad_norm_
+        )  # torch_xla's; torch's
+        norm = clip(run.model.parameters(), CLIP, norm_type)
+        truth = nn.utils.clip_grad.clip_grad_norm_(run.plain.parameters(), CLIP, norm_type)
+        assert truth > CLIP
+        torch.testing.assert_close(norm.cpu(), truth, rtol=1e-4, atol=0)
+        run.step()
+    run.assert_equal()
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_clip_grad_norm_of_torch(strategy: str) -> None:
+    rank_pool(2, "xla").run(_clips, 2, strategy)
+
+
+def _scales(rank: int, world_size: int, strategy: str) -> None:
+    """The second of three steps overflows in one element, which one replica has."""
+    run = Run(rank, world_size, strategy)
+    scaler = torch.amp.GradScaler("xla", init_scale=1024.0, growth_interval=5)
+    assert scaler.is_enabled()
+    for step in range(3):
+        scaler.scale(torch.ones((), device=run.backend.device()))
+        run.backward(step, 1.0)
+        for p in run.model.parameters():
+            if p.grad is not None:
+                p.grad.mul_(scaler.get_scale())
+        if step == 1:
+            bad = torch.tensor([math.inf if rank == 1 else 1.0], device=run.backend.device())
+            last = [p for p in run.model.parameters() if p.grad is not None][-1]
+            last.grad.mul_(bad)
+            run.plain.zero_grad()
+        scaler.unscale_(run.optimizer)
+        scaler.step(run.optimizer)
+        scaler.update()
+        assert scaler.get_scale() == (1024.0 if step == 0 else 512.0)
+        if step != 1:
+            run.plain_optimizer.step()
+        run.model.zero_grad()
+        run.plain.zero_grad()
+    run.assert_equal()
+
+
+@pytest.mark.parametrize("strategy", [s for s in STRATEGIES if s != "oss"])
+def test_an_overflow_on_one_replica(strategy: str) -> None:
+    rank_pool(2, "xla").run(_scales, 2, strategy)
+
+
+def _reads(rank: int, world_size: int) -> None:
+    run = Run(rank, world_size, "sharded_ddp")
+    run.backward(0)
+    marked = [p.grad for p in run.model.parameters() if p.grad is not None]
+    assert marked
+    for read in (torch.isnan, torch.Tensor.sum, torch.Tensor.numpy, lambda g: g + 1, torch.clone):
+        with pytest.raises(ConfigurationError, match=r"OSS\.clip_grad_norm"):
+            read(marked[0])
+    copy.deepcopy(run.model.module)
+    for p in run.model.parameters():
+        if p.grad is not None:
+            p.grad.zero_()
+    run.plain.zero_grad()
+    run.backward(1)
+    run.step()
+    run.assert_equal()
+
+
+def test_gradients_in_segments_are_not_read() -> None:
+    rank_pool(2, "xla").run(_reads, 2)
+
+
+def _released(rank: int, world_size: int) -> None:
+    inner = make_model().to(get_backend("xla").device())
+    weight, shape = inner[0].weight, inner[0].weight.shape
+    model = FSDP(inner)
+    assert weight.shape == shape
+    for use in (torch.Tensor.sum, torch.isnan, torch.clone, torch.Tensor.cpu, nn.init.zeros_):
+        with pytest.raises(LifecycleError, match=r"0\.weight"):
+            use(weight)
+    assert "0.weight" in repr(weight)
+    model(batch(rank).to(weight.device)).sum().backward()
+    with pytest.raises(LifecycleError, match=r"0\.weight"):
+        weight.sum()
+    with model.summon_full_params():
+        torch.testing.assert_close(weight.detach().cpu(), make_model()[0].weight.detach())
+
+
+def test_released_parameters_are_not_read() -> None:
+    rank_pool(2, "xla").run(_released, 2)
