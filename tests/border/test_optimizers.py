@@ -20,53 +20,53 @@ from tests.border.strategies import GLOO, STRATEGIES, WORLDS, loss_of, make_mode
 BY_FSDP = [s for s in STRATEGIES if s != "sharded_ddp"]
 
 
-class Lamb(Optimizer):
-    """The rate of a parameter is that of its norm to its gradient's."""
+class OneByOne(Optimizer):
+    """Updates each parameter by itself."""
 
     def __init__(self, params: Any, lr: float = 0.1) -> None:
         super().__init__(params, {"lr": lr})
 
+    def update(self, p: torch.Tensor, grad: torch.Tensor, lr: float) -> None:
+        raise NotImplementedError
+
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             for p in group["params"]:
-                p.add_(p.grad, alpha=-group["lr"] * float(p.norm() / p.grad.norm()))
+                self.update(p, p.grad, group["lr"])
 
 
-class Orthogonal(torch.optim.SGD):
+class Lamb(OneByOne):
+    """The rate of a parameter is that of its norm to its gradient's."""
+
+    def update(self, p: torch.Tensor, grad: torch.Tensor, lr: float) -> None:
+        p.add_(grad, alpha=-lr * float(p.norm() / grad.norm()))
+
+
+class Orthogonal(OneByOne):
     """Matrices are treated as such, all else as by SGD."""
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for p in group["params"]:
-                update = torch.linalg.qr(p.grad)[0] if p.ndim == 2 else p.grad
-                p.sub_(update * group["lr"])
+    def update(self, p: torch.Tensor, grad: torch.Tensor, lr: float) -> None:
+        update = torch.linalg.qr(grad)[0] if p.ndim == 2 else grad
+        p.sub_(update * lr)
 
 
-class Blocks(torch.optim.SGD):
+class Blocks(OneByOne):
     """Gradients of large tensors are rounded in blocks, as 8-bit optimizers round their state."""
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for p in group["params"]:
-                grad = p.grad
-                if grad.numel() >= 4096 and grad.numel() % 256 == 0:
-                    blocks = grad.reshape(-1, 256)
-                    size = blocks.abs().amax(1, keepdim=True) / 127
-                    grad = ((blocks / size).round() * size).view_as(grad)
-                p.sub_(grad * group["lr"])
+    def update(self, p: torch.Tensor, grad: torch.Tensor, lr: float) -> None:
+        if grad.numel() >= 4096 and grad.numel() % 256 == 0:
+            blocks = grad.reshape(-1, 256)
+            size = blocks.abs().amax(1, keepdim=True) / 127
+            grad = ((blocks / size).round() * size).view_as(grad)
+        p.sub_(grad * lr)
 
 
-class Noisy(torch.optim.SGD):
+class Noisy(OneByOne):
     """Element-wise but for noise."""
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for p in group["params"]:
-                p.sub_((p.grad + torch.randn_like(p)) * group["lr"])
+    def update(self, p: torch.Tensor, grad: torch.Tensor, lr: float) -> None:
+        p.sub_((grad + torch.randn_like(p)) * lr)
 
 
 class MyAdamW(torch.optim.AdamW):
