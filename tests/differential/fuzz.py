@@ -3,6 +3,8 @@
     python -m tests.differential.fuzz --minutes 30
     python -m tests.differential.fuzz --minutes 30 tests/differential/test_fsdp_machine.py
 
+Beside programs, ways in which ranks lose each other are drawn (``tests/faults/test_drawn.py``).
+
 A failing example is made small and written to ``tests/differential/found/``, where ``make test`` finds it. Move it to
 the named regressions when its cause is known.
 """
@@ -30,9 +32,14 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--minutes", type=float, default=10.0)
-    parser.add_argument("tests", nargs="*", help="files to draw from; default: all of tests/differential")
+    parser.add_argument(
+        "tests",
+        nargs="*",
+        help="files to draw from; default: all that draw",
+    )
     options = parser.parse_args()
-    files = options.tests or sorted(str(p.relative_to(ROOT)) for p in HERE.glob("test_*.py"))
+    drawing = [*HERE.glob("test_*.py"), ROOT / "tests" / "faults" / "test_drawn.py"]
+    files = options.tests or sorted(str(p.relative_to(ROOT)) for p in drawing)
     end, before = time.monotonic() + 60 * options.minutes, set(FOUND.glob("*.py"))
     counts: Counter[str] = Counter()
     while time.monotonic() < end:

@@ -92,7 +92,7 @@ def parameters_on_one(rank: int, trainer: Trainer) -> None:
 
 # ------------------------------------------------------------------ errors that one rank raises, and stays
 @contextlib.contextmanager
-def _failing(trainer: Trainer, in_backward: bool) -> Any:
+def failing(trainer: Trainer, in_backward: bool) -> Any:
     model = getattr(trainer.model, "module", trainer.model)
     hooked: Any = model.a if hasattr(model, "a") else model
     before = hooked.forward
@@ -105,8 +105,10 @@ def _failing(trainer: Trainer, in_backward: bool) -> Any:
         return before(x)  # type: ignore[no-any-return]
 
     hooked.forward = forward
-    yield
-    hooked.forward = before
+    try:
+        yield
+    finally:
+        hooked.forward = before
 
 
 def _raise(_: Any) -> None:
@@ -115,7 +117,7 @@ def _raise(_: Any) -> None:
 
 def raises_in_forward(rank: int, trainer: Trainer) -> None:
     if rank == 0:
-        with _failing(trainer, False), contextlib.suppress(ValueError):
+        with failing(trainer, False), contextlib.suppress(ValueError):
             trainer.step()
         time.sleep(FOR_EVER)
     trainer.step()
@@ -123,7 +125,7 @@ def raises_in_forward(rank: int, trainer: Trainer) -> None:
 
 def raises_in_backward(rank: int, trainer: Trainer) -> None:
     if rank == 0:
-        with _failing(trainer, True), contextlib.suppress(ValueError):
+        with failing(trainer, True), contextlib.suppress(ValueError):
             trainer.step()
         time.sleep(FOR_EVER)
     trainer.step()
@@ -143,7 +145,7 @@ def raises_between(rank: int, trainer: Trainer) -> None:
 def swallowed_and_on(rank: int, trainer: Trainer) -> None:
     for batch in range(3):
         if rank == 0 and batch == 1:
-            with _failing(trainer, True), contextlib.suppress(ValueError):
+            with failing(trainer, True), contextlib.suppress(ValueError):
                 trainer.step()
         else:
             trainer.step()
