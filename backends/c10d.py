@@ -6,25 +6,22 @@ collective. Names of that class that differ between torch versions are avoided.
 
 from __future__ import annotations
 
-import datetime
-import time
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore  # type: ignore[attr-defined]
 
 from shardkit.backend import Backend, ReduceOp
-from shardkit.errors import OutOfStepError, RankLostError, ShardkitError
 
 from . import objects
-from .connections import DESTROYED, connect_gloo, never_destroy, register, timeout_of
+from .connections import DESTROYED, connect_gloo, register, timeout_of
 from .course import WITH_COURSE, Agreement, Course
 from .local_part import Accumulate, Exchange, Finish
 from .sizes import check_exchange, check_member, check_members, check_op, check_parts
-from .standing import uncounted
+from .waiting import DONE, C10dWork, Waiting
 from .watch import AGREEMENT, Call, Watch
 
 _OPS = {
@@ -33,29 +30,8 @@ _OPS = {
     ReduceOp.MAX: dist.ReduceOp.MAX,
     ReduceOp.MIN: dist.ReduceOp.MIN,
 }
-_TOKEN = torch.zeros(1)
-_PROBE_TAG = 0x5AFD
 PIECE = 2**20  # most elements that a rank receives in a round
-SLICE = datetime.timedelta(seconds=2)
-_WARN_SECONDS = 30.0
 _MAIN = "main"  # the name of what is no channel
-_LOST = (
-    "Connection closed",
-    "Connection reset",
-    "Connection timed out",
-    "Broken pipe",
-    "Socket closed",
-    "closed by peer",
-    "Connection refused",
-    "Connection timed out",
-    "No route to host",
-    "Network is unreachable",
-    "Timed out waiting",
-    "pair closure",  # of gloo: an earlier wait was ended
-    "gloo/transport/",
-    "ncclRemoteError",
-)
-
 
 # What gloo knows by name; everything else is broadcast as bytes.
 _DTYPES = frozenset(
@@ -72,45 +48,7 @@ _DTYPES = frozenset(
 )
 
 
-class Done:
-    """A collective that needs no waiting."""
-
-    def wait(self) -> None:
-        return
-
-    def is_done(self) -> bool:
-        return True
-
-
-DONE = Done()
-
-
-class C10dWork:
-    """Collectives in flight that were issued as one call, and what is left to do on this rank afterwards."""
-
-    __slots__ = ("_after", "_call", "_group", "_works")
-
-    def __init__(
-        self, group: C10dGroup, works: list[Any], call: tuple[Any, ...], after: Callable[[], None] | None
-    ) -> None:
-        self._group, self._works, self._call, self._after = group, works, call, after
-
-    def is_done(self) -> bool:
-        return all(work.is_completed() for work in self._works)
-
-    def wait(self) -> None:
-        for work in self._works:
-            try:
-                work.wait(SLICE)
-            except RuntimeError as error:
-                self._group.wait_on(work, error, Call(*self._call))
-        self._works = []
-        after, self._after = self._after, None
-        if after is not None:
-            after()
-
-
-class C10dGroup:
+class C10dGroup(Waiting):
     """Ranks of a torch.distributed process group.
 
     Args:
@@ -150,7 +88,7 @@ class C10dGroup:
         self._course = Course() if name in WITH_COURSE and process_group is not None else None
         self._root: C10dGroup = self if parent is None else parent._root  # all its ranks are connected
         self._agreements = 0
-        self._probes: list[Any] = []  # works that may never end
+        self._probes = []
 
     def _new_watch(self) -> Watch:
         store = None if self.process_group is None else self.process_group.get_group_store()
@@ -220,19 +158,6 @@ class C10dGroup:
         agreement = self._start(Agreement, store, self._name, self._agreements, key, self.world_size)
         C10dWork(self, [agreement], call, None).wait()
 
-    def _probe(self, call: Call) -> None:
-        """Sends a token that nobody has to receive: an agreement uses no connection that could tell of a lost rank."""
-        root = self._root
-        for rank, of_job in enumerate(self.ranks):
-            if rank == self.rank or self._watch.hears_of(rank):
-                continue
-            try:
-                with uncounted(root.process_group):
-                    work = root.process_group.send([_TOKEN], root.ranks.index(of_job), _PROBE_TAG)
-                self._probes.append(work)
-            except RuntimeError as error:
-                self._raise(error, call)
-
     def _turn(self, key: tuple[str, int, str]) -> None:
         """A call that this rank's course has not predicted; see [Note: course]."""
         self._agree(key)
@@ -253,69 +178,9 @@ class C10dGroup:
             work.wait()
         return work
 
-    def wait_on(self, work: Any, error: RuntimeError, call: Call) -> None:
-        """Goes on waiting for a work that did not come through at once."""
-        began = time.monotonic() - SLICE.total_seconds()
-        limit = self._timeout.total_seconds()
-        warn_at = _WARN_SECONDS
-        while True:
-            if not _goes_on(work, error):
-                self._raise(error, call)
-            waited = time.monotonic() - began
-            if waited >= limit:
-                self._give_up(call)
-            if waited >= warn_at:
-                self._watch.warn(call, waited)
-                warn_at *= 2
-            try:
-                self._watch.look(call)
-            except ShardkitError:
-                never_destroy()
-                raise
-            if isinstance(work, Agreement) and waited > 1.5 * SLICE.total_seconds():
-                self._probe(call)
-            try:
-                work.wait(min(SLICE, datetime.timedelta(seconds=max(0.1, limit - waited))))
-                self._watch.arrived()
-                return
-            except RuntimeError as again:
-                error = again
-
-    def _give_up(self, call: Call) -> NoReturn:
-        """Nobody knows why ``call`` does not come to its end."""
-        never_destroy()
-        message = (
-            f"rank {self.rank} waited {self._timeout} (the process group's timeout) in {call.describe()}, and no rank "
-            f"says why: a rank of {list(self.ranks)} is stopped or can't be reached. If a step may take as long, pass "
-            "a longer timeout= to init_process_group or new_group"
-        )
-        self._watch.fail(message, lost=True)
-        raise RankLostError(message)
-
-    def _raise(self, error: RuntimeError, call: Call) -> NoReturn:
-        never_destroy()
-        lost = any(sign in str(error) for sign in _LOST)
-        said = self._watch.last_words() if lost else ""
-        self._watch.fail(said or f"{error} in {call.describe()}", lost=lost and not said)
-        if said:  # it left because of an error that concerns this rank too
-            raise OutOfStepError(f"rank {self.rank} was in {call.describe()}, but {said}") from error
-        if lost:
-            raise RankLostError(
-                f"rank {self.rank} lost another rank of the group (ranks {list(self.ranks)}) during {call.describe()}. "
-                f"That rank died or left; its own output says why. ({error})"
-            ) from error
-        raise error
-
     def abort(self, why: str = "the rank gave up") -> None:
         """Ranks that wait for this one hear why it has left, unless it goes on to issue something."""
         self._watch.give_up(why)
-
-    def _start(self, call: Callable[..., Any], *args: Any) -> Any:
-        """Issues on the process group; connections that broke before show here."""
-        try:
-            return call(*args)
-        except RuntimeError as error:
-            self._raise(error, Call(self._name, self._sequence + 1, "collective", 0, ""))
 
     # ------------------------------------------------------------ collectives
     def all_gather_into(
@@ -507,11 +372,6 @@ class C10dGroup:
 def _real(tensor: torch.Tensor) -> torch.Tensor:
     """Complex numbers as pairs of real ones, [2 * numel], in the same memory: gloo knows no complex numbers."""
     return torch.view_as_real(tensor.detach()).view(-1)
-
-
-def _goes_on(work: Any, error: RuntimeError) -> bool:
-    """Whether an error only says that a slice of time is over."""
-    return not work.is_completed() and "timed out" in str(error).lower()
 
 
 def _options(options: Any, op: ReduceOp) -> Any:

@@ -20,11 +20,12 @@ import torch.distributed as dist
 from shardkit.backend import ReduceOp
 from shardkit.errors import BackendError, ConfigurationError
 
-from .c10d import DONE, C10dGroup
+from .c10d import C10dGroup
 from .host import storage_bytes
 from .known_groups import KnownGroups
 from .processes import START_SECONDS, launch_processes
 from .sizes import check_exchange, check_member, check_op, check_parts
+from .waiting import DONE
 from .watch import Call
 
 _OPS = {

@@ -32,13 +32,14 @@ from typing import Any, NamedTuple
 from torch.distributed.distributed_c10d import PrefixStore  # type: ignore[attr-defined]
 
 from shardkit.errors import OutOfStepError, RankLostError
+from shardkit.progress import listen_to_errors, threads
 
 from .standing import Standing, issued_of_torch, standing_of
 from .witness import Stillness, Testimony, Witness, end_vain_wait, is_behind, testify
 
 logger = logging.getLogger("shardkit")
 AGREEMENT = "(agreement on the next call)"  # ends the names of channels in which nothing is sent
-_ATTENTIVE = 6  # looks of a witness after a rank has asked, one a second
+_ATTENTIVE = 6.0  # seconds for which a witness looks after a rank has asked
 _PATIENCE = 2.0  # seconds that a wait may take after another rank has failed
 _ONE_EVENT = 10.0  # seconds within which ranks raise errors for the same reason
 _REMEMBERED = 64  # calls
@@ -116,9 +117,10 @@ class Watch:
         )  # of the error in whose handler the whole program runs, if it does
         self._asked = 0  # the first question of the present wait; 0 for none
         self._testimonies: dict[int, Testimony] = {}  # the last ones of the others
-        self._left: tuple[str, dict[str, int]] = "", {}  # why, and what was issued then
+        self._left: tuple[str, dict[str, int] | None] = "", None  # why, and what was issued then
+        self._raised: tuple[str, dict[str, int] | None] = "", None  # the last error noted, and the same
         self._called = 0  # how often others have asked
-        self._attentive = 0  # looks that are still to be published
+        self._attentive = -math.inf  # until then, looks are published
         self._stillness = Stillness()
         self._failures: list[tuple[int, dict[str, Any]]] = []  # other ranks, and what they published
         self._known: set[str] = set()  # failures that this rank has raised an error for
@@ -139,6 +141,7 @@ class Watch:
             OutOfStepError: another rank can't come to this call, or gave up.
             RankLostError: another rank has lost the connection to a third one.
         """
+        self.thread = threading.get_ident()
         self._report(call)
         question = self._call_witnesses()
         self._asked = self._asked or question
@@ -192,6 +195,11 @@ class Watch:
         if testimony.answers < self._asked:
             return ""
         self._testimonies[rank] = testimony
+        if testimony.issued in (
+            self._left[1],
+            self._raised[1],
+        ):  # both have left the same, and this one goes on
+            testimony = testimony._replace(left="", raised="")
         if testimony.issued.get(call.channel, 0) >= call.sequence:
             return ""
         return testimony.why_it_will_not_come(self._ranks[self._rank])
@@ -251,27 +259,36 @@ class Watch:
         """
         self._left = why, dict(self.issued)
 
+    def note_error(self, error: BaseException) -> None:
+        """The same, if this rank stands still for some seconds: an error may be caught as well."""
+        self._raised = f"{type(error).__name__}: {error}", dict(self.issued)
+
     # ------------------------------------------------------------ in the witness' thread
-    def attend(self) -> None:
-        """Answers those who have asked, and ends this rank's wait for one that has failed. See witness.py."""
-        called = self._count("called")
+    def attend(self) -> bool:
+        """Answers those who have asked, and ends this rank's wait for one that has failed. See witness.py.
+
+        Returns:
+            Whether somebody asks.
+        """
+        called, now = self._count("called"), time.monotonic()
         if called != self._called:
-            if self._attentive <= 0:
+            if self._attentive < now:
                 self._stillness = Stillness()
-            self._called, self._attentive = called, _ATTENTIVE
+            self._called, self._attentive = called, now + _ATTENTIVE
             self._failures = self._new_failures()
-        if self._attentive > 0 or self._failures:
+        asked = self._attentive >= now
+        if asked or self._failures:
             standing = standing_of(self.thread, self._background)
             if standing is not None:
-                self._attentive -= 1
-                self._testify(standing, called)
+                self._testify(standing, called, asked)
+        return asked
 
-    def _testify(self, standing: Standing, called: int) -> None:
+    def _testify(self, standing: Standing, called: int, asked: bool) -> None:
         still = self._stillness.seconds(standing)
-        if self._attentive >= 0:
-            why, issued = self._left
-            left = why if issued == self.issued else ""
-            testimony = testify(standing, still, dict(self.issued), left, self._ranks[self._rank], called)
+        if asked:
+            issued = dict(self.issued)
+            left, raised = (why if then == issued else "" for why, then in (self._left, self._raised))
+            testimony = testify(standing, still, issued, left, raised, self._ranks[self._rank], called)
             self._publish(f"stands{self._rank}", testimony._asdict())
         if not standing.operation or still < _PATIENCE:
             return
@@ -373,6 +390,15 @@ def fail_job(error: BaseException) -> None:
             watch.fail(f"rank {watch._rank} ended with {type(error).__name__}: {error}")
 
 
+def _note(error: BaseException) -> None:
+    for watch in list(_watches):
+        if watch.thread == threading.get_ident():
+            watch.note_error(error)
+
+
+listen_to_errors(_note)
+
+
 def _begin_witness() -> None:
     global _hooked
     _witness.begin()
@@ -386,6 +412,14 @@ def _begin_witness() -> None:
                 fail_job(error)
 
         sys.excepthook = publish
+        previous_of_threads = threading.excepthook
+
+        def publish_of_thread(args: Any) -> None:
+            previous_of_threads(args)
+            if args.exc_value is not None and threading.get_ident() in threads():
+                fail_job(args.exc_value)
+
+        threading.excepthook = publish_of_thread
 
 
 @atexit.register

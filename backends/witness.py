@@ -9,7 +9,8 @@ watch and ends with the last; while nobody waits for longer than two seconds, it
 waited for. A rank is taken to be lost to a call that it has not issued if for some seconds its stack has not moved and
 it
  - waits in a collective of torch's to which the asking rank has not come (that rank can't, as it waits too);
- - handles an exception, or is past one, in the middle of what all ranks do together.
+ - handles an exception, or is past one, in the middle of what all ranks do together;
+ - has raised an error of shardkit's own, or in a method that all ranks call together, and has issued nothing since.
 It is lost at once if its program is over, or if an error took it out of what others are in (:meth:`Group.abort`).
 """
 
@@ -30,9 +31,10 @@ from shardkit.progress import unfinished
 from .standing import Standing, end_wait, issued_of_torch, others_in_collectives, standing_of, take_back
 
 logger = logging.getLogger("shardkit")
-_PERIOD = 1.0  # seconds between looks
+_PERIOD = 1.0  # seconds between looks, and
+_PERIOD_WHEN_ASKED = 0.5
 _STILL = 2.5  # seconds after which a thread that waits has not only just begun
-_STILL_IN_ERROR = 4.5  # handling an exception may take a moment
+_STILL_IN_ERROR = 4.0  # handling an exception may take a moment
 _LAST_WORDS = 5.0  # seconds that a broken wait gets to raise
 
 
@@ -46,6 +48,7 @@ class Testimony(NamedTuple):
         rank: global.
         still: seconds for which the thread has not moved.
         left: why it will not come, in its own words.
+        raised: the last error of what all ranks do together, if it has issued nothing since.
         unfinished: what it has begun.
     """
 
@@ -55,6 +58,7 @@ class Testimony(NamedTuple):
     rank: int
     still: float
     left: str
+    raised: str
     unfinished: str
     where: str
     operation: str
@@ -77,6 +81,8 @@ class Testimony(NamedTuple):
             return ""
         if self.operation and self.still >= _STILL and self._waits_for(here) and not others_in_collectives():
             return f"is in torch.distributed's {self.operation}, called at {self.where}"
+        if self.raised and self.still >= _STILL_IN_ERROR:
+            return f"raised {self.raised}, and stands at {self.where}"
         if self.unfinished and self.still >= _STILL_IN_ERROR:
             if self.error:
                 return f"handles {self.error} at {self.where}, in the middle of {self.unfinished}"
@@ -102,7 +108,7 @@ class Attended(Protocol):
 
     thread: int
 
-    def attend(self) -> None: ...
+    def attend(self) -> bool: ...
 
 
 class Stillness:
@@ -147,8 +153,8 @@ class Witness:
             thread.join(2 * _PERIOD)
 
     def _run(self) -> None:
-        stop = self._stop
-        while not stop.wait(_PERIOD):
+        stop, asked = self._stop, False
+        while not stop.wait(_PERIOD_WHEN_ASKED if asked else _PERIOD):
             with self._lock:
                 if stop.is_set():
                     return
@@ -156,18 +162,19 @@ class Witness:
                 if not watches:
                     self._thread = None
                     return
+            asked = False
             for watch in watches:
                 with contextlib.suppress(RuntimeError, ValueError):
-                    watch.attend()
+                    asked = watch.attend() or asked
             del watches, watch  # they would live until the next look
 
 
 def testify(
-    standing: Standing, still: float, issued: dict[str, int], left: str, rank: int, answers: int
+    standing: Standing, still: float, issued: dict[str, int], left: str, raised: str, rank: int, answers: int
 ) -> Testimony:
     """What there is to say about this rank."""
     return Testimony(
-        answers, issued, issued_of_torch(), rank, still, left, unfinished(standing.in_backward), standing.where,
+        answers, issued, issued_of_torch(), rank, still, left, raised, unfinished(standing.in_backward), standing.where,
         standing.operation, standing.group, standing.peer, standing.error, standing.in_debugger, standing.has_ended,
     )  # fmt: skip
 

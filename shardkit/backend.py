@@ -9,6 +9,7 @@ parameters or by name; third parties add one through the entry-point group ``sha
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import importlib
 import importlib.metadata
@@ -19,6 +20,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 
 from .errors import BackendError
+from .progress import listen_to_errors
 
 
 class ReduceOp(enum.Enum):
@@ -355,3 +357,19 @@ def backend_for_device(device_type: str) -> Backend:
         f"no backend serves tensors on {device_type!r}; install one (entry-point group {_ENTRY_POINTS!r}) "
         "or move the module to cpu, cuda or xla first"
     )
+
+
+def _be_heard(_: BaseException) -> None:
+    """An error is noted before the first object of ours exists: others may wait in that one's construction."""
+    dist = torch.distributed
+    if (
+        "gloo" not in _instances
+        and dist.is_available()
+        and dist.is_initialized()
+        and dist.get_backend() == "gloo"
+    ):
+        with contextlib.suppress(Exception):
+            get_backend("gloo").group()
+
+
+listen_to_errors(_be_heard)

@@ -6,9 +6,18 @@ rank is raised on every rank of the group, so that no rank is left waiting for a
 
 from __future__ import annotations
 
+from .progress import note_error
+
 
 class ShardkitError(RuntimeError):
-    """Base of all errors of this library."""
+    """Base of all errors of this library.
+
+    Other ranks that wait for one that has raised it, and does not go on, hear of it.
+    """
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*args)
+        note_error(self)
 
 
 class ConfigurationError(ShardkitError, ValueError):

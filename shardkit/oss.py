@@ -23,6 +23,7 @@ from .layout import balanced_owners, greedy_owners
 from .norms import Portion, clip_by_global_norm, norm_like
 from .ownership import FlatParameters, by_dtype, check_one_device, check_same_everywhere, option_facts
 from .phases import Phase
+from .progress import note_error, noting_errors
 from .replicated import has_to_run_whole, step_whole
 from .segments import SegmentParameters, step_segments
 from .shards import refuse_shards
@@ -59,6 +60,7 @@ class OSS(Optimizer):
 
     optim: Optimizer
 
+    @noting_errors
     def __init__(
         self,
         params: Any,
@@ -222,6 +224,7 @@ class OSS(Optimizer):
         for a, b in zip(source, target, strict=True):
             b.update({k: v for k, v in a.items() if k != "params" and k != "param_names"})
 
+    @noting_errors
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group at any time; parameters that are there already keep their owners (and state)."""
         super().add_param_group(param_group)
@@ -252,23 +255,29 @@ class OSS(Optimizer):
             closure: reevaluates the model and returns the loss; every rank calls it equally often.
             **kwargs: passed to the inner optimizer's ``step``.
         """
-        for prepare in self._before_step:
-            prepare()
-        self._has_stepped = True
-        self.refresh_trainable()
-        self._sync_options(self.param_groups, self.optim.param_groups)
-        if closure is not None and not self.runs_whole:
-            closure = self._publishing_between(closure)
-        if self.runs_whole:
-            loss = step_whole(self.optim, closure, self._group, kwargs)
-        elif self._backend.even_shards_only:
-            loss = step_segments(self.optim, self.segments(), closure, kwargs)
-            self._publish()
-        else:
-            with Phase("shardkit::oss step"):
-                loss = self.optim.step(**kwargs) if closure is None else self.optim.step(closure, **kwargs)
-            self._publish()
-        self._sync_options(self.optim.param_groups, self.param_groups)
+        try:
+            for prepare in self._before_step:
+                prepare()
+            self._has_stepped = True
+            self.refresh_trainable()
+            self._sync_options(self.param_groups, self.optim.param_groups)
+            if closure is not None and not self.runs_whole:
+                closure = self._publishing_between(closure)
+            if self.runs_whole:
+                loss = step_whole(self.optim, closure, self._group, kwargs)
+            elif self._backend.even_shards_only:
+                loss = step_segments(self.optim, self.segments(), closure, kwargs)
+                self._publish()
+            else:
+                with Phase("shardkit::oss step"):
+                    loss = (
+                        self.optim.step(**kwargs) if closure is None else self.optim.step(closure, **kwargs)
+                    )
+                self._publish()
+            self._sync_options(self.optim.param_groups, self.param_groups)
+        except Exception as error:  # of the inner optimizer or the closure: noting_errors would cost calls
+            note_error(error)
+            raise
         return loss
 
     def _publishing_between(self, closure: Callable[[], Any]) -> Callable[[], Any]:
@@ -342,6 +351,7 @@ class OSS(Optimizer):
         )
 
     # ---------------------------------------------------------------- state
+    @noting_errors
     def consolidate_state_dict(self, recipient_rank: int = 0) -> None:
         """Collects the state of all ranks (as CPU tensors) on one rank of the group, or on all for -1."""
         if not -1 <= recipient_rank < self.world_size:
@@ -385,6 +395,7 @@ class OSS(Optimizer):
         """The inner optimizer's own dict: this rank's part only."""
         return self.optim.state_dict()
 
+    @noting_errors
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # type: ignore[override]
         """Loads a whole optimizer's state (of a plain optimizer, of fairscale's or this OSS at any world size).
 

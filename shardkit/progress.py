@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
-from typing import Protocol
+from collections.abc import Callable
+from typing import ParamSpec, Protocol, TypeVar
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 class Unfinished(Protocol):
-    """Something that has a beginning and an end on all ranks."""
+    """Something that has a beginning and an end on all ranks.
+
+    Attributes:
+        thread: identifier of the one that began it last.
+    """
+
+    thread: int
 
     def unfinished(self, in_backward: bool) -> str:
         """What was begun and has not ended; "" for nothing.
@@ -33,3 +44,39 @@ def unfinished(in_backward: bool) -> str:
         if text:
             return text
     return ""
+
+
+def threads() -> set[int]:
+    """Those that do what all ranks do together."""
+    return {what.thread for what in list(_all)}
+
+
+_listeners: list[Callable[[BaseException], None]] = []
+
+
+def listen_to_errors(listener: Callable[[BaseException], None]) -> None:
+    """``listener`` is called with every error that :func:`note_error` gets."""
+    _listeners.append(listener)
+
+
+def note_error(error: BaseException) -> None:
+    """An error takes this rank out of what all ranks do together, unless it goes on to another collective.
+
+    Nobody is told before others wait for it, and it has stood still for some seconds.
+    """
+    for listener in _listeners:
+        listener(error)
+
+
+def noting_errors(method: Callable[P, R]) -> Callable[P, R]:
+    """For what all ranks call together: an error that leaves it is noted, of whatever kind it is."""
+
+    @functools.wraps(method)
+    def noted(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return method(*args, **kwargs)
+        except Exception as error:
+            note_error(error)
+            raise
+
+    return noted

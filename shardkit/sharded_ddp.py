@@ -19,6 +19,7 @@ from .oss import OSS
 from .other_wrappers import check_wrappable, note_wrapper
 from .ownership import check_one_device, check_same_everywhere, option_facts
 from .policy import ReducePolicy
+from .progress import noting_errors
 
 logger = logging.getLogger("shardkit")
 
@@ -52,6 +53,7 @@ class ShardedDDP(nn.Module):
         RankMismatchError: the modules of two ranks differ in names, shapes, dtypes or what is trainable.
     """
 
+    @noting_errors
     def __init__(
         self,
         module: nn.Module,

@@ -20,6 +20,7 @@ from ..layout import ShardLayout
 from ..other_wrappers import check_wrappable, note_wrapper
 from ..ownership import check_one_device
 from ..policy import OffloadPolicy, PrecisionPolicy, ReducePolicy, ReshardPolicy
+from ..progress import noting_errors
 from . import construct, local_checkpoint, norms, optim_state
 from . import state_dict as state_dicts
 from .calls import cast_inputs, lends_memory, run_summoned, tensors_of, watch, without_lent_memory
@@ -76,6 +77,7 @@ class FSDP(StandingIn):
             ``sync_module_states``, in values).
     """
 
+    @noting_errors
     def __init__(
         self,
         module: nn.Module,
@@ -425,6 +427,7 @@ class FSDP(StandingIn):
             flat.adopt()
         self._unit.attach()
 
+    @noting_errors
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
@@ -438,6 +441,7 @@ class FSDP(StandingIn):
         local_checkpoint.mark(self, state)
         return state
 
+    @noting_errors
     def load_local_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> Any:
         """Loads what :meth:`local_state_dict` returned on this rank (collective).
 
@@ -456,6 +460,7 @@ class FSDP(StandingIn):
 
     consolidate_shard_weights = staticmethod(local_checkpoint.consolidate)
 
+    @noting_errors
     def gather_full_optim_state_dict(self, optim: Optimizer, **ignored: Any) -> dict[str, Any] | None:
         """The optimizer's full state on rank 0, None on others (collective); see ``optim_state.py`` for the format."""
         flats, uncollected = self._all_flats()
@@ -469,6 +474,7 @@ class FSDP(StandingIn):
         is_first = self._group.rank == 0 and (self._replicas is None or self._replicas.rank == 0)
         return optim_state.gather_full(flats, uncollected, state, optim, is_first)
 
+    @noting_errors
     def get_shard_from_optim_state_dict(self, full_optim_state_dict: dict[str, Any]) -> dict[str, Any]:
         """This rank's part of a full optimizer state, for ``optimizer.load_state_dict``.
 
@@ -547,6 +553,7 @@ class FSDP(StandingIn):
         note_taken(self.module, FSDP)
         answer_for(self.module, FSDP)
 
+    @noting_errors
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Full parameters under the wrapped module's own names, in full precision, on every rank (collective)."""
         return state_dicts.full(self, super().state_dict, *args, **kwargs)

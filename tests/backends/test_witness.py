@@ -17,7 +17,7 @@ from shardkit.backends.standing import Standing, standing_of
 from shardkit.backends.watch import Call, Watch
 from shardkit.backends.witness import Stillness, is_behind
 from shardkit.backends.witness import Testimony as Said
-from shardkit.errors import OutOfStepError
+from shardkit.errors import ConfigurationError, OutOfStepError
 
 
 @pytest.fixture
@@ -95,7 +95,7 @@ def test_who_has_not_come() -> None:
     assert not is_behind(mine, {"2": 5}, "2")  # a group of others
 
 
-PLAIN = Said(9, {"main": 1}, {}, 1, 60.0, "", "", "train.py:7 in main", "", "", -1, "", False, False)
+PLAIN = Said(9, {"main": 1}, {}, 1, 60.0, "", "", "", "train.py:7 in main", "", "", -1, "", False, False)
 
 
 def test_what_is_certain_and_what_is_only_slow() -> None:
@@ -105,6 +105,7 @@ def test_what_is_certain_and_what_is_only_slow() -> None:
         {"unfinished": "a step whose backward has not begun"},  # computes its loss
         {"error": "ValueError: boom", "unfinished": "a step whose backward has not begun", "still": 2.0},
         {"error": "ValueError: boom", "unfinished": "a backward that raised", "in_debugger": True},
+        {"raised": "LifecycleError: no", "still": 2.0},
         {"operation": "recv", "peer": 5},  # waits for another rank
         {"operation": "barrier", "group": "7", "of_torch": {"7": 3}},  # not a group of this rank's
     ]
@@ -112,6 +113,7 @@ def test_what_is_certain_and_what_is_only_slow() -> None:
         assert PLAIN._replace(**facts).why_it_will_not_come(0) == "", facts
     lost: list[tuple[dict[str, Any], str]] = [
         ({"left": "its forward raised"}, "gave up: its forward raised"),
+        ({"raised": "LifecycleError: no"}, "raised LifecycleError: no, and stands at train.py:7"),
         ({"has_ended": True}, "end of its program"),
         ({"operation": "recv", "peer": 0}, "torch.distributed's recv, called at train.py:7"),
         (
@@ -166,6 +168,33 @@ def test_what_a_rank_gave_up_is_over_when_it_issues_again() -> None:
     entry = mine._read("stands1")
     assert entry is not None
     assert entry["left"] == ""
+
+
+def test_who_has_raised_the_same_in_the_same_place_waits_for_the_other() -> None:
+    store = dist.HashStore()
+    mine, other = Watch(store, 0, 2, "test"), Watch(store, 1, 2, "test")
+    mine.issued["main"], other.issued["main"] = 1, 1
+    mine.note_error(ValueError("no"))
+    mine.issued["main"] = 2
+    mine.look(CALL)
+    for raised in ({"left": "its forward raised"}, {"raised": "ValueError: no"}):
+        _publish(other, PLAIN._replace(answers=99, **raised))
+        mine.look(CALL)
+
+
+def test_errors_are_noted_until_the_next_call() -> None:
+    store = dist.HashStore()
+    mine, other = Watch(store, 0, 2, "test"), Watch(store, 1, 2, "test")
+    mine.look(CALL)
+    other.issued["main"] = 0
+    with pytest.raises(ConfigurationError):
+        raise ConfigurationError("of shardkit's own")
+    for issued, words in ((0, "ConfigurationError: of shardkit's own"), (1, "")):
+        other.issued["main"] = issued
+        other.attend()
+        entry = mine._read("stands1")
+        assert entry is not None
+        assert entry["raised"] == words
 
 
 def _witnesses() -> list[threading.Thread]:

@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 SHARDKIT = ("fsdp", "sharded_ddp")
 OTHERS = ("ddp", "fsdp2")  # torch's, for comparison
-SOON = 10.0  # seconds after which every rank is to have heard of it
-LATEST = 60.0  # what tests allow, for they share the machine with others
+SOON = 10.0  # seconds after which every rank is to have heard of it, and what the machine has lost of them
+LATEST = 60.0  # from then on a rank hangs
 
 
 class Case(NamedTuple):
@@ -23,6 +23,7 @@ class Case(NamedTuple):
         words: what has to be in the text of every rank's error.
         compared: whether it makes sense with torch's own wrappers.
         timeout: of the process group, in seconds; None: torch's default.
+        begins: with a first step; else there is no trainer, and the program is given the strategy's name.
     """
 
     name: str
@@ -34,6 +35,7 @@ class Case(NamedTuple):
     words: tuple[str, ...] = ()
     compared: bool = True
     timeout: float | None = None
+    begins: bool = True
 
 
 # how a rank may end
@@ -115,6 +117,27 @@ CASES = [
         "an error between forward and backward, and silence",
         "rank 0 raises when it computes its loss, and sleeps while it handles the error",
         "raises_between", 2, (STAYS, OUT), words=("rank 0", "boom"),
+    ),
+    Case(
+        "an error of shardkit's, and silence",
+        "rank 0 calls what is refused, swallows the error and sleeps",
+        "raises_of_shardkit", 2, (STAYS, OUT), words=("rank 0", "raised", "Error"), compared=False,
+    ),
+    Case(
+        "an error in the optimizer, and silence",
+        "rank 0 raises in its optimizer's step, swallows the error and sleeps",
+        "raises_in_step", 2, (STAYS, OUT), ("sharded_ddp",), ("rank 0", "raised", "boom"), compared=False,
+    ),
+    Case(
+        "an error at construction, and silence",
+        "rank 0's very first wrapper is refused; it swallows the error and sleeps",
+        "raises_at_construction", 2, (STAYS, OUT), words=("rank 0", "raised ConfigurationError"), compared=False,
+        begins=False,
+    ),
+    Case(
+        "an error that ends a thread",
+        "rank 0 trains in a thread, which ends with an error",
+        "raises_in_thread", 2, (STAYS, OUT), words=("rank 0", "boom"), compared=False,
     ),
     Case("killed", "rank 1 is killed (SIGKILL) between two steps", "killed", 3, (LOST, GONE, LOST)),
     Case(

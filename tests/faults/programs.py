@@ -7,13 +7,16 @@ import os
 import signal
 import socket
 import struct
+import threading
 import time
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
-from tests.faults.trainers import Trainer
+import shardkit
+from tests.faults.trainers import Trainer, make_trainer
 
 FOR_EVER = 600.0
 
@@ -140,6 +143,50 @@ def raises_between(rank: int, trainer: Trainer) -> None:
         trainer.optimizer.step()
     except ValueError:
         time.sleep(FOR_EVER)
+
+
+def raises_of_shardkit(rank: int, trainer: Trainer) -> None:
+    if rank == 0:
+        with contextlib.suppress(shardkit.ShardkitError):
+            trainer.refused()
+        time.sleep(FOR_EVER)
+    trainer.step()
+
+
+def raises_in_step(rank: int, trainer: Trainer) -> None:
+    if rank == 0:
+        inner: Any = trainer.optimizer
+        inner.optim.step = lambda: _raise(None)
+        with contextlib.suppress(ValueError):
+            trainer.step()
+        time.sleep(FOR_EVER)
+    for _ in range(2):
+        trainer.step()
+
+
+def raises_at_construction(rank: int, strategy: str) -> None:
+    if rank == 0:
+        with contextlib.suppress(shardkit.ShardkitError):
+            split = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8, device="meta"))
+            if strategy == "fsdp":
+                shardkit.FSDP(split)
+            else:
+                shardkit.OSS(split.parameters())
+        time.sleep(FOR_EVER)
+    make_trainer(strategy)
+
+
+def raises_in_thread(rank: int, trainer: Trainer) -> None:
+    def train() -> None:
+        trainer.step()
+        trainer.step()
+        _raise(None)
+
+    if rank == 0:
+        threading.Thread(target=train).start()
+        time.sleep(FOR_EVER)
+    for _ in range(3):
+        trainer.step()
 
 
 def swallowed_and_on(rank: int, trainer: Trainer) -> None:

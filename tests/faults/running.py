@@ -1,25 +1,32 @@
 """Runs cases on processes of their own, several at a time: most of a case's time is spent waiting.
 
 [Note: nobody leaves early] A rank that has raised stays: if it ended, its connections would break, and tell the others.
-When all ranks have said how they ended, or the time is over, they are killed.
+When all ranks have said how they ended, or the time is over, they are killed. One that hangs where it should not is
+asked for its stacks before.
 """
 
 from __future__ import annotations
 
+import contextlib
 import datetime
+import faulthandler
 import importlib
 import multiprocessing
 import os
+import signal
 import tempfile
+import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from tests.faults.cases import Case
 
 AT_ONCE = 4  # cases
 START_SECONDS = 90.0
+_TICK = 0.02
 HANGS = "hangs"
 KILLED = "killed"
 
@@ -29,14 +36,30 @@ class Outcome(NamedTuple):
 
     Attributes:
         kind: name of the error's class; "" for none; :data:`KILLED`; :data:`HANGS`.
-        text: of the error.
+        text: of the error; where it hangs.
         seconds: from the first step's end on.
+        late: by how many seconds a thread of the process that only sleeps was woken too late meanwhile, in sum.
     """
 
     rank: int
     kind: str
     text: str
     seconds: float
+    late: float = 0.0
+
+
+class Pace:
+    """How much the machine holds this process up: what a sleeping thread has lost since."""
+
+    def __init__(self) -> None:
+        self.late = 0.0
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def _run(self) -> None:
+        while True:
+            began = time.monotonic()
+            time.sleep(_TICK)
+            self.late += time.monotonic() - began - _TICK
 
 
 def _rank(case: Case, strategy: str, rank: int, folder: str, answers: Connection) -> None:
@@ -46,23 +69,26 @@ def _rank(case: Case, strategy: str, rank: int, folder: str, answers: Connection
 
     from tests.faults.trainers import make_trainer
 
+    faulthandler.register(signal.SIGUSR1, open(_stacks(folder, rank), "w"), all_threads=True)  # noqa: SIM115
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(case.world_size), LOCAL_RANK=str(rank))
     torch.set_num_threads(1)
     program = getattr(importlib.import_module("tests.faults.programs"), case.program)
     store = dist.FileStore(f"{folder}/store", case.world_size)
     limit = {} if case.timeout is None else {"timeout": datetime.timedelta(seconds=case.timeout)}
     dist.init_process_group("gloo", store=store, rank=rank, world_size=case.world_size, **limit)
-    trainer = make_trainer(strategy)
-    trainer.step()
+    trainer: Any = strategy
+    if case.begins:
+        trainer = make_trainer(strategy)
+        trainer.step()
     dist.barrier()
     answers.send("started")
-    began = time.monotonic()
+    began, pace = time.monotonic(), Pace()
     kind, text = "", ""
     try:
         program(rank, trainer)
     except BaseException as error:
         kind, text = type(error).__name__, str(error)
-    answers.send(Outcome(rank, kind, text, time.monotonic() - began))
+    answers.send(Outcome(rank, kind, text, time.monotonic() - began, pace.late))
     time.sleep(600)  # see [Note: nobody leaves early]
 
 
@@ -87,11 +113,29 @@ def run_case(case: Case, strategy: str, limit: float) -> list[Outcome]:
                 ranks.append(process)
                 connections.append(here)
             stays = {r for r, kinds in enumerate(case.errors) if HANGS in kinds}
-            return _collect(connections, limit, stays)
+            outcomes = _collect(connections, limit, stays)
+            return [
+                o._replace(text=_where(ranks[o.rank].pid, _stacks(folder, o.rank)))
+                if o.kind == HANGS and o.rank not in stays
+                else o
+                for o in outcomes
+            ]
         finally:
             for process in ranks:
                 process.kill()
                 process.join()
+
+
+def _stacks(folder: str, rank: int) -> str:
+    return f"{folder}/stacks{rank}"
+
+
+def _where(pid: int, path: str) -> str:
+    """Where the threads of a process stand."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGUSR1)
+        time.sleep(0.5)
+    return Path(path).read_text()
 
 
 def _collect(connections: list[Connection], limit: float, stays: set[int]) -> list[Outcome]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.faults.cases import CASES, LATEST, Case
+from tests.faults.cases import CASES, LATEST, SOON, Case
 from tests.faults.running import submit
 
 pytestmark = pytest.mark.timeout(300)
@@ -25,8 +25,10 @@ def _begin(request: pytest.FixtureRequest) -> None:
 )
 def test_every_rank_hears_of_it(case: Case, strategy: str) -> None:
     outcomes = submit(case, strategy, LATEST).result()
+    late = max(outcome.late for outcome in outcomes)
     for outcome, expected in zip(outcomes, case.errors, strict=True):
         assert outcome.kind in expected, outcomes
         if outcome.kind.endswith("Error"):
+            assert outcome.seconds <= SOON + late, outcomes
             for word in case.words:
                 assert word in outcome.text, outcome

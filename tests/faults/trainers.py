@@ -18,6 +18,7 @@ class Trainer:
     Attributes:
         no_sync: a context in which gradients stay this rank's own.
         collect: something that all ranks do together between steps, in the strategy's own collectives.
+        refused: something that shardkit refuses.
     """
 
     def __init__(
@@ -26,9 +27,10 @@ class Trainer:
         optimizer: torch.optim.Optimizer,
         no_sync: Callable[[], Any],
         collect: Callable[[], Any],
+        refused: Callable[[], Any] = lambda: None,
     ) -> None:
         self.model, self.optimizer = model, optimizer
-        self.no_sync, self.collect = no_sync, collect
+        self.no_sync, self.collect, self.refused = no_sync, collect, refused
 
     def forward(self) -> torch.Tensor:
         """The loss of one batch."""
@@ -71,11 +73,17 @@ def make_trainer(strategy: str) -> Trainer:
         for name in ("first", "a", "b", "last"):
             setattr(model, name, shardkit.FSDP(getattr(model, name)))
         root = shardkit.FSDP(model)
-        return Trainer(root, torch.optim.AdamW(root.parameters(), lr=1e-2), root.no_sync, root.state_dict)
+        below: Any = model.first
+        return Trainer(
+            root, torch.optim.AdamW(root.parameters(), lr=1e-2), root.no_sync, root.state_dict,
+            lambda: below.no_sync().__enter__(),
+        )  # fmt: skip
     if strategy == "sharded_ddp":
         optimizer = shardkit.OSS(model.parameters(), torch.optim.AdamW, lr=1e-2)
         wrapped = shardkit.ShardedDDP(model, optimizer)
-        return Trainer(wrapped, optimizer, wrapped.no_sync, optimizer.consolidate_state_dict)
+        return Trainer(
+            wrapped, optimizer, wrapped.no_sync, optimizer.consolidate_state_dict, optimizer.state_dict
+        )
     if strategy == "ddp":
         parallel = nn.parallel.DistributedDataParallel(model)
         adam = torch.optim.AdamW(parallel.parameters(), lr=1e-2)
