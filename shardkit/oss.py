@@ -18,6 +18,7 @@ from torch.optim import SGD, Optimizer
 
 from . import elementwise, oss_state
 from .backend import Backend, Group, backend_for
+from .distributed_checkpoint import current_request, is_called_by
 from .errors import ConfigurationError, ShardkitError
 from .layout import balanced_owners, greedy_owners
 from .norms import Portion, clip_by_global_norm, norm_like
@@ -88,6 +89,7 @@ class OSS(Optimizer):
         self._loads = [0] * self._group.world_size
         self._owner: dict[nn.Parameter, int] = {}
         self._consolidated: dict[int, dict[str, Any]] | None = None
+        self._is_on_all_ranks = False
         self._has_stepped = False  # or loaded a state: on this rank or another
         self._before_step: list[Callable[[], None]] = []
         self._flat: list[FlatParameters] = []
@@ -255,6 +257,8 @@ class OSS(Optimizer):
             closure: reevaluates the model and returns the loss; every rank calls it equally often.
             **kwargs: passed to the inner optimizer's ``step``.
         """
+        if self._has_stepped and not self.state and is_called_by("_init_optim_state"):
+            return None  # torch steps to make state, on ranks that find none: here, those that own nothing
         try:
             for prepare in self._before_step:
                 prepare()
@@ -360,6 +364,7 @@ class OSS(Optimizer):
             )
         self._sync_options(self.param_groups, self.optim.param_groups)
         self._consolidated = oss_state.collect(self, recipient_rank)
+        self._is_on_all_ranks = recipient_rank == -1 or self.world_size == 1
 
     def state_dict(self, all_ranks: bool = False) -> dict[str, Any]:  # type: ignore[override]
         """The whole optimizer's state in torch's format: ``{"state": {index: ...}, "param_groups": [...]}``.
@@ -378,9 +383,11 @@ class OSS(Optimizer):
             self.consolidate_state_dict(-1)
         if self._consolidated is None and not self._has_stepped and not any(self.state.values()):
             return super().state_dict()  # nothing to consolidate, on any rank
-        if self._consolidated is None:
+        request = None if self._is_on_all_ranks else current_request()
+        if self._consolidated is None or request is not None:
+            remedy = "()" if request is None else "(-1), for all ranks answer torch.distributed.checkpoint,"
             raise NotConsolidatedError(
-                "Optimizer state has not been consolidated on this rank. Call consolidate_state_dict() "
+                f"Optimizer state has not been consolidated on this rank. Call consolidate_state_dict{remedy} "
                 f"on all ranks first (this is rank {self.rank}), or state_dict(all_ranks=True) on all ranks."
             )
         params = list(self._parameters())
@@ -393,7 +400,7 @@ class OSS(Optimizer):
 
     def local_state_dict(self) -> dict[str, Any]:
         """The inner optimizer's own dict: this rank's part only."""
-        return self.optim.state_dict()
+        return oss_state.local(self)
 
     @noting_errors
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # type: ignore[override]

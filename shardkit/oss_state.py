@@ -131,7 +131,7 @@ def _own_copies(value: Any, device: torch.device) -> Any:
 def load_inner(oss: OSS, loaded: dict[nn.Parameter, Any]) -> None:
     """Puts per-parameter state (on the parameters' device already) into the inner optimizer."""
     oss._sync_options(oss.param_groups, oss.optim.param_groups)
-    inner = oss.optim.state_dict()
+    inner = local(oss)
     params = [p for g in oss.optim.param_groups for p in g["params"]]
     state: dict[int, Any]
     if oss._segments:
@@ -141,6 +141,14 @@ def load_inner(oss: OSS, loaded: dict[nn.Parameter, Any]) -> None:
     else:
         state = {i: _laid_out_like(p, loaded[p]) for i, p in enumerate(params) if loaded.get(p)}
     oss.optim.load_state_dict({"state": state, "param_groups": inner["param_groups"]})
+
+
+def local(oss: OSS) -> dict[str, Any]:
+    """The inner optimizer's dict. Looking up ``oss.state[param]`` leaves an entry, of others' parameters too."""
+    state: Any = oss.optim.state
+    for p in [p for p, s in state.items() if isinstance(s, dict) and not s]:
+        del state[p]
+    return oss.optim.state_dict()
 
 
 def _laid_out_like(param: nn.Parameter, state: dict[str, Any]) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from torch import nn
 
 from ..errors import ConfigurationError
 from .methods import through
+from .state_of_shards import check_request
 
 WRAPPED = "_fsdp_wrapped_module"
 
@@ -52,7 +53,14 @@ class StandingIn(nn.Module):
     def __bool__(self) -> bool:
         return bool(self.module)  # not every module has a length
 
-    # ------------------------------------------------------------ torch's own FSDP
+    # ------------------------------------------------------------ torch's own checkpoints and FSDP
+    def _fqn_modifiers(self) -> dict[str, str]:
+        """What torch.distributed.checkpoint leaves out of names; it asks before it does anything."""
+        wrapper: Any = self
+        check_request(wrapper)
+        inner: dict[str, str] = getattr(self.module, "_fqn_modifiers", dict)()
+        return {**inner, **dict.fromkeys(wrapper._fsdp_wrapped_module.flat_param_names, WRAPPED), "": WRAPPED}
+
     @property
     def _is_fsdp_managed_module(self) -> bool:
         """Torch's own FSDP, 1 and 2, sets this on all that it is about to manage, and its compiler reads it."""

@@ -115,6 +115,7 @@ def _before_load(
     if not wrapper._state_is_local and wrapper._summoned is None:
         wrapper._enter_summon(True)
         wrapper._loading = True
+        _leave_out_own_shards(wrapper, state_dict)
     if not translates_keys:
         return
     listed = {n for n, p in wrapper._fsdp_wrapped_module._parameters.items() if p is not None}
@@ -124,6 +125,13 @@ def _before_load(
         if not rest.startswith(OUTER):
             del state_dict[key]
             state_dict[prefix + (OUTER if rest in listed else INNER) + rest] = value
+
+
+def _leave_out_own_shards(wrapper: FSDP, state_dict: dict[str, Any]) -> None:
+    """torch.distributed.checkpoint adds what it finds in a model to what it loads: its shards, to the full values."""
+    own = {id(flat.param) for flat in wrapper._flats}
+    for key in [k for k, value in state_dict.items() if id(value) in own]:
+        del state_dict[key]
 
 
 def _after_load(wrapper: Any, incompatible: Any) -> None:

@@ -1,58 +1,47 @@
-"""An optimizer's state dict over shards, as torch.distributed.checkpoint meets it.
+"""State dicts that hold this rank's shards, as torch.distributed.checkpoint meets them.
 
-``optimizer.state_dict()`` has the state of this rank's shards, under the same keys on all ranks. For a file of each
-rank's own that is right. torch.distributed.checkpoint takes plain tensors for the same on all ranks, and would keep one
-rank's. So in a state dict these have a class of their own, which refuses that and is a plain tensor in all other
-respects; what is pickled is one.
+``optimizer.state_dict()`` and ``local_state_dict()`` have shards under the same keys on all ranks. For a file of each
+rank's own that is right. torch.distributed.checkpoint would keep one rank's for all; see
+``distributed_checkpoint.py``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim import Optimizer
 
-from ..errors import ShardkitError
+from ..distributed_checkpoint import OwnOfRank, Request, current_request
+from ..errors import ConfigurationError
 from ..shards import shard_behind
 
-_plain = torch._C.DisableTorchFunctionSubclass
+if TYPE_CHECKING:
+    from .wrapper import FSDP
+
+_GATHERED = (
+    "FSDP.gather_full_optim_state_dict(optimizer) (on rank 0; load it by get_shard_from_optim_state_dict), or "
+    "optimizer.state_dict() with torch.save for each rank"
+)
 
 
-class StateOfShard(torch.Tensor):
-    """A state with one element for each of a shard, in a state dict. Copies of it are such, too."""
+class StateOfShard(OwnOfRank):
+    """Optimizer state with one element for each of a shard."""
 
-    @classmethod
-    def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Any = None
-    ) -> Any:
-        with _plain():
-            result = func(*args, **(kwargs or {}))
-            own = args[0] if args and isinstance(args[0], cls) else None
-            if own is not None and type(result) is torch.Tensor and result.shape == own.shape:
-                result.__class__ = cls
-        return result
+    remedy = (
+        "this optimizer state is of FSDP's shards, another part on each rank, and torch.distributed.checkpoint "
+        f"would keep one rank's for all. Save what comes from {_GATHERED}"
+    )
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
-        copied: torch.Tensor = self.clone()
-        memo[id(self)] = copied
-        return copied
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        with _plain():
-            return self.as_subclass(torch.Tensor).__reduce_ex__(protocol)
+class LocalShard(OwnOfRank):
+    """A shard of parameters."""
 
-    def _refuse(self, *_: Any) -> NoReturn:
-        # no ConfigurationError: for a ValueError torch would put a message of its own
-        raise ShardkitError(
-            "this optimizer state is of FSDP's shards, another part on each rank, and torch.distributed.checkpoint "
-            "would keep one rank's for all. Save what FSDP.gather_full_optim_state_dict(optimizer) returns (on rank 0; "
-            "load it by get_shard_from_optim_state_dict), or optimizer.state_dict() with torch.save for each rank"
-        )
-
-    # What torch.distributed.checkpoint asks of a tensor that knows how it is spread.
-    __create_write_items__ = __create_chunk_list__ = __get_tensor_shard__ = _refuse
+    remedy = (
+        "this local_state_dict() has FSDP's shards, another part on each rank, and torch.distributed.checkpoint would "
+        "keep one rank's for all. Save FSDP.state_dict(), which is full on every rank, or local_state_dict() with "
+        "torch.save for each rank"
+    )
 
 
 def mark_state_dicts(optimizer: Optimizer) -> None:
@@ -86,3 +75,50 @@ def _unmarked(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any
         for index, values in state_dict["state"].items()
     }
     return {**state_dict, "state": state}
+
+
+def mark_shards(wrapper: FSDP, state: dict[str, Any]) -> None:
+    """The shards in a local state dict tell that they are such."""
+    if wrapper._group.world_size > 1:
+        shards = {p.data_ptr() for p in wrapper.parameters() if p.numel()}
+        for key, value in state.items():
+            if isinstance(value, torch.Tensor) and value.device.type != "meta" and value.data_ptr() in shards:
+                state[key] = value.as_subclass(LocalShard)
+
+
+# ------------------------------------------------------------ asked by torch for a state dict
+def check_request(wrapper: FSDP) -> None:
+    """Refuses what torch's functions for state dicts would do wrong with shards; see [Note: requests].
+
+    Raises:
+        ConfigurationError: on every rank alike, before anything is sent or changed.
+    """
+    request = current_request()
+    if request is None:
+        return
+    if any(
+        shard_behind(p) is not None for o in request.optimizers for g in o.param_groups for p in g["params"]
+    ):
+        raise ConfigurationError(
+            f"{request.function}: this optimizer's state is of FSDP's shards, another part on each rank, and torch "
+            f"would take it for whole parameters'. Use {_GATHERED}"
+        )
+    if request.submodules:
+        raise _not_possible(request, "submodules=")
+    if request.wants("ignore_frozen_params") and any(_is_frozen(w) for w in _units(wrapper)):
+        raise _not_possible(request, "ignore_frozen_params=True")
+
+
+def _not_possible(request: Request, what: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"{request.function}({what}) looks for parameters that FSDP has put into vectors; take what you want by name "
+        "from FSDP.state_dict(), on all ranks"
+    )
+
+
+def _units(wrapper: FSDP) -> list[FSDP]:
+    return [m for m in wrapper.modules() if isinstance(m, type(wrapper))]
+
+
+def _is_frozen(wrapper: FSDP) -> bool:
+    return any(not m.param.requires_grad for flat in wrapper._flats for m in flat.members)

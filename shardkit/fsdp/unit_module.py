@@ -69,6 +69,10 @@ class UnitModule(FlattenParamsWrapper):
             place.module._parameters[place.name] = listed
         return listed, first.places[0]
 
+    def _fqn_modifiers(self) -> dict[str, str]:
+        """What torch.distributed.checkpoint leaves out of names."""
+        return {"": "_fpw_module"}
+
     # What the standalone wrapper does about views and state dicts, the FSDP module does here.
     def forward(self, *inputs: Any, **kwinputs: Any) -> Any:
         """The wrapped module's forward."""

@@ -35,6 +35,7 @@ from .members import note_copying
 from .refusals import copy_when_summoned, replaced_shard
 from .registrations import note_taken
 from .standing_in import WRAPPED, StandingIn
+from .state_of_shards import mark_shards
 from .threads import NO_THREAD, check_one_thread, this_thread
 from .unit import Unit, UnitCall
 from .unit_module import UnitModule, exposed
@@ -439,6 +440,7 @@ class FSDP(StandingIn):
         with state_dicts.local_state(self):
             state = FSDP.state_dict(self, *args, **kwargs)  # a subclass's may have called this
         local_checkpoint.mark(self, state)
+        mark_shards(self, state)
         return state
 
     @noting_errors
