@@ -58,6 +58,8 @@ def _shared_across(wrapper: FSDP, paths: dict[nn.Module, str]) -> list[tuple[str
     for m in wrapper.modules():
         if not isinstance(m, FSDP):
             continue
+        if not any(len(member.places) > 1 for flat in m._flats for member in flat.members):
+            continue
         inside = {id(x) for x in m.modules()}
         for flat in m._flats:
             for member, name in zip(flat.members, flat.names, strict=True):

@@ -107,6 +107,11 @@ def note_copying(flats: list[FlatParam], memo: dict[int, Any]) -> None:
     memo.setdefault(_COPIED, set()).update(id(f) for f in flats)
 
 
+def are_copied(flats: list[FlatParam], memo: dict[int, Any]) -> bool:
+    """Whether they belong to something around them that is being copied."""
+    return bool(flats) and memo.get(_COPIED, set()).issuperset(id(f) for f in flats)
+
+
 def name_of_member(param: nn.Parameter) -> str | None:
     """Full name of a member, as far as it is known; None for other parameters."""
     return _name(param) if param in _owners else None

@@ -78,14 +78,18 @@ def _detach_entries(
     """Copies this wrapper's own entries out of memory that is about to go; buffers get their own dtype back."""
     from .wrapper import FSDP
 
-    below, dtypes = set(), {}
-    for name, m in wrapper._fsdp_wrapped_module._fpw_module.named_modules(remove_duplicate=False):
-        path = prefix + clean(name) + "." if name else prefix
+    below, dtypes = [], {}
+    waiting: list[tuple[str, nn.Module]] = [(prefix, wrapper._fsdp_wrapped_module._fpw_module)]
+    while waiting:  # each of its paths counts, and what is below other units is theirs
+        path, m = waiting.pop()
         if isinstance(m, FSDP):
-            below.add(path)
+            below.append(path)
+            continue
         for buffer in m._buffers if wrapper._buffer_dtypes else ():
             if (m, buffer) in wrapper._buffer_dtypes:
                 dtypes[path + buffer] = wrapper._buffer_dtypes[m, buffer]
+        waiting += [(f"{path}{name}.", child) for name, child in m._modules.items() if child is not None]
+    theirs = tuple(below)
     only_rank_0 = wrapper._state_on_rank_0_only and wrapper._group.rank != 0
     for key in list(destination):
         if not key.startswith(prefix) or before.get(key) == id(destination[key]):
@@ -94,7 +98,7 @@ def _detach_entries(
             del destination[key]
             continue
         value = destination[key]
-        if not isinstance(value, torch.Tensor) or any(key.startswith(b) for b in below):
+        if not isinstance(value, torch.Tensor) or key.startswith(theirs):
             continue
         dtype = dtypes.get(key, value.dtype)
         device = wrapper._state_dict_device or value.device

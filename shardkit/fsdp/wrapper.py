@@ -31,7 +31,7 @@ from .groups import neighbours_of
 from .inside import answer_for
 from .lazy import saving_members_by_name
 from .listed import flat_of_listed
-from .members import note_copying
+from .members import are_copied, note_copying
 from .refusals import copy_when_summoned, replaced_shard
 from .registrations import note_taken
 from .standing_in import WRAPPED, StandingIn
@@ -507,9 +507,11 @@ class FSDP(StandingIn):
                     m._buffers[name] = buffer.to(dtype)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FSDP:
-        if any(w._summoned is not None for w in self.modules() if isinstance(w, FSDP)):
-            raise copy_when_summoned(self._group.rank)
-        note_copying([f for w in self.modules() if isinstance(w, FSDP) for f in w._unit.needs], memo)
+        if not are_copied(self._unit.needs, memo):
+            units = [m for m in self.modules() if isinstance(m, FSDP)]
+            if any(w._summoned is not None for w in units):
+                raise copy_when_summoned(self._group.rank)
+            note_copying([f for w in units for f in w._unit.needs], memo)
         made = type(self).__new__(type(self))
         memo[id(self)] = made
         state = copy.deepcopy(self._state_without_groups(), memo)
