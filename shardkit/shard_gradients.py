@@ -27,7 +27,7 @@ from .norms import combined, global_norm, nothing, order_of
 from .stepping import take_part
 
 _NORM, _NORMS = frozenset({torch.linalg.vector_norm, torch.norm}), torch._foreach_norm
-_UNSCALE = torch._amp_foreach_non_finite_check_and_unscale_
+_MAX, _UNSCALE = torch.Tensor.max, torch._amp_foreach_non_finite_check_and_unscale_
 _CLIPPING, _FUNCTIONAL, _OVERRIDES = clip_grad.__dict__, torch.functional.__dict__, torch.overrides.__dict__
 _plain = torch._C.DisableTorchFunctionSubclass
 _classes: weakref.WeakKeyDictionary[Group, dict[str, type[torch.Tensor]]] = weakref.WeakKeyDictionary()
@@ -54,6 +54,11 @@ class ShardGradient(torch.Tensor):
         if (func in _NORM or func is _NORMS) and _is_clipping():
             with _plain():
                 return _unfinished_norms(func is _NORMS, args[0], order_of(*args[1:], **kwargs))
+        if func is _MAX and _is_clipping():
+            raise ConfigurationError(
+                "what stands in the place of torch.nn.utils.clip_grad_norm_ here takes the largest element of each "
+                f"gradient, of which this rank has a part; call {cls.instead} with norm_type=inf"
+            )
         with _plain():
             result = func(*args, **kwargs)
             if func is _UNSCALE:

@@ -85,6 +85,19 @@ def test_clip_grad_norm_of_torch(strategy: str) -> None:
     rank_pool(2, "xla").run(_clips, 2, strategy)
 
 
+def _clips_by_the_largest(rank: int, world_size: int, strategy: str) -> None:
+    run = Run(rank, world_size, strategy)
+    run.backward(0)
+    with pytest.raises(ConfigurationError, match="clip_grad_norm"):
+        nn.utils.clip_grad_norm_(run.model.parameters(), CLIP, math.inf)
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "sharded_ddp"])
+def test_torch_xlas_largest_element_is_refused(strategy: str) -> None:
+    """Its function takes the largest element of each gradient by itself, not a norm."""
+    rank_pool(2, "xla").run(_clips_by_the_largest, 2, strategy)
+
+
 def _scales(rank: int, world_size: int, strategy: str) -> None:
     """The second of three steps overflows in one element, which one replica has."""
     run = Run(rank, world_size, strategy)
