@@ -66,10 +66,15 @@ test-core: $(CORE)/.ready
 	@$(CORE)/bin/python -m pytest -m "not xla" tests
 
 # Left out on the oldest torch: what doesn't depend on torch's version, or takes longest and is drawn at random.
+NEWEST_ONLY := $(addprefix tests/,differential figures cli migration parity testing test_packaging.py \
+  test_redirected.py test_older_paths.py test_fsdp_one_order.py border/test_same_bits.py)
+NEWEST_ONLY_EXAMPLES := $(addprefix tests/test_examples.py::test_,full_runs_reach_97_percent \
+  all_strategies_on_four_ranks on_simulated_ranks torchrun_with_another_number_of_ranks_is_refused)
+
 test-xla: $(XLA)/.ready
 	@echo "== tests on $(TORCH_XLA)"
-	@$(XLA)/bin/python -m pytest -m "not oracle" --ignore tests/differential --ignore tests/figures \
-	  --ignore tests/test_packaging.py --deselect tests/test_examples.py::test_full_runs_reach_97_percent tests
+	@$(XLA)/bin/python -m pytest -m "not oracle" $(addprefix --ignore ,$(NEWEST_ONLY)) \
+	  $(addprefix --deselect ,$(NEWEST_ONLY_EXAMPLES)) tests
 
 check: $(CORE)/.ready
 	@status=0; \
