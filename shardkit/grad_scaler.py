@@ -8,7 +8,8 @@ it one decision of all ranks.
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable
+import math
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -171,6 +172,16 @@ class GradScaler(torch.amp.GradScaler):
             new_scale = float(new_scale)
         super().update(new_scale)
 
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads what :meth:`state_dict` returned.
+
+        Raises:
+            ConfigurationError: a value is missing, or none that scaling can work with; nothing was loaded.
+        """
+        if self._enabled:
+            _check_state(state_dict)
+        super().load_state_dict(state_dict)
+
 
 class ShardedGradScaler(GradScaler):
     """Loss scaling for sharded gradients: an overflow on one rank skips the step, and lowers the scale, on all.
@@ -298,6 +309,32 @@ class ShardedGradScaler(GradScaler):
         if self._backend is not None and not isinstance(self._backend, str):
             state["_backend"] = self._backend.name
         return state
+
+
+def _check_state(state: Any) -> None:
+    """Raises ConfigurationError unless a scaler can go on from there."""
+    if not isinstance(state, Mapping) or not state:
+        raise ConfigurationError(
+            f"this is no state of a gradient scaler that was enabled: {type(state).__name__} of "
+            f"{list(state) if isinstance(state, Mapping) else repr(state)[:80]}; pass what its state_dict() returned"
+        )
+    wanted: dict[str, tuple[str, Callable[[float], bool]]] = {
+        "scale": ("a number above 0", lambda v: 0 < v < math.inf),
+        "growth_factor": ("a number above 1", lambda v: 1 < v < math.inf),
+        "backoff_factor": ("a number between 0 and 1", lambda v: 0 < v < 1),
+        "growth_interval": ("a whole number above 0", lambda v: v >= 1 and v == int(v)),
+        "_growth_tracker": ("a whole number, 0 or more", lambda v: v >= 0 and v == int(v)),
+    }
+    for name, (what, is_fine) in wanted.items():
+        value = state.get(name)
+        if isinstance(value, torch.Tensor) and value.numel() == 1:
+            value = value.item()
+        if isinstance(value, bool) or not isinstance(value, int | float) or not is_fine(value):
+            found = f"is {state[name]!r}" if name in state else "is missing"
+            raise ConfigurationError(
+                f"{name!r} of this gradient scaler's state {found}, it has to be {what}; nothing was loaded. Pass what "
+                "state_dict() of a scaler returned"
+            )
 
 
 def _split_gradients(optimizer: Optimizer) -> tuple[list[torch.Tensor], list[torch.Tensor]]:

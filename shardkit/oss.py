@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.optim import SGD, Optimizer
 
-from . import elementwise, oss_state
+from . import elementwise, oss_state, same_state
 from .backend import Backend, Group, backend_for
 from .distributed_checkpoint import current_request, is_called_by
 from .errors import ConfigurationError, ShardkitError
@@ -55,8 +55,8 @@ class OSS(Optimizer):
             process group, or this rank is no member of it.
         RankMismatchError: parameters differ between ranks in number, order, shape or dtype.
 
-    Construction, :meth:`step`, :meth:`add_param_group`, :meth:`refresh_trainable`, :meth:`clip_grad_norm` and
-    :meth:`consolidate_state_dict` are collectives: every rank of the group calls them.
+    Construction, :meth:`step`, :meth:`add_param_group`, :meth:`refresh_trainable`, :meth:`clip_grad_norm`,
+    :meth:`load_state_dict` and :meth:`consolidate_state_dict` are collectives: every rank of the group calls them.
     """
 
     optim: Optimizer
@@ -408,12 +408,20 @@ class OSS(Optimizer):
 
         Each rank keeps what it owns. ``state_dict`` is not changed.
 
+        Every rank calls it with the same state.
+
         Raises:
-            ValueError: groups, numbers of parameters, or shapes of their state differ from this optimizer's. All ranks
-                look at the state of all parameters, and nothing is loaded on any.
+            ValueError: on all ranks, if on one groups, numbers of parameters, or shapes of their state differ from this
+                optimizer's. All ranks look at the state of all parameters, and nothing is loaded on any.
+            RankMismatchError: ranks were given different state; nothing is loaded.
         """
-        oss_state.check_loadable(state_dict, self.param_groups)
-        oss_state.check_shapes(self, state_dict, type(self.optim) in elementwise.KNOWN)
+        problem = None
+        try:
+            oss_state.check_loadable(state_dict, self.param_groups)
+            oss_state.check_shapes(self, state_dict, type(self.optim) in elementwise.KNOWN)
+        except ConfigurationError as error:
+            problem = error
+        same_state.check_same_state(self._group, state_dict, problem)
         mine = oss_state.select_owned(self, state_dict)
         shown, self._has_stepped = self.state, True
         super().load_state_dict(mine)

@@ -19,7 +19,7 @@ from ..ownership import check_same_everywhere, option_facts
 from ..shards import shard_behind
 from ..stepping import take_part
 from .members import managing, name_of_member
-from .state_of_shards import mark_state_dicts
+from .state_of_shards import check_loaded, mark_state_dicts
 
 if TYPE_CHECKING:
     from .flat_param import FlatParam
@@ -41,13 +41,18 @@ class _FirstSteps:
             return
         _refuse_members(optimizer)
         vectors = [f for g in optimizer.param_groups for f in map(shard_behind, g["params"]) if f is not None]
-        if any(_is_cut(f) for f in vectors) and optimizer not in self._judged:
-            _refuse_differences(optimizer, vectors)
-            _refuse_coupled(optimizer)
-            _warn_of_groups_by_dimension(optimizer)
-            mark_state_dicts(optimizer)
-            self._judged.add(optimizer)
+        if any(_is_cut(f) for f in vectors):
+            check_loaded(optimizer, vectors)
+            if optimizer not in self._judged:
+                _refuse_differences(optimizer, vectors)
+                _refuse_coupled(optimizer)
+                _warn_of_groups_by_dimension(optimizer)
+                mark_state_dicts(optimizer, self._look_again)
+                self._judged.add(optimizer)
         self._seen[optimizer] = now
+
+    def _look_again(self, optimizer: Optimizer) -> None:
+        self._seen.pop(optimizer, None)
 
     def after(self, optimizer: Optimizer) -> None:
         """Nothing to undo."""

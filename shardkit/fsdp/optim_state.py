@@ -22,6 +22,7 @@ from ..errors import ConfigurationError
 from ..facts import all_gather_facts_or_objects
 from ..state_shapes import NUMBERS
 from .flat_param import FlatParam
+from .state_of_shards import NOTE
 
 EXTRA = ("param_id_map", "uncollected_local_ids")
 
@@ -121,7 +122,7 @@ def gather_full(
         return None
     members = _members_of_groups(flats, optimizer)
     groups = [
-        {**copy.deepcopy({k: v for k, v in g.items() if k != "params"}), "params": ids}
+        {**copy.deepcopy({k: v for k, v in g.items() if k not in ("params", NOTE)}), "params": ids}
         for g, ids in zip(optimizer_state["param_groups"], members, strict=True)
     ]
     others = {k: v for k, v in optimizer_state.items() if k not in ("state", "param_groups", *EXTRA)}

@@ -7,17 +7,23 @@ rank's own that is right. torch.distributed.checkpoint would keep one rank's for
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim import Optimizer
 
 from ..distributed_checkpoint import OwnOfRank, Request, current_request
+from ..elementwise import KNOWN
 from ..errors import ConfigurationError
+from ..facts import all_gather_facts
 from ..shards import shard_behind
 
 if TYPE_CHECKING:
+    from .flat_param import FlatParam
     from .wrapper import FSDP
+
+NOTE = "shardkit_shards"  # in the groups of a state dict: whose shards it is of
 
 _GATHERED = (
     "FSDP.gather_full_optim_state_dict(optimizer) (on rank 0; load it by get_shard_from_optim_state_dict), or "
@@ -44,10 +50,19 @@ class LocalShard(OwnOfRank):
     )
 
 
-def mark_state_dicts(optimizer: Optimizer) -> None:
-    """From now on the optimizer's state dicts tell whose state they hold; it still loads them."""
+def mark_state_dicts(optimizer: Optimizer, on_load: Callable[[Optimizer], None]) -> None:
+    """From now on the optimizer's state dicts tell whose state they hold; it still loads them.
+
+    Args:
+        on_load: called when another state is loaded.
+    """
+
+    def unmarked(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        on_load(optimizer)
+        return _unmarked(state_dict)
+
     optimizer.register_state_dict_post_hook(_marked)
-    optimizer.register_load_state_dict_pre_hook(_unmarked)
+    optimizer.register_load_state_dict_pre_hook(unmarked)
 
 
 def _marked(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -60,14 +75,81 @@ def _marked(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
             state[index] = {
                 k: v.as_subclass(StateOfShard) if _is_spread(v, param) else v for k, v in values.items()
             }
-    return {**state_dict, "state": state}
+    groups = [
+        {**saved, NOTE: _note(own["params"])} if state else saved
+        for saved, own in zip(state_dict["param_groups"], optimizer.param_groups, strict=True)
+    ]
+    return {**state_dict, "state": state, "param_groups": groups}
+
+
+def _note(params: Iterable[torch.Tensor]) -> list[list[Any]]:
+    """Of each vector of a group: the rank, the world size, the names of its members and their numels."""
+    flats: list[FlatParam] = [f for f in map(shard_behind, params) if f is not None]
+    return [[f.group.rank, f.group.world_size, list(f.names), list(f.layout.numels)] for f in flats]
+
+
+# ------------------------------------------------------------ what was loaded
+def check_loaded(optimizer: Optimizer, vectors: Iterable[FlatParam]) -> None:
+    """Refuses state of other shards on all ranks, before it steps (collective).
+
+    Torch loads what it is given, and has no hook for optimizers that never stepped. It keeps what groups hold.
+
+    Raises:
+        ConfigurationError: names the rank, and what its state is of.
+    """
+    mine = _wrong_shards(optimizer) or _wrong_shapes(optimizer)
+    for group in {f.group.ranks: f.group for f in vectors}.values():
+        if group.world_size == 1:
+            everybody = [mine]
+        else:
+            everybody = all_gather_facts(
+                group.channel("control"), mine, label="check of loaded optimizer state"
+            )
+        for rank, wrong in zip(group.ranks, everybody, strict=True):
+            if wrong is not None:
+                raise ConfigurationError(
+                    f"rank {rank} has loaded optimizer state {wrong}. No parameter was changed on any rank. "
+                    "optimizer.state_dict() of shards loads on the rank that saved it, with the same world size and "
+                    "wrapping; for others use gather_full_optim_state_dict and get_shard_from_optim_state_dict"
+                )
+    for param_group in optimizer.param_groups:
+        param_group.pop(NOTE, None)
+
+
+def _wrong_shards(optimizer: Optimizer) -> str | None:
+    for group in optimizer.param_groups:
+        saved, own = group.get(NOTE), _note(group["params"])
+        if saved is None or saved == own:
+            continue
+        if len(saved) != len(own):
+            return f"of {len(saved)} shards in a group that has {len(own)}"
+        a, b = next((a, b) for a, b in zip(saved, own, strict=True) if a != b)
+        if a[1] != b[1]:
+            return f"of world size {a[1]}, this is {b[1]}"
+        if a[0] != b[0]:
+            return f"of rank {a[0]}"
+        return f"of a shard of {a[2]} with {a[3]} elements, here are {b[2]} with {b[3]}"
+    return None
+
+
+def _wrong_shapes(optimizer: Optimizer) -> str | None:
+    """Of state that tells nothing about itself."""
+    if type(optimizer) not in KNOWN:
+        return None
+    for param, state in optimizer.state.items():
+        flat: FlatParam | None = shard_behind(param) if isinstance(param, torch.Tensor) else None
+        for key, value in state.items() if flat is not None else ():
+            if isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape != param.shape:
+                names = flat.names if flat is not None else []
+                return f"{key!r} of shape {tuple(value.shape)} for a shard of {names} of shape {tuple(param.shape)}"
+    return None
 
 
 def _is_spread(value: Any, param: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape == param.shape
 
 
-def _unmarked(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+def _unmarked(state_dict: dict[str, Any]) -> dict[str, Any]:
     state = {
         index: {
             k: v.as_subclass(torch.Tensor) if isinstance(v, StateOfShard) else v for k, v in values.items()

@@ -1,0 +1,136 @@
+"""Optimizer and scaler state that is not this rank's, this model's or no state at all: refused on all ranks."""
+
+from __future__ import annotations
+
+import copy
+import io
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from shardkit import OSS, ShardedGradScaler
+from shardkit.errors import ConfigurationError, RankMismatchError
+from tests.border.strategies import STRATEGIES, run, twins
+
+SHARDS = [s for s in STRATEGIES if s != "sharded_ddp"]
+
+
+def _read_again(state: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file)
+
+
+def _everybodys(state: Any, world_size: int) -> list[Any]:
+    found: list[Any] = [None] * world_size
+    dist.all_gather_object(found, state)
+    return found
+
+
+def _parameters(model: torch.nn.Module) -> list[torch.Tensor]:
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def _shards(rank: int, world_size: int, strategy: str) -> None:
+    t = twins(rank, world_size, strategy, torch.optim.AdamW, lr=0.01)
+    t.backward()
+    t.step()
+    own = _read_again(t.optimizer.state_dict())
+    everybody = _everybodys(own, world_size)
+    larger, cut = copy.deepcopy(own), copy.deepcopy(own)
+    for k in larger["param_groups"]:
+        k["shardkit_shards"][0][1] = 5
+    for k in cut["param_groups"]:
+        del k["shardkit_shards"]  # of before it was noted
+    cut["state"][0]["exp_avg"] = cut["state"][0]["exp_avg"].reshape(-1)[:1].repeat(3)
+    swapped = everybody[1] if rank == 0 else own  # one rank is wrong
+    same_for_all = everybody[0]  # what a trainer does that saves on rank 0 only
+    cases = [
+        (swapped, "rank 0 has loaded optimizer state of rank 1"),
+        (same_for_all, "rank 1 has loaded optimizer state of rank 0"),
+        (larger, "of world size 5, this is 2"),
+        (cut, r"'exp_avg' of shape \(3,\)"),
+    ]
+    t.zero_grad()
+    t.backward(1)
+    for is_new in (False, True):
+        for state, words in cases:
+            optimizer = torch.optim.AdamW(t.model.parameters(), lr=0.01) if is_new else t.optimizer
+            optimizer.load_state_dict(copy.deepcopy(state))
+            before = _parameters(t.model)
+            with pytest.raises(ConfigurationError, match=words):
+                optimizer.step()
+            assert all(torch.equal(a, b) for a, b in zip(before, _parameters(t.model), strict=True))
+    t.optimizer = torch.optim.AdamW(t.model.parameters(), lr=0.01)
+    t.optimizer.load_state_dict(own)
+    t.step()
+    t.assert_equal()
+    assert "shardkit_shards" not in t.optimizer.param_groups[0]
+    full: Any = t.model.gather_full_optim_state_dict(t.optimizer)
+    assert full is None or "shardkit_shards" not in full["param_groups"][0]
+
+
+@pytest.mark.parametrize("strategy", SHARDS)
+def test_state_of_other_shards(strategy: str) -> None:
+    run((2, "gloo"), _shards, strategy)
+
+
+def _oss(rank: int, world_size: int) -> None:
+    t = twins(rank, world_size, "sharded_ddp", torch.optim.SGD, lr=0.1, momentum=0.9)
+    assert isinstance(t.optimizer, OSS)
+    states = []
+    for step in range(2):
+        t.zero_grad()
+        t.backward(step)
+        t.step()
+        t.optimizer.consolidate_state_dict(-1)
+        states.append(copy.deepcopy(t.optimizer.state_dict()))
+    later, slower, broken = states[1], copy.deepcopy(states[1]), copy.deepcopy(states[1])
+    slower["param_groups"][0]["lr"] = 0.05
+    broken["state"][3]["momentum_buffer"] = torch.ones(9)
+    before = copy.deepcopy(t.optimizer.local_state_dict())
+    is_last = rank == world_size - 1
+    for other, error, words in [
+        (states[0], RankMismatchError, f"the state of parameter 0 on rank 0 .* on rank {world_size - 1}"),
+        (slower, RankMismatchError, f"group 0 on rank 0 .* on rank {world_size - 1}"),
+        (broken, ConfigurationError, r"parameter 3 .* shape \(9,\)"),
+        ({"model": {}}, ConfigurationError, "no optimizer state"),
+    ]:
+        with pytest.raises(error, match=words):
+            t.optimizer.load_state_dict(other if is_last else later)
+        assert str(t.optimizer.local_state_dict()) == str(before)
+    t.optimizer.load_state_dict(later)
+    t.zero_grad()
+    t.backward(2)
+    t.step()
+    t.assert_equal()
+
+
+@pytest.mark.parametrize("world", [(2, "gloo"), (3, "gloo"), (2, "simulated")], ids=str)
+def test_ranks_of_an_oss_load_the_same(world: tuple[int, str]) -> None:
+    run(world, _oss)
+
+
+def test_state_of_a_scaler() -> None:
+    scaler = ShardedGradScaler(init_scale=8.0)
+    good = scaler.state_dict()
+    for wrong, words in [
+        ({}, "no state of a gradient scaler"),
+        ([1], "no state of a gradient scaler"),
+        ({**good, "scale": float("nan")}, "'scale' of this"),
+        ({**good, "scale": torch.ones(2)}, "'scale' of this"),
+        ({**good, "growth_factor": 0.5}, "'growth_factor' of this"),
+        ({**good, "backoff_factor": 2}, "'backoff_factor' of this"),
+        ({**good, "growth_interval": 0}, "'growth_interval' of this"),
+        ({**good, "_growth_tracker": -1}, "'_growth_tracker' of this"),
+        ({k: v for k, v in good.items() if k != "scale"}, "'scale' .* is missing"),
+    ]:
+        with pytest.raises(ConfigurationError, match=words):
+            scaler.load_state_dict(wrong)  # type: ignore[arg-type]
+        assert scaler.state_dict() == good
+    scaler.load_state_dict({**good, "scale": torch.tensor(4.0)})
+    assert float(scaler.get_scale()) == 4.0
+    ShardedGradScaler(enabled=False).load_state_dict({})
