@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import sys
+from typing import TYPE_CHECKING, Any
 
-from ..errors import LifecycleError
+from ..errors import ConfigurationError, LifecycleError
 from .members import name_of_member
 
 if TYPE_CHECKING:
     from .flat_param import FlatParam
+    from .wrapper import FSDP
+
+# Functions of peft's that look for names of modules among the keys of a state dict: the wrapper's names are longer.
+_BY_NAMES_OF_MODULES = {
+    "get_peft_model_state_dict": "get_peft_model_state_dict(model.module, state_dict=model.state_dict())",
+    "set_peft_model_state_dict": (
+        "it inside of `with model.summon_full_params():` for the wrapped module, "
+        "set_peft_model_state_dict(model.module, state)"
+    ),
+}
 
 
 def replaced_shard(flat: FlatParam) -> LifecycleError:
@@ -46,3 +57,24 @@ def copy_when_summoned(rank: int) -> LifecycleError:
         f"rank {rank}: copying or pickling an FSDP module inside of summon_full_params is not possible, for it may "
         "have changes that no shard has yet; leave the context first. Modules without FSDP modules below can be copied"
     )
+
+
+def check_asker(wrapper: FSDP) -> None:
+    """Refuses a state dict to those who would find no adapters in it, and say nothing.
+
+    Raises:
+        ConfigurationError: on every rank alike, before anything is gathered.
+    """
+    frame: Any = sys._getframe(2)
+    for _ in range(8):
+        if frame is None:
+            return
+        name = frame.f_code.co_name
+        if name in _BY_NAMES_OF_MODULES and frame.f_globals.get("__name__", "").startswith("peft."):
+            if frame.f_locals.get("model") is wrapper:
+                raise ConfigurationError(
+                    f"{name} finds no adapters in an FSDP module, whose modules have other names than its state dict. "
+                    f"Call {_BY_NAMES_OF_MODULES[name]}, on all ranks"
+                )
+            return
+        frame = frame.f_back

@@ -32,7 +32,7 @@ from .inside import answer_for
 from .lazy import saving_members_by_name
 from .listed import flat_of_listed
 from .members import are_copied, note_copying
-from .refusals import copy_when_summoned, replaced_shard
+from .refusals import check_asker, copy_when_summoned, replaced_shard
 from .registrations import note_taken
 from .standing_in import WRAPPED, StandingIn
 from .state_of_shards import mark_shards
@@ -560,6 +560,7 @@ class FSDP(StandingIn):
     @noting_errors
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Full parameters under the wrapped module's own names, in full precision, on every rank (collective)."""
+        check_asker(self)
         return state_dicts.full(self, super().state_dict, *args, **kwargs)
 
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from shardkit import FSDP
-from shardkit.errors import ConfigurationError
+from shardkit.errors import ConfigurationError, LifecycleError
 from tests.pools import free_port, rank_pool
 
 pytestmark = pytest.mark.timeout(120)
@@ -157,6 +157,48 @@ def _peft(rank: int, world: int, nested: bool, flatten: bool, folder: Path) -> N
 @pytest.mark.parametrize("world", [1, 2])
 def test_peft(world: int, nested: bool, flatten: bool, tmp_path: Path) -> None:
     rank_pool(world).run(_peft, world, nested, flatten, tmp_path)
+
+
+def _adapters(rank: int, world: int, nested: bool, flatten: bool, folder: Path) -> None:
+    """Read, written, merged, loaded, after wrapping."""
+    from peft import LoraConfig, get_peft_model_state_dict, set_peft_model_state_dict
+
+    model, truth = sharded(adapted(), nested, flatten), adapted()
+    changed = {n: v + 1 for n, v in get_peft_model_state_dict(truth).items()}
+    with pytest.raises(ConfigurationError, match=r"model\.module, state_dict=model\.state_dict\(\)"):
+        get_peft_model_state_dict(model)
+    with pytest.raises(ConfigurationError, match=r"with model\.summon_full_params"):
+        set_peft_model_state_dict(model, changed)
+    with model.summon_full_params():
+        set_peft_model_state_dict(model.module, changed)
+    found = get_peft_model_state_dict(model.module, state_dict=model.state_dict())
+    assert gap(found, changed) == 0
+    set_peft_model_state_dict(truth, changed)
+    if world > 1:  # else values are there
+        for method in ("merge_adapter", "merge_and_unload"):
+            with pytest.raises(LifecycleError, match="summon_full_params"):
+                getattr(model, method)()
+        assert gap(model.state_dict(), truth.state_dict()) == 0
+    with model.summon_full_params():
+        model.module.merge_adapter()  # type: ignore[operator]
+    truth.merge_adapter()
+    assert gap(model.state_dict(), truth.state_dict()) <= 1e-6
+    mine = model(input_ids=tokens(rank)).logits
+    torch.testing.assert_close(mine, truth(input_ids=tokens(rank)).logits, rtol=0, atol=1e-5)
+    with pytest.raises(ConfigurationError, match="before it is wrapped"):
+        model.add_adapter("other", LoraConfig(r=3, target_modules=["q_proj"]))
+    other = adapted()
+    other.save_pretrained(folder / str(rank))
+    with model.summon_full_params():
+        model.module.unmerge_adapter()  # type: ignore[operator]
+        model.module.load_adapter(folder / str(rank), adapter_name="default")  # type: ignore[operator]
+    found = get_peft_model_state_dict(model.module, state_dict=model.state_dict())
+    assert gap(found, get_peft_model_state_dict(other)) == 0
+
+
+@pytest.mark.parametrize(("nested", "flatten"), LAYOUTS)
+def test_adapters_of_wrapped_models(nested: bool, flatten: bool, tmp_path: Path) -> None:
+    rank_pool(2).run(_adapters, 2, nested, flatten, tmp_path)
 
 
 # ------------------------------------------------------------------------------------ accelerate
