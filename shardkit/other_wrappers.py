@@ -35,6 +35,27 @@ def note_wrapper(wrapper: type[nn.Module], owns: Callable[[nn.Parameter], bool] 
     _ours[wrapper] = owns
 
 
+class PreparedForAccelerate:
+    """Mixed into wrappers: accelerate (and transformers' Trainer, which uses it) leaves them as they are.
+
+    It wraps modules in DistributedDataParallel, unless they say that this was done. With mixed precision of its own it
+    has to do more, which it does in ``prepare_model(model, evaluation_mode=True)``; elsewhere it is refused below.
+    """
+
+    @property
+    def _is_accelerate_prepared(self) -> bool:
+        module = sys.modules.get("accelerate.state")
+        state = getattr(module, "AcceleratorState", None)
+        if state is None or not state._shared_state:
+            return False
+        known = state()
+        return known.mixed_precision == "no" and str(known.distributed_type.value).startswith("MULTI_")
+
+    @_is_accelerate_prepared.setter
+    def _is_accelerate_prepared(self, value: bool) -> None:
+        """It notes what it has prepared."""
+
+
 def check_wrappable(module: nn.Module, who: str, may_hold: type[nn.Module] | None = None) -> None:
     """Refuses a module of which another wrapper averages the gradients, or whose parameters are more than tensors.
 
@@ -115,7 +136,9 @@ def _on_registration(parent: nn.Module, name: str, module: nn.Module | None) -> 
 def _refuse(wrapper: nn.Module, why: str) -> None:
     kind = type(wrapper).__name__
     raise ConfigurationError(
-        f"{kind} can't wrap this module: {why}. Leave {kind} out. Libraries that add it by themselves: instead of "
-        "accelerate's prepare(model) use accelerator.prepare_model(model, evaluation_mode=True), and prepare() for "
-        "optimizers and data loaders; give Lightning Fabric a strategy whose setup_module returns the module"
+        f"{kind} can't wrap this module: {why}. Leave {kind} out. Libraries that add it by themselves: accelerate (and "
+        "transformers' Trainer) leaves it out where it has no mixed precision; where it has, give that to FSDP's "
+        "PrecisionPolicy instead, or use accelerator.prepare_model(model, evaluation_mode=True) in place of "
+        "prepare(model), and prepare() for optimizers and data loaders; give Lightning Fabric a strategy whose "
+        "setup_module returns the module"
     )

@@ -13,10 +13,11 @@ from torch import nn
 
 from .backend import Backend, backend_for
 from .errors import ConfigurationError, LifecycleError
+from .forward_signature import signed_as_wrapped
 from .gradient_exchange import GradientExchange
 from .module_sync import BufferSync, broadcast_module, connect_sync_batch_norm
 from .oss import OSS
-from .other_wrappers import check_wrappable, note_wrapper
+from .other_wrappers import PreparedForAccelerate, check_wrappable, note_wrapper
 from .ownership import check_one_device, check_same_everywhere, option_facts
 from .policy import ReducePolicy
 from .progress import noting_errors
@@ -24,7 +25,7 @@ from .progress import noting_errors
 logger = logging.getLogger("shardkit")
 
 
-class ShardedDDP(nn.Module):
+class ShardedDDP(PreparedForAccelerate, nn.Module):
     """Wraps a module so that backward averages each gradient over ranks and leaves it with its owner.
 
     ::
@@ -118,6 +119,7 @@ class ShardedDDP(nn.Module):
             self._group.world_size,
         )  # fmt: skip
 
+    @signed_as_wrapped
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the module; in training it first checks what is trainable and brings buffers up to date."""
         training = self.training and torch.is_grad_enabled()

@@ -8,13 +8,14 @@ from typing import Any
 from torch import nn
 
 from ..errors import ConfigurationError
+from ..other_wrappers import PreparedForAccelerate
 from .methods import through
 from .state_of_shards import check_request
 
 WRAPPED = "_fsdp_wrapped_module"
 
 
-class StandingIn(nn.Module):
+class StandingIn(PreparedForAccelerate, nn.Module):
     """Attributes, methods and items are those of the wrapped module; parameters and forward are not."""
 
     @property

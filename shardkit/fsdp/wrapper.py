@@ -15,6 +15,7 @@ from ..backend import Backend, Group, backend_for
 from ..compiling import callees_compiled, not_compiled
 from ..errors import ConfigurationError, LifecycleError
 from ..flat_parameter import FlatParameter
+from ..forward_signature import signed_as_wrapped
 from ..hooks import NO_BACKWARD, current_backward, tensors_in
 from ..layout import ShardLayout
 from ..other_wrappers import check_wrappable, note_wrapper
@@ -238,6 +239,7 @@ class FSDP(StandingIn):
         construct.announce(self, len(wrappers), members, self._group)
         return engine
 
+    @signed_as_wrapped
     @callees_compiled
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the module with its parameters gathered."""

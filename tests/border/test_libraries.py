@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardkit import FSDP
+from shardkit import FSDP, OSS, ShardedDDP
 from shardkit.errors import ConfigurationError, LifecycleError
 from tests.pools import free_port, rank_pool
 
@@ -217,17 +217,6 @@ def inputs(rank: int, step: int) -> torch.Tensor:
     return torch.randn(4, 5, generator=torch.Generator().manual_seed(10 * step + rank))
 
 
-def trained_truth(world: int, steps: int) -> dict[str, torch.Tensor]:
-    """One process, the same batches."""
-    truth = regressor()
-    optimizer = torch.optim.AdamW(truth.parameters(), lr=0.1)
-    for step in range(steps):
-        optimizer.zero_grad()
-        torch.stack([truth(inputs(r, step)).pow(2).sum() for r in range(world)]).mean().backward()
-        optimizer.step()
-    return truth.state_dict()
-
-
 class Environment:
     """What a launcher sets; libraries read it."""
 
@@ -254,31 +243,101 @@ class Environment:
         os.environ.update(self._old)
 
 
-def _accelerate(rank: int, world: int, port: int, folder: Path) -> None:
+def _accelerator(**options: Any) -> Any:
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState
 
+    AcceleratorState._reset_state(True)
+    return Accelerator(cpu=True, **options)
+
+
+def _trainees(strategy: str, accelerator: Any) -> tuple[Any, Any]:
+    """Model and optimizer, prepared."""
+    if strategy == "sharded_ddp":
+        inner = regressor()
+        optimizer: torch.optim.Optimizer = OSS(inner.parameters(), torch.optim.AdamW, lr=0.1)
+        model: nn.Module = ShardedDDP(inner, optimizer)  # type: ignore[arg-type]
+    else:
+        model = units()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    prepared, wrapped = accelerator.prepare(model, optimizer)
+    assert prepared is model
+    return prepared, wrapped
+
+
+def _all_inputs(world: int) -> torch.utils.data.TensorDataset:
+    """8 batches a rank, so that the prepared loader gives rank r batches r, r + world, ..."""
+    return torch.utils.data.TensorDataset(torch.cat([inputs(k, 0) for k in range(8 * world)]))
+
+
+def _accelerate(rank: int, world: int, strategy: str, port: int, folder: Path) -> None:
+    """A loop as in accelerate's guide, beside one process."""
     with Environment(rank, port):
-        accelerator = Accelerator(cpu=True)
-        try:
-            if world > 1:
-                with pytest.raises(ConfigurationError, match="prepare_model"):
-                    accelerator.prepare(units())
-            model = accelerator.prepare_model(units(), evaluation_mode=True)
-            optimizer = accelerator.prepare(torch.optim.AdamW(model.parameters(), lr=0.1))
-            for step in range(3):
-                optimizer.zero_grad()
-                accelerator.backward(model(inputs(rank, step)).pow(2).sum())
+        accelerator = _accelerator(gradient_accumulation_steps=2)
+        model, optimizer = _trainees(strategy, accelerator)
+        loader = accelerator.prepare(torch.utils.data.DataLoader(_all_inputs(world), batch_size=4))
+        truth = regressor()
+        plain = torch.optim.AdamW(truth.parameters(), lr=0.1)
+        for k, (x,) in enumerate(loader):
+            with accelerator.accumulate(model):
+                loss = model(x).pow(2).sum()
+                accelerator.backward(loss)
+                losses = [truth(inputs(k * world + r, 0)).pow(2).sum() / 2 for r in range(world)]
+                torch.stack(losses).mean().backward()
+                expected = torch.stack(losses).detach().mean() * 2
+                found = accelerator.gather_for_metrics(loss.detach()).mean()
+                torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+                if accelerator.sync_gradients:
+                    norm = accelerator.clip_grad_norm_(model.parameters(), 0.5)
+                    expected = nn.utils.clip_grad_norm_(truth.parameters(), 0.5)
+                    torch.testing.assert_close(torch.as_tensor(norm), expected, rtol=1e-4, atol=1e-5)
+                    plain.step()
+                    plain.zero_grad()
                 optimizer.step()
-                if step == 1:
-                    accelerator.save_state(str(folder))
-            truth = trained_truth(world, 3)
-            assert gap(model.state_dict(), truth) <= 1e-6
-            assert gap(accelerator.get_state_dict(accelerator.unwrap_model(model)), truth) <= 1e-6
-        finally:
-            AcceleratorState._reset_state(True)
+                optimizer.zero_grad()
+            if k == 3:
+                if strategy == "sharded_ddp":
+                    optimizer.optimizer.consolidate_state_dict(-1)
+                # safetensors takes no parts of a buffer, which are what OSS makes of parameters
+                accelerator.save_state(str(folder), safe_serialization=strategy != "sharded_ddp")
+                saved = {n: v.clone() for n, v in truth.state_dict().items()}
+        prefix = "module." if strategy == "sharded_ddp" else ""
+        for found in (accelerator.get_state_dict(model), accelerator.unwrap_model(model).state_dict()):
+            assert gap({n.removeprefix(prefix): v for n, v in found.items()}, truth.state_dict()) <= 1e-5
+        accelerator.wait_for_everyone()
+        accelerator.load_state(str(folder))
+        found = {n.removeprefix(prefix): v for n, v in model.state_dict().items()}
+        assert gap(found, saved) <= 1e-5
+        accelerator.backward(model(inputs(rank, 1)).pow(2).sum())
+        if strategy == "sharded_ddp" or world == 1:
+            optimizer.step()
+        else:  # the file has rank 0's shards only
+            with pytest.raises(ConfigurationError, match="rank 1 has loaded optimizer state of rank 0"):
+                optimizer.step()
+        _accelerator()
 
 
+@pytest.mark.parametrize("strategy", ["fsdp", "sharded_ddp"])
 @pytest.mark.parametrize("world", [1, 2])
-def test_accelerate(world: int, tmp_path: Path) -> None:
-    rank_pool(world).run(_accelerate, world, free_port(), tmp_path)
+def test_accelerate(world: int, strategy: str, tmp_path: Path) -> None:
+    rank_pool(world).run(_accelerate, world, strategy, free_port(), tmp_path)
+
+
+def _mixed_precision(rank: int, port: int) -> None:
+    """Accelerate's own has to be put into forward, which prepare_model does."""
+    with Environment(rank, port):
+        accelerator = _accelerator(mixed_precision="bf16")
+        for strategy in ("fsdp", "sharded_ddp"):
+            with pytest.raises(ConfigurationError, match=r"PrecisionPolicy.*prepare_model"):
+                _trainees(strategy, accelerator)
+        model = accelerator.prepare_model(units(), evaluation_mode=True)
+        with torch.autocast("cpu", torch.bfloat16):
+            expected = regressor()(inputs(rank, 0))
+        mine = model(inputs(rank, 0))
+        assert expected.dtype == torch.bfloat16
+        assert torch.equal(mine, expected.float())
+        _accelerator()
+
+
+def test_accelerate_with_mixed_precision() -> None:
+    rank_pool(2).run(_mixed_precision, free_port())
