@@ -17,7 +17,6 @@ from torch.distributed.distributed_c10d import PrefixStore  # type: ignore[attr-
 from shardkit.backend import Backend, ReduceOp
 
 from . import objects
-from .aside import NoAnswer
 from .connections import DESTROYED, connect_gloo, register, timeout_of
 from .course import WITH_COURSE, Agreement, Course
 from .local_part import Accumulate, Exchange, Finish
@@ -156,12 +155,7 @@ class C10dGroup(Waiting):
         self._watch.issued[name] = self._agreements
         self._watch.recent.append(call)
         store = self.process_group.get_group_store()
-        try:
-            agreement = self._start(
-                Agreement, store, self._name, self._agreements, key, self.world_size, self._timeout
-            )
-        except NoAnswer:
-            self._give_up(Call(*call))
+        agreement = self._start(Agreement, store, self._name, self._agreements, key, self.world_size)
         C10dWork(self, [agreement], call, None).wait()
 
     def _turn(self, key: tuple[str, int, str]) -> None:

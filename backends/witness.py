@@ -28,7 +28,6 @@ from typing import Any, NamedTuple, Protocol
 from shardkit.errors import OutOfStepError
 from shardkit.progress import unfinished
 
-from .aside import NoAnswer
 from .standing import Standing, end_wait, issued_of_torch, others_in_collectives, standing_of, take_back
 
 logger = logging.getLogger("shardkit")
@@ -165,7 +164,7 @@ class Witness:
                     return
             asked = False
             for watch in watches:
-                with contextlib.suppress(RuntimeError, ValueError, NoAnswer):
+                with contextlib.suppress(RuntimeError, ValueError):
                     asked = watch.attend() or asked
             del watches, watch  # they would live until the next look
 

@@ -60,7 +60,7 @@ def copy_when_summoned(rank: int) -> LifecycleError:
 
 
 def check_asker(wrapper: FSDP) -> None:
-    """Refuses a state dict to those who would find no adapters in it, and say nothing.
+    """Refuses a state dict to those who would do nothing with it, and say nothing.
 
     Raises:
         ConfigurationError: on every rank alike, before anything is gathered.
@@ -69,12 +69,22 @@ def check_asker(wrapper: FSDP) -> None:
     for _ in range(8):
         if frame is None:
             return
-        name = frame.f_code.co_name
-        if name in _BY_NAMES_OF_MODULES and frame.f_globals.get("__name__", "").startswith("peft."):
+        name, where = frame.f_code.co_name, frame.f_globals.get("__name__", "")
+        if name in _BY_NAMES_OF_MODULES and where.startswith("peft."):
             if frame.f_locals.get("model") is wrapper:
                 raise ConfigurationError(
                     f"{name} finds no adapters in an FSDP module, whose modules have other names than its state dict. "
                     f"Call {_BY_NAMES_OF_MODULES[name]}, on all ranks"
+                )
+            return
+        if where == "timm.utils.model_ema":
+            average = frame.f_locals.get("self")
+            if wrapper in (getattr(average, "ema", None), getattr(average, "module", None)):
+                raise ConfigurationError(
+                    f"timm's {type(average).__name__} writes to the values of a state dict, and those of an FSDP "
+                    "module are copies, so its averages would never change. Use torch.optim.swa_utils.AveragedModel("
+                    "model, multi_avg_fn=get_ema_multi_avg_fn(decay)), which averages shards; or make the average of "
+                    "the model before it is wrapped"
                 )
             return
         frame = frame.f_back

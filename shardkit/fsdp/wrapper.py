@@ -561,7 +561,10 @@ class FSDP(StandingIn):
 
     @noting_errors
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Full parameters under the wrapped module's own names, in full precision, on every rank (collective)."""
+        """Full parameters under the wrapped module's own names, in full precision, on every rank (collective).
+
+        They are copies: writing to one changes nothing here.
+        """
         check_asker(self)
         return state_dicts.full(self, super().state_dict, *args, **kwargs)
 

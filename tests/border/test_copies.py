@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn, update_bn
 
 from shardkit import OSS, ShardedDDP
-from shardkit.errors import LifecycleError
+from shardkit.errors import ConfigurationError, LifecycleError
 from shardkit.oss import NotConsolidatedError
 from tests.border.strategies import GLOO, STRATEGIES, WORLDS, batch, make_model, run, twins
 
@@ -104,3 +104,43 @@ def _never_stepped(rank: int, world_size: int) -> None:
 @pytest.mark.parametrize("world", WORLDS, ids=str)
 def test_the_state_of_an_oss_that_was_never_stepped(world: tuple[int, str]) -> None:
     run(world, _never_stepped)
+
+
+# What timm does, under its name.
+MODEL_EMA = """
+class ModelEmaV2:
+    def __init__(self, module):
+        self.module = module
+
+    def _update(self, model, update_fn):
+        for ema_v, model_v in zip(self.module.state_dict().values(), model.state_dict().values()):
+            ema_v.copy_(update_fn(ema_v, model_v))
+
+    def update(self, model):
+        self._update(model, update_fn=lambda e, m: 0.5 * e + 0.5 * m)
+"""
+
+
+def _in_place(rank: int, world_size: int, strategy: str) -> None:
+    names: dict[str, Any] = {"__name__": "timm.utils.model_ema"}
+    exec(MODEL_EMA, names)
+    t = twins(rank, world_size, strategy)
+    truth, beside = names["ModelEmaV2"](copy.deepcopy(t.plain)), names["ModelEmaV2"](make_model())
+    mine = names["ModelEmaV2"](copy.deepcopy(t.model))
+    t.backward()
+    t.step()
+    with torch.no_grad():
+        truth.update(t.plain)
+        if strategy == "sharded_ddp":
+            mine.update(t.model)
+            torch.testing.assert_close(mine.module(batch(rank)), truth.module(batch(rank)))
+        else:
+            with pytest.raises(ConfigurationError, match="AveragedModel"):
+                mine.update(t.model)
+        beside.update(t.model)  # of the model before it was wrapped
+    torch.testing.assert_close(beside.module(batch(rank)), truth.module(batch(rank)))
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_averages_that_write_to_state_dicts(strategy: str) -> None:
+    run((2, "gloo"), _in_place, strategy)

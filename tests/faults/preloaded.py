@@ -2,7 +2,6 @@
 
 __all__ = ["programs", "torch"]
 
-import torch._dynamo  # by the first optimizer
 import torch.distributed
 import torch.distributed.fsdp
 

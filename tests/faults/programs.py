@@ -118,22 +118,20 @@ def _raise(_: Any) -> None:
     raise ValueError("boom")
 
 
-def _swallowed_and_silent(rank: int, trainer: Trainer, cause: Any, steps: int = 1) -> None:
-    """Rank 0 steps inside of ``cause``, swallows the error of that, and sleeps."""
+def raises_in_forward(rank: int, trainer: Trainer) -> None:
     if rank == 0:
-        with cause, contextlib.suppress(ValueError):
+        with failing(trainer, False), contextlib.suppress(ValueError):
             trainer.step()
         time.sleep(FOR_EVER)
-    for _ in range(steps):
-        trainer.step()
-
-
-def raises_in_forward(rank: int, trainer: Trainer) -> None:
-    _swallowed_and_silent(rank, trainer, failing(trainer, False))
+    trainer.step()
 
 
 def raises_in_backward(rank: int, trainer: Trainer) -> None:
-    _swallowed_and_silent(rank, trainer, failing(trainer, True))
+    if rank == 0:
+        with failing(trainer, True), contextlib.suppress(ValueError):
+            trainer.step()
+        time.sleep(FOR_EVER)
+    trainer.step()
 
 
 def raises_between(rank: int, trainer: Trainer) -> None:
@@ -156,10 +154,14 @@ def raises_of_shardkit(rank: int, trainer: Trainer) -> None:
 
 
 def raises_in_step(rank: int, trainer: Trainer) -> None:
-    inner: Any = trainer.optimizer
     if rank == 0:
+        inner: Any = trainer.optimizer
         inner.optim.step = lambda: _raise(None)
-    _swallowed_and_silent(rank, trainer, contextlib.nullcontext(), steps=2)
+        with contextlib.suppress(ValueError):
+            trainer.step()
+        time.sleep(FOR_EVER)
+    for _ in range(2):
+        trainer.step()
 
 
 def raises_at_construction(rank: int, strategy: str) -> None:
@@ -198,16 +200,12 @@ def swallowed_and_on(rank: int, trainer: Trainer) -> None:
 
 
 # ------------------------------------------------------------------ ranks and connections that end
-def _signalled(rank: int, trainer: Trainer, number: signal.Signals) -> None:
+def killed(rank: int, trainer: Trainer) -> None:
     trainer.step()
     if rank == 1:
-        os.kill(os.getpid(), number)
+        os.kill(os.getpid(), signal.SIGKILL)
     for _ in range(100):
         trainer.step()
-
-
-def killed(rank: int, trainer: Trainer) -> None:
-    _signalled(rank, trainer, signal.SIGKILL)
 
 
 def reset(rank: int, trainer: Trainer) -> None:
@@ -248,4 +246,8 @@ def slow_group_of_others(rank: int, trainer: Trainer) -> None:
 
 
 def stopped(rank: int, trainer: Trainer) -> None:
-    _signalled(rank, trainer, signal.SIGSTOP)
+    trainer.step()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    for _ in range(100):
+        trainer.step()
