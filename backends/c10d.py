@@ -17,6 +17,7 @@ from torch.distributed.distributed_c10d import PrefixStore  # type: ignore[attr-
 from shardkit.backend import Backend, ReduceOp
 
 from . import objects
+from .aside import NoAnswer
 from .connections import DESTROYED, connect_gloo, register, timeout_of
 from .course import WITH_COURSE, Agreement, Course
 from .local_part import Accumulate, Exchange, Finish
@@ -155,7 +156,12 @@ class C10dGroup(Waiting):
         self._watch.issued[name] = self._agreements
         self._watch.recent.append(call)
         store = self.process_group.get_group_store()
-        agreement = self._start(Agreement, store, self._name, self._agreements, key, self.world_size)
+        try:
+            agreement = self._start(
+                Agreement, store, self._name, self._agreements, key, self.world_size, self._timeout
+            )
+        except NoAnswer:
+            self._give_up(Call(*call))
         C10dWork(self, [agreement], call, None).wait()
 
     def _turn(self, key: tuple[str, int, str]) -> None:

@@ -16,7 +16,8 @@ from .course import Agreement
 from .standing import uncounted
 from .watch import Call, Watch
 
-SLICE = datetime.timedelta(seconds=2)
+SLICE = datetime.timedelta(seconds=2)  # a wait that is no longer costs nothing
+_LOOK = datetime.timedelta(seconds=1)  # between looks afterwards
 _WARN_SECONDS = 30.0
 _TOKEN = torch.zeros(1)
 _PROBE_TAG = 0x5AFD
@@ -115,7 +116,7 @@ class Waiting:
             if isinstance(work, Agreement) and waited > 1.5 * SLICE.total_seconds():
                 self._probe(call)
             try:
-                work.wait(min(SLICE, datetime.timedelta(seconds=max(0.1, limit - waited))))
+                work.wait(min(_LOOK, datetime.timedelta(seconds=max(0.1, limit - waited))))
                 self._watch.arrived()
                 return
             except RuntimeError as again:

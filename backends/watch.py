@@ -18,6 +18,8 @@ catches is published, too: the process may live on for a while, in other threads
 from __future__ import annotations
 
 import atexit
+import contextlib
+import functools
 import json
 import logging
 import math
@@ -34,6 +36,7 @@ from torch.distributed.distributed_c10d import PrefixStore  # type: ignore[attr-
 from shardkit.errors import OutOfStepError, RankLostError
 from shardkit.progress import listen_to_errors, threads
 
+from .aside import ASIDE, NoAnswer
 from .standing import Standing, issued_of_torch, standing_of
 from .witness import Stillness, Testimony, Witness, end_vain_wait, is_behind, testify
 
@@ -43,6 +46,7 @@ _ATTENTIVE = 6.0  # seconds for which a witness looks after a rank has asked
 _PATIENCE = 2.0  # seconds that a wait may take after another rank has failed
 _ONE_EVENT = 10.0  # seconds within which ranks raise errors for the same reason
 _REMEMBERED = 64  # calls
+_ANSWERS = 5.0  # seconds in which the store answers
 _FREE_SIZES = ("all_to_all",)  # ranks may send different numbers of elements
 _HINT = (
     "Every rank has to run the same steps: check for uneven numbers of batches, steps inside 'if rank == 0', and "
@@ -334,7 +338,8 @@ class Watch:
         if self._store is None:
             return
         try:
-            self._store.set(key, json.dumps(entry))
+            with contextlib.suppress(NoAnswer):
+                ASIDE.ask(functools.partial(self._store.set, key, json.dumps(entry)), _ANSWERS)
         except (RuntimeError, ValueError):
             self._store = None  # its server is gone; the collective itself will fail next
 
@@ -343,23 +348,28 @@ class Watch:
         if self._store is None:
             return 0
         try:
-            return int(self._store.add("called", 1))
+            return int(ASIDE.ask(functools.partial(self._store.add, "called", 1), _ANSWERS))
+        except NoAnswer:
+            return 0
         except (RuntimeError, ValueError):
             self._store = None
             return 0
 
     def _count(self, key: str) -> int:
-        if self._store is None or not self._store.check([key]):
+        store = self._store
+        if store is None:
             return 0
-        return int(self._store.add(key, 0))
+        return ASIDE.ask(lambda: int(store.add(key, 0)) if store.check([key]) else 0, _ANSWERS)
 
     def _read(self, key: str) -> dict[str, Any] | None:
-        if self._store is None:
+        store = self._store
+        if store is None:
             return None
         try:
-            if not self._store.check([key]):
-                return None
-            return json.loads(self._store.get(key)) or None
+            text = ASIDE.ask(lambda: store.get(key) if store.check([key]) else "{}", _ANSWERS)
+            return json.loads(text) or None
+        except NoAnswer:
+            return None
         except (RuntimeError, ValueError):
             self._store = None
             return None
@@ -426,3 +436,4 @@ def _begin_witness() -> None:
 def _end_witness() -> None:
     _witness.end()
     end_job()
+    ASIDE.end()

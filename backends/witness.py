@@ -28,6 +28,7 @@ from typing import Any, NamedTuple, Protocol
 from shardkit.errors import OutOfStepError
 from shardkit.progress import unfinished
 
+from .aside import NoAnswer
 from .standing import Standing, end_wait, issued_of_torch, others_in_collectives, standing_of, take_back
 
 logger = logging.getLogger("shardkit")
@@ -164,7 +165,7 @@ class Witness:
                     return
             asked = False
             for watch in watches:
-                with contextlib.suppress(RuntimeError, ValueError):
+                with contextlib.suppress(RuntimeError, ValueError, NoAnswer):
                     asked = watch.attend() or asked
             del watches, watch  # they would live until the next look
 

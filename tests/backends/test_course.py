@@ -58,15 +58,18 @@ def test_long_runs_are_forgotten_alike() -> None:
     assert len(course.history) <= 2 * 4096
 
 
+LIMIT = timedelta(seconds=20)
+
+
 def test_an_agreement_needs_all_and_the_same() -> None:
     store = dist.HashStore()
-    first = Agreement(store, "parameters", 1, key("a"), 3)
-    second = Agreement(store, "parameters", 1, key("b"), 3)
-    third = Agreement(store, "parameters", 1, key("a"), 3)
+    first = Agreement(store, "parameters", 1, key("a"), 3, LIMIT)
+    second = Agreement(store, "parameters", 1, key("b"), 3, LIMIT)
+    third = Agreement(store, "parameters", 1, key("a"), 3, LIMIT)
     assert not third.is_completed()
     with pytest.raises(RuntimeError, match="timed out"):
         first.wait(timedelta(milliseconds=20))
-    Agreement(store, "parameters", 1, key("a"), 3)
+    Agreement(store, "parameters", 1, key("a"), 3, LIMIT)
     for agreement in (first, second, third):
         agreement.wait(timedelta(milliseconds=20))
 
@@ -75,6 +78,6 @@ def test_agreements_leave_little_behind() -> None:
     store = dist.HashStore()
     for number in range(1, 20):
         for _ in range(2):
-            last = Agreement(store, "parameters", number, key(f"call {number}"), 2)
+            last = Agreement(store, "parameters", number, key(f"call {number}"), 2, LIMIT)
         last.wait(timedelta(milliseconds=20))
     assert store.num_keys() <= 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import math
 import os
 import re
 import subprocess
@@ -131,12 +132,13 @@ def test_channels_have_the_timeout_of_the_process_group() -> None:
     assert rank_pool(2).run(_timeouts) == [[77.0] * 3] * 2
 
 
+MOST_SOCKETS = {2: 10, 4: 19, 8: 32}  # by world size; docs/ARCHITECTURE.md says so
 SOCKETS = """
 import math, os, sys, torch, torch.distributed as dist
 from torch import nn
 import shardkit
 torch.set_num_threads(1)
-W, path = int(sys.argv[1]), sys.argv[2]
+sizes, path = [int(n) for n in sys.argv[1].split(",")], sys.argv[2]
 
 def sockets():
     links = []
@@ -147,9 +149,9 @@ def sockets():
             pass
     return sum(link.startswith("socket") for link in links)
 
-def main(rank):
+def main(rank, W):
     before = sockets()
-    dist.init_process_group("gloo", store=dist.FileStore(path, W), rank=rank, world_size=W)
+    dist.init_process_group("gloo", store=dist.FileStore(f"{path}{W}", W), rank=rank, world_size=W)
     parts = [nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Linear(16, 16)]
     model = shardkit.FSDP(nn.Sequential(*[shardkit.FSDP(m) for m in parts]))
     optimizer = torch.optim.Adam(model.parameters())
@@ -157,30 +159,34 @@ def main(rank):
         model(torch.randn(4, 16)).sum().backward()
         model.clip_grad_norm_(1.0)
         optimizer.step()
-    print(f"sockets {sockets() - before}", flush=True)
+    print(f"of {W}: {sockets() - before}", flush=True)
     dist.barrier()
 
-for rank in range(W):
-    if os.fork() == 0:
-        try:
-            main(rank)
-        finally:
-            os._exit(0)
-for rank in range(W):
-    os.wait()
+for W in sizes:
+    for rank in range(W):
+        if os.fork() == 0:
+            try:
+                main(rank, W)
+            finally:
+                os._exit(0)
+    for rank in range(W):
+        os.wait()
 """
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="forks, and reads /proc")
 def test_sockets_of_a_rank(tmp_path: Path) -> None:
     """torch's own, those of the gradients, and for the other channels those that trees and rings use."""
-    world_size, log = 8, 3
     done = subprocess.run(
-        [sys.executable, "-c", SOCKETS, str(world_size), str(tmp_path / "store")],
+        [sys.executable, "-c", SOCKETS, ",".join(map(str, MOST_SOCKETS)), str(tmp_path / "store")],
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         check=True, timeout=120, capture_output=True, text=True,
     )  # fmt: skip
-    counts = [int(n) for n in re.findall(r"sockets (\d+)", done.stdout)]
-    assert len(counts) == world_size, done.stderr
-    listeners = 5
-    assert max(counts) <= 2 * (world_size - 1) + 3 * (2 * log) + listeners, counts
+    counts: dict[int, list[int]] = {}
+    for world_size, count in re.findall(r"of (\d+): (\d+)", done.stdout):
+        counts.setdefault(int(world_size), []).append(int(count))
+    for world_size, most in MOST_SOCKETS.items():
+        assert len(counts[world_size]) == world_size, done.stderr
+        assert max(counts[world_size]) <= most + 1, counts  # one may be about to close
+        listeners = 5
+        assert most <= 2 * (world_size - 1) + 6 * math.log2(world_size) + listeners

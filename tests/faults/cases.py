@@ -46,36 +46,42 @@ GONE = ("killed",)  # it was ended from outside, and hears of nothing
 STAYS = ("hangs",)  # it lives on and does nothing, as the case wants it
 FINE = ("",)
 
+
+def _parted(name: str, description: str, program: str, *words: str) -> Case:
+    """Two ranks that do different things, and both hear of it, with a call of shardkit's in a channel."""
+    return Case(name, description, program, 2, (OUT, OUT), words=("rank 0", "rank 1", *words, "channel"))
+
+
 CASES = [
-    Case(
+    _parted(
         "uneven batches, then a collective",
         "rank 1 has one batch more than rank 0, which goes on to collect state",
-        "uneven_then_collective", 2, (OUT, OUT), words=("rank 0", "rank 1", "channel"),
+        "uneven_then_collective",
     ),
-    Case(
+    _parted(
         "uneven batches, then a barrier",
         "rank 1 has one batch more than rank 0, which goes on to torch.distributed.barrier",
-        "uneven_then_barrier", 2, (OUT, OUT), words=("rank 0", "rank 1", "barrier", "channel"),
+        "uneven_then_barrier", "barrier",
     ),
-    Case(
+    _parted(
         "a skipped batch",
         "rank 0 skips a batch; at the end all meet in a barrier",
-        "skipped_batch", 2, (OUT, OUT), words=("rank 0", "rank 1", "barrier", "channel"),
+        "skipped_batch", "barrier",
     ),
-    Case(
+    _parted(
         "a skipped backward",
         "rank 0 skips a backward and a step; at the end all meet in a barrier",
-        "skipped_backward", 2, (OUT, OUT), words=("rank 0", "rank 1", "channel"),
+        "skipped_backward",
     ),
-    Case(
+    _parted(
         "no_sync on one rank",
         "rank 0 runs a backward under no_sync, rank 1 without; then all meet in a barrier",
-        "no_sync_on_one", 2, (OUT, OUT), words=("rank 0", "rank 1", "channel"),
+        "no_sync_on_one",
     ),
-    Case(
+    _parted(
         "a collective of another library",
         "rank 0 is in an all-reduce of another library's group, rank 1 in a step",
-        "another_library", 2, (OUT, OUT), words=("rank 0", "rank 1", "all_reduce", "channel"),
+        "another_library", "all_reduce",
     ),
     Case(
         "a work of torch's",
@@ -93,15 +99,15 @@ CASES = [
         "other_order_in_evaluation", 2, (OUT, OUT), ("fsdp",),
         ("rank 0", "rank 1", "parameters 0 of a", "parameters 0 of b"),
     ),
-    Case(
+    _parted(
         "state of one rank",
         "rank 0 alone asks for the state of all ranks; rank 1 goes on to the next step",
-        "parameters_on_one", 2, (OUT, OUT), words=("rank 0", "rank 1", "channel"),
+        "parameters_on_one",
     ),
-    Case(
+    _parted(
         "an error that is swallowed",
         "rank 0 raises in its backward, swallows the error and goes on with the next batch",
-        "swallowed_and_on", 2, (OUT, OUT), words=("rank 0", "rank 1", "raised", "channel"),
+        "swallowed_and_on", "raised",
     ),
     Case(
         "an error in forward, and silence",

@@ -2,6 +2,7 @@
 
 __all__ = ["programs", "torch"]
 
+import torch._dynamo  # by the first optimizer
 import torch.distributed
 import torch.distributed.fsdp
 

@@ -118,20 +118,22 @@ def _raise(_: Any) -> None:
     raise ValueError("boom")
 
 
-def raises_in_forward(rank: int, trainer: Trainer) -> None:
+def _swallowed_and_silent(rank: int, trainer: Trainer, cause: Any, steps: int = 1) -> None:
+    """Rank 0 steps inside of ``cause``, swallows the error of that, and sleeps."""
     if rank == 0:
-        with failing(trainer, False), contextlib.suppress(ValueError):
+        with cause, contextlib.suppress(ValueError):
             trainer.step()
         time.sleep(FOR_EVER)
-    trainer.step()
+    for _ in range(steps):
+        trainer.step()
+
+
+def raises_in_forward(rank: int, trainer: Trainer) -> None:
+    _swallowed_and_silent(rank, trainer, failing(trainer, False))
 
 
 def raises_in_backward(rank: int, trainer: Trainer) -> None:
-    if rank == 0:
-        with failing(trainer, True), contextlib.suppress(ValueError):
-            trainer.step()
-        time.sleep(FOR_EVER)
-    trainer.step()
+    _swallowed_and_silent(rank, trainer, failing(trainer, True))
 
 
 def raises_between(rank: int, trainer: Trainer) -> None:
@@ -154,14 +156,10 @@ def raises_of_shardkit(rank: int, trainer: Trainer) -> None:
 
 
 def raises_in_step(rank: int, trainer: Trainer) -> None:
+    inner: Any = trainer.optimizer
     if rank == 0:
-        inner: Any = trainer.optimizer
         inner.optim.step = lambda: _raise(None)
-        with contextlib.suppress(ValueError):
-            trainer.step()
-        time.sleep(FOR_EVER)
-    for _ in range(2):
-        trainer.step()
+    _swallowed_and_silent(rank, trainer, contextlib.nullcontext(), steps=2)
 
 
 def raises_at_construction(rank: int, strategy: str) -> None:
@@ -200,12 +198,16 @@ def swallowed_and_on(rank: int, trainer: Trainer) -> None:
 
 
 # ------------------------------------------------------------------ ranks and connections that end
-def killed(rank: int, trainer: Trainer) -> None:
+def _signalled(rank: int, trainer: Trainer, number: signal.Signals) -> None:
     trainer.step()
     if rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
+        os.kill(os.getpid(), number)
     for _ in range(100):
         trainer.step()
+
+
+def killed(rank: int, trainer: Trainer) -> None:
+    _signalled(rank, trainer, signal.SIGKILL)
 
 
 def reset(rank: int, trainer: Trainer) -> None:
@@ -246,8 +248,4 @@ def slow_group_of_others(rank: int, trainer: Trainer) -> None:
 
 
 def stopped(rank: int, trainer: Trainer) -> None:
-    trainer.step()
-    if rank == 1:
-        os.kill(os.getpid(), signal.SIGSTOP)
-    for _ in range(100):
-        trainer.step()
+    _signalled(rank, trainer, signal.SIGSTOP)

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 from tests.faults.cases import Case
 
-AT_ONCE = 4  # cases
+AT_ONCE = 6  # cases
 START_SECONDS = 90.0
 _TICK = 0.02
 HANGS = "hangs"

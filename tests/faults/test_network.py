@@ -22,22 +22,30 @@ import torch, torch.distributed as dist
 from torch import nn
 import shardkit
 torch.set_num_threads(1)
-names, path, timeout = sys.argv[1].split(","), sys.argv[2], float(sys.argv[3])
+names, folder, timeout = sys.argv[1].split(","), sys.argv[2], float(sys.argv[3])
 
-def main(rank):
+def main(kind_of_store, rank):
     with open(f"/var/run/netns/{names[rank]}") as namespace:
         if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), 0x40000000):
             raise OSError(ctypes.get_errno(), "setns")
     os.environ["GLOO_SOCKET_IFNAME"] = names[rank]
-    dist.init_process_group(
-        "gloo", store=dist.FileStore(path, 2), rank=rank, world_size=2, timeout=datetime.timedelta(seconds=timeout)
-    )
+    limit = datetime.timedelta(seconds=timeout)
+    if kind_of_store == "file":
+        dist.init_process_group(
+            "gloo", store=dist.FileStore(folder + "/store", 2), rank=rank, world_size=2, timeout=limit
+        )
+    else:  # of rank 0, beyond the link for the other
+        address = "tcp://10.213.77.1:29511"
+        dist.init_process_group("gloo", init_method=address, rank=rank, world_size=2, timeout=limit)
     model = shardkit.FSDP(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)))
     optimizer = torch.optim.Adam(model.parameters())
     def step():
         model(torch.ones(2, 8)).sum().backward()
         optimizer.step()
     step()
+    open(f"{folder}/ready {kind_of_store} {rank}", "w").close()
+    while len([name for name in os.listdir(folder) if name.startswith("ready")]) < 4:
+        time.sleep(0.05)
     if rank == 1:
         subprocess.run(["ip", "link", "set", names[1], "down"], check=True)
     began = time.monotonic()
@@ -47,16 +55,17 @@ def main(rank):
         kind, text = "none", ""
     except Exception as error:
         kind, text = type(error).__name__, str(error)
-    print(f"RANK {rank} {kind} {time.monotonic() - began:.0f} {text}".replace("\\n", " "), flush=True)
+    print(f"RANK {kind_of_store} {rank} {kind} {time.monotonic() - began:.0f} {text}".replace("\\n", " "), flush=True)
     time.sleep(15)  # so that the other one is not told by the end of this one
 
-for rank in range(2):
+jobs = [(kind, rank) for kind in ("file", "tcp") for rank in range(2)]
+for job in jobs:
     if os.fork() == 0:
         try:
-            main(rank)
+            main(*job)
         finally:
             os._exit(0)
-for rank in range(2):
+for job in jobs:
     os.wait()
 """
 
@@ -102,13 +111,14 @@ def namespaces() -> Iterator[list[str]]:
 
 @pytest.mark.timeout(180)
 def test_a_link_that_goes_down(namespaces: list[str], tmp_path: Path) -> None:
+    """Two jobs at once, whose ranks meet in a file and in a store of rank 0."""
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, ",".join(namespaces), str(tmp_path / "store"), str(TIMEOUT)],
+        [sys.executable, "-c", SCRIPT, ",".join(namespaces), str(tmp_path), str(TIMEOUT)],
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         check=True, timeout=150, capture_output=True, text=True,
     )  # fmt: skip
-    found = re.findall(r"RANK (\d) (\w+) (\d+) (.*)", done.stdout)
-    assert sorted(f[0] for f in found) == ["0", "1"], done.stderr
+    found = re.findall(r"RANK (\w+ \d) (\w+) (\d+) (.*)", done.stdout)
+    assert sorted(f[0] for f in found) == ["file 0", "file 1", "tcp 0", "tcp 1"], done.stderr
     for _, kind, seconds, text in found:
         assert kind == "RankLostError", found
         assert float(seconds) <= LATEST, found
