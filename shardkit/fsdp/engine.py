@@ -99,6 +99,7 @@ class Engine:
         self._next_reduction = 0
         self._in_flight: list[Unit] = []
         self._kept: list[FlatParam] = []  # gathered until backward ends
+        self._locked: list[FlatParam] = []  # gathered from the end of forward for backward
         self.is_lazy = any(not f.group.backend.has_storage for u in self.units for f in u.flats)
         self.after: list[torch.Tensor] = []
         self._last_reduced: list[torch.Tensor] = []
@@ -135,6 +136,8 @@ class Engine:
         in_backward = current_backward() != NO_BACKWARD
         if not self._recording and not in_backward:
             unit.release()  # what an earlier forward left gathered may be old
+        if self._locked:
+            self._unlock(unit.needs)
         if in_backward and self.state.task != NO_BACKWARD:  # activations are computed anew
             self._gather_again(unit)
         else:
@@ -187,6 +190,17 @@ class Engine:
             for unit in self._plan.gathers:
                 unit.goes_backward = unit.is_reached
             self._frozen.ask()
+            for unit in self.units:
+                if unit.is_held:
+                    for flat in unit.needs:
+                        flat.lock()
+                        self._locked.append(flat)
+
+    def _unlock(self, flats: Sequence[FlatParam]) -> None:
+        for flat in flats:
+            if flat.is_locked:
+                flat.unlock()
+        self._locked = [flat for flat in self._locked if flat.is_locked]
 
     def _make_plan(self) -> None:
         self._replan = False
@@ -225,6 +239,8 @@ class Engine:
     def begin_backward(self) -> None:
         """A backward was noticed, from inside of it."""
         self.state.begin()
+        if self._locked:
+            self._unlock(self._locked)
         self._is_planned = len(self.pending) <= 1
         self._passed = -1
         self._next_gather = self._next_reduction = 0

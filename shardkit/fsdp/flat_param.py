@@ -28,6 +28,7 @@ from ..backend import Group, Work
 from ..hooks import NO_BACKWARD, current_backward
 from ..layout import ShardLayout
 from .first_steps import check_first_steps
+from .kept_views import KeptViews, holders_of
 from .listed import note_listed
 from .members import MemberParameter, ReleasedParameter, note_member
 from .refusals import backward_when_summoned
@@ -88,6 +89,8 @@ class FlatParam:
         is_full: members have their values, or will have after :meth:`finish_gather`.
         is_summoned: inside :meth:`summoned`.
         is_borrowed: units of other modules need members, too.
+        is_locked: members have their values for backward alone.
+        modules: of the unit, where views of members may be kept (see ``kept_views.py``).
         memory: identifies what members are views of, where that is given back after use; else 0.
         idle: which members have had no gradient on any rank since the gradient was last cleared.
         used: where execution is lazy, the same as data: [S], true for elements that have had one; None if all have.
@@ -105,7 +108,7 @@ class FlatParam:
         self.group = group
         self.layout = layout
         self.label = self.path = ""
-        self.is_full = self.is_summoned = self.is_borrowed = False
+        self.is_full = self.is_summoned = self.is_borrowed = self.is_locked = False
         self.idle = [True] * len(self.members)
         self.used: torch.Tensor | None = None
         self._compute_dtype = compute_dtype
@@ -115,6 +118,8 @@ class FlatParam:
         self._users = 0
         self._full: torch.Tensor | None = None
         self._summoned: torch.Tensor | None = None  # what members are views of then
+        self._kept_views = KeptViews()
+        self.modules: Sequence[nn.Module] = ()
         self.pending: Work | None = None
         self._has_storage = group.backend.has_storage
         self.adopt()
@@ -153,7 +158,7 @@ class FlatParam:
         Returns:
             Whether members had to be replaced by other objects (devices between which tensors can't change).
         """
-        self.pending, self._users, self.is_full = None, 0, False
+        self.pending, self._users, self.is_full, self.is_locked = None, 0, False, False
         self.memory = 0
         self._seen = (self.param.dtype, self.param.device)
         note_listed(self.param, self)
@@ -173,17 +178,26 @@ class FlatParam:
             self._full = None
             self._show_shard()
         elif self._has_storage:
-            self._full = self._buffer()
-            self._own = self._part(self._full)
-            self.memory = self._full.untyped_storage()._cdata
-            self._show(self._full)
-            self._release_storage(self._full)
+            full = self._buffer()
+            if full is self._full:
+                self._show(full)
+                self.memory = full.untyped_storage()._cdata
+            else:
+                self._look_at(full)
+            self._release_storage(full)
         else:
             self._full = None
             # one for good: each new one would be computed in each step
             self._nothing = torch.empty(0, dtype=self.compute_dtype).to(self.compute_device)
             self._hide()
         return replaced
+
+    def _look_at(self, full: torch.Tensor) -> None:
+        """Members, and this rank's part, are views of this memory from now on."""
+        self._full, self._own = full, self._part(full)
+        self.memory = full.untyped_storage()._cdata
+        self._show(full)
+        self._kept_views = KeptViews()
 
     def _buffer(self) -> torch.Tensor:
         """Memory [W * S] for gathering; the same one if it fits, for views of it may be saved for backward."""
@@ -236,7 +250,14 @@ class FlatParam:
             member.param.__class__ = member.kind
 
     def _conceal(self) -> None:
-        """Members have no values from now on; see [Note: released] of ``members.py``."""
+        """Members, and views of them that a module keeps, have no values from now on; see ``members.py``."""
+        if self.memory:
+            kept, state = self._kept_views, (torch.is_grad_enabled(), current_backward() != NO_BACKWARD)
+            now = holders_of(self.memory)
+            if kept.found or now > kept.familiar.get(state, 0):
+                kept.conceal(self)
+            else:
+                kept.familiar[state] = now
         for member in self.members:
             member.param.__class__ = ReleasedParameter
 
@@ -244,10 +265,8 @@ class FlatParam:
         if (
             not full.untyped_storage().resizable()
         ):  # a member was given to numpy or the like, which keeps its memory
-            full = self._full = torch.empty_like(full)
-            self._own = self._part(full)
-            self.memory = full.untyped_storage()._cdata
-            self._show(full)
+            full = torch.empty_like(full)
+            self._look_at(full)
         self._conceal()
         self.group.backend.release_storage(full)
 
@@ -290,6 +309,8 @@ class FlatParam:
                 )
             else:
                 self._reveal()
+                if self._kept_views.found:
+                    self._kept_views.reveal()
         else:
             shard = shard.view(-1).clone()  # a value of its own: tying changes it
             self.group.backend.tie([shard, *after])
@@ -305,6 +326,8 @@ class FlatParam:
             self._reveal()
             if not self._has_storage and self._full is not None:
                 self._show(self._full)
+            elif self._kept_views.found:
+                self._kept_views.reveal()
 
     def release(self, until_backward: bool = False) -> None:
         """One unit no longer needs the members; the last one frees their memory.
@@ -320,6 +343,23 @@ class FlatParam:
                 self._between = self._full[at : at + size].clone()
             self.drop()
 
+    def lock(self) -> None:
+        """Forward is through, and members stay gathered for backward: nobody else may read or write them.
+
+        What is read would be old once the optimizer has changed the shard; what is written would be forgotten.
+        """
+        if self.is_full and not self.is_whole and not self._is_deferred:
+            self.is_locked = True
+            self._conceal()
+
+    def unlock(self) -> None:
+        """Backward needs them, or another forward."""
+        self.is_locked = False
+        if self.is_full:
+            self._reveal()
+            if self.memory:
+                self._kept_views.reveal()
+
     def forget_between(self) -> None:
         """The shards may have changed: what neighbours keep is old."""
         self._between = None
@@ -331,7 +371,7 @@ class FlatParam:
             return
         if self.pending is not None:
             self.finish_gather()  # its memory is in use until it is through
-        self.is_full = False
+        self.is_full = self.is_locked = False
         if self.is_whole or self._is_deferred:
             return
         if not self._has_storage:
@@ -430,6 +470,7 @@ class FlatParam:
         state = self.__dict__.copy()
         for name in ("group", "_full", "_own", "_nothing", "pending", "_channel", "_neighbours", "_between"):
             state.pop(name, None)
+        state["_kept_views"] = KeptViews()
         return state
 
     def connect(self, group: Group, neighbours: Group | None) -> None:

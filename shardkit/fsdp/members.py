@@ -60,7 +60,7 @@ class ReleasedParameter(MemberParameter):
             tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
             if all(t.is_meta for t in tensors):
                 return func(*args, **kwargs)  # nobody has values here
-            param = next(t for t in tensors if isinstance(t, ReleasedParameter))
+            param = next(t for t in tensors if isinstance(t, ReleasedParameter | ReleasedView))
             if what in ("__repr__", "__format__"):
                 return _described(param)
             raise LifecycleError(_refusal(param, resolve_name(func) or what))
@@ -78,6 +78,12 @@ class ReleasedParameter(MemberParameter):
         return _without_owner, (self.dtype, self.requires_grad, _name(self))
 
 
+class ReleasedView(torch.Tensor):
+    """A view of a released parameter that a program kept; see ``kept_views.py``."""
+
+    __torch_function__ = ReleasedParameter.__torch_function__
+
+
 class Owner(NamedTuple):
     """The vector that holds a member's values, and which of its members this is."""
 
@@ -87,6 +93,7 @@ class Owner(NamedTuple):
 
 # One wrapped unit may meet a parameter that another one manages.
 _owners: WeakIdKeyDictionary = WeakIdKeyDictionary()
+_views: WeakIdKeyDictionary = WeakIdKeyDictionary()  # of members, that a program keeps
 _names_of_copies: WeakIdKeyDictionary = WeakIdKeyDictionary()
 _COPIED: Any = "vectors that are being copied"  # beside the ids in the memo of a deepcopy
 
@@ -100,6 +107,11 @@ def managing(param: nn.Parameter) -> FlatParam | None:
 def note_member(param: nn.Parameter, flat: FlatParam, index: int) -> None:
     """From now on this parameter is known to be that member of that vector."""
     _owners[param] = Owner(flat, index)
+
+
+def note_view(tensor: torch.Tensor, flat: FlatParam, index: int) -> None:
+    """This tensor, which is about to become released, is a view of that member of that vector."""
+    _views[tensor] = Owner(flat, index)
 
 
 def note_copying(flats: list[FlatParam], memo: dict[int, Any]) -> None:
@@ -117,7 +129,7 @@ def name_of_member(param: nn.Parameter) -> str | None:
     return _name(param) if param in _owners else None
 
 
-def _of_full_shape(param: ReleasedParameter, what: str) -> torch.Tensor:
+def _of_full_shape(param: torch.Tensor, what: str) -> torch.Tensor:
     """The parameter, or where it has lost its shape too (lazy execution) one that is like it."""
     owner = _owners.get(param)
     if owner is None or owner.flat.keeps_shapes:
@@ -126,20 +138,24 @@ def _of_full_shape(param: ReleasedParameter, what: str) -> torch.Tensor:
     return torch.empty(shape, dtype=param.dtype, device=param.device if what in ALIKE else "meta")
 
 
-def _name(param: ReleasedParameter | nn.Parameter) -> str:
+def _name(param: torch.Tensor) -> str:
     owner = _owners.get(param)
-    if owner is None:
-        return str(_names_of_copies.get(param, "of an FSDP module"))
+    return str(_names_of_copies.get(param, "of an FSDP module")) if owner is None else _name_in(owner)
+
+
+def _name_in(owner: Owner) -> str:
     name = owner.flat.names[owner.number]
     return f"{owner.flat.path}.{name}" if owner.flat.path else name
 
 
-def _described(param: ReleasedParameter) -> str:
+def _described(param: ReleasedParameter | ReleasedView) -> str:
     shape = tuple(_of_full_shape(param, "shape").shape)
     return f"<parameter {_name(param)!r} of shape {shape}, {param.dtype}, sharded: it has no values here now>"
 
 
-def _refusal(param: ReleasedParameter, what: str) -> str:
+def _refusal(param: ReleasedParameter | ReleasedView, what: str) -> str:
+    if param in _views:
+        return _refusal_of_view(_views[param], what)
     owner, name = _owners.get(param), _name(param)
     if owner is None:
         return (
@@ -155,6 +171,16 @@ def _refusal(param: ReleasedParameter, what: str) -> str:
         "forward of the FSDP module that holds them: call that module, not a method of what it wraps. Elsewhere use "
         "`with module.summon_full_params():`. A module that reads weights of other modules has to be wrapped "
         "together with them"
+    )
+
+
+def _refusal_of_view(owner: Owner, what: str) -> str:
+    group, name = owner.flat.group, _name_in(owner)
+    return (
+        f"rank {group.ranks[group.rank]}: {what} needs the values of a view of parameter {name!r} that was kept "
+        f"from a forward: the parameter is sharded over {group.world_size} ranks and not gathered now, and the view "
+        "has no memory then. Keep a clone() of it, or read it inside of the forward of the FSDP module that holds the "
+        "parameter"
     )
 
 

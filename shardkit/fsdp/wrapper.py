@@ -203,6 +203,8 @@ class FSDP(StandingIn):
         return ShardLayout(tuple(shape.numel() for shape in shapes), self._group.world_size)
 
     def _make_unit(self, borrowed: list[FlatParam]) -> None:
+        for flat in self._flats:
+            flat.modules = [m for _, m in construct.modules_outside_units(self.module, FSDP)]
         self._unit = Unit(
             self._flats,
             borrowed,

@@ -1,0 +1,84 @@
+"""Views of members that modules keep beyond the forward that made them (``self.cache = w.t()``).
+
+[Note: kept views] While a unit is gathered, a view of a member is a tensor like any other. When the unit's memory is
+given back, it is a tensor without memory: reading it would end the process, or show what lies there now. So where a
+module of the unit keeps one, it changes its class with the members (see [Note: released] of ``members.py``), and back
+when they have their values again. To find it costs a step nothing: storage knows how many tensors look at it. Where
+they are no more than the last time, and all were autograd's then, nothing is new; else the attributes of the unit's
+modules are looked through.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.utils.weak import TensorWeakRef
+
+from ..hooks import NO_BACKWARD, current_backward
+from .members import ReleasedParameter, ReleasedView, as_tensors, note_view
+
+if TYPE_CHECKING:
+    from .flat_param import FlatParam
+
+holders_of = torch._C._storage_Use_Count  # how many tensors look at a storage
+_address_of = torch._C._storage_address  # type: ignore[attr-defined]
+
+
+class KeptViews:
+    """The views of one vector's members that were found.
+
+    Attributes:
+        familiar: how many tensors looked at the memory the last time none was kept; by whether gradients were
+            enabled, and whether a backward ran.
+        found: those that were; some may be gone.
+    """
+
+    def __init__(self) -> None:
+        self.familiar: dict[tuple[bool, bool], int] = {}
+        self.found: list[tuple[TensorWeakRef, type[torch.Tensor]]] = []
+
+    def conceal(self, flat: FlatParam) -> None:
+        """The vector's memory is about to be given back."""
+        state = (torch.is_grad_enabled(), current_backward() != NO_BACKWARD)
+        found = {id(t): (ref, kind) for ref, kind in self.found if (t := ref()) is not None}
+        own = {id(member.param) for member in flat.members}
+        for module in flat.modules:
+            for tensor in _tensors_in(list(module.__dict__.values())):
+                if id(tensor) in own or id(tensor) in found or not torch._C._has_storage(tensor):
+                    continue
+                if _address_of(tensor) == flat.memory:
+                    found[id(tensor)] = (TensorWeakRef(tensor), type(tensor))
+        self.found = list(found.values())
+        if not found:
+            self.familiar[state] = holders_of(flat.memory)
+            return
+        offsets = flat.layout.offsets()
+        with as_tensors():
+            for ref, _ in self.found:
+                tensor = ref()
+                number = bisect.bisect_right(offsets, int(tensor.storage_offset())) - 1
+                note_view(tensor, flat, min(number, len(flat.members) - 1))
+                is_param = isinstance(tensor, nn.Parameter)
+                tensor.__class__ = ReleasedParameter if is_param else ReleasedView
+
+    def reveal(self) -> None:
+        """The memory is back."""
+        for ref, kind in self.found:
+            tensor = ref()
+            if tensor is not None:
+                tensor.__class__ = kind
+
+
+def _tensors_in(values: Any, depth: int = 4) -> Iterator[torch.Tensor]:
+    """All tensors in nested lists, tuples, sets and dicts."""
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, list | tuple | set) and depth:
+            yield from _tensors_in(value, depth - 1)
+        elif isinstance(value, dict) and depth:
+            yield from _tensors_in(list(value.values()), depth - 1)
