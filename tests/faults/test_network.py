@@ -37,15 +37,18 @@ def main(kind_of_store, rank):
     else:  # of rank 0, beyond the link for the other
         address = "tcp://10.213.77.1:29511"
         dist.init_process_group("gloo", init_method=address, rank=rank, world_size=2, timeout=limit)
+    def meet(where):
+        open(f"{folder}/{where} {kind_of_store} {rank}", "w").close()
+        until = time.monotonic() + 60
+        while len([n for n in os.listdir(folder) if n.startswith(where)]) < 4 and time.monotonic() < until:
+            time.sleep(0.05)
     model = shardkit.FSDP(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)))
     optimizer = torch.optim.Adam(model.parameters())
     def step():
         model(torch.ones(2, 8)).sum().backward()
         optimizer.step()
     step()
-    open(f"{folder}/ready {kind_of_store} {rank}", "w").close()
-    while len([name for name in os.listdir(folder) if name.startswith("ready")]) < 4:
-        time.sleep(0.05)
+    meet("ready")
     if rank == 1:
         subprocess.run(["ip", "link", "set", names[1], "down"], check=True)
     began = time.monotonic()
@@ -56,7 +59,7 @@ def main(kind_of_store, rank):
     except Exception as error:
         kind, text = type(error).__name__, str(error)
     print(f"RANK {kind_of_store} {rank} {kind} {time.monotonic() - began:.0f} {text}".replace("\\n", " "), flush=True)
-    time.sleep(15)  # so that the other one is not told by the end of this one
+    meet("done")  # so that the other one is not told by the end of this one
 
 jobs = [(kind, rank) for kind in ("file", "tcp") for rank in range(2)]
 for job in jobs:
