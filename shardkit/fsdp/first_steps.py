@@ -34,6 +34,7 @@ class _FirstSteps:
         self.wrapped = 0
         self._seen: weakref.WeakKeyDictionary[Optimizer, tuple[int, ...]] = weakref.WeakKeyDictionary()
         self._judged: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._loaded: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
     def before(self, optimizer: Optimizer) -> None:
         now = (self.wrapped, *[len(g["params"]) for g in optimizer.param_groups])
@@ -42,8 +43,13 @@ class _FirstSteps:
         _refuse_members(optimizer)
         vectors = [f for g in optimizer.param_groups for f in map(shard_behind, g["params"]) if f is not None]
         if any(_is_cut(f) for f in vectors):
-            check_loaded(optimizer, vectors)
-            if optimizer not in self._judged:
+            is_new = optimizer not in self._judged
+            if (
+                is_new or optimizer in self._loaded
+            ):  # on all ranks; that something was wrapped may be one rank's alone
+                check_loaded(optimizer, vectors)
+                self._loaded.discard(optimizer)
+            if is_new:
                 _refuse_differences(optimizer, vectors)
                 _refuse_coupled(optimizer)
                 _warn_of_groups_by_dimension(optimizer)
@@ -53,6 +59,7 @@ class _FirstSteps:
 
     def _look_again(self, optimizer: Optimizer) -> None:
         self._seen.pop(optimizer, None)
+        self._loaded.add(optimizer)
 
     def after(self, optimizer: Optimizer) -> None:
         """Nothing to undo."""

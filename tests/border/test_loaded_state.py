@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardkit import OSS, ShardedGradScaler
+from shardkit import FSDP, OSS, ShardedGradScaler
 from shardkit.errors import ConfigurationError, RankMismatchError
 from tests.border.strategies import STRATEGIES, run, twins
 
@@ -35,8 +35,14 @@ def _parameters(model: torch.nn.Module) -> list[torch.Tensor]:
 
 
 def _shards(rank: int, world_size: int, strategy: str) -> None:
+    alone = [dist.new_group([r]) for r in range(world_size)][rank]
     t = twins(rank, world_size, strategy, torch.optim.AdamW, lr=0.01)
     t.backward()
+    t.step()
+    if rank == 0:  # what one rank wraps for itself makes no other one wait
+        FSDP(torch.nn.Linear(2, 2), group=alone)
+    t.zero_grad()
+    t.backward(2)
     t.step()
     own = _read_again(t.optimizer.state_dict())
     everybody = _everybodys(own, world_size)
