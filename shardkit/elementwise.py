@@ -76,6 +76,34 @@ def judge(optimizer: Optimizer) -> Verdict:
     return _tried(optimizer)
 
 
+def couples_parameters(optimizer: Optimizer) -> bool:
+    """Whether parameters are updated otherwise where each has an optimizer of its own, as far as trying tells.
+
+    A class that takes the norm of all gradients by itself does (LAMB), or that finds one step size for all.
+    """
+    kind = type(optimizer)
+    if is_known_elementwise(kind) or kind.__module__.startswith("torch.optim"):
+        return False
+    make, (members, _) = _maker(optimizer), _SMALL
+    shapes = [torch.Size(shape) for shape, _ in members]
+    numels = [shape.numel() for shape in shapes]
+    start, gradients = _numbers(numels, [size for _, size in members], torch.device("cpu"))
+
+    def some(which: range) -> Callable[[torch.Tensor], list[torch.Tensor]]:
+        return lambda vector: [vector.split(numels)[k].view(shapes[k]) for k in which]
+
+    every = range(len(members))
+    try:
+        with torch.random.fork_rng(devices=[]):
+            truth, again = (_stepped(make, some(every), start, gradients) for _ in range(2))
+            alone = torch.cat([_stepped(make, some(range(k, k + 1)), start, gradients) for k in every])
+    except _FAILURES:
+        return False
+    allowed = _TOLERANCE * (truth - start).abs().max().item()
+    is_noise = (again - truth).abs().max().item() > allowed
+    return not is_noise and (alone - truth).abs().max().item() > allowed
+
+
 # ------------------------------------------------------------ trying
 # Members of a vector as (shape, size of its gradients), and where the vector is cut. The second set is for optimizers
 # that work on blocks of some hundred elements, and only of large tensors; the first is there so that one which makes

@@ -105,6 +105,8 @@ class OSS(Optimizer):
             raise ConfigurationError(
                 f"optim={optim!r} returned {type(self.optim).__name__}; it has to return a torch.optim.Optimizer"
             )
+        if self.world_size > 1 and not self.runs_whole and elementwise.couples_parameters(self.optim):
+            raise _coupled(type(self.optim).__name__)
         self._built = True
         self._adopt_inner()
 
@@ -436,6 +438,14 @@ class OSS(Optimizer):
 
 class NotConsolidatedError(ShardkitError):
     """``state_dict()`` on a rank that holds no consolidated state."""
+
+
+def _coupled(name: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"{name} updates parameters together, with these options, and OSS gives each rank some of them: its steps "
+        "would be others than without sharding. Turn off what looks at all of them (LAMB's max_grad_norm=None, then "
+        "clip with OSS.clip_grad_norm), or use it without OSS"
+    )
 
 
 def _make_inner(

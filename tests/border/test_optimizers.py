@@ -69,6 +69,18 @@ class Noisy(OneByOne):
         p.sub_((grad + torch.randn_like(p)) * lr)
 
 
+class Together(OneByOne):
+    """Clips by the norm over all of its parameters, as LAMB does unless told otherwise."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        nn.utils.clip_grad_norm_([p for g in self.param_groups for p in g["params"]], 0.1)
+        super().step(closure)
+
+    def update(self, p: torch.Tensor, grad: torch.Tensor, lr: float) -> None:
+        p.sub_(grad * lr)
+
+
 class MyAdamW(torch.optim.AdamW):
     """As users derive it."""
 
@@ -147,6 +159,28 @@ def _whole(rank: int, world_size: int, strategy: str, kind: Any) -> None:
 def test_it_is_right_over_whole_parameters(kind: Any) -> None:
     run((3, "gloo"), _whole, "sharded_ddp", kind)
     run((1, "gloo"), _whole, "unflattened", kind)
+
+
+def _together(rank: int, world_size: int) -> None:
+    state = torch.get_rng_state()
+    if world_size > 1:
+        with pytest.raises(
+            ConfigurationError, match=r"Together updates parameters together.*max_grad_norm=None"
+        ):
+            OSS(make_model().parameters(), Together, lr=0.1)
+    else:
+        OSS(make_model().parameters(), Together, lr=0.1)
+    torch.set_rng_state(state)
+    OSS(nn.Linear(2, 2).parameters(), Noisy, lr=0.1)
+    mine = torch.rand(2)
+    torch.set_rng_state(state)
+    nn.Linear(2, 2)
+    assert torch.equal(mine, torch.rand(2))  # trying draws nothing
+
+
+@pytest.mark.parametrize("world", [(1, "gloo"), (2, "gloo"), (2, "simulated")], ids=str)
+def test_what_looks_at_all_parameters_is_refused_by_owners(world: tuple[int, str]) -> None:
+    run(world, _together)
 
 
 def _warned(rank: int, world_size: int) -> list[str]:
