@@ -68,7 +68,11 @@ class GradientExchange:
         self._channel = group.channel("gradients")
         self._policy = policy
         self._buffers = buffers
-        self._hooks = GradientHooks()
+        self._hooks = GradientHooks(
+            "a hook for when a parameter has got its gradient can't be registered after ShardedDDP has wrapped the "
+            "module: gradients are on their way to other ranks then. Change gradients between backward and step, or "
+            "in a hook before the step (OSS.register_step_pre_hook); param.register_hook sees this rank's gradient"
+        )
         self._parts: list[GradientPart] = []
         self._build()
         for optimizer in self._optimizers:

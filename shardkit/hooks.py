@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import sys
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any
@@ -21,6 +22,7 @@ from torch.autograd import Variable
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
+from .errors import ConfigurationError
 from .progress import observe
 
 NO_BACKWARD = -1
@@ -80,17 +82,57 @@ class BackwardState:
         self._on_end()
 
 
-class GradientHooks:
-    """Hooks on parameters, removable together."""
+class _Kept(OrderedDict[int, Any]):
+    """Hooks for when a parameter has got its gradient, the last of which takes the gradient away.
+
+    Autograd would call later ones in vain: they would find no gradient. So torch can't put any here (it is this dict
+    that ``register_post_accumulate_grad_hook`` writes into), until ours are removed.
+    """
 
     def __init__(self) -> None:
+        super().__init__()
+        self.refusals: dict[int, str] = {}  # of ours
+
+    def __setitem__(self, key: int, hook: Any) -> None:
+        for refusal in self.refusals.values():
+            raise ConfigurationError(refusal)
+        super().__setitem__(key, hook)
+
+    def __delitem__(self, key: int) -> None:
+        self.refusals.pop(key, None)
+        super().__delitem__(key)
+
+    def add(self, hook: Any, refusal: str) -> RemovableHandle:
+        handle = RemovableHandle(self)
+        super().__setitem__(handle.id, hook)
+        if refusal:
+            self.refusals[handle.id] = refusal
+        return handle
+
+
+class GradientHooks:
+    """Hooks on parameters, removable together.
+
+    Args:
+        refusal: what is raised where a hook is registered that would run after ours, and find no gradient; "" where
+            ours leave gradients alone.
+    """
+
+    def __init__(self, refusal: str = "") -> None:
         self.handles: list[RemovableHandle] = []
+        self._refusal = refusal
 
     def attach(self, param: nn.Parameter, before: GradientHook | None, after: GradientHook) -> None:
         """Calls ``before`` when ``param`` is about to get a gradient, ``after`` when ``param.grad`` holds it."""
         if before is not None:
             self.handles.append(param.register_hook(before))
-        self.handles.append(param.register_post_accumulate_grad_hook(after))
+        hooks: Any = param._post_accumulate_grad_hooks
+        if hooks is None and self._refusal:
+            hooks = param._post_accumulate_grad_hooks = _Kept()
+        if isinstance(hooks, _Kept):
+            self.handles.append(hooks.add(after, self._refusal))
+        else:  # somebody's hooks were there first, and handles to remove them with
+            self.handles.append(param.register_post_accumulate_grad_hook(after))
 
     def remove(self) -> None:
         for handle in self.handles:

@@ -14,6 +14,7 @@ from typing import Any, Literal, cast
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.optim import SGD, Optimizer
 
 from . import elementwise, oss_state, same_state
@@ -22,7 +23,15 @@ from .distributed_checkpoint import current_request, is_called_by
 from .errors import ConfigurationError, ShardkitError
 from .layout import balanced_owners, greedy_owners
 from .norms import Portion, clip_by_global_norm, norm_like
-from .ownership import FlatParameters, by_dtype, check_one_device, check_same_everywhere, option_facts
+from .ownership import (
+    FlatParameters,
+    by_dtype,
+    check_one_device,
+    check_same_everywhere,
+    option_facts,
+    refuse_lazy,
+    shape_fact,
+)
 from .phases import Phase
 from .progress import note_error, noting_errors
 from .replicated import has_to_run_whole, step_whole
@@ -160,7 +169,10 @@ class OSS(Optimizer):
     def _assign_owners(self) -> None:
         new = [p for p in self._parameters() if p not in self._owner]
         place = greedy_owners if self._partition == "greedy" else balanced_owners
-        ranks = place([p.numel() for p in new], [p.requires_grad for p in new], self._loads)
+        # lazy ones are refused once all ranks know
+        ranks = place(
+            [0 if is_lazy(p) else p.numel() for p in new], [p.requires_grad for p in new], self._loads
+        )
         self._owner.update(zip(new, ranks, strict=True))
 
     def _group_facts(self, first: int) -> list[tuple[str, Any]]:
@@ -178,10 +190,11 @@ class OSS(Optimizer):
                 f"parameter {i} of group {index}" for i in range(len(g["params"]))
             ]
             facts += [
-                (n, (tuple(p.shape), str(p.dtype), "trainable" if p.requires_grad else "frozen"))
+                (n, (shape_fact(p), str(p.dtype), "trainable" if p.requires_grad else "frozen"))
                 for n, p in zip(names, g["params"], strict=True)
             ]
         check_same_everywhere(self._group, [*facts, *options], "the optimizer's parameters or options")
+        refuse_lazy(facts, "OSS")
 
     def _lay_out(self) -> None:
         """Takes what is trainable now into flat buffers."""

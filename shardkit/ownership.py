@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from .backend import Group, Work
 from .errors import ConfigurationError, RankMismatchError
@@ -145,6 +146,21 @@ def check_same_everywhere(group: Group, facts: list[tuple[str, Any]], what: str)
                     f"{mine[1]}, rank {group.ranks[rank]} has {theirs[0]} {theirs[1]}. {remedy} (this rank is "
                     f"{group.ranks[group.rank]})."
                 )
+
+
+def shape_fact(tensor: torch.Tensor) -> Any:
+    """A shape as a fact for :func:`check_same_everywhere`; lazy modules have none before their first forward."""
+    return "no shape yet" if is_lazy(tensor) else tuple(tensor.shape)
+
+
+def refuse_lazy(facts: list[tuple[str, Any]], what: str) -> None:
+    """Raises ConfigurationError if one of these facts, alike on all ranks, is a tensor without a shape."""
+    lazy = [n for n, value in facts if isinstance(value, tuple) and value[0] == "no shape yet"]
+    if lazy:
+        raise ConfigurationError(
+            f"{what} was given {', '.join(lazy[:3])}{', ...' if len(lazy) > 3 else ''}, which have no shape before "
+            "their module's first forward (lazy modules). Run one forward on example inputs, alike on all ranks, first"
+        )
 
 
 _OPTION = "option"

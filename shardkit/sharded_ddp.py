@@ -18,7 +18,7 @@ from .gradient_exchange import GradientExchange
 from .module_sync import BufferSync, broadcast_module, connect_sync_batch_norm
 from .oss import OSS
 from .other_wrappers import PreparedForAccelerate, check_wrappable, note_wrapper
-from .ownership import check_one_device, check_same_everywhere, option_facts
+from .ownership import check_one_device, check_same_everywhere, option_facts, refuse_lazy, shape_fact
 from .policy import ReducePolicy
 from .progress import noting_errors
 
@@ -94,9 +94,11 @@ class ShardedDDP(PreparedForAccelerate, nn.Module):
             reduce=policy, broadcast_buffers=broadcast_buffers, sync_module_states=sync_module_states,
             parameters_of_each_optimizer=[len(list(o._parameters())) for o in optimizers],
         )  # fmt: skip
+        tensors = _facts(module)
         check_same_everywhere(
-            self._group, _facts(module) + facts, "the module's parameters and buffers, or options,"
+            self._group, tensors + facts, "the module's parameters and buffers, or options,"
         )
+        refuse_lazy(tensors, "ShardedDDP")
         connect_sync_batch_norm(module, group, self._group)
         if sync_module_states:
             broadcast_module(module, self._group.channel("buffers"))
@@ -199,10 +201,10 @@ note_wrapper(ShardedDDP)
 
 def _facts(module: nn.Module) -> list[tuple[str, Any]]:
     facts: list[tuple[str, Any]] = [
-        (n, (tuple(p.shape), str(p.dtype), "trainable" if p.requires_grad else "frozen"))
+        (n, (shape_fact(p), str(p.dtype), "trainable" if p.requires_grad else "frozen"))
         for n, p in module.named_parameters()
     ]
-    return facts + [(n, (tuple(b.shape), str(b.dtype))) for n, b in module.named_buffers()]
+    return facts + [(n, (shape_fact(b), str(b.dtype))) for n, b in module.named_buffers()]
 
 
 def _bytes_of(params: Sequence[torch.Tensor]) -> int:

@@ -63,7 +63,11 @@ class Unit:
         self.position = -1
         self.waiting = 0
         self.needs = [*self.flats, *self.borrowed]
-        self._hooks = GradientHooks()
+        self._hooks = GradientHooks(
+            "a hook for when a parameter has got its gradient can't be registered on a parameter that FSDP has "
+            "sharded: it keeps no gradient of its own. Register it on the shards that the FSDP module's parameters() "
+            "lists, whose gradients are the mean over ranks"
+        )
         self._packs: list[GradientPack] = []
         self.local = [LocalGradients(f) for f in self.flats]
         self._flag_seen = [f.param.requires_grad for f in self.flats]
