@@ -123,10 +123,9 @@ class GradientExchange:
         parts: list[GradientPart] = []
         dense = [p for p in trainable if p in owner and p not in sparse]
         if dense:
-            owners, reduced = (
-                [owner[p] for p in dense],
-                gradient_class(self._group, "OSS.clip_grad_norm", False),
-            )
+            owners = [owner[p] for p in dense]
+            kept = [p for p in dense if owner[p] == self._group.rank]
+            reduced = gradient_class(self._group, "OSS.clip_grad_norm", False, kept)
             parts.append(Reducer(dense, owners, self._channel, self._policy, self.state, reduced))
         rows = [p for p in trainable if p in owner and p in sparse]
         if rows:

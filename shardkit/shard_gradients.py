@@ -40,11 +40,14 @@ class ShardGradient(torch.Tensor):
         group_of: the ranks, None once they are gone.
         has_padding: zeros may stand among the elements that are no gradient's.
         instead: the call that takes any norm.
+        kept: parameters whose gradients this rank has alone, and other ranks others; empty where each rank has a part
+            of every gradient.
     """
 
     group_of: ClassVar[weakref.ref[Group]]
     has_padding: ClassVar[bool]
     instead: ClassVar[str]
+    kept: ClassVar[Sequence[torch.Tensor]]
 
     @classmethod
     def __torch_function__(
@@ -90,25 +93,29 @@ def _is_of_shape(result: torch.Tensor, args: Sequence[Any]) -> bool:
     return bool(args) and isinstance(args[0], ShardGradient) and args[0].shape == result.shape
 
 
-def gradient_class(group: Group, instead: str, has_padding: bool) -> type[torch.Tensor]:
+def gradient_class(
+    group: Group, instead: str, has_padding: bool, kept: Sequence[torch.Tensor] = ()
+) -> type[torch.Tensor]:
     """The class of gradients whose parts are on the ranks of a group; plain where there is one rank.
 
     Args:
         group: the ranks; not kept alive.
         instead: the call that clips by any norm.
         has_padding: zeros may stand among the elements that are no gradient's.
+        kept: see :class:`ShardGradient`.
     """
     if group.world_size == 1:
         return torch.Tensor
     take_part(_in_steps)
     made = _classes.setdefault(group, {})
-    if instead not in made:
-        facts = {"group_of": weakref.ref(group), "has_padding": has_padding, "instead": instead}
-        made[instead] = type("ShardGradient", (ShardGradient,), facts)
+    if instead in made and not kept:
+        return made[instead]
+    facts = {"group_of": weakref.ref(group), "has_padding": has_padding, "instead": instead, "kept": kept}
+    made[instead] = type("ShardGradient", (ShardGradient,), facts)
     return made[instead]
 
 
-def _group_of(gradient: ShardGradient) -> Group:
+def _group_of(gradient: ShardGradient | type[ShardGradient]) -> Group:
     group = gradient.group_of()
     if group is None:
         raise LifecycleError("the ranks that hold the other parts of this gradient are gone")
@@ -119,7 +126,7 @@ def _group_of(gradient: ShardGradient) -> Group:
 class _UnfinishedNorm(torch.Tensor):
     """This rank's part of a norm, 0-dim, or several of them; see [Note: unfinished norms]."""
 
-    groups: list[Group | None]
+    kinds: list[type[ShardGradient] | None]  # of the gradients whose norms these are; None for plain ones
 
     @classmethod
     def __torch_function__(
@@ -130,28 +137,29 @@ class _UnfinishedNorm(torch.Tensor):
                 return _finished_norm(args[0], order_of(*args[1:], **(kwargs or {})))
             result = func(*args, **(kwargs or {}))
             if func is torch.stack:
-                return _unfinished(result, [g for t in args[0] for g in getattr(t, "groups", [None])])
+                return _unfinished(result, [k for t in args[0] for k in getattr(t, "kinds", [None])])
             if isinstance(result, torch.Tensor):  # on its way to another device
-                return _unfinished(result, args[0].groups)
+                return _unfinished(result, args[0].kinds)
             return result
 
 
-def _unfinished(norm: torch.Tensor, groups: list[Group | None]) -> torch.Tensor:
+def _unfinished(norm: torch.Tensor, kinds: list[type[ShardGradient] | None]) -> torch.Tensor:
     made = norm.as_subclass(_UnfinishedNorm)
-    made.groups = groups
+    made.kinds = kinds
     return made
 
 
 def _unfinished_norms(several: bool, gradients: Any, norm_type: float) -> Any:
     each = gradients if several else [gradients]
     for g in each:
-        if isinstance(g, ShardGradient) and norm_type <= 0 and g.has_padding:
+        if isinstance(g, ShardGradient) and (norm_type == 0 or (norm_type < 0 and g.has_padding)):
             raise ConfigurationError(
-                f"a norm of order {norm_type} is changed by zeros, which pad shards; {g.instead} leaves them out"
+                f"a norm of order {norm_type:g} is changed by zeros that pad shards, or counts what other ranks have; "
+                f"{g.instead} takes it right"
             )
     norms = _NORMS(gradients, norm_type) if several else [torch.linalg.vector_norm(gradients, norm_type)]
     marked = [
-        _unfinished(n, [_group_of(g)]) if isinstance(g, ShardGradient) else n
+        _unfinished(n, [type(g)]) if isinstance(g, ShardGradient) else n
         for g, n in zip(each, norms, strict=True)
     ]
     return marked if several else marked[0]
@@ -159,7 +167,10 @@ def _unfinished_norms(several: bool, gradients: Any, norm_type: float) -> Any:
 
 def _finished_norm(norms: _UnfinishedNorm, norm_type: float) -> torch.Tensor:
     """The norm over all ranks (collective) of a stack of norms."""
-    order, groups = norm_type, norms.groups
+    order, kinds = norm_type, norms.kinds
+    for kind in {k for k in kinds if k is not None}:
+        _check_all_there(kind, kinds.count(kind))
+    groups = [None if k is None else _group_of(k) for k in kinds]
     values = norms.as_subclass(torch.Tensor)
     own = [values[k] for k, g in enumerate(groups) if g is None]
     finished = [combined(own, order)] if own else []
@@ -168,6 +179,16 @@ def _finished_norm(norms: _UnfinishedNorm, norm_type: float) -> torch.Tensor:
         local = combined(there, order) if there else torch.full_like(values[0], nothing(order))
         finished.append(global_norm(local, order, group, "norm of gradients, for torch.nn.utils"))
     return combined(finished, order)
+
+
+def _check_all_there(kind: type[ShardGradient], asked: int) -> None:
+    """Of a part of the parameters each rank knows its own alone: ranks would take norms of different parts together."""
+    there = sum(type(p.grad) is kind for p in kind.kept)
+    if kind.kept and asked != there:
+        raise ConfigurationError(
+            f"the norm of {asked} of the {there} gradients that this rank has: the gradients of other parameters are "
+            f"on other ranks. Clip all parameters in one call, or with {kind.instead}, which clips them all"
+        )
 
 
 # ------------------------------------------------------------ torch.amp.GradScaler

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn.utils import clip_grad
 
-from shardkit import FSDP, ShardedDDP
+from shardkit import FSDP, OSS, ShardedDDP
 from shardkit.errors import ConfigurationError
 from tests.border.strategies import GLOO, STRATEGIES, WORLDS, Twins, run, twins, wrapped
 
@@ -203,3 +203,30 @@ def _whole(rank: int, world_size: int) -> None:
 @pytest.mark.parametrize("world", GLOO, ids=str)
 def test_an_optimizer_that_every_rank_runs_whole(world: tuple[int, str]) -> None:
     run(world, _whole)
+
+
+def _by_layer(rank: int, world_size: int) -> None:
+    """Which rank has a layer's gradients, no other knows: rank 0's first layer would meet rank 1's second."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(6, 6, bias=False) for _ in range(2 * world_size)))
+    optimizer = OSS(model.parameters(), torch.optim.SGD, lr=0.1)
+    ShardedDDP(model, optimizer)(torch.randn(3, 6)).square().sum().backward()
+    own = next(layer for layer in model if layer.weight.grad is not None)
+    with pytest.raises(ConfigurationError, match=r"norm of 1 of the 2 gradients .*OSS\.clip_grad_norm"):
+        clip_grad.clip_grad_norm_(own.parameters(), MAX_NORM)
+
+
+def _order_0(rank: int, world_size: int) -> None:
+    t = twins(rank, world_size, "sharded_ddp")
+    t.backward()
+    with pytest.raises(ConfigurationError, match=r"order 0.*OSS\.clip_grad_norm"):
+        clip_grad.clip_grad_norm_(t.model.parameters(), MAX_NORM, 0.0)
+
+
+def test_order_0_counts_norms_that_other_ranks_have() -> None:
+    run((2, "gloo"), _order_0)
+
+
+@pytest.mark.parametrize("world", GLOO[1:], ids=str)
+def test_a_part_of_what_is_spread_over_ranks(world: tuple[int, str]) -> None:
+    run(world, _by_layer)
