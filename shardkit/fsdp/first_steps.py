@@ -28,16 +28,23 @@ logger = logging.getLogger("shardkit")
 
 
 class _FirstSteps:
-    """Looks again when an optimizer has other parameters, or when more modules were wrapped."""
+    """Looks again when an optimizer has other parameters or loaded state, or when more modules were wrapped.
+
+    What is a collective depends on the optimizer alone: ranks, which may be threads, wrap at times of their own.
+    """
 
     def __init__(self) -> None:
         self.wrapped = 0
         self._seen: weakref.WeakKeyDictionary[Optimizer, tuple[int, ...]] = weakref.WeakKeyDictionary()
+        self._seen_wrapped: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._judged: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._loaded: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
     def before(self, optimizer: Optimizer) -> None:
-        now = (self.wrapped, *[len(g["params"]) for g in optimizer.param_groups])
+        wrapped, now = self.wrapped, tuple([len(g["params"]) for g in optimizer.param_groups])
+        if self._seen_wrapped.get(optimizer) != wrapped:
+            _refuse_members(optimizer)
+            self._seen_wrapped[optimizer] = wrapped
         if self._seen.get(optimizer) == now:
             return
         _refuse_members(optimizer)

@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 as_tensors = torch._C.DisableTorchFunctionSubclass
 
 
+_GRADIENT = frozenset({"get grad", "get _grad"})
+
+
 class MemberParameter(nn.Parameter):
     """A parameter whose values are a part of a gathered vector. A copy of it is a parameter of its own."""
 
@@ -55,6 +58,8 @@ class ReleasedParameter(MemberParameter):
             if what in FACTS or what in SHAPE or what in ALIKE:
                 param = args[0] if args else None
                 if what in FACTS or not isinstance(param, ReleasedParameter):
+                    if what in _GRADIENT and isinstance(param, ReleasedParameter):
+                        _refuse_gradient(param)
                     return func(*args, **kwargs)
                 return func(_of_full_shape(param, what), *args[1:], **kwargs)
             tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
@@ -181,6 +186,19 @@ def _refusal_of_view(owner: Owner, what: str) -> str:
         f"from a forward: the parameter is sharded over {group.world_size} ranks and not gathered now, and the view "
         "has no memory then. Keep a clone() of it, or read it inside of the forward of the FSDP module that holds the "
         "parameter"
+    )
+
+
+def _refuse_gradient(param: ReleasedParameter) -> None:
+    """Raises where the parameter's gradient was reduced: None would say that it has none."""
+    owner = _owners.get(param)
+    if owner is None or param.grad is not None or owner.flat.param.grad is None or owner.flat.idle[owner.number]:
+        return
+    group = owner.flat.group
+    raise LifecycleError(
+        f"rank {group.ranks[group.rank]}: the gradient of parameter {_name(param)!r} was reduced, and is sharded over "
+        f"{group.world_size} ranks. Clip, scale and clear gradients of the FSDP module's parameters(), not of what it "
+        "wraps"
     )
 
 
