@@ -24,7 +24,7 @@ from ..flat_parameter import FlatParameter
 from .construct import modules_outside_units
 from .flat_param import FlatParam
 from .listed import flat_of_listed
-from .members import managing
+from .members import ReleasedParameter, managing, refuse_copy
 
 
 def clean(name: str) -> str:
@@ -146,12 +146,22 @@ def _shards_of(module: nn.Module) -> dict[str, FlatParam]:
     return found
 
 
+def _refuse_copies(module: nn.Module, what: str) -> None:
+    """A module from a file, without the FSDP module around it, has parameters without values."""
+    for name, param in module._parameters.items():
+        member = module.__dict__.get(name) if param is None else None
+        if isinstance(member, ReleasedParameter):
+            refuse_copy(member, what)
+
+
 def _refuse_state_dict(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+    _refuse_copies(module, "state_dict()")
     if not _collecting.depth:
         _refuse(module, "state_dict()", _shards_of(module))
 
 
 def _refuse_loading(module: nn.Module, state_dict: dict[str, Any], prefix: str, *others: Any) -> None:
+    _refuse_copies(module, "load_state_dict()")
     if not _collecting.depth and not _collecting.loading:
         shards = _shards_of(module)
         _refuse(module, "load_state_dict()", {n: f for n, f in shards.items() if prefix + n in state_dict})

@@ -189,10 +189,21 @@ def _refusal_of_view(owner: Owner, what: str) -> str:
     )
 
 
+def refuse_copy(param: ReleasedParameter, what: str) -> None:
+    """Raises for a parameter that was copied, or came from a file, without the vector that has its values."""
+    if param not in _owners:
+        raise LifecycleError(_refusal(param, what))
+
+
 def _refuse_gradient(param: ReleasedParameter) -> None:
     """Raises where the parameter's gradient was reduced: None would say that it has none."""
     owner = _owners.get(param)
-    if owner is None or param.grad is not None or owner.flat.param.grad is None or owner.flat.idle[owner.number]:
+    if (
+        owner is None
+        or param.grad is not None
+        or owner.flat.param.grad is None
+        or owner.flat.idle[owner.number]
+    ):
         return
     group = owner.flat.group
     raise LifecycleError(
