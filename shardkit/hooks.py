@@ -162,6 +162,16 @@ def runs_backward(frame: FrameType | None) -> bool:
     return False
 
 
+def caller_of_backward() -> FrameType | None:
+    """The function of torch that called the running backward, as far as this thread's Python stack tells."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is _RUN_BACKWARD:
+            return frame.f_back
+        frame = frame.f_back
+    return None
+
+
 def inside_another_backward() -> bool:
     """Whether the running backward was started by the backward of a function (a re-entrant checkpoint).
 

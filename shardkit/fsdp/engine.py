@@ -35,6 +35,7 @@ from .backward_plan import BackwardPlan, End, plan_backward
 from .flat_param import FlatParam
 from .frozen import FrozenUnits
 from .threads import NO_THREAD, check_one_thread, this_thread
+from .tracing import check_backward, check_inputs_of_backward
 from .unit import Unit
 
 
@@ -238,6 +239,8 @@ class Engine:
     # ------------------------------------------------------------ backward
     def begin_backward(self) -> None:
         """A backward was noticed, from inside of it."""
+        check_backward(self.units[0])
+        check_inputs_of_backward(self.units[0])
         self.state.begin()
         if self._locked:
             self._unlock(self._locked)

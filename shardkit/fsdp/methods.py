@@ -22,6 +22,7 @@ from ..hooks import NO_BACKWARD, current_backward, tensors_in
 from .calls import lends_memory, tensors_of, watch, without_lent_memory
 from .construct import modules_outside_units
 from .engine import Watcher
+from .tracing import check_forward
 from .unit import UnitCall
 
 if TYPE_CHECKING:
@@ -79,6 +80,7 @@ class MethodCall:
         if self._is_entered or module not in self._modules:
             return
         wrapper = self._wrapper
+        check_forward(wrapper._unit)
         engine = wrapper._engine or wrapper._become_root()
         self._is_entered, self._records = True, torch.is_grad_enabled()
         self._is_outermost = (

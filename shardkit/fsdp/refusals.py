@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any
 
+from torch import nn
+
 from ..errors import ConfigurationError, LifecycleError
 from .members import name_of_member
 
@@ -31,6 +33,28 @@ def replaced_shard(flat: FlatParam) -> LifecycleError:
         f"rank {flat.group.rank}: in place of the shard {name!r} of {flat.label or 'an FSDP module'} there is {kind}, "
         "which forward would ignore (functional_call does this, and assigning a parameter). Change parameters inside "
         "of summon_full_params(), or pass functional_call the FSDP module's own parameters"
+    )
+
+
+def replaced_member(param: nn.Parameter) -> LifecycleError:
+    """What is raised where somebody put a tensor in the place of a parameter that is in a vector."""
+    return LifecycleError(
+        f"parameter {name_of_member(param)!r} of an FSDP module is replaced by another tensor, which forward would "
+        "ignore (functional_call does this). " + _FUNCTIONAL
+    )
+
+
+_FUNCTIONAL = (
+    "Change parameters inside of summon_full_params(), and call functional_call there on a module that has no FSDP "
+    "modules below; or call it on a module that is not wrapped and has loaded this one's state_dict()"
+)
+
+
+def put_into_wrapper(name: str) -> LifecycleError:
+    """What is raised where a parameter or buffer gets the name of what the wrapped module has."""
+    return LifecycleError(
+        f"{name!r} is a parameter or buffer of the module that FSDP wraps and can't be replaced through the wrapper "
+        "(functional_call does this). " + _FUNCTIONAL
     )
 
 

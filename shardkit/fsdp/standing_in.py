@@ -10,7 +10,9 @@ from torch import nn
 from ..errors import ConfigurationError
 from ..other_wrappers import PreparedForAccelerate
 from .methods import through
+from .refusals import put_into_wrapper
 from .state_of_shards import check_request
+from .tracing import refusal
 
 WRAPPED = "_fsdp_wrapped_module"
 
@@ -33,6 +35,19 @@ class StandingIn(PreparedForAccelerate, nn.Module):
             wrapper: Any = self
             unit: Any = nn.Module.__getattr__(self, WRAPPED)
             return through(wrapper, getattr(unit._fpw_module, name))
+
+    # ------------------------------------------------------------ what needs parameters in their places
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """As of any module; the wrapped module's own can't be replaced."""
+        try:
+            super().register_parameter(name, param)
+        except KeyError:
+            raise put_into_wrapper(name) from None
+
+    def __prepare_scriptable__(self) -> Any:
+        """What torch.jit.script asks for first."""
+        wrapper: Any = self
+        raise refusal(wrapper._unit, "torch.jit.script")
 
     # ------------------------------------------------------------ containers
     def __getitem__(self, key: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -33,11 +34,12 @@ from .inside import answer_for
 from .lazy import saving_members_by_name
 from .listed import flat_of_listed
 from .members import are_copied, note_copying
-from .refusals import check_asker, copy_when_summoned, replaced_shard
+from .refusals import check_asker, copy_when_summoned, replaced_member, replaced_shard
 from .registrations import note_taken
 from .standing_in import WRAPPED, StandingIn
 from .state_of_shards import mark_shards
 from .threads import NO_THREAD, check_one_thread, this_thread
+from .tracing import COMPILED_AUTOGRAD, check_forward, jit_tracing, transform_level
 from .unit import Unit, UnitCall
 from .unit_module import UnitModule, exposed
 
@@ -252,11 +254,21 @@ class FSDP(StandingIn):
             if dtype is not None:
                 args, kwargs = cast_inputs((args, kwargs), dtype)
             return run_summoned(inner, self._unit.needs, args, kwargs)
+        if (
+            jit_tracing() is not None or transform_level() is not None or COMPILED_AUTOGRAD in sys.modules
+            or torch.fx._symbolic_trace._is_fx_tracing_flag or torch.compiler._is_exporting_flag
+        ):  # fmt: skip
+            check_forward(self._unit)
         engine = self._engine or self._become_root()
         unit = self._unit
         for flat in self._flats:
             if flat.holder.module._parameters[flat.holder.name] is not flat.param:
                 raise replaced_shard(flat)
+            for member in flat.members:
+                for module, name in member.places:
+                    found = module._parameters.get(name)
+                    if found is not None and found is not flat.param:
+                        raise replaced_member(member.param)
         in_backward = current_backward() != NO_BACKWARD
         is_outermost = self._is_root and engine.forwards == 0 and not in_backward
         if not in_backward:

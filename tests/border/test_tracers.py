@@ -1,0 +1,117 @@
+"""Tracers and transforms that would see shards: refused by name on all ranks, or right."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.func import functional_call
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from shardkit import FSDP
+from shardkit.errors import LifecycleError
+from tests.pools import rank_pool
+
+pytestmark = pytest.mark.timeout(120)
+X = torch.ones(2, 6)
+
+
+def _net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 4))
+
+
+def _units(flatten: bool = True) -> FSDP:
+    model = _net()
+    model[0] = FSDP(model[0], flatten=flatten)
+    return FSDP(model, flatten=flatten)
+
+
+def _compiled_backward(model: FSDP, with_forward: bool) -> None:
+    import torch._dynamo.compiled_autograd as compiled
+
+    loss = None if with_forward else model(X).sum()
+    with compiled._enable(lambda graph: graph):
+        (model(X).sum() if loss is None else loss).backward()
+
+
+def _gradient_of_shards(model: FSDP) -> None:
+    x = X.clone().requires_grad_()
+    torch.autograd.grad(model(x).sum(), [x, *model.parameters()], allow_unused=True)
+
+
+def _functional_gradient(model: FSDP) -> None:
+    params = dict(model.named_parameters())
+    torch.func.grad(lambda p: functional_call(model, p, (X,)).sum())(params)
+
+
+# What is tried, and what the error says.
+REFUSED: dict[str, tuple[Callable[[FSDP], Any], str]] = {
+    "jit.trace": (lambda m: torch.jit.trace(m, X), "jit.trace .* load this one's state_dict"),
+    "jit.script": (torch.jit.script, "jit.script of an FSDP module"),
+    "fx": (torch.fx.symbolic_trace, "tracing with torch.fx"),
+    "make_fx": (lambda m: make_fx(m)(X), "tracing with torch.fx"),
+    "onnx": (lambda m: torch.onnx.export(m, (X,), io.BytesIO(), dynamo=False), "torch.onnx.export too"),
+    "export": (lambda m: torch.export.export(m, (X,), strict=False), "torch.export .* torch.compile works"),
+    "compiled autograd": (lambda m: _compiled_backward(m, True), "compiled autograd of an FSDP module"),
+    "compiled backward": (lambda m: _compiled_backward(m, False), "compiled autograd of an FSDP module"),
+    "unit's name": (
+        lambda m: functional_call(m, {k: v.detach() for k, v in _net().named_parameters()}, (X,)),
+        "'weight' is a parameter or buffer of the module that FSDP wraps",
+    ),
+    "inner name": (
+        lambda m: functional_call(m, {"2.weight": torch.zeros(4, 5)}, (X,)),
+        r"'2\.weight' of an FSDP module is replaced",
+    ),
+    "grad of functional_call": (_functional_gradient, "functional_call does this|torch.func.grad"),
+    "grad of shards": (_gradient_of_shards, r"Call loss\.backward\(\)"),
+}  # fmt: skip
+
+
+def _tries(rank: int, world: int) -> None:
+    """Refused on each rank, and the model trains as ever afterwards."""
+    for name, (attempt, words) in REFUSED.items():
+        model, plain = _units(), _net()
+        with pytest.raises(LifecycleError, match=words):
+            attempt(model)
+        if name == "unit's name":  # torch has replaced some already, and does not put them back
+            with pytest.raises(LifecycleError, match="is replaced by another tensor"):
+                model(X)
+            continue
+        for m in (model, plain):
+            m.zero_grad()
+            m(X).sum().backward()
+            torch.optim.SGD(m.parameters(), lr=0.1).step()
+        torch.testing.assert_close(model(X), plain(X), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_tracers(world: int) -> None:
+    rank_pool(world).run(_tries, world)
+
+
+def _transforms(rank: int, world: int) -> None:
+    """vmap, and gradients of inputs, are right; transforms that differentiate are refused where ranks share."""
+    model, plain = _units(), _net()
+    torch.testing.assert_close(torch.func.vmap(model)(X), torch.func.vmap(plain)(X), rtol=0, atol=1e-6)
+    x = X.clone().requires_grad_()
+    mine, truth = (torch.autograd.grad(m(x).sum(), x)[0] for m in (model, plain))
+    torch.testing.assert_close(mine, truth, rtol=0, atol=1e-6)
+    for transform in (torch.func.jacrev, lambda m: torch.func.grad(lambda v: m(v).sum())):
+        if world > 1:
+            with pytest.raises(LifecycleError, match=r"torch\.func\.grad .* Use torch\.autograd\.grad"):
+                transform(model)(X)
+        else:
+            torch.testing.assert_close(transform(model)(X), transform(plain)(X), rtol=0, atol=1e-6)
+    with model.summon_full_params():
+        mine = functional_call(model.module[2], {"weight": torch.zeros(4, 5)}, (torch.ones(1, 5),))  # type: ignore[index]
+    torch.testing.assert_close(mine, plain[2].bias.detach()[None], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_transforms(world: int) -> None:
+    rank_pool(world).run(_transforms, world)
