@@ -414,6 +414,11 @@ class FSDP(StandingIn):
 
     # ------------------------------------------------------------ being moved and copied
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> FSDP:
+        if torch.__future__.get_swap_module_params_on_conversion():
+            raise ConfigurationError(
+                "an FSDP module can't be moved or cast by swapping its parameters, which are views of one vector; "
+                "call torch.__future__.set_swap_module_params_on_conversion(False) first"
+            )
         self._unit.release()
         for flat in self._flats:
             flat.drop()

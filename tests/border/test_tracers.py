@@ -13,7 +13,7 @@ from torch.func import functional_call
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from shardkit import FSDP
-from shardkit.errors import LifecycleError
+from shardkit.errors import ConfigurationError, LifecycleError
 from tests.pools import rank_pool
 
 pytestmark = pytest.mark.timeout(120)
@@ -115,3 +115,18 @@ def _transforms(rank: int, world: int) -> None:
 @pytest.mark.parametrize("world", [1, 2])
 def test_transforms(world: int) -> None:
     rank_pool(world).run(_transforms, world)
+
+
+def _swapped(rank: int) -> None:
+    model = _units()
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        with pytest.raises(ConfigurationError, match="can't be moved or cast by swapping"):
+            model.to(torch.float64)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+    assert model.to(torch.float64)(X.double()).dtype == torch.float64
+
+
+def test_parameters_are_not_swapped() -> None:
+    rank_pool(2).run(_swapped)
