@@ -51,9 +51,7 @@ class _FirstSteps:
         vectors = [f for g in optimizer.param_groups for f in map(shard_behind, g["params"]) if f is not None]
         if any(_is_cut(f) for f in vectors):
             is_new = optimizer not in self._judged
-            if (
-                is_new or optimizer in self._loaded
-            ):  # on all ranks; that something was wrapped may be one rank's alone
+            if is_new or optimizer in self._loaded:
                 check_loaded(optimizer, vectors)
                 self._loaded.discard(optimizer)
             if is_new:
