@@ -212,12 +212,13 @@ class PlainInSteps:
     def before(self, optimizer: Optimizer) -> None:
         """The update comes next."""
         shown: list[tuple[torch.Tensor, type]] = []
-        for group in optimizer.param_groups:
-            for p in group["params"]:
-                gradient = p.grad
-                if isinstance(gradient, ShardGradient):
-                    shown.append((gradient, gradient.__class__))
-                    gradient.__class__ = torch.Tensor  # type: ignore[assignment]
+        with _plain():  # parameters may refuse to show theirs
+            for group in optimizer.param_groups:
+                for p in group["params"]:
+                    gradient = p.grad
+                    if isinstance(gradient, ShardGradient):
+                        shown.append((gradient, gradient.__class__))
+                        gradient.__class__ = torch.Tensor  # type: ignore[assignment]
         if shown:
             self._shown[optimizer] = shown
 
