@@ -162,6 +162,20 @@ def check_names(module: nn.Module, found: Found, rank: int) -> None:
             )
 
 
+def check_no_writers(module: nn.Module, group: Group, unit_type: type[nn.Module]) -> None:
+    """Raises ConfigurationError for layers that write to their own parameters in forward, where that would be lost."""
+    if group.world_size == 1:
+        return
+    for path, m in modules_outside_units(module, unit_type):
+        if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.max_norm is not None:
+            raise ConfigurationError(
+                f"rank {group.rank}: {path or 'the module'!r} is an {type(m).__name__} with max_norm={m.max_norm}, "
+                "which writes to its weight in forward; in an FSDP module that is a copy of what the shards hold, and "
+                "the change would be lost. Leave it outside of what is wrapped, or set its max_norm to None and "
+                "renormalise between steps, inside of summon_full_params()"
+            )
+
+
 def backend_nearby(
     module: nn.Module, borrowed: list[FlatParam], unit_type: type[nn.Module]
 ) -> Backend | None:

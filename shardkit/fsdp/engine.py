@@ -34,6 +34,7 @@ from ..phases import Phase
 from .backward_plan import BackwardPlan, End, plan_backward
 from .flat_param import FlatParam
 from .frozen import FrozenUnits
+from .refusals import backward_with_graph, changed_since_forward, written_member
 from .threads import NO_THREAD, check_one_thread, this_thread
 from .tracing import check_backward, check_inputs_of_backward
 from .unit import Unit
@@ -54,9 +55,15 @@ class ForwardGraph:
 
     def __init__(self, engine: Engine, watcher: Watcher) -> None:
         self._engine, self._watcher = engine, watcher
+        self.versions = {f: f.param._version for u in engine.units for f in u.flats if f.param.requires_grad}
 
     def enter_backward(self, gradient: torch.Tensor | None = None) -> None:
         """Backward reached an output of the root."""
+        engine = self._engine
+        if engine.state.task == NO_BACKWARD:
+            engine.entered = []
+        if self not in engine.entered:
+            engine.entered.append(self)
         self._watcher.enter_backward(gradient)
         self._engine.pending.discard(self)
 
@@ -69,6 +76,7 @@ class Engine:
         state: the backward in progress.
         forwards: depth of forward calls in progress.
         pending: forwards of the root whose outputs no backward has reached.
+        entered: those that the backward in progress goes through.
         thread: the one that is inside of a forward.
         is_lazy: execution is: a compiler decides when values exist (see ``lazy.py``).
         after: where execution is lazy, what the next gathers have to wait for.
@@ -79,6 +87,7 @@ class Engine:
         self.state = BackwardState(self._end_of_backward)
         self.forwards = 0
         self.pending: weakref.WeakSet[ForwardGraph] = weakref.WeakSet()
+        self.entered: list[ForwardGraph] = []
         self.thread = NO_THREAD
         self._prefetch = prefetch
         self._recording = False
@@ -162,6 +171,8 @@ class Engine:
         self.forwards -= 1
         if current_backward() != NO_BACKWARD:
             return
+        if self.forwards == 0:
+            self.thread = NO_THREAD  # now, for what follows may raise
         if self._recording:
             self._ends.append(End(unit, len(self._calls)))
             if unit.keep_after_forward:
@@ -196,6 +207,9 @@ class Engine:
                     for flat in unit.needs:
                         flat.lock()
                         self._locked.append(flat)
+            for flat in self._locked:
+                if flat.written:
+                    raise written_member(flat)
 
     def _unlock(self, flats: Sequence[FlatParam]) -> None:
         for flat in flats:
@@ -238,7 +252,15 @@ class Engine:
 
     # ------------------------------------------------------------ backward
     def begin_backward(self) -> None:
-        """A backward was noticed, from inside of it."""
+        """A backward was noticed, from inside of it.
+
+        Raises:
+            LifecycleError: it builds a graph, which would need parameters after it that are given back.
+        """
+        if torch.is_grad_enabled():  # in a backward: create_graph=True
+            flats = [f for u in self.units for f in u.flats if not f.is_whole]
+            if flats:
+                raise backward_with_graph(flats[0])
         check_backward(self.units[0])
         check_inputs_of_backward(self.units[0])
         self.state.begin()
@@ -261,6 +283,10 @@ class Engine:
             self.begin_backward()
         elif self.state.thread != this_thread():
             check_one_thread(self, "backward")
+        for graph in self.entered:
+            for flat in unit.flats:
+                if flat in graph.versions and graph.versions[flat] != flat.param._version:
+                    raise changed_since_forward(flat)
         while self._passed < unit.position:
             self._pass()
         self._gather(unit)
@@ -361,6 +387,7 @@ class Engine:
             raise
         finally:
             self.after = self._last_reduced = []
+            self.entered = []
         for unit in self.units:
             unit.end_backward()
 
@@ -397,6 +424,7 @@ class Engine:
                 group.agree(DROPPED)
 
     def _abandon(self) -> None:
+        self.entered = []
         units, self._in_flight = self._in_flight, []
         for unit in units:
             with contextlib.suppress(RuntimeError):  # its memory is in use until it is through, or has failed

@@ -93,6 +93,7 @@ class FlatParam:
         modules: of the unit, where views of members may be kept (see ``kept_views.py``).
         memory: identifies what members are views of, where that is given back after use; else 0.
         idle: which members have had no gradient on any rank since the gradient was last cleared.
+        written: numbers of members that were written to in the last time that they had values; such writes are lost.
         used: where execution is lazy, the same as data: [S], true for elements that have had one; None if all have.
     """
 
@@ -111,6 +112,7 @@ class FlatParam:
         self.is_full = self.is_summoned = self.is_borrowed = self.is_locked = False
         self.idle = [True] * len(self.members)
         self.used: torch.Tensor | None = None
+        self.written: list[int] = []
         self._compute_dtype = compute_dtype
         self._compute_device = compute_device
         self._neighbours = neighbours
@@ -241,6 +243,7 @@ class FlatParam:
 
     def _hide(self) -> None:
         for member in self.members:
+            member.param.__class__ = member.kind  # a released one can't be changed
             member.param.data = self._nothing
         self._conceal()
 
@@ -248,6 +251,18 @@ class FlatParam:
         """Members are parameters like any other."""
         for member in self.members:
             member.param.__class__ = member.kind
+        self._versions = self._versions_now()
+
+    def _versions_now(self) -> list[int]:
+        """How often each member was written to; inference tensors don't count."""
+        try:
+            return [member.param._version for member in self.members]
+        except RuntimeError:
+            return []
+
+    def _note_writes(self) -> None:
+        """Members had their values until now."""
+        self.written = [k for k, v in enumerate(self._versions_now()) if v != self._versions[k]]
 
     def _conceal(self) -> None:
         """Members, and views of them that a module keeps, have no values from now on; see ``members.py``."""
@@ -350,6 +365,7 @@ class FlatParam:
         """
         if self.is_full and not self.is_whole and not self._is_deferred:
             self.is_locked = True
+            self._note_writes()
             self._conceal()
 
     def unlock(self) -> None:
@@ -371,9 +387,11 @@ class FlatParam:
             return
         if self.pending is not None:
             self.finish_gather()  # its memory is in use until it is through
-        self.is_full = self.is_locked = False
+        was_locked, self.is_full, self.is_locked = self.is_locked, False, False
         if self.is_whole or self._is_deferred:
             return
+        if not was_locked:
+            self._note_writes()
         if not self._has_storage:
             self._full = None
             self._hide()

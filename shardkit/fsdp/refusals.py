@@ -75,6 +75,34 @@ def backward_when_summoned(flat: FlatParam) -> LifecycleError:
     )
 
 
+def written_member(flat: FlatParam) -> LifecycleError:
+    """What is raised, once, where the memory of gathered members is given back that somebody wrote to."""
+    name, flat.written = name_of_member(flat.members[flat.written[0]].param), []
+    return LifecycleError(
+        f"rank {flat.group.rank}: parameter {name!r} was written to while it was gathered (in forward, or before the "
+        "backward that followed). It is a copy of what the shards hold, and the change is lost. Write inside of "
+        "summon_full_params(), between steps; a value that changes in forward can be a buffer"
+    )
+
+
+def backward_with_graph(flat: FlatParam) -> LifecycleError:
+    """What is raised where a backward that builds a graph reaches a unit whose members are given back."""
+    return LifecycleError(
+        f"rank {flat.group.rank}: a backward with create_graph=True (a gradient penalty, a Hessian) through an FSDP "
+        "module is not possible: its graph needs parameters that are given back meanwhile. Take ShardedDDP with OSS "
+        "for this model, or form the penalty from finite differences of the FSDP module's outputs"
+    )
+
+
+def changed_since_forward(flat: FlatParam) -> LifecycleError:
+    """What is raised where backward reaches a unit whose shard was written to after forward."""
+    return LifecycleError(
+        f"rank {flat.group.rank}: backward through a forward of before the last change of "
+        f"{flat.label or 'an FSDP module'} (by optimizer.step(), say): it would compute with the new values. Call "
+        "backward before the optimizer's step, or forward again after it"
+    )
+
+
 def copy_when_summoned(rank: int) -> LifecycleError:
     """What is raised where an FSDP module is copied or pickled inside of its ``summon_full_params``."""
     return LifecycleError(

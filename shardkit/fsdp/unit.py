@@ -16,7 +16,7 @@ from .flat_param import FlatParam
 from .gradients import GradientPack
 from .local_gradients import LocalGradients
 from .members import as_tensors
-from .refusals import backward_when_summoned, unknown_root
+from .refusals import backward_when_summoned, unknown_root, written_member
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -150,11 +150,18 @@ class Unit:
                 flat.finish_gather()
 
     def release(self, until_backward: bool = False) -> None:
-        """The module does not need its values any more, or only in backward."""
+        """The module does not need its values any more, or only in backward.
+
+        Raises:
+            LifecycleError: somebody wrote to them, which is lost with their memory.
+        """
         if self.is_held:
             self.is_held = False
             for flat in self.needs:
                 flat.release(until_backward)
+            for flat in self.needs:
+                if flat.written:
+                    raise written_member(flat)
 
     def forget_between(self) -> None:
         """Nothing is kept between forward and backward."""

@@ -121,6 +121,7 @@ class FSDP(StandingIn):
             if ranks is not None:
                 construct.check_ranks_agree(found, ranks, options)
         construct.check_options(self._reduce, self._offload, self._group.backend)
+        construct.check_no_writers(module, self._group, FSDP)
         self._connect_neighbours()
         if flatten:
             construct.check_names(module, found, self._group.rank)

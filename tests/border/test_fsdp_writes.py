@@ -1,0 +1,213 @@
+"""Gathered parameters are copies: writes to them, and steps between forward and backward, are never lost silently."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from shardkit import FSDP
+from shardkit.errors import ConfigurationError, LifecycleError
+from shardkit.policy import PrecisionPolicy
+from tests.fsdp_models import WIDTH, build
+from tests.pools import rank_pool
+
+pytestmark = pytest.mark.timeout(180)
+
+
+class Clamping(nn.Linear):
+    """Clamps its weight in forward, if asked to."""
+
+    clamps = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.clamps:
+            with torch.no_grad():
+                self.weight.clamp_(-0.1, 0.1)
+        return super().forward(x)
+
+
+class Net(nn.Module):
+    """The middle layer is checkpointed, if asked for."""
+
+    checkpoints = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.middle = Clamping(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(self.first(x))
+        x = checkpoint(self.middle, x, use_reentrant=False) if self.checkpoints else self.middle(x)
+        return self.last(torch.tanh(x))
+
+
+def _clamp(model: nn.Module, value: bool) -> None:
+    for m in model.modules():
+        if isinstance(m, Clamping):
+            m.clamps = value
+
+
+def _wrapped(nested: bool, **options: Any) -> FSDP:
+    model = build(Net)
+    if nested:
+        model.middle = FSDP(model.middle, **options)
+    return FSDP(model, **options)
+
+
+def _loss(model: nn.Module, rank: int = 0) -> torch.Tensor:
+    x = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(rank))
+    return functional.mse_loss(model(x), torch.ones(3, WIDTH))
+
+
+def _written(rank: int) -> None:
+    for nested in (False, True):
+        for ending in ("backward", "forward", "state_dict"):
+            model = _wrapped(nested)
+            before = {k: v.clone() for k, v in model.state_dict().items()}
+            _clamp(model, True)
+            with pytest.raises(
+                LifecycleError, match=r"'middle.weight' was written to .* summon_full_params\(\)"
+            ):
+                loss = _loss(model)  # raises here where the unit is given back after forward
+                {
+                    "backward": loss.backward,
+                    "forward": lambda m=model: _loss(m),
+                    "state_dict": model.state_dict,
+                }[ending]()
+            _clamp(model, False)
+            _loss(model).backward()  # it is said once
+            for key, value in model.state_dict().items():
+                assert torch.equal(value, before[key])
+    # between forward and backward, while it is gathered
+    model = _wrapped(False)
+    loss = _loss(model)
+    loss.backward()
+    loss = _loss(model)
+    with (
+        torch.no_grad(),
+        pytest.raises(LifecycleError, match="zero_ needs the values of parameter 'first.weight'"),
+    ):
+        model.module.first.weight.zero_()
+    loss.backward()
+    # inside of summon_full_params it is what it is in one process
+    plain, model = build(Net), _wrapped(True)
+    with torch.no_grad(), model.summon_full_params():
+        model.module.middle.module.weight.zero_()
+        plain.middle.weight.zero_()
+    for m in (plain, model):
+        _loss(m).backward()
+    with torch.no_grad():
+        assert torch.equal(_loss(model), _loss(plain))
+
+
+def test_writes_in_forward_are_refused() -> None:
+    rank_pool(2).run(_written)
+
+
+def _alone(rank: int) -> None:
+    """One rank: nothing is given back, so that writes stay, unless it computes in another dtype."""
+    plain, model = build(Net), _wrapped(True)
+    for m in (plain, model):
+        optimizer = torch.optim.SGD(m.parameters(), lr=0.1)
+        _clamp(m, True)
+        for _ in range(2):
+            optimizer.zero_grad()
+            _loss(m).backward()
+            optimizer.step()
+    for key, value in plain.state_dict().items():
+        assert torch.equal(model.state_dict()[key], value)
+    x = torch.ones(2, WIDTH, requires_grad=True)
+    (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    slope.pow(2).sum().backward()
+    embedding = FSDP(nn.Embedding(4, 3, max_norm=0.1))
+    assert embedding(torch.arange(4)).norm(dim=1).max() < 0.11
+    model = _wrapped(False, precision=PrecisionPolicy(compute=torch.bfloat16))
+    _clamp(model, True)
+    with pytest.raises(LifecycleError, match="'middle.weight' was written to"):
+        _loss(model).backward()
+
+
+def test_writes_of_one_rank_stay() -> None:
+    rank_pool(1).run(_alone)
+
+
+def _renormalising(rank: int) -> None:
+    for layer in (nn.Embedding, nn.EmbeddingBag):
+        inner = nn.Sequential(nn.Identity(), layer(4, 3, max_norm=0.1))
+        with pytest.raises(
+            ConfigurationError, match=rf"rank {rank}: '1' is an {layer.__name__} with max_norm=0.1"
+        ):
+            FSDP(inner)
+        inner[1].max_norm = None
+        FSDP(inner)
+
+
+def test_embeddings_that_renormalise_are_refused() -> None:
+    rank_pool(2).run(_renormalising)
+
+
+def _penalty(rank: int) -> None:
+    for nested in (False, True):
+        model = _wrapped(nested)
+        x = torch.ones(2, WIDTH, requires_grad=True)
+        y = model(x)
+        with pytest.raises(
+            LifecycleError, match=rf"rank {rank}: a backward with create_graph=True.*ShardedDDP"
+        ):
+            torch.autograd.grad(y.sum(), x, create_graph=True)
+        with pytest.raises(LifecycleError, match="create_graph=True"):
+            model(x).sum().backward(create_graph=True)
+        _train(build(Net), model, ("f", "b", "s", "f", "b", "s"))
+
+
+def test_backward_that_builds_a_graph_is_refused() -> None:
+    rank_pool(2).run(_penalty)
+
+
+def _train(plain: nn.Module, model: FSDP, steps: tuple[str, ...]) -> None:
+    """The same in both, ends in the same; same data on all ranks."""
+    for m in (plain, model):
+        optimizer, losses = torch.optim.AdamW(m.parameters(), lr=0.01), []
+        for k, step in enumerate(steps):
+            if step == "f":
+                losses.append(_loss(m, k))
+            elif step == "b":
+                losses.pop(0).backward()
+            elif step == "drop":
+                losses.clear()
+            elif step == "local":
+                with m.no_sync() if isinstance(m, FSDP) else torch.enable_grad():
+                    losses.pop(0).backward()
+            else:
+                optimizer.step()
+                optimizer.zero_grad()
+    for key, value in plain.state_dict().items():
+        torch.testing.assert_close(model.state_dict()[key], value)
+
+
+def _stepped(rank: int) -> None:
+    for nested in (False, True):
+        for steps in (("f", "b", "f", "s", "b"), ("f", "b", "f", "s", "f", "b"), ("f", "f", "b", "s", "b")):
+            for model, kind in ((build(Net), RuntimeError), (_wrapped(nested), LifecycleError)):
+                with pytest.raises(kind, match="inplace operation|backward before the optimizer's step"):
+                    _train(model, model, steps)  # type: ignore[arg-type]
+    legal = (
+        ("f", "b", "s", "f", "f", "b", "b", "s"),
+        ("f", "b", "f", "s", "drop", "f", "b", "s"),
+        ("f", "local", "f", "b", "s", "f", "f", "local", "b", "s"),
+    )
+    for steps in legal:
+        for checkpoints in (False, True):
+            plain, model = build(Net), _wrapped(True)
+            plain.checkpoints = model.module.checkpoints = checkpoints
+            _train(plain, model, steps)
+
+
+def test_step_between_forward_and_backward_is_refused() -> None:
+    rank_pool(2).run(_stepped)
