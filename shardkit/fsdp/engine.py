@@ -257,12 +257,12 @@ class Engine:
         Raises:
             LifecycleError: it builds a graph, which would need parameters after it that are given back.
         """
+        check_backward(self.units[0])
+        check_inputs_of_backward(self.units[0])
         if torch.is_grad_enabled():  # in a backward: create_graph=True
             flats = [f for u in self.units for f in u.flats if not f.is_whole]
             if flats:
                 raise backward_with_graph(flats[0])
-        check_backward(self.units[0])
-        check_inputs_of_backward(self.units[0])
         self.state.begin()
         if self._locked:
             self._unlock(self._locked)

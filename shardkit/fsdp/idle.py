@@ -3,12 +3,16 @@
 A plain process skips a parameter whose ``grad`` is None: no weight decay, no momentum, no change of state. In a vector
 such members have zeros for gradients, which the optimizer can't tell from real ones. So before a step their values and
 states are put aside, and put back after it (where closures make gradients within a step: after each of them, and before
-the next). It costs nothing where all members have gradients. (State that is one number for the vector, such as the
-count of steps, is that of the neighbours.)
+the next). It costs nothing where all members have gradients.
+
+[Note: counts] State that is one number for the vector, such as Adam's count of steps, is that of the neighbours: a
+member that was put aside in some steps and takes part again has another bias correction than in a plain process. That
+is warned of when it happens. (Not where execution is lazy: who took part is not known then.)
 """
 
 from __future__ import annotations
 
+import logging
 import threading
 import weakref
 from typing import Any, NamedTuple
@@ -18,6 +22,9 @@ from torch.optim import Optimizer
 
 from ..stepping import take_part
 from .flat_param import FlatParam
+from .members import name_of_member
+
+logger = logging.getLogger("shardkit")
 
 
 class _Saved(NamedTuple):
@@ -29,6 +36,11 @@ class _Saved(NamedTuple):
 
 _flats: weakref.WeakSet[FlatParam] = weakref.WeakSet()
 _saved: weakref.WeakKeyDictionary[Optimizer, list[_Saved]] = weakref.WeakKeyDictionary()
+_left_out: weakref.WeakKeyDictionary[Optimizer, weakref.WeakKeyDictionary[FlatParam, set[int]]] = (
+    weakref.WeakKeyDictionary()  # members here that had no gradient in some step; an optimizer warned of has none
+)
+_warned: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+_NO_COUNTS = (torch.optim.RMSprop, torch.optim.Adadelta, torch.optim.Rprop)  # have one, and don't use it
 _lock = threading.Lock()  # ranks may be threads of one process
 
 
@@ -57,16 +69,18 @@ def _vectors(param: torch.Tensor, state: dict[str, Any]) -> dict[str, torch.Tens
 
 @torch.no_grad()
 def _put_aside(optimizer: Optimizer) -> None:
+    mine = {id(p) for g in optimizer.param_groups for p in g["params"]}
     with _lock:
-        flats = list(_flats)
+        flats = [f for f in _flats if id(f.param) in mine]
         for flat in flats:
             if not flat.has_idle:
                 _flats.discard(flat)
-    partly = [f for f in flats if f.has_idle and f.param.grad is not None and not f.param.is_meta]
-    mine = {id(p) for g in optimizer.param_groups for p in g["params"]}
     saved = []
-    for flat in partly:
-        if id(flat.param) not in mine:
+    for flat in flats:
+        if flat.param.grad is None or flat.param.is_meta:
+            continue
+        _check_counts(optimizer, flat)
+        if not flat.has_idle:
             continue
         ranges = idle_ranges(flat) if flat.used is None else [(0, flat.layout.shard_numel)]
         values = [flat.param.data.view(-1)[a:b].clone() for a, b in ranges]
@@ -77,6 +91,40 @@ def _put_aside(optimizer: Optimizer) -> None:
         saved.append(_Saved(flat, ranges, values, state))
     if saved:
         _saved[optimizer] = saved
+
+
+def _check_counts(optimizer: Optimizer, flat: FlatParam) -> None:
+    """Warns, once for an optimizer, if a member takes part again whose count of steps is wrong now."""
+    if optimizer in _warned:
+        return
+    with _lock:
+        left_out = _left_out.setdefault(optimizer, weakref.WeakKeyDictionary()).setdefault(flat, set())
+    here = {p.item for p in flat.layout.pieces() if p.rank == flat.group.rank}
+    again = sorted(k for k in left_out & here if not flat.idle[k])
+    left_out.update(k for k in here if flat.idle[k])
+    if not again or len(flat.members) == 1 or not _counts(optimizer, flat.param):
+        return
+    _warned.add(optimizer)
+    logger.warning(
+        "rank %d: parameter %r had no gradient in some steps (it was frozen, or not used) and has one again. %s counts "
+        "the steps of the whole vector that FSDP keeps it in, so that its bias correction (or whatever depends on that "
+        "count) is not what it is in one process. Wrap what is frozen for a while as a unit of its own, or pass "
+        "flatten=False (in the compat API: flatten_parameters=False)",
+        flat.group.rank, name_of_member(flat.members[again[0]].param), type(optimizer).__name__,
+    )  # fmt: skip
+
+
+def _counts(optimizer: Optimizer, param: torch.Tensor) -> bool:
+    """Whether the update of a vector depends on one number for it."""
+    if isinstance(optimizer, _NO_COUNTS):
+        return False
+    if isinstance(optimizer, torch.optim.Adagrad):
+        return any(g["lr_decay"] for g in optimizer.param_groups)
+    state = optimizer.state.get(param, {})
+    numbers = (v for k, v in state.items() if k not in _vectors(param, state))
+    return any(
+        isinstance(v, int | float) or (isinstance(v, torch.Tensor) and v.numel() == 1) for v in numbers
+    )
 
 
 @torch.no_grad()

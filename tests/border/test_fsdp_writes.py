@@ -65,6 +65,17 @@ def _loss(model: nn.Module, rank: int = 0) -> torch.Tensor:
     return functional.mse_loss(model(x), torch.ones(3, WIDTH))
 
 
+def _written_and(ending: str, model: FSDP) -> None:
+    """Raises in forward where the unit is given back, or locked, after it."""
+    loss = _loss(model)
+    if ending == "backward":
+        loss.backward()
+    elif ending == "forward":
+        _loss(model)
+    else:
+        model.state_dict()
+
+
 def _written(rank: int) -> None:
     for nested in (False, True):
         for ending in ("backward", "forward", "state_dict"):
@@ -72,14 +83,9 @@ def _written(rank: int) -> None:
             before = {k: v.clone() for k, v in model.state_dict().items()}
             _clamp(model, True)
             with pytest.raises(
-                LifecycleError, match=r"'middle.weight' was written to .* summon_full_params\(\)"
+                LifecycleError, match=r"'middle\.weight' was written to .* summon_full_params\(\)"
             ):
-                loss = _loss(model)  # raises here where the unit is given back after forward
-                {
-                    "backward": loss.backward,
-                    "forward": lambda m=model: _loss(m),
-                    "state_dict": model.state_dict,
-                }[ending]()
+                _written_and(ending, model)
             _clamp(model, False)
             _loss(model).backward()  # it is said once
             for key, value in model.state_dict().items():
@@ -91,7 +97,7 @@ def _written(rank: int) -> None:
     loss = _loss(model)
     with (
         torch.no_grad(),
-        pytest.raises(LifecycleError, match="zero_ needs the values of parameter 'first.weight'"),
+        pytest.raises(LifecycleError, match=r"zero_ needs the values of parameter 'first\.weight'"),
     ):
         model.module.first.weight.zero_()
     loss.backward()
@@ -129,7 +135,7 @@ def _alone(rank: int) -> None:
     assert embedding(torch.arange(4)).norm(dim=1).max() < 0.11
     model = _wrapped(False, precision=PrecisionPolicy(compute=torch.bfloat16))
     _clamp(model, True)
-    with pytest.raises(LifecycleError, match="'middle.weight' was written to"):
+    with pytest.raises(LifecycleError, match=r"'middle\.weight' was written to"):
         _loss(model).backward()
 
 
@@ -144,7 +150,7 @@ def _renormalising(rank: int) -> None:
             ConfigurationError, match=rf"rank {rank}: '1' is an {layer.__name__} with max_norm=0.1"
         ):
             FSDP(inner)
-        inner[1].max_norm = None
+        setattr(inner[1], "max_norm", None)  # noqa: B010
         FSDP(inner)
 
 
@@ -195,18 +201,20 @@ def _stepped(rank: int) -> None:
     for nested in (False, True):
         for steps in (("f", "b", "f", "s", "b"), ("f", "b", "f", "s", "f", "b"), ("f", "f", "b", "s", "b")):
             for model, kind in ((build(Net), RuntimeError), (_wrapped(nested), LifecycleError)):
-                with pytest.raises(kind, match="inplace operation|backward before the optimizer's step"):
+                with pytest.raises(kind, match=r"inplace operation|backward before the optimizer's step"):
                     _train(model, model, steps)  # type: ignore[arg-type]
-    legal = (
+    legal: tuple[tuple[str, ...], ...] = (
         ("f", "b", "s", "f", "f", "b", "b", "s"),
         ("f", "b", "f", "s", "drop", "f", "b", "s"),
         ("f", "local", "f", "b", "s", "f", "f", "local", "b", "s"),
     )
-    for steps in legal:
+    for allowed in legal:
         for checkpoints in (False, True):
             plain, model = build(Net), _wrapped(True)
-            plain.checkpoints = model.module.checkpoints = checkpoints
-            _train(plain, model, steps)
+            plain.checkpoints = checkpoints
+            inner: Any = model.module
+            inner.checkpoints = checkpoints
+            _train(plain, model, allowed)
 
 
 def test_step_between_forward_and_backward_is_refused() -> None:

@@ -164,6 +164,9 @@ def _released(rank: int, world_size: int) -> None:
     model(batch(rank).to(weight.device)).sum().backward()
     with pytest.raises(LifecycleError, match=r"0\.weight"):
         weight.sum()
+    for _ in range(2):  # no backward in between
+        outputs = model(batch(rank).to(weight.device))
+    assert outputs.isfinite().all().item()
     with model.summon_full_params():
         torch.testing.assert_close(weight.detach().cpu(), make_model()[0].weight.detach())
 

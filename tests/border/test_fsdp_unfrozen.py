@@ -1,0 +1,104 @@
+"""Members that are frozen, or not used, in some steps: right, or warned of where an optimizer counts whole vectors."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from shardkit import FSDP
+from tests.fsdp_models import WIDTH, build
+from tests.pools import rank_pool
+
+pytestmark = pytest.mark.timeout(180)
+
+
+class Net(nn.Module):
+    """Goes past its middle layer, if asked to."""
+
+    skips = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.middle, self.last = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(self.first(x))
+        return self.last(x if self.skips else torch.tanh(self.middle(x)))
+
+
+def _trained(model: nn.Module, optimizer: Any, by_freezing: bool) -> dict[str, torch.Tensor]:
+    net: Any = getattr(model, "module", model)
+    for step in range(5):
+        is_out = step in (0, 2)
+        if by_freezing:
+            net.middle.requires_grad_(not is_out)
+        else:
+            net.skips = is_out
+        optimizer.zero_grad()
+        x = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(step))
+        functional.mse_loss(model(x), torch.ones(3, WIDTH)).backward()
+        optimizer.step()
+    return model.state_dict()
+
+
+class _Lines(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def _some_steps(rank: int) -> None:
+    def plain_sgd(params: Any) -> Any:
+        return torch.optim.SGD(params, lr=0.1, weight_decay=0.1)
+
+    def nested(model: Net) -> FSDP:
+        model.middle = FSDP(model.middle)  # type: ignore[assignment]
+        return FSDP(model)
+
+    handler = _Lines()
+    logging.getLogger("shardkit").addHandler(handler)
+    try:
+        for by_freezing, makes in (
+            (False, (torch.optim.Adam, plain_sgd)),
+            (True, (torch.optim.AdamW, torch.optim.RMSprop)),
+        ):
+            for make in makes:
+                plain = build(Net)
+                truth = _trained(plain, make(plain.parameters()), by_freezing)
+                for wrap in (FSDP, nested, lambda m: FSDP(m, flatten=False)):
+                    model = wrap(build(Net))
+                    handler.lines.clear()
+                    found = _trained(model, make(model.parameters()), by_freezing)
+                    if wrap is FSDP and make in (torch.optim.Adam, torch.optim.AdamW):
+                        # each rank has a part of the middle layer, and says it once
+                        (line,) = handler.lines
+                        assert line.startswith(f"rank {rank}: parameter 'middle.")
+                        assert f"{make.__name__} counts the steps of the whole vector" in line
+                        assert "flatten=False" in line
+                        continue
+                    assert not handler.lines
+                    for key, value in truth.items():
+                        torch.testing.assert_close(found[key], value)
+        # out for good
+        model = FSDP(build(Net))
+        inner: Any = model.module
+        inner.skips = True
+        optimizer = torch.optim.Adam(model.parameters())
+        for _ in range(3):
+            model(torch.ones(2, WIDTH)).sum().backward()
+            optimizer.step()
+        assert not handler.lines
+    finally:
+        logging.getLogger("shardkit").removeHandler(handler)
+
+
+def test_members_without_gradients_in_some_steps() -> None:
+    rank_pool(2).run(_some_steps)
