@@ -13,8 +13,12 @@ from torch import nn
 
 from shardkit import FSDP, OSS, ShardedDDP
 from shardkit.errors import ConfigurationError
-from tests.border.test_libraries import Environment, gap, llama, sharded, tokens
 from tests.pools import free_port, rank_pool
+
+pytest.importorskip(
+    "transformers", reason="libraries of the extra 'libraries' are tested where they are installed"
+)
+from tests.border.test_libraries import Environment, gap, llama, sharded, tokens
 
 pytestmark = pytest.mark.timeout(120)
 
