@@ -113,6 +113,7 @@ class FlatParam:
         self.idle = [True] * len(self.members)
         self.used: torch.Tensor | None = None
         self.written: list[int] = []
+        self._versions: list[int] = []  # of the members, when they got their values
         self._compute_dtype = compute_dtype
         self._compute_device = compute_device
         self._neighbours = neighbours
@@ -261,8 +262,9 @@ class FlatParam:
             return []
 
     def _note_writes(self) -> None:
-        """Members had their values until now."""
-        self.written = [k for k, v in enumerate(self._versions_now()) if v != self._versions[k]]
+        """Members had their values until now, if they had any: a gather that nobody waited for gives none."""
+        before, now = self._versions, self._versions_now() if self._versions else []
+        self.written = [k for k, v in enumerate(now) if v != before[k]] if now != before else []
 
     def _conceal(self) -> None:
         """Members, and views of them that a module keeps, have no values from now on; see ``members.py``."""
@@ -275,6 +277,7 @@ class FlatParam:
                 kept.familiar[state] = now
         for member in self.members:
             member.param.__class__ = ReleasedParameter
+        self._versions = []
 
     def _release_storage(self, full: torch.Tensor) -> None:
         if (
