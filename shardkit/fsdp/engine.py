@@ -202,14 +202,18 @@ class Engine:
             for unit in self._plan.gathers:
                 unit.goes_backward = unit.is_reached
             self._frozen.ask()
-            for unit in self.units:
-                if unit.is_held:
-                    for flat in unit.needs:
-                        flat.lock()
-                        self._locked.append(flat)
+            self._lock_held()
             for flat in self._locked:
                 if flat.written:
                     raise written_member(flat)
+
+    def _lock_held(self) -> None:
+        """Forward is over: what stays gathered is for backward, or for nobody, and not for the program."""
+        for unit in self.units:
+            if unit.is_held:
+                for flat in unit.needs:
+                    flat.lock()
+                    self._locked.append(flat)
 
     def _unlock(self, flats: Sequence[FlatParam]) -> None:
         for flat in flats:
@@ -249,6 +253,7 @@ class Engine:
             self._recording = False
             self.after = []
             self._around = []
+            self._lock_held()
 
     # ------------------------------------------------------------ backward
     def begin_backward(self) -> None:
