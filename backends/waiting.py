@@ -100,7 +100,14 @@ class Waiting:
         limit = self._timeout.total_seconds()
         warn_at = _WARN_SECONDS
         while True:
-            if not _goes_on(work, error):
+            if work.is_completed():  # it came through, or failed, just after its slice of time
+                try:
+                    work.wait()
+                    self._watch.arrived()
+                    return
+                except RuntimeError as final:
+                    self._raise(final, call)
+            if "timed out" not in str(error).lower():
                 self._raise(error, call)
             waited = time.monotonic() - began
             if waited >= limit:
@@ -166,8 +173,3 @@ class Waiting:
                 self._probes.append(work)
             except RuntimeError as error:
                 self._raise(error, call)
-
-
-def _goes_on(work: Any, error: RuntimeError) -> bool:
-    """Whether an error only says that a slice of time is over."""
-    return not work.is_completed() and "timed out" in str(error).lower()

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from shardkit.backend import ReduceOp, get_backend
+from shardkit.backends.waiting import C10dWork
 from shardkit.errors import ConfigurationError
 from tests.pools import rank_pool
 
@@ -78,3 +79,32 @@ def _bad_objects(rank: int) -> None:
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_an_object_that_cant_be_pickled_is_an_error_on_all_ranks(world_size: int) -> None:
     rank_pool(world_size).run(_bad_objects)
+
+
+class _SaysLate:
+    """A work of torch's that comes through between the end of its slice of time and the question whether it did."""
+
+    def __init__(self, work: Any) -> None:
+        self._work, self._waits = work, 0
+
+    def wait(self, timeout: Any = None) -> Any:
+        self._waits += 1
+        if self._waits > 1:
+            return self._work.wait()
+        self._work.wait()
+        raise RuntimeError("Operation timed out!")
+
+    def is_completed(self) -> bool:
+        return bool(self._work.is_completed())
+
+
+def _late(rank: int) -> None:
+    group: Any = get_backend("gloo").group().channel("late")
+    tensor = torch.ones(3)
+    work = group.process_group.allreduce([tensor])
+    C10dWork(group, [_SaysLate(work)], ("late", 1, "all_reduce", 3, ""), None).wait()
+    assert torch.equal(tensor, torch.full((3,), 2.0))
+
+
+def test_a_work_that_comes_through_as_its_slice_of_time_ends() -> None:
+    rank_pool(2).run(_late)
