@@ -176,10 +176,10 @@ def measure(
     """
     inner = optimizer.optim if isinstance(optimizer, shardkit.OSS) else optimizer
     own = [p for group in inner.param_groups for p in group["params"]]
-    parameters = [*wrapped, *own, *(whole if backend.has_storage else ())]
+    listed = [*wrapped, *own]
     held = held_bytes if backend.has_storage else counted_bytes
-    outcome.parameters = held(parameters)
-    outcome.gradients = held(p.grad for p in parameters if p.grad is not None)
+    outcome.parameters = held([*listed, *(whole if backend.has_storage else ())])
+    outcome.gradients = held(p.grad for p in listed if p.grad is not None)
     state = [v for values in inner.state.values() for v in values.values() if isinstance(v, torch.Tensor)]
     outcome.state = held(state)
 
