@@ -11,7 +11,7 @@ from torch import nn
 
 import shardkit
 from shardkit.backend import get_backend
-from shardkit.backends import c10d
+from shardkit.backends import waiting
 from tests.pools import rank_pool
 
 
@@ -60,11 +60,11 @@ def test_what_was_wrapped() -> None:
 
 def _wait(rank: int) -> list[str]:
     handler, group = _listen(), get_backend("gloo").group()
-    before, c10d._WARN_SECONDS = c10d._WARN_SECONDS, 2.5
+    before, waiting._WARN_SECONDS = waiting._WARN_SECONDS, 2.5
     if rank == 1:
         time.sleep(5)
     group.all_reduce(torch.ones(3), label="loss")
-    c10d._WARN_SECONDS = before
+    waiting._WARN_SECONDS = before
     logging.getLogger("shardkit").removeHandler(handler)
     return handler.lines
 
