@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,7 +13,7 @@ from ..other_wrappers import PreparedForAccelerate
 from .methods import through
 from .refusals import put_into_wrapper
 from .state_of_shards import check_request
-from .tracing import refusal
+from .tracing import EXPORT, is_listed_for_export, refusal
 
 WRAPPED = "_fsdp_wrapped_module"
 
@@ -43,6 +44,13 @@ class StandingIn(PreparedForAccelerate, nn.Module):
             super().register_parameter(name, param)
         except KeyError:
             raise put_into_wrapper(name) from None
+
+    def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
+        """As of any module; torch.export asks for it before it records anything."""
+        if EXPORT in sys.modules and is_listed_for_export(sys.modules[EXPORT]):
+            wrapper: Any = self
+            raise refusal(wrapper._unit, "torch.export (torch.onnx.export too)")
+        return super().named_modules(*args, **kwargs)
 
     def __prepare_scriptable__(self) -> Any:
         """What torch.jit.script asks for first."""

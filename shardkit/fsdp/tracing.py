@@ -7,6 +7,7 @@ of a sharded module that would be a rank's part, with collectives left out. They
 from __future__ import annotations
 
 import sys
+from types import FrameType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,6 +20,7 @@ from .listed import flat_of_listed
 if TYPE_CHECKING:
     from .unit import Unit
 
+EXPORT = "torch.export._trace"
 COMPILED_AUTOGRAD = "torch._dynamo.compiled_autograd"
 _fx: Any = torch.fx._symbolic_trace
 jit_tracing = torch._C._get_tracing_state
@@ -47,6 +49,17 @@ def check_forward(unit: Unit) -> None:
                 "torch.func.grad (vjp, jvp, jacrev, hessian, ...)",
                 "torch.autograd.grad with respect to inputs",
             )
+
+
+def is_listed_for_export(export: ModuleType) -> bool:
+    """Whether torch.export, strict or not, is about to list what a model has."""
+    code = getattr(getattr(export, "_get_original_state_dict", None), "__code__", None)
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        if frame.f_code is code:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def check_backward(unit: Unit) -> None:

@@ -57,6 +57,7 @@ REFUSED: dict[str, tuple[Callable[[FSDP], Any], str]] = {
     "make_fx": (lambda m: make_fx(m)(X), "tracing with torch.fx"),
     "onnx": (lambda m: torch.onnx.export(m, (X,), io.BytesIO(), dynamo=False), "torch.onnx.export too"),
     "export": (lambda m: torch.export.export(m, (X,), strict=False), "torch.export .* torch.compile works"),
+    "strict export": (lambda m: torch.export.export(m, (X,), strict=True), "torch.export .* torch.compile works"),
     "compiled autograd": (lambda m: _compiled_backward(m, True), "compiled autograd of an FSDP module"),
     "compiled backward": (lambda m: _compiled_backward(m, False), "compiled autograd of an FSDP module"),
     "unit's name": (
