@@ -22,7 +22,7 @@ from torch.autograd import Variable
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
-from .errors import ConfigurationError
+from .errors import ConfigurationError, LifecycleError
 from .progress import observe
 
 NO_BACKWARD = -1
@@ -66,7 +66,19 @@ class BackwardState:
         return "a step whose backward has not begun" if self.is_due and not in_backward else ""
 
     def begin(self) -> None:
-        """Marks the running backward as the one whose end counts; called from inside of it."""
+        """Marks the running backward as the one whose end counts; called from inside of it.
+
+        Raises:
+            LifecycleError: it is compiled; its end would never come, and what is sent in it is no part of a graph.
+        """
+        compiled: Any = sys.modules.get("torch._dynamo.compiled_autograd")
+        if compiled is not None and (
+            compiled.compiled_autograd_enabled or compiled.in_compiled_autograd_region
+        ):
+            raise LifecycleError(
+                "compiled autograd of a sharded module is not possible: gradients are reduced while backward runs. Use "
+                "torch.compile without it (torch._dynamo.config.compiled_autograd = False)"
+            )
         self.task = current_backward()
         self.is_due = False
         self.thread = threading.get_ident()

@@ -12,7 +12,7 @@ from torch import nn
 from torch.func import functional_call
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from shardkit import FSDP
+from shardkit import FSDP, OSS, ShardedDDP
 from shardkit.errors import ConfigurationError, LifecycleError
 from tests.pools import rank_pool
 
@@ -116,6 +116,22 @@ def _transforms(rank: int, world: int) -> None:
 @pytest.mark.parametrize("world", [1, 2])
 def test_transforms(world: int) -> None:
     rank_pool(world).run(_transforms, world)
+
+
+def _sharded_ddp(rank: int) -> None:
+    inner = _net()
+    optimizer = OSS(inner.parameters(), torch.optim.SGD, lr=0.1)
+    model: Any = ShardedDDP(inner, optimizer)
+    for with_forward in (True, False):
+        with pytest.raises(LifecycleError, match="compiled autograd of a sharded module"):
+            _compiled_backward(model, with_forward)
+        optimizer.zero_grad()
+    model(X).sum().backward()
+    optimizer.step()
+
+
+def test_compiled_autograd_of_sharded_ddp() -> None:
+    rank_pool(2).run(_sharded_ddp)
 
 
 def _swapped(rank: int) -> None:
