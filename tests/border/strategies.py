@@ -5,8 +5,10 @@ Sizes are uneven on purpose: vectors are padded, members lie across the borders 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from typing import Any
 
@@ -96,6 +98,19 @@ def twins(
         model = wrapped(strategy, inner)
         optimizer = optim(model.parameters(), **options)
     return Twins(rank, world_size, model, optimizer, plain, optim(plain.parameters(), **options))
+
+
+@contextlib.contextmanager
+def heard(level: int = logging.NOTSET) -> Iterator[list[str]]:
+    """What shardkit's logger says inside, from a level on."""
+    messages: list[str] = []
+    handler = logging.Handler(level)
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("shardkit").addHandler(handler)
+    try:
+        yield messages
+    finally:
+        logging.getLogger("shardkit").removeHandler(handler)
 
 
 def run(world: tuple[int, str], program: Callable[..., Any], *args: Any) -> list[Any]:

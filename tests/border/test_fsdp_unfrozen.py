@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn import functional
 
 from shardkit import FSDP
+from tests.border.strategies import heard
 from tests.fsdp_models import WIDTH, build
 from tests.pools import rank_pool
 
@@ -46,15 +47,6 @@ def _trained(model: nn.Module, optimizer: Any, by_freezing: bool) -> dict[str, t
     return model.state_dict()
 
 
-class _Lines(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
-
-
 def _some_steps(rank: int) -> None:
     def plain_sgd(params: Any) -> Any:
         return torch.optim.SGD(params, lr=0.1, weight_decay=0.1)
@@ -63,9 +55,7 @@ def _some_steps(rank: int) -> None:
         model.middle = FSDP(model.middle)  # type: ignore[assignment]
         return FSDP(model)
 
-    handler = _Lines()
-    logging.getLogger("shardkit").addHandler(handler)
-    try:
+    with heard(logging.WARNING) as lines:
         for by_freezing, makes in (
             (False, (torch.optim.Adam, plain_sgd)),
             (True, (torch.optim.AdamW, torch.optim.RMSprop)),
@@ -75,16 +65,16 @@ def _some_steps(rank: int) -> None:
                 truth = _trained(plain, make(plain.parameters()), by_freezing)
                 for wrap in (FSDP, nested, lambda m: FSDP(m, flatten=False)):
                     model = wrap(build(Net))
-                    handler.lines.clear()
+                    lines.clear()
                     found = _trained(model, make(model.parameters()), by_freezing)
                     if wrap is FSDP and make in (torch.optim.Adam, torch.optim.AdamW):
                         # each rank has a part of the middle layer, and says it once
-                        (line,) = handler.lines
+                        (line,) = lines
                         assert line.startswith(f"rank {rank}: parameter 'middle.")
                         assert f"{make.__name__} counts the steps of the whole vector" in line
                         assert "flatten=False" in line
                         continue
-                    assert not handler.lines
+                    assert not lines
                     for key, value in truth.items():
                         torch.testing.assert_close(found[key], value)
         # out for good
@@ -95,9 +85,7 @@ def _some_steps(rank: int) -> None:
         for _ in range(3):
             model(torch.ones(2, WIDTH)).sum().backward()
             optimizer.step()
-        assert not handler.lines
-    finally:
-        logging.getLogger("shardkit").removeHandler(handler)
+        assert not lines
 
 
 def test_members_without_gradients_in_some_steps() -> None:

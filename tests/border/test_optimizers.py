@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +14,17 @@ import shardkit
 from shardkit import FSDP, OSS, ShardedDDP
 from shardkit.elementwise import Verdict, judge
 from shardkit.errors import ConfigurationError, LifecycleError
-from tests.border.strategies import GLOO, STRATEGIES, WORLDS, loss_of, make_model, run, twins, wrapped
+from tests.border.strategies import (
+    GLOO,
+    STRATEGIES,
+    WORLDS,
+    heard,
+    loss_of,
+    make_model,
+    run,
+    twins,
+    wrapped,
+)
 
 BY_FSDP = [s for s in STRATEGIES if s != "sharded_ddp"]
 
@@ -184,18 +193,12 @@ def test_what_looks_at_all_parameters_is_refused_by_owners(world: tuple[int, str
 
 
 def _warned(rank: int, world_size: int) -> list[str]:
-    messages: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("shardkit").addHandler(handler)
-    try:
+    with heard() as messages:
         model = wrapped("fsdp", make_model())
         optimizer = NeedsMore(model.parameters(), model)
         for _ in range(2):
             loss_of(model, rank).backward()
             optimizer.step()
-    finally:
-        logging.getLogger("shardkit").removeHandler(handler)
     return messages
 
 
@@ -267,11 +270,7 @@ def test_sharding_twice_is_refused(world: tuple[int, str]) -> None:
 
 # ------------------------------------------------------------------ groups
 def _groups(rank: int, world_size: int, strategy: str, how: str) -> list[str]:
-    messages: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("shardkit").addHandler(handler)
-    try:
+    with heard() as messages:
         model = wrapped(strategy, make_model())
         params = list(model.parameters())
         groups = {
@@ -293,8 +292,6 @@ def _groups(rank: int, world_size: int, strategy: str, how: str) -> list[str]:
         for _ in range(2):
             loss_of(model, rank).backward()
             optimizer.step()
-    finally:
-        logging.getLogger("shardkit").removeHandler(handler)
     return messages
 
 
