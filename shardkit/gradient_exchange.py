@@ -24,6 +24,7 @@ from .hooks import (
     GradientHook,
     GradientHooks,
     current_backward,
+    tensors_of,
     watch_outputs,
 )
 from .module_sync import BufferSync
@@ -181,7 +182,7 @@ class GradientExchange:
         """After a training forward: its backward will be noticed."""
         self._buffers.changed = True
         self.state.is_due = not self.state.accumulating
-        watch_outputs(outputs, self.state.on_output)
+        watch_outputs(tensors_of(outputs), self.state.on_output)
 
     def recover(self) -> None:
         """Forgets a backward that died of an exception."""

@@ -22,6 +22,7 @@ from torch.autograd import Variable
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
+from .compiling import not_compiled
 from .errors import ConfigurationError, LifecycleError
 from .progress import observe
 
@@ -221,12 +222,21 @@ def surrounding_checkpoint() -> Any:
     return outermost
 
 
-def watch_outputs(outputs: Any, hook: GradientHook) -> None:
-    """Calls ``hook`` when a backward through these outputs starts (any nesting of containers)."""
-    tensors = [outputs] if isinstance(outputs, torch.Tensor) else tensors_in(outputs)
-    for tensor in tensors:
+@not_compiled
+def watch_outputs(outputs: Sequence[torch.Tensor], hook: GradientHook) -> bool:
+    """Calls ``hook`` when a backward through any of these outputs starts; whether there can be one."""
+    found = False
+    for tensor in outputs:
         if tensor.requires_grad and tensor.grad_fn is not None:
             tensor.register_hook(hook)
+            found = True
+    return found
+
+
+@not_compiled
+def tensors_of(outputs: Any) -> Sequence[torch.Tensor]:
+    """All tensors in what a module returned (any nesting of containers)."""
+    return (outputs,) if isinstance(outputs, torch.Tensor) else tensors_in(outputs)
 
 
 def tensors_in(value: Any, depth: int = 4) -> list[torch.Tensor]:

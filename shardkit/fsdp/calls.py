@@ -11,12 +11,11 @@ from torch.utils._pytree import tree_map_only
 
 from ..compiling import callees_compiled, not_compiled
 from ..errors import LifecycleError
-from ..hooks import tensors_in
+from ..hooks import tensors_of, watch_outputs
 from .flat_param import FlatParam
 from .refusals import backward_when_summoned
 
 if TYPE_CHECKING:
-    from .engine import Watcher
     from .unit import Unit
 
 
@@ -37,7 +36,7 @@ def run_summoned(module: Callable[..., Any], flats: Sequence[FlatParam], args: A
                 stack.enter_context(flat.summoned_for_compute())
         outputs = module(*args, **kwargs)
     if flats and torch.is_grad_enabled():
-        watch(tensors_of(outputs), _Refused(flats[0]))
+        watch_outputs(tensors_of(outputs), _Refused(flats[0]).enter_backward)
     return outputs
 
 
@@ -49,12 +48,6 @@ class _Refused:
 
     def enter_backward(self, gradient: torch.Tensor | None = None) -> None:
         raise backward_when_summoned(self._flat)
-
-
-@not_compiled
-def tensors_of(outputs: Any) -> Sequence[torch.Tensor]:
-    """All tensors in what a module returned."""
-    return (outputs,) if isinstance(outputs, torch.Tensor) else tensors_in(outputs)
 
 
 @not_compiled
@@ -90,14 +83,3 @@ def without_lent_memory(unit: Unit, outputs: Any) -> Any:
             "Return a clone() of it"
         )
     return copied
-
-
-@not_compiled
-def watch(outputs: Sequence[torch.Tensor], watcher: Watcher) -> bool:
-    """Backward through any of these outputs makes itself known; whether there can be one."""
-    found = False
-    for tensor in outputs:
-        if tensor.requires_grad and tensor.grad_fn is not None:
-            tensor.register_hook(watcher.enter_backward)
-            found = True
-    return found

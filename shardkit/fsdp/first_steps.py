@@ -42,12 +42,12 @@ class _FirstSteps:
 
     def before(self, optimizer: Optimizer) -> None:
         wrapped, now = self.wrapped, tuple([len(g["params"]) for g in optimizer.param_groups])
-        if self._seen_wrapped.get(optimizer) != wrapped:
+        is_same = self._seen.get(optimizer) == now
+        if not is_same or self._seen_wrapped.get(optimizer) != wrapped:
             _refuse_members(optimizer)
             self._seen_wrapped[optimizer] = wrapped
-        if self._seen.get(optimizer) == now:
+        if is_same:
             return
-        _refuse_members(optimizer)
         vectors = [f for g in optimizer.param_groups for f in map(shard_behind, g["params"]) if f is not None]
         if any(_is_cut(f) for f in vectors):
             is_new = optimizer not in self._judged

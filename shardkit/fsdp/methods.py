@@ -18,8 +18,8 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from ..compiling import not_compiled
-from ..hooks import NO_BACKWARD, current_backward, tensors_in
-from .calls import lends_memory, tensors_of, watch, without_lent_memory
+from ..hooks import NO_BACKWARD, current_backward, tensors_in, tensors_of, watch_outputs
+from .calls import lends_memory, without_lent_memory
 from .construct import modules_outside_units
 from .engine import Watcher
 from .tracing import check_forward
@@ -105,7 +105,7 @@ class MethodCall:
         engine.after_forward(unit)
         if self._records:
             watcher = engine.watching(self._watcher) if self._is_outermost else self._watcher
-            engine.note_outputs(unit, watch(tensors, watcher))
+            engine.note_outputs(unit, watch_outputs(tensors, watcher.enter_backward))
         if self._is_outermost:
             engine.end_forward()
         return outputs

@@ -6,8 +6,6 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from ..backend import Group
 from ..compiling import not_compiled
@@ -278,13 +276,3 @@ class UnitCall:
         self._waiting -= 1
         if self._waiting == 0 and self._task == current_backward():
             self._unit.close_call()
-
-
-def hook_handles(unit: Unit) -> list[RemovableHandle]:
-    """Handles of the hooks on members."""
-    return unit._hooks.handles
-
-
-def members_of(unit: Unit) -> list[nn.Parameter]:
-    """All members of the unit's own vectors."""
-    return [m.param for f in unit.flats for m in f.members]

@@ -17,7 +17,7 @@ from ..compiling import callees_compiled, not_compiled
 from ..errors import ConfigurationError, LifecycleError
 from ..flat_parameter import FlatParameter
 from ..forward_signature import signed_as_wrapped
-from ..hooks import NO_BACKWARD, current_backward, tensors_in
+from ..hooks import NO_BACKWARD, current_backward, tensors_in, tensors_of, watch_outputs
 from ..layout import ShardLayout
 from ..other_wrappers import check_wrappable, note_wrapper
 from ..ownership import check_one_device
@@ -25,7 +25,7 @@ from ..policy import OffloadPolicy, PrecisionPolicy, ReducePolicy, ReshardPolicy
 from ..progress import noting_errors
 from . import construct, local_checkpoint, norms, optim_state
 from . import state_dict as state_dicts
-from .calls import cast_inputs, lends_memory, run_summoned, tensors_of, watch, without_lent_memory
+from .calls import cast_inputs, lends_memory, run_summoned, without_lent_memory
 from .engine import Engine, Watcher
 from .flat_param import FlatParam
 from .gradients import predivide_factor
@@ -302,7 +302,8 @@ class FSDP(StandingIn):
         engine.after_forward(unit)
         if torch.is_grad_enabled():
             watcher: Watcher = unit if call is None else call
-            is_reached = watch(tensors, engine.watching(watcher) if is_outermost else watcher)
+            watched = engine.watching(watcher) if is_outermost else watcher
+            is_reached = watch_outputs(tensors, watched.enter_backward)
             engine.note_outputs(unit, is_reached)
         if is_outermost:
             engine.end_forward()

@@ -12,7 +12,7 @@ from torch import nn
 
 from shardkit.backend import Group, backend_for
 from shardkit.errors import ConfigurationError
-from shardkit.hooks import BackwardState, watch_outputs
+from shardkit.hooks import BackwardState, tensors_of, watch_outputs
 from shardkit.module_sync import BufferSync, broadcast_module, broadcast_together
 from shardkit.slow_momentum import SlowMomentum, average_gradients, average_together
 
@@ -218,7 +218,7 @@ class SlowMoDistributedDataParallel(nn.Module):
             self._buffers_sync.changed = True
         outputs = self.module(*inputs, **kwargs)
         if torch.is_grad_enabled() and (self._node is not None or self.sgp):
-            watch_outputs(outputs, self._backward.on_output)
+            watch_outputs(tensors_of(outputs), self._backward.on_output)
         return outputs
 
     def _after_backward(self) -> None:
