@@ -12,24 +12,25 @@ refuse what would be wrong, before anything is sent or changed. Nothing else tel
 from __future__ import annotations
 
 import dataclasses
-import sys
 from collections.abc import Callable, Sequence
+from itertools import islice
 from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch.optim import Optimizer
 
+from .callers import callers
 from .errors import ShardkitError
+from .marked_tensors import MarkedTensor, as_plain, stays_marked
 
 __all__ = ["OwnOfRank", "Request", "current_request", "is_called_by"]
 
-_plain = torch._C.DisableTorchFunctionSubclass
 _TORCHS = "torch.distributed.checkpoint.state_dict"
 _OF_MODELS = ("get_model_state_dict", "set_model_state_dict")
 _OF_OPTIMIZERS = ("get_optimizer_state_dict", "set_optimizer_state_dict", "get_state_dict", "set_state_dict")
 
 
-class OwnOfRank(torch.Tensor):
+class OwnOfRank(MarkedTensor):
     """A tensor in a state dict that is another one on each rank. Copies of it are such, too."""
 
     remedy: ClassVar[str] = ""
@@ -38,10 +39,9 @@ class OwnOfRank(torch.Tensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        with _plain():
+        with as_plain():
             result = func(*args, **(kwargs or {}))
-            own = args[0] if args and isinstance(args[0], cls) else None
-            if own is not None and type(result) is torch.Tensor and result.shape == own.shape:
+            if stays_marked(result, args, cls):
                 result.__class__ = cls
         return result
 
@@ -49,10 +49,6 @@ class OwnOfRank(torch.Tensor):
         copied: torch.Tensor = self.clone()
         memo[id(self)] = copied
         return copied
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        with _plain():
-            return self.as_subclass(torch.Tensor).__reduce_ex__(protocol)
 
     def _refuse(self, *_: Any) -> NoReturn:
         # no ConfigurationError: for a ValueError torch would put a message of its own
@@ -85,25 +81,19 @@ class Request:
 
 def current_request() -> Request | None:
     """What torch is being asked for at this moment; see [Note: requests]."""
-    frame: Any = sys._getframe(1)
-    while frame is not None:
+    for frame in callers():
         name = frame.f_code.co_name
         if frame.f_globals.get("__name__") == _TORCHS and name in _OF_MODELS + _OF_OPTIMIZERS:
             given = frame.f_locals
             optimizers = given.get("optimizers", ()) if name in _OF_OPTIMIZERS else ()
             optimizers = (optimizers,) if isinstance(optimizers, Optimizer) else tuple(optimizers)
             return Request(name, optimizers, given.get("options"), given.get("submodules"))
-        frame = frame.f_back
     return None
 
 
 def is_called_by(function: str) -> bool:
     """Whether that function of torch's called the method that asks, through what torch puts around methods."""
-    frame: Any = sys._getframe(2)
-    for _ in range(4):
-        if frame is None:
-            break
+    for frame in islice(callers(), 1, 5):
         if frame.f_code.co_name == function and frame.f_globals.get("__name__") == _TORCHS:
             return True
-        frame = frame.f_back
     return False

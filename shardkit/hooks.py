@@ -166,23 +166,11 @@ _RUN_BACKWARD = torch.autograd.graph._engine_run_backward.__code__
 _RUN_NODE = torch.autograd.function.BackwardCFunction.apply.__code__
 
 
-def runs_backward(frame: FrameType | None) -> bool:
-    """Whether the thread with this Python stack called a backward that is still running."""
-    while frame is not None:
-        if frame.f_code is _RUN_BACKWARD:
-            return True
+def frame_of_backward(frame: FrameType | None) -> FrameType | None:
+    """Where a Python stack, from this frame on, has called a backward that is still running; None if it has not."""
+    while frame is not None and frame.f_code is not _RUN_BACKWARD:
         frame = frame.f_back
-    return False
-
-
-def caller_of_backward() -> FrameType | None:
-    """The function of torch that called the running backward, as far as this thread's Python stack tells."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code is _RUN_BACKWARD:
-            return frame.f_back
-        frame = frame.f_back
-    return None
+    return frame
 
 
 def inside_another_backward() -> bool:

@@ -14,10 +14,10 @@ import torch
 
 from .backend import Group, ReduceOp
 from .errors import ConfigurationError
+from .marked_tensors import MarkedTensor, as_plain
 from .norms import global_norm, local_norm, order_of
 from .tensor_facts import ALIKE, FACTS, SHAPE, name_of
 
-_plain = torch._C.DisableTorchFunctionSubclass
 _NORMS = frozenset({torch.norm, torch.linalg.vector_norm})
 _UNSCALE = torch._amp_foreach_non_finite_check_and_unscale_
 _CLEARING = frozenset({"zero_", "_foreach_zero_", "detach_", "__repr__", "__format__"})
@@ -30,7 +30,7 @@ class Segment(Protocol):
     group: Group
 
 
-class SegmentGradient(torch.Tensor):
+class SegmentGradient(MarkedTensor):
     """Zeros of the shape of a parameter, [*], that answer for the gradient of a whole segment; see the module."""
 
     segment: Segment
@@ -40,7 +40,7 @@ class SegmentGradient(torch.Tensor):
         cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs, what = kwargs or {}, name_of(func)
-        with _plain():
+        with as_plain():
             if what in FACTS or what in SHAPE or what in ALIKE or what in _CLEARING:
                 return func(*args, **kwargs)
             if what == "detach":
@@ -63,13 +63,9 @@ class SegmentGradient(torch.Tensor):
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
-        with _plain():
+        with as_plain():
             copied = memo[id(self)] = torch.zeros_like(self.as_subclass(torch.Tensor))
         return copied
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        with _plain():
-            return self.as_subclass(torch.Tensor).__reduce_ex__(protocol)
 
 
 def stand_in(param: torch.Tensor, segment: Segment) -> torch.Tensor:

@@ -23,17 +23,17 @@ from torch.optim import Optimizer
 
 from .backend import Group, ReduceOp
 from .errors import ConfigurationError, LifecycleError
+from .marked_tensors import MarkedTensor, as_plain, stays_marked
 from .norms import combined, global_norm, nothing, order_of
 from .stepping import take_part
 
 _NORM, _NORMS = frozenset({torch.linalg.vector_norm, torch.norm}), torch._foreach_norm
 _MAX, _UNSCALE = torch.Tensor.max, torch._amp_foreach_non_finite_check_and_unscale_
 _CLIPPING, _FUNCTIONAL, _OVERRIDES = clip_grad.__dict__, torch.functional.__dict__, torch.overrides.__dict__
-_plain = torch._C.DisableTorchFunctionSubclass
 _classes: weakref.WeakKeyDictionary[Group, dict[str, type[torch.Tensor]]] = weakref.WeakKeyDictionary()
 
 
-class ShardGradient(torch.Tensor):
+class ShardGradient(MarkedTensor):
     """A gradient whose other parts are on other ranks; made by :func:`gradient_class`.
 
     Attributes:
@@ -55,29 +55,25 @@ class ShardGradient(torch.Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         if (func in _NORM or func is _NORMS) and _is_clipping():
-            with _plain():
+            with as_plain():
                 return _unfinished_norms(func is _NORMS, args[0], order_of(*args[1:], **kwargs))
         if func is _MAX and _is_clipping():
             raise ConfigurationError(
                 "what stands in the place of torch.nn.utils.clip_grad_norm_ here takes the largest element of each "
                 f"gradient, of which this rank has a part; call {cls.instead} with norm_type=inf"
             )
-        with _plain():
+        with as_plain():
             result = func(*args, **kwargs)
             if func is _UNSCALE:
                 _agree_on_overflow(*args)
-            elif type(result) is torch.Tensor and _is_of_shape(result, args):
+            elif stays_marked(result, args, ShardGradient):
                 result.__class__ = cls  # a clone, a detached or a scaled one is such a gradient too
         return result
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
-        with _plain():
+        with as_plain():
             copied = memo[id(self)] = self.as_subclass(torch.Tensor).clone()
         return copied
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        with _plain():
-            return self.as_subclass(torch.Tensor).__reduce_ex__(protocol)
 
 
 def _is_clipping() -> bool:
@@ -87,10 +83,6 @@ def _is_clipping() -> bool:
         frame = frame.f_back  # type: ignore[assignment]
     asking = frame.f_globals
     return asking is _CLIPPING or asking is getattr(torch.nn.utils.clip_grad_norm_, "__globals__", None)
-
-
-def _is_of_shape(result: torch.Tensor, args: Sequence[Any]) -> bool:
-    return bool(args) and isinstance(args[0], ShardGradient) and args[0].shape == result.shape
 
 
 def gradient_class(
@@ -132,7 +124,7 @@ class _UnfinishedNorm(torch.Tensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        with _plain():
+        with as_plain():
             if func in _NORM:
                 return _finished_norm(args[0], order_of(*args[1:], **(kwargs or {})))
             result = func(*args, **(kwargs or {}))
@@ -212,7 +204,7 @@ class PlainInSteps:
     def before(self, optimizer: Optimizer) -> None:
         """The update comes next."""
         shown: list[tuple[torch.Tensor, type]] = []
-        with _plain():  # parameters may refuse to show theirs
+        with as_plain():  # parameters may refuse to show theirs
             for group in optimizer.param_groups:
                 for p in group["params"]:
                     gradient = p.grad

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import sys
-from typing import TYPE_CHECKING, Any
+from itertools import islice
+from typing import TYPE_CHECKING
 
 from torch import nn
 
+from ..callers import callers
 from ..errors import ConfigurationError, LifecycleError
 from .members import name_of_member
 
@@ -117,10 +118,7 @@ def check_asker(wrapper: FSDP) -> None:
     Raises:
         ConfigurationError: on every rank alike, before anything is gathered.
     """
-    frame: Any = sys._getframe(2)
-    for _ in range(8):
-        if frame is None:
-            return
+    for frame in islice(callers(), 1, 9):
         name, where = frame.f_code.co_name, frame.f_globals.get("__name__", "")
         if name in _BY_NAMES_OF_MODULES and where.startswith("peft."):
             if frame.f_locals.get("model") is wrapper:
@@ -139,4 +137,3 @@ def check_asker(wrapper: FSDP) -> None:
                     "the model before it is wrapped"
                 )
             return
-        frame = frame.f_back

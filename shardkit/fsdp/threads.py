@@ -7,7 +7,7 @@ import threading
 from typing import TYPE_CHECKING
 
 from ..errors import LifecycleError
-from ..hooks import NO_BACKWARD, current_backward, runs_backward
+from ..hooks import NO_BACKWARD, current_backward, frame_of_backward
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -33,11 +33,11 @@ def check_one_thread(engine: Engine, what: str) -> None:
 
 def _called_here() -> bool:
     """Whether this thread called the backward that it runs."""
-    return runs_backward(sys._getframe(1))
+    return frame_of_backward(sys._getframe(1)) is not None
 
 
 def _is_in_backward(thread: int) -> bool:
-    return runs_backward(sys._current_frames().get(thread))
+    return frame_of_backward(sys._current_frames().get(thread)) is not None
 
 
 def _refusal(other: int, doing: str, what: str) -> LifecycleError:

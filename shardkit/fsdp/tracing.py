@@ -7,14 +7,15 @@ of a sharded module that would be a rank's part, with collectives left out. They
 from __future__ import annotations
 
 import sys
-from types import FrameType, ModuleType
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
+from ..callers import callers
 from ..errors import LifecycleError
-from ..hooks import caller_of_backward
+from ..hooks import frame_of_backward
 from .listed import flat_of_listed
 
 if TYPE_CHECKING:
@@ -54,12 +55,7 @@ def check_forward(unit: Unit) -> None:
 def is_listed_for_export(export: ModuleType) -> bool:
     """Whether torch.export, strict or not, is about to list what a model has."""
     code = getattr(getattr(export, "_get_original_state_dict", None), "__code__", None)
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None:
-        if frame.f_code is code:
-            return True
-        frame = frame.f_back
-    return False
+    return any(frame.f_code is code for frame in list(callers()))
 
 
 def check_backward(unit: Unit) -> None:
@@ -75,7 +71,8 @@ def check_backward(unit: Unit) -> None:
 
 def check_inputs_of_backward(unit: Unit) -> None:
     """Raises LifecycleError where ``torch.autograd.grad`` is asked for gradients of shards."""
-    caller = caller_of_backward()
+    backward = frame_of_backward(sys._getframe(1))
+    caller = None if backward is None else backward.f_back
     if caller is None or caller.f_code is not torch.autograd.grad.__code__:
         return
     inputs = caller.f_locals.get("inputs", ())
