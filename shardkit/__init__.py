@@ -7,8 +7,10 @@ import importlib
 from typing import Any
 
 from . import compat
-from .adascale import AdaScale
-from .elementwise import declare_elementwise
+from .adascale.optimizer import AdaScale
+from .checkpoint.loading import load
+from .checkpoint.prefix import load_with_or_without_prefix, with_prefix, without_prefix
+from .checkpoint.saving import save
 from .errors import (
     BackendError,
     ConfigurationError,
@@ -22,19 +24,17 @@ from .errors import (
     ShardkitError,
     UntrustedFileError,
 )
+from .evaluation.gathering import gather, gather_tensors
+from .evaluation.sampling import EvaluationSampler, in_step
 from .fsdp import FSDP, hybrid_groups
-from .gathering import gather, gather_tensors
 from .grad_scaler import GradScaler, ShardedGradScaler
 from .launch import launch
-from .loading import load
-from .oss import OSS
+from .optimizers.elementwise import declare_elementwise
+from .oss.optimizer import OSS
 from .policy import OffloadPolicy, PrecisionPolicy, ReducePolicy, ReshardPolicy
-from .sampling import EvaluationSampler, in_step
-from .saving import save
-from .sharded_ddp import ShardedDDP
-from .state_prefix import load_with_or_without_prefix, with_prefix, without_prefix
+from .sharded_ddp.wrapper import ShardedDDP
 from .version import __version_tuple__
-from .wrapping import auto_wrap, enable_wrap, wrap
+from .wrapping.context import auto_wrap, enable_wrap, wrap
 
 __version__ = ".".join(map(str, __version_tuple__))
 

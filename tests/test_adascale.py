@@ -19,9 +19,9 @@ from torch.optim import SGD, Adam, AdamW
 from torch.utils.checkpoint import checkpoint
 
 import shardkit
-from shardkit.adascale import AdaScaleArgumentError
+from shardkit.adascale.gradient_noise import GradientOrderError
+from shardkit.adascale.optimizer import AdaScaleArgumentError
 from shardkit.errors import ConfigurationError, RankMismatchError
-from shardkit.gradient_noise import GradientOrderError
 from shardkit.nn import FullyShardedDataParallel, ShardedDataParallel, checkpoint_wrapper
 from shardkit.optim import OSS, AdaScale, AdaScaleWrapper
 from shardkit.optim.adascale import numpy_globals

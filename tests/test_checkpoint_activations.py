@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardkit.checkpoint_activations import (
+from shardkit.activations.checkpointing import (
     checkpoint_wrapper,
     disable_checkpointing,
     enable_checkpointing,
@@ -27,7 +27,7 @@ from shardkit.checkpoint_activations import (
     patch_batchnorm,
 )
 from shardkit.errors import LifecycleError
-from shardkit.flatten import FlattenParamsWrapper
+from shardkit.flattening.wrapper import FlattenParamsWrapper
 
 Pair = namedtuple("Pair", "left right")
 

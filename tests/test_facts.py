@@ -15,8 +15,8 @@ from torch import nn
 
 import shardkit
 from shardkit.backend import get_backend
+from shardkit.checks.facts import all_gather_facts, all_gather_facts_or_objects, as_fact, decode, encode
 from shardkit.errors import BackendError, ConfigurationError, RankMismatchError
-from shardkit.facts import all_gather_facts, all_gather_facts_or_objects, as_fact, decode, encode
 from tests.pools import rank_pool
 
 FACTS: list[Any] = [

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from shardkit.errors import ConfigurationError, LifecycleError
-from shardkit.flat_parameter import FlatParameter, find_params
-from shardkit.flatten import FlattenParamsWrapper, no_key_translation
+from shardkit.flattening.flat_parameter import FlatParameter, find_params
+from shardkit.flattening.wrapper import FlattenParamsWrapper, no_key_translation
 
 
 class Tied(nn.Module):

@@ -508,7 +508,7 @@ def train_on_xla(rank: int, engine: str, overflows: dict[int, float]) -> Any:
     from shardkit.backend import get_backend
     from shardkit.backends.xla import metrics
     from shardkit.optim.oss import OSS
-    from shardkit.sharded_ddp import ShardedDDP
+    from shardkit.sharded_ddp.wrapper import ShardedDDP
 
     backend = get_backend("xla")
     group = backend.group()

@@ -28,13 +28,13 @@ from shardkit.nn.auto_wrap import auto_wrap as old_path_auto_wrap
 from shardkit.nn.wrap.auto_wrap import ConfigAutoWrap
 from shardkit.nn.wrap.auto_wrap import enable_wrap as compat_enable_wrap
 from shardkit.utils.testing import DummyProcessGroup
-from shardkit.wrap_policy import (
+from shardkit.wrapping.context import auto_wrap, current_context, enable_wrap, wrap, wrap_tree
+from shardkit.wrapping.policies import (
     config_auto_wrap_policy,
     default_auto_wrap_policy,
     size_based_auto_wrap_policy,
     transformer_auto_wrap_policy,
 )
-from shardkit.wrapping import auto_wrap, current_context, enable_wrap, wrap, wrap_tree
 
 
 class Wrapper(nn.Module):

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardkit.norms import local_norm
+from shardkit.reduction.norms import local_norm
 
 __all__ = ["Workhandle", "calc_grad_norm", "get_global_rank", "recursive_copy_to_device"]
 

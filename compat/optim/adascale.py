@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim import SGD, Optimizer
 
-from shardkit import adascale as core
-from shardkit.gradient_noise import SQUARE, VARIANCE
+from shardkit.adascale import optimizer as core
+from shardkit.adascale.gradient_noise import SQUARE, VARIANCE
 
 if TYPE_CHECKING:
     import numpy as np

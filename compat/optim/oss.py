@@ -9,10 +9,10 @@ import torch
 from torch import nn
 from torch.optim import SGD, Optimizer
 
-from shardkit import oss as core
+from shardkit.flattening.bucket import ParamBucket
 from shardkit.internal.params import calc_grad_norm, get_global_rank, recursive_copy_to_device
-from shardkit.oss_state import part_of_rank
-from shardkit.param_bucket import ParamBucket
+from shardkit.oss import optimizer as core
+from shardkit.oss.state import part_of_rank
 from shardkit.redirected import redirected_function
 
 __all__ = [

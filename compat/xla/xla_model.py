@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
 from shardkit.backend import ReduceOp
-from shardkit.saving import save as write_whole
+from shardkit.checkpoint.saving import save as write_whole
 from shardkit.xla.ranks import current_backend, rank_and_world_size
 
 

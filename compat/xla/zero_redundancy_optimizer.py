@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from shardkit.backend import ReduceOp
 from shardkit.errors import ConfigurationError
-from shardkit.oss import OSS
+from shardkit.oss.optimizer import OSS
 from shardkit.xla.ranks import group_among
 
 __all__ = ["ZeroRedundancyOptimizer"]

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._pytree import tree_map_only
 
-from ..compiling import callees_compiled, not_compiled
 from ..errors import LifecycleError
-from ..hooks import tensors_of, watch_outputs
+from ..torch_seams.compiling import callees_compiled, not_compiled
+from ..torch_seams.hooks import tensors_of, watch_outputs
 from .flat_param import FlatParam
 from .refusals import backward_when_summoned
 

@@ -15,11 +15,11 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from ..backend import Backend, Group
+from ..checks.facts import all_gather_facts
+from ..checks.same_everywhere import check_same_everywhere, option_facts
 from ..errors import ConfigurationError, RankMismatchError
-from ..facts import all_gather_facts
-from ..flat_parameter import FLAT_PREFIX, ParamInfo, SharedParamInfo
+from ..flattening.flat_parameter import FLAT_PREFIX, ParamInfo, SharedParamInfo
 from ..layout import ShardLayout
-from ..ownership import check_same_everywhere, option_facts
 from ..policy import OffloadPolicy, ReducePolicy
 from .flat_param import FlatParam, Member, Place, part_as_data
 from .members import managing

@@ -27,10 +27,17 @@ from typing import Any, Protocol
 
 import torch
 
-from ..compiling import not_compiled
 from ..errors import LifecycleError
-from ..hooks import DROPPED, NO_BACKWARD, BackwardState, current_backward, surrounding_checkpoint, tensors_in
-from ..phases import Phase
+from ..torch_seams.compiling import not_compiled
+from ..torch_seams.hooks import (
+    DROPPED,
+    NO_BACKWARD,
+    BackwardState,
+    current_backward,
+    surrounding_checkpoint,
+    tensors_in,
+)
+from ..torch_seams.phases import Phase
 from .backward_plan import BackwardPlan, End, plan_backward
 from .flat_param import FlatParam
 from .frozen import FrozenUnits

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 from torch.optim import Optimizer
 
-from ..elementwise import Verdict, judge, names_of_elementwise
+from ..checks.same_everywhere import check_same_everywhere, option_facts
 from ..errors import ConfigurationError, LifecycleError
-from ..ownership import check_same_everywhere, option_facts
-from ..shards import shard_behind
-from ..stepping import take_part
+from ..optimizers.elementwise import Verdict, judge, names_of_elementwise
+from ..optimizers.shards import shard_behind
+from ..optimizers.stepping import take_part
 from .members import managing, name_of_member
 from .state_of_shards import check_loaded, mark_state_dicts
 

@@ -25,8 +25,8 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from ..backend import Group, Work
-from ..hooks import NO_BACKWARD, current_backward
 from ..layout import ShardLayout
+from ..torch_seams.hooks import NO_BACKWARD, current_backward
 from .first_steps import check_first_steps
 from .kept_views import KeptViews, holders_of
 from .listed import note_listed

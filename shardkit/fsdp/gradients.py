@@ -18,7 +18,7 @@ import torch
 
 from ..backend import Group, ReduceOp, Work
 from ..layout import Piece, gaps_between
-from ..shard_gradients import gradient_class
+from ..reduction.shard_gradients import gradient_class
 from .flat_param import FlatParam
 from .idle import protect_idle_members
 from .members import as_tensors

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.optim import Optimizer
 
-from ..stepping import take_part
+from ..optimizers.stepping import take_part
 from .flat_param import FlatParam
 from .members import name_of_member
 

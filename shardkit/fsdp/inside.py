@@ -20,7 +20,7 @@ from typing import Any
 from torch import nn
 
 from ..errors import LifecycleError
-from ..flat_parameter import FlatParameter
+from ..flattening.flat_parameter import FlatParameter
 from .construct import modules_outside_units
 from .flat_param import FlatParam
 from .listed import flat_of_listed

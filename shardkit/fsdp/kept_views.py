@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.utils.weak import TensorWeakRef
 
-from ..hooks import NO_BACKWARD, current_backward
+from ..torch_seams.hooks import NO_BACKWARD, current_backward
 from .members import ReleasedParameter, ReleasedView, as_tensors, note_view
 
 if TYPE_CHECKING:

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from ..flat_parameter import FlatParameter
-from ..shards import note_shard, shard_behind
+from ..flattening.flat_parameter import FlatParameter
+from ..optimizers.shards import note_shard, shard_behind
 
 if TYPE_CHECKING:
     from .flat_param import FlatParam

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from ..checks.facts import all_gather_facts
 from ..errors import ConfigurationError
-from ..facts import all_gather_facts
 from .state_dict import clean
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..errors import LifecycleError
-from ..tensor_facts import ALIKE, FACTS, SHAPE, name_of
+from ..torch_seams.tensor_facts import ALIKE, FACTS, SHAPE, name_of
 
 if TYPE_CHECKING:
     from .flat_param import FlatParam

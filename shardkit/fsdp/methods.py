@@ -17,8 +17,8 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from ..compiling import not_compiled
-from ..hooks import NO_BACKWARD, current_backward, tensors_in, tensors_of, watch_outputs
+from ..torch_seams.compiling import not_compiled
+from ..torch_seams.hooks import NO_BACKWARD, current_backward, tensors_in, tensors_of, watch_outputs
 from .calls import lends_memory, without_lent_memory
 from .construct import modules_outside_units
 from .engine import Watcher

@@ -10,7 +10,7 @@ import torch
 
 from ..backend import Group
 from ..errors import ConfigurationError
-from ..norms import Portion, clip_by_global_norm, norm_like
+from ..reduction.norms import Portion, clip_by_global_norm, norm_like
 from .flat_param import FlatParam
 
 if TYPE_CHECKING:

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from ..checks.facts import all_gather_facts_or_objects
 from ..errors import ConfigurationError
-from ..facts import all_gather_facts_or_objects
-from ..state_shapes import NUMBERS
+from ..optimizers.state_shapes import NUMBERS
 from .flat_param import FlatParam
 from .state_of_shards import NOTE
 

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from ..callers import callers
 from ..errors import ConfigurationError, LifecycleError
+from ..torch_seams.callers import callers
 from .members import name_of_member
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from ..errors import ConfigurationError
-from ..other_wrappers import PreparedForAccelerate
+from ..torch_seams.other_wrappers import PreparedForAccelerate
 from .methods import through
 from .refusals import put_into_wrapper
 from .state_of_shards import check_request

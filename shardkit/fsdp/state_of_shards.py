@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim import Optimizer
 
-from ..distributed_checkpoint import OwnOfRank, Request, current_request
-from ..elementwise import KNOWN
+from ..checks.facts import all_gather_facts
 from ..errors import ConfigurationError
-from ..facts import all_gather_facts
-from ..shards import shard_behind
+from ..optimizers.elementwise import KNOWN
+from ..optimizers.shards import shard_behind
+from ..torch_seams.distributed_checkpoint import OwnOfRank, Request, current_request
 
 if TYPE_CHECKING:
     from .flat_param import FlatParam

@@ -7,7 +7,7 @@ import threading
 from typing import TYPE_CHECKING
 
 from ..errors import LifecycleError
-from ..hooks import NO_BACKWARD, current_backward, frame_of_backward
+from ..torch_seams.hooks import NO_BACKWARD, current_backward, frame_of_backward
 
 if TYPE_CHECKING:
     from .engine import Engine

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from ..callers import callers
 from ..errors import LifecycleError
-from ..hooks import frame_of_backward
+from ..torch_seams.callers import callers
+from ..torch_seams.hooks import frame_of_backward
 from .listed import flat_of_listed
 
 if TYPE_CHECKING:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..backend import Group
-from ..compiling import not_compiled
-from ..hooks import NO_BACKWARD, GradientHooks, current_backward
+from ..torch_seams.compiling import not_compiled
+from ..torch_seams.hooks import NO_BACKWARD, GradientHooks, current_backward
 from .flat_param import FlatParam
 from .gradients import GradientPack
 from .local_gradients import LocalGradients

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from ..errors import LifecycleError
-from ..flat_parameter import FlatParameter, ParamInfo, SharedParamInfo
-from ..flatten import FlattenParamsWrapper
+from ..flattening.flat_parameter import FlatParameter, ParamInfo, SharedParamInfo
+from ..flattening.wrapper import FlattenParamsWrapper
 from .flat_param import FlatParam, Member, Place
 
 

@@ -13,16 +13,16 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..backend import Backend, Group, backend_for
-from ..compiling import callees_compiled, not_compiled
+from ..checks.same_everywhere import check_one_device
 from ..errors import ConfigurationError, LifecycleError
-from ..flat_parameter import FlatParameter
-from ..forward_signature import signed_as_wrapped
-from ..hooks import NO_BACKWARD, current_backward, tensors_in, tensors_of, watch_outputs
+from ..flattening.flat_parameter import FlatParameter
 from ..layout import ShardLayout
-from ..other_wrappers import check_wrappable, note_wrapper
-from ..ownership import check_one_device
 from ..policy import OffloadPolicy, PrecisionPolicy, ReducePolicy, ReshardPolicy
 from ..progress import noting_errors
+from ..torch_seams.compiling import callees_compiled, not_compiled
+from ..torch_seams.forward_signature import signed_as_wrapped
+from ..torch_seams.hooks import NO_BACKWARD, current_backward, tensors_in, tensors_of, watch_outputs
+from ..torch_seams.other_wrappers import check_wrappable, note_wrapper
 from . import construct, local_checkpoint, norms, optim_state
 from . import state_dict as state_dicts
 from .calls import cast_inputs, lends_memory, run_summoned, without_lent_memory

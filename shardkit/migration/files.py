@@ -13,8 +13,8 @@ from pathlib import Path
 
 import libcst
 
+from shardkit.checkpoint.writing import write_atomically
 from shardkit.errors import ConfigurationError
-from shardkit.files.writing import write_atomically
 
 from . import configuration, rewriting
 from .rewriting import Note

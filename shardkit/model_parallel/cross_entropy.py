@@ -8,8 +8,8 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from ..backend import ReduceOp
-from ..compiling import not_compiled
 from ..errors import ConfigurationError
+from ..torch_seams.compiling import not_compiled
 from .groups import get_model_parallel_rank, get_model_parallel_world_size
 from .partition import VocabUtility
 from .regions import sum_over_ranks

@@ -14,8 +14,8 @@ from torch import nn
 from torch.nn import init
 
 from ..backend import ReduceOp
-from ..compiling import not_compiled
 from ..errors import ConfigurationError
+from ..torch_seams.compiling import not_compiled
 from .groups import get_model_parallel_rank, get_model_parallel_world_size
 from .partition import VocabUtility, divide_and_check_no_remainder
 from .regions import (

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..activations.checkpointing import Surroundings, no_autocast_cache
 from ..backend import Backend, backend_for_device
-from ..checkpoint_activations import Surroundings, no_autocast_cache
-from ..compiling import not_compiled
 from ..errors import BackendError, ConfigurationError, LifecycleError
+from ..torch_seams.compiling import not_compiled
 from .groups import get_data_parallel_rank, get_model_parallel_rank
 
 _log = logging.getLogger("shardkit.model_parallel")

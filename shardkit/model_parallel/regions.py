@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from ..backend import ReduceOp
-from ..compiling import not_compiled
+from ..torch_seams.compiling import not_compiled
 from .groups import get_model_parallel_world_size, group_of
 from .partition import split_tensor_along_last_dim
 

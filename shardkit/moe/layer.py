@@ -17,9 +17,9 @@ import torch
 from torch import nn
 
 from ..backend import Backend, Group, backend_for
-from ..compiling import not_compiled
+from ..checks.same_everywhere import check_same_everywhere
 from ..errors import ConfigurationError
-from ..ownership import check_same_everywhere
+from ..torch_seams.compiling import not_compiled
 
 
 class AllToAll(torch.autograd.Function):

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..checkpoint_activations import patch_batchnorm
+from ..activations.checkpointing import patch_batchnorm
 from ..errors import ConfigurationError, LifecycleError
 from ..model_parallel.groups import get_pipeline_parallel_group
 from .batch_norm import DeferredBatchNorm

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..checkpoint_activations import patch_batchnorm
+from ..activations.checkpointing import patch_batchnorm
 from .batch_norm import DeferredBatchNorm, expect_micro_batches
 from .errors import PipeTypeError
 from .microbatch import Value, check, join, split

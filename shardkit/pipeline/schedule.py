@@ -26,8 +26,8 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import nn
 
-from ..checkpoint_activations import call_checkpointed
-from ..phases import Phase
+from ..activations.checkpointing import call_checkpointed
+from ..torch_seams.phases import Phase
 from .microbatch import Value, check
 from .skip import Skips, arriving_keys, holding
 

@@ -14,7 +14,7 @@ from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn, up
 
 from shardkit import OSS, ShardedDDP
 from shardkit.errors import ConfigurationError, LifecycleError
-from shardkit.oss import NotConsolidatedError
+from shardkit.oss.optimizer import NotConsolidatedError
 from tests.border.strategies import GLOO, STRATEGIES, WORLDS, batch, make_model, run, twins
 
 

@@ -12,8 +12,8 @@ from torch.optim import Optimizer
 
 import shardkit
 from shardkit import FSDP, OSS, ShardedDDP
-from shardkit.elementwise import Verdict, judge
 from shardkit.errors import ConfigurationError, LifecycleError
+from shardkit.optimizers.elementwise import Verdict, judge
 from tests.border.strategies import (
     GLOO,
     STRATEGIES,

@@ -14,8 +14,8 @@ from torch import nn
 
 from shardkit import compat
 from shardkit.backends.processes import RankPool
+from shardkit.checkpoint.loading import load
 from shardkit.errors import UntrustedFileError
-from shardkit.loading import load
 from tests.pools import rank_pool
 
 # Not imported here: one of the processes below must not have it.

@@ -21,8 +21,8 @@ from shardkit.experimental.tooling.layer_memory_tracker import (
     null_context,
     suggest_checkpoint_location,
 )
-from shardkit.live_memory import LiveTensors
 from shardkit.nn import FullyShardedDataParallel
+from shardkit.torch_seams.live_memory import LiveTensors
 from tests.pools import rank_pool
 
 

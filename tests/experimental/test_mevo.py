@@ -20,8 +20,8 @@ from shardkit.experimental.nn.mevo import (
     get_data,
     lmcl_matmul,
 )
-from shardkit.live_memory import LiveTensors
-from shardkit.vocab_loss import Margin, linear_cross_entropy
+from shardkit.extra.vocab_loss import Margin, linear_cross_entropy
+from shardkit.torch_seams.live_memory import LiveTensors
 
 
 def _data(tokens: int, width: int, words: int, dtype: torch.dtype = torch.float64) -> Any:

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from shardkit.checkpoint_activations import checkpoint_wrapper
+from shardkit.activations.checkpointing import checkpoint_wrapper
 from tests.programs.models import BLOCKS, Deliberate
 
 from .spec import ModelSpec, Node, Path

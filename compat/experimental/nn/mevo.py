@@ -1,7 +1,7 @@
 """fairscale.experimental.nn.mevo: projection, softmax and loss of a large vocabulary in little memory.
 
-The computation is :func:`shardkit.vocab_loss.linear_cross_entropy`. Gradients of the weight go through autograd, where
-fairscale's code writes to ``weight.grad`` itself; hooks (of FSDP, of data parallel wrappers) see them.
+The computation is :func:`shardkit.extra.vocab_loss.linear_cross_entropy`. Gradients of the weight go through autograd,
+where fairscale's code writes to ``weight.grad`` itself; hooks (of FSDP, of data parallel wrappers) see them.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from shardkit.errors import ConfigurationError
+from shardkit.extra.vocab_loss import Margin, linear_cross_entropy
 from shardkit.redirected import redirected
-from shardkit.vocab_loss import Margin, linear_cross_entropy
 
 __all__ = [
     "BackwardTrigger",
@@ -32,7 +32,7 @@ __all__ = [
 DEBUG = False  # fairscale's; nothing is printed here
 
 _FUSED = {
-    "instead": "shardkit.vocab_loss.linear_cross_entropy",
+    "instead": "shardkit.extra.vocab_loss.linear_cross_entropy",
     "why": "a step inside of MemoryEfficientVocabOutput, which is one autograd function now",
 }
 GetMaxFunction = redirected("experimental.nn.mevo.GetMaxFunction", **_FUSED)

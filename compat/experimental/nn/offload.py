@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.autograd import Variable
 
-from shardkit.checkpoint_activations import checkpoint_wrapper
+from shardkit.activations.checkpointing import checkpoint_wrapper
 from shardkit.errors import ConfigurationError, LifecycleError
 
 __all__ = ["ModelShard", "OffloadFunction", "OffloadModel", "ShardSyncLayer"]

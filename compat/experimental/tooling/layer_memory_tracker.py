@@ -24,10 +24,10 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
+from shardkit.checkpoint.writing import write_atomically
 from shardkit.errors import ConfigurationError, DamagedFileError
-from shardkit.files.writing import write_atomically
-from shardkit.live_memory import LiveTensors
 from shardkit.nn.data_parallel import FullyShardedDataParallel
+from shardkit.torch_seams.live_memory import LiveTensors
 
 __all__ = [
     "FullyShardedDataParallel",

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardkit import checkpoint_activations as _core
-from shardkit.checkpoint_activations import (
+from shardkit.activations import checkpointing as _core
+from shardkit.activations.checkpointing import (
     CheckpointFunction,
     ThreadLocalCheckpointingState,
     disable_checkpointing,
@@ -49,7 +49,7 @@ __all__ = [
 def checkpoint_wrapper(
     module: nn.Module, offload_to_cpu: bool = False, maintain_forward_counter: Any = None
 ) -> nn.Module:
-    """As :func:`shardkit.checkpoint_activations.checkpoint_wrapper`.
+    """As :func:`shardkit.activations.checkpointing.checkpoint_wrapper`.
 
     Args:
         module: changed in place.

@@ -1,5 +1,5 @@
 """fairscale.nn.checkpoint.checkpoint_utils."""
 
-from shardkit.checkpoint_activations import patch_batchnorm
+from shardkit.activations.checkpointing import patch_batchnorm
 
 __all__ = ["patch_batchnorm"]

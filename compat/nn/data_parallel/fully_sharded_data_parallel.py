@@ -16,7 +16,6 @@ from shardkit.fsdp import FSDP
 from shardkit.fsdp.gradients import predivide_factor
 from shardkit.fsdp.listed import flat_of_listed
 from shardkit.fsdp.state_dict import clean
-from shardkit.hooks import NO_BACKWARD
 from shardkit.internal.containers import apply_to_tensors
 from shardkit.internal.parallel import (
     ProcessGroupName,
@@ -32,6 +31,7 @@ from shardkit.nn.misc.flatten_params_wrapper import FlattenParamsWrapper
 from shardkit.nn.wrap.auto_wrap import auto_wrap, config_auto_wrap_policy, enable_wrap
 from shardkit.policy import OffloadPolicy, PrecisionPolicy, ReducePolicy, ReshardPolicy
 from shardkit.redirected import redirected, without_arguments
+from shardkit.torch_seams.hooks import NO_BACKWARD
 
 from . import fsdp_optim_utils as ou
 

@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 from shardkit.errors import ConfigurationError
+from shardkit.flattening.bucket import GradBucket
 from shardkit.internal.params import Workhandle, get_global_rank
 from shardkit.optim.oss import OSS
-from shardkit.param_bucket import GradBucket
 from shardkit.policy import ReducePolicy
-from shardkit.sharded_ddp import ShardedDDP
+from shardkit.sharded_ddp.wrapper import ShardedDDP
 
 __all__ = [
     "OSS",

@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import nn
 
-from shardkit.flat_parameter import FlatParameter, ParamGroups
-from shardkit.flatten import WRAPPED, FlattenParamsWrapper, rename_prefix
+from shardkit.flattening.flat_parameter import FlatParameter, ParamGroups
+from shardkit.flattening.wrapper import WRAPPED, FlattenParamsWrapper, rename_prefix
 from shardkit.internal.state_dict import replace_by_prefix_
 
 __all__ = ["FlatParameter", "FlattenParamsWrapper", "ParamGroups", "replace_by_prefix_"]

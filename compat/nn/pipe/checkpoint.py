@@ -7,10 +7,8 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from shardkit.checkpoint_activations import (
-    ThreadLocalCheckpointingState as ThreadLocal,
-)
-from shardkit.checkpoint_activations import (
+from shardkit.activations.checkpointing import ThreadLocalCheckpointingState as ThreadLocal
+from shardkit.activations.checkpointing import (
     call_checkpointed,
     enable_checkpointing,
     enable_recomputing,

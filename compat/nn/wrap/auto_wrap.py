@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import nn
 
-from shardkit import wrapping
-from shardkit.wrap_policy import config_auto_wrap_policy, default_auto_wrap_policy
-from shardkit.wrapping import WrapContext, WrapError, auto_wrap, current_context, wrap
+from shardkit.wrapping import context as wrapping
+from shardkit.wrapping.context import WrapContext, WrapError, auto_wrap, current_context, wrap
+from shardkit.wrapping.policies import config_auto_wrap_policy, default_auto_wrap_policy
 
 __all__ = [
     "ConfigAutoWrap",

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
+from shardkit.checkpoint.loading import load
+from shardkit.checkpoint.saving import save
 from shardkit.errors import ConfigurationError
 from shardkit.fsdp.state_dict import clean
-from shardkit.loading import load
-from shardkit.saving import save
 
 from .shard_names import is_flat, split_shard_name
 

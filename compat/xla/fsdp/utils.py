@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardkit.checkpoint_activations import checkpoint_wrapper
+from shardkit.activations.checkpointing import checkpoint_wrapper
 from shardkit.errors import ConfigurationError
 
 
@@ -16,7 +16,7 @@ def checkpoint_module(module: nn.Module) -> nn.Module:
     """Makes calls of this module keep their inputs only; backward computes the activations again.
 
     On XLA devices through torch_xla's checkpoint, whose barriers keep the compiler from merging both computations;
-    elsewhere through :func:`shardkit.checkpoint_activations.checkpoint_wrapper`.
+    elsewhere through :func:`shardkit.activations.checkpointing.checkpoint_wrapper`.
 
     Returns:
         The same module, with a ``forward`` of its own.

@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import nn
 
-from shardkit import wrap_policy
-from shardkit.wrapping import WrapContext, wrap_tree
+from shardkit.wrapping import policies as wrap_policy
+from shardkit.wrapping.context import WrapContext, wrap_tree
 
 __all__ = [
     "always_wrap_policy",

@@ -15,7 +15,7 @@ from shardkit.fsdp.engine import Engine
 from shardkit.fsdp.inside import begin_loading_shards, collecting, end_loading_shards
 from shardkit.layout import ShardLayout
 from shardkit.nn.data_parallel import FullyShardedDataParallel, TrainingState
-from shardkit.norms import Portion, clip_by_global_norm, norm_like
+from shardkit.reduction.norms import Portion, clip_by_global_norm, norm_like
 from shardkit.xla.ranks import current_backend, group_among
 
 from . import shard_states

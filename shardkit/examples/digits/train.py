@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 import shardkit
 from shardkit.backend import Backend, ReduceOp, get_backend
-from shardkit.wrap_policy import transformer_auto_wrap_policy
+from shardkit.wrapping.policies import transformer_auto_wrap_policy
 
 from . import data
 from .model import Block, DigitTransformer

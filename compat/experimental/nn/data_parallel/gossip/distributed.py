@@ -12,9 +12,9 @@ from torch import nn
 
 from shardkit.backend import Group, backend_for
 from shardkit.errors import ConfigurationError
-from shardkit.hooks import BackwardState, tensors_of, watch_outputs
-from shardkit.module_sync import BufferSync, broadcast_module, broadcast_together
-from shardkit.slow_momentum import SlowMomentum, average_gradients, average_together
+from shardkit.extra.slow_momentum import SlowMomentum, average_gradients, average_together
+from shardkit.sharded_ddp.buffers import BufferSync, broadcast_module, broadcast_together
+from shardkit.torch_seams.hooks import BackwardState, tensors_of, watch_outputs
 
 from .gossiper import Gossiper, PushPull, PushSum
 from .graph_manager import GraphManager
@@ -68,7 +68,7 @@ class SlowMoDistributedDataParallel(nn.Module):
 
     After each ``optimizer.step()`` comes ``model.perform_slowmo(optimizer)``. The ranks of a node share gradients in
     every backward. LocalSGD averages nodes every ``localsgd_frequency`` steps; SGP (stochastic gradient push) averages
-    with some peers in every step. Slow momentum is :class:`shardkit.slow_momentum.SlowMomentum`.
+    with some peers in every step. Slow momentum is :class:`shardkit.extra.slow_momentum.SlowMomentum`.
 
     Where it departs from fairscale's:
 

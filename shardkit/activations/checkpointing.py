@@ -1,0 +1,392 @@
+"""Activation checkpointing: ``checkpoint_wrapper(module)`` keeps a module's inputs and computes its activations again.
+
+The module stays the same object, so names, hooks and state dicts do too. Forward runs without a graph; backward
+runs it again, with one, and goes through that graph at once.
+
+[Note: what happens once] Random numbers are drawn alike both times. Running statistics of batch norms are updated in
+the first run and left alone in the second, so that they are those of the plain module, also where no backward
+follows. Other side effects can ask ``is_recomputing()``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils._pytree import tree_map
+from torch.utils.hooks import RemovableHandle
+
+from ..backend import backend_for
+from ..errors import LifecycleError
+from ..torch_seams.compiling import not_compiled
+
+_T = TypeVar("_T")
+
+
+# ------------------------------------------------------------------------------------------ state
+@dataclasses.dataclass
+class ThreadLocalCheckpointingState(threading.local):
+    """What this thread is doing.
+
+    Attributes:
+        is_checkpointing: the first run, without a graph.
+        is_recomputing: the second run, within backward.
+        is_checkpointing_disabled: checkpointed modules run as plain ones.
+        kept: (first run) where :func:`once` puts what it computes.
+        kept_before: (second run) where it takes that from.
+    """
+
+    is_checkpointing: bool = False
+    is_recomputing: bool = False
+    is_checkpointing_disabled: bool = False
+    kept: list[Any] | None = None
+    kept_before: Iterator[Any] | None = None
+
+
+thread_local = ThreadLocalCheckpointingState()
+
+
+@contextlib.contextmanager
+def _set(name: str, value: Any = True) -> Iterator[None]:
+    before = getattr(thread_local, name)
+    setattr(thread_local, name, value)
+    try:
+        yield
+    finally:
+        setattr(thread_local, name, before)
+
+
+def disable_checkpointing() -> contextlib.AbstractContextManager[None]:
+    """Within this block checkpointed modules run as plain ones."""
+    return _set("is_checkpointing_disabled")
+
+
+def enable_checkpointing() -> contextlib.AbstractContextManager[None]:
+    """Within this block :func:`is_checkpointing` is True."""
+    return _set("is_checkpointing")
+
+
+def enable_recomputing() -> contextlib.AbstractContextManager[None]:
+    """Within this block :func:`is_recomputing` is True."""
+    return _set("is_recomputing")
+
+
+def is_checkpointing() -> bool:
+    """Whether this is the first run of a checkpointed forward, which keeps no activations."""
+    return thread_local.is_checkpointing
+
+
+def is_recomputing() -> bool:
+    """Whether a checkpointed forward runs again, for backward; side effects should then be left out."""
+    return thread_local.is_recomputing
+
+
+def once(compute: Callable[[], _T]) -> _T:
+    """What ``compute()`` returns; in the second run of a checkpointed forward what it returned in the first.
+
+    For layers that talk to other ranks. Calls of one forward are told apart by their order, as random numbers are;
+    tensors in the result must not carry a graph.
+    """
+    before, kept = thread_local.kept_before, thread_local.kept
+    value: _T = compute() if before is None else next(before)
+    if kept is not None:
+        kept.append(value)
+    return value
+
+
+# ------------------------------------------------------------------------------------------ batch norms
+def patch_batchnorm(module: nn.Module) -> list[RemovableHandle]:
+    """Batch norms (all of torch's kinds) within a module leave their running statistics alone in a second run.
+
+    Those with an attribute ``disable_patch_batchnorm`` are left out, and those that are patched already.
+
+    Returns:
+        Handles of the hooks, two for each.
+    """
+    handles = []
+    for child in module.modules():
+        if not isinstance(child, _BatchNorm) or hasattr(child, "disable_patch_batchnorm"):
+            continue
+        if _suspend_tracking not in child._forward_pre_hooks.values():
+            handles.append(child.register_forward_pre_hook(_suspend_tracking))
+            handles.append(child.register_forward_hook(_resume_tracking, always_call=True))
+    return handles
+
+
+def _suspend_tracking(module: nn.Module, inputs: Any) -> None:
+    if thread_local.is_recomputing and module.track_running_stats:
+        module.track_running_stats = False  # type: ignore[assignment]
+        module.__dict__["_tracking_suspended"] = True
+
+
+def _resume_tracking(module: nn.Module, inputs: Any, output: Any) -> None:
+    if module.__dict__.pop("_tracking_suspended", False):
+        module.track_running_stats = True  # type: ignore[assignment]
+
+
+# ------------------------------------------------------------------------------------------ tensors within values
+class _Slot:
+    """Stands for the tensor with this index."""
+
+    __slots__ = ("index",)
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+
+
+def _take_tensors(value: Any, tensors: list[torch.Tensor]) -> Any:
+    """The value with slots in place of tensors, which go into the list; within containers and dataclasses."""
+
+    def take(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            tensors.append(leaf)
+            return _Slot(len(tensors) - 1)
+        return _in_fields(lambda field: _take_tensors(field, tensors), leaf)
+
+    return tree_map(take, value)
+
+
+def _put_tensors(value: Any, tensors: Sequence[torch.Tensor]) -> Any:
+    """The reverse of :func:`_take_tensors`."""
+
+    def put(leaf: Any) -> Any:
+        if isinstance(leaf, _Slot):
+            return tensors[leaf.index]
+        return _in_fields(lambda field: _put_tensors(field, tensors), leaf)
+
+    return tree_map(put, value)
+
+
+def _in_fields(function: Callable[[Any], Any], leaf: Any) -> Any:
+    """A dataclass with the function applied to its fields; other objects as they are."""
+    if not dataclasses.is_dataclass(leaf) or isinstance(leaf, type):
+        return leaf
+    made = copy.copy(leaf)
+    for field in dataclasses.fields(leaf):
+        if hasattr(leaf, field.name):
+            object.__setattr__(made, field.name, function(getattr(leaf, field.name)))
+    return made
+
+
+# ------------------------------------------------------------------------------------------ surroundings of a run
+class Surroundings:
+    """Random state and autocast settings of the host and of the tensors' devices, to be had again later."""
+
+    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+        one_each = {t.device: t for t in tensors if t.device.type not in ("cpu", "meta")}
+        self._generators = [_generator(t) for t in one_each.values()]
+        self._generators.append((torch.get_rng_state, torch.set_rng_state))
+        self._random = self._random_states()
+        self._autocast: list[dict[str, Any]] = [
+            {
+                "device_type": kind,
+                "enabled": torch.is_autocast_enabled(kind),
+                "dtype": torch.get_autocast_dtype(kind),
+                "cache_enabled": torch.is_autocast_cache_enabled(),
+            }
+            for kind in {"cpu", *(device.type for device in one_each)}
+            if torch.amp.is_autocast_available(kind)
+        ]
+
+    def _random_states(self) -> list[torch.Tensor]:
+        return [get() for get, _ in self._generators]
+
+    def _set_random_states(self, states: list[torch.Tensor]) -> None:
+        for (_, put), state in zip(self._generators, states, strict=True):
+            put(state)
+
+    @contextlib.contextmanager
+    def again(self) -> Iterator[None]:
+        """Within this block all is as it was when this object was made."""
+        now = self._random_states()
+        self._set_random_states(self._random)
+        try:
+            with contextlib.ExitStack() as stack:
+                for arguments in self._autocast:
+                    stack.enter_context(torch.autocast(**arguments))
+                yield
+        finally:
+            self._set_random_states(now)
+
+
+def _generator(tensor: torch.Tensor) -> tuple[Callable[[], torch.Tensor], Callable[[torch.Tensor], Any]]:
+    """How to get and set the random state of a tensor's device."""
+    module = getattr(torch, tensor.device.type, None)
+    if module is None or not hasattr(module, "get_rng_state"):
+        backend = backend_for([tensor])
+        return backend.rng_state, backend.set_rng_state
+    if not hasattr(module, "get_rng_state_all"):  # one device only, and nowhere to say which
+        return module.get_rng_state, module.set_rng_state
+    device = tensor.device
+    return lambda: module.get_rng_state(device), lambda state: module.set_rng_state(state, device)
+
+
+# ------------------------------------------------------------------------------------------ the two runs
+@contextlib.contextmanager
+def no_autocast_cache() -> Iterator[None]:
+    """Casts made here don't go into autocast's cache: they have no graph, and a later use of the weight needs one."""
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
+
+
+class CheckpointFunction(torch.autograd.Function):
+    """Runs a function of tensors without a graph, and again, with one, in backward.
+
+    ``apply(anchor, run, offload, surroundings, *tensors)``: ``run`` maps a list of tensors to a tuple of tensors.
+    The anchor requires a gradient, so that backward comes also where no other input does.
+    """
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any,
+        anchor: torch.Tensor,
+        run: Callable[[Sequence[torch.Tensor]], tuple[torch.Tensor, ...]],
+        offload: bool,
+        surroundings: Surroundings,
+        *tensors: torch.Tensor,
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.run, ctx.surroundings = run, surroundings
+        ctx.places = [(t.device, t.requires_grad) for t in tensors]
+        # To pinned memory and not waited for: what reads it is a copy back, later on the same stream.
+        ctx.save_for_backward(*(t.to("cpu", non_blocking=True) if offload else t for t in tensors))
+        # Outputs without a gradient stay without one: zeros would become gradients of parameters.
+        ctx.set_materialize_grads(False)
+        ctx.kept = []
+        with torch.no_grad(), no_autocast_cache(), enable_checkpointing(), _set("kept", ctx.kept):
+            return run(tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        if not torch.autograd._is_checkpoint_valid():
+            raise LifecycleError(
+                "a checkpointed module computes its gradients within backward(); torch.autograd.grad() and "
+                "backward(inputs=...) can't reach through it. Call backward(), or run the forward within "
+                "disable_checkpointing()"
+            )
+        inputs = [
+            saved.detach().to(device, non_blocking=True).requires_grad_(requires_grad)
+            for saved, (device, requires_grad) in zip(ctx.saved_tensors, ctx.places, strict=True)
+        ]
+        with ctx.surroundings.again(), torch.enable_grad(), enable_recomputing():
+            with _set("kept_before", iter(ctx.kept)), _set("kept", None):
+                outputs = ctx.run(inputs)
+        wanted = [(o, g) for o, g in zip(outputs, grads, strict=True) if g is not None and o.requires_grad]
+        if wanted:
+            torch.autograd.backward([o for o, _ in wanted], [g for _, g in wanted])
+        return (None, None, None, None, *(x.grad for x in inputs))
+
+
+class _Run:
+    """A call of a module as a function of the tensors in its arguments."""
+
+    def __init__(self, call: Callable[..., Any], args: Any, kwargs: Any, tensors: list[torch.Tensor]) -> None:
+        self._call = call
+        self._arguments = _take_tensors((args, kwargs), tensors)
+        self.output: Any = None
+
+    def __call__(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        args, kwargs = _put_tensors(self._arguments, tensors)
+        returned: list[torch.Tensor] = []
+        output = _take_tensors(self._call(*args, **kwargs), returned)
+        if is_checkpointing():
+            self.output = output
+        return tuple(returned)
+
+
+def call_checkpointed(
+    call: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    near: nn.Module,
+    offload_to_cpu: bool = False,
+) -> Any:
+    """``call(*args, **kwargs)``, of which only the tensors in the arguments are kept; backward calls it again.
+
+    A plain call where nothing requires a gradient, without grad mode and within :func:`disable_checkpointing`.
+
+    Args:
+        call: any callable.
+        near: holds the parameters that it uses; random states of their devices are put back for the second call.
+        offload_to_cpu: keep the arguments in host memory.
+    """
+    if not torch.is_grad_enabled() or thread_local.is_checkpointing_disabled:
+        return call(*args, **kwargs)
+    tensors: list[torch.Tensor] = []
+    run = _Run(call, args, kwargs, tensors)
+    around = [*tensors, *_tensors_of(near)]
+    if not any(t.requires_grad for t in around):
+        return call(*args, **kwargs)  # no activations would be kept
+    anchor = torch.empty(0, requires_grad=True)
+    outputs = CheckpointFunction.apply(anchor, run, offload_to_cpu, Surroundings(around), *tensors)
+    output, run.output = run.output, None
+    return _put_tensors(output, outputs)
+
+
+class _CheckpointedForward:
+    """``forward`` of a checkpointed module; an attribute of the instance."""
+
+    def __init__(self, module: nn.Module, offload_to_cpu: bool, inner: Callable[..., Any] | None) -> None:
+        # Weak: module -> forward -> module would keep it from being freed as soon as nobody refers to it.
+        self._module = weakref.ref(module)
+        self._offload = offload_to_cpu
+        self._inner = inner
+
+    @not_compiled
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        module = self._module()
+        if module is None:
+            raise LifecycleError(
+                "the checkpointed module of this forward no longer exists; call the module itself"
+            )
+        inner = self._inner or type(module).forward.__get__(module)
+        return call_checkpointed(inner, args, kwargs, near=module, offload_to_cpu=self._offload)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _CheckpointedForward:
+        module: Any = self._module()
+        return _CheckpointedForward(
+            memo.get(id(module), module), self._offload, copy.deepcopy(self._inner, memo)
+        )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _CheckpointedForward, (self._module(), self._offload, self._inner)
+
+
+def _tensors_of(module: nn.Module) -> Iterator[torch.Tensor]:
+    """Parameters of a module; also those that wrappers keep as plain attributes."""
+    yield from module.parameters()
+    for child in module.modules():
+        for value in vars(child).values():
+            if isinstance(value, torch.Tensor):
+                yield value
+
+
+def checkpoint_wrapper(module: nn.Module, offload_to_cpu: bool = False) -> nn.Module:
+    """Makes calls of this module keep their inputs only; backward computes the activations again.
+
+    Arguments and results may be anything, with tensors in any nesting of containers and dataclasses.
+
+    Args:
+        module: changed in place: it gets a ``forward`` of its own. Wrapping it again changes the option only.
+        offload_to_cpu: keep the inputs in host memory.
+
+    Returns:
+        The same module.
+    """
+    patch_batchnorm(module)
+    before = vars(module).get("forward")
+    inner = before._inner if isinstance(before, _CheckpointedForward) else before
+    module.forward = _CheckpointedForward(module, offload_to_cpu, inner)
+    return module

@@ -1,0 +1,98 @@
+"""Names, shapes and options that have to be the same on all ranks, compared before they do harm."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from ..backend import Group
+from ..errors import ConfigurationError, RankMismatchError
+from .facts import all_gather_facts, as_fact
+
+
+def check_same_everywhere(group: Group, facts: list[tuple[str, Any]], what: str) -> None:
+    """Compares a list of (name, value) facts between ranks; raises on all of them at the first difference.
+
+    Raises:
+        RankMismatchError: names the first differing fact and each rank's value.
+    """
+    if group.world_size == 1:
+        return
+    facts = [(name, as_fact(value)) for name, value in facts]
+    everybody = all_gather_facts(group.channel("control"), facts, label=f"check of {what}")
+    reference = everybody[0]
+    for rank, other in enumerate(everybody):
+        if other == reference:
+            continue
+        for i in range(max(len(reference), len(other))):
+            mine = reference[i] if i < len(reference) else ("nothing", "-")
+            theirs = other[i] if i < len(other) else ("nothing", "-")
+            if mine != theirs:
+                remedy = "Build the same model in the same order on every rank"
+                if _OPTION in (mine[0].partition(" ")[0], theirs[0].partition(" ")[0]):
+                    remedy = "Pass the same options on every rank"
+                raise RankMismatchError(
+                    f"{what} differ between ranks: at position {i} rank {group.ranks[0]} has {mine[0]} "
+                    f"{mine[1]}, rank {group.ranks[rank]} has {theirs[0]} {theirs[1]}. {remedy} (this rank is "
+                    f"{group.ranks[group.rank]})."
+                )
+
+
+def shape_fact(tensor: torch.Tensor) -> Any:
+    """A shape as a fact for :func:`check_same_everywhere`; lazy modules have none before their first forward."""
+    return "no shape yet" if is_lazy(tensor) else tuple(tensor.shape)
+
+
+def refuse_lazy(facts: list[tuple[str, Any]], what: str) -> None:
+    """Raises ConfigurationError if one of these facts, alike on all ranks, is a tensor without a shape."""
+    lazy = [n for n, value in facts if isinstance(value, tuple) and value[0] == "no shape yet"]
+    if lazy:
+        raise ConfigurationError(
+            f"{what} was given {', '.join(lazy[:3])}{', ...' if len(lazy) > 3 else ''}, which have no shape before "
+            "their module's first forward (lazy modules). Run one forward on example inputs, alike on all ranks, first"
+        )
+
+
+_OPTION = "option"
+
+
+def option_facts(**options: Any) -> list[tuple[str, Any]]:
+    """Options as facts for :func:`check_same_everywhere`, in text; those of a dataclass one by one."""
+    facts: list[tuple[str, Any]] = []
+    for name, value in options.items():
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            parts = {f"{name}.{f.name}": getattr(value, f.name) for f in dataclasses.fields(value)}
+            facts += option_facts(**parts)
+        else:
+            facts.append((f"{_OPTION} {name}", _in_words(value)))
+    return facts
+
+
+def _in_words(value: Any) -> str:
+    """A value as text that is the same on all ranks if the value is."""
+    if isinstance(value, torch.Tensor):
+        return str(value.tolist()) if value.device.type == "cpu" else f"a tensor {tuple(value.shape)}"
+    if isinstance(value, tuple | list):
+        return f"({', '.join([_in_words(v) for v in value])})"
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{k}: {_in_words(v)}' for k, v in value.items())}}}"
+    if value is None or isinstance(value, bool | int | float | str | torch.dtype):
+        return str(value)
+    plain = getattr(value, "func", value)  # functools.partial
+    kind = plain if callable(plain) and hasattr(plain, "__qualname__") else type(plain)
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def check_one_device(params: Iterable[nn.Parameter]) -> None:
+    """Raises ConfigurationError unless all parameters are on one device."""
+    devices = sorted({str(p.device) for p in params})
+    if len(devices) > 1:
+        raise ConfigurationError(
+            f"the parameters are on several devices: {', '.join(devices)}. Move the module to one device before "
+            "sharding it; a model spread over devices needs one optimizer for each."
+        )

@@ -1,0 +1,118 @@
+"""Gathers tensors of different sizes, and structures of them, from all ranks. Nothing is pickled where tensors suffice.
+
+Legend: W world size, n_r elements of rank r's tensor.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from ..backend import Backend, Group, backend_for
+from ..errors import ConfigurationError, RankMismatchError
+
+_DTYPES = (
+    torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
+    torch.float16, torch.bfloat16, torch.float32, torch.float64,
+)  # fmt: skip
+_MOST_DIMENSIONS = 12
+_NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float64}
+
+
+def gather_tensors(
+    tensor: torch.Tensor, group: Any = None, *, backend: str | Backend | None = None
+) -> list[torch.Tensor]:
+    """Each rank's tensor, in rank order, on every rank (collective). Shapes may differ; dtypes may not.
+
+    Args:
+        tensor: any shape and number of dimensions; an empty one too.
+        group: which ranks; None for all.
+        backend: name or instance of the backend; by default that of the tensor's device.
+
+    Returns:
+        W tensors on the tensor's device, without a graph.
+
+    Raises:
+        RankMismatchError: dtypes differ between ranks (on all ranks).
+        ConfigurationError: a dtype that collectives do not carry, or more than 12 dimensions.
+    """
+    chosen = backend_for([tensor], backend)
+    return _gather(tensor.detach(), chosen.group(group).channel("control"))
+
+
+def _gather(tensor: torch.Tensor, ranks: Group) -> list[torch.Tensor]:
+    # What one rank can't send is told to all: else the others would wait for it.
+    fits = tensor.dtype in _DTYPES and tensor.dim() <= _MOST_DIMENSIONS
+    code = _DTYPES.index(tensor.dtype) if fits else -1
+    shape = list(tensor.shape) if fits else []
+    headers = _exchange([code, len(shape), *shape, *[0] * (_MOST_DIMENSIONS - len(shape))], ranks)
+    for rank, header in enumerate(headers):
+        if header[0] < 0:
+            raise ConfigurationError(
+                f"rank {ranks.ranks[rank]} wants to gather a tensor of a dtype that collectives do not carry, or of "
+                f"more than {_MOST_DIMENSIONS} dimensions; choose one of {[str(d) for d in _DTYPES]}, or reshape it"
+            )
+        if header[0] != headers[0][0]:
+            raise RankMismatchError(
+                f"gather_tensors: rank {ranks.ranks[rank]} has {_DTYPES[header[0]]}, rank {ranks.ranks[0]} has "
+                f"{_DTYPES[headers[0][0]]}; cast to one dtype"
+            )
+    shapes = [torch.Size(header[2 : 2 + header[1]]) for header in headers]
+    sizes = [shape.numel() for shape in shapes]
+    flat = tensor.reshape(-1)
+    sent = flat.to(torch.uint8) if flat.dtype is torch.bool else flat.contiguous()
+    whole = sent.new_empty(sum(sizes))
+    if whole.numel():
+        ranks.all_gather_into(whole, sent, sizes, label="gather_tensors").wait()
+    return [p.to(tensor.dtype).view(s) for p, s in zip(whole.split(sizes), shapes, strict=True)]
+
+
+def _exchange(numbers: Sequence[int], ranks: Group) -> list[list[int]]:
+    """Each rank's numbers, equally many on all ranks."""
+    mine = torch.tensor(list(numbers), dtype=torch.int64).to(ranks.backend.device())
+    everybody = mine.new_empty(ranks.world_size * len(mine))
+    ranks.all_gather_into(everybody, mine, label="shapes to gather").wait()
+    return everybody.view(ranks.world_size, -1).tolist()
+
+
+def gather(obj: Any, group: Any = None, *, backend: str | Backend | None = None) -> list[Any]:
+    """Each rank's object, in rank order, on every rank (collective).
+
+    Objects of one structure whose leaves are tensors and numbers travel as tensors; anything else is pickled.
+
+    Args:
+        obj: tensors, numbers, any nesting of containers; anything picklable.
+        group: which ranks; None for all.
+        backend: name or instance of the backend; by default that of the first tensor's device.
+
+    Returns:
+        W objects; tensors in them are on the backend's device.
+    """
+    leaves, structure = tree_flatten(obj)
+    tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
+    chosen = backend_for(tensors, backend)
+    ranks = chosen.group(group).channel("control")
+    kinds = [str(x.dtype) if isinstance(x, torch.Tensor) else type(x).__name__ for x in leaves]
+    plain = all(
+        (isinstance(x, torch.Tensor) and x.dtype in _DTYPES and x.dim() <= _MOST_DIMENSIONS)
+        or (type(x) in _NUMBERS and not (type(x) is int and abs(x) >= 2**63))
+        for x in leaves
+    )
+    facts = [int(plain), len(leaves), zlib.crc32(f"{structure} {kinds}".encode())]
+    everybody = _exchange(facts, ranks)
+    if any(theirs != facts for theirs in everybody) or not plain:
+        return ranks.all_gather_object(obj, label="gather")
+    columns: list[list[Any]] = []
+    for leaf in leaves:
+        if isinstance(leaf, torch.Tensor):
+            columns.append([*_gather(leaf.detach().to(chosen.device()), ranks)])
+            continue
+        number = torch.tensor(leaf, dtype=_NUMBERS[type(leaf)]).to(chosen.device())
+        columns.append([t.item() for t in _gather(number, ranks)])
+    return [
+        tree_unflatten([column[rank] for column in columns], structure) for rank in range(ranks.world_size)
+    ]

@@ -1,0 +1,1 @@
+"""What the core does not need: layers and methods that came with fairscale."""

@@ -1,1 +1,0 @@
-"""Files: what is read is data alone and is checked, what is written is whole or not there."""

@@ -1,0 +1,452 @@
+"""``FlattenParamsWrapper``: the parameters of a module as a few flat ones.
+
+An optimizer, a collective or a checkpoint then deals with one tensor where there were hundreds. The wrapped module
+finds its parameters where they were, as views; outside, ``state_dict`` speaks their original names.
+
+Legend: N numel of one flat parameter, the sum of its members' numels.
+
+[Note: three states of a member] *Flattened*, a member is a plain attribute: a view of the flat parameter, created
+anew in each forward, so that its gradient reaches the flat parameter through autograd. *Unflattened* (within
+``unflatten_params``), it is a real parameter that shares the flat parameter's memory, and the flat parameter isn't
+registered. While the wrapper is *copied*, it is None: a view can't be copied, and both sides make new ones afterwards.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from contextvars import ContextVar
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import ConfigurationError, LifecycleError
+from ..redirected import without_arguments
+from .flat_parameter import (
+    FLAT_PREFIX,
+    FlatParameter,
+    FoundParams,
+    ParamGroups,
+    ParamInfo,
+    SharedParamInfo,
+    as_groups,
+    check_uniform,
+    find_params,
+    flat_names,
+)
+
+WRAPPED = "_fpw_module"
+OLD_FLAT_NAME = "flat_param"  # when there was always exactly one
+
+_translate_loaded: ContextVar[bool] = ContextVar("shardkit.flattening.wrapper.translate_loaded", default=True)
+
+
+def rename_prefix(state_dict: MutableMapping[str, Any], old: str, new: str) -> None:
+    """Keys that begin with ``old`` begin with ``new`` afterwards, in place; they go to the end."""
+    for key in [k for k in state_dict if k.startswith(old)]:
+        state_dict[new + key[len(old) :]] = state_dict.pop(key)
+
+
+def has_flat_keys(state_dict: Mapping[str, Any], prefix: str) -> bool:
+    """Whether the dict has flat parameters for the wrapper at ``prefix``; not for those within it."""
+    start = prefix + OLD_FLAT_NAME
+    return any(
+        key == start or (key.startswith(prefix + FLAT_PREFIX) and "." not in key[len(prefix) :])
+        for key in state_dict
+    )
+
+
+@contextlib.contextmanager
+def no_key_translation() -> Iterator[None]:
+    """Within this block ``load_state_dict`` takes keys as they are, with the names of the wrappers' attributes."""
+    token = _translate_loaded.set(False)
+    try:
+        yield
+    finally:
+        _translate_loaded.reset(token)
+
+
+def _same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors surely are the same view of the same memory."""
+    try:
+        return a.is_set_to(b)
+    except (NotImplementedError, RuntimeError):  # tensors without storage
+        return False
+
+
+def _with_data(flat_param: FlatParameter, data: torch.Tensor) -> FlatParameter:
+    """The flat parameter with other data, as the same object if a tensor can go from one device to the other."""
+    grad, flat_param.grad = flat_param.grad, None
+    if flat_param.device.type != data.device.type:
+        return flat_param._like_this(data.requires_grad_(flat_param.requires_grad))
+    flat_param.data = data
+    flat_param.grad = None if grad is None else grad.to(data)
+    return flat_param
+
+
+def _saved(wrapper: FlattenParamsWrapper, state_dict: dict[str, Any], prefix: str, *_: Any) -> dict[str, Any]:
+    wrapper._translate_saved(state_dict, prefix)
+    return state_dict
+
+
+def _loaded(wrapper: FlattenParamsWrapper, incompatible: Any) -> None:
+    wrapper._finish_load()
+    for keys in (incompatible.missing_keys, incompatible.unexpected_keys):
+        keys[:] = [key.replace(WRAPPED + ".", "") for key in keys]
+
+
+class FlattenParamsWrapper(nn.Module):
+    """A module whose parameters are flat ones: ``flat_param_0`` and so on.
+
+    Frozen parameters and those of other dtypes need groups of their own.
+
+    Args:
+        module: its tree is changed in place: parameters become views, plain attributes.
+        param_list: parameters to flatten: None for all; a list; a list of lists for several flat parameters.
+            Parameters that aren't in the module are ignored, and so are groups without any that are.
+        flat_param_names: what follows after ``flat_param_`` in the names; default 0, 1, ...
+
+    Attributes:
+        flat_params: the flat parameters; empty within :meth:`unflatten_params`.
+        num_params_managed: how many parameters they consist of; a shared one counts once.
+        is_flattened: False within :meth:`unflatten_params`.
+
+    Raises:
+        ConfigurationError: parameters can't be flattened as asked; the module is as it was.
+    """
+
+    flat_params: list[FlatParameter]
+
+    @without_arguments(
+        ssd_offload="keep parameters on the CPU, with FSDP's OffloadPolicy", ssd_directory="see there"
+    )
+    def __init__(
+        self,
+        module: nn.Module,
+        param_list: ParamGroups = None,
+        flat_param_names: Sequence[str] | None = None,
+    ) -> None:
+        super().__init__()
+        self._fpw_module = module
+        self.is_flattened = False
+        self.flat_params = []
+        self._unflattened_for_load: list[FlatParameter] | None = None
+        self._auto_unflatten_state_dict = True
+        found = [f for group in as_groups(param_list, module) if (f := find_params(self, group)).params]
+        self.num_params_managed = sum(len(f.params) for f in found)
+        self.flat_param_names = flat_names(flat_param_names, len(found))
+        self._flatten_params([self._make_flat_param(f) for f in found])
+        self._register_hooks()
+
+    def _register_hooks(self) -> None:
+        self._register_state_dict_hook(_saved)
+        self.register_load_state_dict_post_hook(_loaded)
+
+    @property
+    def module(self) -> Any:
+        """The wrapped module."""
+        return self._fpw_module
+
+    @property
+    def flat_param(self) -> FlatParameter:
+        """The flat parameter, where there is exactly one.
+
+        Raises:
+            LifecycleError: there are none or several.
+        """
+        if len(self.flat_params) != 1:
+            raise LifecycleError(
+                f"flat_param needs exactly one flat parameter, there are {len(self.flat_params)}; use flat_params"
+            )
+        return self.flat_params[0]
+
+    @property
+    def _param_infos(self) -> Iterator[ParamInfo]:
+        return chain.from_iterable(p._param_infos for p in self.flat_params)
+
+    @property
+    def _shared_param_infos(self) -> Iterator[SharedParamInfo]:
+        return chain.from_iterable(p._shared_param_infos for p in self.flat_params)
+
+    # -------------------------------------------------------- flattening; subclasses that shard override these
+    def _make_flat_param(self, found: FoundParams) -> FlatParameter:
+        """The flat parameter of one group."""
+        check_uniform(found)
+        flat_param = FlatParameter(found.params, found.params[0].requires_grad)
+        flat_param._param_infos = found.infos
+        flat_param._shared_param_infos = found.shared_infos
+        return flat_param
+
+    def _flatten_params(self, flat_params: list[FlatParameter]) -> None:
+        """Registers the flat parameters in place of their members, which become views."""
+        self.flat_params = flat_params
+        for name, flat_param in zip(self.flat_param_names, flat_params, strict=True):
+            self.register_parameter(name, flat_param)
+        for _, module, name in self._param_infos:
+            delattr(module, name)
+        for _, _, module, name, _, _ in self._shared_param_infos:
+            delattr(module, name)
+        self.is_flattened = True
+        self._unflatten_params_as_views()
+
+    def _unflatten_params(self, external_data: Sequence[torch.Tensor | None] | None = None) -> None:
+        """Registers members, with the memory of the flat parameters or other data, in place of the flat parameters."""
+        views = list(self.get_param_views(external_data))
+        grads = [p.requires_grad for p in self.flat_params for _ in p._param_infos]
+        self.is_flattened = False
+        # setattr, not register_parameter: recurrent layers keep a list of their weights that way.
+        for (_, module, name), view, requires_grad in zip(self._param_infos, views, grads, strict=True):
+            setattr(module, name, nn.Parameter(view.detach(), requires_grad=requires_grad))
+        for _, _, module, name, there, there_name in self._shared_param_infos:
+            setattr(module, name, getattr(there, there_name))
+        self._fpw_module.__dict__.pop("_unflattened_param_views", None)
+        for name in self.flat_param_names:
+            delattr(self, name)
+        self.flat_params = []
+
+    def _unflatten_params_as_views(self) -> None:
+        """Gives modules views of the flat parameters as they are now."""
+        views = list(self.get_param_views())
+        for (_, module, name), view in zip(self._param_infos, views, strict=True):
+            setattr(module, name, view)
+        for _, _, module, name, there, there_name in self._shared_param_infos:
+            setattr(module, name, getattr(there, there_name))
+        # Activation checkpoints ask it whether something in the module needs a gradient.
+        object.__setattr__(self._fpw_module, "_unflattened_param_views", views)
+
+    def _drop_views(self) -> None:
+        """Takes the views away; see [Note: three states of a member]."""
+        for _, module, name in self._param_infos:
+            setattr(module, name, None)
+        for _, _, module, name, _, _ in self._shared_param_infos:
+            setattr(module, name, None)
+        self._fpw_module.__dict__.pop("_unflattened_param_views", None)
+
+    @torch.no_grad()
+    def _take_over_members(self, flat_params: Sequence[FlatParameter]) -> list[FlatParameter]:
+        """Members that got other tensors while they were unflattened give their values to the flat parameters.
+
+        Returns:
+            The flat parameters; new ones where members moved to a device that a tensor can't change to.
+        """
+        taken = []
+        for flat_param in flat_params:
+            views = list(flat_param.get_param_views(flat_param.data))
+            members = [getattr(module, name).detach() for _, module, name in flat_param._param_infos]
+            kinds = {(m.dtype, m.device) for m in members}
+            if [m.shape for m in members] != [v.shape for v in views] or len(kinds) > 1:
+                raise LifecycleError(
+                    f"parameters of {type(self._fpw_module).__name__} can't be flattened again as they were left; "
+                    f"expected one dtype and device and the shapes {[tuple(v.shape) for v in views]}, got {kinds} and "
+                    f"{[tuple(m.shape) for m in members]}"
+                )
+            if kinds != {(flat_param.dtype, flat_param.device)}:
+                flat_param = _with_data(flat_param, torch.cat([m.reshape(-1) for m in members]))
+            else:
+                for member, view in zip(members, views, strict=True):
+                    if not _same_memory(view, member):
+                        view.copy_(member)
+            taken.append(flat_param)
+        return taken
+
+    @contextlib.contextmanager
+    def unflatten_params(self, flat_params: Sequence[torch.Tensor] | None = None) -> Iterator[None]:
+        """Within this block the module has real parameters under their own names; what is written to them stays.
+
+        Within another such block it does nothing.
+
+        Args:
+            flat_params: values for this block, each [N], in place of the flat parameters'; writes are lost.
+
+        Raises:
+            LifecycleError: ``flat_params`` is given and the parameters are unflattened already.
+        """
+        if not self.is_flattened:
+            if flat_params is not None:
+                raise LifecycleError(
+                    "unflatten_params with other values needs flattened parameters; end the outer block first"
+                )
+            yield
+            return
+        flattened = self.flat_params
+        self._unflatten_params(flat_params)
+        try:
+            yield
+            if flat_params is None:
+                flattened = self._take_over_members(flattened)
+        finally:
+            self._flatten_params(flattened)
+
+    def get_param_views(
+        self, external_data_list: Sequence[torch.Tensor | None] | None = None
+    ) -> Iterator[torch.Tensor]:
+        """Members of all flat parameters as views of them, or of the tensors [N] in a list (None: of its own).
+
+        Raises:
+            ConfigurationError: the list has another length.
+        """
+        if external_data_list is None:
+            external_data_list = [None] * len(self.flat_params)
+        if len(external_data_list) != len(self.flat_params):
+            raise ConfigurationError(
+                f"expected one tensor for each of the {len(self.flat_params)} flat parameters, "
+                f"got {len(external_data_list)}"
+            )
+        pairs = zip(self.flat_params, external_data_list, strict=True)
+        return chain.from_iterable([param.get_param_views(data) for param, data in pairs])
+
+    def metadata(self, flat_param_idx: int) -> tuple[list[str], Sequence[torch.Size], list[int]]:
+        """Names, shapes and numels of one flat parameter's members."""
+        return self.flat_params[flat_param_idx].metadata()
+
+    # -------------------------------------------------------- module
+    def forward(self, *inputs: Any, **kwinputs: Any) -> Any:
+        """The wrapped module's forward."""
+        if self.is_flattened:
+            self._unflatten_params_as_views()
+        return self._fpw_module(*inputs, **kwinputs)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == WRAPPED:  # not there yet, while being unpickled
+                raise
+            return getattr(self._fpw_module, name)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self.module[key]
+
+    def _apply(self, fn: Any, recurse: bool = True) -> FlattenParamsWrapper:
+        flattened = self.flat_params
+        super()._apply(fn, recurse)
+        self._adopt_registered(flattened)
+        return self
+
+    def _adopt_registered(self, previous: Sequence[FlatParameter]) -> None:
+        """Where torch has put plain parameters in place of flat ones (it does for a new device), makes them flat."""
+        if not self.is_flattened:
+            return
+        current: list[FlatParameter] = []
+        for name, before in zip(self.flat_param_names, previous, strict=True):
+            now = self._parameters[name]
+            if not isinstance(now, FlatParameter):
+                now = before if now is None else before._like_this(now)
+                self._parameters[name] = now
+            current.append(now)
+        self.flat_params = current
+        self._unflatten_params_as_views()
+
+    # -------------------------------------------------------- copies
+    def __deepcopy__(self, memo: dict[int, Any]) -> FlattenParamsWrapper:
+        made = type(self).__new__(type(self))
+        memo[id(self)] = made
+        flattened = self.is_flattened
+        if flattened:
+            self._drop_views()
+        try:
+            # Only object's own __getstate__ is missing in Python 3.10.
+            state = self.__getstate__() if "__getstate__" in dir(type(self)) else self.__dict__
+            made.__setstate__(copy.deepcopy(state, memo))
+        finally:
+            if flattened:
+                self._unflatten_params_as_views()
+        return made
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if "_unflattened_for_load" not in self.__dict__:  # written by fairscale
+            self._unflattened_for_load = None
+            self._register_hooks()
+        if self.is_flattened:
+            self._unflatten_params_as_views()
+
+    # -------------------------------------------------------- state dicts
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """State under the names that parameters have in the wrapped module. Arguments as in torch."""
+        if self.is_flattened and self._auto_unflatten_state_dict:
+            with self.unflatten_params():
+                return super().state_dict(*args, **kwargs)
+        return super().state_dict(*args, **kwargs)
+
+    def flat_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """State with the flat parameters as they are. Wrappers within the module still give original names.
+
+        Raises:
+            LifecycleError: within :meth:`unflatten_params`.
+        """
+        if not self.is_flattened:
+            raise LifecycleError(
+                "flat_state_dict needs flattened parameters; end the unflatten_params block first"
+            )
+        with self._no_auto_unflatten_state_dict():
+            result: dict[str, Any] = self.state_dict(*args, **kwargs)
+        return result
+
+    @contextlib.contextmanager
+    def _no_auto_unflatten_state_dict(self) -> Iterator[None]:
+        before = self._auto_unflatten_state_dict
+        self._auto_unflatten_state_dict = False
+        try:
+            yield
+        finally:
+            self._auto_unflatten_state_dict = before
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """Loads a dict of either kind: with original names or with flat parameters. It isn't changed.
+
+        Returns:
+            Missing and unexpected keys, under the names in :meth:`state_dict`.
+        """
+        try:
+            return super().load_state_dict(state_dict, strict, assign)
+        finally:
+            self._finish_load()
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        # Here, not in load_state_dict: torch calls this for wrappers inside of other modules too.
+        if self._has_to_unflatten(state_dict, prefix):
+            self._unflattened_for_load = self.flat_params
+            self._unflatten_params()
+        if _translate_loaded.get():
+            self._translate_loaded(state_dict, prefix)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def _has_to_unflatten(self, state_dict: Mapping[str, Any], prefix: str) -> bool:
+        """Whether loading this dict needs real parameters."""
+        return self.is_flattened and self.num_params_managed > 0 and not has_flat_keys(state_dict, prefix)
+
+    def _finish_load(self) -> None:
+        if self._unflattened_for_load is not None:
+            flattened, self._unflattened_for_load = self._unflattened_for_load, None
+            try:
+                flattened = self._take_over_members(flattened)
+            finally:
+                self._flatten_params(flattened)
+        else:
+            self._adopt_registered(self.flat_params)
+
+    def _translate_saved(self, state_dict: dict[str, Any], prefix: str) -> None:
+        """Names the wrapped module's entries as if there were no wrapper."""
+        rename_prefix(state_dict, f"{prefix}{WRAPPED}.", prefix)
+        versions: dict[str, Any] = getattr(state_dict, "_metadata", {})
+        inner = prefix + WRAPPED
+        for key in [k for k in versions if k == inner or k.startswith(inner + ".")]:
+            # Both names stay: the plain module looks for one, the wrapped module for the other.
+            versions.setdefault(
+                (prefix + key[len(inner) :].removeprefix(".")).removesuffix("."), versions[key]
+            )
+
+    def _translate_loaded(self, state_dict: dict[str, Any], prefix: str) -> None:
+        """The reverse of :meth:`_translate_saved`; this wrapper's own flat parameters stay where they are."""
+        if prefix + OLD_FLAT_NAME in state_dict and self.flat_param_names:
+            state_dict[prefix + self.flat_param_names[0]] = state_dict.pop(prefix + OLD_FLAT_NAME)
+        down = f"{prefix}{WRAPPED}."
+        for key in [k for k in state_dict if k.startswith(prefix) and not k.startswith(down)]:
+            if key[len(prefix) :] not in self.flat_param_names:
+                state_dict[down + key[len(prefix) :]] = state_dict.pop(key)

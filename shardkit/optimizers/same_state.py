@@ -1,0 +1,94 @@
+"""Ranks that load an optimizer's whole state have to be given the same: else each would go on from another step."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import torch
+
+from ..backend import Group
+from ..checks.facts import all_gather_facts
+from ..errors import ConfigurationError, RankMismatchError
+
+__all__ = ["check_same_state"]
+
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def check_same_state(group: Group, state_dict: dict[str, Any], problem: ConfigurationError | None) -> None:
+    """Raises on all ranks what is wrong on one (collective).
+
+    Args:
+        group: the ranks.
+        state_dict: torch's form; parameters may have no state on some ranks.
+        problem: what this rank has found wrong with it.
+
+    Raises:
+        ConfigurationError: a rank has found something wrong.
+        RankMismatchError: two ranks have different state of a parameter, or different options.
+    """
+    if group.world_size == 1:
+        if problem is not None:
+            raise problem
+        return
+    prints = _fingerprints(state_dict) if problem is None else {}
+    everybody = all_gather_facts(
+        group.channel("control"),
+        (None if problem is None else str(problem), prints),
+        label="check of loaded state",
+    )
+    if problem is not None:
+        raise problem
+    for rank, (what, _) in zip(group.ranks, everybody, strict=True):
+        if what is not None:
+            raise ConfigurationError(
+                f"rank {rank} can't load this optimizer state: {what}. Nothing was loaded on any"
+            )
+    first: dict[str, tuple[int, str]] = {}
+    for rank, (_, theirs) in zip(group.ranks, everybody, strict=True):
+        for name, found in theirs.items():
+            other, known = first.setdefault(name, (rank, found))
+            if found != known:
+                raise RankMismatchError(
+                    f"ranks load different optimizer state: {name} on rank {other} is not what it is on rank {rank}. "
+                    "Nothing was loaded on any; read the same file on all ranks"
+                )
+
+
+def _fingerprints(state_dict: dict[str, Any]) -> dict[str, str]:
+    """A short text for each parameter that has state, and for each group."""
+    found = {}
+    position = 0
+    for index, group in enumerate(state_dict["param_groups"]):
+        options = {k: v for k, v in group.items() if k not in ("params", "param_names")}
+        found[f"group {index}"] = _digest(options)
+        for param in group["params"]:
+            state = state_dict["state"].get(param)
+            if state:
+                found[f"the state of parameter {position}"] = _digest(state)
+            position += 1
+    return found
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(repr(_plain(value)).encode()).hexdigest()[:16]
+
+
+def _plain(value: Any) -> Any:
+    """Something whose text is the same where the values are."""
+    if isinstance(value, torch.Tensor):
+        return (str(value.dtype), tuple(value.shape), _sum_of_bits(value))
+    if isinstance(value, dict):
+        return sorted((str(k), _plain(v)) for k, v in value.items())
+    if isinstance(value, list | tuple):
+        return [_plain(v) for v in value]
+    return value if value is None or isinstance(value, bool | int | float | str) else type(value).__name__
+
+
+def _sum_of_bits(value: torch.Tensor) -> int | None:
+    """Exact, in whatever order threads add; None where reading it would cost more than loading it."""
+    kind = _INTEGERS.get(value.element_size())
+    if value.device.type != "cpu" or value.layout != torch.strided or kind is None or value.is_quantized:
+        return None
+    return int(value.detach().contiguous().view(kind).sum(dtype=torch.int64))

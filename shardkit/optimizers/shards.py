@@ -1,0 +1,37 @@
+"""Which parameters are shards: parts of vectors, of which each rank lists its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch.utils.weak import WeakIdKeyDictionary
+
+from ..errors import ConfigurationError
+
+_behind: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+def note_shard(param: torch.Tensor, vector: object) -> None:
+    """From now on this parameter is known to be a shard of that vector."""
+    _behind[param] = vector
+
+
+def shard_behind(param: torch.Tensor) -> Any:
+    """The vector whose shard a parameter is, None for other parameters."""
+    return _behind.get(param)
+
+
+def refuse_shards(params: Iterable[torch.Tensor], what: str, instead: str) -> None:
+    """Raises ConfigurationError if any of these is a shard.
+
+    Args:
+        what: what was to be made of them.
+        instead: what to do.
+    """
+    if any(p in _behind for p in params):
+        raise ConfigurationError(
+            f"{what} was given parameters of an FSDP module. These are shards, other ones on each rank, and {what} "
+            f"takes them for the same on all ranks. {instead}"
+        )

@@ -1,0 +1,115 @@
+"""Parameters of an optimizer, each owned whole by one rank, and how owners publish what they updated.
+
+Legend: W world size, N numel of a flat buffer, S numel of one rank's segment.
+
+[Note: flat parameters] Where tensors have storage, all trainable parameters of one dtype become views
+into one flat buffer, grouped by owner. The optimizer of a rank works on its own parameters in place; the
+all-gather that follows writes straight into everybody's parameters, and nothing is copied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import nn
+
+from ..backend import Group, Work
+from ..layout import segment_layout
+
+
+def by_dtype(params: Iterable[nn.Parameter]) -> dict[torch.dtype, list[nn.Parameter]]:
+    """Parameters in order, grouped by dtype."""
+    groups: dict[torch.dtype, list[nn.Parameter]] = {}
+    for p in params:
+        groups.setdefault(p.dtype, []).append(p)
+    return groups
+
+
+def strided_view(flat: torch.Tensor, like: torch.Tensor, offset: int) -> torch.Tensor:
+    """A view of ``flat`` at ``offset`` with the shape of ``like``, and its strides where they are dense."""
+    return flat.as_strided(like.shape, dense_strides(like), flat.storage_offset() + offset)
+
+
+def dense_strides(like: torch.Tensor) -> tuple[int, ...]:
+    """The tensor's strides where its elements fill their memory (channels-last, say), else contiguous ones."""
+    return like.stride() if _is_dense(like) else _contiguous_strides(like.shape)
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Whether the elements fill their memory without gaps or overlaps, in any order of dimensions."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    strides = [1] * len(shape)
+    for i in range(len(shape) - 2, -1, -1):
+        strides[i] = strides[i + 1] * max(shape[i + 1], 1)
+    return tuple(strides)
+
+
+class FlatParameters:
+    """Trainable parameters of one dtype as views into one buffer [N] grouped by owner."""
+
+    def __init__(self, params: Sequence[nn.Parameter], owners: Sequence[int], group: Group) -> None:
+        self.params = list(params)
+        self._group = group
+        self._layout = segment_layout([p.numel() for p in params], owners, group.world_size)
+        self._pointers: list[int] = []
+        self._build()
+
+    @torch.no_grad()
+    def _build(self) -> None:
+        first = self.params[0]
+        self._buffer = torch.empty(self._layout.numel, dtype=first.dtype, device=first.device)
+        for p, slot in zip(self.params, self._layout.slots, strict=True):
+            view = strided_view(self._buffer, p, slot.offset)
+            view.copy_(p)
+            p.data = view
+        self._own = self.segment(self._group.rank)
+        self._pointers = [p.data_ptr() for p in self.params]
+
+    def segment(self, rank: int) -> torch.Tensor:
+        """A rank's part of the buffer, [S]."""
+        start = self._layout.start(rank)
+        return self._buffer[start : start + self._layout.sizes[rank]]
+
+    def publish(self, wire_dtype: torch.dtype | None) -> Work | None:
+        """Starts the all-gather of every owner's segment into everybody's parameters."""
+        if [p.data_ptr() for p in self.params] != self._pointers:
+            # somebody moved the module or put new tensors in: take their values, then share them
+            self._build()
+        if self._group.world_size == 1 and wire_dtype is None:
+            return None
+        if wire_dtype is None or self._buffer.dtype != torch.float32:
+            return self._group.all_gather_into(
+                self._buffer, self._own, self._layout.sizes, async_op=True, label="updated parameters"
+            )
+        wire = torch.empty_like(self._buffer, dtype=wire_dtype)
+        start = self._layout.start(self._group.rank)
+        own = wire[start : start + self._own.numel()]
+        own.copy_(self._own)
+        work = self._group.all_gather_into(
+            wire, own, self._layout.sizes, async_op=True, label=f"updated parameters in {wire_dtype}"
+        )
+        return _CopyAfter(work, wire, self._buffer)
+
+
+class _CopyAfter:
+    """Work whose result is copied (and cast) into another tensor."""
+
+    def __init__(self, work: Work, source: torch.Tensor, target: torch.Tensor) -> None:
+        self._work, self._source, self._target = work, source, target
+
+    def is_done(self) -> bool:
+        return self._work.is_done()
+
+    def wait(self) -> None:
+        self._work.wait()
+        with torch.no_grad():
+            self._target.copy_(self._source)

@@ -1,0 +1,122 @@
+"""Norms of gradients that are spread over ranks, and clipping by them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from ..backend import Group, ReduceOp
+
+
+class Portion(NamedTuple):
+    """Gradients that lie on the ranks of one group, each on one of them.
+
+    Attributes:
+        gradients: those of this rank.
+        group: where the others are; None: every rank has these same ones.
+    """
+
+    gradients: Sequence[torch.Tensor]
+    group: Group | None
+
+
+def dense(gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Gradients as dense tensors; of sparse ones the values (after summing what stands twice)."""
+    return [g.coalesce()._values() if g.is_sparse else g for g in gradients]
+
+
+def order_of(norm_type: Any = 2.0, *, p: Any = None, ord: Any = None, **others: Any) -> float:
+    """The order of a norm from what a function of torch's was called with after the tensor."""
+    return float(next(given for given in (p, ord, norm_type) if given is not None))
+
+
+def nothing(norm_type: float) -> float:
+    """The norm of no gradients: what changes no other norm that it is combined with."""
+    return math.inf if norm_type < 0 else 0.0
+
+
+def local_norm(
+    gradients: Sequence[torch.Tensor],
+    norm_type: float,
+    like: torch.Tensor,
+    foreach: bool | None = None,
+) -> torch.Tensor:
+    """Norm of this rank's gradients seen as one vector; 0-dim.
+
+    Device and dtype are those of ``like``: they have to be the same on all ranks, whatever gradients these hold.
+    """
+    with torch._C.DisableTorchFunctionSubclass():  # gradients of shards answer torch with norms over ranks
+        there = [g if type(g) is torch.Tensor else g.as_subclass(torch.Tensor) for g in dense(gradients)]
+        there = [g for g in there if g.numel()]
+        if not there:
+            return torch.full_like(like, nothing(norm_type))
+        norm = torch.nn.utils.get_total_norm(there, norm_type, foreach=foreach)
+    return norm.to(device=like.device, dtype=like.dtype)
+
+
+def norm_like(params: Sequence[torch.Tensor]) -> torch.Tensor:
+    """A 0-dim tensor with the device of the parameters and the widest of their dtypes, real and fp32 at least."""
+    dtype = torch.float32
+    for p in params:
+        dtype = torch.promote_types(dtype, p.dtype.to_real() if p.dtype.is_complex else p.dtype)
+    return torch.zeros((), dtype=dtype, device=params[0].device)
+
+
+def global_norm(local: torch.Tensor, norm_type: float, group: Group, label: str = "") -> torch.Tensor:
+    """Norm over all ranks of the group from each rank's :func:`local_norm`; every rank calls it."""
+    if group.world_size == 1:
+        return local
+    control, label = group.channel("control"), label or "norm of gradients"
+    if math.isinf(norm_type):
+        total, op = local.clone(), ReduceOp.MAX if norm_type > 0 else ReduceOp.MIN
+        control.all_reduce(total, op=op, label=label)
+        return total
+    total = local.clone() if norm_type == 0 else local.pow(norm_type)  # of order 0: how many are not zero
+    control.all_reduce(total, label=label)
+    return total if norm_type == 0 else total.pow(1.0 / norm_type)
+
+
+def combined(norms: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
+    """Norm of everything from those of its parts."""
+    if len(norms) == 1:
+        return norms[0]
+    stacked = torch.stack(list(norms))
+    return stacked.sum() if norm_type == 0 else torch.linalg.vector_norm(stacked, norm_type)
+
+
+@torch.no_grad()
+def clip_by_global_norm(
+    portions: Sequence[Portion],
+    clipped: Sequence[torch.Tensor],
+    like: torch.Tensor,
+    max_norm: float,
+    norm_type: float,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> torch.Tensor:
+    """Scales ``clipped`` so that the norm of all ``portions`` is at most ``max_norm``; returns that norm (0-dim).
+
+    Every rank calls it with portions of the same groups in the same order.
+    """
+    norms = []
+    for gradients, group in portions:
+        norm = local_norm(gradients, norm_type, like, foreach)
+        norms.append(norm if group is None else global_norm(norm, norm_type, group))
+    total = combined(norms, norm_type)
+    if error_if_nonfinite and not bool(torch.isfinite(total)):
+        raise RuntimeError(
+            f"The total norm of order {norm_type} of the gradients is {total.item()}, so it can't be clipped. Pass "
+            "error_if_nonfinite=False to scale by it anyway."
+        )
+    # no branch on the value: it would wait for the device
+    coefficient = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+    tensors = [g._values() if g.is_sparse else g for g in clipped]
+    by_device_and_dtype: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    for g in tensors:
+        by_device_and_dtype.setdefault((g.device, g.dtype), []).append(g)
+    for (where, _), same in by_device_and_dtype.items():
+        torch._foreach_mul_(same, coefficient.to(where))
+    return total

@@ -1,0 +1,224 @@
+"""Gradients of which each rank holds a part, told apart from others by their class.
+
+torch's own functions know nothing of ranks: ``torch.nn.utils.clip_grad_norm_`` would scale each rank's gradients by
+another factor, and ``torch.amp.GradScaler`` would skip a step on one rank alone. So between backward and step a
+gradient whose other parts are on other ranks has a class of its own, which answers these two with what is true over
+all ranks. Everything else sees a plain tensor: a norm that somebody takes by hand is that of this rank's part, as code
+written for shards expects. During a step the class is ``torch.Tensor`` again, and costs nothing.
+
+[Note: unfinished norms] torch takes the norm of each gradient, stacks these, and takes the norm of the stack. The
+first norms stay this rank's; only that of the stack sums over ranks: one collective, however many gradients there are.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch.nn.utils import clip_grad
+from torch.optim import Optimizer
+
+from ..backend import Group, ReduceOp
+from ..errors import ConfigurationError, LifecycleError
+from ..optimizers.stepping import take_part
+from ..torch_seams.marked_tensors import MarkedTensor, as_plain, stays_marked
+from .norms import combined, global_norm, nothing, order_of
+
+_NORM, _NORMS = frozenset({torch.linalg.vector_norm, torch.norm}), torch._foreach_norm
+_MAX, _UNSCALE = torch.Tensor.max, torch._amp_foreach_non_finite_check_and_unscale_
+_CLIPPING, _FUNCTIONAL, _OVERRIDES = clip_grad.__dict__, torch.functional.__dict__, torch.overrides.__dict__
+_classes: weakref.WeakKeyDictionary[Group, dict[str, type[torch.Tensor]]] = weakref.WeakKeyDictionary()
+
+
+class ShardGradient(MarkedTensor):
+    """A gradient whose other parts are on other ranks; made by :func:`gradient_class`.
+
+    Attributes:
+        group_of: the ranks, None once they are gone.
+        has_padding: zeros may stand among the elements that are no gradient's.
+        instead: the call that takes any norm.
+        kept: parameters whose gradients this rank has alone, and other ranks others; empty where each rank has a part
+            of every gradient.
+    """
+
+    group_of: ClassVar[weakref.ref[Group]]
+    has_padding: ClassVar[bool]
+    instead: ClassVar[str]
+    kept: ClassVar[Sequence[torch.Tensor]]
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if (func in _NORM or func is _NORMS) and _is_clipping():
+            with as_plain():
+                return _unfinished_norms(func is _NORMS, args[0], order_of(*args[1:], **kwargs))
+        if func is _MAX and _is_clipping():
+            raise ConfigurationError(
+                "what stands in the place of torch.nn.utils.clip_grad_norm_ here takes the largest element of each "
+                f"gradient, of which this rank has a part; call {cls.instead} with norm_type=inf"
+            )
+        with as_plain():
+            result = func(*args, **kwargs)
+            if func is _UNSCALE:
+                _agree_on_overflow(*args)
+            elif stays_marked(result, args, ShardGradient):
+                result.__class__ = cls  # a clone, a detached or a scaled one is such a gradient too
+        return result
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        with as_plain():
+            copied = memo[id(self)] = self.as_subclass(torch.Tensor).clone()
+        return copied
+
+
+def _is_clipping() -> bool:
+    """Whether it is torch's clipping that asks, or what another package put in its place."""
+    frame = sys._getframe(2)
+    while frame.f_globals is _FUNCTIONAL or frame.f_globals is _OVERRIDES:  # torch.norm is no builtin
+        frame = frame.f_back  # type: ignore[assignment]
+    asking = frame.f_globals
+    return asking is _CLIPPING or asking is getattr(torch.nn.utils.clip_grad_norm_, "__globals__", None)
+
+
+def gradient_class(
+    group: Group, instead: str, has_padding: bool, kept: Sequence[torch.Tensor] = ()
+) -> type[torch.Tensor]:
+    """The class of gradients whose parts are on the ranks of a group; plain where there is one rank.
+
+    Args:
+        group: the ranks; not kept alive.
+        instead: the call that clips by any norm.
+        has_padding: zeros may stand among the elements that are no gradient's.
+        kept: see :class:`ShardGradient`.
+    """
+    if group.world_size == 1:
+        return torch.Tensor
+    take_part(_in_steps)
+    made = _classes.setdefault(group, {})
+    if instead in made and not kept:
+        return made[instead]
+    facts = {"group_of": weakref.ref(group), "has_padding": has_padding, "instead": instead, "kept": kept}
+    made[instead] = type("ShardGradient", (ShardGradient,), facts)
+    return made[instead]
+
+
+def _group_of(gradient: ShardGradient | type[ShardGradient]) -> Group:
+    group = gradient.group_of()
+    if group is None:
+        raise LifecycleError("the ranks that hold the other parts of this gradient are gone")
+    return group
+
+
+# ------------------------------------------------------------ torch.nn.utils.clip_grad_norm_ and get_total_norm
+class _UnfinishedNorm(torch.Tensor):
+    """This rank's part of a norm, 0-dim, or several of them; see [Note: unfinished norms]."""
+
+    kinds: list[type[ShardGradient] | None]  # of the gradients whose norms these are; None for plain ones
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        with as_plain():
+            if func in _NORM:
+                return _finished_norm(args[0], order_of(*args[1:], **(kwargs or {})))
+            result = func(*args, **(kwargs or {}))
+            if func is torch.stack:
+                return _unfinished(result, [k for t in args[0] for k in getattr(t, "kinds", [None])])
+            if isinstance(result, torch.Tensor):  # on its way to another device
+                return _unfinished(result, args[0].kinds)
+            return result
+
+
+def _unfinished(norm: torch.Tensor, kinds: list[type[ShardGradient] | None]) -> torch.Tensor:
+    made = norm.as_subclass(_UnfinishedNorm)
+    made.kinds = kinds
+    return made
+
+
+def _unfinished_norms(several: bool, gradients: Any, norm_type: float) -> Any:
+    each = gradients if several else [gradients]
+    for g in each:
+        if isinstance(g, ShardGradient) and (norm_type == 0 or (norm_type < 0 and g.has_padding)):
+            raise ConfigurationError(
+                f"a norm of order {norm_type:g} is changed by zeros that pad shards, or counts what other ranks have; "
+                f"{g.instead} takes it right"
+            )
+    norms = _NORMS(gradients, norm_type) if several else [torch.linalg.vector_norm(gradients, norm_type)]
+    marked = [
+        _unfinished(n, [type(g)]) if isinstance(g, ShardGradient) else n
+        for g, n in zip(each, norms, strict=True)
+    ]
+    return marked if several else marked[0]
+
+
+def _finished_norm(norms: _UnfinishedNorm, norm_type: float) -> torch.Tensor:
+    """The norm over all ranks (collective) of a stack of norms."""
+    order, kinds = norm_type, norms.kinds
+    for kind in {k for k in kinds if k is not None}:
+        _check_all_there(kind, kinds.count(kind))
+    groups = [None if k is None else _group_of(k) for k in kinds]
+    values = norms.as_subclass(torch.Tensor)
+    own = [values[k] for k, g in enumerate(groups) if g is None]
+    finished = [combined(own, order)] if own else []
+    for group in sorted({g for g in groups if g is not None}, key=lambda g: g.ranks):
+        there = [values[k] for k, g in enumerate(groups) if g is group]
+        local = combined(there, order) if there else torch.full_like(values[0], nothing(order))
+        finished.append(global_norm(local, order, group, "norm of gradients, for torch.nn.utils"))
+    return combined(finished, order)
+
+
+def _check_all_there(kind: type[ShardGradient], asked: int) -> None:
+    """Of a part of the parameters each rank knows its own alone: ranks would take norms of different parts together."""
+    there = sum(type(p.grad) is kind for p in kind.kept)
+    if kind.kept and asked != there:
+        raise ConfigurationError(
+            f"the norm of {asked} of the {there} gradients that this rank has: the gradients of other parameters are "
+            f"on other ranks. Clip all parameters in one call, or with {kind.instead}, which clips them all"
+        )
+
+
+# ------------------------------------------------------------ torch.amp.GradScaler
+def _agree_on_overflow(gradients: Sequence[torch.Tensor], found_inf: torch.Tensor, inv_scale: Any) -> None:
+    """An overflow on one rank is one on all ranks (collective)."""
+    groups = {_group_of(g) for g in gradients if isinstance(g, ShardGradient)}
+    for group in sorted(groups, key=lambda g: g.ranks):
+        label = "whether a gradient overflowed, for torch.amp.GradScaler"
+        group.channel("control").all_reduce(found_inf, op=ReduceOp.MAX, label=label)
+
+
+# ------------------------------------------------------------ steps
+class PlainInSteps:
+    """Shows gradients to a step as the plain tensors that they are."""
+
+    def __init__(self) -> None:
+        self._shown: weakref.WeakKeyDictionary[Optimizer, list[tuple[torch.Tensor, type]]] = (
+            weakref.WeakKeyDictionary()
+        )
+
+    def before(self, optimizer: Optimizer) -> None:
+        """The update comes next."""
+        shown: list[tuple[torch.Tensor, type]] = []
+        with as_plain():  # parameters may refuse to show theirs
+            for group in optimizer.param_groups:
+                for p in group["params"]:
+                    gradient = p.grad
+                    if isinstance(gradient, ShardGradient):
+                        shown.append((gradient, gradient.__class__))
+                        gradient.__class__ = torch.Tensor  # type: ignore[assignment]
+        if shown:
+            self._shown[optimizer] = shown
+
+    def after(self, optimizer: Optimizer) -> None:
+        """The update is through."""
+        if optimizer in self._shown:
+            for gradient, its_class in self._shown.pop(optimizer):
+                gradient.__class__ = its_class  # type: ignore[assignment]
+
+
+_in_steps = PlainInSteps()

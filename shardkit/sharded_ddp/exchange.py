@@ -1,0 +1,284 @@
+"""Ties a module's backward to the reduction of its gradients.
+
+One object for each wrapper. It decides which parameters are reduced how (in buckets, as sparse rows, by flat segments,
+or to everybody where no optimizer owns them), starts over when parameters are frozen or added, and keeps
+the optimizers from stepping on unfinished gradients.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from ..backend import Group, ReduceOp
+from ..errors import LifecycleError
+from ..oss.optimizer import OSS
+from ..oss.segments import SegmentParameters
+from ..policy import ReducePolicy
+from ..reduction.shard_gradients import gradient_class
+from ..torch_seams.hooks import (
+    DROPPED,
+    NO_BACKWARD,
+    BackwardState,
+    GradientHook,
+    GradientHooks,
+    current_backward,
+    tensors_of,
+    watch_outputs,
+)
+from .buffers import BufferSync
+from .reducer import Bucket, Reducer
+from .sparse_reducer import SparseReducer, sparse_parameters
+
+logger = logging.getLogger("shardkit")
+
+
+class GradientPart(Protocol):
+    """Reduces the gradients of some of the parameters."""
+
+    def hooks(self) -> list[tuple[nn.Parameter, GradientHook | None, GradientHook]]:
+        """For each parameter: what to call before and after it gets a gradient."""
+
+    def finish(self) -> None:
+        """Backward is through: leave every gradient reduced."""
+
+    def abandon(self) -> None:
+        """Forget the backward in progress."""
+
+
+class GradientExchange:
+    """Listens to the backward of a module and reduces its gradients to their owners."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizers: Sequence[OSS],
+        group: Group,
+        policy: ReducePolicy,
+        buffers: BufferSync,
+    ) -> None:
+        self.state = BackwardState(self._end_of_backward)
+        self._module = module
+        self._optimizers = list(optimizers)
+        self._group = group
+        self._channel = group.channel("gradients")
+        self._policy = policy
+        self._buffers = buffers
+        self._hooks = GradientHooks(
+            "a hook for when a parameter has got its gradient can't be registered after ShardedDDP has wrapped the "
+            "module: gradients are on their way to other ranks then. Change gradients between backward and step, or "
+            "in a hook before the step (OSS.register_step_pre_hook); param.register_hook sees this rank's gradient"
+        )
+        self._parts: list[GradientPart] = []
+        self._build()
+        for optimizer in self._optimizers:
+            optimizer._before_step.append(self._before_step)
+
+    def close(self) -> None:
+        """Stops listening; the module and the optimizers can be wrapped again."""
+        self._hooks.remove()
+        for optimizer in self._optimizers:
+            if self._before_step in optimizer._before_step:
+                optimizer._before_step.remove(self._before_step)
+
+    @property
+    def hook_handles(self) -> list[RemovableHandle]:
+        """Handles of the hooks on parameters."""
+        return self._hooks.handles
+
+    @property
+    def buckets(self) -> list[Bucket]:
+        """The gradient buckets, in the order of sending."""
+        return [b for part in self._parts if isinstance(part, Reducer) for b in part.buckets]
+
+    # ------------------------------------------------------------ what is reduced how
+    def _build(self) -> None:
+        self._hooks.remove()
+        owner = {p: o.owner_of(p) for o in self._optimizers for p in o._parameters()}
+        self._parts = []
+        self._watched = list(dict.fromkeys([*self._module.parameters(), *owner]))
+        self._seen = self._look()
+        trainable = [p for p in dict.fromkeys(self._module.parameters()) if p.requires_grad]
+        trainable.reverse()  # backward reaches the last module first
+        whole = {p for o in self._optimizers if o.runs_whole for p in o._parameters()}
+        if self._group.backend.even_shards_only:
+            self._parts = self._segment_parts()
+        elif self._group.world_size > 1:
+            self._parts = self._bucket_parts([p for p in trainable if p not in whole], owner)
+        everywhere = [p for p in trainable if p not in owner or p in whole]
+        if everywhere and self._group.world_size > 1:
+            self._parts.append(EverywhereReducer(everywhere, self._channel, self.state))
+        for part in self._parts:
+            for param, before, after in part.hooks():
+                self._hooks.attach(param, before, after)
+
+    def _bucket_parts(
+        self, trainable: list[nn.Parameter], owner: dict[nn.Parameter, int]
+    ) -> list[GradientPart]:
+        sparse = sparse_parameters(self._module)
+        parts: list[GradientPart] = []
+        dense = [p for p in trainable if p in owner and p not in sparse]
+        if dense:
+            owners = [owner[p] for p in dense]
+            kept = [p for p in dense if owner[p] == self._group.rank]
+            reduced = gradient_class(self._group, "OSS.clip_grad_norm", False, kept)
+            parts.append(Reducer(dense, owners, self._channel, self._policy, self.state, reduced))
+        rows = [p for p in trainable if p in owner and p in sparse]
+        if rows:
+            parts.append(SparseReducer(rows, [owner[p] for p in rows], self._channel, self.state))
+        return parts
+
+    def _segment_parts(self) -> list[GradientPart]:
+        segments = [s for o in self._optimizers for s in o.segments()]
+        return [SegmentReducer(s, self._channel, self._policy.dtype, self.state) for s in segments]
+
+    def _look(self) -> tuple[list[bool], list[torch.dtype], list[torch.device], int]:
+        watched = self._watched
+        return (
+            [p.requires_grad for p in watched],
+            [p.dtype for p in watched],
+            [p.device for p in watched],
+            sum([len(o.param_groups) for o in self._optimizers]),
+        )
+
+    def refresh_if_changed(self, warn: bool) -> None:
+        """Rebuilds after parameters were frozen, unfrozen, moved, cast, or added to an optimizer."""
+        if self._look() != self._seen:
+            if warn:
+                logger.warning("the module's trainable parameters changed; rebuilding the gradient buckets")
+            self.refresh()
+
+    def refresh(self) -> None:
+        """Rebuilds from what is trainable now; gradients that were reduced already stay so."""
+        for optimizer in self._optimizers:
+            optimizer.refresh_trainable()
+        for p in self._watched:
+            if not p.requires_grad:
+                p.grad = None  # a stale gradient would still move a frozen parameter
+        means = {p for part in self._parts if isinstance(part, Reducer) for p in part.means()}
+        self._build()
+        for part in self._parts:
+            if isinstance(part, Reducer):
+                part.adopt_means(means)
+
+    # ------------------------------------------------------------ a step's course
+    def begin_forward(self) -> None:
+        """Before a training forward."""
+        self.recover()
+        self.state.raised = ""
+        if not self.state.accumulating:
+            self._buffers.sync_if_changed()
+
+    def fail_forward(self, error: BaseException) -> None:
+        """A training forward raised: other ranks that wait for its backward may want to know."""
+        self.state.raised = f"{type(error).__name__}: {error}"
+
+    def end_forward(self, outputs: object) -> None:
+        """After a training forward: its backward will be noticed."""
+        self._buffers.changed = True
+        self.state.is_due = not self.state.accumulating
+        watch_outputs(tensors_of(outputs), self.state.on_output)
+
+    def recover(self) -> None:
+        """Forgets a backward that died of an exception."""
+        if self.state.task != NO_BACKWARD and current_backward() == NO_BACKWARD:
+            self.state.task = NO_BACKWARD
+            for part in self._parts:
+                part.abandon()
+            self._group.agree(DROPPED)
+
+    def _end_of_backward(self) -> None:
+        for part in self._parts:
+            part.finish()
+        self.state.unreduced = False
+        self._buffers.sync_if_changed()
+
+    def reduce_now(self) -> None:
+        """Reduces what was accumulated under ``no_sync``.
+
+        Raises:
+            LifecycleError: nothing was accumulated since the last reduction.
+        """
+        if not self.state.unreduced:
+            raise LifecycleError(
+                "No gradients wait to be reduced: reduce() was called twice, or there was no backward inside no_sync() "
+                "since the last reduction."
+            )
+        self._end_of_backward()
+
+    def _before_step(self) -> None:
+        if self.state.task != NO_BACKWARD:
+            raise LifecycleError(
+                "the last backward did not finish (it raised an exception), so gradients are incomplete. Call "
+                "zero_grad() on the wrapped model and run forward and backward again before step()."
+            )
+        if not self.state.accumulating:
+            self._buffers.sync_if_changed()
+
+
+def _begin_only(state: BackwardState) -> GradientHook:
+    """A hook for gradients that are reduced at the end of backward."""
+
+    def after(_: torch.Tensor) -> None:
+        if state.accumulating:
+            state.unreduced = True
+        elif state.task == NO_BACKWARD:
+            state.begin()
+
+    return after
+
+
+class SegmentReducer:
+    """Reduces a whole flat segment at the end of backward, in one operation that is the same on all ranks."""
+
+    def __init__(
+        self, segment: SegmentParameters, group: Group, wire: torch.dtype | None, state: BackwardState
+    ) -> None:
+        self._segment, self._group, self._wire, self._state = segment, group, wire, state
+
+    def hooks(self) -> list[tuple[nn.Parameter, GradientHook | None, GradientHook]]:
+        after, segment = _begin_only(self._state), self._segment
+
+        def before(_: torch.Tensor) -> None:
+            segment.notice_clearing()
+
+        return [
+            (p, before if p is segment.marked else None, after) for p in segment.params if p.requires_grad
+        ]
+
+    def finish(self) -> None:
+        self._segment.reduce_gradients(self._group, self._wire)
+
+    def abandon(self) -> None:
+        """Nothing is in flight."""
+
+
+class EverywhereReducer:
+    """Parameters whose mean goes to every rank, as in plain data parallelism: those that no optimizer here owns, and
+    those of optimizers that every rank runs whole.
+
+    A mean that gets local gradients added needs no care: the mean of (mean + local) is what is wanted.
+    """
+
+    def __init__(self, params: Sequence[nn.Parameter], group: Group, state: BackwardState) -> None:
+        self._params, self._group, self._state = list(params), group, state
+
+    def hooks(self) -> list[tuple[nn.Parameter, GradientHook | None, GradientHook]]:
+        return [(p, None, _begin_only(self._state)) for p in self._params]
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        for p in self._params:
+            if p.grad is None:
+                p.grad = torch.zeros_like(p)
+            elif p.grad.is_sparse:
+                p.grad = p.grad.to_dense()
+            self._group.all_reduce(p.grad, op=ReduceOp.AVG, label="gradient without an owner")
+
+    def abandon(self) -> None:
+        """Nothing is in flight."""

@@ -1,0 +1,322 @@
+"""Averages gradients to their owners while backward runs (ZeRO stage 2, arXiv 1910.02054).
+
+Legend: W world size, N numel of a bucket, S numel of this rank's part of it.
+
+[Note: buckets] Parameters are grouped in the order in which backward reaches them. When all gradients of a bucket
+are there they are packed by owner in one operation, given back, and reduce-scattered; the owner's
+gradients then are views of the result [S]. Buckets are sent in one fixed order on all ranks, so a
+parameter that is unused on some ranks can't make them meet the wrong partner. One is in flight at a time, while
+backward makes the gradients of the next: a second would cost memory and gains nothing where reducing is the
+slower part.
+
+[Note: which gradients exist] A plain process leaves ``grad=None`` where a parameter was not used, and the
+optimizer then skips it. With each bucket travels one flag for each parameter; an owner that did not use a
+parameter itself looks whether anybody did.
+
+[Note: accumulating] ``param.grad`` of an owner holds either this rank's own unreduced gradient (after ``no_sync``) or
+the mean over all ranks (after a reduction). Before a mean gets more added it is multiplied by W: then one
+more reduction gives mean + mean. Nothing has to be stored beside ``param.grad``, so every way to clear, clip or
+unscale gradients works.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from ..backend import Group, ReduceOp, Work
+from ..errors import LifecycleError
+from ..layout import buckets_by_numel, segment_layout
+from ..oss.parameter_buffers import dense_strides, strided_view
+from ..policy import ReducePolicy
+from ..torch_seams.hooks import NO_BACKWARD, BackwardState, GradientHook, current_backward
+from ..torch_seams.phases import Phase
+
+DEFAULT_BUCKET = 2**23  # elements
+
+
+class InFlight(NamedTuple):
+    """A bucket on its way."""
+
+    bucket: Bucket
+    work: Work
+    shard: torch.Tensor  # [S], this rank's part of the result
+    local: list[bool] | None  # which gradients this rank had; None: all
+
+
+class Bucket:
+    """Gradients that travel together, and where each lies in the packed form [N].
+
+    The packed form holds for each owner its gradients and then one flag for each of them.
+    """
+
+    def __init__(
+        self, index: int, members: Sequence[int], params: Sequence[nn.Parameter], owners: Sequence[int],
+        group: Group, wire: torch.dtype,
+    ) -> None:  # fmt: skip
+        self.label = f"gradients of bucket {index}"
+        self.wire = wire
+        self.is_half = wire in (torch.float16, torch.bfloat16)
+        self.members = list(members)
+        self.params = [params[i] for i in members]
+        self.waiting = len(self.members)
+        numels = [p.numel() for p in self.params]
+        self._layout = segment_layout(numels, [owners[i] for i in members], group.world_size, extra=1)
+        self.sizes = self._layout.sizes
+        self.nbytes = self._layout.numel * wire.itemsize
+        start = self._layout.start(group.rank)
+        self.owned = self._layout.items_of(group.rank)
+        # how an owned gradient lies in this rank's part: shape, strides, offset
+        self.owned_views = [
+            (self.params[i].shape, dense_strides(self.params[i]), self._layout.slots[i].offset - start)
+            for i in self.owned
+        ]
+        self.owned_numel = sum(numels[i] for i in self.owned)
+
+    def lay_over(self, slot: torch.Tensor) -> None:
+        """Makes the views of the packed form in a slot (bytes)."""
+        self.packed = slot[: self.nbytes].view(self.wire)
+        slots = self._layout.slots
+        self.views = [strided_view(self.packed, p, s.offset) for p, s in zip(self.params, slots, strict=True)]
+        self.flags = [self.packed[:0]] * len(self.params)  # one element each
+        self.flag_runs: list[torch.Tensor] = []  # all of one owner's
+        for rank in range(len(self.sizes)):
+            items = self._layout.items_of(rank)
+            first = self._layout.start(rank) + self.sizes[rank] - len(items)
+            if items:
+                self.flag_runs.append(self.packed[first : first + len(items)])
+            for k, i in enumerate(items):
+                self.flags[i] = self.packed[first + k : first + k + 1]
+        self.targets = self.views + self.flag_runs
+        self.ones = [torch.ones(f.shape, dtype=f.dtype, device=f.device) for f in self.flag_runs]
+
+
+class Reducer:
+    """Reduces the gradients of parameters to their owners.
+
+    Args:
+        params: trainable parameters in the order in which backward reaches them.
+        owners: rank of each.
+        group: the ranks; a channel of theirs for gradients.
+        policy: bucket size and dtype on the wire.
+        state: shared with the other hooks of the wrapped module.
+        reduced: class of what owners get (see ``shard_gradients.py``).
+    """
+
+    def __init__(
+        self, params: Sequence[nn.Parameter], owners: Sequence[int], group: Group, policy: ReducePolicy,
+        state: BackwardState, reduced: type[torch.Tensor],
+    ) -> None:  # fmt: skip
+        self._reduced: Any = reduced
+        self._params = list(params)
+        self._owned = [owner == group.rank for owner in owners]
+        self._group = group
+        self._world = group.world_size
+        self._state = state
+        self._is_mean = [False] * len(self._params)
+        self._fired = [False] * len(self._params)
+        self._next = 0
+        self._in_flight: InFlight | None = None
+        self.buckets = [
+            Bucket(i, members, self._params, owners, group, wire)
+            for i, (members, wire) in enumerate(plan_buckets(self._params, policy))
+        ]
+        device = self._params[0].device
+        # all buckets are packed into the same memory, one after the other
+        self._slot = torch.empty(max(b.nbytes for b in self.buckets), dtype=torch.uint8, device=device)
+        for bucket in self.buckets:
+            bucket.lay_over(self._slot)
+        self._slot_is_taken = True
+        self._release_slot()
+
+    # ------------------------------------------------------------ hooks
+    def hooks(self) -> list[tuple[nn.Parameter, GradientHook | None, GradientHook]]:
+        """For each parameter: what to call before and after it gets a gradient."""
+        bucket_of = {i: (k, b) for k, b in enumerate(self.buckets) for i in b.members}
+        return [
+            (p, self._before(i) if self._owned[i] else None, self._after(i, *bucket_of[i]))
+            for i, p in enumerate(self._params)
+        ]
+
+    def _before(self, index: int) -> GradientHook:
+        is_mean, param, world = self._is_mean, self._params[index], self._world
+
+        def before(_: torch.Tensor) -> None:
+            if is_mean[index]:  # see [Note: accumulating]
+                is_mean[index] = False
+                if param.grad is not None:
+                    with torch.no_grad():
+                        param.grad.mul_(world)
+
+        return before
+
+    def _after(self, index: int, position: int, bucket: Bucket) -> GradientHook:
+        # one closure a parameter: these run for every gradient, and a call costs more than the work
+        state, fired = self._state, self._fired
+
+        def after(_: torch.Tensor) -> None:
+            if state.accumulating:
+                state.unreduced = True
+                return
+            if state.task == NO_BACKWARD:
+                state.begin()
+            if fired[index]:
+                self._check_not_sent(position)
+                return
+            fired[index] = True
+            bucket.waiting -= 1
+            # inside a nested backward more may follow for the same parameter: wait for the end
+            if bucket.waiting == 0 and current_backward() == state.task:
+                self._send_ready()
+
+        return after
+
+    def _check_not_sent(self, position: int) -> None:
+        if position < self._next:
+            raise LifecycleError(
+                "a parameter received a second gradient after its first one had been sent: its module runs in "
+                "several re-entrant checkpoints. Use checkpoint(..., use_reentrant=False)."
+            )
+
+    def means(self) -> set[nn.Parameter]:
+        """Parameters whose gradient is a mean over ranks already."""
+        return {p for p, mean in zip(self._params, self._is_mean, strict=True) if mean and p.grad is not None}
+
+    def adopt_means(self, means: set[nn.Parameter]) -> None:
+        """Takes over what an earlier reducer had reduced."""
+        for i, p in enumerate(self._params):
+            self._is_mean[i] = p in means
+
+    # ------------------------------------------------------------ sending
+    def _send_ready(self) -> None:
+        if torch.is_grad_enabled():  # backward(create_graph=True)
+            with torch.no_grad():
+                self._send_ready()
+            return
+        while self._next < len(self.buckets) and self.buckets[self._next].waiting == 0:
+            self._send(self.buckets[self._next])
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Sends what is left, waits for everything, and leaves reduced gradients with their owners."""
+        while self._next < len(self.buckets):
+            self._send(self.buckets[self._next])
+        if self._in_flight is not None:
+            self._receive(self._in_flight)
+        self.abandon()
+
+    def abandon(self) -> None:
+        """Forgets the backward in progress."""
+        if self._in_flight is not None:  # its memory is in use until it is through, or has failed
+            with contextlib.suppress(RuntimeError):
+                self._in_flight.work.wait()
+            self._in_flight = None
+        self._release_slot()
+        self._next = 0
+        self._fired[:] = [False] * len(self._fired)
+        for bucket in self.buckets:
+            bucket.waiting = len(bucket.members)
+
+    def _release_slot(self) -> None:
+        if self._slot_is_taken:
+            self._group.backend.release_storage(self._slot)
+            self._slot_is_taken = False
+
+    def _send(self, bucket: Bucket) -> None:
+        self._next += 1
+        if self._in_flight is not None:
+            self._receive(self._in_flight)
+        if not self._slot_is_taken:
+            self._group.backend.take_storage(self._slot)
+            self._slot_is_taken = True
+        with Phase("shardkit::reduce-scatter"):
+            local = self._pack(bucket)
+            shard = bucket.packed.new_empty(bucket.sizes[self._group.rank])
+            op = ReduceOp.SUM if bucket.is_half else ReduceOp.AVG
+            work = self._group.reduce_scatter_into(
+                shard, bucket.packed, bucket.sizes, op=op, async_op=True, label=bucket.label
+            )
+        self._in_flight = InFlight(bucket, work, shard, local)
+
+    def _pack(self, bucket: Bucket) -> list[bool] | None:
+        """Copies gradients and flags to their places and gives the gradients back.
+
+        Returns which gradients this rank has; None if it has all.
+        """
+        gradients: list[Any] = []
+        unscaled, missing = [], False
+        for i, param, view in zip(bucket.members, bucket.params, bucket.views, strict=True):
+            grad = param.grad
+            gradients.append(grad)
+            if grad is None:
+                missing = True
+            else:
+                param.grad = None
+                if self._is_mean[i]:  # of an owner that got nothing to add in this backward
+                    unscaled.append(view)
+            self._is_mean[i] = False
+        local = None
+        if missing:
+            local = self._pack_partly(bucket, gradients)
+        else:
+            torch._foreach_copy_(bucket.targets, gradients + bucket.ones)
+        if unscaled:
+            torch._foreach_mul_(unscaled, self._world)
+        if bucket.is_half:  # before the sum, which could overflow
+            bucket.packed.mul_(1.0 / self._world)
+        return local
+
+    @staticmethod
+    def _pack_partly(bucket: Bucket, local: list[torch.Tensor | None]) -> list[bool]:
+        """Where some gradients are missing: zeros and a flag of 0 stand in for them."""
+        there = [g is not None for g in local]
+        sources = [g for g in local if g is not None]
+        targets = [v for v, is_there in zip(bucket.views, there, strict=True) if is_there]
+        flags = [f for f, is_there in zip(bucket.flags, there, strict=True) if is_there]
+        bucket.packed.zero_()
+        if targets:
+            torch._foreach_copy_(targets + flags, sources + [torch.ones_like(f) for f in flags])
+        return there
+
+    def _receive(self, flight: InFlight) -> None:
+        bucket, work, shard, local = flight
+        work.wait()
+        self._in_flight = None
+        used = None
+        if local is not None:
+            anybody = (shard[bucket.owned_numel :] != 0).tolist()
+            used = [local[i] or theirs for i, theirs in zip(bucket.owned, anybody, strict=True)]
+        for k, i in enumerate(bucket.owned):
+            if used is None or used[k]:
+                param = bucket.params[i]
+                grad = shard.as_strided(*bucket.owned_views[k])
+                if grad.dtype != param.dtype:
+                    grad = grad.to(param.dtype)
+                grad.__class__ = self._reduced
+                param.grad = grad
+                self._is_mean[bucket.members[i]] = True
+
+
+def plan_buckets(params: Sequence[nn.Parameter], policy: ReducePolicy) -> list[tuple[list[int], torch.dtype]]:
+    """Which parameters travel together and in which dtype, in the order of sending.
+
+    Buckets hold one dtype and at most ``policy.bucket_numel`` elements, and about a tenth of all: so the one
+    in flight stays small beside the gradients, however small the model.
+    """
+    by_dtype: dict[torch.dtype, list[int]] = {}
+    for i, p in enumerate(params):
+        by_dtype.setdefault(p.dtype, []).append(i)
+    cap = DEFAULT_BUCKET if policy.bucket_numel is None else policy.bucket_numel
+    if cap:
+        cap = min(cap, max(2**16, sum(p.numel() for p in params) // 10))
+    plan = []
+    for dtype, members in by_dtype.items():
+        wire = policy.dtype if policy.dtype is not None and policy.dtype.itemsize < dtype.itemsize else dtype
+        for chosen in buckets_by_numel([params[i].numel() for i in members], cap):
+            plan.append(([members[k] for k in chosen], wire))
+    # by the place of the last member, which completes the bucket
+    return sorted(plan, key=lambda entry: entry[0][-1])

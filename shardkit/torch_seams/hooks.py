@@ -1,0 +1,239 @@
+"""The only place that touches autograd's hooks: when a backward starts, gets a gradient ready, and ends.
+
+[Note: when a backward ends] Autograd runs callbacks queued inside a backward when that backward is through. With
+re-entrant activation checkpointing, backwards nest: an inner one ends long before the outer one. The outer one
+is recognised by a hook on the outputs of forward, which runs first and in the outer backward. Where the
+loss does not depend on those outputs, the first gradient queues the callback; if that happens inside an inner
+backward, the rest of the outer one counts as a further backward, whose gradients add up as they should.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd import Variable
+from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
+
+from ..errors import ConfigurationError, LifecycleError
+from ..progress import observe
+from .compiling import not_compiled
+
+NO_BACKWARD = -1
+DROPPED = "a backward that raised an error is dropped"  # on all ranks, or they are out of step
+# Id of the backward that runs in this thread, or NO_BACKWARD. (The C function itself: no Python call a gradient.)
+current_backward: Callable[[], int] = torch._C._current_graph_task_id
+
+GradientHook = Callable[[torch.Tensor], None]
+
+
+class BackwardState:
+    """What hooks need to know at every gradient.
+
+    Attributes:
+        task: id of the backward in progress, NO_BACKWARD between backwards.
+        thread: the thread that noticed it.
+        accumulating: inside ``no_sync``: gradients stay local.
+        unreduced: local gradients wait for a reduction.
+        is_due: a forward has ended whose backward has not begun.
+        raised: the error of the last forward, if it raised one; else "".
+    """
+
+    __slots__ = ("__weakref__", "_on_end", "accumulating", "is_due", "raised", "task", "thread", "unreduced")
+
+    def __init__(self, on_end: Callable[[], None]) -> None:
+        self.task = NO_BACKWARD
+        self.thread = 0
+        self.accumulating = False
+        self.unreduced = False
+        self.is_due = False
+        self.raised = ""
+        self._on_end = on_end
+        observe(self)
+
+    def unfinished(self, in_backward: bool) -> str:
+        """See :class:`shardkit.progress.Unfinished`."""
+        if self.task != NO_BACKWARD:
+            return "" if in_backward else "a backward that raised an error"
+        if self.raised:
+            return f"a forward that raised {self.raised}"
+        return "a step whose backward has not begun" if self.is_due and not in_backward else ""
+
+    def begin(self) -> None:
+        """Marks the running backward as the one whose end counts; called from inside of it.
+
+        Raises:
+            LifecycleError: it is compiled; its end would never come, and what is sent in it is no part of a graph.
+        """
+        compiled: Any = sys.modules.get("torch._dynamo.compiled_autograd")
+        if compiled is not None and (
+            compiled.compiled_autograd_enabled or compiled.in_compiled_autograd_region
+        ):
+            raise LifecycleError(
+                "compiled autograd of a sharded module is not possible: gradients are reduced while backward runs. Use "
+                "torch.compile without it (torch._dynamo.config.compiled_autograd = False)"
+            )
+        self.task = current_backward()
+        self.is_due = False
+        self.thread = threading.get_ident()
+        Variable._execution_engine.queue_callback(self._end)  # type: ignore[attr-defined]
+
+    def on_output(self, _: torch.Tensor) -> None:
+        """Hook for outputs of forward: their backward has begun."""
+        if self.task == NO_BACKWARD and not self.accumulating:
+            self.begin()
+
+    def _end(self) -> None:
+        self.task = NO_BACKWARD
+        self._on_end()
+
+
+class _Kept(OrderedDict[int, Any]):
+    """Hooks for when a parameter has got its gradient, the last of which takes the gradient away.
+
+    Autograd would call later ones in vain: they would find no gradient. So torch can't put any here (it is this dict
+    that ``register_post_accumulate_grad_hook`` writes into), until ours are removed.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.refusals: dict[int, str] = {}  # of ours
+
+    def __setitem__(self, key: int, hook: Any) -> None:
+        for refusal in self.refusals.values():
+            raise ConfigurationError(refusal)
+        super().__setitem__(key, hook)
+
+    def __delitem__(self, key: int) -> None:
+        self.refusals.pop(key, None)
+        super().__delitem__(key)
+
+    def add(self, hook: Any, refusal: str) -> RemovableHandle:
+        handle = RemovableHandle(self)
+        super().__setitem__(handle.id, hook)
+        if refusal:
+            self.refusals[handle.id] = refusal
+        return handle
+
+
+class GradientHooks:
+    """Hooks on parameters, removable together.
+
+    Args:
+        refusal: what is raised where a hook is registered that would run after ours, and find no gradient; "" where
+            ours leave gradients alone.
+    """
+
+    def __init__(self, refusal: str = "") -> None:
+        self.handles: list[RemovableHandle] = []
+        self._refusal = refusal
+
+    def attach(self, param: nn.Parameter, before: GradientHook | None, after: GradientHook) -> None:
+        """Calls ``before`` when ``param`` is about to get a gradient, ``after`` when ``param.grad`` holds it."""
+        if before is not None:
+            self.handles.append(param.register_hook(before))
+        hooks: Any = param._post_accumulate_grad_hooks
+        if hooks is None and self._refusal:
+            hooks = param._post_accumulate_grad_hooks = _Kept()
+        if isinstance(hooks, _Kept):
+            self.handles.append(hooks.add(after, self._refusal))
+        else:  # somebody's hooks were there first, and handles to remove them with
+            self.handles.append(param.register_post_accumulate_grad_hook(after))
+
+    def remove(self) -> None:
+        for handle in self.handles:
+            handle.remove()
+        self.handles.clear()
+
+
+def call_after_backward(function: Callable[[], None]) -> None:
+    """Calls ``function`` when the running backward is through, and so is what waits for its end.
+
+    DDP and ShardedDDP finish in callbacks that they queue in backward, which may be later than this one.
+    """
+    queue = Variable._execution_engine.queue_callback  # type: ignore[attr-defined]
+    queue(lambda: queue(function))
+
+
+_RUN_BACKWARD = torch.autograd.graph._engine_run_backward.__code__
+_RUN_NODE = torch.autograd.function.BackwardCFunction.apply.__code__
+
+
+def frame_of_backward(frame: FrameType | None) -> FrameType | None:
+    """Where a Python stack, from this frame on, has called a backward that is still running; None if it has not."""
+    while frame is not None and frame.f_code is not _RUN_BACKWARD:
+        frame = frame.f_back
+    return frame
+
+
+def inside_another_backward() -> bool:
+    """Whether the running backward was started by the backward of a function (a re-entrant checkpoint).
+
+    Autograd doesn't tell, but the Python stack does: this thread's, where device threads run nested backwards too.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    started = False
+    while frame is not None:
+        if frame.f_code is _RUN_BACKWARD:
+            started = True
+        elif started and frame.f_code is _RUN_NODE:
+            return True
+        frame = frame.f_back
+    return False
+
+
+_APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
+
+
+def surrounding_checkpoint() -> Any:
+    """The activation checkpoint that will run in backward again what is called now; None outside of one.
+
+    An object that is the same for all calls within the outermost checkpoint. torch's own kind is known by its hooks for
+    saved tensors; re-entrant ones (torch's, fairscale's, this library's) are autograd functions, on the Python stack.
+    """
+    if torch.is_grad_enabled():
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        pack = None if hooks is None else hooks[0]
+        return pack if getattr(pack, "__qualname__", "").startswith("_checkpoint_hook.") else None
+    outermost, frame = None, sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is _APPLY:
+            outermost = frame
+        frame = frame.f_back  # type: ignore[assignment]
+    return outermost
+
+
+@not_compiled
+def watch_outputs(outputs: Sequence[torch.Tensor], hook: GradientHook) -> bool:
+    """Calls ``hook`` when a backward through any of these outputs starts; whether there can be one."""
+    found = False
+    for tensor in outputs:
+        if tensor.requires_grad and tensor.grad_fn is not None:
+            tensor.register_hook(hook)
+            found = True
+    return found
+
+
+@not_compiled
+def tensors_of(outputs: Any) -> Sequence[torch.Tensor]:
+    """All tensors in what a module returned (any nesting of containers)."""
+    return (outputs,) if isinstance(outputs, torch.Tensor) else tensors_in(outputs)
+
+
+def tensors_in(value: Any, depth: int = 4) -> list[torch.Tensor]:
+    """All tensors inside nested tuples, lists, dicts, dataclasses and objects with attributes."""
+    found: list[torch.Tensor] = []
+    leaves: Sequence[Any] = tree_leaves(value)
+    for leaf in leaves:
+        if isinstance(leaf, torch.Tensor):
+            found.append(leaf)
+        elif depth > 0 and hasattr(leaf, "__dict__") and not isinstance(leaf, type | nn.Module):
+            found.extend(tensors_in(dict(vars(leaf)), depth - 1))
+    return found

@@ -1,0 +1,144 @@
+"""Wrappers that average gradients, this library's and torch's: a parameter belongs to one of them.
+
+Two of them around the same parameters average twice, or broadcast one rank's shard over the others'. Nothing of that
+fails by itself. So each wrapper here asks first what it is about to wrap, and wrappers of torch's, which copy the
+parameters of one rank or device to the others, are met when they register the module that they are to wrap.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+
+from torch import nn
+from torch.nn.modules.module import register_module_module_registration_hook
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from ..errors import ConfigurationError
+
+_OF_TORCH = {
+    DistributedDataParallel: "torch.nn.parallel.DistributedDataParallel",
+    DataParallel: "torch.nn.DataParallel",
+}
+_ours: dict[type[nn.Module], Callable[[nn.Parameter], bool] | None] = {}
+
+
+def note_wrapper(wrapper: type[nn.Module], owns: Callable[[nn.Parameter], bool] | None = None) -> None:
+    """From now on modules of this class, one of this library's, are known to average their gradients.
+
+    Args:
+        owns: tells a parameter that only such a module can list.
+    """
+    if not _ours:
+        register_module_module_registration_hook(_on_registration)
+    _ours[wrapper] = owns
+
+
+class PreparedForAccelerate:
+    """Mixed into wrappers: accelerate (and transformers' Trainer, which uses it) leaves them as they are.
+
+    It wraps modules in DistributedDataParallel, unless they say that this was done. With mixed precision of its own it
+    has to do more, which it does in ``prepare_model(model, evaluation_mode=True)``; elsewhere it is refused below.
+    """
+
+    @property
+    def _is_accelerate_prepared(self) -> bool:
+        module = sys.modules.get("accelerate.state")
+        state = getattr(module, "AcceleratorState", None)
+        if state is None or not state._shared_state:
+            return False
+        known = state()
+        return known.mixed_precision == "no" and str(known.distributed_type.value).startswith("MULTI_")
+
+    @_is_accelerate_prepared.setter
+    def _is_accelerate_prepared(self, value: bool) -> None:
+        """It notes what it has prepared."""
+
+
+def check_wrappable(module: nn.Module, who: str, may_hold: type[nn.Module] | None = None) -> None:
+    """Refuses a module of which another wrapper averages the gradients, or whose parameters are more than tensors.
+
+    Args:
+        module: about to be wrapped.
+        who: name of the wrapper, for the message.
+        may_hold: wrappers of this class inside are fine.
+
+    Raises:
+        ConfigurationError: with the place of what was found; nothing was changed.
+    """
+    wrappers = list(_wrappers())
+    for path, m in _outside_of(module, may_hold):
+        for kind, name in wrappers:
+            if isinstance(m, kind):
+                raise ConfigurationError(
+                    f"{who} can't wrap this module: {_place(path)} is a {name}, which averages gradients itself. "
+                    f"Give {who} the module without it"
+                )
+        for name, p in m._parameters.items():
+            if p is not None and is_traceable_wrapper_subclass(p):
+                full = f"{path}.{name}" if path else name
+                raise ConfigurationError(
+                    f"{who} can't wrap this module: its parameter {full!r} is a {type(p).__name__}, which is more than "
+                    f"one plain tensor. Keep modules with such parameters (distributed, quantized) out of what {who} "
+                    "wraps"
+                )
+
+
+def _outside_of(module: nn.Module, checked: type[nn.Module] | None) -> Iterator[tuple[str, nn.Module]]:
+    """``named_modules`` without those of a class and what is below them: they were looked at when they were made."""
+    waiting, seen = [("", module)], {module}
+    while waiting:
+        path, m = waiting.pop()
+        if checked is not None and isinstance(m, checked):
+            continue
+        yield path, m
+        for name, child in reversed(m._modules.items()):
+            if child is not None and child not in seen:
+                seen.add(child)
+                waiting.append((f"{path}.{name}" if path else name, child))
+
+
+def _wrappers() -> Iterator[tuple[type, str]]:
+    yield from ((w, f"shardkit.{w.__name__}") for w in _ours)
+    yield from _OF_TORCH.items()
+    loaded = sys.modules.get("torch.distributed.fsdp")  # whoever uses it has imported it
+    for name in ("FullyShardedDataParallel", "FSDPModule"):
+        found = getattr(loaded, name, None)
+        if found is not None:
+            yield found, f"torch.distributed.fsdp.{name}"
+
+
+def _place(path: str) -> str:
+    return f"its part {path!r}" if path else "it"
+
+
+def _on_registration(parent: nn.Module, name: str, module: nn.Module | None) -> None:
+    """Before torch's constructors send anything: they begin with ``self.module = module``."""
+    if module is None or not isinstance(parent, DistributedDataParallel | DataParallel):
+        return
+    ignored: set[str] = getattr(parent, "parameters_to_ignore", set())  # set_params_and_buffers_to_ignore
+    for path, m in module.named_modules():
+        if any(isinstance(m, kind) for kind in _ours):
+            # as DistributedDataParallel asks: every module for its own, those inside of a unit too
+            names = {
+                n
+                for below, inner in m.named_modules(prefix=path)
+                for n, _ in inner.named_parameters(below, False)
+            }
+            if not names <= ignored:
+                _refuse(parent, f"{_place(path)} is a {type(m).__name__}, which averages gradients itself")
+    for path, p in module.named_parameters():
+        if path not in ignored and any(owns(p) for owns in _ours.values() if owns is not None):
+            _refuse(parent, f"its parameter {path!r} is this rank's shard, and rank 0's would replace it")
+
+
+def _refuse(wrapper: nn.Module, why: str) -> None:
+    kind = type(wrapper).__name__
+    raise ConfigurationError(
+        f"{kind} can't wrap this module: {why}. Leave {kind} out. Libraries that add it by themselves: accelerate (and "
+        "transformers' Trainer) leaves it out where it has no mixed precision; where it has, give that to FSDP's "
+        "PrecisionPolicy instead, or use accelerator.prepare_model(model, evaluation_mode=True) in place of "
+        "prepare(model), and prepare() for optimizers and data loaders; give Lightning Fabric a strategy whose "
+        "setup_module returns the module"
+    )
