@@ -6,7 +6,7 @@ This is the clean API. ``shardkit.nn``, ``shardkit.optim``, ``shardkit.utils`` m
 import importlib
 from typing import Any
 
-from . import compat
+from . import compat, redirected
 from .adascale.optimizer import AdaScale
 from .checkpoint.loading import load
 from .checkpoint.prefix import load_with_or_without_prefix, with_prefix, without_prefix
@@ -78,8 +78,14 @@ __all__ = [
 ]
 
 
+redirected.serve()
+
+# What can be used after ``import shardkit`` alone, beside compat's packages; loaded when it is asked for.
+_PACKAGES = frozenset({"extra", "moe", "model_parallel", "pipeline"})
+
+
 def __getattr__(name: str) -> Any:
-    """``shardkit.nn`` after ``import shardkit`` alone, as with fairscale; loaded when it is asked for."""
-    if name in compat.PARTS:
+    """``shardkit.pipeline``, and ``shardkit.nn`` as with fairscale, after ``import shardkit`` alone."""
+    if name in _PACKAGES or name in compat.PARTS:
         return importlib.import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

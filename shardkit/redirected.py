@@ -1,16 +1,11 @@
 """Names of fairscale that serve no purpose on today's torch: importable, and on use they say what to take.
 
 Code that only imports such a name, subclasses it or asks ``isinstance`` keeps working; building one, calling one or
-reading an attribute of its class raises :class:`shardkit.errors.RedirectedError`. To be used at fairscale's path::
+reading an attribute of its class raises :class:`shardkit.errors.RedirectedError`.
 
-    from shardkit.redirected import redirected, redirected_function
-
-    AsyncPipe = redirected(
-        "nn.pipe.async_pipe.AsyncPipe", "torch.distributed.pipelining.Schedule1F1B", why="torch schedules stages itself"
-    )
-    broadcast_object = redirected_function(
-        "optim.oss._broadcast_object", "torch.distributed.broadcast_object_list", why="torch has it since 1.8"
-    )
+The names stand in the table of :mod:`shardkit.redirections`. :func:`redirected_names` gives a module of ``compat/``
+its entries. A module of fairscale's that has nothing else has no file: :func:`serve` puts a finder behind all others,
+which makes such a module of its entries when it is imported.
 
 Each name is listed with its reason in tests/parity/differences.py as well (kind "redirected"), from which
 docs/PARITY.md is made.
@@ -19,14 +14,28 @@ docs/PARITY.md is made.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+import importlib
+import sys
+from collections.abc import Callable, Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 from typing import Any, NoReturn, TypeVar, cast
 
-from shardkit.errors import RedirectedError
+from .errors import RedirectedError
+from .redirections import ALSO, REDIRECTED
 
-__all__ = ["is_redirected", "redirected", "redirected_function", "redirected_names", "without_arguments"]
+__all__ = [
+    "is_redirected",
+    "redirected",
+    "redirected_function",
+    "redirected_names",
+    "serve",
+    "without_arguments",
+]
 
 MARK = "__redirected__"
+_ROOT = "shardkit"
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 
@@ -87,20 +96,40 @@ def redirected_function(name: str, instead: str, *, why: str) -> Callable[..., N
     return refuse
 
 
-def redirected_names(module: str, names: Iterable[str], instead: str, *, why: str) -> Callable[[str], type]:
-    """A module's ``__getattr__`` that has types and constants of redirected parts: importable, and no more::
+def redirected_names(module: str) -> Callable[[str], Any]:
+    """The ``__getattr__`` of a module: its names in the table, made when they are asked for::
 
-    __getattr__ = redirected_names(__name__, ["ExcInfo"], "shardkit.nn.pipe.Pipe", why="it has no threads")
+    __getattr__ = redirected_names(__name__)
     """
-    path = module.partition(".")[2]
-    made = {name: redirected(f"{path}.{name}", instead, why=why) for name in names}
+    path = module.removeprefix(f"{_ROOT}.")
+    names = _names_of(path)
 
-    def get(name: str) -> type:
-        if name not in made:
+    @functools.cache  # a class is one object
+    def get(name: str) -> Any:
+        if name not in names:
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
-        return made[name]
+        return names[name]()
 
     return get
+
+
+def _names_of(path: str) -> dict[str, Callable[[], Any]]:
+    """What the table has for a module: each name, and what makes it."""
+    found: dict[str, Callable[[], Any]] = {}
+    for names, instead, why in REDIRECTED.get(path, ()):
+        for name in names.split():
+            make = redirected_function if name.endswith("()") else redirected
+            short = name.removesuffix("()")
+            found[short] = functools.partial(make, f"{path}.{short}", instead, why=why)
+    for home, names in ALSO.get(path, {}).items():
+        for name in names.split(", "):
+            there, _, here = name.partition(" as ")
+            found[here or there] = functools.partial(_imported, home, there)
+    return found
+
+
+def _imported(path: str, name: str) -> Any:
+    return getattr(importlib.import_module(f"{_ROOT}.{path}"), name)
 
 
 def without_arguments(**gone: str) -> Callable[[_F], _F]:
@@ -125,3 +154,46 @@ def without_arguments(**gone: str) -> Callable[[_F], _F]:
 def is_redirected(thing: object) -> bool:
     """Whether a class or function was made here (subclasses of users don't count)."""
     return MARK in getattr(thing, "__dict__", {})
+
+
+# ---------------------------------------------------------------- modules that have no file
+_SERVED = {f"{_ROOT}.{path}" for path in (*REDIRECTED, *ALSO)}
+_SERVED |= {name.rpartition(".")[0] for name in _SERVED}  # the packages they are in
+
+
+class _Finder(MetaPathFinder):
+    """Finds the modules of the table. It is asked last: those that have a file are made of that."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname not in _SERVED:
+            return None
+        is_package = any(name.startswith(f"{fullname}.") for name in _SERVED)
+        return ModuleSpec(
+            fullname, _Loader(), origin=f"the table of {_ROOT}.redirections", is_package=is_package
+        )
+
+
+class _Loader(Loader):
+    """Fills a module from the table."""
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return None
+
+    def exec_module(self, module: ModuleType) -> None:
+        path = module.__name__.removeprefix(f"{_ROOT}.")
+        names = sorted(_names_of(path))
+        module.__doc__ = f"fairscale.{path}: its names say on use what to take instead."
+        module.__dict__.update(
+            __all__=names, __getattr__=redirected_names(module.__name__), __dir__=lambda: names
+        )
+
+
+_FINDER = _Finder()
+
+
+def serve() -> None:
+    """From here on the modules of the table can be imported. A second call changes nothing."""
+    if _FINDER not in sys.meta_path:
+        sys.meta_path.append(_FINDER)

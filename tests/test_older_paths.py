@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import importlib
+import subprocess
+import sys
 
 import pytest
 import torch
 from torch import nn
 
 import shardkit
+from shardkit import compat
 from shardkit.errors import ConfigurationError, LifecycleError, RedirectedError
 from shardkit.internal import containers
 from shardkit.internal import object as objects
@@ -40,6 +43,12 @@ def test_moved_modules(old: str) -> None:
         assert getattr(before, name) is getattr(now, name), name
     if old.startswith("utils."):
         assert sorted(before.__all__) == sorted(now.__all__)
+
+
+def test_parts_after_importing_the_package_alone() -> None:
+    parts = ["moe", "model_parallel", "pipeline", "extra", *compat.PARTS]
+    code = f"import shardkit\nfor part in {parts}: assert getattr(shardkit, part).__name__ == f'shardkit.{{part}}'"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 
 def test_the_package_alone() -> None:

@@ -200,3 +200,11 @@ def test_version_is_said_once() -> None:
     import shardkit
 
     assert getattr(shardkit, "__version__", PROJECT["project"]["version"]) == PROJECT["project"]["version"]
+
+
+def test_the_api_page_has_every_public_name() -> None:
+    import shardkit
+
+    page = (ROOT / "docs" / "api.md").read_text()
+    directives = set(re.findall(r"^\.\. auto\w+:: (?:[\w.]+\.)?(\w+)$", page, re.M))
+    assert {n for n in shardkit.__all__ if getattr(shardkit, n).__module__ != "shardkit.errors"} <= directives

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import inspect
+import pickle
 from collections.abc import Callable
 
 import pytest
 
+from shardkit import compat
 from shardkit.errors import RedirectedError
 from shardkit.redirected import is_redirected, redirected, redirected_function, redirected_names
+from shardkit.redirections import ALSO, REDIRECTED, Names
 
 Old = redirected("nn.attic.Old", "torch.nn.New", why="torch has it")
 old_function = redirected_function("nn.attic.old_function", "torch.new_function", why="torch has it")
@@ -46,8 +51,9 @@ def test_what_does_not_use_it_works() -> None:
     assert "torch.nn.New" in str(inspect.getdoc(Old))
 
 
-def test_names_of_a_module() -> None:
-    get = redirected_names("shardkit.nn.attic", ["LIMIT"], "torch.nn.New", why="torch has it")
+def test_names_of_a_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(REDIRECTED, "nn.attic", (Names("LIMIT", "torch.nn.New", "torch has it"),))
+    get = redirected_names("shardkit.nn.attic")
     assert is_redirected(get("LIMIT"))
     assert get("LIMIT") is get("LIMIT")
     with pytest.raises(RedirectedError, match=r"fairscale\.nn\.attic\.LIMIT is not carried over"):
@@ -62,3 +68,38 @@ def test_only_the_name_itself_is_marked() -> None:
     assert not is_redirected(Child)
     assert not is_redirected(int)
     assert not is_redirected(3)
+
+
+@pytest.mark.parametrize("path", sorted({*REDIRECTED, *ALSO}))
+def test_the_table_is_served(path: str) -> None:
+    """Every entry, at its module: made of the table alone, or of a file in ``compat/`` that takes its entries."""
+    module = importlib.import_module(f"shardkit.{path}")
+    names = [n.removesuffix("()") for entry in REDIRECTED.get(path, ()) for n in entry.names.split()]
+    for name in names:
+        thing = getattr(module, name)
+        assert is_redirected(thing), name
+        assert thing is getattr(module, name)
+        assert pickle.loads(pickle.dumps(thing)) is thing
+    for home, imported in ALSO.get(path, {}).items():
+        for there, _, here in (n.partition(" as ") for n in imported.split(", ")):
+            found = getattr(importlib.import_module(f"shardkit.{home}"), there)
+            assert getattr(module, here or there) is found
+    exported: dict[str, object] = {}
+    exec(f"from shardkit.{path} import *", exported)
+    assert {n for n in names if n in module.__all__} <= exported.keys()
+    with pytest.raises(ImportError):
+        exec(f"from shardkit.{path} import no_such_name")
+
+
+def test_modules_without_a_file() -> None:
+    spec = importlib.util.find_spec("shardkit.nn.pipe.skip.portal")
+    assert spec is not None
+    assert spec.submodule_search_locations is None
+    package = importlib.util.find_spec("shardkit.experimental.nn.distributed_pipeline")
+    assert package is not None
+    assert package.submodule_search_locations == []
+    assert importlib.util.find_spec("shardkit.nn.pipe.no_such_module") is None
+    with compat.installed():
+        theirs = importlib.import_module("fairscale.nn.pipe.skip.portal")
+    assert theirs is importlib.import_module("shardkit.nn.pipe.skip.portal")
+    assert "PortalBlue" in dir(theirs)

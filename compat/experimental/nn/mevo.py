@@ -14,7 +14,7 @@ from torch import nn
 
 from shardkit.errors import ConfigurationError
 from shardkit.extra.vocab_loss import Margin, linear_cross_entropy
-from shardkit.redirected import redirected
+from shardkit.redirected import redirected_names
 
 __all__ = [
     "BackwardTrigger",
@@ -31,13 +31,7 @@ __all__ = [
 
 DEBUG = False  # fairscale's; nothing is printed here
 
-_FUSED = {
-    "instead": "shardkit.extra.vocab_loss.linear_cross_entropy",
-    "why": "a step inside of MemoryEfficientVocabOutput, which is one autograd function now",
-}
-GetMaxFunction = redirected("experimental.nn.mevo.GetMaxFunction", **_FUSED)
-GetSumFunction = redirected("experimental.nn.mevo.GetSumFunction", **_FUSED)
-TargetScoreFunction = redirected("experimental.nn.mevo.TargetScoreFunction", **_FUSED)
+__getattr__ = redirected_names(__name__)
 
 
 def _rows(input: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

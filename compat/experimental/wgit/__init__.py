@@ -1,8 +1,8 @@
 """fairscale.experimental.wgit: version control for weights, an experiment that was never finished."""
 
-from .repo import Repo
-from .signal_sparsity import Algo, SignalSparsity, random_sparse_mask
-from .signal_sparsity_profiling import EnergyConcentrationProfile
+from shardkit.redirected import redirected_names
+
+from .utils import Algo
 from .version import __version_tuple__
 
 __all__ = [
@@ -13,3 +13,5 @@ __all__ = [
     "__version_tuple__",
     "random_sparse_mask",
 ]
+
+__getattr__ = redirected_names(__name__)

@@ -1,6 +1,6 @@
 """``python -m shardkit.experimental.wgit``: says what to use instead."""
 
-from .cli import main
+from shardkit.redirected import redirected_names
 
 if __name__ == "__main__":
-    main()
+    redirected_names("shardkit.experimental.wgit.cli")("main")()

@@ -22,7 +22,7 @@ from shardkit.nn.model_parallel.initialize import (
     model_parallel_is_initialized,
 )
 from shardkit.nn.model_parallel.random import model_parallel_cuda_manual_seed
-from shardkit.redirected import redirected, redirected_function
+from shardkit.redirected import redirected_names
 
 from .joining import dist_init, make_cudnn_deterministic, rmf, teardown, temp_files_ctx
 from .models import GPT2, DeviceAndTypeCheckModule, IdentityLayer
@@ -75,22 +75,11 @@ __all__ = [
 filename_mpi: str | None = None
 available_devices = ["cpu", *(str(d) for d in [torch.accelerator.current_accelerator()] if d is not None)]
 
-_HERE = "fair_dev.testing.testing"
-_CLOCK = "it measures CUDA's busy-wait kernel"
-get_cycles_per_ms = redirected_function(f"{_HERE}.get_cycles_per_ms", "torch.cuda._sleep", why=_CLOCK)
-SGDWithPausingCompute = redirected(
-    f"{_HERE}.SGDWithPausingCompute", "torch.optim.SGD with a step hook", why="it tests fairscale's streams"
-)
-get_smi_memory = redirected_function(
-    f"{_HERE}.get_smi_memory", "torch.accelerator.memory_allocated()", why="torch tells what nvidia-smi tells"
-)
-torch_cuda_version = redirected_function(
-    f"{_HERE}.torch_cuda_version", "torch.version.cuda", why="it knows CUDA 10 and 11 only"
-)
+_redirected = redirected_names(__name__)
 
 
 def __getattr__(name: str) -> Any:
-    """The marks that skip tests; made when asked for, since all else here works without pytest."""
+    """Redirected names, and the marks that skip tests: made when asked for, since all else works without pytest."""
     devices = torch.accelerator.device_count()
     conditions: dict[str, tuple[bool, str]] = {
         "skip_if_cuda": (devices > 0, "runs on the CPU only, to save time"),
@@ -102,7 +91,7 @@ def __getattr__(name: str) -> Any:
         "skip_due_to_flakyness": (True, "does not always pass"),
     }
     if name not in conditions:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return _redirected(name)
     import pytest
 
     condition, reason = conditions[name]

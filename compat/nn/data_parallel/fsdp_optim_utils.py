@@ -8,7 +8,7 @@ import torch
 
 from shardkit.errors import ConfigurationError
 from shardkit.nn.misc.flatten_params_wrapper import FlattenParamsWrapper
-from shardkit.redirected import redirected_function
+from shardkit.redirected import redirected_names
 
 __all__ = [
     "FlattenParamsWrapper",
@@ -18,18 +18,7 @@ __all__ = [
     "is_singleton_tensor",
 ]
 
-_WHY = "it was a step within FSDP's methods, which need no helper for it now"
-
-build_unflat_state_dict = redirected_function(
-    "nn.data_parallel.fsdp_optim_utils.build_unflat_state_dict",
-    "FullyShardedDataParallel.gather_full_optim_state_dict(optimizer)",
-    why=_WHY,
-)
-flatten_optim_state_dict = redirected_function(
-    "nn.data_parallel.fsdp_optim_utils.flatten_optim_state_dict",
-    "FullyShardedDataParallel.get_shard_from_optim_state_dict(full_state)",
-    why=_WHY,
-)
+__getattr__ = redirected_names(__name__)
 
 
 def check_param_counts_before_sharding(full_optim_state_dict: dict[str, Any], n_instances: int) -> None:

@@ -8,13 +8,10 @@ from shardkit.nn.model_parallel.initialize import get_pipeline_parallel_group
 from shardkit.pipeline import partition
 from shardkit.pipeline.async_pipe import AsyncPipe
 from shardkit.pipeline.pipe import MOVING_DENIED
-from shardkit.redirected import redirected
+from shardkit.redirected import redirected_names
 
 from . import microbatch
-from .async_pipeline import AsyncPipeline
-from .async_schedule import Invocation, Location, ModuleWrapper
 from .batchnorm import DeferredBatchNorm
-from .skip.layout import SkipLayout
 from .skip.skippable import Skippable
 from .types import LazyModule, TensorOrTensors, Tensors
 
@@ -38,11 +35,7 @@ __all__ = [
     "verify_module",
 ]
 
-PartitionInfo = redirected(
-    "nn.pipe.async_pipe.PartitionInfo",
-    instead="shardkit.nn.pipe.AsyncPipe",
-    why="a rank holds one run of layers",
-)
+__getattr__ = redirected_names(__name__)
 
 
 def check_balance(module: nn.Sequential | list[LazyModule], balance: list[int]) -> None:

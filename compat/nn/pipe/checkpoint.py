@@ -16,11 +16,9 @@ from shardkit.activations.checkpointing import (
     is_recomputing,
     thread_local,
 )
-from shardkit.redirected import redirected, redirected_function, redirected_names
+from shardkit.redirected import redirected_names
 
-from .dependency import fork, join
 from .microbatch import Batch
-from .phony import get_phony
 from .types import TensorOrTensors, Tensors
 
 __all__ = [
@@ -45,15 +43,7 @@ __all__ = [
     "thread_local",
 ]
 
-_MOVED = {
-    "instead": "shardkit.nn.checkpoint.checkpoint_wrapper or torch.utils.checkpoint",
-    "why": "one autograd function runs a checkpointed call again and puts its random state back",
-}
-Checkpoint = redirected("nn.pipe.checkpoint.Checkpoint", **_MOVED)
-Recompute = redirected("nn.pipe.checkpoint.Recompute", **_MOVED)
-Context = redirected("nn.pipe.checkpoint.Context", **_MOVED)
-save_rng_states = redirected_function("nn.pipe.checkpoint.save_rng_states", **_MOVED)
-restore_rng_states = redirected_function("nn.pipe.checkpoint.restore_rng_states", **_MOVED)
+__getattr__ = redirected_names(__name__)
 
 
 class Function(Protocol):
@@ -81,5 +71,3 @@ class Checkpointing:
 
 
 _UNKNOWN = nn.ParameterList([nn.Parameter(torch.empty(0))])
-
-__getattr__ = redirected_names(__name__, ["RNGStates", "Recomputed"], **_MOVED)

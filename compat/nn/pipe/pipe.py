@@ -13,12 +13,10 @@ from shardkit.pipeline.batch_norm import DeferredBatchNorm
 from shardkit.pipeline.errors import BalanceError
 from shardkit.pipeline.partition import verify_module
 from shardkit.pipeline.pipe import MOVING_DENIED, Device, Pipe
+from shardkit.redirected import redirected_names
 
 from . import microbatch
-from .pipeline import Pipeline
-from .skip.layout import inspect_skip_layout
 from .skip.skippable import verify_skippables
-from .stream import new_stream
 from .types import TensorOrTensors, Tensors
 
 __all__ = [
@@ -42,6 +40,8 @@ __all__ = [
     "verify_skippables",
     "verify_splitting",
 ]
+
+__getattr__ = redirected_names(__name__)
 
 Devices = Iterable[Device] | list[Device]
 Module = nn.Module

@@ -6,11 +6,11 @@ from typing import TypeVar
 import torch
 
 from shardkit.pipeline.skip import Skippable, StashPop, pop, skippable, stash, verify_skippables
+from shardkit.redirected import redirected_names
 
 from ..microbatch import Batch
 from ..types import TensorOrTensors, Tensors
 from .namespace import Namespace
-from .tracker import current_skip_tracker
 
 __all__ = [
     "Batch",
@@ -27,6 +27,8 @@ __all__ = [
     "stash",
     "verify_skippables",
 ]
+
+__getattr__ = redirected_names(__name__)
 
 StashPopGenerator = Generator[StashPop, torch.Tensor | None, TensorOrTensors]
 T = TypeVar("T", bound=Skippable)

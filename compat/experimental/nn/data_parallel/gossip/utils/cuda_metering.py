@@ -6,7 +6,7 @@ from collections import deque
 from functools import partial
 from typing import Any
 
-from shardkit.redirected import redirected, redirected_function
+from shardkit.redirected import redirected_names
 
 __all__ = [
     "CudaEventRecorder",
@@ -19,10 +19,7 @@ __all__ = [
 MAX_LEN_DEQUEUE = 10**4
 deque_with_max_len_fixed: Any = partial(deque, maxlen=MAX_LEN_DEQUEUE)
 
-_PATH = "experimental.nn.data_parallel.gossip.utils.cuda_metering"
-_PROFILER = {"instead": "torch.profiler.profile", "why": "it times phases on any device, without extra code"}
-CudaEventRecorder = redirected(f"{_PATH}.CudaEventRecorder", **_PROFILER)
-create_and_record_event = redirected_function(f"{_PATH}.create_and_record_event", **_PROFILER)
+__getattr__ = redirected_names(__name__)
 
 
 class EventRecorder:
@@ -38,4 +35,4 @@ class DummyCudaEventRecorder(EventRecorder):
 
 def create_event_recorder(event_name: str, dummy: bool = False) -> Any:
     """A recorder that records nothing; without ``dummy`` an error that says what to take instead."""
-    return DummyCudaEventRecorder() if dummy else CudaEventRecorder(event_name)
+    return DummyCudaEventRecorder() if dummy else __getattr__("CudaEventRecorder")(event_name)

@@ -1,1 +1,0 @@
-"""fairscale.experimental.nn.ampnet_pipe. Asynchronous updates in a pipeline (AMPNet)."""
