@@ -4,7 +4,7 @@ Code that only imports such a name, subclasses it or asks ``isinstance`` keeps w
 reading an attribute of its class raises :class:`shardkit.errors.RedirectedError`.
 
 The names stand in the table of :mod:`shardkit.redirections`. :func:`redirected_names` gives a module of ``compat/``
-its entries. A module of fairscale's that has nothing else has no file: :func:`serve` puts a finder behind all others,
+its entries. A module of fairscale's that has nothing else has no file: :func:`serve` puts a finder before all others,
 which makes such a module of its entries when it is imported.
 
 Each name is listed with its reason in tests/parity/differences.py as well (kind "redirected"), from which
@@ -18,7 +18,7 @@ import importlib
 import sys
 from collections.abc import Callable, Sequence
 from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec
+from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any, NoReturn, TypeVar, cast
 
@@ -162,13 +162,19 @@ _SERVED |= {name.rpartition(".")[0] for name in _SERVED}  # the packages they ar
 
 
 class _Finder(MetaPathFinder):
-    """Finds the modules of the table. It is asked last: those that have a file are made of that."""
+    """Finds the modules of the table, except for those that have a file, which also take their entries from it.
+
+    It is asked first: a folder in which nothing but a cache is left would be found as a namespace package.
+    """
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         if fullname not in _SERVED:
             return None
+        found = PathFinder.find_spec(fullname, path, target)
+        if found is not None and found.has_location:
+            return found
         is_package = any(name.startswith(f"{fullname}.") for name in _SERVED)
         return ModuleSpec(
             fullname, _Loader(), origin=f"the table of {_ROOT}.redirections", is_package=is_package
@@ -196,4 +202,4 @@ _FINDER = _Finder()
 def serve() -> None:
     """From here on the modules of the table can be imported. A second call changes nothing."""
     if _FINDER not in sys.meta_path:
-        sys.meta_path.append(_FINDER)
+        sys.meta_path.insert(0, _FINDER)

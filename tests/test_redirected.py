@@ -6,7 +6,9 @@ import importlib
 import importlib.util
 import inspect
 import pickle
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -89,6 +91,16 @@ def test_the_table_is_served(path: str) -> None:
     assert {n for n in names if n in module.__all__} <= exported.keys()
     with pytest.raises(ImportError):
         exec(f"from shardkit.{path} import no_such_name")
+
+
+def test_a_folder_that_only_holds_a_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parent = importlib.import_module("shardkit.experimental.nn")
+    (tmp_path / "ampnet_pipe" / "__pycache__").mkdir(parents=True)
+    monkeypatch.setattr(parent, "__path__", [str(tmp_path)])
+    monkeypatch.delitem(sys.modules, "shardkit.experimental.nn.ampnet_pipe", raising=False)
+    found = importlib.util.find_spec("shardkit.experimental.nn.ampnet_pipe")
+    assert found is not None
+    assert found.origin == "the table of shardkit.redirections"
 
 
 def test_modules_without_a_file() -> None:
