@@ -43,7 +43,7 @@ from .flat_param import FlatParam
 from .frozen import FrozenUnits
 from .refusals import backward_with_graph, changed_since_forward, written_member
 from .threads import NO_THREAD, check_one_thread, this_thread
-from .tracing import check_backward, check_inputs_of_backward
+from .tracing import check_backward
 from .unit import Unit
 
 
@@ -270,7 +270,6 @@ class Engine:
             LifecycleError: it builds a graph, which would need parameters after it that are given back.
         """
         check_backward(self.units[0])
-        check_inputs_of_backward(self.units[0])
         if torch.is_grad_enabled():  # in a backward: create_graph=True
             flats = [f for u in self.units for f in u.flats if not f.is_whole]
             if flats:

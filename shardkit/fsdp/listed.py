@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
+from ..errors import LifecycleError
 from ..flattening.flat_parameter import FlatParameter
 from ..optimizers.shards import note_shard, shard_behind
+from ..torch_seams.hooks import check_asked_gradients
 
 if TYPE_CHECKING:
     from .flat_param import FlatParam
@@ -25,6 +28,19 @@ def note_listed(param: nn.Parameter, flat: FlatParam) -> None:
     if type(param) is FlatParameter:
         param.__class__ = ShardedFlatParameter
     note_shard(param, flat)
+    check_asked_gradients(_refuse_shards)
+
+
+def _refuse_shards(inputs: Sequence[Any]) -> None:
+    """Raises LifecycleError where a backward is asked for gradients of shards."""
+    for asked in inputs:
+        flat = flat_of_listed(asked) if isinstance(asked, nn.Parameter) else None
+        if flat is not None:
+            raise LifecycleError(
+                f"rank {flat.group.ranks[flat.group.rank]}: torch.autograd.grad and backward(inputs=...) can't give "
+                f"gradients of an FSDP module's parameters() (here of {flat.label or 'a unit'}): these are shards, "
+                "which autograd never sees. Call loss.backward() without inputs= and read their .grad"
+            )
 
 
 class ShardedFlatParameter(FlatParameter):

@@ -11,12 +11,9 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 
 from ..errors import LifecycleError
 from ..torch_seams.callers import callers
-from ..torch_seams.hooks import frame_of_backward
-from .listed import flat_of_listed
 
 if TYPE_CHECKING:
     from .unit import Unit
@@ -66,21 +63,6 @@ def check_backward(unit: Unit) -> None:
             unit,
             "compiled autograd",
             "torch.compile without it (torch._dynamo.config.compiled_autograd = False)",
-        )
-
-
-def check_inputs_of_backward(unit: Unit) -> None:
-    """Raises LifecycleError where ``torch.autograd.grad`` is asked for gradients of shards."""
-    backward = frame_of_backward(sys._getframe(1))
-    caller = None if backward is None else backward.f_back
-    if caller is None or caller.f_code is not torch.autograd.grad.__code__:
-        return
-    inputs = caller.f_locals.get("inputs", ())
-    tensors = [inputs] if isinstance(inputs, torch.Tensor) else inputs
-    if any(isinstance(t, nn.Parameter) and flat_of_listed(t) is not None for t in tensors):
-        raise LifecycleError(
-            f"{_where(unit)}: torch.autograd.grad can't give gradients of an FSDP module's parameters(): these are "
-            "shards, which autograd never sees. Call loss.backward() and read their .grad"
         )
 
 

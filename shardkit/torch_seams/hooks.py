@@ -5,10 +5,15 @@ re-entrant activation checkpointing, backwards nest: an inner one ends long befo
 is recognised by a hook on the outputs of forward, which runs first and in the outer backward. Where the
 loss does not depend on those outputs, the first gradient queues the callback; if that happens inside an inner
 backward, the rest of the outer one counts as a further backward, whose gradients add up as they should.
+
+[Note: gradients asked for] Autograd finds out by itself that a tensor is in no graph: nothing runs, no hook is called,
+and ``backward(inputs=)`` just leaves it without a gradient. Whether it asks the tensor's class depends on torch's
+version. So what ``torch.autograd``'s functions call to run the engine is replaced, as ``torch.compiler`` does it.
 """
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
 from collections import OrderedDict
@@ -24,7 +29,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ..errors import ConfigurationError, LifecycleError
 from ..progress import observe
-from .compiling import not_compiled
+from .compiling import callees_compiled, not_compiled
 
 NO_BACKWARD = -1
 DROPPED = "a backward that raised an error is dropped"  # on all ranks, or they are out of step
@@ -162,7 +167,8 @@ def call_after_backward(function: Callable[[], None]) -> None:
     queue(lambda: queue(function))
 
 
-_RUN_BACKWARD = torch.autograd.graph._engine_run_backward.__code__
+_run_backward: Callable[..., Any] = torch.autograd.graph._engine_run_backward
+_RUN_BACKWARD = _run_backward.__code__
 _RUN_NODE = torch.autograd.function.BackwardCFunction.apply.__code__
 
 
@@ -187,6 +193,30 @@ def inside_another_backward() -> bool:
             return True
         frame = frame.f_back
     return False
+
+
+_asked_checks: list[Callable[[Sequence[Any]], None]] = []
+
+
+@callees_compiled
+@functools.wraps(_run_backward)
+def _run_checked(t_outputs: Any, *args: Any, **kwargs: Any) -> Any:
+    if args[3]:  # behind the gradients of the outputs, retain_graph and create_graph
+        for check in _asked_checks:
+            check(args[3])
+    return _run_backward(t_outputs, *args, **kwargs)
+
+
+def check_asked_gradients(check: Callable[[Sequence[Any]], None]) -> None:
+    """From now on ``check`` sees, before anything runs, tensors that a backward shall give gradients of, and no others.
+
+    These are the inputs of ``torch.autograd.grad`` and ``backward(inputs=)``. See [Note: gradients asked for].
+    """
+    if check not in _asked_checks:
+        _asked_checks.append(check)
+        if len(_asked_checks) == 1:
+            for module in (torch.autograd, torch.autograd.graph):
+                module._engine_run_backward = _run_checked  # type: ignore[attr-defined]
 
 
 _APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]

@@ -1,0 +1,45 @@
+"""Gradients of an FSDP module's parameters(), asked for by name: shards, which autograd never sees."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from shardkit.errors import LifecycleError
+
+from .strategies import WORLDS, loss_of, run, twins
+
+REFUSED: dict[str, Callable[[torch.Tensor, list[Any]], Any]] = {
+    "grad": lambda loss, shards: torch.autograd.grad(loss, shards),
+    "allow_unused": lambda loss, shards: torch.autograd.grad(loss, shards, allow_unused=True),
+    "one of them": lambda loss, shards: torch.autograd.grad(loss, shards[-1], materialize_grads=True),
+    "batched": lambda loss, shards: torch.autograd.grad(loss, shards, torch.ones(2), is_grads_batched=True),
+    "backward": lambda loss, shards: loss.backward(inputs=shards),
+    "one in backward": lambda loss, shards: torch.autograd.backward([loss], inputs=shards[0]),
+}
+
+
+def _asked(rank: int, world: int) -> None:
+    """Refused before anything runs: the same loss has its gradients afterwards."""
+    for strategy in ("fsdp", "units", "unflattened"):
+        pair = twins(rank, world, strategy)
+        losses = [loss_of(pair.plain, r) for r in range(world)]
+        torch.stack(losses).mean().backward()
+        loss = loss_of(pair.model, rank)
+        for ask in REFUSED.values():
+            with pytest.raises(
+                LifecycleError, match=rf"rank {rank}: torch\.autograd\.grad .* Call loss\.backward\(\)"
+            ):
+                ask(loss, list(pair.model.parameters()))
+        assert all(p.grad is None for p in pair.model.parameters())
+        loss.backward()
+        pair.step()
+        pair.assert_equal()
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_gradients_of_shards(world: tuple[int, str]) -> None:
+    run(world, _asked)
