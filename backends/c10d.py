@@ -20,6 +20,7 @@ from . import objects
 from .aside import NoAnswer
 from .connections import DESTROYED, connect_gloo, register, timeout_of
 from .course import WITH_COURSE, Agreement, Course
+from .forked import LeftBehind, belongs_here
 from .local_part import Accumulate, Exchange, Finish
 from .sizes import check_exchange, check_member, check_members, check_op, check_parts
 from .waiting import DONE, C10dWork, Waiting
@@ -80,6 +81,7 @@ class C10dGroup(Waiting):
         self._connected = 0
         if process_group is not None:
             register(process_group, self if self.ends_at_exit else None)
+            belongs_here(self)
             if parent is None:  # the user's, which lasts as long as torch has it
                 self._timeout = timeout_of(process_group, backend.device_type)
                 self.process_group = weakref.proxy(process_group)
@@ -142,6 +144,10 @@ class C10dGroup(Waiting):
         self._channels.clear()
         self._watch.close()
         self.process_group = DESTROYED
+
+    def left_behind(self) -> None:
+        """See :mod:`.forked`."""
+        self.process_group = LeftBehind(self.ranks[self.rank])
 
     # ------------------------------------------------------------ agreements
     def agree(self, what: str) -> None:

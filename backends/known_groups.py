@@ -12,6 +12,7 @@ import torch.distributed as dist
 from shardkit.errors import ConfigurationError
 
 from .c10d import C10dGroup
+from .forked import check_process_group
 
 
 class KnownGroups:
@@ -70,6 +71,7 @@ class KnownGroups:
                 "init_process_group and new_group"
             )
         if id(pg) not in self._known:
+            check_process_group(pg)
             group = self._make(self._backend, pg, dist.get_process_group_ranks(pg), dist.get_rank(pg))
             entry = weakref.ref(_listed()[pg][1], functools.partial(self._end_of, id(pg)))
             self._known[id(pg)] = entry, group

@@ -26,6 +26,7 @@ from shardkit.errors import (
     ShardkitError,
 )
 
+from .forked import belongs_here, refusal
 from .watch import Call
 
 _LAST_WORDS = 2.0  # seconds that ranks get to unwind after a timeout
@@ -121,6 +122,8 @@ class RankThreads:
         self._failure: tuple[int, BaseException, str] | None = None
         self._ended = ""  # why ranks have to stop
         self._all_done = threading.Event()
+        self._is_left_behind = False
+        belongs_here(self)
 
     # ------------------------------------------------------------ from the thread that starts them
     def run(self, fn: Callable[..., Any], args: tuple[Any, ...], timeout: float | None) -> list[Any]:
@@ -259,7 +262,13 @@ class RankThreads:
                 waiting, call = next(iter(meeting._calls.items()))
                 meeting.fail(f"rank {waiting} is in {call.describe()}, but rank {rank} {why}")
 
+    def left_behind(self) -> None:
+        """See :mod:`.forked`; a single rank needs no other thread."""
+        self._is_left_behind = self.world_size > 1
+
     def _check_alive(self, rank: int, call: Call) -> None:
+        if self._is_left_behind:
+            raise refusal(rank)
         if self._ended:
             raise RankLostError(f"rank {rank} can't go on with {call.describe()}: {self._ended}")
 

@@ -37,6 +37,7 @@ from shardkit.errors import OutOfStepError, RankLostError
 from shardkit.progress import listen_to_errors, threads
 
 from .aside import ASIDE, NoAnswer
+from .forked import belongs_here
 from .standing import Standing, issued_of_torch, standing_of
 from .witness import Stillness, Testimony, Witness, end_vain_wait, is_behind, testify
 
@@ -135,6 +136,7 @@ class Watch:
         self._suspects: dict[int, Report] = {}  # ranks that looked stuck, and what they had published then
         self._failed = False
         _watches.add(self)
+        belongs_here(self)
         if self._store is not None and world_size > 1:
             _begin_witness()
 
@@ -327,6 +329,8 @@ class Watch:
     def close(self) -> None:
         """The ranks' process group is no more: its store is let go, and with it the port of its server."""
         self._store = None
+
+    left_behind = close  # in a fork: the store's connection is the parent's
 
     def _report(self, waits: Call | None) -> None:
         self._beat += 1

@@ -1,0 +1,71 @@
+"""What a process that was forked from a rank (a worker of a DataLoader) has of the rank's groups: a refusal.
+
+Threads don't survive a fork, among them those that move what is sent, so that a collective would never end. The
+connections are the parent's, and a word to the job's store would get in between its own. So nothing is sent.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from typing import Any, NoReturn, Protocol
+
+import torch.distributed as dist
+
+from shardkit.errors import LifecycleError
+
+from .connections import never_destroy
+
+
+class EndsAtFork(Protocol):
+    """Belongs to the process that made it."""
+
+    def left_behind(self) -> None:
+        """This process was forked from that one."""
+
+
+_mine: weakref.WeakSet[EndsAtFork] = weakref.WeakSet()
+# torch's process groups that were there at the fork, and the parent's rank
+_of_parent: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+
+
+def belongs_here(what: EndsAtFork) -> None:
+    """It hears of it where this process is a fork."""
+    _mine.add(what)
+
+
+def refusal(rank: int) -> LifecycleError:
+    """What is raised where a forked process would communicate."""
+    return LifecycleError(
+        f"process {os.getpid()} was forked from rank {rank} (as a DataLoader with num_workers does it) and can't "
+        "communicate with other ranks, so that sharded modules can't be called in it. Call the module in the rank's "
+        "own process, on the batches that the loader gives; if a dataset or collate_fn has to call it: num_workers=0"
+    )
+
+
+def check_process_group(process_group: Any) -> None:
+    """Raises LifecycleError if it is one of the process that this one was forked from."""
+    if process_group in _of_parent:
+        raise refusal(_of_parent[process_group])
+
+
+class LeftBehind:
+    """Stands where a process group was that only the parent can use."""
+
+    def __init__(self, rank: int) -> None:
+        self._parents_rank = rank
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise refusal(self._parents_rank)
+
+
+def _in_child() -> None:
+    never_destroy()  # it would wait for threads that are not here
+    if dist.is_initialized():
+        rank = dist.get_rank()
+        _of_parent.update(dict.fromkeys(dist.distributed_c10d._world.pg_map, rank))
+    for what in list(_mine):
+        what.left_behind()
+
+
+os.register_at_fork(after_in_child=_in_child)
