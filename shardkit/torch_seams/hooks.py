@@ -201,7 +201,7 @@ _asked_checks: list[Callable[[Sequence[Any]], None]] = []
 @callees_compiled
 @functools.wraps(_run_backward)
 def _run_checked(t_outputs: Any, *args: Any, **kwargs: Any) -> Any:
-    if args[3]:  # behind the gradients of the outputs, retain_graph and create_graph
+    if len(args) > 3 and args[3]:  # behind the gradients of the outputs, retain_graph and create_graph
         for check in _asked_checks:
             check(args[3])
     return _run_backward(t_outputs, *args, **kwargs)
