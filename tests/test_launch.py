@@ -111,7 +111,13 @@ def test_a_launcher_that_is_ended_leaves_nothing(tmp_path: Path, number: signal.
     )
     (tmp_path / "temporary").mkdir()
     environment = {**_environment(), "TMPDIR": str(tmp_path / "temporary")}
-    parent = subprocess.Popen([*command, str(tmp_path)], env=environment, stderr=subprocess.DEVNULL)
+    parent = subprocess.Popen(
+        [*command, str(tmp_path)],
+        env=environment,
+        stderr=subprocess.DEVNULL,
+        # a suite that a shell runs in the background ignores it, and so would what it starts
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
     deadline = time.monotonic() + 90
     files = [tmp_path / "pid0", tmp_path / "pid1"]
     while not all(f.exists() for f in files):
