@@ -30,14 +30,25 @@ def cast_inputs(inputs: Any, dtype: torch.dtype) -> Any:
 @callees_compiled
 def run_summoned(module: Callable[..., Any], flats: Sequence[FlatParam], args: Any, kwargs: Any) -> Any:
     """A forward inside of ``summon_full_params``: this rank's alone, in the dtypes of any other forward."""
+    with computing_when_summoned(flats):
+        outputs = module(*args, **kwargs)
+    refuse_backward(flats, outputs)
+    return outputs
+
+
+def computing_when_summoned(flats: Sequence[FlatParam]) -> ExitStack:
+    """Inside, parameters that are summoned have the dtype that forward computes with."""
     with ExitStack() as stack:
         for flat in flats:
             if flat.is_summoned:
                 stack.enter_context(flat.summoned_for_compute())
-        outputs = module(*args, **kwargs)
+        return stack.pop_all()
+
+
+def refuse_backward(flats: Sequence[FlatParam], outputs: Any) -> None:
+    """Backward through what was computed when summoned raises."""
     if flats and torch.is_grad_enabled():
         watch_outputs(tensors_of(outputs), _Refused(flats[0]).enter_backward)
-    return outputs
 
 
 class _Refused:

@@ -7,22 +7,25 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from ..backend import Backend, Group
+from ..backend import Backend, Group, backend_for
 from ..checks.facts import all_gather_facts
-from ..checks.same_everywhere import check_same_everywhere, option_facts
+from ..checks.same_everywhere import check_one_device, check_same_everywhere, option_facts
 from ..errors import ConfigurationError, RankMismatchError
 from ..flattening.flat_parameter import FLAT_PREFIX, ParamInfo, SharedParamInfo
 from ..layout import ShardLayout
 from ..policy import OffloadPolicy, ReducePolicy
 from .flat_param import FlatParam, Member, Place, part_as_data
+from .groups import neighbours_of
 from .members import managing
+from .registrations import note_taken
+from .state import ShardingState, state_of
 
 logger = logging.getLogger("shardkit")
 
@@ -41,39 +44,21 @@ def check_options(reduce: ReducePolicy, offload: OffloadPolicy, backend: Backend
         )
 
 
-def modules_outside_units(
-    module: nn.Module, unit_type: type[nn.Module], prefix: str = ""
-) -> Iterator[tuple[str, nn.Module]]:
-    """``named_modules``, without those below other units."""
-    seen: set[nn.Module] = set()
-
-    def walk(prefix: str, m: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-        if m in seen or isinstance(m, unit_type):
-            return
-        seen.add(m)
-        yield prefix, m
-        for name, child in m._modules.items():
-            if child is not None:
-                yield from walk(f"{prefix}.{name}" if prefix else name, child)
-
-    yield from walk(prefix, module)
-
-
 _CALLS_OF_A_UNIT = 20  # Python frames, at most, that a unit adds to a walk over modules or a forward
 
 
-def nesting_of(module: nn.Module, unit_type: type[nn.Module]) -> int:
-    """How many units lie one inside another in a module that is to be the next; makes room for calls through them.
+def nesting_of(state: ShardingState) -> int:
+    """How many units lie one inside another in a module that becomes the next; makes room for calls through them.
 
     Python ends recursion at a depth that a plain module of some hundred levels stays below. Wrappers add levels of
     their own, which are not to end what works without them.
     """
-    deepest, waiting, seen = 0, [module], {module}
+    deepest, waiting, seen = 0, [state.module], {state.module}
     while waiting:
         m = waiting.pop()
-        if isinstance(m, unit_type):
-            unit: Any = m
-            deepest = max(deepest, unit._nesting)
+        below = state_of(m)
+        if below is not None and below is not state:
+            deepest = max(deepest, below.nesting)
             continue
         for child in m._modules.values():
             if child is not None and child not in seen:
@@ -94,7 +79,7 @@ class Found:
         borrowed: vectors of other units that manage parameters which this module uses too.
     """
 
-    def __init__(self, module: nn.Module, unit_type: type[nn.Module]) -> None:
+    def __init__(self, state: ShardingState) -> None:
         self.members: list[Member] = []
         self.names: list[str] = []
         self.borrowed: list[FlatParam] = []
@@ -102,7 +87,7 @@ class Found:
         self.shared: list[SharedParamInfo] = []  # and further ones
         self.lazy: list[str] = []  # those whose shape is not known yet
         by_param: dict[nn.Parameter, int] = {}
-        for path, m in modules_outside_units(module, unit_type):
+        for path, m in state.own_modules():
             for name, p in list(m._parameters.items()):
                 if p is None:
                     continue
@@ -142,6 +127,98 @@ def alike(members: Iterable[int], all_members: list[Member]) -> list[list[int]]:
     return list(groups.values())
 
 
+Listing = Callable[
+    [ShardingState, list[Member], list[ParamInfo], list[SharedParamInfo], torch.Tensor],
+    tuple[nn.Parameter, Place],
+]
+
+
+def shard_module(state: ShardingState, list_shard: Listing) -> None:
+    """Takes the parameters of a state's module out of it, and lists this rank's shards (collective).
+
+    Args:
+        list_shard: takes members out of their modules' lists; given their places, further ones, and their shard.
+
+    Raises:
+        ConfigurationError, RankMismatchError: see :class:`~shardkit.FSDP`; nothing was changed.
+    """
+    options, module = state.options, state.module
+    state.nesting = nesting_of(state)
+    found = Found(state)
+    check_one_device(m.param for m in found.members)
+    connect(state, found.members[0].param if found.members else None, found.borrowed)
+    facts = {
+        "flatten": options.flatten, "precision": options.precision, "reshard": options.reshard,
+        "offload": options.offload, "reduce": options.reduce, "sync_module_states": options.sync_module_states,
+        "replicas": options.replicas is not None,
+    }  # fmt: skip
+    for ranks in (state.group, state.replicas):
+        if ranks is not None:
+            check_ranks_agree(found, ranks, facts)
+    check_options(options.reduce, options.offload, state.group.backend)
+    check_no_writers(state)
+    _connect_neighbours(state)
+    if options.flatten:
+        check_names(module, found, state.group.rank)
+    indices = range(len(found.members))
+    parts = alike(indices, found.members) if options.flatten else [[i] for i in indices]
+    state.flats.extend(_flat_of(state, found, part, list_shard) for part in parts)
+    state.shared_paths = [
+        (f"{there}.{source}" if there else source, f"{here}.{name}" if here else name)
+        for here, there, _, name, _, source in found.shared
+    ]
+    state.make_unit(found.borrowed)
+    note_taken(state)
+
+
+def _flat_of(state: ShardingState, found: Found, part: list[int], list_shard: Listing) -> FlatParam:
+    """The flat parameter of these members."""
+    options, group = state.options, state.group
+    members = [found.members[i] for i in part]
+    device = options.device or members[0].param.device
+    layout = options.layout([m.shape for m in members], group.world_size)
+    shard = shard_of(members, layout, group, device, options.sync_module_states)
+    if state.replicas is not None and options.sync_module_states and not shard.is_meta:
+        state.replicas.channel("buffers").broadcast(shard, 0, label="parameters of the first replica")
+    if not options.flatten and group.world_size == 1:
+        shard = shard.view(members[0].shape)
+    if options.offload.parameters:
+        shard = group.backend.pin(shard.cpu())
+    infos = [found.infos[i] for i in part]
+    shared = [s for s in found.shared if (s[1], s[4], s[5]) in infos]
+    listed, holder = list_shard(state, members, infos, shared, shard)
+    return FlatParam(
+        members, [found.names[i] for i in part], listed, holder, layout, group,
+        options.precision.compute, options.device, state.neighbours,
+    )  # fmt: skip
+
+
+def connect(state: ShardingState, example: torch.Tensor | None, borrowed: list[FlatParam]) -> None:
+    """Finds the backend and the groups: the chosen backend, or that of a tensor of its own, or that of other units."""
+    options = state.options
+    tensors = [torch.empty(0, device=options.device)] if options.device is not None else []
+    if example is not None and not tensors:
+        tensors = [example]
+    choice = options.backend
+    nearby = backend_nearby(state, borrowed)
+    backend = backend_for(tensors, nearby if choice is None and not tensors else choice)
+    state.group = backend.group(options.group)
+    state.replicas = None if options.replicas is None else backend.group(options.replicas)
+
+
+def _connect_neighbours(state: ShardingState) -> None:
+    """Groups that keep parameters between forward and backward; one for all units that ask alike."""
+    count, group = state.options.reshard.after_forward, state.group
+    if isinstance(count, bool) or count >= group.world_size:
+        return
+    if not group.backend.has_storage:
+        raise ConfigurationError(
+            f"after_forward={count}: on {group.backend.name} the compiler decides what is kept between "
+            "forward and backward; use True or False"
+        )
+    state.neighbours = neighbours_of(group, count)
+
+
 def announce(root: nn.Module, units: int, parameters: int, group: Group) -> None:
     """One line about what was wrapped, for the log."""
     held = sum(p.numel() * p.element_size() for p in root.parameters())
@@ -162,11 +239,12 @@ def check_names(module: nn.Module, found: Found, rank: int) -> None:
             )
 
 
-def check_no_writers(module: nn.Module, group: Group, unit_type: type[nn.Module]) -> None:
+def check_no_writers(state: ShardingState) -> None:
     """Raises ConfigurationError for layers that write to their own parameters in forward, where that would be lost."""
+    group = state.group
     if group.world_size == 1:
         return
-    for path, m in modules_outside_units(module, unit_type):
+    for path, m in state.own_modules():
         if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.max_norm is not None:
             raise ConfigurationError(
                 f"rank {group.rank}: {path or 'the module'!r} is an {type(m).__name__} with max_norm={m.max_norm}, "
@@ -176,14 +254,12 @@ def check_no_writers(module: nn.Module, group: Group, unit_type: type[nn.Module]
             )
 
 
-def backend_nearby(
-    module: nn.Module, borrowed: list[FlatParam], unit_type: type[nn.Module]
-) -> Backend | None:
+def backend_nearby(state: ShardingState, borrowed: list[FlatParam]) -> Backend | None:
     """That of units below, or of units whose parameters the module uses."""
-    for m in module.modules():
-        if isinstance(m, unit_type):
-            unit: Any = m
-            return unit._group.backend  # type: ignore[no-any-return]
+    for m in state.module.modules():
+        below = state_of(m)
+        if below is not None and below is not state:
+            return below.group.backend
     return borrowed[0].group.backend if borrowed else None
 
 

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -89,8 +89,11 @@ class Engine:
         after: where execution is lazy, what the next gathers have to wait for.
     """
 
-    def __init__(self, units: Sequence[Unit], prefetch: int = 1) -> None:
+    def __init__(
+        self, units: Sequence[Unit], prefetch: int = 1, after_backward: Callable[[], None] | None = None
+    ) -> None:
         self.units = list(units)
+        self._after_backward = after_backward
         self.state = BackwardState(self._end_of_backward)
         self.forwards = 0
         self.pending: weakref.WeakSet[ForwardGraph] = weakref.WeakSet()
@@ -401,6 +404,8 @@ class Engine:
             self.entered = []
         for unit in self.units:
             unit.end_backward()
+        if self._after_backward is not None:
+            self._after_backward()
 
     def _finish_backward(self) -> None:
         gathers = self._plan.gathers

@@ -21,15 +21,11 @@ from torch import nn
 
 from ..errors import LifecycleError
 from ..flattening.flat_parameter import FlatParameter
-from .construct import modules_outside_units
 from .flat_param import FlatParam
 from .listed import flat_of_listed
 from .members import ReleasedParameter, managing, refuse_copy
-
-
-def clean(name: str) -> str:
-    """A name without what wrapping added to it."""
-    return ".".join(part for part in name.split(".") if part not in ("_fsdp_wrapped_module", "_fpw_module"))
+from .names import clean
+from .state import ShardingState, state_of
 
 
 class _Answer:
@@ -114,6 +110,11 @@ def collecting() -> Iterator[None]:
         _collecting.depth -= 1
 
 
+def collect_in_place(change: int) -> None:
+    """The same, where torch's hooks tell of the beginning (1) and the end (-1)."""
+    _collecting.depth += change
+
+
 def begin_loading_shards(wrapper: nn.Module) -> None:
     """What an FSDP module loads from here on, modules inside of it included, are shards; torch says when it begins."""
     _collecting.loading.add(wrapper)
@@ -124,12 +125,18 @@ def end_loading_shards(wrapper: nn.Module, incompatible: Any = None) -> None:
     _collecting.loading.discard(wrapper)
 
 
-def answer_for(module: nn.Module, unit_type: type[nn.Module]) -> None:
-    """Lets the modules of a unit answer as above."""
-    for _, m in modules_outside_units(module, unit_type):
+def answer_for(state: ShardingState) -> None:
+    """Lets the modules of a wrapped one answer as above."""
+    for _, m in state.own_modules():
         m.__dict__["named_parameters"] = NamedParameters(m)
-        if any(isinstance(below, unit_type) for below in m.modules()):
+        if any(state_of(below) is not None for below in m.modules()):
             m.__dict__["named_modules"] = NamedModules(m)
+    refuse_state_dicts(state)
+
+
+def refuse_state_dicts(state: ShardingState) -> None:
+    """A state dict of a module inside alone, which would lack values, is refused."""
+    for _, m in state.own_modules():
         if _refuse_state_dict not in m._state_dict_pre_hooks.values():  # copies have them already
             m.register_state_dict_pre_hook(_refuse_state_dict)
             m.register_load_state_dict_pre_hook(_refuse_loading)

@@ -14,7 +14,7 @@ is which member it is a view of, and backward takes the same view of the member'
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -60,16 +60,11 @@ def _unpack(saved: torch.Tensor | SavedView) -> torch.Tensor:
     return value.t() if saved.transposed else value
 
 
-def saving_members_by_name(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """``forward``, but what autograd saves of members in it is taken anew in backward; see the note above.
+def saving_members_by_name() -> AbstractContextManager[Any]:
+    """Inside, what autograd saves of members is taken anew in backward; see the note above.
 
     Somebody else's hooks for saved tensors (activation checkpointing, offloading, an outer unit's) win.
     """
     if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
-        return forward
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        with saved_tensors_hooks(_pack, _unpack):
-            return forward(*args, **kwargs)
-
-    return run
+        return nullcontext()
+    return saved_tensors_hooks(_pack, _unpack)

@@ -3,33 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
 from ..checks.facts import all_gather_facts
 from ..errors import ConfigurationError
-from .state_dict import clean
-
-if TYPE_CHECKING:
-    from .flat_param import FlatParam
-    from .wrapper import FSDP
+from .flat_param import FlatParam
+from .names import clean
+from .state import ShardingState, state_of
 
 _NOTE = "shardkit_shard"  # in the metadata of a state dict
 
 
-def metadata(wrapper: FSDP) -> dict[str, Any]:
+def metadata(state: ShardingState) -> dict[str, Any]:
     """Names, shapes and padding of this rank's shards, in fairscale's format (``local_metadata_dict``)."""
-    from .wrapper import FSDP
-
-    paths = {m: clean(n) for n, m in wrapper.named_modules()}
+    paths = {m: clean(n) for n, m in state.door.named_modules()}
     entries: list[dict[str, Any]] = []
-    for m in wrapper.modules():
-        if not isinstance(m, FSDP):
-            continue
+    for s in state.states():
         params = {}
-        for flat in m._flats:
+        for flat in s.flats:
             name = clean(flat.holder.name) if flat.is_listed_flat else flat.names[0]
             params[name] = {
                 "names": list(flat.names),
@@ -39,31 +33,27 @@ def metadata(wrapper: FSDP) -> dict[str, Any]:
             }
         entries.append(
             {
-                "fsdp_path": paths[m],
+                "fsdp_path": paths[s.door],
                 "params": params,
-                "no_broadcast_optim_state": m._keeps_optimizer_state,
-                "shared_param_info": list(m._shared_paths),
+                "no_broadcast_optim_state": s.options.keeps_optimizer_state,
+                "shared_param_info": list(s.shared_paths),
             }
         )
     if entries:
-        entries[0]["shared_param_info"] += _shared_across(wrapper, paths)
-    return {"param_metadata": entries, "buffer_names": [clean(n) for n, _ in wrapper.named_buffers()]}
+        entries[0]["shared_param_info"] += _shared_across(state, paths)
+    return {"param_metadata": entries, "buffer_names": [clean(n) for n, _ in state.door.named_buffers()]}
 
 
-def _shared_across(wrapper: FSDP, paths: dict[nn.Module, str]) -> list[tuple[str, str]]:
+def _shared_across(state: ShardingState, paths: dict[nn.Module, str]) -> list[tuple[str, str]]:
     """Weights of one wrapper that modules outside of it use too, as (path, other path) from the outermost."""
-    from .wrapper import FSDP
-
     found = []
-    for m in wrapper.modules():
-        if not isinstance(m, FSDP):
+    for s in state.states():
+        if not any(len(member.places) > 1 for flat in s.flats for member in flat.members):
             continue
-        if not any(len(member.places) > 1 for flat in m._flats for member in flat.members):
-            continue
-        inside = {id(x) for x in m.modules()}
-        for flat in m._flats:
+        inside = {id(x) for x in s.door.modules()}
+        for flat in s.flats:
             for member, name in zip(flat.members, flat.names, strict=True):
-                first = f"{paths[m]}.{name}" if paths[m] else name
+                first = f"{paths[s.door]}.{name}" if paths[s.door] else name
                 for module, attribute in member.places:
                     if id(module) not in inside and module in paths:
                         path = paths[module]
@@ -72,12 +62,12 @@ def _shared_across(wrapper: FSDP, paths: dict[nn.Module, str]) -> list[tuple[str
 
 
 # ------------------------------------------------------------ whose shards they are
-def mark(wrapper: FSDP, state: Any) -> None:
+def mark(sharding: ShardingState, state: Any) -> None:
     """Notes in a local state dict whose it is. ``torch.save`` keeps the note, other readers don't look at it."""
     notes = getattr(state, "_metadata", None)
     if notes is not None and "" in notes:
-        layout = {key: facts for key, (_, facts) in _vectors(wrapper).items()}
-        group = wrapper._group
+        layout = {key: facts for key, (_, facts) in _vectors(sharding).items()}
+        group = sharding.group
         notes[""][_NOTE] = {"rank": group.rank, "world_size": group.world_size, "layout": layout}
 
 
@@ -88,14 +78,13 @@ def note_of(state: Mapping[str, Any]) -> dict[str, Any] | None:
     return found if isinstance(found, dict) and {"rank", "world_size", "layout"} <= set(found) else None
 
 
-def _vectors(wrapper: FSDP) -> dict[str, tuple[FlatParam, list[list[Any]]]]:
+def _vectors(state: ShardingState) -> dict[str, tuple[FlatParam, list[list[Any]]]]:
     """Each vector by its key in a local state dict, with names and shapes of its members."""
-    from .wrapper import FSDP
-
     found: dict[str, tuple[FlatParam, list[list[Any]]]] = {}
-    for path, m in wrapper.named_modules():
-        if isinstance(m, FSDP):
-            for flat in m._flats:
+    for path, m in state.door.named_modules():
+        s = state_of(m)
+        if s is not None:
+            for flat in s.flats:
                 name = clean(flat.holder.name) if flat.is_listed_flat else flat.names[0]
                 key = f"{clean(path)}.{name}" if clean(path) else name
                 members = zip(flat.names, flat.members, strict=True)
@@ -103,14 +92,14 @@ def _vectors(wrapper: FSDP) -> dict[str, tuple[FlatParam, list[list[Any]]]]:
     return found
 
 
-def check_own(wrapper: FSDP, state: Mapping[str, Any]) -> None:
+def check_own(sharding: ShardingState, state: Mapping[str, Any]) -> None:
     """Refuses shards that are not this rank's of this model, on all ranks, before any is taken (collective).
 
     Raises:
         ConfigurationError: names the rank whose state dict is wrong, and the first tensor.
     """
-    problem = _problem(wrapper, state)
-    group = wrapper._group
+    problem = _problem(sharding, state)
+    group = sharding.group
     everybody = [problem]
     if group.world_size > 1:
         everybody = all_gather_facts(group.channel("control"), problem, label="check of local state dicts")
@@ -122,9 +111,9 @@ def check_own(wrapper: FSDP, state: Mapping[str, Any]) -> None:
         )
 
 
-def _problem(wrapper: FSDP, state: Mapping[str, Any]) -> str | None:
-    note, vectors = note_of(state), _vectors(wrapper)
-    group = wrapper._group
+def _problem(sharding: ShardingState, state: Mapping[str, Any]) -> str | None:
+    note, vectors = note_of(state), _vectors(sharding)
+    group = sharding.group
     if note is not None:
         if note["world_size"] != group.world_size:
             return f"the state dict is of world size {note['world_size']}, this is {group.world_size}"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -12,12 +11,10 @@ from ..backend import Group
 from ..errors import ConfigurationError
 from ..reduction.norms import Portion, clip_by_global_norm, norm_like
 from .flat_param import FlatParam
-
-if TYPE_CHECKING:
-    from .wrapper import FSDP
+from .state import ShardingState
 
 
-def clip(root: FSDP, max_norm: float, norm_type: float) -> torch.Tensor:
+def clip(root: ShardingState, max_norm: float, norm_type: float) -> torch.Tensor:
     """Scales the gradients below a root; returns their norm over all ranks.
 
     Raises:
@@ -28,9 +25,9 @@ def clip(root: FSDP, max_norm: float, norm_type: float) -> torch.Tensor:
             "norm_type=0 counts parameters whose gradients are not zero, and shards are no parameters; "
             "clip_grad_norm_ takes any other number, inf and -inf"
         )
-    flats, _ = root._all_flats()
+    flats = [f for s in root.states() for f in s.flats]
     sharded = {f.param for f in flats}
-    rest = [p for p in root.parameters() if p not in sharded]
+    rest = [p for p in root.door.parameters() if p not in sharded]
     everything = [f.param for f in flats] + rest
     if not everything:
         return torch.zeros(())
@@ -46,10 +43,10 @@ def clip(root: FSDP, max_norm: float, norm_type: float) -> torch.Tensor:
     return clip_by_global_norm(portions, gradients, _like(root, everything), max_norm, norm_type)
 
 
-def _like(root: FSDP, params: Sequence[torch.Tensor]) -> torch.Tensor:
+def _like(root: ShardingState, params: Sequence[torch.Tensor]) -> torch.Tensor:
     like = norm_like(params)
-    on_host = like.device.type == "cpu" and not root._offload.parameters
-    return like.to(root._group.backend.device()) if on_host else like
+    on_host = like.device.type == "cpu" and not root.options.offload.parameters
+    return like.to(root.group.backend.device()) if on_host else like
 
 
 def _that_count(flat: FlatParam, norm_type: float) -> list[torch.Tensor]:

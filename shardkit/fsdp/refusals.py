@@ -13,7 +13,6 @@ from .members import name_of_member
 
 if TYPE_CHECKING:
     from .flat_param import FlatParam
-    from .wrapper import FSDP
 
 # Functions of peft's that look for names of modules among the keys of a state dict: the wrapper's names are longer.
 _BY_NAMES_OF_MODULES = {
@@ -112,7 +111,7 @@ def copy_when_summoned(rank: int) -> LifecycleError:
     )
 
 
-def check_asker(wrapper: FSDP) -> None:
+def check_asker(wrapper: nn.Module) -> None:
     """Refuses a state dict to those who would do nothing with it, and say nothing.
 
     Raises:

@@ -17,18 +17,18 @@ from torch.nn.modules.module import (
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..errors import ConfigurationError
-from .construct import modules_outside_units
 from .listed import flat_of_listed
 from .members import managing
+from .state import ShardingState
 
 # Modules whose parameters a unit has taken, and what is below them, but not below another unit.
 _taken: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
-def note_taken(module: nn.Module, unit_type: type[nn.Module]) -> None:
-    """From now on the parameters of a module, and below it up to other units, are a unit's."""
+def note_taken(state: ShardingState) -> None:
+    """From now on the parameters of a unit's modules are the unit's."""
     _watch()
-    for _, m in modules_outside_units(module, unit_type):
+    for _, m in state.own_modules():
         _taken[m] = True
 
 

@@ -10,16 +10,19 @@ from torch import nn
 
 from ..errors import ConfigurationError
 from ..torch_seams.other_wrappers import PreparedForAccelerate
+from .flat_param import FlatParam
 from .methods import through
+from .names import WRAPPED
 from .refusals import put_into_wrapper
+from .state import ShardingState
 from .state_of_shards import check_request
 from .tracing import EXPORT, is_listed_for_export, refusal
-
-WRAPPED = "_fsdp_wrapped_module"
 
 
 class StandingIn(PreparedForAccelerate, nn.Module):
     """Attributes, methods and items are those of the wrapped module; parameters and forward are not."""
+
+    _state: ShardingState
 
     @property
     def module(self) -> nn.Module:
@@ -31,11 +34,10 @@ class StandingIn(PreparedForAccelerate, nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            if name == WRAPPED or name.startswith("__"):
+            if name in (WRAPPED, "_state") or name.startswith("__"):
                 raise
-            wrapper: Any = self
             unit: Any = nn.Module.__getattr__(self, WRAPPED)
-            return through(wrapper, getattr(unit._fpw_module, name))
+            return through(self._state, getattr(unit._fpw_module, name))
 
     # ------------------------------------------------------------ what needs parameters in their places
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
@@ -48,14 +50,12 @@ class StandingIn(PreparedForAccelerate, nn.Module):
     def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
         """As of any module; torch.export asks for it before it records anything."""
         if EXPORT in sys.modules and is_listed_for_export(sys.modules[EXPORT]):
-            wrapper: Any = self
-            raise refusal(wrapper._unit, "torch.export (torch.onnx.export too)")
+            raise refusal(self._state.unit, "torch.export (torch.onnx.export too)")
         return super().named_modules(*args, **kwargs)
 
     def __prepare_scriptable__(self) -> Any:
         """What torch.jit.script asks for first."""
-        wrapper: Any = self
-        raise refusal(wrapper._unit, "torch.jit.script")
+        raise refusal(self._state.unit, "torch.jit.script")
 
     # ------------------------------------------------------------ containers
     def __getitem__(self, key: Any) -> Any:
@@ -81,9 +81,12 @@ class StandingIn(PreparedForAccelerate, nn.Module):
     def _fqn_modifiers(self) -> dict[str, str]:
         """What torch.distributed.checkpoint leaves out of names; it asks before it does anything."""
         wrapper: Any = self
-        check_request(wrapper)
+        check_request(self._all_flats)
         inner: dict[str, str] = getattr(self.module, "_fqn_modifiers", dict)()
         return {**inner, **dict.fromkeys(wrapper._fsdp_wrapped_module.flat_param_names, WRAPPED), "": WRAPPED}
+
+    def _all_flats(self) -> list[FlatParam]:
+        return [flat for state in self._state.states() for flat in state.flats]
 
     @property
     def _is_fsdp_managed_module(self) -> bool:

@@ -10,20 +10,15 @@ from __future__ import annotations
 import contextlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
-from .inside import clean as clean
 from .inside import collecting, end_loading_shards
-
-if TYPE_CHECKING:
-    from .wrapper import FSDP
-
-translates_keys = True  # see no_pre_load_state_dict_hook of the compat layer
-INNER = "_fsdp_wrapped_module._fpw_module."
-OUTER = "_fsdp_wrapped_module."
+from .names import INNER, OUTER, clean
+from .state import ShardingState, state_of
+from .summoning import enter_summon, exit_summon, summoned
 
 
 def _rename(entries: OrderedDict[str, Any], prefix: str, rename: Callable[[str], str]) -> None:
@@ -41,22 +36,22 @@ def _without_wrapping(rest: str) -> str:
     return rest
 
 
-def full(wrapper: FSDP, collect: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """The full state dict of a wrapper and what is below; ``collect`` is ``nn.Module.state_dict``."""
+def full(state: ShardingState, collect: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """The full state dict of a wrapper and what is below; ``collect`` is its ``nn.Module.state_dict``."""
     destination, prefix, keep_vars = _arguments(args, kwargs)
     if destination is None:
         destination = OrderedDict()
         destination._metadata = OrderedDict()  # type: ignore[attr-defined]
     before = {key: id(value) for key, value in destination.items()}
-    with _full_or_as_is(wrapper), collecting():
+    with _full_or_as_is(state), collecting():
         collect(destination=destination, prefix=prefix, keep_vars=keep_vars)
         _rename(destination, prefix, _without_wrapping)
         if hasattr(destination, "_metadata"):
             _rename(
                 destination._metadata, prefix, lambda rest: _without_wrapping(rest + ".").removesuffix(".")
             )
-        if not wrapper._state_is_local:
-            _detach_entries(wrapper, destination, prefix, before)
+        if not state.state_is_local:
+            detach_entries(state, destination, prefix, before)
     return destination
 
 
@@ -66,31 +61,33 @@ def _arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, str,
     return given.get("destination"), given.get("prefix", ""), given.get("keep_vars", False)
 
 
-def _full_or_as_is(wrapper: FSDP) -> contextlib.AbstractContextManager[None]:
-    if wrapper._state_is_local or wrapper._summoned is not None:
+def _full_or_as_is(state: ShardingState) -> contextlib.AbstractContextManager[None]:
+    if state.state_is_local or state.summoned is not None:
         return contextlib.nullcontext()
-    return wrapper._summon(recurse=False, writeback=False)
+    return summoned(state, recurse=False, writeback=False)
 
 
-def _detach_entries(
-    wrapper: FSDP, destination: OrderedDict[str, Any], prefix: str, before: dict[str, int]
+def detach_entries(
+    state: ShardingState, destination: dict[str, Any], prefix: str, before: dict[str, int]
 ) -> None:
-    """Copies this wrapper's own entries out of memory that is about to go; buffers get their own dtype back."""
-    from .wrapper import FSDP
+    """Copies a unit's own entries out of memory that is about to go; buffers get their own dtype back.
 
+    Args:
+        before: what was in ``destination``, by key and identity, before the unit added to it.
+    """
     below, dtypes = [], {}
-    waiting: list[tuple[str, nn.Module]] = [(prefix, wrapper._fsdp_wrapped_module._fpw_module)]
+    waiting: list[tuple[str, nn.Module]] = [(prefix, state.module)]
     while waiting:  # each of its paths counts, and what is below other units is theirs
         path, m = waiting.pop()
-        if isinstance(m, FSDP):
+        if state_of(m) not in (None, state):
             below.append(path)
             continue
-        for buffer in m._buffers if wrapper._buffer_dtypes else ():
-            if (m, buffer) in wrapper._buffer_dtypes:
-                dtypes[path + buffer] = wrapper._buffer_dtypes[m, buffer]
+        for buffer in m._buffers if state.buffer_dtypes else ():
+            if (m, buffer) in state.buffer_dtypes:
+                dtypes[path + buffer] = state.buffer_dtypes[m, buffer]
         waiting += [(f"{path}{name}.", child) for name, child in m._modules.items() if child is not None]
     theirs = tuple(below)
-    only_rank_0 = wrapper._state_on_rank_0_only and wrapper._group.rank != 0
+    only_rank_0 = state.options.state_dict_on_rank_0_only and state.group.rank != 0
     for key in list(destination):
         if not key.startswith(prefix) or before.get(key) == id(destination[key]):
             continue
@@ -101,27 +98,32 @@ def _detach_entries(
         if not isinstance(value, torch.Tensor) or key.startswith(theirs):
             continue
         dtype = dtypes.get(key, value.dtype)
-        device = wrapper._state_dict_device or value.device
+        device = state.options.state_dict_device or value.device
         destination[key] = value.detach().to(device=device, dtype=dtype, copy=True)
 
 
 # ------------------------------------------------------------ loading
-def register_hooks(wrapper: FSDP) -> None:
-    """Loading enters and leaves each wrapper through these, wherever it began."""
-    wrapper.register_load_state_dict_pre_hook(_before_load)
-    wrapper.register_load_state_dict_post_hook(_after_load)
-
-
-def _before_load(
-    wrapper: Any, state_dict: dict[str, Any], prefix: str, metadata: Any, strict: bool, missing: list[str],
-    unexpected: list[str], errors: list[str],
-) -> None:  # fmt: skip
-    if not wrapper._state_is_local and wrapper._summoned is None:
-        wrapper._enter_summon(True)
-        wrapper._loading = True
-        _leave_out_own_shards(wrapper, state_dict)
-    if not translates_keys:
+def begin_loading(state: ShardingState, state_dict: dict[str, Any]) -> None:
+    """Full values are about to be put into a unit."""
+    if state.state_is_local or state.summoned is not None:
         return
+    enter_summon(state, True)
+    state.is_loading = True
+    # torch.distributed.checkpoint adds what it finds in a model to what it loads: its shards, to the full values
+    own = {id(flat.param) for flat in state.flats}
+    for key in [k for k, value in state_dict.items() if id(value) in own]:
+        del state_dict[key]
+
+
+def end_loading(state: ShardingState) -> None:
+    """They are in; the unit keeps its shards."""
+    if state.is_loading:
+        state.is_loading = False
+        exit_summon(state)
+
+
+def add_wrapping(wrapper: Any, state_dict: dict[str, Any], prefix: str) -> None:
+    """Keys of a wrapped module's parameters become those under which the wrapper has them."""
     listed = {n for n, p in wrapper._fsdp_wrapped_module._parameters.items() if p is not None}
     items = [(k, v) for k, v in state_dict.items() if k.startswith(prefix)]
     for key, value in items:
@@ -131,51 +133,34 @@ def _before_load(
             state_dict[prefix + (OUTER if rest in listed else INNER) + rest] = value
 
 
-def _leave_out_own_shards(wrapper: FSDP, state_dict: dict[str, Any]) -> None:
-    """torch.distributed.checkpoint adds what it finds in a model to what it loads: its shards, to the full values."""
-    own = {id(flat.param) for flat in wrapper._flats}
-    for key in [k for k, value in state_dict.items() if id(value) in own]:
-        del state_dict[key]
-
-
-def _after_load(wrapper: Any, incompatible: Any) -> None:
+def clean_names(incompatible: Any) -> None:
+    """Names of missing and unexpected keys lose what wrapping added."""
     for names in incompatible:
         names[:] = [clean(n) for n in names]
-    if wrapper._loading:
-        wrapper._loading = False
-        wrapper._exit_summon()
 
 
 @contextlib.contextmanager
-def local_state(wrapper: FSDP) -> Iterator[None]:
-    """Inside, state dicts of the wrapper and those below hold this rank's shards."""
-    from .wrapper import FSDP
-
-    before = [(m, m._state_is_local) for m in wrapper.modules() if isinstance(m, FSDP)]
-    for w, _ in before:
-        w._state_is_local = True
+def local_state(state: ShardingState) -> Iterator[None]:
+    """Inside, state dicts of a unit and those below hold this rank's shards."""
+    before = [(s, s.state_is_local) for s in state.states()]
+    for s, _ in before:
+        s.state_is_local = True
     try:
         with collecting():
             yield
     finally:
-        for w, was_local in before:
-            w._state_is_local = was_local
+        for s, was_local in before:
+            s.state_is_local = was_local
 
 
-def load(wrapper: FSDP, load_plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """``nn.Module.load_state_dict`` that leaves nothing summoned behind if it raises."""
-    from .wrapper import FSDP
-
+@contextlib.contextmanager
+def loading(door: nn.Module) -> Iterator[None]:
+    """Leaves nothing summoned behind if loading raises."""
     try:
-        return load_plain(*args, **kwargs)
+        yield
     finally:
-        for m in reversed(list(wrapper.modules())):
+        for m in reversed(list(door.modules())):
             end_loading_shards(m)
-            if isinstance(m, FSDP) and m._loading:
-                m._loading = False
-                m._exit_summon()
-
-
-def named_buffers_of(module: nn.Module) -> list[str]:
-    """Cleaned names of all buffers."""
-    return [clean(n) for n, _ in module.named_buffers()]
+            state = state_of(m)
+            if state is not None:
+                end_loading(state)

@@ -21,7 +21,6 @@ from ..torch_seams.distributed_checkpoint import OwnOfRank, Request, current_req
 
 if TYPE_CHECKING:
     from .flat_param import FlatParam
-    from .wrapper import FSDP
 
 NOTE = "shardkit_shards"  # in the groups of a state dict: whose shards it is of
 
@@ -159,18 +158,20 @@ def _unmarked(state_dict: dict[str, Any]) -> dict[str, Any]:
     return {**state_dict, "state": state}
 
 
-def mark_shards(wrapper: FSDP, state: dict[str, Any]) -> None:
+def mark_shards(params: Iterable[torch.Tensor], state: dict[str, Any]) -> None:
     """The shards in a local state dict tell that they are such."""
-    if wrapper._group.world_size > 1:
-        shards = {p.data_ptr() for p in wrapper.parameters() if p.numel()}
-        for key, value in state.items():
-            if isinstance(value, torch.Tensor) and value.device.type != "meta" and value.data_ptr() in shards:
-                state[key] = value.as_subclass(LocalShard)
+    shards = {p.data_ptr() for p in params if p.numel()}
+    for key, value in state.items():
+        if isinstance(value, torch.Tensor) and value.device.type != "meta" and value.data_ptr() in shards:
+            state[key] = value.as_subclass(LocalShard)
 
 
 # ------------------------------------------------------------ asked by torch for a state dict
-def check_request(wrapper: FSDP) -> None:
+def check_request(flats: Callable[[], Iterable[FlatParam]]) -> None:
     """Refuses what torch's functions for state dicts would do wrong with shards; see [Note: requests].
+
+    Args:
+        flats: gives all flat parameters of the module that is asked.
 
     Raises:
         ConfigurationError: on every rank alike, before anything is sent or changed.
@@ -187,7 +188,9 @@ def check_request(wrapper: FSDP) -> None:
         )
     if request.submodules:
         raise _not_possible(request, "submodules=")
-    if request.wants("ignore_frozen_params") and any(_is_frozen(w) for w in _units(wrapper)):
+    if request.wants("ignore_frozen_params") and any(
+        not m.param.requires_grad for flat in flats() for m in flat.members
+    ):
         raise _not_possible(request, "ignore_frozen_params=True")
 
 
@@ -196,11 +199,3 @@ def _not_possible(request: Request, what: str) -> ConfigurationError:
         f"{request.function}({what}) looks for parameters that FSDP has put into vectors; take what you want by name "
         "from FSDP.state_dict(), on all ranks"
     )
-
-
-def _units(wrapper: FSDP) -> list[FSDP]:
-    return [m for m in wrapper.modules() if isinstance(m, type(wrapper))]
-
-
-def _is_frozen(wrapper: FSDP) -> bool:
-    return any(not m.param.requires_grad for flat in wrapper._flats for m in flat.members)

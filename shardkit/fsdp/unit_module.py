@@ -51,23 +51,19 @@ class UnitModule(FlattenParamsWrapper):
         Returns:
             The listed parameter and where it is listed.
         """
-        first = members[0]
-        trainable = first.param.requires_grad
+        trainable = members[0].param.requires_grad
         self.num_params_managed += len(members)
-        for member in members:
-            for place in member.places:
-                _hide(place, member.param)
         if flatten:
+            for member in members:
+                for place in member.places:
+                    _hide(place, member.param)
             flat = FlatParameter([shard], trainable)
             flat.__setstate__(([m.shape.numel() for m in members], [m.shape for m in members], infos, shared))
             name = f"flat_param_{len(self.flat_param_names)}"
             self.flat_param_names.append(name)
             self.register_parameter(name, flat)
             return flat, Place(self, name)
-        listed = nn.Parameter(shard, requires_grad=trainable)
-        for place in first.places:
-            place.module._parameters[place.name] = listed
-        return listed, first.places[0]
+        return list_in_place(members, shard)
 
     def _fqn_modifiers(self) -> dict[str, str]:
         """What torch.distributed.checkpoint leaves out of names."""
@@ -99,6 +95,20 @@ class UnitModule(FlattenParamsWrapper):
         memo[id(self)] = made
         made.__setstate__(copy.deepcopy(self.__dict__, memo))
         return made
+
+
+def list_in_place(members: Sequence[Member], shard: torch.Tensor) -> tuple[nn.Parameter, Place]:
+    """Lists the shard of one parameter where the parameter was listed.
+
+    Returns:
+        The listed parameter and where it is listed first.
+    """
+    (member,) = members
+    listed = nn.Parameter(shard, requires_grad=member.param.requires_grad)
+    for place in member.places:
+        _hide(place, member.param)
+        place.module._parameters[place.name] = listed
+    return listed, member.places[0]
 
 
 @contextmanager

@@ -379,9 +379,9 @@ def _program(model: FSDP, loss: torch.Tensor, micro: int) -> dict[str, Any]:
 
 def expected(model: FSDP, micro: int) -> dict[str, int]:
     """One all-gather for each vector and pass, less those that backward finds gathered; one reduction each."""
-    last = model._engine._order[-1]
+    last = model._state.engine._order[-1]
     gathers = reduced = 0
-    for unit in dict.fromkeys(model._engine._order):
+    for unit in dict.fromkeys(model._state.engine._order):
         again = [v for v in unit.needs if not unit.keep_after_forward and v not in last.needs]
         gathers += len(unit.needs) + len(again)
         reduced += sum(1 for p in unit._packs if any(p.trainable))

@@ -85,7 +85,7 @@ def _states(model: FSDP, optimizer: Any, plain: Net, truth: Any) -> None:
     model.load_local_state_dict(copy.deepcopy(model.local_state_dict()))
     _same(model.state_dict(), plain.state_dict())
     full = model.gather_full_optim_state_dict(optimizer)
-    full = model._group.channel("control").broadcast_object(full, 0, label="state")
+    full = model._state.group.channel("control").broadcast_object(full, 0, label="state")
     by_id = [plain.scale, *plain.head.parameters(), *plain.first.parameters()]
     for i, p in enumerate(by_id):
         torch.testing.assert_close(full["state"][i]["exp_avg"], truth.state[p]["exp_avg"])

@@ -42,7 +42,7 @@ def _evaluates_alone(rank: int, options: dict[str, Any]) -> None:
                     once = torch.cat([expected, expected], 1)
                     assert torch.equal(model.generate(x), torch.cat([model(once), model(once)], 1))
             _trained_inside(model, x)
-    model._group.barrier(label="after evaluation")
+    model._state.group.barrier(label="after evaluation")
     for key, value in model.state_dict().items():
         assert torch.equal(value, before[key]), key
     torch.testing.assert_close(model(x), expected, rtol=0, atol=0)
@@ -62,7 +62,7 @@ def test_evaluation_on_one_rank_when_summoned(options: dict[str, Any]) -> None:
 def _graphs(rank: int, options: dict[str, Any]) -> None:
     """A graph from before is as good as ever, unless parameters were changed; one from inside is refused."""
     plain, model = build(Net).eval(), wrap(build(Net), **options).eval()
-    world = model._group.world_size
+    world = model._state.group.world_size
     first, second = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (plain, model))
     for step in range(2):
         xs = batch(step, world)
@@ -148,12 +148,12 @@ def _methods(rank: int) -> None:
     x = batch(0, 1)[0]
     with torch.no_grad():
         expected = model(x)
-        if model._group.world_size > 1:
+        if model._state.group.world_size > 1:
             with pytest.raises(LifecycleError, match=r"parameter 'head\.weight'"):
                 model.module(x)
         assert torch.equal(model(x), expected)
     other = wrap(build(Net))
-    if model._group.world_size == 1:  # values are there, but nobody would hand gradients over
+    if model._state.group.world_size == 1:  # values are there, but nobody would hand gradients over
         with pytest.raises(
             LifecycleError, match=r"'head\.\w+', but the FSDP module that holds it was never called"
         ):
@@ -231,7 +231,7 @@ def _lends(rank: int, how: str) -> None:
     plain, model = (build(lambda: Borrows(how)) for _ in range(2))
     model.lends = FSDP(model.lends)
     model = FSDP(model)
-    world = model._group.world_size
+    world = model._state.group.world_size
     if how == "held":
         if world > 1:
             with pytest.raises(
@@ -327,7 +327,7 @@ def _threads(rank: int, during: str) -> None:
     gradient = torch.cat([p.grad.view(-1) for p in plain.parameters()])
     mine = next(model.parameters()).grad  # its part of the mean; all ranks had the same batch
     size = mine.numel()
-    truth = nn.functional.pad(gradient, (0, size * model._group.world_size - gradient.numel()))
+    truth = nn.functional.pad(gradient, (0, size * model._state.group.world_size - gradient.numel()))
     torch.testing.assert_close(mine.view(-1), truth[rank * size : (rank + 1) * size])
 
 

@@ -90,7 +90,7 @@ def _tries(rank: int, name: str) -> None:
     plain, model = build(Net), _wrapped()
     before = {k: v.clone() for k, v in model.state_dict().items()}
     idiom = IDIOMS[name]
-    alone = model._group.world_size == 1
+    alone = model._state.group.world_size == 1
     for step in range(2):
         for path in ("block.0.weight", "head.weight"):
             module, _, attribute = path.rpartition(".")
@@ -171,7 +171,7 @@ def _facts(rank: int) -> None:
         assert read(mine) == read(truth)
     assert mine in {mine}
     printed = f"{mine} {mine!r} {mine!s}"
-    if model._group.world_size > 1:
+    if model._state.group.world_size > 1:
         assert printed.count("'head.weight' of shape (3, 5), torch.float32, sharded") == 3
     mine.requires_grad_(False)
     assert not mine.requires_grad
@@ -205,7 +205,7 @@ def _copies(rank: int) -> None:
         assert [n for n, _ in copied.named_parameters()] == ["weight", "bias"]
         assert torch.equal(copied(hidden), truth)
         assert torch.equal(pickle.loads(saved)(hidden), truth)
-        if model._group.world_size == 1:
+        if model._state.group.world_size == 1:
             assert torch.equal(copy.deepcopy(model.module.head)(hidden), truth)
             assert torch.equal(pickle.loads(pickle.dumps(model.module.head))(hidden), truth)
             return

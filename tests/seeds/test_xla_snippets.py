@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardkit.fsdp.state_dict import clean
+from shardkit.fsdp.names import clean
 from tests.backends.environments import environments
 from tests.pools import rank_pool
 from tests.seeds.extract import SNIPPETS

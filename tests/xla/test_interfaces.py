@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from shardkit.errors import ConfigurationError
-from shardkit.fsdp.state_dict import clean
+from shardkit.fsdp.names import clean
 from shardkit.xla import xla_model as xm
 from shardkit.xla.fsdp import XlaFullyShardedDataParallel as FSDP
 from shardkit.xla.fsdp import checkpoint_module

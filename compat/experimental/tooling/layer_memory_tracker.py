@@ -226,7 +226,7 @@ class LayerwiseMemoryTracker:
                 module.register_forward_hook(partial(self._after_forward, name)),
             ]
             if isinstance(module, FullyShardedDataParallel) and module.world_size > 1:
-                self._listen_to(module._group.channel("parameters"))
+                self._listen_to(module._state.group.channel("parameters"))
 
     def stop(self) -> None:
         """Ends; traces stay."""

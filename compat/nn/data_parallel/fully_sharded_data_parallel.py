@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import enum
 from collections.abc import Iterator
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -12,10 +13,12 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from shardkit.errors import ConfigurationError, LifecycleError
-from shardkit.fsdp import FSDP
+from shardkit.fsdp.door import Door
 from shardkit.fsdp.gradients import predivide_factor
 from shardkit.fsdp.listed import flat_of_listed
-from shardkit.fsdp.state_dict import clean
+from shardkit.fsdp.names import clean
+from shardkit.fsdp.state import Options
+from shardkit.fsdp.summoning import summoned
 from shardkit.internal.containers import apply_to_tensors
 from shardkit.internal.parallel import (
     ProcessGroupName,
@@ -72,6 +75,10 @@ OffloadConfig = redirected(
 )
 
 
+# Of the thread: ranks may be threads.
+_translates_keys: ContextVar[bool] = ContextVar("shardkit.fsdp.translates_keys", default=True)
+
+
 class TrainingState(enum.Enum):
     """What an FSDP module is doing."""
 
@@ -82,7 +89,7 @@ class TrainingState(enum.Enum):
     SUMMON_FULL_PARAMS = enum.auto()
 
 
-class FullyShardedDataParallel(FSDP):
+class FullyShardedDataParallel(Door):
     """fairscale's FullyShardedDataParallel: see :class:`shardkit.FSDP` for what it does.
 
     Args:
@@ -150,9 +157,9 @@ class FullyShardedDataParallel(FSDP):
         if mixed_precision and compute_dtype is None:
             compute_dtype = torch.float16
         inputs = compute_dtype if mixed_precision else torch.float32 if force_input_to_fp32 else None
-        super().__init__(
-            module,
-            group=getattr(process_group, "group", process_group),  # of a ProcessGroupTracker
+        self._process_group = getattr(process_group, "group", process_group)  # of a ProcessGroupTracker
+        options = Options(
+            group=self._process_group,
             precision=PrecisionPolicy(
                 compute=compute_dtype if mixed_precision else None,
                 buffers=buffer_dtype or (compute_dtype if mixed_precision else None),
@@ -166,8 +173,13 @@ class FullyShardedDataParallel(FSDP):
                 dtype=torch.float32 if fp32_reduce_scatter else None, predivide=gradient_predivide_factor
             ),
             flatten=flatten_parameters,
-            device=compute_device,
+            device=None if compute_device is None else torch.device(compute_device),
+            state_dict_device=state_dict_device,
+            state_dict_on_rank_0_only=state_dict_on_rank_0_only,
+            clears_autocast_cache=clear_autocast_cache,
+            keeps_optimizer_state=bool(no_broadcast_optim_state),
         )
+        self._shard(module, self._adapted(options))
         self.process_group_reduce_scatter = process_group_reduce_scatter
         self.reshard_after_forward = self._orig_reshard_after_forward = reshard_after_forward
         self.disable_reshard_on_root = disable_reshard_on_root
@@ -177,18 +189,26 @@ class FullyShardedDataParallel(FSDP):
         self.move_params_to_cpu = move_params_to_cpu
         self.move_grads_to_cpu = move_params_to_cpu if move_grads_to_cpu is None else move_grads_to_cpu
         self.bucket_cap_mb = bucket_cap_mb
-        self.no_broadcast_optim_state = self._keeps_optimizer_state = bool(no_broadcast_optim_state)
-        self.state_dict_device = self._state_dict_device = state_dict_device
-        self.clear_autocast_cache = self._clears_autocast_cache = clear_autocast_cache
+        self.no_broadcast_optim_state = bool(no_broadcast_optim_state)
+        self.state_dict_device = state_dict_device
+        self.clear_autocast_cache = clear_autocast_cache
         self.force_input_to_fp32 = force_input_to_fp32
         self.verbose = verbose
-        self.state_dict_on_rank_0_only = self._state_on_rank_0_only = state_dict_on_rank_0_only
+        self.state_dict_on_rank_0_only = state_dict_on_rank_0_only
         self.allow_reset_parameters = allow_reset_parameters
         self.uncollected_opt_state: dict[int, Any] = {}
-        before, after = self._divisors()
+        before, after = self._state.divisors
         self.gradient_predivide_factor, self.gradient_postdivide_factor = before, after
 
+    def _adapted(self, options: Options) -> Options:
+        """What the core gets; torch_xla's class adds to it."""
+        return options
+
     # ------------------------------------------------------------ what existing code reads
+    @property
+    def _is_root(self) -> bool | None:
+        return self._state.is_root
+
     @property
     def module(self) -> nn.Module:
         """The wrapper's inner part, which forwards to the wrapped module."""
@@ -197,7 +217,7 @@ class FullyShardedDataParallel(FSDP):
     @property
     def params(self) -> list[nn.Parameter]:
         """This wrapper's own listed parameters (shards)."""
-        return [f.param for f in self._flats]
+        return [f.param for f in self._state.flats]
 
     @property
     def cpu_offload(self) -> bool:
@@ -207,55 +227,55 @@ class FullyShardedDataParallel(FSDP):
     @property
     def rank(self) -> int:
         """This rank within its group."""
-        return self._group.rank
+        return self._state.group.rank
 
     @property
     def world_size(self) -> int:
         """Size of the group."""
-        return self._group.world_size
+        return self._state.group.world_size
 
     @property
     def process_group(self) -> Any:
         """The group as it was passed, or as torch knows it."""
         if self._process_group is not None:
             return self._process_group
-        return getattr(self._group, "process_group", None) or torch.distributed.group.WORLD
+        return getattr(self._state.group, "process_group", None) or torch.distributed.group.WORLD
 
     @property
     def compute_dtype(self) -> torch.dtype:
         """Dtype of gathered parameters."""
-        if self._precision.compute is not None:
-            return self._precision.compute
-        return self._flats[0].param.dtype if self._flats else torch.float32
+        chosen, flats = self._state.options.precision.compute, self._state.flats
+        return chosen or (flats[0].param.dtype if flats else torch.float32)
 
     @property
     def buffer_dtype(self) -> torch.dtype:
         """Dtype of floating-point buffers."""
-        return self._precision.buffers or self.compute_dtype
+        return self._state.options.precision.buffers or self.compute_dtype
 
     @property
     def compute_device(self) -> torch.device:
         """Where parameters are gathered."""
-        if self._compute_device is not None:
-            return self._compute_device
-        return self._flats[0].param.device if self._flats else self._group.backend.device()
+        state = self._state
+        if state.options.device is not None:
+            return state.options.device
+        return state.flats[0].param.device if state.flats else state.group.backend.device()
 
     @property
     def numel_padded_per_param(self) -> list[int]:
         """Padding at the end of each of this rank's shards."""
-        return [f.layout.padding(self.rank) for f in self._flats]
+        return [f.layout.padding(self.rank) for f in self._state.flats]
 
     @property
     def has_full_params(self) -> bool:
         """Whether this wrapper's parameters are gathered."""
-        return self._summoned is not None or any(f.is_full for f in self._flats)
+        return self._state.summoned is not None or any(f.is_full for f in self._state.flats)
 
     @property
     def training_state(self) -> TrainingState:
         """What the module is doing."""
-        if self._summoned is not None:
+        if self._state.summoned is not None:
             return TrainingState.SUMMON_FULL_PARAMS
-        engine = self._engine
+        engine = self._state.engine
         if engine is not None and engine.state.task != NO_BACKWARD:
             return TrainingState.BACKWARD_PRE
         if engine is not None and engine.forwards:
@@ -264,7 +284,8 @@ class FullyShardedDataParallel(FSDP):
 
     @property
     def _require_backward_grad_sync(self) -> bool:
-        return self._engine is None or not self._engine.state.accumulating
+        engine = self._state.engine
+        return engine is None or not engine.state.accumulating
 
     @property
     def _streams(self) -> dict[str, Any]:
@@ -277,7 +298,7 @@ class FullyShardedDataParallel(FSDP):
 
     @property
     def _num_flatten_params(self) -> int:
-        return len(self._flats) if self._flatten else 0
+        return len(self._state.flats) if self.flatten_parameters else 0
 
     def non_shared_params(self) -> list[nn.Parameter]:
         """This wrapper's own parameters; those of other wrappers that it uses are theirs."""
@@ -308,7 +329,7 @@ class FullyShardedDataParallel(FSDP):
     @contextlib.contextmanager
     def summon_full_params(self, recurse: bool = True, volatile: bool = False) -> Iterator[None]:
         """Inside, full parameters are there under their own names; changes are kept unless ``volatile``."""
-        with self._summon(recurse, writeback=not volatile):
+        with summoned(self._state, recurse, writeback=not volatile):
             yield
 
     def set_gradient_divide_factors(self, pre: float, post: float, recursive: bool) -> None:
@@ -332,14 +353,18 @@ class FullyShardedDataParallel(FSDP):
                 "reset_parameters() is called on an FSDP instance, which would change the parameters of a model that "
                 "may be trained already; allow it by allow_reset_parameters=True"
             )
-        with self._summon(recurse=False, writeback=True):
-            inner: Any = self._fsdp_wrapped_module._fpw_module
+        with summoned(self._state, recurse=False, writeback=True):
+            inner: Any = self._state.module
             return inner.reset_parameters()
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """Names as fairscale's: raw ones where flattened, clean ones otherwise and inside ``summon_full_params``."""
         for name, param in super().named_parameters(*args, **kwargs):
-            yield (name if self._flatten and self._summoned is None else clean(name)), param
+            yield (name if self.flatten_parameters and self._state.summoned is None else clean(name)), param
+
+    def _translate_loaded(self, state_dict: dict[str, Any], prefix: str) -> None:
+        if _translates_keys.get():
+            super()._translate_loaded(state_dict, prefix)
 
     def extra_repr(self) -> str:
         """World size and the main options."""
@@ -349,7 +374,7 @@ class FullyShardedDataParallel(FSDP):
         )
         if self.verbose:
             text = (
-                f"self={id(self)} is_root={self._is_root}, rank={self.rank}, {text}"
+                f"self={id(self)} is_root={self._state.is_root}, rank={self.rank}, {text}"
                 f"reshard_after_forward={self.reshard_after_forward}, compute_dtype={self.compute_dtype}, "
                 f"buffer_dtype={self.buffer_dtype}, fp32_reduce_scatter={self.fp32_reduce_scatter}, "
                 f"compute_device={self.compute_device}, move_params_to_cpu={self.move_params_to_cpu}, "
@@ -413,13 +438,11 @@ def get_fsdp_instances(mod: nn.Module, skip_empty: bool = False) -> list[FullySh
 @contextlib.contextmanager
 def no_pre_load_state_dict_hook() -> Iterator[None]:
     """Inside, FSDP modules do not translate keys of state dicts that are loaded through an outer module."""
-    from shardkit.fsdp import state_dict
-
-    before, state_dict.translates_keys = state_dict.translates_keys, False
+    token = _translates_keys.set(False)
     try:
         yield
     finally:
-        state_dict.translates_keys = before
+        _translates_keys.reset(token)
 
 
 def auto_wrap_bn(

@@ -6,7 +6,7 @@ separator. Paths of modules are without ``_fpw_module`` in state dicts, but with
 
 from __future__ import annotations
 
-from shardkit.fsdp.state_dict import INNER, OUTER
+from shardkit.fsdp.names import INNER, OUTER
 
 PREFIX = "_fsdp_shard"
 SEPARATOR = "_FSDP_SHARD_SEPARATOR_"

@@ -7,19 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
 from shardkit.fsdp.flat_param import FlatParam
-from shardkit.fsdp.state_dict import INNER, OUTER, clean
+from shardkit.fsdp.names import INNER, OUTER, clean
 from shardkit.layout import ShardLayout
+from shardkit.nn.data_parallel import FullyShardedDataParallel
 
 from .shard_names import PREFIX, flat_original, in_state_dict, own_original, shard_name
-
-if TYPE_CHECKING:
-    from .xla_fully_sharded_data_parallel import XlaFullyShardedDataParallel
 
 
 @dataclass
@@ -62,20 +60,28 @@ class Shard:
         return saved
 
 
-def shards_of(wrapper: XlaFullyShardedDataParallel) -> list[Shard]:
+class ShardHolder(FullyShardedDataParallel):
+    """What a wrapper has to tell of its shards. Abstract: the class with torch_xla's arguments."""
+
+    _shards: list[Shard]
+    _shard_size_multiple: int
+    _row_shards: bool
+
+
+def shards_of(wrapper: ShardHolder) -> list[Shard]:
     """The wrapper's own shards; flattened, those of trainable parameters come first."""
-    flats = wrapper._flats
-    if wrapper._flatten:
+    flats = wrapper._state.flats
+    if wrapper.flatten_parameters:
         flats = sorted(flats, key=lambda f: not f.param.requires_grad)
     found = []
     for index, flat in enumerate(flats):
         multiple, rows = wrapper._shard_size_multiple, None
-        size = torch.Size([flat.layout.numel]) if wrapper._flatten else flat.members[0].shape
+        size = torch.Size([flat.layout.numel]) if wrapper.flatten_parameters else flat.members[0].shape
         if wrapper._row_shards and size:
             rows = size[1:]
             multiple = max(1, rows.numel())
         numel = ShardLayout(flat.layout.numels, flat.layout.world_size, multiple).shard_numel
-        if wrapper._flatten:
+        if wrapper.flatten_parameters:
             listed, original = OUTER + flat.holder.name, flat_original(index)
         else:
             listed, original = INNER + flat.names[0], own_original(flat.names[0])
@@ -83,25 +89,21 @@ def shards_of(wrapper: XlaFullyShardedDataParallel) -> list[Shard]:
     return found
 
 
-def wrappers_in(
-    wrapper: XlaFullyShardedDataParallel, every_name: bool = False
-) -> Iterator[tuple[str, XlaFullyShardedDataParallel]]:
+def wrappers_in(wrapper: ShardHolder, every_name: bool = False) -> Iterator[tuple[str, ShardHolder]]:
     """Path and object of this wrapper and those below."""
-    from .xla_fully_sharded_data_parallel import XlaFullyShardedDataParallel
-
     for path, m in wrapper.named_modules(remove_duplicate=not every_name):
-        if isinstance(m, XlaFullyShardedDataParallel):
+        if isinstance(m, ShardHolder):
             yield path, m
 
 
-def named_shards(wrapper: XlaFullyShardedDataParallel, recurse: bool) -> Iterator[tuple[str, nn.Parameter]]:
+def named_shards(wrapper: ShardHolder, recurse: bool) -> Iterator[tuple[str, nn.Parameter]]:
     """torch_xla's ``named_parameters``."""
     for path, m in wrappers_in(wrapper) if recurse else [("", wrapper)]:
         for shard in m._shards:
             yield (f"{path}.{shard.name}" if path else shard.name), shard.flat.param
 
 
-def original_names(wrapper: XlaFullyShardedDataParallel) -> list[tuple[str, nn.Parameter]]:
+def original_names(wrapper: ShardHolder) -> list[tuple[str, nn.Parameter]]:
     """Shards with the paths of their parameters."""
     return [
         (clean(f"{path}.{shard.original}"), shard.flat.param)
@@ -111,7 +113,7 @@ def original_names(wrapper: XlaFullyShardedDataParallel) -> list[tuple[str, nn.P
 
 
 # ------------------------------------------------------------ saving
-def metadata(wrapper: XlaFullyShardedDataParallel) -> dict[str, Any]:
+def metadata(wrapper: ShardHolder) -> dict[str, Any]:
     """torch_xla's format. Weights with several names are in ``shared_info`` (name: first name), if there are any."""
     shard_info: dict[str, Any] = {}
     flatten_info: dict[str, Any] = {}
@@ -121,14 +123,14 @@ def metadata(wrapper: XlaFullyShardedDataParallel) -> dict[str, Any]:
         path = in_state_dict(path)
         shard_info[path] = {s.name: {"_orig_size": s.size, "_orig_name": s.original} for s in m._shards}
         before = f"{path}." if path else ""
-        if m._flatten:
+        if m.flatten_parameters:
             for s in m._shards:
                 names = [f"_fpw_module.{n}" for n in s.flat.names]
                 shapes = [member.shape for member in s.flat.members]
                 flatten_info[before + s.original] = (names, shapes, list(s.flat.layout.numels))
-        for source, name in m._shared_paths:
+        for source, name in m._state.shared_paths:
             shared[clean(before + name)] = clean(before + source)
-        dtypes = {id(module._buffers.get(n)): dtype for (module, n), dtype in m._buffer_dtypes.items()}
+        dtypes = {id(module._buffers.get(n)): dtype for (module, n), dtype in m._state.buffer_dtypes.items()}
         for name, buffer in m.named_buffers():
             if id(buffer) in dtypes:
                 buffer_info[in_state_dict(before + name)] = {"_orig_dtype": dtypes[id(buffer)]}
@@ -142,7 +144,7 @@ def metadata(wrapper: XlaFullyShardedDataParallel) -> dict[str, Any]:
     return {**found, "shared_info": shared} if shared else found
 
 
-def rename_saved(wrapper: XlaFullyShardedDataParallel, entries: Any, prefix: str) -> None:
+def rename_saved(wrapper: ShardHolder, entries: Any, prefix: str) -> None:
     """Turns what nn.Module collected into torch_xla's state dict, in place."""
     items = dict(entries)
     entries.clear()
@@ -155,7 +157,7 @@ def rename_saved(wrapper: XlaFullyShardedDataParallel, entries: Any, prefix: str
 
 
 # ------------------------------------------------------------ loading
-def rename_loaded(wrapper: XlaFullyShardedDataParallel, entries: Any, prefix: str) -> bool:
+def rename_loaded(wrapper: ShardHolder, entries: Any, prefix: str) -> bool:
     """Turns torch_xla's names into those that nn.Module looks for, in place; whether these are shards at all."""
     own = {shard.name: shard for shard in wrapper._shards}
     is_local = any(PREFIX in key for key in entries if key.startswith(prefix))

@@ -13,7 +13,7 @@ import torch
 from shardkit.checkpoint.loading import load
 from shardkit.checkpoint.saving import save
 from shardkit.errors import ConfigurationError
-from shardkit.fsdp.state_dict import clean
+from shardkit.fsdp.names import clean
 
 from .shard_names import is_flat, split_shard_name
 

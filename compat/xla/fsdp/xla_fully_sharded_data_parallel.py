@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -10,11 +12,10 @@ import torch
 from torch import nn
 
 from shardkit.errors import ConfigurationError
-from shardkit.fsdp import construct
-from shardkit.fsdp.engine import Engine
 from shardkit.fsdp.inside import begin_loading_shards, collecting, end_loading_shards
+from shardkit.fsdp.state import Options, modules_outside_units
 from shardkit.layout import ShardLayout
-from shardkit.nn.data_parallel import FullyShardedDataParallel, TrainingState
+from shardkit.nn.data_parallel import TrainingState
 from shardkit.reduction.norms import Portion, clip_by_global_norm, norm_like
 from shardkit.xla.ranks import current_backend, group_among
 
@@ -26,7 +27,7 @@ __all__ = ["TrainingState", "XlaFullyShardedDataParallel"]
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 
-class XlaFullyShardedDataParallel(FullyShardedDataParallel):
+class XlaFullyShardedDataParallel(shard_states.ShardHolder):
     """torch_xla's FSDP: see :class:`shardkit.FSDP` for what it does. Rank 0's initial values count.
 
     ``state_dict()`` is this rank's part of the model, under torch_xla's names and with its padding. Together with
@@ -116,6 +117,7 @@ class XlaFullyShardedDataParallel(FullyShardedDataParallel):
             _check_place(group, sharding_rank, sharding_world_size)
         self._row_shards = shard_param_on_dim_0 and not flatten_parameters
         self._shard_size_multiple = 1 if self._row_shards else _shard_size_multiple
+        self.sync_on_finalization = sync_on_finalization or mark_step_on_finalization
         half = compute_dtype not in (None, torch.float32)
         super().__init__(
             module,
@@ -131,26 +133,20 @@ class XlaFullyShardedDataParallel(FullyShardedDataParallel):
         )
         self.register_load_state_dict_post_hook(end_loading_shards)
         self.sharding_groups = sharding_groups
-        self.sync_on_finalization = sync_on_finalization or mark_step_on_finalization
         self.optimization_barrier_in_forward = optimization_barrier_in_forward
         self.optimization_barrier_in_backward = optimization_barrier_in_backward
         self.coalesce_all_gather_ops = coalesce_all_gather_ops
         self._shards = shard_states.shards_of(self)
-        self._cast_buffers()
+        self._state.cast_buffers()
         if on_xla:
             _move_buffers(self.module, backend.device())
         if execute_sharding_on_init:
             backend.mark_step()
 
     # ------------------------------------------------------------ shards
-    def _layout(self, shapes: Sequence[torch.Size]) -> ShardLayout:
-        numels = tuple(shape.numel() for shape in shapes)
-        multiple = self._shard_size_multiple
-        if self._group.world_size == 1:
-            multiple = 1  # nothing is cut; state dicts add the padding
-        elif self._row_shards and shapes[0]:
-            multiple = max(1, shapes[0][1:].numel())
-        return ShardLayout(numels, self._group.world_size, multiple)
+    def _adapted(self, options: Options) -> Options:
+        cut = functools.partial(_layout, self._shard_size_multiple, self._row_shards)
+        return dataclasses.replace(options, layout=cut, mark_step=self.sync_on_finalization)
 
     @property
     def sharded_params(self) -> list[nn.Parameter]:
@@ -170,7 +166,7 @@ class XlaFullyShardedDataParallel(FullyShardedDataParallel):
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
         """Shards in torch_xla's order (a wrapper's own come first) and under its names."""
-        if self._summoned is not None:
+        if self._state.summoned is not None:
             yield from super().named_parameters(prefix, recurse, remove_duplicate)
             return
         listed = set()
@@ -207,25 +203,13 @@ class XlaFullyShardedDataParallel(FullyShardedDataParallel):
         return destination
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any, **kwargs: Any) -> None:
-        self._state_is_local = shard_states.rename_loaded(self, state_dict, prefix)
-        if self._state_is_local:
+        self._state.state_is_local = shard_states.rename_loaded(self, state_dict, prefix)
+        if self._state.state_is_local:
             begin_loading_shards(self)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
-        self._state_is_local = False
+        self._state.state_is_local = False
 
     # ------------------------------------------------------------ steps
-    def _become_root(self) -> Engine:
-        engine = super()._become_root()
-        if self.sync_on_finalization:
-            finish, backend = engine.state._on_end, self._group.backend
-
-            def finish_and_run() -> None:
-                finish()
-                backend.mark_step()
-
-            engine.state._on_end = finish_and_run
-        return engine
-
     @torch.no_grad()
     def clip_grad_norm_(
         self,
@@ -263,6 +247,15 @@ class XlaFullyShardedDataParallel(FullyShardedDataParallel):
         )
 
 
+def _layout(multiple: int, by_rows: bool, shapes: Sequence[torch.Size], world_size: int) -> ShardLayout:
+    """torch_xla's shards: whole rows, or padded to a multiple."""
+    if world_size == 1:
+        multiple = 1  # nothing is cut; state dicts add the padding
+    elif by_rows and shapes[0]:
+        multiple = max(1, shapes[0][1:].numel())
+    return ShardLayout(tuple(shape.numel() for shape in shapes), world_size, multiple)
+
+
 def _check(module: nn.Module, options: dict[str, Any]) -> None:
     if isinstance(module, XlaFullyShardedDataParallel):
         raise ConfigurationError(
@@ -291,7 +284,7 @@ def _check_place(group: Any, rank: int | None, world_size: int | None) -> None:
 
 def _materialize(module: nn.Module, init: Callable[[nn.Module], Any] | None) -> None:
     """Gives parameters on the meta device their initial values."""
-    own = [m for _, m in construct.modules_outside_units(module, XlaFullyShardedDataParallel)]
+    own = [m for _, m in modules_outside_units(module)]
     if not any(p is not None and p.is_meta for m in own for p in m._parameters.values()):
         return
     if init is not None:

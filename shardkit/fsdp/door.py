@@ -1,0 +1,164 @@
+"""The door that wraps: a module around the one that is sharded."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from ..flattening.flat_parameter import ParamInfo, SharedParamInfo
+from ..progress import noting_errors
+from ..torch_seams.compiling import callees_compiled
+from ..torch_seams.forward_signature import signed_as_wrapped
+from ..torch_seams.other_wrappers import check_wrappable, note_wrapper
+from . import moving
+from . import state_dict as state_dicts
+from .calls import cast_inputs, run_summoned
+from .construct import shard_module
+from .flat_param import Member, Place
+from .inside import answer_for
+from .lazy import saving_members_by_name
+from .listed import flat_of_listed
+from .names import WRAPPED
+from .refusals import check_asker
+from .running import enter, fail, input_dtype, leave, watched
+from .sharded_api import ShardedAPI
+from .standing_in import StandingIn
+from .state import Options, ShardingState
+from .summoning import summoned
+from .unit_module import UnitModule
+
+Self = TypeVar("Self", bound="Door")
+
+
+class Door(StandingIn, ShardedAPI):
+    """What all wrappers share: forward through the unit, state dicts of the wrapped module, being moved and copied.
+
+    Abstract: a wrapper has its own arguments, and calls :meth:`_shard` with what they mean.
+    """
+
+    def _shard(self, module: nn.Module, options: Options) -> None:
+        """Wraps a module; see :class:`~shardkit.FSDP` for what is raised."""
+        nn.Module.__init__(self)
+        check_wrappable(module, type(self).__name__, may_hold=Door)
+        state = ShardingState(self, module, options)
+        shard_module(state, self._list_shard)
+        self._unit_module(module)
+        self._state = state
+        answer_for(state)
+        self.register_load_state_dict_pre_hook(_before_load)
+        self.register_load_state_dict_post_hook(_after_load)
+
+    def _unit_module(self, module: nn.Module) -> UnitModule:
+        if WRAPPED not in self._modules:
+            self._fsdp_wrapped_module = UnitModule(module)
+        return self._fsdp_wrapped_module
+
+    def _list_shard(
+        self, state: ShardingState, members: list[Member], infos: list[ParamInfo], shared: list[SharedParamInfo],
+        shard: torch.Tensor,
+    ) -> tuple[nn.Parameter, Place]:  # fmt: skip
+        unit = self._unit_module(state.module)
+        return unit.adopt(members, infos, shared, shard, state.options.flatten)
+
+    # ------------------------------------------------------------ forward
+    @signed_as_wrapped
+    @callees_compiled
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the module with its parameters gathered."""
+        state = self._state
+        dtype = input_dtype(state)
+        if state.summoned is not None:
+            state.cast_buffers()
+            if dtype is not None:
+                args, kwargs = cast_inputs((args, kwargs), dtype)
+            return run_summoned(state.module, state.unit.needs, args, kwargs)
+        entered = enter(state, args, kwargs)
+        try:
+            if dtype is not None:
+                args, kwargs = cast_inputs((args, kwargs), dtype)
+            if state.unit.has_frozen:
+                entered = watched(entered, state, (args, kwargs))
+            module: Any = state.module
+            if entered.engine.is_lazy:
+                with saving_members_by_name():
+                    outputs = module(*args, **kwargs)
+            else:
+                outputs = module(*args, **kwargs)
+        except BaseException as error:
+            fail(state, entered, error)
+            raise
+        return leave(state, entered, outputs)
+
+    def apply(self: Self, fn: Callable[[nn.Module], None]) -> Self:
+        """As ``nn.Module.apply`` of the wrapped module, with full parameters whose changes are kept (collective).
+
+        ``fn`` gets the modules of the unwrapped model, once each, and no wrappers: these have the attributes of what
+        they wrap, so that a function that looks for a ``weight`` would initialize it once more.
+        """
+        with summoned(self._state, recurse=False, writeback=True):
+            self._state.module.apply(fn)
+        return self
+
+    # ------------------------------------------------------------ state dicts
+    @noting_errors
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Full parameters under the wrapped module's own names, in full precision, on every rank (collective).
+
+        They are copies: writing to one changes nothing here.
+        """
+        check_asker(self)
+        return state_dicts.full(self._state, super().state_dict, *args, **kwargs)
+
+    @noting_errors
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """Loads a full state dict (collective); each rank keeps its shard. Arguments and result are ``nn.Module``'s."""
+        with state_dicts.loading(self):
+            return super().load_state_dict(state_dict, strict, assign)
+
+    def _translate_loaded(self, state_dict: dict[str, Any], prefix: str) -> None:
+        """Gives keys that are about to be loaded the names that wrapping made."""
+        state_dicts.add_wrapping(self, state_dict, prefix)
+
+    # ------------------------------------------------------------ being moved and copied
+    def _apply(self: Self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
+        moving.begin_move(self._state)
+        super()._apply(fn, recurse)
+        moving.end_move(self._state)
+        return self
+
+    def __deepcopy__(self: Self, memo: dict[int, Any]) -> Self:
+        moving.check_copied(self._state, memo)
+        made = type(self).__new__(type(self))
+        memo[id(self)] = made
+        copied = copy.deepcopy(self.__dict__, memo)
+        copied["_state"].options = self._state.options  # with its groups of ranks
+        made.__setstate__(copied)
+        return made
+
+    def __getstate__(self) -> dict[str, Any]:
+        moving.check_pickled(self._state)
+        return self.__dict__.copy()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        moving.revive(self._state)
+        answer_for(self._state)
+
+
+def _before_load(door: Any, state_dict: dict[str, Any], prefix: str, *others: Any) -> None:
+    state_dicts.begin_loading(door._state, state_dict)
+    door._translate_loaded(state_dict, prefix)
+
+
+def _after_load(door: Any, incompatible: Any) -> None:
+    state_dicts.clean_names(incompatible)
+    state_dicts.end_loading(door._state)
+
+
+note_wrapper(Door, owns=lambda param: flat_of_listed(param) is not None)

@@ -1,0 +1,226 @@
+"""The door in place: a module that keeps its class, methods and names, and whose parameters are sharded.
+
+Hooks of the module enter and leave its unit. Each parameter is a flat parameter of its own, and its shard is listed
+where the parameter was, so that names mean what they meant.
+"""
+
+from __future__ import annotations
+
+import sys
+from contextlib import ExitStack
+from typing import Any, NamedTuple, NoReturn, TypeVar
+
+import torch
+from torch import nn
+
+from ..backend import Backend
+from ..errors import ConfigurationError, LifecycleError
+from ..flattening.flat_parameter import ParamInfo, SharedParamInfo
+from ..policy import OffloadPolicy, PrecisionPolicy, ReducePolicy, ReshardPolicy
+from ..progress import noting_errors
+from ..torch_seams.compiling import not_compiled
+from ..torch_seams.other_wrappers import check_wrappable
+from . import moving
+from . import state_dict as state_dicts
+from .calls import cast_inputs, computing_when_summoned, refuse_backward
+from .construct import shard_module
+from .door import Door
+from .flat_param import Member, Place
+from .inside import collect_in_place, refuse_state_dicts
+from .lazy import saving_members_by_name
+from .running import Entered, enter, fail, input_dtype, leave, watched
+from .state import Options, ShardingState, state_of
+from .summoning import enter_summon
+from .unit_module import list_in_place
+
+M = TypeVar("M", bound=nn.Module)
+
+
+@noting_errors
+def fully_shard(
+    module: M,
+    *,
+    group: Any = None,
+    replicas: Any = None,
+    precision: PrecisionPolicy | None = None,
+    reshard: ReshardPolicy | None = None,
+    offload: OffloadPolicy | None = None,
+    reduce: ReducePolicy | None = None,
+    sync_module_states: bool = True,
+    device: torch.device | str | None = None,
+    backend: str | Backend | None = None,
+) -> M:
+    """Shards a module in place: as :class:`~shardkit.FSDP`, but the module keeps its class, methods and names.
+
+    ::
+
+        for block in model.blocks:
+            fully_shard(block)              # what should be gathered together
+        fully_shard(model)                  # the rest
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)   # after sharding
+
+    ``parameters()`` and ``named_parameters()`` list this rank's shards, 1-D, one for each parameter and under its name,
+    so that groups by name and freezing by name work; ``state_dict()`` is full, and ``load_state_dict()`` takes a full
+    one (both collective). What wrappers have as methods, ``sharding_of(module)`` has: ``no_sync``,
+    ``summon_full_params``, ``clip_grad_norm_``, optimizer states. Every parameter travels by itself: where a unit has
+    many small ones, ``FSDP(module)``, which sends a unit as one vector, is faster.
+
+    Args: those of :class:`~shardkit.FSDP`.
+
+    Returns:
+        The module.
+
+    Raises:
+        ConfigurationError: sharded already; else as :class:`~shardkit.FSDP`.
+        RankMismatchError: as :class:`~shardkit.FSDP`.
+
+    Source: the shape of torch.distributed.fsdp.fully_shard (FSDP2).
+    """
+    if state_of(module) is not None:
+        raise ConfigurationError(
+            f"this {type(module).__name__} is sharded already; call fully_shard once for each"
+        )
+    check_wrappable(module, "fully_shard", may_hold=Door)
+    options = Options(
+        group=group, replicas=replicas, precision=precision or PrecisionPolicy(),
+        reshard=reshard or ReshardPolicy(), offload=offload or OffloadPolicy(), reduce=reduce or ReducePolicy(),
+        flatten=False, sync_module_states=sync_module_states,
+        device=None if device is None else torch.device(device), backend=backend,
+    )  # fmt: skip
+    state = ShardingState(module, module, options)
+    shard_module(state, _list_shard)
+    _InPlace(state).install()
+    return module
+
+
+def _list_shard(
+    state: ShardingState, members: list[Member], infos: list[ParamInfo], shared: list[SharedParamInfo],
+    shard: torch.Tensor,
+) -> tuple[nn.Parameter, Place]:  # fmt: skip
+    return list_in_place(members, shard)
+
+
+class _Call(NamedTuple):
+    """A forward in progress.
+
+    Attributes:
+        entered: None when summoned.
+        around: what ends with it.
+        handled: the exception that was being handled when it began.
+    """
+
+    entered: Entered | None
+    around: ExitStack
+    handled: BaseException | None
+
+
+class _InPlace:
+    """The hooks of one module."""
+
+    def __init__(self, state: ShardingState) -> None:
+        self._state = state
+        self._calls: list[_Call] = []
+        self._is_refused = False
+
+    def install(self) -> None:
+        module, state = self._state.door, self._state
+        module.register_forward_pre_hook(self._enter, prepend=True, with_kwargs=True)
+        module.register_forward_hook(self._leave, with_kwargs=True, always_call=True)
+        refuse_state_dicts(state)
+        # before those that refuse state dicts of modules inside
+        _first(module.register_state_dict_pre_hook(self._begin_state_dict), module._state_dict_pre_hooks)
+        _first(module.register_load_state_dict_pre_hook(self._begin_load), module._load_state_dict_pre_hooks)
+        module.register_state_dict_post_hook(self._end_state_dict)
+        module.register_load_state_dict_post_hook(self._end_load)
+        module.__dict__["_apply"] = self._apply
+
+    # ------------------------------------------------------------ forward
+    @not_compiled
+    def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        state = self._state
+        handled = sys.exc_info()[1]
+        dtype = input_dtype(state)
+        with ExitStack() as around:
+            entered = None
+            if state.summoned is not None:
+                state.cast_buffers()
+                around.enter_context(computing_when_summoned(state.unit.needs))
+            else:
+                try:
+                    entered = enter(state, args, kwargs)
+                except Exception:
+                    self._is_refused = True  # torch calls _leave next
+                    raise
+            if dtype is not None:
+                args, kwargs = cast_inputs((args, kwargs), dtype)
+            if entered is not None:
+                if entered.engine.is_lazy:
+                    around.enter_context(saving_members_by_name())
+                entered = watched(entered, state, (args, kwargs))
+            self._calls.append(_Call(entered, around.pop_all(), handled))
+        return args, kwargs
+
+    @not_compiled
+    def _leave(self, module: nn.Module, args: Any, kwargs: Any, outputs: Any) -> Any:
+        state = self._state
+        if self._is_refused:
+            self._is_refused = False
+            return outputs
+        call = self._calls.pop()
+        call.around.close()
+        error = sys.exc_info()[1]
+        if call.entered is None:
+            refuse_backward(state.unit.needs, outputs)
+            return outputs
+        if error is not None and error is not call.handled:
+            fail(state, call.entered, error)
+            return outputs
+        return leave(state, call.entered, outputs)
+
+    # ------------------------------------------------------------ state dicts
+    def _begin_state_dict(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        collect_in_place(1)
+        state = self._state
+        if not state.state_is_local and state.summoned is None:
+            enter_summon(state, writeback=False)
+            state.is_loading = True
+
+    def _end_state_dict(self, module: nn.Module, found: Any, prefix: str, metadata: Any) -> None:
+        collect_in_place(-1)
+        state = self._state
+        if not state.state_is_local:
+            state_dicts.detach_entries(state, found, prefix, {})
+        state_dicts.end_loading(state)
+
+    def _begin_load(self, module: nn.Module, state_dict: dict[str, Any], *others: Any) -> None:
+        collect_in_place(1)
+        state_dicts.begin_loading(self._state, state_dict)
+
+    def _end_load(self, module: nn.Module, incompatible: Any) -> None:
+        collect_in_place(-1)
+        state_dicts.end_loading(self._state)
+
+    # ------------------------------------------------------------ being moved and copied
+    def _apply(self, fn: Any, recurse: bool = True) -> nn.Module:
+        moving.begin_move(self._state)
+        type(self._state.module)._apply(self._state.module, fn, recurse)
+        moving.end_move(self._state)
+        return self._state.module
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        self._refuse("copied")
+
+    def __reduce__(self) -> NoReturn:
+        self._refuse("pickled")
+
+    def _refuse(self, what: str) -> NoReturn:
+        raise LifecycleError(
+            f"rank {self._state.group.rank}: a {type(self._state.module).__name__} that fully_shard has sharded can't "
+            f"be {what}. Copy the model before it is sharded (and shard the copy), load state_dict() into another one, "
+            "or use the wrapper FSDP(module), which can be copied"
+        )
+
+
+def _first(handle: Any, hooks: Any) -> None:
+    """The hook that was registered last becomes the first."""
+    hooks.move_to_end(handle.id, last=False)

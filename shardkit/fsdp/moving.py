@@ -1,0 +1,109 @@
+"""Sharded modules that are moved, cast, copied, or brought back from a file."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..errors import ConfigurationError
+from ..flattening.flat_parameter import FlatParameter
+from .construct import connect
+from .flat_param import FlatParam
+from .members import are_copied, note_copying
+from .refusals import copy_when_summoned
+from .registrations import note_taken
+from .state import ShardingState, note_state
+
+
+def begin_move(state: ShardingState) -> None:
+    """Before the module's tensors are moved or cast.
+
+    Raises:
+        ConfigurationError: torch would swap tensors for others.
+    """
+    if torch.__future__.get_swap_module_params_on_conversion():
+        raise ConfigurationError(
+            "an FSDP module can't be moved or cast by swapping its parameters, which are views of one vector; "
+            "call torch.__future__.set_swap_module_params_on_conversion(False) first"
+        )
+    state.unit.release()
+    for flat in state.flats:
+        flat.drop()
+
+
+def end_move(state: ShardingState) -> None:
+    """After shards were moved, cast, or replaced by other objects."""
+    for flat in state.flats:
+        _take_listed(flat)
+    if state.flats and state.options.device is None:
+        shard = state.flats[0].param
+        if shard.device.type not in (state.group.backend.device_type, "meta"):
+            connect(state, shard, [])
+            for flat in state.flats:
+                flat.group = state.group
+    for flat in state.flats:
+        flat.adopt()
+    state.unit.attach()
+
+
+def _take_listed(flat: FlatParam) -> None:
+    holder = flat.holder
+    param = holder.module._parameters[holder.name]
+    if param is None or param is flat.param:
+        return
+    if isinstance(flat.param, FlatParameter) and not isinstance(param, FlatParameter):
+        param = flat.param._like_this(param)
+        holder.module._parameters[holder.name] = param
+    flat.param = param
+    if not flat.is_listed_flat:
+        for place in flat.members[0].places:
+            place.module._parameters[place.name] = param
+
+
+# ------------------------------------------------------------ copies
+def check_copied(state: ShardingState, memo: dict[int, Any]) -> None:
+    """Notes that a unit and those below it are about to be copied.
+
+    Raises:
+        LifecycleError: inside of ``summon_full_params``.
+    """
+    if are_copied(state.unit.needs, memo):
+        return
+    states = state.states()
+    if any(s.summoned is not None for s in states):
+        raise copy_when_summoned(state.group.rank)
+    note_copying([f for s in states for f in s.unit.needs], memo)
+
+
+def check_pickled(state: ShardingState) -> None:
+    """Raises for what a file can't hold: LifecycleError when summoned, ConfigurationError for groups of ranks."""
+    if state.summoned is not None:
+        raise copy_when_summoned(state.group.rank)
+    if state.replicas is not None:
+        raise ConfigurationError(
+            "an FSDP module with replicas can't be pickled: groups of ranks can't, and without them gradients "
+            "would not be averaged. Save state_dict(), or use copy.deepcopy(), which keeps the groups"
+        )
+
+
+def revive(state: ShardingState) -> None:
+    """Makes a copied state work: its groups, its unit, and memory to gather into.
+
+    Raises:
+        ConfigurationError: it is a shard of another number of ranks.
+    """
+    borrowed, divisors = state.__dict__.pop("borrowed"), state.__dict__.pop("divided")
+    note_state(state)
+    connect(state, state.flats[0].param if state.flats else None, borrowed)
+    for flat in state.flats:
+        if flat.layout.world_size != state.group.world_size:
+            raise ConfigurationError(
+                f"this FSDP module was pickled as a shard of {flat.layout.world_size} and is loaded by "
+                f"{state.group.world_size} ranks: groups of ranks are not pickled. Save state_dict() instead"
+            )
+        flat.connect(state.group, state.neighbours)
+    state.make_unit(borrowed)
+    state.unit.divisors = divisors
+    state.unit.attach()
+    note_taken(state)

@@ -1,0 +1,145 @@
+"""A forward enters a unit and leaves it: what every door does around the module's own computation."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, NamedTuple
+
+import torch
+
+from ..errors import LifecycleError
+from ..torch_seams.compiling import not_compiled
+from ..torch_seams.hooks import NO_BACKWARD, current_backward, tensors_in, tensors_of, watch_outputs
+from . import construct
+from .calls import lends_memory, without_lent_memory
+from .engine import Engine, Watcher
+from .names import clean
+from .refusals import replaced_member, replaced_shard
+from .state import ShardingState, state_of
+from .threads import NO_THREAD, check_one_thread, this_thread
+from .tracing import COMPILED_AUTOGRAD, check_forward, jit_tracing, transform_level
+from .unit import UnitCall
+
+
+class Entered(NamedTuple):
+    """A forward that is inside of a unit.
+
+    Attributes:
+        engine: runs it.
+        is_outermost: the root's forward.
+        watcher: is told when backward reaches the outputs.
+    """
+
+    engine: Engine
+    is_outermost: bool
+    watcher: Watcher
+
+
+@not_compiled
+def become_root(state: ShardingState) -> Engine:
+    """Makes the engine of all units at and below a door that is called first."""
+    states = state.states()
+    names = {id(m): n for n, m in state.door.named_modules() if state_of(m) is not None}
+    for s in states:
+        s.unit.name = clean(names[id(s.door)])
+        for k, flat in enumerate(s.flats):
+            flat.label = f"parameters {k} of {s.unit.name or 'the root'}"
+            flat.path = s.unit.name
+        s.is_root = s is state
+    reshard = state.options.reshard
+    state.unit.keep_after_forward = reshard.after_forward is False or not reshard.root
+    after_backward = state.group.backend.mark_step if state.options.mark_step else None
+    engine = Engine([s.unit for s in states], reshard.prefetch, after_backward)
+    for s in states:
+        s.engine = engine
+        s.cast_buffers()
+    members = sum(len(flat.members) for s in states for flat in s.flats)
+    construct.announce(state.door, len(states), members, state.group)
+    return engine
+
+
+@not_compiled
+def enter(state: ShardingState, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Entered:
+    """Gathers a unit for a forward on these inputs , as they come."""
+    unit = state.unit
+    if (
+        jit_tracing() is not None or transform_level() is not None or COMPILED_AUTOGRAD in sys.modules
+        or torch.fx._symbolic_trace._is_fx_tracing_flag or torch.compiler._is_exporting_flag
+    ):  # fmt: skip
+        check_forward(unit)
+    engine = state.engine or become_root(state)
+    for flat in state.flats:
+        if flat.holder.module._parameters[flat.holder.name] is not flat.param:
+            raise replaced_shard(flat)
+        for member in flat.members:
+            for module, name in member.places:
+                found = module._parameters.get(name)
+                if found is not None and found is not flat.param:
+                    raise replaced_member(member.param)
+    in_backward = current_backward() != NO_BACKWARD
+    is_outermost = bool(state.is_root) and engine.forwards == 0 and not in_backward
+    if not in_backward:
+        me, other = this_thread(), engine.thread
+        if other not in (me, NO_THREAD):
+            check_one_thread(engine, "forward")
+        engine.thread = me
+    entered = Entered(engine, is_outermost, unit)
+    try:
+        if is_outermost:
+            engine.begin_forward()
+        engine.before_forward(unit, (args, kwargs))
+    except BaseException as error:
+        fail(state, entered, error)
+        raise
+    return entered
+
+
+def input_dtype(state: ShardingState) -> torch.dtype | None:
+    """What floating point inputs are cast to; None leaves them."""
+    precision = state.options.precision
+    return precision.inputs or precision.compute
+
+
+def watched(entered: Entered, state: ShardingState, inputs: Any) -> Entered:
+    """The same, with gradients of the inputs watched where backward needs frozen parameters."""
+    if state.unit.has_frozen and torch.is_grad_enabled():
+        return entered._replace(watcher=UnitCall.watching(state.unit, tensors_in(inputs)))
+    return entered
+
+
+@not_compiled
+def leave(state: ShardingState, entered: Entered, outputs: Any) -> Any:
+    """Gives back what the unit gathered; returns the outputs, with copies in place of memory that goes."""
+    engine, is_outermost, watcher = entered
+    unit = state.unit
+    tensors = (outputs,) if isinstance(outputs, torch.Tensor) else tensors_of(outputs)
+    if lends_memory(unit, tensors):
+        try:
+            outputs = without_lent_memory(unit, outputs)
+        except BaseException as error:
+            fail(state, entered, error)
+            raise
+        tensors = tensors_of(outputs)
+    engine.after_forward(unit)
+    if torch.is_grad_enabled():
+        seen = engine.watching(watcher) if is_outermost else watcher
+        engine.note_outputs(unit, watch_outputs(tensors, seen.enter_backward))
+    if is_outermost:
+        engine.end_forward()
+    if engine.forwards == 0:
+        engine.thread = NO_THREAD
+    if state.options.clears_autocast_cache:
+        torch.clear_autocast_cache()
+    return outputs
+
+
+@not_compiled
+def fail(state: ShardingState, entered: Entered, error: BaseException) -> None:
+    """A forward raised inside of the unit."""
+    engine, is_outermost, _ = entered
+    engine.fail_forward(is_outermost)
+    if engine.forwards <= 0:
+        engine.thread = NO_THREAD
+    # what is refused is refused on all ranks; else other ranks may wait in the next unit's gather
+    if is_outermost and not engine.is_lazy and not isinstance(error, LifecycleError):
+        state.group.abort(f"its forward raised {type(error).__name__}: {error}")

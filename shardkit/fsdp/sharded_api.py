@@ -1,0 +1,177 @@
+"""What a sharded module is asked for, the same at every door: full parameters, clipping, accumulation, checkpoints."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from ..errors import ConfigurationError, LifecycleError
+from ..progress import noting_errors
+from . import local_checkpoint, norms, optim_state
+from .engine import Engine
+from .running import become_root
+from .state import ShardingState, state_of
+from .state_dict import loading, local_state
+from .state_of_shards import mark_shards
+from .summoning import summoned
+
+
+class ShardedAPI:
+    """Methods of a sharded module. They work on its state."""
+
+    _state: ShardingState
+
+    def _root_engine(self, what: str) -> Engine:
+        state = self._state
+        engine = state.engine or become_root(state)
+        if not state.is_root:
+            raise LifecycleError(f"{what} is for the outermost FSDP module; call it there")
+        return engine
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Inside, backward only accumulates this rank's gradients; the next backward outside reduces them too.
+
+        Costs memory for full gradients on every rank.
+
+        Raises:
+            LifecycleError: called on a unit below the root.
+        """
+        engine = self._root_engine("no_sync")
+        before = engine.set_accumulating(True)
+        try:
+            yield
+        finally:
+            engine.set_accumulating(before)
+
+    @contextlib.contextmanager
+    def summon_full_params(self, recurse: bool = True, writeback: bool = True) -> Iterator[None]:
+        """Inside, the module's own parameters are there under their own names, full and in full precision (collective).
+
+        Forward inside runs on this rank alone, with the parameters that are summoned: evaluation or ``generate`` on one
+        rank needs no other. Backward inside is refused.
+
+        Args:
+            recurse: those of units below too.
+            writeback: changes to them are kept. Ranks must make the same changes.
+
+        Raises:
+            LifecycleError: inside of forward or backward, of this or another thread.
+        """
+        with summoned(self._state, recurse, writeback):
+            yield
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """Scales all gradients so that their norm over all ranks is at most ``max_norm`` (collective).
+
+        Returns:
+            The norm before, 0-dim.
+
+        Raises:
+            LifecycleError: called on a unit below the root.
+        """
+        self._root_engine("clip_grad_norm_").check_idle("clip_grad_norm_")
+        return norms.clip(self._state, float(max_norm), float(norm_type))
+
+    @property
+    def params_with_grad(self) -> list[nn.Parameter]:
+        """Parameters (shards) of this module and below that have a gradient."""
+        return [p for p in self._state.door.parameters() if p.grad is not None]
+
+    def set_divisors(self, before: float, after: float) -> None:
+        """Gradients are divided by the one before and by the other after their sum over ranks."""
+        self._state.unit.divisors = (before, after)
+        self._state.unit.attach()
+
+    # ------------------------------------------------------------ checkpoints of shards
+    def local_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """This rank's shards, 1-D and padded, under fairscale's names; loads at the same world size only."""
+        state = self._state
+        with local_state(state):
+            found = state.door.state_dict(*args, **kwargs)
+        local_checkpoint.mark(state, found)
+        if state.group.world_size > 1:
+            mark_shards(state.door.parameters(), found)
+        return found
+
+    @noting_errors
+    def load_local_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> Any:
+        """Loads what :meth:`local_state_dict` returned on this rank (collective).
+
+        Raises:
+            ConfigurationError: on all ranks, if it is another rank's, world size's or model's; nothing is loaded.
+        """
+        if "flat_param" in state_dict and "flat_param_0" not in state_dict:  # its name in old checkpoints
+            state_dict = {"flat_param_0" if k == "flat_param" else k: v for k, v in state_dict.items()}
+        state = self._state
+        local_checkpoint.check_own(state, state_dict)
+        with local_state(state), loading(state.door):
+            return state.door.load_state_dict(state_dict, strict)
+
+    def local_metadata_dict(self) -> dict[str, Any]:
+        """What :meth:`consolidate_shard_weights` needs to know of this rank's shards."""
+        return local_checkpoint.metadata(self._state)
+
+    consolidate_shard_weights = staticmethod(local_checkpoint.consolidate)
+
+    @noting_errors
+    def gather_full_optim_state_dict(self, optim: Optimizer, **ignored: Any) -> dict[str, Any] | None:
+        """The optimizer's full state on rank 0, None on others (collective); see ``optim_state.py`` for the format."""
+        own = self._state
+        states = own.states()
+        uncollected = [f for s in states if s.options.keeps_optimizer_state for f in s.flats]
+        state = optim.state_dict()
+        index = {id(p): i for i, p in enumerate(p for g in optim.param_groups for p in g["params"])}
+        own.uncollected = {
+            index[id(f.param)]: copy.deepcopy(state["state"].get(index[id(f.param)], {}))
+            for f in uncollected
+            if id(f.param) in index
+        }
+        is_first = own.group.rank == 0 and (own.replicas is None or own.replicas.rank == 0)
+        return optim_state.gather_full(
+            [f for s in states for f in s.flats], uncollected, state, optim, is_first
+        )
+
+    @noting_errors
+    def get_shard_from_optim_state_dict(self, full_optim_state_dict: dict[str, Any]) -> dict[str, Any]:
+        """This rank's part of a full optimizer state, for ``optimizer.load_state_dict``.
+
+        Raises:
+            ConfigurationError: it belongs to another model.
+        """
+        flats = [f for s in self._state.states() for f in s.flats]
+        shard = optim_state.shard_full(flats, full_optim_state_dict)
+        uncollected = self._state.uncollected
+        for local in full_optim_state_dict.get("uncollected_local_ids", []):
+            if local in uncollected:
+                shard["state"][local] = uncollected[local]
+        return shard
+
+
+class Sharding(ShardedAPI):
+    """These methods for a module that :func:`~shardkit.fully_shard` has sharded in place."""
+
+    def __init__(self, state: ShardingState) -> None:
+        self._state = state
+
+
+def sharding_of(module: nn.Module) -> ShardedAPI:
+    """The methods of a module that FSDP has sharded: the module itself if it is a wrapper, else an object with them.
+
+    Raises:
+        ConfigurationError: it is not sharded, or a part of what is.
+    """
+    state = state_of(module)
+    if state is None:
+        raise ConfigurationError(
+            f"this {type(module).__name__} is not sharded by itself; call fully_shard(module) or FSDP(module) first, "
+            "or pass the module that was given to them"
+        )
+    return module if isinstance(module, ShardedAPI) else Sharding(state)

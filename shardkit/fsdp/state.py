@@ -1,0 +1,193 @@
+"""What FSDP knows of one module whose parameters it has sharded, whichever door it came in by.
+
+[Note: doors] A module becomes a unit by being wrapped (``FSDP``, and the classes of the compat layer), or in place
+(``fully_shard``). Both make one :class:`ShardingState`. The module at which forward enters and leaves the unit, and at
+which a walk over modules stops, is the state's ``door``: the wrapper, or the module itself. Everything else in this
+package works on states and asks :func:`state_of`, never a class.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..backend import Backend, Group
+from ..layout import ShardLayout
+from ..policy import OffloadPolicy, PrecisionPolicy, ReducePolicy, ReshardPolicy
+from .engine import Engine
+from .flat_param import FlatParam
+from .gradients import predivide_factor
+from .unit import Unit
+
+# By id of the door. The state is held by its door alone, so this map keeps neither alive.
+_states: dict[int, weakref.ref[ShardingState]] = {}
+
+
+def even_layout(shapes: Sequence[torch.Size], world_size: int) -> ShardLayout:
+    """How parameters of these shapes are cut: evenly, end to end."""
+    return ShardLayout(tuple(shape.numel() for shape in shapes), world_size)
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a module is sharded; see :class:`~shardkit.FSDP` for the first ones.
+
+    Attributes:
+        layout: cuts parameters of given shapes among so many ranks.
+        state_dict_device: where full state dicts are made; None: where the parameters are.
+        state_dict_on_rank_0_only: they are empty on other ranks.
+        clears_autocast_cache: after each forward.
+        keeps_optimizer_state: a part of the model that is this rank's alone, such as an expert: its optimizer state is
+            not gathered.
+        mark_step: recorded operations run at the end of each backward of the root.
+    """
+
+    group: Any = None
+    replicas: Any = None
+    precision: PrecisionPolicy = field(default_factory=PrecisionPolicy)
+    reshard: ReshardPolicy = field(default_factory=ReshardPolicy)
+    offload: OffloadPolicy = field(default_factory=OffloadPolicy)
+    reduce: ReducePolicy = field(default_factory=ReducePolicy)
+    flatten: bool = True
+    sync_module_states: bool = True
+    device: torch.device | None = None
+    backend: str | Backend | None = None
+    layout: Callable[[Sequence[torch.Size], int], ShardLayout] = even_layout
+    state_dict_device: torch.device | None = None
+    state_dict_on_rank_0_only: bool = False
+    clears_autocast_cache: bool = False
+    keeps_optimizer_state: bool = False
+    mark_step: bool = False
+
+
+class ShardingState:
+    """One module's share in FSDP.
+
+    Attributes:
+        door: the module that is called; see [Note: doors].
+        module: whose parameters are sharded.
+        flats: its flat parameters.
+        shared_paths: where weights of the module are used a second time, as (first path, other path).
+        nesting: how many units lie one inside another here.
+        group: ranks among which it is sharded.
+        replicas: ranks that hold the same shard.
+        neighbours: ranks that keep gathered parameters between them after forward.
+        unit: what the engine runs.
+        engine: the root's; None before the first forward.
+        is_root: no other unit is around it; None before the first forward.
+        summoned: open while parameters are summoned.
+        is_loading: a state dict is being loaded or made, and what is summoned is so because of that.
+        state_is_local: state dicts hold shards.
+        buffer_dtypes: own dtypes of buffers that were cast, by module and name.
+        uncollected: optimizer state that is this rank's alone.
+    """
+
+    def __init__(self, door: nn.Module, module: nn.Module, options: Options) -> None:
+        self.door, self.module, self.options = door, module, options
+        self.flats: list[FlatParam] = []
+        self.shared_paths: list[tuple[str, str]] = []
+        self.nesting = 1
+        self.group: Group
+        self.replicas: Group | None = None
+        self.neighbours: Group | None = None
+        self.unit: Unit
+        self.engine: Engine | None = None
+        self.is_root: bool | None = None
+        self.summoned: contextlib.ExitStack | None = None
+        self.is_loading = self.state_is_local = self.buffers_cast = False
+        self.buffer_dtypes: dict[tuple[nn.Module, str], torch.dtype] = {}
+        self.uncollected: dict[int, Any] = {}
+        note_state(self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What a copy or a file takes; ``moving.revive`` makes it work again."""
+        copied = self.__dict__.copy()
+        for name in ("group", "neighbours", "replicas", "unit", "engine", "is_root", "summoned"):
+            copied[name] = None
+        copied["options"] = replace(self.options, group=None, replicas=None)
+        copied["borrowed"], copied["divided"] = self.unit.borrowed, self.unit.divisors
+        return copied
+
+    @property
+    def divisors(self) -> tuple[float, float]:
+        """Gradients are divided by the one before and by the other after their sum over ranks."""
+        world = self.group.world_size
+        before = self.options.reduce.predivide
+        if before is None:
+            before = float(predivide_factor(world))
+        return before, world / before
+
+    def make_unit(self, borrowed: list[FlatParam]) -> None:
+        """What the engine runs, of the flat parameters that there are."""
+        for flat in self.flats:
+            flat.modules = [m for _, m in self.own_modules()]
+        self.unit = Unit(
+            self.flats,
+            borrowed,
+            self.options.reshard.after_forward is False,
+            self.options.reduce.dtype,
+            self.divisors,
+            self.replicas,
+        )
+
+    def own_modules(self, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+        """``named_modules`` of the module, without those below other units."""
+        return modules_outside_units(self.module, prefix, self.door)
+
+    def states(self) -> list[ShardingState]:
+        """This one and those of units below, the outermost first."""
+        return [s for s in map(state_of, self.door.modules()) if s is not None]
+
+    def cast_buffers(self) -> None:
+        """Buffers outside of other units take the dtype that was asked for, once."""
+        dtype = self.options.precision.buffers
+        if dtype is None or self.buffers_cast:
+            return
+        self.buffers_cast = True
+        for _, m in self.own_modules():
+            for name, buffer in m._buffers.items():
+                if buffer is not None and buffer.is_floating_point():
+                    self.buffer_dtypes[m, name] = buffer.dtype
+                    m._buffers[name] = buffer.to(dtype)
+
+
+def note_state(state: ShardingState) -> None:
+    """From now on :func:`state_of` finds this state by its door."""
+    key = id(state.door)
+
+    def forget(gone: weakref.ref[ShardingState]) -> None:
+        if _states.get(key) is gone:
+            del _states[key]
+
+    _states[key] = weakref.ref(state, forget)
+
+
+def state_of(module: nn.Module) -> ShardingState | None:
+    """The state whose door a module is; None for all other modules."""
+    found = _states.get(id(module))
+    state = None if found is None else found()
+    return state if state is not None and state.door is module else None
+
+
+def modules_outside_units(
+    module: nn.Module, prefix: str = "", door: nn.Module | None = None
+) -> Iterator[tuple[str, nn.Module]]:
+    """``named_modules`` of a module, without those at and below doors other than this one."""
+    seen: set[nn.Module] = set()
+
+    def walk(prefix: str, m: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+        if m in seen or (m is not door and state_of(m) is not None):
+            return
+        seen.add(m)
+        yield prefix, m
+        for name, child in m._modules.items():
+            if child is not None:
+                yield from walk(f"{prefix}.{name}" if prefix else name, child)
+
+    yield from walk(prefix, module)
