@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import os
 import weakref
+from collections.abc import Callable
 from typing import Any, NoReturn, Protocol
 
 import torch.distributed as dist
 
 from shardkit.errors import LifecycleError
-
-from .connections import never_destroy
 
 
 class EndsAtFork(Protocol):
@@ -24,6 +23,7 @@ class EndsAtFork(Protocol):
         """This process was forked from that one."""
 
 
+_first: list[Callable[[], None]] = []
 _mine: weakref.WeakSet[EndsAtFork] = weakref.WeakSet()
 # torch's process groups that were there at the fork, and the parent's rank
 _of_parent: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
@@ -32,6 +32,11 @@ _of_parent: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 def belongs_here(what: EndsAtFork) -> None:
     """It hears of it where this process is a fork."""
     _mine.add(what)
+
+
+def first_in_fork(call: Callable[[], None]) -> None:
+    """Called in a fork before anything hears of it."""
+    _first.append(call)
 
 
 def refusal(rank: int) -> LifecycleError:
@@ -60,7 +65,8 @@ class LeftBehind:
 
 
 def _in_child() -> None:
-    never_destroy()  # it would wait for threads that are not here
+    for call in _first:
+        call()
     if dist.is_initialized():
         rank = dist.get_rank()
         _of_parent.update(dict.fromkeys(dist.distributed_c10d._world.pg_map, rank))

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
 
-from .c10d import C10dGroup
+from .c10d.group import C10dGroup
+from .c10d.known_groups import KnownGroups
 from .host import Host
-from .known_groups import KnownGroups
 from .processes import START_SECONDS, launch_processes
 
 
@@ -16,6 +17,7 @@ class GlooBackend(Host):
     """CPU tensors, one process a rank."""
 
     name = "gloo"
+    process_group_backend = "gloo"
 
     def __init__(self) -> None:
         self._groups = KnownGroups(self)
@@ -27,7 +29,7 @@ class GlooBackend(Host):
         return self._groups.of(process_group)
 
     def launch(
-        self, fn: Any, world_size: int, args: tuple[Any, ...] = (), *, timeout: float | None = None,
+        self, fn: Callable[..., Any], world_size: int, args: tuple[Any, ...] = (), *, timeout: float | None = None,
         start_timeout: float | None = START_SECONDS,
     ) -> list[Any]:  # fmt: skip
         return launch_processes(fn, world_size, args, "gloo", timeout, start_timeout)

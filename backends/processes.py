@@ -22,7 +22,8 @@ from typing import Any
 
 from shardkit.errors import ConfigurationError, RankFailedError
 
-from .first_words import Name
+from .diagnosis.job import begin_job, end_job, fail_job
+from .process_stacks import Name
 
 START_SECONDS = 180.0
 # What a rank reports when another one failed first: the cause is looked for elsewhere for a moment.
@@ -68,8 +69,6 @@ def _serve_one(connection: Connection, rank: int) -> bool:
     except BaseException as error:  # noqa: BLE001 - the caller's to judge
         _report(connection, error)
         return True
-    from .watch import begin_job, end_job, fail_job
-
     try:
         begin_job()
         result = pickle.dumps(("ok", fn(rank, *args)))
@@ -99,14 +98,14 @@ def join_ranks(rank: int, world_size: int, rendezvous: str, backend: str) -> Non
 
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // world_size))
-    get_backend(backend).device()  # selects the rank's device
-    names = {"cuda": "nccl"}
+    family = get_backend(backend)
+    family.device()  # selects the rank's device
     host, _, port = rendezvous.rpartition(":")
     store = dist.TCPStore(  # type: ignore[attr-defined]
         host, int(port), world_size, is_master=False, wait_for_workers=False
     )
-    dist.init_process_group(names.get(backend, backend), store=store, rank=rank, world_size=world_size)
-    get_backend(backend).group()  # so that a rank which returns without a collective is heard of
+    dist.init_process_group(family.process_group_backend, store=store, rank=rank, world_size=world_size)
+    family.group()  # so that a rank which returns without a collective is heard of
 
 
 def leave_ranks() -> None:

@@ -1,21 +1,21 @@
-"""What the core asks of a device family: the :class:`Backend` and :class:`Group` protocols, and the registry.
+"""What the core asks of a device family: :class:`Backend`, :class:`Group` and :class:`Work`, and the registry.
 
 Legend of shapes: W world size, S one rank's shard numel, N = sum of all shards' numel.
 
-The core knows devices only through these two protocols. A backend is picked by the device of the
+The core knows devices only through these classes. A backend is picked by the device of the
 parameters or by name; third parties add one through the entry-point group ``shardkit.backends``
 (name -> a callable without arguments that returns a :class:`Backend`).
 """
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import enum
 import importlib
 import importlib.metadata
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 
@@ -32,10 +32,12 @@ class ReduceOp(enum.Enum):
     MIN = "min"
 
 
-@runtime_checkable
-class Work(Protocol):
+class Work(abc.ABC):
     """A collective in flight."""
 
+    __slots__ = ()
+
+    @abc.abstractmethod
     def wait(self) -> None:
         """Returns when the result may be used by what this rank runs next.
 
@@ -43,14 +45,27 @@ class Work(Protocol):
             OutOfStepError: another rank of the group waits in a different call.
             RankLostError: another rank died.
         """
-        ...
 
+    @abc.abstractmethod
     def is_done(self) -> bool:
         """Whether :meth:`wait` would return at once; says so without waiting."""
-        ...
 
 
-class Group(Protocol):
+class _Done(Work):
+    __slots__ = ()
+
+    def wait(self) -> None:
+        return
+
+    def is_done(self) -> bool:
+        return True
+
+
+DONE: Work = _Done()
+"""What needs no waiting."""
+
+
+class Group(abc.ABC):
     """Ranks that communicate; every method below is a collective: all ranks call it in the same order.
 
     ``src`` and ``dst`` are ranks within the group. Buffers are 1-D and contiguous where a shape is
@@ -58,33 +73,30 @@ class Group(Protocol):
     rank's numel (default: even); backends with ``even_shards_only`` refuse uneven ones. With ``async_op=False`` the
     result is ready on return and the returned work is done. ``label`` says what the call is for and
     appears in errors.
+
+    Attributes:
+        rank: this rank's place in the group.
+        world_size: number of members.
+        ranks: global rank of each member, in group order.
     """
 
-    @property
-    def backend(self) -> Backend: ...
+    backend: Backend
+    rank: int
+    world_size: int
+    ranks: tuple[int, ...]
 
-    @property
-    def rank(self) -> int: ...
-
-    @property
-    def world_size(self) -> int: ...
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        """Global rank of each member, in group order."""
-        ...
-
+    @abc.abstractmethod
     def channel(self, name: str) -> Group:
         """The same ranks over a separate connection: calls in different channels never meet.
 
         The first call for a name is a collective; later ones return the same group.
         """
-        ...
 
+    @abc.abstractmethod
     def new_group(self, ranks: Sequence[int]) -> Group | None:
         """A sub-group of these group ranks, in ascending order (collective over this group); None on ranks outside."""
-        ...
 
+    @abc.abstractmethod
     def all_gather_into(
         self,
         output: torch.Tensor,  # [N]
@@ -95,6 +107,7 @@ class Group(Protocol):
         label: str = "",
     ) -> Work: ...
 
+    @abc.abstractmethod
     def reduce_scatter_into(
         self,
         shard: torch.Tensor,  # [S]; must not alias input
@@ -106,6 +119,7 @@ class Group(Protocol):
         label: str = "",
     ) -> Work: ...
 
+    @abc.abstractmethod
     def all_to_all(
         self,
         output: torch.Tensor,  # [sum(output_sizes)]
@@ -117,12 +131,13 @@ class Group(Protocol):
         label: str = "",
     ) -> Work: ...
 
+    @abc.abstractmethod
     def all_reduce(
         self, tensor: torch.Tensor, *, op: ReduceOp = ReduceOp.SUM, async_op: bool = False, label: str = ""
     ) -> Work:
         """In place, any shape."""
-        ...
 
+    @abc.abstractmethod
     def reduce(
         self,
         tensor: torch.Tensor,
@@ -133,28 +148,30 @@ class Group(Protocol):
         label: str = "",
     ) -> Work:
         """In place on ``dst``; on other ranks the contents are undefined afterwards."""
-        ...
 
+    @abc.abstractmethod
     def broadcast(self, tensor: torch.Tensor, src: int, *, async_op: bool = False, label: str = "") -> Work:
         """In place, any shape."""
-        ...
 
+    @abc.abstractmethod
     def barrier(self, *, label: str = "") -> None: ...
 
+    @abc.abstractmethod
     def all_gather_bytes(self, data: bytes, *, label: str = "") -> list[bytes]:
         """Each rank's bytes, of any length, in rank order, on every rank."""
-        ...
 
+    @abc.abstractmethod
     def all_gather_object(self, obj: Any, *, label: str = "") -> list[Any]:
         """Each rank's picklable object, in rank order, on every rank."""
-        ...
 
+    @abc.abstractmethod
     def gather_object(self, obj: Any, dst: int, *, label: str = "") -> list[Any] | None:
         """Each rank's picklable object, in rank order, on ``dst``; None elsewhere."""
-        ...
 
+    @abc.abstractmethod
     def broadcast_object(self, obj: Any, src: int, *, label: str = "") -> Any: ...
 
+    @abc.abstractmethod
     def agree(self, what: str) -> None:
         """Returns when all ranks have called it with the same text, apart from anything that is in flight.
 
@@ -163,57 +180,43 @@ class Group(Protocol):
         Raises:
             OutOfStepError: another rank is in a different call.
         """
-        ...
 
+    @abc.abstractmethod
     def abort(self, why: str = ...) -> None:
         """An error took this rank out of what all do together: others that wait for it fail soon instead of waiting.
 
         Those that have to wait anyway look for this, so it costs nothing where all ranks raise the same. It is
         forgotten when this rank issues a collective again.
         """
-        ...
 
 
-class Event(Protocol):
-    """A point in a stream's work."""
+class Backend(abc.ABC):
+    """A device family: where tensors live, what may overlap, how ranks start and meet.
 
-    def wait(self) -> None:
-        """Work issued from now on in the current stream starts after this point."""
-        ...
+    Attributes:
+        device_type: ``torch.device(...).type`` of the tensors it serves.
+        even_shards_only: shards of a collective have one size, and every rank must issue the same operations on the
+            same shapes (a compiled graph that all ranks share).
+        has_storage: tensors own memory that can be viewed, taken and released (false for lazy tensors).
+        process_group_backend: what ``torch.distributed.init_process_group`` calls it; None where ranks have no process
+            group of torch's.
+    """
 
-    def synchronize(self) -> None:
-        """Blocks the host until this point has been reached."""
-        ...
+    name: str
+    device_type: str
+    even_shards_only: bool = False
+    has_storage: bool = True
+    process_group_backend: str | None = None
 
+    @abc.abstractmethod
+    def is_available(self) -> bool:
+        """Whether this machine has such a device, and what it needs is installed."""
 
-class Backend(Protocol):
-    """A device family: where tensors live, what may overlap, how ranks start and meet."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def device_type(self) -> str:
-        """``torch.device(...).type`` of the tensors it serves."""
-        ...
-
-    @property
-    def even_shards_only(self) -> bool:
-        """Shards of a collective have one size, and every rank must issue the same operations on the same
-        shapes (a compiled graph that all ranks share)."""
-        ...
-
-    @property
-    def has_storage(self) -> bool:
-        """Tensors own memory that can be viewed, taken and released (false for lazy tensors)."""
-        ...
-
-    def is_available(self) -> bool: ...
-
+    @abc.abstractmethod
     def device(self) -> torch.device:
         """This rank's device."""
-        ...
 
+    @abc.abstractmethod
     def group(self, process_group: Any = None) -> Group:
         """The :class:`Group` for what a user passes as ``process_group``: None (all ranks), a
         torch.distributed group, a Group, or an object with ``rank()`` and ``size()``.
@@ -221,49 +224,44 @@ class Backend(Protocol):
         Raises:
             ConfigurationError: no process group exists yet, or this rank is no member.
         """
-        ...
 
     # memory
+    @abc.abstractmethod
     def take_storage(self, tensor: torch.Tensor) -> None:
         """Gives a tensor whose storage was released its memory back (contents undefined)."""
-        ...
 
+    @abc.abstractmethod
     def release_storage(self, tensor: torch.Tensor) -> None:
         """Gives the memory of a tensor that owns its whole storage back; views of it stay valid objects."""
-        ...
 
+    @abc.abstractmethod
     def pin(self, tensor: torch.Tensor) -> torch.Tensor:
         """A host copy that the device can read asynchronously."""
-        ...
 
-    # overlap
-    def new_stream(self) -> Any: ...
-
-    def stream(self, stream: Any) -> AbstractContextManager[Any]: ...
-
-    def record_event(self) -> Event: ...
-
+    @abc.abstractmethod
     def synchronize(self) -> None:
         """Blocks until all work of this rank's device is done."""
-        ...
 
     # lazy execution
+    @abc.abstractmethod
     def mark_step(self, *, wait: bool = False) -> None:
         """Runs what was recorded so far, where execution is lazy; else nothing."""
-        ...
 
+    @abc.abstractmethod
     def tie(self, tensors: Sequence[torch.Tensor]) -> None:
         """Whatever uses one of these from now on comes after all of them, where a compiler decides; else nothing.
 
         Values stay the same. Tensors on other devices are left out.
         """
-        ...
 
     # random numbers
+    @abc.abstractmethod
     def rng_state(self) -> torch.Tensor: ...
 
+    @abc.abstractmethod
     def set_rng_state(self, state: torch.Tensor) -> None: ...
 
+    @abc.abstractmethod
     def launch(
         self,
         fn: Callable[..., Any],
@@ -280,7 +278,6 @@ class Backend(Protocol):
         Raises:
             RankFailedError: the first failing rank's error, at once; no process is left behind.
         """
-        ...
 
 
 _BUILT_IN = {

@@ -54,7 +54,7 @@ def launch(
         raise BackendError(
             f"backend {chosen.name!r} is not available on this machine: no such device, or its package is not installed"
         )
-    if "TORCHELASTIC_RUN_ID" in os.environ and chosen.name != "simulated":
+    if "TORCHELASTIC_RUN_ID" in os.environ and chosen.process_group_backend is not None:
         return _run_as_started_rank(fn, world_size, chosen, args)
     return chosen.launch(fn, world_size, args, timeout=timeout, start_timeout=start_timeout)
 
@@ -74,7 +74,7 @@ def _run_as_started_rank(
     backend.device()  # selects the rank's device before the process group asks for it
     mine = not dist.is_initialized()
     if mine:
-        dist.init_process_group({"cuda": "nccl"}.get(backend.name, backend.name))
+        dist.init_process_group(backend.process_group_backend)
     try:
         result = fn(int(os.environ["RANK"]), *args)
         return backend.group().all_gather_object(result, label="results of launch")

@@ -11,7 +11,7 @@ from torch import nn
 
 import shardkit
 from shardkit.backend import get_backend
-from shardkit.backends import waiting
+from shardkit.backends.c10d import waiting
 from tests.pools import rank_pool
 
 

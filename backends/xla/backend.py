@@ -6,46 +6,32 @@ of its own.
 
 from __future__ import annotations
 
-import contextlib
 import glob
 import importlib.util
 import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
-from shardkit.backend import Group
+from shardkit.backend import Backend, Group
 from shardkit.errors import BackendError, ConfigurationError, RankFailedError
 
 if TYPE_CHECKING:
-    from .group import Replica
+    from .replica import Replica
 
 
-class _Event:
-    """A point in the recorded program; XLA orders by data, so nothing has to wait for it."""
-
-    def __init__(self, backend: XlaBackend) -> None:
-        self._backend = backend
-
-    def wait(self) -> None:
-        pass
-
-    def synchronize(self) -> None:
-        self._backend.synchronize()
-
-
-class XlaBackend:
+class XlaBackend(Backend):
     """See :class:`shardkit.backend.Backend`. Execution is lazy: :meth:`mark_step` runs what was recorded."""
 
     name = "xla"
     device_type = "xla"
     even_shards_only = True
     has_storage = False
+    process_group_backend = "xla"
 
     def __init__(self) -> None:
         self._runtime_replicas: dict[int, Replica] = {}
@@ -60,7 +46,7 @@ class XlaBackend:
         return torch_xla.device()
 
     def group(self, process_group: Any = None) -> Group:
-        from .group import as_group
+        from .groups_of_users import as_group
 
         return as_group(self, self._replica(), process_group)
 
@@ -73,15 +59,6 @@ class XlaBackend:
     def pin(self, tensor: torch.Tensor) -> torch.Tensor:
         """A copy on the host; the runtime stages transfers itself, so there is nothing to pin."""
         return tensor.detach().to("cpu", copy=True)
-
-    def new_stream(self) -> None:
-        """There are no streams: the compiler schedules."""
-
-    def stream(self, stream: Any) -> AbstractContextManager[Any]:
-        return contextlib.nullcontext()
-
-    def record_event(self) -> _Event:
-        return _Event(self)
 
     def synchronize(self) -> None:
         self.mark_step(wait=True)
@@ -145,7 +122,7 @@ class XlaBackend:
     def _replica(self) -> Replica:
         import torch_xla
 
-        from .world import current_world
+        from .cpu_replicas import current_world
 
         world = current_world()
         if world is not None:
@@ -173,7 +150,7 @@ class XlaBackend:
 
 def in_replica() -> bool:
     """Whether this process holds replicas on a CPU, of which the caller is one."""
-    world = sys.modules.get("shardkit.backends.xla.world")
+    world = sys.modules.get("shardkit.backends.xla.cpu_replicas")
     return world is not None and world.current_world() is not None
 
 

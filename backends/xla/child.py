@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .world import ReplicaState, World
+    from .cpu_replicas import ReplicaState, World
 
 # What goes back: ("ready", None), ("results", [bytes per rank]) or ("error", (rank, type, traceback)).
 
@@ -23,7 +23,7 @@ def serve(connection: multiprocessing.connection.Connection, world_size: int) ->
     """Entry point of the child process; never returns."""
     _die_with_parent()
     try:
-        from .world import start_world
+        from .start import start_world
 
         world = start_world(world_size)
         connection.send(("ready", None))

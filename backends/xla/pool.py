@@ -16,7 +16,7 @@ from typing import Any
 
 from shardkit.errors import BackendError, ConfigurationError, RankFailedError
 
-from ..first_words import Name
+from ..process_stacks import Name
 from .child import serve
 from .objects import unpack
 

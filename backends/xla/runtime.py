@@ -12,8 +12,8 @@ import torch_xla.runtime
 from shardkit.errors import ConfigurationError
 
 from .collectives import NativeCollectives
-from .group import Replica
 from .meeting import Call
+from .replica import Replica
 
 _RUNTIME: Any = torch_xla._XLAC
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch_xla
 
-from .world import World
+from .cpu_replicas import World
 
 _RUNTIME: Any = torch_xla._XLAC
 _COLLECTIVE = re.compile(r"xla::(?:cross_replica_sum|all_reduce|all_gather|reduce_scatter|all_to_all)")

@@ -20,9 +20,9 @@ import torch_xla.core.xla_model as xm
 from torch._C._distributed_c10d import HashStore
 
 from .collectives import Groups
-from .group import Replica
+from .cpu_replicas import World
 from .meeting import Call
-from .world import World
+from .replica import Replica
 
 Tensors = torch.Tensor | Sequence[torch.Tensor]
 _c10d: Any = torch.distributed.distributed_c10d

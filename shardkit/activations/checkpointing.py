@@ -181,7 +181,7 @@ class Surroundings:
     """Random state and autocast settings of the host and of the tensors' devices, to be had again later."""
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
-        one_each = {t.device: t for t in tensors if t.device.type not in ("cpu", "meta")}
+        one_each = {t.device: t for t in tensors if not (t.is_cpu or t.is_meta)}
         self._generators = [_generator(t) for t in one_each.values()]
         self._generators.append((torch.get_rng_state, torch.set_rng_state))
         self._random = self._random_states()

@@ -11,40 +11,15 @@ gradient checkpointing a block keeps its input, 1, and one block at a time has i
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from shardkit import FSDP, enable_wrap
-from shardkit.backends.host import Host
+from shardkit.backends.imagined import ImaginedBackend
 
 KEPT_BY_BLOCK = 16
-
-
-class ImaginedRanks(Host):
-    """Rank 0 of many of which the others don't exist, for tensors without values; a backend and its only group."""
-
-    name = "imagined"
-    device_type = "meta"
-    rank = 0
-
-    def __init__(self, world_size: int) -> None:
-        self.world_size = world_size
-        self.ranks = tuple(range(world_size))
-        self.backend = self
-
-    def group(self, process_group: Any = None) -> ImaginedRanks:
-        return self
-
-    def channel(self, name: str) -> ImaginedRanks:
-        return self
-
-    def all_gather_bytes(self, data: bytes, *, label: str = "") -> list[bytes]:
-        return [data] * self.world_size
-
-    def all_gather_object(self, obj: Any, *, label: str = "") -> list[Any]:
-        return [obj] * self.world_size
 
 
 class Plan(NamedTuple):
@@ -102,9 +77,9 @@ def plan(
     """
     with torch.device("meta"):
         parameters = sum(p.numel() for p in build().parameters())
-        backend = ImaginedRanks(ranks)
+        backend = ImaginedBackend(ranks)
         with enable_wrap(wrapper_cls=FSDP, backend=backend):
-            model = FSDP(build(), backend=backend)  # type: ignore[arg-type]
+            model = FSDP(build(), backend=backend)
     gathered = [numel * ranks for numel in own_shard_numels(model)]
     shards = sum(p.numel() * p.element_size() for p in model.parameters())
     between, blocks = activations

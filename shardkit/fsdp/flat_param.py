@@ -215,8 +215,10 @@ class FlatParam:
         replaced = False
         for index, member in enumerate(self.members):
             old = member.param
-            if old.device.type != target and not {old.device.type, target} <= {"cpu", "cuda"}:
-                empty = torch.empty(0, dtype=self.compute_dtype, device=target)
+            empty = torch.empty(0, dtype=self.compute_dtype, device=target)
+            if not torch._has_compatible_shallow_copy_type(
+                old, empty
+            ):  # the object can't become a view there
                 member.param = nn.Parameter(empty, requires_grad=old.requires_grad)
                 for place in member.places:
                     place.module.__dict__[place.name] = member.param

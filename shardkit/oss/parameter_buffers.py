@@ -100,7 +100,7 @@ class FlatParameters:
         return _CopyAfter(work, wire, self._buffer)
 
 
-class _CopyAfter:
+class _CopyAfter(Work):
     """Work whose result is copied (and cast) into another tensor."""
 
     def __init__(self, work: Work, source: torch.Tensor, target: torch.Tensor) -> None:

@@ -484,13 +484,8 @@ def device(rank: Rank, backend: str) -> None:
     pinned = b.pin(source)
     assert pinned.device.type == "cpu"
     assert torch.equal(pinned.to(b.device(), non_blocking=True).cpu(), source)
-    stream = b.new_stream()
-    with b.stream(stream):
-        doubled = source.to(b.device()) * 2
-        event = b.record_event()
-    event.wait()
+    doubled = source.to(b.device()) * 2
     more = doubled + 1
-    b.record_event().synchronize()
     b.synchronize()
     b.tie([doubled, more, source])
     b.mark_step()

@@ -69,10 +69,11 @@ def test_no_group_without_ranks(name: str) -> None:
 
 
 def test_cuda_has_the_protocols_methods() -> None:
-    from shardkit.backends.cuda import CudaBackend, CudaGroup
+    from shardkit.backends.c10d.nccl import NcclGroup
+    from shardkit.backends.cuda import CudaBackend
 
     programs.check_signatures(CudaBackend, Backend)
-    programs.check_signatures(CudaGroup, Group)
+    programs.check_signatures(NcclGroup, Group)
 
 
 def test_unknown_names_and_devices() -> None:

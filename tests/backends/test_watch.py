@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from shardkit.backends.watch import Call, Watch, begin_job
+from shardkit.backends.diagnosis.calls import Call
+from shardkit.backends.diagnosis.job import begin_job
+from shardkit.backends.diagnosis.watch import Watch
 from shardkit.errors import OutOfStepError
 
 SUM = ("all_reduce", 4, "loss")

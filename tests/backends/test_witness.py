@@ -11,26 +11,27 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from shardkit.backends import watch as watches
-from shardkit.backends import witness
-from shardkit.backends.standing import Standing, standing_of
-from shardkit.backends.watch import Call, Watch
-from shardkit.backends.witness import Stillness, is_behind
-from shardkit.backends.witness import Testimony as Said
+from shardkit.backends.diagnosis import job, witness
+from shardkit.backends.diagnosis.calls import Call
+from shardkit.backends.diagnosis.testimony import Testimony as Said
+from shardkit.backends.diagnosis.testimony import is_behind
+from shardkit.backends.diagnosis.thread_position import ThreadPosition, position_of
+from shardkit.backends.diagnosis.watch import Watch
+from shardkit.backends.diagnosis.witness import Stillness
 from shardkit.errors import ConfigurationError, OutOfStepError
 
 
 @pytest.fixture
-def in_thread() -> Iterator[Callable[[Callable[[threading.Event], None]], Standing]]:
+def in_thread() -> Iterator[Callable[[Callable[[threading.Event], None]], ThreadPosition]]:
     """Where a function stands that runs in a thread until it is told to end."""
     end, threads = threading.Event(), []
 
-    def begin(function: Callable[[threading.Event], None]) -> Standing:
+    def begin(function: Callable[[threading.Event], None]) -> ThreadPosition:
         thread = threading.Thread(target=function, args=(end,))
         threads.append(thread)
         thread.start()
         time.sleep(0.2)
-        standing = standing_of(thread.ident or 0)
+        standing = position_of(thread.ident or 0)
         assert standing is not None
         return standing
 
@@ -68,11 +69,11 @@ def test_a_thread_that_has_ended() -> None:
     thread = threading.Thread(target=lambda: None)
     thread.start()
     thread.join()
-    assert standing_of(thread.ident or 0) is None
+    assert position_of(thread.ident or 0) is None
 
 
-def _standing(mark: int) -> Standing:
-    return Standing((mark,), "train.py:1 in main", "", "", -1, "", False, False, False)
+def _standing(mark: int) -> ThreadPosition:
+    return ThreadPosition((mark,), "train.py:1 in main", "", "", -1, "", False, False, False)
 
 
 def test_stillness_begins_anew_with_each_move(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,7 +132,7 @@ CALL = Call("main", 2, "all_reduce", 4, "loss")
 
 
 def _publish(other: Watch, testimony: Said) -> None:
-    other._publish("stands1", testimony._asdict())
+    other._board.publish("stands1", testimony._asdict())
 
 
 def test_old_testimonies_say_nothing() -> None:
@@ -160,12 +161,12 @@ def test_what_a_rank_gave_up_is_over_when_it_issues_again() -> None:
     mine.look(CALL)
     other.give_up("its forward raised")
     other.attend()
-    entry = mine._read("stands1")
+    entry = mine._board.read("stands1")
     assert entry is not None
     assert entry["left"] == "its forward raised"
     other.issued["main"] = 1
     other.attend()
-    entry = mine._read("stands1")
+    entry = mine._board.read("stands1")
     assert entry is not None
     assert entry["left"] == ""
 
@@ -192,7 +193,7 @@ def test_errors_are_noted_until_the_next_call() -> None:
     for issued, words in ((0, "ConfigurationError: of shardkit's own"), (1, "")):
         other.issued["main"] = issued
         other.attend()
-        entry = mine._read("stands1")
+        entry = mine._board.read("stands1")
         assert entry is not None
         assert entry["raised"] == words
 
@@ -203,25 +204,25 @@ def _witnesses() -> list[threading.Thread]:
 
 def test_one_witness_that_ends_with_the_last_watch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(witness, "_PERIOD", 0.05)
-    watches._witness.end()
+    job._witness.end()
     gc.collect()
     store = dist.HashStore()
     kept: list[Watch] = [Watch(store, 0, 2, f"group {k}") for k in range(5)]
     assert len(_witnesses()) == 1
     kept[0].look(Call("main", 1, "barrier", 0, ""))
     time.sleep(0.5)
-    assert kept[0]._read("stands0") is not None
-    others = [w for w in watches._watches if w not in kept and w._store is not None]
+    assert kept[0]._board.read("stands0") is not None
+    others = [w for w in job._watches if w not in kept and w.is_open]
     kept.clear()
     until = time.monotonic() + 20
     while not others and _witnesses() and time.monotonic() < until:
         time.sleep(0.05)
     assert others or not _witnesses()
-    watches._witness.end()
+    job._witness.end()
     assert not _witnesses()
 
 
 def test_one_rank_needs_no_witness() -> None:
-    watches._witness.end()
+    job._witness.end()
     assert Watch(dist.HashStore(), 0, 1, "alone").issued == {}
     assert not _witnesses()

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from shardkit.backends.xla.meeting import Call, Meeting
-from shardkit.backends.xla.turns import Turns
+from shardkit.backends.xla.turn_taking import Turns
 from shardkit.errors import OutOfStepError, RankLostError
 
 pytestmark = pytest.mark.timeout(30)

@@ -464,8 +464,9 @@ def on_native_collectives(rank: int, name: str) -> dict[str, Any]:
     """The program with the collectives of a TPU, without those that nobody needs the result of."""
     from shardkit.backends.xla import metrics
     from shardkit.backends.xla.collectives import NativeCollectives
-    from shardkit.backends.xla.group import Replica, XlaGroup
-    from shardkit.backends.xla.world import current_world
+    from shardkit.backends.xla.cpu_replicas import current_world
+    from shardkit.backends.xla.group import XlaGroup
+    from shardkit.backends.xla.replica import Replica
 
     world = current_world()
     assert world is not None

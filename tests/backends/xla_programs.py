@@ -160,8 +160,9 @@ def native(rank: int) -> dict[str, Any]:
     """The collectives a TPU uses. On a CPU they meet only if all replicas share one executable."""
     from shardkit.backends.xla import metrics
     from shardkit.backends.xla.collectives import NativeCollectives
-    from shardkit.backends.xla.group import Replica, XlaGroup
-    from shardkit.backends.xla.world import current_world
+    from shardkit.backends.xla.cpu_replicas import current_world
+    from shardkit.backends.xla.group import XlaGroup
+    from shardkit.backends.xla.replica import Replica
 
     world = current_world()
     assert world is not None

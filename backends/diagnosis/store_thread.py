@@ -35,8 +35,8 @@ class _Asked:
         self.is_done.set()
 
 
-class Aside:
-    """The thread, which starts when it is first needed."""
+class StoreThread:
+    """Makes calls for others; starts when it is first needed."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -96,4 +96,4 @@ class Aside:
             del asked  # it holds a store
 
 
-ASIDE = Aside()
+STORE_THREAD = StoreThread()

@@ -7,11 +7,11 @@ import time
 
 import pytest
 
-from shardkit.backends.aside import Aside, NoAnswer
+from shardkit.backends.diagnosis.store_thread import NoAnswer, StoreThread
 
 
 def test_a_store_that_does_not_answer_holds_nobody() -> None:
-    aside, answers = Aside(), threading.Event()
+    aside, answers = StoreThread(), threading.Event()
     assert aside.ask(lambda: 1, 20) == 1
     began = time.monotonic()
     with pytest.raises(NoAnswer):

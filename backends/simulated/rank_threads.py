@@ -8,7 +8,6 @@ that others wait for has finished, it is known at once.
 from __future__ import annotations
 
 import copy
-import random
 import sys
 import threading
 import traceback
@@ -26,14 +25,12 @@ from shardkit.errors import (
     ShardkitError,
 )
 
-from .forked import belongs_here, refusal
-from .watch import Call
+from ..diagnosis.calls import Call
+from ..diagnosis.watch import OUT_OF_STEP_HINT
+from ..forked import belongs_here, refusal
+from ..random_states import HostRandomStates, host_random_states, set_host_random_states
 
 _LAST_WORDS = 2.0  # seconds that ranks get to unwind after a timeout
-_HINT = (
-    "Every rank has to run the same steps: check for uneven numbers of batches, steps inside 'if rank == 0', and "
-    "exceptions that one rank swallowed."
-)
 
 
 class Meeting:
@@ -96,7 +93,7 @@ class Meeting:
         self._brought.clear()
 
     def fail(self, what: str) -> None:
-        self.error = OutOfStepError, f"ranks are out of step: {what}. {_HINT}"
+        self.error = OutOfStepError, f"ranks are out of step: {what}. {OUT_OF_STEP_HINT}"
         self._brought.clear()
 
 
@@ -134,7 +131,7 @@ class RankThreads:
                 background then: threads can't be ended from outside.
         """
         results: list[Any] = [None] * self.world_size
-        before = _random_states()
+        before = host_random_states()
         self._threads = [
             threading.Thread(
                 target=self._main,
@@ -158,20 +155,25 @@ class RankThreads:
                 thread.join(_LAST_WORDS / self.world_size)
             raise
         finally:
-            _set_random_states(before)
+            set_host_random_states(before)
         if self._failure is not None:
             rank, error, text = self._failure
             raise RankFailedError(rank, type(error).__name__, text) from error
         return results
 
     def _main(
-        self, rank: int, fn: Callable[..., Any], args: tuple[Any, ...], random_states: Any, results: list[Any]
+        self,
+        rank: int,
+        fn: Callable[..., Any],
+        args: tuple[Any, ...],
+        random_states: HostRandomStates,
+        results: list[Any],
     ) -> None:
         self._gates[rank].acquire()
         try:
             if self._ended:
                 return
-            _set_random_states(random_states)
+            set_host_random_states(random_states)
             self._enter(rank)
             results[rank] = fn(rank, *args)
         except BaseException as error:  # noqa: BLE001 - reported by run
@@ -240,10 +242,10 @@ class RankThreads:
         if not meeting.over:
             self._check_alive(rank, call)
             self._waits[rank] = meeting, call
-            states = _random_states()
+            states = host_random_states()
             self._pass_on()
             self._gates[rank].acquire()
-            _set_random_states(states)
+            set_host_random_states(states)
             self._waits.pop(rank, None)
         if meeting.done:
             return
@@ -263,7 +265,7 @@ class RankThreads:
                 meeting.fail(f"rank {waiting} is in {call.describe()}, but rank {rank} {why}")
 
     def left_behind(self) -> None:
-        """See :mod:`.forked`; a single rank needs no other thread."""
+        """See forked.py; a single rank needs no other thread."""
         self._is_left_behind = self.world_size > 1
 
     def _check_alive(self, rank: int, call: Call) -> None:
@@ -283,17 +285,3 @@ class RankThreads:
             ready = left
         self._running = ready[0]
         self._gates[self._running].release()
-
-
-# ---------------------------------------------------------------- random numbers
-def _random_states() -> tuple[torch.Tensor, Any, Any]:
-    """The host's global generators: torch's, Python's, and numpy's where it is in use."""
-    numpy = sys.modules.get("numpy")
-    return torch.get_rng_state(), random.getstate(), None if numpy is None else numpy.random.get_state()
-
-
-def _set_random_states(states: tuple[torch.Tensor, Any, Any]) -> None:
-    torch.set_rng_state(states[0])
-    random.setstate(states[1])
-    if states[2] is not None:
-        sys.modules["numpy"].random.set_state(states[2])

@@ -1,4 +1,4 @@
-"""Python objects through collectives of bytes: what groups of torch.distributed build their object calls on.
+"""Python objects through collectives of bytes.
 
 The bytes are received into a bytearray that pickle reads in place, so neither numpy nor a copy is needed.
 """
@@ -14,43 +14,54 @@ import torch
 from shardkit.backend import Group
 from shardkit.errors import ConfigurationError
 
-
-def all_gather_object(group: Group, obj: Any, label: str) -> list[Any]:
-    """Each rank's object, in rank order, on every rank."""
-    data, sizes = _announce(group, obj, True, label)
-    buffer, everything = _buffer(group, sum(sizes))
-    group.all_gather_into(everything, data, sizes, label=label)
-    return _unpack(buffer, everything, sizes)
+from ..arguments import check_member
 
 
-def all_gather_bytes(group: Group, data: bytes, label: str) -> list[bytes]:
-    """Each rank's bytes, in rank order, on every rank."""
-    sizes = _sizes(group, len(data), label)
-    own, (buffer, everything) = _as_tensor(bytearray(data)), _buffer(group, sum(sizes))
-    group.all_gather_into(everything, own.to(group.backend.device()), sizes, label=label)
-    return [bytes(part) for part in _parts(buffer, everything, sizes)]
+class ObjectsOverTensors(Group):
+    """Object collectives of a group that carries tensors."""
 
+    process_group: Any  # None: a single rank that never communicates
 
-def gather_object(group: Group, obj: Any, dst: int, label: str) -> list[Any] | None:
-    """Each rank's object, in rank order, on ``dst``; None elsewhere."""
-    data, sizes = _announce(group, obj, True, label)
-    here, world = group.rank == dst, group.world_size
-    buffer, everything = _buffer(group, sum(sizes) if here else 0)
-    send = [data.numel() if r == dst else 0 for r in range(world)]
-    group.all_to_all(everything, data, sizes if here else [0] * world, send, label=label)
-    return _unpack(buffer, everything, sizes) if here else None
+    def all_gather_object(self, obj: Any, *, label: str = "") -> list[Any]:
+        if self.process_group is None:
+            return [obj]
+        data, sizes = _announce(self, obj, True, label)
+        buffer, everything = _buffer(self, sum(sizes))
+        self.all_gather_into(everything, data, sizes, label=label)
+        return _unpack(buffer, everything, sizes)
 
+    def all_gather_bytes(self, data: bytes, *, label: str = "") -> list[bytes]:
+        if self.process_group is None:
+            return [data]
+        sizes = _sizes(self, len(data), label)
+        own, (buffer, everything) = _as_tensor(bytearray(data)), _buffer(self, sum(sizes))
+        self.all_gather_into(everything, own.to(self.backend.device()), sizes, label=label)
+        return [bytes(part) for part in _parts(buffer, everything, sizes)]
 
-def broadcast_object(group: Group, obj: Any, src: int, label: str) -> Any:
-    """The object of ``src`` on every rank; on ``src`` the very object."""
-    here = group.rank == src
-    data, sizes = _announce(group, obj, here, label)
-    if here:
-        group.broadcast(data, src, label=label)
-        return obj
-    buffer, received = _buffer(group, sizes[src])
-    group.broadcast(received, src, label=label)
-    return _unpack(buffer, received, [sizes[src]])[0]
+    def gather_object(self, obj: Any, dst: int, *, label: str = "") -> list[Any] | None:
+        check_member("gather_object", self.rank, self.world_size, dst)
+        if self.process_group is None:
+            return [obj]
+        data, sizes = _announce(self, obj, True, label)
+        here, world = self.rank == dst, self.world_size
+        buffer, everything = _buffer(self, sum(sizes) if here else 0)
+        send = [data.numel() if r == dst else 0 for r in range(world)]
+        self.all_to_all(everything, data, sizes if here else [0] * world, send, label=label)
+        return _unpack(buffer, everything, sizes) if here else None
+
+    def broadcast_object(self, obj: Any, src: int, *, label: str = "") -> Any:
+        """On ``src`` the very object."""
+        check_member("broadcast_object", self.rank, self.world_size, src)
+        if self.process_group is None:
+            return obj
+        here = self.rank == src
+        data, sizes = _announce(self, obj, here, label)
+        if here:
+            self.broadcast(data, src, label=label)
+            return obj
+        buffer, received = _buffer(self, sizes[src])
+        self.broadcast(received, src, label=label)
+        return _unpack(buffer, received, [sizes[src]])[0]
 
 
 def _announce(group: Group, obj: Any, sends: bool, label: str) -> tuple[torch.Tensor, list[int]]:

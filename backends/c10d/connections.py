@@ -24,6 +24,8 @@ import torch.distributed as dist
 
 from shardkit.errors import LifecycleError
 
+from ..forked import first_in_fork
+
 _EXIT_SECONDS = 1.0
 # gloo gives up by itself later than shardkit, whose message says more.
 _SLACK = datetime.timedelta(seconds=20)
@@ -109,6 +111,9 @@ def never_destroy() -> None:
     for process_group in list(_process_groups):
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(process_group))
     _process_groups.clear()
+
+
+first_in_fork(never_destroy)  # gloo would wait for threads that are not there
 
 
 @atexit.register

@@ -16,25 +16,12 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 
+from ..random_states import HostRandomStates, host_random_states, set_host_random_states
+
 SEED = 20_000_003  # ranks start differently, as processes do, but the same in each run
-
-HostRandomState = tuple[Any, Any, Any]  # of torch's CPU generator, random, numpy (None if not imported)
-
-
-def _capture() -> HostRandomState:
-    numpy = sys.modules.get("numpy")
-    return torch.get_rng_state(), random.getstate(), numpy.random.get_state() if numpy else None
-
-
-def _restore(state: HostRandomState) -> None:
-    torch.set_rng_state(state[0])
-    random.setstate(state[1])
-    if state[2] is not None:
-        sys.modules["numpy"].random.set_state(state[2])
 
 
 def _seed(seed: int) -> None:
@@ -51,7 +38,7 @@ class Turns:
         self._changed = threading.Condition()
         self._holder: int | None = None
         self._last: int | None = None
-        self._states: list[HostRandomState | None] = [None] * world_size
+        self._states: list[HostRandomStates | None] = [None] * world_size
 
     def take(self, rank: int) -> None:
         with self._changed:
@@ -60,12 +47,12 @@ class Turns:
             self._holder = rank
             if self._last != rank:
                 if self._last is not None:
-                    self._states[self._last] = _capture()
+                    self._states[self._last] = host_random_states()
                 state = self._states[rank]
                 if state is None:
                     _seed(SEED + rank)
                 else:
-                    _restore(state)
+                    set_host_random_states(state)
                 self._last = rank
 
     def give(self) -> None:

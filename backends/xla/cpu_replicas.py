@@ -25,15 +25,15 @@ import torch_xla
 import torch_xla.core.xla_model as xm
 
 from . import collectives
-from .group import Replica
 from .meeting import Call, Meeting
-from .turns import SEED, Turns
+from .replica import Replica
+from .turn_taking import SEED, Turns
 
 _RUNTIME: Any = torch_xla._XLAC
 
 
 class ReplicaState:
-    """One replica's :class:`~shardkit.backends.xla.group.Host`."""
+    """One replica's :class:`~shardkit.backends.xla.replica.ReplicaHost`."""
 
     def __init__(self, world: World, rank: int, device: str, real_device: str) -> None:
         self.world = world
@@ -140,13 +140,9 @@ def current_world() -> World | None:
     return _world
 
 
-def start_world(size: int) -> World:
-    """Makes the replicas of this process and routes its syncs through them. Once per process."""
+def make_world(size: int) -> World:
+    """Makes the replicas of this process."""
     global _world
-    from . import syncing, torch_xla_api
-
     torch.set_num_threads(1)
     _world = World(size)
-    syncing.install(_world)
-    torch_xla_api.install(_world)
     return _world

@@ -14,17 +14,19 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore  # type: ignore[attr-defined]
 
-from shardkit.backend import Backend, ReduceOp
+from shardkit.backend import DONE, Backend, ReduceOp, Work
 
-from . import objects
-from .aside import NoAnswer
+from ..arguments import check_exchange, check_member, check_members, check_op, check_parts
+from ..diagnosis.calls import AGREEMENT, Call
+from ..diagnosis.store_thread import NoAnswer
+from ..diagnosis.watch import Watch
+from ..forked import LeftBehind, belongs_here
+from .agreement import Agreement
+from .call_order import ORDERED_CHANNELS, CallOrder
 from .connections import DESTROYED, connect_gloo, register, timeout_of
-from .course import WITH_COURSE, Agreement, Course
-from .forked import LeftBehind, belongs_here
-from .local_part import Accumulate, Exchange, Finish
-from .sizes import check_exchange, check_member, check_members, check_op, check_parts
-from .waiting import DONE, C10dWork, Waiting
-from .watch import AGREEMENT, Call, Watch
+from .local_reduction import Accumulate, Exchange, Finish
+from .object_collectives import ObjectsOverTensors
+from .waiting import C10dWork, Waiting
 
 _OPS = {
     ReduceOp.SUM: dist.ReduceOp.SUM,
@@ -50,7 +52,7 @@ _DTYPES = frozenset(
 )
 
 
-class C10dGroup(Waiting):
+class C10dGroup(ObjectsOverTensors, Waiting):
     """Ranks of a torch.distributed process group.
 
     Args:
@@ -88,7 +90,7 @@ class C10dGroup(Waiting):
             else:
                 self._timeout = parent._timeout
         self._watch: Watch = self._new_watch() if parent is None or name == _MAIN else parent._watch
-        self._course = Course() if name in WITH_COURSE and process_group is not None else None
+        self._order = CallOrder() if name in ORDERED_CHANNELS and process_group is not None else None
         self._root: C10dGroup = self if parent is None else parent._root  # all its ranks are connected
         self._agreements = 0
         self._probes = []
@@ -146,7 +148,7 @@ class C10dGroup(Waiting):
         self.process_group = DESTROYED
 
     def left_behind(self) -> None:
-        """See :mod:`.forked`."""
+        """See forked.py."""
         self.process_group = LeftBehind(self.ranks[self.rank])
 
     # ------------------------------------------------------------ agreements
@@ -171,16 +173,16 @@ class C10dGroup(Waiting):
         C10dWork(self, [agreement], call, None).wait()
 
     def _turn(self, key: tuple[str, int, str]) -> None:
-        """A call that this rank's course has not predicted; see [Note: course]."""
+        """A call that this rank's order of calls has not predicted; see [Note: call order]."""
         self._agree(key)
-        if self._course is not None:
-            self._course.turn(key)
+        if self._order is not None:
+            self._order.turn(key)
 
     # ------------------------------------------------------------ bookkeeping of calls
     def _issue(
         self, works: list[Any], operation: str, numel: int, label: str, async_op: bool,
         after: Callable[[], None] | None = None,
-    ) -> C10dWork:  # fmt: skip
+    ) -> Work:  # fmt: skip
         self._sequence += 1
         call = (self._name, self._sequence, operation, numel, label)
         self._watch.issued[self._name] = self._sequence
@@ -198,7 +200,7 @@ class C10dGroup(Waiting):
     def all_gather_into(
         self, output: torch.Tensor, shard: torch.Tensor, sizes: Sequence[int] | None = None, *,
         async_op: bool = False, label: str = "",
-    ) -> Any:  # fmt: skip
+    ) -> Work:  # fmt: skip
         """Each rank broadcasts its slice of ``output`` in place: nothing is copied, no buffer is needed."""
         counts = check_parts("all_gather_into", self.rank, self.world_size, output, shard, sizes)
         if output.requires_grad or shard.requires_grad:
@@ -209,7 +211,7 @@ class C10dGroup(Waiting):
             own.copy_(shard)
         if self.process_group is None:
             return DONE
-        if self._course is not None and not self._course.expects(
+        if self._order is not None and not self._order.expects(
             key := ("all_gather_into", output.numel(), label)
         ):
             self._turn(key)
@@ -222,7 +224,7 @@ class C10dGroup(Waiting):
     def reduce_scatter_into(
         self, shard: torch.Tensor, input: torch.Tensor, sizes: Sequence[int] | None = None, *,
         op: ReduceOp = ReduceOp.SUM, async_op: bool = False, label: str = "",
-    ) -> Any:  # fmt: skip
+    ) -> Work:  # fmt: skip
         """Sends each rank its part and adds up locally: half the bytes of gloo's own reduce-scatter."""
         counts = tuple(check_parts("reduce_scatter_into", self.rank, self.world_size, input, shard, sizes))
         check_op("reduce_scatter_into", self.rank, op, input.dtype)
@@ -263,7 +265,7 @@ class C10dGroup(Waiting):
         op: ReduceOp,
         async_op: bool,
         label: str,
-    ) -> Any:
+    ) -> Work:
         """One partner after the other and in pieces, so that little memory holds what has just arrived."""
         parts = torch.split_with_sizes(input, plan.sizes)
         own = parts[self.rank]
@@ -292,7 +294,7 @@ class C10dGroup(Waiting):
     def all_to_all(
         self, output: torch.Tensor, input: torch.Tensor, output_sizes: Sequence[int] | None = None,
         input_sizes: Sequence[int] | None = None, *, async_op: bool = False, label: str = "",
-    ) -> Any:  # fmt: skip
+    ) -> Work:  # fmt: skip
         receive, send = check_exchange(
             "all_to_all", self.rank, self.world_size, output, input, output_sizes, input_sizes
         )
@@ -307,13 +309,11 @@ class C10dGroup(Waiting):
 
     def all_reduce(
         self, tensor: torch.Tensor, *, op: ReduceOp = ReduceOp.SUM, async_op: bool = False, label: str = ""
-    ) -> Any:
+    ) -> Work:
         check_op("all_reduce", self.rank, op, tensor.dtype)
         if self.process_group is None:
             return DONE
-        if self._course is not None and not self._course.expects(
-            key := ("all_reduce", tensor.numel(), label)
-        ):
+        if self._order is not None and not self._order.expects(key := ("all_reduce", tensor.numel(), label)):
             self._turn(key)
         wire = tensor if tensor.is_contiguous() else tensor.contiguous()
         sent = _real(wire) if wire.is_complex() else wire
@@ -329,7 +329,7 @@ class C10dGroup(Waiting):
         op: ReduceOp = ReduceOp.SUM,
         async_op: bool = False,
         label: str = "",
-    ) -> Any:
+    ) -> Work:
         check_member("reduce", self.rank, self.world_size, dst)
         check_op("reduce", self.rank, op, tensor.dtype)
         if self.process_group is None:
@@ -342,7 +342,7 @@ class C10dGroup(Waiting):
         after = Finish(tensor, wire, self.world_size if op is ReduceOp.AVG else 1)
         return self._issue([work], f"reduce(dst={dst})", tensor.numel(), label, async_op, after)
 
-    def broadcast(self, tensor: torch.Tensor, src: int, *, async_op: bool = False, label: str = "") -> Any:
+    def broadcast(self, tensor: torch.Tensor, src: int, *, async_op: bool = False, label: str = "") -> Work:
         check_member("broadcast", self.rank, self.world_size, src)
         if self.process_group is None:
             return DONE
@@ -356,29 +356,6 @@ class C10dGroup(Waiting):
     def barrier(self, *, label: str = "") -> None:
         if self.process_group is not None:
             self._issue([self._start(self.process_group.barrier)], "barrier", 0, label, False)
-
-    # ------------------------------------------------------------ objects
-    def all_gather_bytes(self, data: bytes, *, label: str = "") -> list[bytes]:
-        if self.process_group is None:
-            return [data]
-        return objects.all_gather_bytes(self, data, label)
-
-    def all_gather_object(self, obj: Any, *, label: str = "") -> list[Any]:
-        if self.process_group is None:
-            return [obj]
-        return objects.all_gather_object(self, obj, label)
-
-    def gather_object(self, obj: Any, dst: int, *, label: str = "") -> list[Any] | None:
-        check_member("gather_object", self.rank, self.world_size, dst)
-        if self.process_group is None:
-            return [obj]
-        return objects.gather_object(self, obj, dst, label)
-
-    def broadcast_object(self, obj: Any, src: int, *, label: str = "") -> Any:
-        check_member("broadcast_object", self.rank, self.world_size, src)
-        if self.process_group is None:
-            return obj
-        return objects.broadcast_object(self, obj, src, label)
 
 
 def _real(tensor: torch.Tensor) -> torch.Tensor:

@@ -7,14 +7,15 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from shardkit.backends.course import Agreement, Course, Key
+from shardkit.backends.c10d.agreement import Agreement
+from shardkit.backends.c10d.call_order import CallOrder, Key
 
 
 def key(label: str) -> Key:
     return "all_gather_into", 4, label
 
 
-def turns(course: Course, labels: str) -> int:
+def turns(course: CallOrder, labels: str) -> int:
     """Issues calls; how many had not been predicted."""
     count = 0
     for label in labels:
@@ -25,26 +26,26 @@ def turns(course: Course, labels: str) -> int:
 
 
 def test_what_repeats_is_predicted() -> None:
-    course = Course()
+    course = CallOrder()
     assert turns(course, "abcba") == 5
     assert turns(course, "abcba") <= 2  # what comes after a step is new, and which a it is
     assert turns(course, "abcba" * 50) == 0
 
 
 def test_a_unit_that_is_called_twice() -> None:
-    course = Course()
+    course = CallOrder()
     turns(course, "abbcbba" * 3)
     assert turns(course, "abbcbba" * 50) == 0
 
 
 def test_an_evaluation_now_and_then_is_known_the_second_time() -> None:
-    course = Course()
+    course = CallOrder()
     turns(course, "abcba" * 20 + "abc" * 5 + "abcba" * 20)
     assert turns(course, "abc" * 5 + "abcba" * 20) <= 3
 
 
 def test_another_order_is_a_turn() -> None:
-    course = Course()
+    course = CallOrder()
     turns(course, "abcd" * 5)
     assert course.expects(key("a"))
     assert not course.expects(key("c"))
@@ -52,7 +53,7 @@ def test_another_order_is_a_turn() -> None:
 
 def test_long_runs_are_forgotten_alike() -> None:
     """Nothing grows, and the prediction outlives it."""
-    course = Course()
+    course = CallOrder()
     turns(course, "abcba" * 3)
     assert turns(course, "abcba" * 4000) == 0
     assert len(course.history) <= 2 * 4096

@@ -9,12 +9,14 @@ from typing import Any, NoReturn
 
 import torch
 
+from shardkit.backend import Work
 from shardkit.errors import OutOfStepError, RankLostError, ShardkitError
 
+from ..diagnosis.calls import Call
+from ..diagnosis.thread_position import uncounted
+from ..diagnosis.watch import Watch
+from .agreement import Agreement
 from .connections import never_destroy
-from .course import Agreement
-from .standing import uncounted
-from .watch import Call, Watch
 
 SLICE = datetime.timedelta(seconds=2)  # a wait that is no longer costs nothing
 _LOOK = datetime.timedelta(seconds=1)  # between looks afterwards
@@ -38,20 +40,7 @@ _LOST = (
 )
 
 
-class Done:
-    """A collective that needs no waiting."""
-
-    def wait(self) -> None:
-        return
-
-    def is_done(self) -> bool:
-        return True
-
-
-DONE = Done()
-
-
-class C10dWork:
+class C10dWork(Work):
     """Collectives in flight that were issued as one call, and what is left to do on this rank afterwards."""
 
     __slots__ = ("_after", "_call", "_group", "_works")

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
 
+from shardkit.backend import Backend
 from shardkit.errors import ConfigurationError
 
-from .c10d import C10dGroup
-from .forked import check_process_group
+from ..forked import check_process_group
+from .group import C10dGroup
 
 
 class KnownGroups:
@@ -27,7 +28,9 @@ class KnownGroups:
         make: called with (backend, process group or None, global ranks, own rank).
     """
 
-    def __init__(self, backend: Any, make: Callable[..., C10dGroup] = C10dGroup) -> None:
+    def __init__(
+        self, backend: Backend, make: Callable[[Backend, Any, Sequence[int], int], C10dGroup] = C10dGroup
+    ) -> None:
         self._backend, self._make = backend, make
         self._known: dict[int, tuple[weakref.ref[Any], C10dGroup]] = {}  # by id of the process group
 

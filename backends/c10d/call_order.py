@@ -1,8 +1,8 @@
 """The order of a channel's calls, on which ranks agree whenever it is new.
 
-[Note: course] Whatever arrives is given to whoever waits in the same place of a channel. If ranks are in different
+[Note: call order] Whatever arrives is given to whoever waits in the same place of a channel. If ranks are in different
 calls there, gloo takes bytes of one for the other's, or ends the process where there are more than were expected. Where
-calls have one order on all ranks (gathers: each is waited for before the next can matter), a channel keeps a course.
+calls have one order on all ranks (gathers: each is waited for before the next can matter), a channel keeps that order.
 Having issued the same calls so far, all ranks predict the same next one: what followed the last time. A call that was
 predicted is issued at once. Any other is issued when all ranks have said, in the store, that it is their next one too.
 So ranks that part wait for each other before a wrong byte is sent: one in the predicted call and one for an agreement,
@@ -11,24 +11,14 @@ or each for another agreement, which the watch finds. A step that is like the on
 
 from __future__ import annotations
 
-import contextlib
-import time
-import zlib
-from datetime import timedelta
-from typing import Any
-
-from .aside import ASIDE, NoAnswer
-
 Key = tuple[str, int, str]  # operation, numel, label
 
-WITH_COURSE = ("parameters",)
+ORDERED_CHANNELS = ("parameters",)
 _LONGEST = 4096  # calls that are remembered
 _CONTEXT = 32  # calls that tell which of several earlier places this one is like
-_LATE = 1.0  # seconds beyond its time that a poll may take
-_PAUSES = (0.0, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2)  # seconds between looks
 
 
-class Course:
+class CallOrder:
     """Predicts calls from earlier ones; deterministic, so that ranks that have issued the same predict the same.
 
     Attributes:
@@ -77,58 +67,3 @@ class Course:
                 if alike == _CONTEXT:
                     break
         return found
-
-
-class Agreement:
-    """All ranks say that they are about to do the same; has the form of a work of torch.distributed.
-
-    Args:
-        store: of the group.
-        channel: whose course it is.
-        number: counts the channel's agreements.
-        key: what this rank is about to do.
-        timeout: of the group.
-
-    Raises:
-        NoAnswer: the store has not answered by then.
-    """
-
-    def __init__(
-        self, store: Any, channel: str, number: int, key: Key, world_size: int, timeout: timedelta
-    ) -> None:
-        self._store = store
-        self._place = f"shardkit/agreement/{channel}"
-        self._done = f"{self._place}/{number}/all"
-        self._completed = False
-        ASIDE.ask(lambda: self._say(number, key, world_size), timeout.total_seconds(), patient=True)
-
-    def _say(self, number: int, key: Key, world_size: int) -> None:
-        store = self._store
-        mine = f"{self._place}/{number}/{zlib.crc32(repr(key).encode())}"
-        if store.add(mine, 1) == world_size:
-            store.set(self._done, "")
-            if number > 1:  # all have come here, so nobody looks at those before any more
-                store.delete_key(f"{self._place}/{number - 1}/all")
-            store.delete_key(mine)
-
-    def is_completed(self) -> bool:
-        """Whether a wait has seen it."""
-        return self._completed
-
-    def wait(self, timeout: timedelta) -> None:
-        """Raises RuntimeError when the time is over."""
-        seconds = timeout.total_seconds()
-        until = time.monotonic() + seconds
-        with contextlib.suppress(NoAnswer):
-            self._completed = ASIDE.ask(lambda: self._poll(until), seconds + _LATE, patient=True)
-        if not self._completed:
-            raise RuntimeError("the agreement timed out")
-
-    def _poll(self, until: float) -> bool:
-        looks = 0
-        while not self._store.check([self._done]):
-            if time.monotonic() > until:
-                return False
-            time.sleep(_PAUSES[min(looks // 8, len(_PAUSES) - 1)])
-            looks += 1
-        return True

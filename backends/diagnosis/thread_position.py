@@ -1,4 +1,4 @@
-"""Where the Python of a thread stands, read from another thread, and how to end its wait in a collective of torch's.
+"""Where the Python of a thread stands, read from another thread.
 
 [Note: collectives of torch's] A barrier of torch.distributed, or another library's all-reduce, is no call of ours, but
 its thread's innermost Python frame lies in torch.distributed, or calls ``wait`` of a work. Torch counts what each rank
@@ -9,7 +9,6 @@ so there the partner is looked at.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import datetime
 import dis
 import os
@@ -26,14 +25,14 @@ import torch.distributed as dist
 
 _C10D = dist.distributed_c10d.__file__
 _DISTRIBUTED = os.path.dirname(dist.__file__)
-_HERE = os.path.dirname(__file__)
+_BACKENDS = os.path.dirname(os.path.dirname(__file__))
 _LIBRARIES = (os.path.dirname(torch.__file__), sysconfig.get_paths()["stdlib"])
 _RUN_BACKWARD: CodeType = torch.autograd.graph._engine_run_backward.__code__
 _DEBUGGERS = ("pdb.py", "bdb.py", "pydevd.py", "debugger.py")
 _NOTHING = datetime.timedelta(milliseconds=1)
 
 
-class Standing(NamedTuple):
+class ThreadPosition(NamedTuple):
     """A thread at one moment.
 
     Attributes:
@@ -59,7 +58,7 @@ class Standing(NamedTuple):
     has_ended: bool
 
 
-def standing_of(thread: int, background: int = 0) -> Standing | None:
+def position_of(thread: int, background: int = 0) -> ThreadPosition | None:
     """Where a thread of that identifier stands; None if it has ended.
 
     Args:
@@ -79,7 +78,7 @@ def standing_of(thread: int, background: int = 0) -> Standing | None:
         error = None
     counts = issued_of_torch() if operation else {}
     outermost = frames[-1].f_code
-    return Standing(
+    return ThreadPosition(
         (id(frame), frame.f_lasti, id(error), counts.get(group)),
         _where(frames),
         operation,
@@ -145,7 +144,7 @@ def _collective(frames: list[FrameType]) -> tuple[str, str, int]:
 
 def _waited_work(frame: FrameType) -> tuple[str, str, int]:
     """The same where the caller waits for a work of torch.distributed that one of its variables holds."""
-    if frame.f_code.co_filename.startswith(_HERE) or _called(frame) != "wait":
+    if frame.f_code.co_filename.startswith(_BACKENDS) or _called(frame) != "wait":
         return "", "", -1  # our own calls say more themselves
     for value in list(frame.f_locals.values()):
         if isinstance(value, dist.Work) and not value.is_completed():
@@ -174,43 +173,3 @@ def _handled(thread: int) -> BaseException | None:
     """The exception that a thread is handling (in an ``except`` or ``finally`` block)."""
     found: Any = sys._current_exceptions().get(thread)
     return found[1] if isinstance(found, tuple) else found
-
-
-# ---------------------------------------------------------------- ending a wait
-def end_wait(thread: int, group: str, error: type[Exception], message: str) -> None:
-    """Makes a thread that waits in a collective of torch's raise ``error``.
-
-    The exception is delivered when the thread runs Python again, which torch.distributed's functions do before they
-    pass an error on. A caller that waits for a work itself gets torch's own error: ours would come to it in the middle
-    of whatever it does about that. So that the wait ends, the group's connections are broken: with gloo by a receive
-    that is given no time, which closes them, with NCCL by its own abort.
-    """
-    if group:
-        kind = type(error.__name__, (error,), {"__init__": lambda self: error.__init__(self, message)})
-        kind.__module__, kind.__qualname__ = error.__module__, error.__qualname__
-        _raise_in(thread, kind)
-    for pg in list(dist.distributed_c10d._world.pg_map):
-        if group in ("", str(pg.group_name)):
-            _break(pg)
-
-
-def _raise_in(thread: int, kind: type[Exception] | None) -> None:
-    """None takes back what was not delivered yet."""
-    raised = ctypes.py_object(kind) if kind is not None else None
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), raised)
-
-
-def take_back(thread: int) -> None:
-    """The thread has raised another error already: this one would come at a moment that nobody expects."""
-    _raise_in(thread, None)
-
-
-def _break(pg: Any) -> None:
-    other = next((r for r in range(pg.size()) if r != pg.rank()), None)
-    for device in pg._device_types:
-        backend = pg._get_backend(device)
-        with contextlib.suppress(RuntimeError):
-            if backend.name() != "gloo":
-                backend.abort()
-            elif other is not None:
-                backend.recv([torch.empty(1)], other, 0x5AFE).wait(_NOTHING)

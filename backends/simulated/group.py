@@ -1,92 +1,24 @@
-"""Ranks as threads of one process that take turns: deterministic, needs no processes and no network.
-
-For trying things out, for debuggers, and for tests that draw thousands of programs. Collectives work directly on the
-tensors of all ranks; nothing runs in parallel.
-"""
+"""Groups of simulated ranks: collectives work directly on the tensors of all ranks; nothing runs in parallel."""
 
 from __future__ import annotations
 
-import pickle
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from shardkit.backend import Backend, Group, ReduceOp, register_rank_provider
-from shardkit.errors import ConfigurationError, OutOfStepError
+from shardkit.backend import Backend, ReduceOp, Work
+from shardkit.errors import OutOfStepError
 
-from . import combine
-from .course import WITH_COURSE
-from .host import Host
+from ..arguments import check_exchange, check_member, check_members, check_op, check_parts
+from ..c10d.call_order import ORDERED_CHANNELS
+from ..diagnosis.calls import Call
+from ..host_objects import ObjectsOverBytes
+from . import collectives
 from .rank_threads import Meeting, RankThreads
-from .sizes import check_exchange, check_member, check_members, check_op, check_parts
-from .watch import Call
 
 
-class SimulatedBackend(Host):
-    """CPU tensors, one thread a rank."""
-
-    name = "simulated"
-
-    def is_available(self) -> bool:
-        return True
-
-    def group(self, process_group: Any = None) -> Group:
-        """See :meth:`shardkit.backend.Backend.group`."""
-        here: SimulatedGroup | None = getattr(_rank, "group", None)
-        if callable(getattr(process_group, "all_gather_into", None)):
-            return process_group
-        if process_group is None:
-            if here is None:
-                raise ConfigurationError(
-                    "this thread is no simulated rank; start ranks with shardkit.launch(fn, world_size, "
-                    "backend='simulated') and build sharded objects inside fn"
-                )
-            return here
-        if callable(getattr(process_group, "rank", None)) and callable(getattr(process_group, "size", None)):
-            if process_group.size() == 1:
-                return SimulatedGroup(self, RankThreads(1), _Line((0,)), 0)
-            raise ConfigurationError(
-                f"a {type(process_group).__name__} of {process_group.size()} ranks can't communicate between simulated "
-                "ranks; pass a shardkit group (Group.new_group) or None for all ranks"
-            )
-        raise ConfigurationError(
-            f"process_group is a {type(process_group).__name__}; simulated ranks take a shardkit group or None for all "
-            "ranks"
-        )
-
-    def launch(
-        self, fn: Callable[..., Any], world_size: int, args: tuple[Any, ...] = (), *, timeout: float | None = None,
-        start_timeout: float | None = None,
-    ) -> list[Any]:  # fmt: skip
-        """Runs ``fn(rank, *args)`` on that many threads; ``fn`` may be any function, and gets copies of ``args``.
-
-        They start at once, so that ``start_timeout`` means nothing here.
-
-        Raises:
-            RankFailedError: the first failing rank's error; the others have ended with RankLostError.
-        """
-
-        def enter(rank: int) -> None:
-            _rank.group = SimulatedGroup(self, threads, line, rank)
-
-        threads, line = RankThreads(world_size, enter), _Line(range(world_size))
-        return threads.run(fn, args, timeout)
-
-
-_rank = threading.local()  # group: this thread's rank among all
-
-
-def _backend_here() -> Backend | None:
-    group: SimulatedGroup | None = getattr(_rank, "group", None)
-    return None if group is None else group.backend
-
-
-register_rank_provider(_backend_here)
-
-
-class _Line:
+class Line:
     """What the ranks of one group and channel share: the collectives that not all have reached."""
 
     def __init__(self, ranks: Sequence[int], name: str = "main") -> None:
@@ -102,7 +34,7 @@ class _Line:
         self._meetings.pop(sequence, None)
 
 
-class SimulatedWork:
+class SimulatedWork(Work):
     """This rank's part of a collective."""
 
     __slots__ = ("_call", "_group", "_meeting")
@@ -122,19 +54,19 @@ class SimulatedWork:
         return self._meeting.result
 
 
-class SimulatedGroup:
+class SimulatedGroup(ObjectsOverBytes):
     """Threads that communicate; see :class:`shardkit.backend.Group` for the methods.
 
     Args:
         rank: this rank within the line.
     """
 
-    def __init__(self, backend: SimulatedBackend, threads: RankThreads, line: _Line, rank: int) -> None:
-        self.backend: Backend = backend
+    def __init__(self, backend: Backend, threads: RankThreads, line: Line, rank: int) -> None:
+        self.backend = backend
         self.rank = rank
         self.ranks = line.ranks
         self.world_size = len(line.ranks)
-        self._simulated, self._threads, self._line = backend, threads, line
+        self._threads, self._line = threads, line
         self._sequence = 0
         self._channels: dict[str, SimulatedGroup] = {}
 
@@ -160,19 +92,19 @@ class SimulatedGroup:
     # ------------------------------------------------------------ groups
     def channel(self, name: str) -> SimulatedGroup:
         if name not in self._channels:
-            work = self._issue(f"channel({name!r})", 0, "", (), None, lambda _: _Line(self.ranks, name))
-            self._channels[name] = SimulatedGroup(self._simulated, self._threads, work.result(), self.rank)
+            work = self._issue(f"channel({name!r})", 0, "", (), None, lambda _: Line(self.ranks, name))
+            self._channels[name] = SimulatedGroup(self.backend, self._threads, work.result(), self.rank)
         return self._channels[name]
 
     def new_group(self, ranks: Sequence[int]) -> SimulatedGroup | None:
         members = check_members(self.rank, self.world_size, ranks)
         work = self._issue(
-            f"new_group({members})", 0, "", (), None, lambda _: _Line([self.ranks[r] for r in members])
+            f"new_group({members})", 0, "", (), None, lambda _: Line([self.ranks[r] for r in members])
         )
         line = work.result()
         if self.rank not in members:
             return None
-        return SimulatedGroup(self._simulated, self._threads, line, members.index(self.rank))
+        return SimulatedGroup(self.backend, self._threads, line, members.index(self.rank))
 
     # ------------------------------------------------------------ tensors
     def all_gather_into(
@@ -184,9 +116,9 @@ class SimulatedGroup:
 
         def finish(brought: list[Any]) -> None:
             outputs, shards = zip(*brought, strict=True)
-            combine.all_gather(outputs, shards, parts)
+            collectives.all_gather(outputs, shards, parts)
 
-        purpose = label if self._line.name in WITH_COURSE else ""
+        purpose = label if self._line.name in ORDERED_CHANNELS else ""
         terms = (str(shard.dtype), parts, purpose)
         return self._issue("all_gather_into", output.numel(), label, terms, (output, shard), finish, async_op)
 
@@ -200,7 +132,7 @@ class SimulatedGroup:
 
         def finish(brought: list[Any]) -> None:
             shards, inputs = zip(*brought, strict=True)
-            combine.reduce_scatter(shards, inputs, parts, op)
+            collectives.reduce_scatter(shards, inputs, parts, op)
 
         terms = (str(input.dtype), op.value, parts)
         return self._issue(
@@ -224,7 +156,7 @@ class SimulatedGroup:
                         f"in all_to_all {label!r} rank {i} sends {goes[i][j]} elements to rank {j}, which expects "
                         f"{comes[j][i]} (ranks within the group)"
                     )
-            combine.all_to_all(outputs, inputs, comes, goes)
+            collectives.all_to_all(outputs, inputs, comes, goes)
 
         brought = (output, input, come, go)
         return self._issue("all_to_all", input.numel(), label, (str(input.dtype),), brought, finish, async_op)
@@ -236,7 +168,7 @@ class SimulatedGroup:
         check_op("all_reduce", self.rank, op, tensor.dtype)
         terms = (str(tensor.dtype), op.value, tensor.numel())
         return self._issue(
-            "all_reduce", tensor.numel(), label, terms, tensor, lambda all_: combine.all_reduce(all_, op), async_op
+            "all_reduce", tensor.numel(), label, terms, tensor, lambda all_: collectives.all_reduce(all_, op), async_op
         )  # fmt: skip
 
     def reduce(
@@ -247,7 +179,7 @@ class SimulatedGroup:
         check_op("reduce", self.rank, op, tensor.dtype)
         terms = (str(tensor.dtype), op.value, tensor.numel(), dst)
         return self._issue(
-            "reduce", tensor.numel(), label, terms, tensor, lambda all_: combine.reduce(all_, dst, op), async_op
+            "reduce", tensor.numel(), label, terms, tensor, lambda all_: collectives.reduce(all_, dst, op), async_op
         )  # fmt: skip
 
     def broadcast(
@@ -257,32 +189,14 @@ class SimulatedGroup:
         check_member("broadcast", self.rank, self.world_size, src)
         terms = (str(tensor.dtype), tensor.numel(), src)
         return self._issue(
-            "broadcast", tensor.numel(), label, terms, tensor, lambda all_: combine.broadcast(all_, src), async_op
+            "broadcast", tensor.numel(), label, terms, tensor, lambda all_: collectives.broadcast(all_, src), async_op
         )  # fmt: skip
 
     def barrier(self, *, label: str = "") -> None:
         self._issue("barrier", 0, label, (), None, lambda _: None)
 
-    def all_gather_bytes(self, data: bytes, *, label: str = "") -> list[bytes]:
-        return self._issue("all_gather_bytes", len(data), label, (), bytes(data), list).result()
-
-    # ------------------------------------------------------------ objects: pickled, so that ranks share nothing
-    def all_gather_object(self, obj: Any, *, label: str = "") -> list[Any]:
-        data = pickle.dumps(obj)
-        work = self._issue("all_gather_object", len(data), label, (), data, list)
-        return [pickle.loads(d) for d in work.result()]
-
-    def gather_object(self, obj: Any, dst: int, *, label: str = "") -> list[Any] | None:
-        check_member("gather_object", self.rank, self.world_size, dst)
-        data = pickle.dumps(obj)
-        work = self._issue("gather_object", len(data), label, (dst,), data, list)
-        return [pickle.loads(d) for d in work.result()] if self.rank == dst else None
-
-    def broadcast_object(self, obj: Any, src: int, *, label: str = "") -> Any:
-        check_member("broadcast_object", self.rank, self.world_size, src)
-        data = pickle.dumps(obj) if self.rank == src else b""
-        work = self._issue("broadcast_object", len(data), label, (src,), data, lambda all_: all_[src])
-        return pickle.loads(work.result())
+    def _exchange(self, what: str, label: str, data: bytes) -> list[bytes]:
+        return self._issue(what, len(data), label, (), data, list).result()
 
     def agree(self, what: str) -> None:
         self._issue("agreement", 0, what, (what,), None, lambda _: None)

@@ -1,0 +1,124 @@
+"""Devices that torch knows as a module of its own (torch.cuda, torch.xpu, ...), one process each.
+
+A further one of torch.accelerator's is a class like :class:`~shardkit.backends.cuda.CudaBackend`: its names, and the
+group class of its collectives' library.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+
+from shardkit.backend import Backend
+from shardkit.errors import BackendError, ConfigurationError
+
+from .c10d.group import C10dGroup
+from .c10d.known_groups import KnownGroups
+from .eager import EagerBackend
+from .processes import START_SECONDS, launch_processes
+
+
+class AcceleratorBackend(EagerBackend):
+    """Tensors of one kind of accelerator.
+
+    Attributes:
+        group_types: for what serves the device in a process group, by its name in torch.distributed. Others (gloo)
+            carry its tensors as they carry the CPU's.
+    """
+
+    group_types: ClassVar[Mapping[str, type[C10dGroup]]]
+
+    def __init__(self) -> None:
+        self._groups = KnownGroups(self, self._make_group)
+        self._selected = False
+
+    @property
+    def _module(self) -> Any:
+        return torch.get_device_module(self.device_type)
+
+    def is_available(self) -> bool:
+        return self._module.is_available() and dist.is_available()
+
+    def device(self) -> torch.device:
+        """The current device; the first call selects the one of ``LOCAL_RANK``, unless the caller chose another.
+
+        Raises:
+            BackendError: there is no such device.
+            ConfigurationError: more ranks on this machine than devices.
+        """
+        module = self._module
+        if not module.is_available():
+            kind = self.device_type
+            raise BackendError(
+                f"no {kind.upper()} device is available (torch.{kind}.is_available() is False): this torch was built "
+                f"without {kind.upper()}, or no device is visible"
+            )
+        if not self._selected:
+            self._selected = True
+            self._select_device()
+        return torch.device(self.device_type, module.current_device())
+
+    def _select_device(self) -> None:
+        local_rank, module = os.environ.get("LOCAL_RANK"), self._module
+        count = module.device_count()
+        chosen = module.is_initialized() and module.current_device() != 0
+        # with one device visible to each process, LOCAL_RANK says nothing
+        if local_rank is None or chosen or count == 1:
+            return
+        if int(local_rank) >= count:
+            raise ConfigurationError(
+                f"LOCAL_RANK is {local_rank}, but only {count} {self.device_type.upper()} devices are visible; start "
+                f"at most {count} ranks on this machine"
+            )
+        module.set_device(int(local_rank))
+
+    def group(self, process_group: Any = None) -> C10dGroup:
+        """See :meth:`shardkit.backend.Backend.group`. Of mixed groups ("cpu:gloo,cuda:nccl") what serves the device."""
+        return self._groups.of(process_group)
+
+    def _make_group(self, backend: Backend, process_group: Any, ranks: Sequence[int], rank: int) -> C10dGroup:
+        if process_group is None:
+            return C10dGroup(backend, None, ranks, rank)
+        kind, own = self.device_type, self.process_group_backend
+        try:
+            serves = process_group._get_backend(torch.device(kind)).name()
+        except RuntimeError as error:
+            raise ConfigurationError(
+                f"rank {rank}: the process group can't carry {kind.upper()} tensors ({error}); make it with backend "
+                f"'{own}' or 'cpu:gloo,{kind}:{own}', or keep the module on the CPU"
+            ) from error
+        return self.group_types.get(serves, C10dGroup)(backend, process_group, ranks, rank)
+
+    def pin(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach().cpu().pin_memory()
+
+    def synchronize(self) -> None:
+        self._module.synchronize()
+
+    def rng_state(self) -> torch.Tensor:
+        return self._module.get_rng_state(self.device())
+
+    def set_rng_state(self, state: torch.Tensor) -> None:
+        self._module.set_rng_state(state, self.device())
+
+    def launch(
+        self, fn: Callable[..., Any], world_size: int, args: tuple[Any, ...] = (), *, timeout: float | None = None,
+        start_timeout: float | None = START_SECONDS,
+    ) -> list[Any]:  # fmt: skip
+        """Runs ``fn(rank, *args)`` in one process for each device, with a process group of the device's library.
+
+        Raises:
+            ConfigurationError: fewer devices than ranks.
+            RankFailedError: the first failing rank's error, at once.
+        """
+        count = self._module.device_count()
+        if world_size > count:
+            raise ConfigurationError(
+                f"{world_size} ranks need {world_size} {self.device_type.upper()} devices, {count} are visible; launch "
+                "fewer ranks, or use backend='gloo' on the CPU"
+            )
+        return launch_processes(fn, world_size, args, self.name, timeout, start_timeout)

@@ -1,0 +1,183 @@
+"""Groups whose collectives run on the device's streams.
+
+[Note: waiting on a stream] NCCL runs on streams of its own. Waiting for one of its works makes the current stream wait
+and the host goes on, so nothing here looks for ranks that are out of step (as gloo's slices of time do): NCCL's
+watchdog ends such a job after the process group's timeout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shardkit.backend import DONE, ReduceOp, Work
+
+from ..arguments import check_exchange, check_member, check_op, check_parts
+from ..diagnosis.calls import Call
+from .group import C10dGroup
+
+_OPS = {
+    ReduceOp.SUM: dist.ReduceOp.SUM,
+    ReduceOp.AVG: dist.ReduceOp.AVG,
+    ReduceOp.MAX: dist.ReduceOp.MAX,
+    ReduceOp.MIN: dist.ReduceOp.MIN,
+}
+
+
+class StreamWork(Work):
+    """Works issued as one call; see [Note: waiting on a stream].
+
+    The works keep the tensors that the device still reads, so that their memory is not given to others.
+    """
+
+    __slots__ = ("_after", "_call", "_group", "_works")
+
+    def __init__(
+        self, group: StreamGroup, works: list[Any], call: Call, after: Callable[[], None] | None
+    ) -> None:
+        self._group, self._works, self._call, self._after = group, works, call, after
+
+    def is_done(self) -> bool:
+        """Whether the device is through with it (asked of an event, without waiting)."""
+        return all(work.is_completed() for work in self._works)
+
+    def wait(self) -> None:
+        """Work issued from now on in the current stream sees the result."""
+        try:
+            for work in self._works:
+                work.wait()
+        except RuntimeError as error:
+            self._group._raise(error, self._call)
+        self._works = []
+        after, self._after = self._after, None
+        if after is not None:
+            after()
+
+
+class StreamGroup(C10dGroup):
+    """Buffers are used in place; nothing is copied for contiguous tensors."""
+
+    def _probe(self, call: Call) -> None:
+        """Nothing: a send would have to be received."""
+
+    def _issue(
+        self, works: list[Any], operation: str, numel: int, label: str, async_op: bool,
+        after: Callable[[], None] | None = None,
+    ) -> Work:  # fmt: skip
+        self._sequence += 1
+        work = StreamWork(self, works, Call(self._name, self._sequence, operation, numel, label), after)
+        if not async_op:
+            work.wait()
+        return work
+
+    # ------------------------------------------------------------ collectives
+    def all_gather_into(
+        self, output: torch.Tensor, shard: torch.Tensor, sizes: Sequence[int] | None = None, *,
+        async_op: bool = False, label: str = "",
+    ) -> Work:  # fmt: skip
+        """[S] -> [N]; one all-gather, or for uneven sizes one broadcast a rank, grouped."""
+        parts = check_parts("all_gather_into", self.rank, self.world_size, output, shard, sizes)
+        if not output.numel():
+            return DONE
+        if _even(parts):
+            work = self._start(self.process_group._allgather_base, output, shard)
+        else:
+            pieces = list(torch.split_with_sizes(output, parts))
+            work = self._start(self.process_group.allgather, [pieces], [shard])
+        return self._issue([work], "all_gather_into", output.numel(), label, async_op)
+
+    def reduce_scatter_into(
+        self, shard: torch.Tensor, input: torch.Tensor, sizes: Sequence[int] | None = None, *,
+        op: ReduceOp = ReduceOp.SUM, async_op: bool = False, label: str = "",
+    ) -> Work:  # fmt: skip
+        """[N] -> [S]; one reduce-scatter, or for uneven sizes one reduce a rank, grouped (and input is lost)."""
+        parts = check_parts("reduce_scatter_into", self.rank, self.world_size, input, shard, sizes)
+        check_op("reduce_scatter_into", self.rank, op, input.dtype)
+        if not input.numel():
+            return DONE
+        options: Any = dist.distributed_c10d.ReduceScatterOptions()
+        options.reduceOp = _OPS[op]
+        if _even(parts):
+            work = self._start(self.process_group._reduce_scatter_base, shard, input, options)
+        else:
+            pieces = list(torch.split_with_sizes(input, parts))
+            work = self._start(self.process_group.reduce_scatter, [shard], [pieces], options)
+        return self._issue([work], "reduce_scatter_into", input.numel(), label, async_op)
+
+    def all_to_all(
+        self, output: torch.Tensor, input: torch.Tensor, output_sizes: Sequence[int] | None = None,
+        input_sizes: Sequence[int] | None = None, *, async_op: bool = False, label: str = "",
+    ) -> Work:  # fmt: skip
+        """[sum(input_sizes)] -> [sum(output_sizes)]"""
+        come, go = check_exchange(
+            "all_to_all", self.rank, self.world_size, output, input, output_sizes, input_sizes
+        )
+        work = self._start(self.process_group.alltoall_base, output, input, come, go)
+        return self._issue([work], "all_to_all", input.numel(), label, async_op)
+
+    def all_reduce(
+        self, tensor: torch.Tensor, *, op: ReduceOp = ReduceOp.SUM, async_op: bool = False, label: str = ""
+    ) -> Work:
+        """In place, any shape."""
+        check_op("all_reduce", self.rank, op, tensor.dtype)
+        if not tensor.numel():
+            return DONE
+        options: Any = dist.AllreduceOptions()
+        options.reduceOp = _OPS[op]
+        wire = tensor.contiguous()
+        work = self._start(self.process_group.allreduce, [wire], options)
+        return self._issue([work], "all_reduce", tensor.numel(), label, async_op, _copy_back(tensor, wire))
+
+    def reduce(
+        self, tensor: torch.Tensor, dst: int, *, op: ReduceOp = ReduceOp.SUM, async_op: bool = False, label: str = ""
+    ) -> Work:  # fmt: skip
+        """In place on ``dst``."""
+        check_member("reduce", self.rank, self.world_size, dst)
+        check_op("reduce", self.rank, op, tensor.dtype)
+        if not tensor.numel():
+            return DONE
+        options: Any = dist.ReduceOptions()
+        options.reduceOp = _OPS[op]
+        options.rootRank = dst
+        wire = tensor.contiguous()
+        work = self._start(self.process_group.reduce, [wire], options)
+        return self._issue(
+            [work], f"reduce(dst={dst})", tensor.numel(), label, async_op, _copy_back(tensor, wire)
+        )
+
+    def broadcast(self, tensor: torch.Tensor, src: int, *, async_op: bool = False, label: str = "") -> Work:
+        """In place, any shape."""
+        check_member("broadcast", self.rank, self.world_size, src)
+        if not tensor.numel():
+            return DONE
+        wire = tensor.contiguous()
+        work = self._start(self.process_group.broadcast, wire, src)
+        return self._issue(
+            [work], f"broadcast(src={src})", tensor.numel(), label, async_op, _copy_back(tensor, wire)
+        )
+
+    def barrier(self, *, label: str = "") -> None:
+        """Blocks the host until all ranks are here and their earlier work on the current streams is done."""
+        # not the library's own barrier: NCCL's guesses a device from the rank
+        here = torch.zeros(1, device=self.backend.device())
+        self.all_reduce(here, label=label or "barrier")
+        torch.accelerator.current_stream().synchronize()
+
+
+def _even(parts: Sequence[int]) -> bool:
+    return parts.count(parts[0]) == len(parts)
+
+
+def _copy_back(tensor: torch.Tensor, wire: torch.Tensor) -> Callable[[], None] | None:
+    """For tensors that could not travel as they are."""
+    if wire is tensor:
+        return None
+
+    def copy() -> None:
+        with torch.no_grad():
+            tensor.copy_(wire)
+
+    return copy

@@ -1,0 +1,31 @@
+"""What is the same for every device family whose tensors own memory and whose operations run as they are called."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from shardkit.backend import Backend
+
+
+class EagerBackend(Backend):
+    """Storage that can be resized, and nothing to run later."""
+
+    def take_storage(self, tensor: torch.Tensor) -> None:
+        tensor.untyped_storage().resize_(storage_bytes(tensor))
+
+    def release_storage(self, tensor: torch.Tensor) -> None:
+        """The memory goes back to the current stream's pool; other streams that use it have to be waited for before."""
+        tensor.untyped_storage().resize_(0)
+
+    def mark_step(self, *, wait: bool = False) -> None:
+        """Nothing: operations have been run."""
+
+    def tie(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Nothing: operations run in the order of their calls."""
+
+
+def storage_bytes(tensor: torch.Tensor) -> int:
+    """Bytes of a tensor that owns its whole storage."""
+    return (int(tensor.storage_offset()) + tensor.numel()) * tensor.element_size()

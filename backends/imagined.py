@@ -1,0 +1,113 @@
+"""Rank 0 of as many as one likes, of which the others don't exist: for plans of models whose tensors have no values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from shardkit.backend import DONE, Backend, Group, ReduceOp, Work
+from shardkit.errors import BackendError
+
+from .arguments import check_members
+from .host import Host
+
+
+class ImaginedBackend(Host):
+    """Meta tensors. Not loaded by name: ``FSDP(model, backend=ImaginedBackend(world_size))``."""
+
+    name = "imagined"
+    device_type = "meta"
+
+    def __init__(self, world_size: int) -> None:
+        self._group = ImaginedGroup(self, range(world_size))
+
+    def is_available(self) -> bool:
+        return True
+
+    def device(self) -> torch.device:
+        return torch.device("meta")
+
+    def group(self, process_group: Any = None) -> ImaginedGroup:
+        return self._group
+
+    def launch(
+        self, fn: Callable[..., Any], world_size: int, args: tuple[Any, ...] = (), *, timeout: float | None = None,
+        start_timeout: float | None = None,
+    ) -> list[Any]:  # fmt: skip
+        raise BackendError("imagined ranks can't be launched: they have no values; use backend='simulated'")
+
+
+class ImaginedGroup(Group):
+    """Its collectives carry nothing; what ranks say about themselves is the same on all."""
+
+    def __init__(self, backend: Backend, ranks: Sequence[int]) -> None:
+        self.backend = backend
+        self.ranks = tuple(ranks)
+        self.rank, self.world_size = 0, len(self.ranks)
+
+    def _carry(self, operation: str, tensor: torch.Tensor) -> Work:
+        """Called by each collective."""
+        return DONE
+
+    def channel(self, name: str) -> ImaginedGroup:
+        return self
+
+    def new_group(self, ranks: Sequence[int]) -> ImaginedGroup | None:
+        members = check_members(self.rank, self.world_size, ranks)
+        if self.rank not in members:
+            return None
+        return type(self)(self.backend, [self.ranks[r] for r in members])
+
+    def all_gather_into(
+        self, output: torch.Tensor, shard: torch.Tensor, sizes: Sequence[int] | None = None, *,
+        async_op: bool = False, label: str = "",
+    ) -> Work:  # fmt: skip
+        return self._carry("all_gather", output)
+
+    def reduce_scatter_into(
+        self, shard: torch.Tensor, input: torch.Tensor, sizes: Sequence[int] | None = None, *,
+        op: ReduceOp = ReduceOp.SUM, async_op: bool = False, label: str = "",
+    ) -> Work:  # fmt: skip
+        return self._carry("reduce_scatter", input)
+
+    def all_to_all(
+        self, output: torch.Tensor, input: torch.Tensor, output_sizes: Sequence[int] | None = None,
+        input_sizes: Sequence[int] | None = None, *, async_op: bool = False, label: str = "",
+    ) -> Work:  # fmt: skip
+        return self._carry("all_to_all", input)
+
+    def all_reduce(
+        self, tensor: torch.Tensor, *, op: ReduceOp = ReduceOp.SUM, async_op: bool = False, label: str = ""
+    ) -> Work:
+        return self._carry("all_reduce", tensor)
+
+    def reduce(
+        self, tensor: torch.Tensor, dst: int, *, op: ReduceOp = ReduceOp.SUM, async_op: bool = False, label: str = ""
+    ) -> Work:  # fmt: skip
+        return self._carry("reduce", tensor)
+
+    def broadcast(self, tensor: torch.Tensor, src: int, *, async_op: bool = False, label: str = "") -> Work:
+        return self._carry("broadcast", tensor)
+
+    def barrier(self, *, label: str = "") -> None:
+        return
+
+    def all_gather_bytes(self, data: bytes, *, label: str = "") -> list[bytes]:
+        return [data] * self.world_size
+
+    def all_gather_object(self, obj: Any, *, label: str = "") -> list[Any]:
+        return [obj] * self.world_size
+
+    def gather_object(self, obj: Any, dst: int, *, label: str = "") -> list[Any] | None:
+        return [obj] * self.world_size if dst == self.rank else None
+
+    def broadcast_object(self, obj: Any, src: int, *, label: str = "") -> Any:
+        return obj
+
+    def agree(self, what: str) -> None:
+        return
+
+    def abort(self, why: str = "") -> None:
+        return

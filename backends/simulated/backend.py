@@ -1,0 +1,78 @@
+"""Ranks as threads of one process that take turns: deterministic, needs no processes and no network.
+
+For trying things out, for debuggers, and for tests that draw thousands of programs.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from shardkit.backend import Backend, Group, register_rank_provider
+from shardkit.errors import ConfigurationError
+
+from ..host import Host
+from .group import Line, SimulatedGroup
+from .rank_threads import RankThreads
+
+_rank = threading.local()  # group: this thread's rank among all
+
+
+class SimulatedBackend(Host):
+    """CPU tensors, one thread a rank."""
+
+    name = "simulated"
+
+    def is_available(self) -> bool:
+        return True
+
+    def group(self, process_group: Any = None) -> Group:
+        """See :meth:`shardkit.backend.Backend.group`."""
+        here: SimulatedGroup | None = getattr(_rank, "group", None)
+        if callable(getattr(process_group, "all_gather_into", None)):
+            return process_group
+        if process_group is None:
+            if here is None:
+                raise ConfigurationError(
+                    "this thread is no simulated rank; start ranks with shardkit.launch(fn, world_size, "
+                    "backend='simulated') and build sharded objects inside fn"
+                )
+            return here
+        if callable(getattr(process_group, "rank", None)) and callable(getattr(process_group, "size", None)):
+            if process_group.size() == 1:
+                return SimulatedGroup(self, RankThreads(1), Line((0,)), 0)
+            raise ConfigurationError(
+                f"a {type(process_group).__name__} of {process_group.size()} ranks can't communicate between simulated "
+                "ranks; pass a shardkit group (Group.new_group) or None for all ranks"
+            )
+        raise ConfigurationError(
+            f"process_group is a {type(process_group).__name__}; simulated ranks take a shardkit group or None for all "
+            "ranks"
+        )
+
+    def launch(
+        self, fn: Callable[..., Any], world_size: int, args: tuple[Any, ...] = (), *, timeout: float | None = None,
+        start_timeout: float | None = None,
+    ) -> list[Any]:  # fmt: skip
+        """Runs ``fn(rank, *args)`` on that many threads; ``fn`` may be any function, and gets copies of ``args``.
+
+        They start at once, so that ``start_timeout`` means nothing here.
+
+        Raises:
+            RankFailedError: the first failing rank's error; the others have ended with RankLostError.
+        """
+
+        def enter(rank: int) -> None:
+            _rank.group = SimulatedGroup(self, threads, line, rank)
+
+        threads, line = RankThreads(world_size, enter), Line(range(world_size))
+        return threads.run(fn, args, timeout)
+
+
+def _backend_here() -> Backend | None:
+    group: SimulatedGroup | None = getattr(_rank, "group", None)
+    return None if group is None else group.backend
+
+
+register_rank_provider(_backend_here)
