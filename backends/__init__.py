@@ -1,1 +1,1 @@
-"""Device families: each module implements :class:`shardkit.backend.Backend` and is loaded by name."""
+"""Device families: each is a subclass of :class:`shardkit.backend.Backend` that is loaded by name."""

@@ -41,7 +41,7 @@ class AcceleratorBackend(EagerBackend):
         return torch.get_device_module(self.device_type)
 
     def is_available(self) -> bool:
-        return self._module.is_available() and dist.is_available()
+        return hasattr(torch, self.device_type) and self._module.is_available() and dist.is_available()
 
     def device(self) -> torch.device:
         """The current device; the first call selects the one of ``LOCAL_RANK``, unless the caller chose another.

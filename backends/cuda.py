@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from .accelerator import AcceleratorBackend
 from .c10d.nccl import NcclGroup
 
@@ -12,4 +14,4 @@ class CudaBackend(AcceleratorBackend):
     name = "cuda"
     device_type = "cuda"
     process_group_backend = "nccl"
-    group_types = {"nccl": NcclGroup}  # noqa: RUF012
+    group_types: ClassVar = {"nccl": NcclGroup}

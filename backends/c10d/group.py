@@ -80,7 +80,6 @@ class C10dGroup(ObjectsOverTensors, Waiting):
         self._channels: dict[str, C10dGroup] = {}
         self._meetings = 0
         self._subgroups: weakref.WeakSet[C10dGroup] = weakref.WeakSet()
-        self._connected = 0
         if process_group is not None:
             register(process_group, self if self.ends_at_exit else None)
             belongs_here(self)
@@ -258,14 +257,8 @@ class C10dGroup(ObjectsOverTensors, Waiting):
         return self._issue([work], "reduce_scatter_into", plan.numel, label, async_op, after)
 
     def _reduce_scatter_in_rounds(
-        self,
-        shard: torch.Tensor,
-        input: torch.Tensor,
-        plan: Exchange,
-        op: ReduceOp,
-        async_op: bool,
-        label: str,
-    ) -> Work:
+        self, shard: torch.Tensor, input: torch.Tensor, plan: Exchange, op: ReduceOp, async_op: bool, label: str
+    ) -> Work:  # fmt: skip
         """One partner after the other and in pieces, so that little memory holds what has just arrived."""
         parts = torch.split_with_sizes(input, plan.sizes)
         own = parts[self.rank]
@@ -322,14 +315,8 @@ class C10dGroup(ObjectsOverTensors, Waiting):
         return self._issue([work], "all_reduce", tensor.numel(), label, async_op, after)
 
     def reduce(
-        self,
-        tensor: torch.Tensor,
-        dst: int,
-        *,
-        op: ReduceOp = ReduceOp.SUM,
-        async_op: bool = False,
-        label: str = "",
-    ) -> Work:
+        self, tensor: torch.Tensor, dst: int, *, op: ReduceOp = ReduceOp.SUM, async_op: bool = False, label: str = ""
+    ) -> Work:  # fmt: skip
         check_member("reduce", self.rank, self.world_size, dst)
         check_op("reduce", self.rank, op, tensor.dtype)
         if self.process_group is None:

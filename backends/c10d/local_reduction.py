@@ -53,13 +53,8 @@ class Accumulate:
     __slots__ = ("_local", "_op", "_received", "_shard", "_world_size")
 
     def __init__(
-        self,
-        shard: torch.Tensor,
-        local: torch.Tensor | None,
-        received: torch.Tensor,
-        op: ReduceOp,
-        world_size: int,
-    ) -> None:
+        self, shard: torch.Tensor, local: torch.Tensor | None, received: torch.Tensor, op: ReduceOp, world_size: int
+    ) -> None:  # fmt: skip
         self._shard, self._local, self._received = shard, local, received
         self._op, self._world_size = op, world_size
 

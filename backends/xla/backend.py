@@ -95,14 +95,9 @@ class XlaBackend(Backend):
         xm.set_rng_state(int(state) % (1 << 64))
 
     def launch(
-        self,
-        fn: Callable[..., Any],
-        world_size: int,
-        args: tuple[Any, ...] = (),
-        *,
-        timeout: float | None = None,
+        self, fn: Callable[..., Any], world_size: int, args: tuple[Any, ...] = (), *, timeout: float | None = None,
         start_timeout: float | None = 180.0,
-    ) -> list[Any]:
+    ) -> list[Any]:  # fmt: skip
         """Runs ``fn(rank, *args)`` on all TPU cores, or on ``world_size`` replicas if there is no TPU.
 
         Raises:

@@ -71,14 +71,9 @@ class XlaGroup(ObjectsOverBytes):
         return group
 
     def all_gather_into(
-        self,
-        output: torch.Tensor,
-        shard: torch.Tensor,
-        sizes: Sequence[int] | None = None,
-        *,
-        async_op: bool = False,
-        label: str = "",
-    ) -> Work:
+        self, output: torch.Tensor, shard: torch.Tensor, sizes: Sequence[int] | None = None, *,
+        async_op: bool = False, label: str = "",
+    ) -> Work:  # fmt: skip
         """[S] -> [N]"""
         parts = check_parts("all_gather_into", self.rank, self.world_size, output, shard, sizes)
         self._check_device("all_gather_into", output, shard)
@@ -93,15 +88,9 @@ class XlaGroup(ObjectsOverBytes):
         return DONE
 
     def reduce_scatter_into(
-        self,
-        shard: torch.Tensor,
-        input: torch.Tensor,
-        sizes: Sequence[int] | None = None,
-        *,
-        op: ReduceOp = ReduceOp.SUM,
-        async_op: bool = False,
-        label: str = "",
-    ) -> Work:
+        self, shard: torch.Tensor, input: torch.Tensor, sizes: Sequence[int] | None = None, *,
+        op: ReduceOp = ReduceOp.SUM, async_op: bool = False, label: str = "",
+    ) -> Work:  # fmt: skip
         """[N] -> [S]"""
         parts = check_parts("reduce_scatter_into", self.rank, self.world_size, input, shard, sizes)
         check_op("reduce_scatter_into", self.rank, op, input.dtype)
@@ -119,15 +108,9 @@ class XlaGroup(ObjectsOverBytes):
         return DONE
 
     def all_to_all(
-        self,
-        output: torch.Tensor,
-        input: torch.Tensor,
-        output_sizes: Sequence[int] | None = None,
-        input_sizes: Sequence[int] | None = None,
-        *,
-        async_op: bool = False,
-        label: str = "",
-    ) -> Work:
+        self, output: torch.Tensor, input: torch.Tensor, output_sizes: Sequence[int] | None = None,
+        input_sizes: Sequence[int] | None = None, *, async_op: bool = False, label: str = "",
+    ) -> Work:  # fmt: skip
         """[sum(input_sizes)] -> [sum(output_sizes)]. With sizes, ranks exchange the largest on the host."""
         given = output_sizes is not None or input_sizes is not None
         come, to = check_exchange(
@@ -155,14 +138,8 @@ class XlaGroup(ObjectsOverBytes):
         return self._all_reduce(f"all_reduce({_shape(tensor)}, {op.value})", tensor, op, label)
 
     def reduce(
-        self,
-        tensor: torch.Tensor,
-        dst: int,
-        *,
-        op: ReduceOp = ReduceOp.SUM,
-        async_op: bool = False,
-        label: str = "",
-    ) -> Work:
+        self, tensor: torch.Tensor, dst: int, *, op: ReduceOp = ReduceOp.SUM, async_op: bool = False, label: str = ""
+    ) -> Work:  # fmt: skip
         """XLA has no reduce to one rank: an all-reduce, so that all ranks run the same graph."""
         check_member("reduce", self.rank, self.world_size, dst)
         return self._all_reduce(f"reduce({_shape(tensor)}, {op.value}, dst={dst})", tensor, op, label)

@@ -6,7 +6,7 @@ import importlib
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -74,6 +74,23 @@ def test_cuda_has_the_protocols_methods() -> None:
 
     programs.check_signatures(CudaBackend, Backend)
     programs.check_signatures(NcclGroup, Group)
+
+
+def test_another_accelerator_is_one_class() -> None:
+    from shardkit.backends.accelerator import AcceleratorBackend
+
+    class XpuBackend(AcceleratorBackend):
+        name = device_type = "xpu"
+        process_group_backend = "xccl"
+        group_types: ClassVar = {}
+
+    backend = XpuBackend()
+    programs.check_signatures(XpuBackend, Backend)
+    if not backend.is_available():
+        with pytest.raises(
+            BackendError, match=r"no XPU device is available \(torch.xpu.is_available\(\) is False\)"
+        ):
+            backend.device()
 
 
 def test_unknown_names_and_devices() -> None:
