@@ -23,7 +23,7 @@ from typing import Any
 from shardkit.errors import ConfigurationError, RankFailedError
 
 from .diagnosis.job import begin_job, end_job, fail_job
-from .process_stacks import Name
+from .spawning import Name, environment
 
 START_SECONDS = 180.0
 # What a rank reports when another one failed first: the cause is looked for elsewhere for a moment.
@@ -179,9 +179,7 @@ class RankPool:
         self._store = TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
         context = multiprocessing.get_context("spawn")
         free = _free_port()
-        before = {k: os.environ.get(k) for k in self._environment}
-        os.environ.update(self._environment)
-        try:
+        with environment(self._environment):
             for rank in range(self.world_size):
                 here, there = context.Pipe()
                 name = Name(f"rank {rank}")
@@ -198,12 +196,6 @@ class RankPool:
                 self._processes.append(process)
                 self._names.append(name)
                 self._connections.append(here)
-        finally:
-            for variable, value in before.items():
-                if value is None:
-                    os.environ.pop(variable, None)
-                else:
-                    os.environ[variable] = value
         self._collect(self._start_timeout, "the ranks are not ready (start_timeout)")
 
     def _collect(self, timeout: float | None, late: str = "no answer") -> list[Any]:

@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
 import multiprocessing
 import multiprocessing.connection
 import os
 import pickle
 import signal
-import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from multiprocessing.context import SpawnProcess
 from types import TracebackType
 from typing import Any
 
 from shardkit.errors import BackendError, ConfigurationError, RankFailedError
 
-from ..process_stacks import Name
+from ..spawning import Name, environment
 from .child import serve
 from .objects import unpack
-
-_environment_lock = threading.Lock()
 
 
 def replica_environment(world_size: int) -> dict[str, str]:
@@ -41,21 +37,6 @@ def replica_environment(world_size: int) -> dict[str, str]:
         "OMP_NUM_THREADS": "1",
         "TF_CPP_MIN_LOG_LEVEL": os.environ.get("TF_CPP_MIN_LOG_LEVEL", "1"),
     }
-
-
-@contextlib.contextmanager
-def _environment(values: dict[str, str]) -> Iterator[None]:
-    with _environment_lock:
-        before = {name: os.environ.get(name) for name in values}
-        os.environ.update(values)
-        try:
-            yield
-        finally:
-            for name, value in before.items():
-                if value is None:
-                    del os.environ[name]
-                else:
-                    os.environ[name] = value
 
 
 class ReplicaPool:
@@ -124,7 +105,7 @@ class ReplicaPool:
         context = multiprocessing.get_context("spawn")
         connection, theirs = context.Pipe()
         name = Name("xla-replicas")
-        with _environment(self._variables):
+        with environment(self._variables):
             process = context.Process(target=serve, args=(theirs, self.world_size), name=name, daemon=True)
             process.start()
         theirs.close()

@@ -1,4 +1,4 @@
-"""How the Python stacks of a spawned process are read from outside.
+"""What a spawned process gets: variables, and a name by which its Python stacks are read from outside.
 
 A process may hang long before it runs code of this library: while it imports the program that it was spawned by.
 multiprocessing first sends a process its name. Unpickling this one needs nothing but Python's standard library, and
@@ -12,17 +12,36 @@ import multiprocessing.context
 import os
 import signal
 import tempfile
+import threading
 import time
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 _SECONDS = 0.5  # in which a process writes its stacks; it does so when it gets to run
 _MOST = 4000  # characters shown
 
+_environment_lock = threading.Lock()
 # An expression, since it travels as such.
 _SETUP = f"""(
     __import__("faulthandler").register({int(getattr(signal, "SIGUSR1", 0))}, file, True),
     name,
 )[1]"""
+
+
+@contextlib.contextmanager
+def environment(values: Mapping[str, str]) -> Iterator[None]:
+    """Variables of what is spawned within this block."""
+    with _environment_lock:
+        before = {name: os.environ.get(name) for name in values}
+        os.environ.update(values)
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                if value is None:
+                    os.environ.pop(name, None)
+                else:
+                    os.environ[name] = value
 
 
 class Name(str):
