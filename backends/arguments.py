@@ -1,4 +1,4 @@
-"""Checks of the arguments of collectives, the same on every backend whose ranks run their own programs."""
+"""Checks of the arguments of collectives, the same on every backend."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def check_parts(
     _check_flat(operation, rank, shard)
     raise ConfigurationError(
         f"rank {rank}: {operation} over {world_size} ranks got {whole.numel()} elements, a shard of {own} and sizes "
-        f"{parts if sizes is not None else '(none: even)'}; sizes need one entry a rank, that rank's shard, and have "
-        "to add up to all elements"
+        f"{parts if sizes is not None else '(none: even)'}; sizes need one entry a rank, have to "
+        "add up to all elements and fit this rank's shard"
     )
 
 

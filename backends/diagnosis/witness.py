@@ -1,4 +1,4 @@
-"""A thread that says where this rank stands when others wait for it, and ends a wait that is in vain.
+"""A thread that says where this rank stands when others wait for it, and finds waits that are in vain.
 
 [Note: the witness] A rank that waits in a collective of torch's, handles an exception, or computes, can't say so
 itself. One thread a process looks each second whether anybody has asked (one question to the store), and while

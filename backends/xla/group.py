@@ -50,12 +50,12 @@ class XlaGroup(ObjectsOverBytes):
     def new_group(self, ranks: Sequence[int]) -> XlaGroup | None:
         """See :meth:`shardkit.backend.Group.new_group`.
 
-        On a TPU all ranks run the same program, so sub-groups must come as partitions (make
-        ``[0, 1]`` and ``[2, 3]``, and use both at the same points).
+        Members have the order that is given. On a TPU all ranks run the same program, so sub-groups must come as
+        partitions (make ``[0, 1]`` and ``[2, 3]``, and use both at the same points).
         """
-        chosen = check_members(self.rank, self.world_size, ranks)
-        self._exchange(f"new_group({chosen})", "", b"")
-        members = tuple(self.ranks[r] for r in chosen)
+        check_members(self.rank, self.world_size, ranks)
+        self._exchange(f"new_group({list(ranks)})", "", b"")
+        members = tuple(self.ranks[r] for r in ranks)
         # The first partition that has room: every rank of this group sees the same calls, so all agree.
         for partition in self._partitions:
             if not any(set(members) & set(other) for other in partition):
