@@ -33,13 +33,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Rewrites, or shows what would be."""
-    try:
-        from shardkit.migration import files
-    except ModuleNotFoundError as error:
-        if error.name != "libcst":
-            raise
-        print("shardkit migrate needs libcst: pip install 'shardkit[cli]'", file=sys.stderr)
-        return 2
+    from shardkit.migration import files
+
     dry = options.diff or options.check
     changed = failed = 0
     missing = [path for path in options.paths if not path.exists()]

@@ -1,1 +1,1 @@
-"""Rewrites code from fairscale to shardkit; needs libcst."""
+"""Rewrites code from fairscale to shardkit."""

@@ -11,8 +11,6 @@ import tokenize
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-import libcst
-
 from shardkit.checkpoint.writing import write_atomically
 from shardkit.errors import ConfigurationError
 
@@ -162,7 +160,7 @@ def migrate(path: Path, *, strings: bool = False, xla: bool = False) -> Migrated
         else:
             result = configuration.rewrite(before, strings=strings)
             again = configuration.rewrite(result.source, strings=strings).source
-    except (libcst.ParserSyntaxError, SyntaxError, UnicodeDecodeError, RecursionError) as error:
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         return Migrated(path, error=f"it can't be read: {error}")
     if again != result.source or before.encode(encoding) != data:
         return Migrated(path, error="it can't be rewritten safely; change it by hand")

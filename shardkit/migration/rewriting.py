@@ -11,23 +11,16 @@ the file, it keeps its name: ``import shardkit as fairscale``.
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import re
+import sys
+import warnings
 from collections.abc import Mapping
 
-import libcst as cst
-from libcst.metadata import (
-    BaseAssignment,
-    ByteSpanPositionProvider,
-    ClassScope,
-    CodeSpan,
-    MetadataWrapper,
-    QualifiedNameSource,
-    Scope,
-    ScopeProvider,
-)
-
-from .relevant import only_relevant
+from .marks import Marked
+from .relevant import Relevant
+from .scopes import By, Scope, Seen, look
 from .served import no_module, objection
 
 __all__ = ["Note", "Rewritten", "rewrite"]
@@ -37,6 +30,7 @@ XLA = {
     "torch_xla.distributed.fsdp": "shardkit.xla.fsdp",
     "torch_xla.distributed.zero_redundancy_optimizer": "shardkit.xla.zero_redundancy_optimizer",
 }
+_BETWEEN = r"(?:\s|\\)*"  # the parts of a path
 _PATH = re.compile(r"fairscale(?:[.:]\w+)*")  # all of a string
 _THROUGH = re.compile(r"\w[\w.]*\.fairscale(?:\.\w+)*")
 
@@ -66,71 +60,46 @@ def rewrite(source: str, *, strings: bool = False, xla: bool = False) -> Rewritt
         xla: also rewrite imports of torch_xla's FSDP.
 
     Raises:
-        libcst.ParserSyntaxError: the source is no Python.
+        SyntaxError, ValueError: the source is none of the Python that runs this.
+        RecursionError, MemoryError: it nests too deep for that.
     """
     packages = ("fairscale", "torch_xla") if xla else ("fairscale",)
+    marked = Marked(source, packages)
+    tree = _parsed(marked)
+    for word in marked.other_spellings(packages):
+        raise SyntaxError(
+            f"{word!r} is a package's name to Python, in other characters: write it in plain ones"
+        )
+    relevant = Relevant(tree, marked, packages)
+    seen, scopes = look(tree, relevant.has_words, "fairscale", relevant.names, marked.plain)
+    rewriting = _Rewriting(marked, _Variables(marked, seen, scopes), strings, xla)
+    for at in seen:
+        rewriting.look(at)
+    return rewriting.result()
+
+
+def _parsed(marked: Marked) -> ast.Module:
     try:
-        tree = _Tree(only_relevant(source, packages))
-    except cst.ParserSyntaxError:
-        tree = _Tree(source)  # which says where
-    visitor = _Visitor(tree, _Variables(tree), strings, xla)
-    tree.module.visit(visitor)
-    encoded = source.encode()
-    notes = {Note(encoded.count(b"\n", 0, start) + 1, text) for start, text in visitor.notes}
-    for (start, length), new in sorted(visitor.edits.items(), reverse=True):
-        encoded = encoded[:start] + new.encode() + encoded[start + length :]
-    return Rewritten(encoded.decode() if visitor.edits else source, tuple(sorted(notes)))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about the source's strings
+            return ast.parse(marked.text)
+    except SyntaxError as error:
+        python = ".".join(map(str, sys.version_info[:2]))
+        where = f"line {error.lineno}" if error.lineno else "it"
+        raise SyntaxError(f"{where} is no Python {python}: {marked.plain(error.msg)}") from None
 
 
-def dotted(node: cst.BaseExpression | None) -> str | None:
-    """``a.b.c`` of such an expression; None of any other."""
-    if isinstance(node, cst.Name):
-        return node.value
-    if isinstance(node, cst.Attribute):
-        before = dotted(node.value)
-        return before and f"{before}.{node.attr.value}"
-    return None
+def _is_fairscale(path: str) -> bool:
+    return path.split(".")[0] == "fairscale"
 
 
-def _root(node: cst.BaseExpression) -> cst.BaseExpression:
-    return _root(node.value) if isinstance(node, cst.Attribute) else node
+def _text(node: ast.AST | None) -> str | None:
+    """Value of a string; None of bytes, and of what is no string."""
+    value = node.value if isinstance(node, ast.Constant) else None
+    return value if isinstance(value, str) else None
 
 
-def _is_fairscale(path: str | None) -> bool:
-    return path is not None and path.split(".")[0] == "fairscale"
-
-
-class _Tree:
-    """A module's syntax tree, and what libcst knows about its nodes."""
-
-    def __init__(self, source: str) -> None:
-        wrapper = MetadataWrapper(cst.parse_module(source), unsafe_skip_copy=True)
-        self.module = wrapper.module
-        self._scopes = wrapper.resolve(ScopeProvider)
-        self._spans = wrapper.resolve(ByteSpanPositionProvider)
-
-    def span(self, node: cst.CSTNode) -> CodeSpan:
-        """Where it stands, in bytes of UTF-8."""
-        return self._spans[node]
-
-    def imported_as(self, node: cst.Attribute) -> list[str]:
-        """The paths by which an expression may have been imported."""
-        scope = self._scopes.get(node)
-        names = scope.get_qualified_names_for(node) if scope is not None and dotted(node) else ()
-        return [n.name for n in names if n.source is QualifiedNameSource.IMPORT]
-
-    def home(self, node: cst.CSTNode) -> Scope | None:
-        """The scope of the variable ``fairscale`` that a node sees; None for what sees no variables."""
-        scope = self._scopes.get(node)
-        return next((a.scope for a in scope["fairscale"]), None) if scope is not None else None
-
-    def assigned(self, name: str) -> list[BaseAssignment]:
-        """All that binds a name, in any scope."""
-        scopes = {scope for scope in self._scopes.values() if scope is not None}
-        return [a for scope in scopes for a in scope.assignments[name]]
-
-
-class _Variables(cst.CSTVisitor):
+class _Variables:
     """Decides about every variable ``fairscale`` of a module; see [Note: the variable].
 
     Attributes:
@@ -139,207 +108,218 @@ class _Variables(cst.CSTVisitor):
         left: import aliases that can't be changed.
     """
 
-    def __init__(self, tree: _Tree) -> None:
-        super().__init__()
-        self._tree = tree
-        self._bound_by: dict[Scope, list[cst.ImportAlias]] = {}
-        self._exported = False
+    def __init__(self, marked: Marked, seen: list[Seen], scopes: list[Scope]) -> None:
+        self._plain = marked.plain
+        self._exported = any(self._exports(at.node) for at in seen)
         self.renamed: set[Scope] = set()
-        self.kept: list[cst.ImportAlias] = []
-        self.left: list[cst.ImportAlias] = []
-        tree.module.visit(self)
-        name_is_free = all(_imports_shardkit(a) for a in tree.assigned("shardkit"))
-        for scope, aliases in self._bound_by.items():
+        self.kept: set[ast.alias] = set()
+        self.left: set[ast.alias] = set()
+        bound_by: dict[Scope, list[ast.alias]] = {}
+        for at in seen:
+            home = at.scope.home("fairscale") if isinstance(at.node, ast.Import) else None
+            for alias in at.node.names if isinstance(at.node, ast.Import) else ():
+                if home is not None and alias.asname is None and _is_fairscale(self._plain(alias.name)):
+                    bound_by.setdefault(home, []).append(alias)
+        ours = [binding for scope in scopes for binding in scope.bound.get("shardkit", ())]
+        name_is_free = all(binding.by is By.IMPORT for binding in ours)
+        for scope, aliases in bound_by.items():
             if name_is_free and not self._is_interface(scope):
                 self.renamed.add(scope)
-            elif any(isinstance(a.name, cst.Attribute) for a in aliases):
-                self.left += aliases  # "import shardkit.nn as fairscale" would be something else
+            elif any("." in alias.name for alias in aliases):
+                self.left.update(aliases)  # "import shardkit.nn as fairscale" would be something else
             else:
-                self.kept += aliases
+                self.kept.update(aliases)
 
-    def visit_Import(self, node: cst.Import) -> None:
-        home = self._tree.home(node)
-        for alias in node.names:
-            if home is not None and alias.asname is None and _is_fairscale(dotted(alias.name)):
-                self._bound_by.setdefault(home, []).append(alias)
-
-    def visit_Assign(self, node: cst.Assign) -> None:
-        if any(dotted(target.target) == "__all__" for target in node.targets) and isinstance(
-            node.value, (cst.List, cst.Tuple)
-        ):
-            self._exported |= any(_text(e.value) == "fairscale" for e in node.value.elements)
+    def _exports(self, node: ast.AST) -> bool:
+        """Whether a statement puts the name into ``__all__``."""
+        if not isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign):
+            return False
+        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+        if node.value is None or not any(isinstance(t, ast.Name) and t.id == "__all__" for t in targets):
+            return False
+        return any(self._plain(_text(part) or "") == "fairscale" for part in ast.walk(node.value))
 
     def _is_interface(self, scope: Scope) -> bool:
         """Whether others may know the variable by its name."""
-        nodes = [getattr(a, "node", None) for a in scope.assignments["fairscale"]]
         return (
-            isinstance(scope, ClassScope)
-            or (self._exported and scope is scope.globals)
-            or any(
-                isinstance(n, (cst.Param, cst.FunctionDef, cst.ClassDef)) or _imports_another(n)
-                for n in nodes
-            )
+            scope.is_class
+            or (self._exported and scope.is_module)
+            or any(b.by in (By.DEFINITION, By.RENAMING_IMPORT) for b in scope.bound["fairscale"])
         )
 
 
-def _text(node: cst.CSTNode) -> str | None:
-    """Value of a string; None of bytes, and of what is no string."""
-    value = node.evaluated_value if isinstance(node, cst.SimpleString) else None
-    return value if isinstance(value, str) else None
+class _Rewriting:
+    """Collects what to replace, and what to say."""
 
-
-class _Visitor(cst.CSTVisitor):
-    """Collects what to replace, and what to say.
-
-    Attributes:
-        edits: (first byte, length) -> what comes in its place.
-        notes: (first byte, text).
-    """
-
-    def __init__(self, tree: _Tree, variables: _Variables, strings: bool, xla: bool) -> None:
-        super().__init__()
-        self._tree, self._variables = tree, variables
+    def __init__(self, marked: Marked, variables: _Variables, strings: bool, xla: bool) -> None:
+        self._marked, self._variables = marked, variables
         self._strings, self._xla = strings, xla
-        self.edits: dict[tuple[int, int], str] = {}
-        self.notes: set[tuple[int, str]] = set()
-        self._said: set[str] = set()
-        self._annotations = 0
+        # By first character: the end, and what comes in its place.
+        self._edits: dict[int, tuple[int, str]] = {}
+        self._notes: set[Note] = set()
+        self._said: dict[str, tuple[int, int]] = {}  # what is said once -> line and column of the first place
+        self._texts: list[tuple[int, str]] = []  # mentions at the beginning of f-strings' texts
+        self._uses: set[int] = set()  # mentions that are variables
 
-    def _rename(self, node: cst.CSTNode, seen_from: cst.CSTNode) -> None:
-        if self._tree.home(seen_from) in self._variables.renamed:
-            self._replace(node, "shardkit")
+    def look(self, at: Seen) -> None:
+        """Looks at one place."""
+        node = at.node
+        if isinstance(node, ast.Import):
+            self._import(node)
+        elif isinstance(node, ast.ImportFrom):
+            self._import_from(node)
+        elif isinstance(node, ast.Attribute):
+            self._attribute(node, at.scope)
+        elif isinstance(node, ast.Constant):
+            self._string(node, at)
+        elif isinstance(node, ast.JoinedStr):
+            self._formatted(node)
+        elif isinstance(node, ast.Name):
+            self._variable(node.id, at.scope)
+        elif isinstance(node, ast.Global | ast.Nonlocal):
+            for name in node.names:
+                self._variable(name, at.scope)
+        elif isinstance(node, ast.ExceptHandler | ast.MatchAs | ast.MatchStar):
+            self._variable(node.name, at.scope)
+        elif isinstance(node, ast.MatchMapping):
+            self._variable(node.rest, at.scope)
+
+    def result(self) -> Rewritten:
+        """The source with all replaced."""
+        for number, text in self._texts:
+            if number not in self._uses:  # of f"{fairscale.nn=}" there is a text, too
+                self._note_mention(number, text)
+        self._notes |= {Note(line, text) for text, (line, _) in self._said.items()}
+        source, kept, done = self._marked.source, [], 0
+        for start, (end, new) in sorted(self._edits.items()):
+            kept += [source[done:start], new]
+            done = end
+        changed = "".join([*kept, source[done:]]) if kept else source
+        return Rewritten(changed, tuple(sorted(self._notes)))
 
     # ------------------------------------------------------------ imports
-    def visit_Import(self, node: cst.Import) -> bool:
+    def _import(self, node: ast.Import) -> None:
         for alias in node.names:
-            path = dotted(alias.name)
-            if path is None:
-                continue
+            path = self._marked.plain(alias.name)
+            ours = _xla(path) if self._xla else None
             if alias in self._variables.left:
-                self._note(
-                    alias, "left as it is: the variable fairscale can't be renamed here; use 'from' or 'as'"
-                )
+                said = "left as it is: the variable fairscale can't be renamed here; use 'from' or 'as'"
+                self._notes.add(Note(alias.lineno, said))
             elif alias in self._variables.kept:
                 self._replace(alias.name, "shardkit as fairscale")
             elif _is_fairscale(path):
                 self._say(alias, no_module(path))
-                self._replace(_root(alias.name), "shardkit")
-            elif self._xla and _xla(path) and alias.asname is None:
-                self._note(alias, f"left as it is: to be imported as something, from {_xla(path)}")
-            elif self._xla and _xla(path):
-                self._replace(alias.name, str(_xla(path)))
-        return False
+                self._replace(alias.name, "shardkit")
+            elif ours and alias.asname is None:
+                said = f"left as it is: to be imported as something, from {ours}"
+                self._notes.add(Note(alias.lineno, said))
+            elif ours:
+                self._replace_path(alias.name, ours)
 
-    def visit_ImportFrom(self, node: cst.ImportFrom) -> bool:
-        path = dotted(node.module)
-        if node.relative or node.module is None or path is None:
-            return False
-        names = [] if isinstance(node.names, cst.ImportStar) else [str(dotted(a.name)) for a in node.names]
+    def _import_from(self, node: ast.ImportFrom) -> None:
+        if node.level or node.module is None:
+            return
+        path = self._marked.plain(node.module)
+        names = [self._marked.plain(alias.name) for alias in node.names]
         if _is_fairscale(path):
-            self._replace(_root(node.module), "shardkit")
+            self._replace(node.module, "shardkit")
             for name in names:
-                self._say(node, objection(path, name))
-            if not names:
-                self._say(node, no_module(path, star=True))
+                self._say(node, no_module(path, star=True) if name == "*" else objection(path, name))
         elif self._xla:
             self._rewrite_xla(node, path, names)
-        return False
 
-    def _rewrite_xla(self, node: cst.ImportFrom, path: str, names: list[str]) -> None:
+    def _rewrite_xla(self, node: ast.ImportFrom, path: str, names: list[str]) -> None:
         ours = _xla(path)
         if ours is None and any(_xla(f"{path}.{name}") for name in names):
             if len(names) > 1:
-                self._note(
-                    node, "left as it is: imports more of torch_xla than what shardkit has; make it two"
-                )
+                said = "left as it is: imports more of torch_xla than what shardkit has; make it two"
+                self._notes.add(Note(node.lineno, said))
                 return
             ours = str(_xla(f"{path}.{names[0]}")).rpartition(".")[0]
-        if ours is not None and node.module is not None:
-            self._replace(node.module, ours)
+        if ours is not None:
+            self._replace_path(str(node.module), ours)
 
     # ------------------------------------------------------------ uses
-    def visit_Name(self, node: cst.Name) -> None:
-        if node.value == "fairscale":
-            self._rename(node, node)  # names of attributes and of keywords see no variables
+    def _variable(self, name: str | None, scope: Scope) -> None:
+        """Renames a name, unless it is another variable's."""
+        if name is not None and "fairscale" in name and self._marked.plain(name) == "fairscale":
+            self._uses.update(self._marked.numbers(name))
+            if scope.home("fairscale") in self._variables.renamed:
+                self._replace(name, "shardkit")
 
-    def visit_Attribute(self, node: cst.Attribute) -> None:
-        for path in filter(_is_fairscale, self._tree.imported_as(node)):
-            self._say(node, objection(path))
-
-    def visit_MatchKeywordElement(self, node: cst.MatchKeywordElement) -> bool:
-        node.pattern.visit(self)
-        return False  # its key is no variable, though libcst gives it a scope
-
-    def visit_Global(self, node: cst.Global) -> None:
-        self._rename_declared(node)
-
-    def visit_Nonlocal(self, node: cst.Nonlocal) -> None:
-        self._rename_declared(node)
-
-    def _rename_declared(self, node: cst.Global | cst.Nonlocal) -> None:
-        for item in node.names:
-            if item.name.value == "fairscale":
-                self._rename(item.name, node)
+    def _attribute(self, node: ast.Attribute, scope: Scope) -> None:
+        """What there is to say about the paths that ``a.b.c`` may stand for."""
+        parts: list[str] = []
+        root: ast.expr = node
+        while isinstance(root, ast.Attribute):
+            parts.append(root.attr)
+            root = root.value
+        name = self._marked.plain(root.id) if isinstance(root, ast.Name) else ""
+        home = scope.home(name)
+        for path in {b.path for b in home.bound[name]} if home is not None else ():
+            if _is_fairscale(path):
+                self._say(node, objection(self._marked.plain(".".join([path, *reversed(parts)]))))
 
     # ------------------------------------------------------------ strings
-    def visit_Annotation(self, node: cst.Annotation) -> None:
-        self._annotations += 1
-
-    def leave_Annotation(self, original_node: cst.Annotation) -> None:
-        self._annotations -= 1
-
-    def visit_SimpleString(self, node: cst.SimpleString) -> None:
-        value = _text(node)
-        if value is None or "fairscale" not in value:
+    def _string(self, node: ast.Constant, at: Seen) -> None:
+        text = _text(node)
+        if text is None or "fairscale" not in text:
             return
-        if self._annotations and self._tree.home(node) is not None:
-            if self._tree.home(node) in self._variables.renamed:
-                self._replace(node, re.sub(r"(?<![\w.])fairscale(?=\s*\.)", "shardkit", node.value))
+        value = self._marked.plain(text)
+        mentions = self._marked.numbers(text)
+        home = at.scope.home("fairscale") if at.in_annotation else None
+        if home is not None:
+            if home in self._variables.renamed:
+                for found in re.finditer(r"(?<![\w.])fairscale\w+(?=\s*\.)", text):
+                    self._replace(found[0], "shardkit")
         elif _PATH.fullmatch(value):
             said = objection(value.replace(":", "."))
-            if self._strings and "." in value and said is None and value in node.value:
-                self._replace(node, node.value.replace("fairscale", "shardkit", 1))
+            if self._strings and "." in value and said is None and len(mentions) == 1:
+                self._replace(text, "shardkit")
             else:
-                self._note(node, f"the string {value!r} names fairscale" + (f"; {said}" if said else ""))
+                self._note_string(
+                    node, mentions, f"the string {value!r} names fairscale" + (f"; {said}" if said else "")
+                )
         elif _THROUGH.fullmatch(value):
-            self._note(node, f"the string {value!r} names a variable fairscale, which has another name now")
+            said = f"the string {value!r} names a variable fairscale, which has another name now"
+            self._note_string(node, mentions, said)
 
-    def visit_FormattedStringText(self, node: cst.FormattedStringText) -> None:
-        if re.match(r"fairscale\.", node.value):
-            self._note(node, f"the string {node.value!r}... names fairscale")
+    def _note_string(self, node: ast.Constant, mentions: list[int], text: str) -> None:
+        if mentions:
+            self._note_mention(mentions[0], text)
+        else:  # spelt with escapes
+            self._notes.add(Note(node.lineno, text))
+
+    def _formatted(self, node: ast.JoinedStr) -> None:
+        for part in node.values:
+            text = _text(part) or ""
+            if text.startswith("fairscale") and re.match(r"fairscale\.", plain := self._marked.plain(text)):
+                for number in self._marked.numbers(text)[:1]:
+                    self._texts.append((number, f"the string {plain!r}... names fairscale"))
 
     # ------------------------------------------------------------ what is collected
-    def _replace(self, node: cst.CSTNode, new: str) -> None:
-        span = self._tree.span(node)
-        self.edits[span.start, span.length] = new
+    def _replace(self, name: str, new: str) -> None:
+        """Replaces the first mention in a name or a text."""
+        for number in self._marked.numbers(name)[:1]:
+            start = self._marked.starts[number]
+            self._edits[start] = start + len("fairscale"), new
 
-    def _say(self, node: cst.CSTNode, text: str | None) -> None:
-        """What there is to say about a name is said once."""
-        if text is not None and text not in self._said:
-            self._said.add(text)
-            self._note(node, text)
+    def _replace_path(self, path: str, new: str) -> None:
+        """Replaces all of a path of torch_xla's."""
+        parts = map(re.escape, self._marked.plain(path).split("."))
+        pattern = re.compile(rf"{_BETWEEN}\.{_BETWEEN}".join(parts))
+        for number in self._marked.numbers(path)[:1]:
+            if found := pattern.match(self._marked.source, self._marked.starts[number]):
+                self._edits[found.start()] = found.end(), new
 
-    def _note(self, node: cst.CSTNode, text: str) -> None:
-        self.notes.add((self._tree.span(node).start, text))
+    def _say(self, node: ast.expr | ast.stmt | ast.alias, text: str | None) -> None:
+        """What there is to say about a name is said once, at the first place."""
+        if text is not None:
+            here = (node.lineno, node.col_offset)
+            self._said[text] = min(here, self._said.get(text, here))
 
-
-def _binding(node: cst.Import | cst.ImportFrom, name: str) -> list[cst.ImportAlias]:
-    """The aliases of an import statement that bind a name."""
-    if isinstance(node.names, cst.ImportStar):
-        return []
-    return [a for a in node.names if (a.evaluated_alias or a.evaluated_name.split(".")[0]) == name]
-
-
-def _imports_another(node: cst.CSTNode | None) -> bool:
-    """Whether a statement imports something else than the package as ``fairscale``."""
-    if isinstance(node, cst.Import):
-        return any(a.asname is not None for a in _binding(node, "fairscale"))
-    return isinstance(node, cst.ImportFrom)
-
-
-def _imports_shardkit(assignment: BaseAssignment) -> bool:
-    node = getattr(assignment, "node", None)
-    return isinstance(node, cst.Import) and all(a.asname is None for a in _binding(node, "shardkit"))
+    def _note_mention(self, number: int, text: str) -> None:
+        self._notes.add(Note(self._marked.line(self._marked.starts[number]), text))
 
 
 def _xla(path: str, names: Mapping[str, str] = XLA) -> str | None:

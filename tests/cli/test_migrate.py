@@ -208,17 +208,6 @@ def test_a_path_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert (tmp_path / "a.py").read_text() == BEFORE
 
 
-def test_without_libcst_it_says_what_to_install(
-    project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for name in [n for n in sys.modules if n.startswith("shardkit.migration.")]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.delattr("shardkit.migration.files", raising=False)
-    monkeypatch.setitem(sys.modules, "libcst", None)
-    assert main(["migrate", str(project)]) == 2
-    assert "pip install 'shardkit[cli]'" in capsys.readouterr().err
-
-
 def test_commands_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         main(["--help"])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import textwrap
 
-import libcst
 import pytest
 
 from shardkit.migration import configuration
@@ -33,6 +32,8 @@ def said(source: str, **options: bool) -> list[tuple[int, str]]:
         ("from fairscale.optim.oss import *", "from shardkit.optim.oss import *"),
         ("from fairscale . nn import wrap", "from shardkit . nn import wrap"),
         ("import fairscale\nx = fairscale . nn", "import shardkit\nx = shardkit . nn"),
+        ("global fairscale\nimport fairscale\nfairscale", "global shardkit\nimport shardkit\nshardkit"),
+        ("import fairscale\n[(fairscale := x) for x in y]", "import shardkit\n[(shardkit := x) for x in y]"),
         # not the package
         ("from . import fairscale\nfairscale.nn", None),
         ("from .fairscale import nn", None),
@@ -90,6 +91,8 @@ def test_the_variable_is_renamed_with_all_its_uses() -> None:
     [
         "class A:\n    import fairscale\n    x = fairscale.nn",
         "import fairscale\n__all__ = ['fairscale']\nfairscale.nn",
+        "import fairscale\n__all__ += ['fairscale']\nfairscale.nn",
+        "import fairscale\n__all__: list = x + ['fairscale']\nfairscale.nn",
         "def f(fairscale=None):\n    import fairscale\n    return fairscale.nn",
         "import fairscale\nshardkit = 3\nfairscale.nn",
         "import fairscale\nimport other as shardkit\nfairscale.nn",
@@ -114,7 +117,7 @@ def test_a_file_that_was_migrated_in_part() -> None:
 
 def test_line_ends_tabs_and_form_feeds_stay() -> None:
     source = "if 1:\r\n\timport fairscale # a\r\n\x0c\nx = fairscale.nn \\\n  .wrap\r\n"
-    source += "y = '\u00fc\U0001f600'; fairscale.nn"
+    source += "y = '\u00fc\U0001f600'; fairscale.nn\n \x0c \nfairscale.nn"
     assert migrated(source) == source.replace("fairscale", "shardkit")
 
 
@@ -179,6 +182,12 @@ def test_strings_are_reported_or_rewritten_on_request() -> None:
     assert [line for line, _ in said(before, strings=True)] == [3, 3, 4, 5]
 
 
+def test_strings_in_pieces_are_one() -> None:
+    before = "x = ('fairscale'\n  '.nn.wrap')\ny = 'see ' 'fairscale.nn'\nz = 'fairscale.nn' '.NoSuch'\n"
+    assert migrated(before, strings=True) == before.replace("fairscale", "shardkit", 1)
+    assert [line for line, _ in said(before)] == [1, 4]
+
+
 CONFIGURATION = """\
 _target_: fairscale.nn.FullyShardedDataParallel  # fairscale.nn
 other: "fairscale.optim.oss:OSS"
@@ -219,5 +228,17 @@ def test_torch_xla_on_request() -> None:
 
 
 def test_what_is_no_python_is_an_error() -> None:
-    with pytest.raises(libcst.ParserSyntaxError):
-        rewrite("print 'fairscale'")
+    with pytest.raises(SyntaxError, match="line 2 is no Python 3"):
+        rewrite("\nprint 'fairscale'")
+    with pytest.raises(SyntaxError, match="in other characters"):  # which Python reads as plain ones
+        rewrite("import fairscale\n\U0001d4bbairscale.nn")
+
+
+def test_files_may_nest() -> None:
+    """As deep as Python itself follows: libraries that visit a tree by recursion give up long before."""
+    for before in (
+        "import fairscale\nx = " + " + ".join(["fairscale.nn"] * 800),
+        "import fairscale\nif a: pass\n" + "elif fairscale.x: pass\n" * 800,
+        "import fairscale\nx = fairscale" + ".a" * 800,
+    ):
+        assert migrated(before) == before.replace("fairscale", "shardkit")
