@@ -216,9 +216,9 @@ class FlatParam:
         for index, member in enumerate(self.members):
             old = member.param
             empty = torch.empty(0, dtype=self.compute_dtype, device=target)
-            if not torch._has_compatible_shallow_copy_type(
-                old, empty
-            ):  # the object can't become a view there
+            # whether the object can become a view of memory there
+            fits = old.device.type == target or torch._has_compatible_shallow_copy_type(old, empty)
+            if not fits:
                 member.param = nn.Parameter(empty, requires_grad=old.requires_grad)
                 for place in member.places:
                     place.module.__dict__[place.name] = member.param
