@@ -28,7 +28,7 @@ from .local_reduction import Accumulate, Exchange, Finish
 from .object_collectives import ObjectsOverTensors
 from .waiting import C10dWork, Waiting
 
-_OPS = {
+OPS = {
     ReduceOp.SUM: dist.ReduceOp.SUM,
     ReduceOp.AVG: dist.ReduceOp.SUM,  # gloo has no AVG: divided afterwards
     ReduceOp.MAX: dist.ReduceOp.MAX,
@@ -351,5 +351,5 @@ def _real(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _options(options: Any, op: ReduceOp) -> Any:
-    options.reduceOp = _OPS[op]
+    options.reduceOp = OPS[op]
     return options

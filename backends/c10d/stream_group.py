@@ -17,32 +17,21 @@ from shardkit.backend import DONE, ReduceOp, Work
 
 from ..arguments import check_exchange, check_member, check_op, check_parts
 from ..diagnosis.calls import Call
-from .group import C10dGroup
+from .group import OPS, C10dGroup
+from .local_reduction import Finish
+from .waiting import C10dWork
 
-_OPS = {
-    ReduceOp.SUM: dist.ReduceOp.SUM,
-    ReduceOp.AVG: dist.ReduceOp.AVG,
-    ReduceOp.MAX: dist.ReduceOp.MAX,
-    ReduceOp.MIN: dist.ReduceOp.MIN,
-}
+_OPS = {**OPS, ReduceOp.AVG: dist.ReduceOp.AVG}
 
 
-class StreamWork(Work):
+class StreamWork(C10dWork):
     """Works issued as one call; see [Note: waiting on a stream].
 
-    The works keep the tensors that the device still reads, so that their memory is not given to others.
+    The works keep the tensors that the device still reads, so that their memory is not given to others. Whether the
+    device is through with them is asked of an event, without waiting.
     """
 
-    __slots__ = ("_after", "_call", "_group", "_works")
-
-    def __init__(
-        self, group: StreamGroup, works: list[Any], call: Call, after: Callable[[], None] | None
-    ) -> None:
-        self._group, self._works, self._call, self._after = group, works, call, after
-
-    def is_done(self) -> bool:
-        """Whether the device is through with it (asked of an event, without waiting)."""
-        return all(work.is_completed() for work in self._works)
+    __slots__ = ()
 
     def wait(self) -> None:
         """Work issued from now on in the current stream sees the result."""
@@ -50,7 +39,7 @@ class StreamWork(Work):
             for work in self._works:
                 work.wait()
         except RuntimeError as error:
-            self._group._raise(error, self._call)
+            self._group._raise(error, Call(*self._call))
         self._works = []
         after, self._after = self._after, None
         if after is not None:
@@ -68,7 +57,7 @@ class StreamGroup(C10dGroup):
         after: Callable[[], None] | None = None,
     ) -> Work:  # fmt: skip
         self._sequence += 1
-        work = StreamWork(self, works, Call(self._name, self._sequence, operation, numel, label), after)
+        work = StreamWork(self, works, (self._name, self._sequence, operation, numel, label), after)
         if not async_op:
             work.wait()
         return work
@@ -171,13 +160,6 @@ def _even(parts: Sequence[int]) -> bool:
     return parts.count(parts[0]) == len(parts)
 
 
-def _copy_back(tensor: torch.Tensor, wire: torch.Tensor) -> Callable[[], None] | None:
+def _copy_back(tensor: torch.Tensor, wire: torch.Tensor) -> Finish | None:
     """For tensors that could not travel as they are."""
-    if wire is tensor:
-        return None
-
-    def copy() -> None:
-        with torch.no_grad():
-            tensor.copy_(wire)
-
-    return copy
+    return None if wire is tensor else Finish(tensor, wire, 1)
