@@ -30,7 +30,7 @@ from ..torch_seams.hooks import NO_BACKWARD, current_backward
 from .first_steps import check_first_steps
 from .kept_views import KeptViews, holders_of
 from .listed import note_listed
-from .members import MemberParameter, ReleasedParameter, note_member
+from .members import MemberParameter, ReleasedParameter, as_tensors, note_member
 from .refusals import backward_when_summoned
 
 _set_versions = torch._C._autograd._unsafe_set_version_counter
@@ -216,8 +216,8 @@ class FlatParam:
         for index, member in enumerate(self.members):
             old = member.param
             empty = torch.empty(0, dtype=self.compute_dtype, device=target)
-            # whether the object can become a view of memory there
-            fits = old.device.type == target or torch._has_compatible_shallow_copy_type(old, empty)
+            with as_tensors():  # asked of parameters whose values can't be read now, too
+                fits = old.device.type == target or torch._has_compatible_shallow_copy_type(old, empty)
             if not fits:
                 member.param = nn.Parameter(empty, requires_grad=old.requires_grad)
                 for place in member.places:
