@@ -1,15 +1,15 @@
-"""fairscale.internal.containers: nested containers, their tensors, and argument lists."""
+"""fairscale.internal.containers."""
 
-from __future__ import annotations
-
-from collections import OrderedDict
-from collections.abc import Callable
-from typing import Any
-
-import torch
-from torch.nn.utils.rnn import PackedSequence
-
-from shardkit.errors import ConfigurationError
+from shardkit.extra.containers import (
+    apply_to_tensors,
+    apply_to_type,
+    from_np,
+    pack_kwargs,
+    split_non_tensors,
+    to_np,
+    unpack_kwargs,
+    unpack_non_tensors,
+)
 
 __all__ = [
     "apply_to_tensors",
@@ -21,102 +21,3 @@ __all__ = [
     "unpack_kwargs",
     "unpack_non_tensors",
 ]
-
-
-def apply_to_type(type_fn: Callable[[Any], bool], fn: Callable[[Any], Any], container: Any) -> Any:
-    """A copy of nested dicts, lists, tuples and sets with ``fn(x)`` in place of each ``x`` that ``type_fn`` accepts.
-
-    Keys are kept. OrderedDicts and namedtuples keep their class; of a PackedSequence the data is replaced (fairscale
-    calls ``fn`` on it and returns the sequence as it was).
-    """
-
-    def again(x: Any) -> Any:
-        return apply_to_type(type_fn, fn, x)
-
-    if type_fn(container):
-        return fn(container)
-    if isinstance(container, PackedSequence):
-        return container._replace(data=again(container.data))
-    if isinstance(container, OrderedDict):
-        return type(container)((k, again(v)) for k, v in container.items())
-    if isinstance(container, dict):
-        return {k: again(v) for k, v in container.items()}
-    if isinstance(container, tuple) and hasattr(container, "_fields"):
-        return type(container)(*map(again, container))
-    for kind in (list, tuple, set):
-        if isinstance(container, kind):
-            return kind(again(x) for x in container)
-    return container
-
-
-def apply_to_tensors(fn: Callable[[torch.Tensor], Any], container: Any) -> Any:
-    """:func:`apply_to_type` for tensors."""
-    return apply_to_type(torch.is_tensor, fn, container)
-
-
-def to_np(tensor_or_container: Any) -> Any:
-    """Tensors as numpy arrays."""
-    return apply_to_tensors(lambda t: t.detach().cpu().numpy(), tensor_or_container)
-
-
-def from_np(ndarray_or_container: Any) -> Any:
-    """numpy arrays as tensors that share their memory."""
-    import numpy as np  # the only use; torch runs without it
-
-    return apply_to_type(lambda x: isinstance(x, np.ndarray), torch.from_numpy, ndarray_or_container)
-
-
-def pack_kwargs(*args: Any, **kwargs: Any) -> tuple[tuple[str, ...], tuple[Any, ...]]:
-    """The names of keyword arguments, and all values: ``pack_kwargs(1, a=2) == (("a",), (1, 2))``."""
-    return tuple(kwargs), (*args, *kwargs.values())
-
-
-def unpack_kwargs(
-    kwarg_keys: tuple[str, ...], flat_args: tuple[Any, ...]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments and keyword arguments from what :func:`pack_kwargs` returned.
-
-    Raises:
-        ConfigurationError: there are more names than values.
-    """
-    positional = len(flat_args) - len(kwarg_keys)
-    if positional < 0:
-        raise ConfigurationError(
-            f"{len(kwarg_keys)} names {kwarg_keys} for {len(flat_args)} values; pass what pack_kwargs returned"
-        )
-    return flat_args[:positional], dict(zip(kwarg_keys, flat_args[positional:], strict=True))
-
-
-def split_non_tensors(
-    mixed: torch.Tensor | tuple[Any, ...],
-) -> tuple[tuple[torch.Tensor, ...], dict[str, list[Any]] | None]:
-    """The tensors of a tuple, and ``{"is_tensor": one bool an element, "objects": the others}``.
-
-    One tensor gives itself and None.
-    """
-    if isinstance(mixed, torch.Tensor):
-        return (mixed,), None
-    is_tensor = [isinstance(x, torch.Tensor) for x in mixed]
-    tensors = tuple(x for x, t in zip(mixed, is_tensor, strict=True) if t)
-    objects = [x for x, t in zip(mixed, is_tensor, strict=True) if not t]
-    return tensors, {"is_tensor": is_tensor, "objects": objects}
-
-
-def unpack_non_tensors(
-    tensors: tuple[torch.Tensor, ...], packed_non_tensors: dict[str, list[Any]] | None
-) -> tuple[Any, ...]:
-    """The tuple that :func:`split_non_tensors` split.
-
-    Raises:
-        ConfigurationError: the parts don't belong together.
-    """
-    if packed_non_tensors is None:
-        return tensors
-    is_tensor, objects = packed_non_tensors["is_tensor"], packed_non_tensors["objects"]
-    if (len(tensors), len(objects)) != (sum(is_tensor), len(is_tensor) - sum(is_tensor)):
-        raise ConfigurationError(
-            f"{len(tensors)} tensors and {len(objects)} other objects for a tuple of {sum(is_tensor)} tensors and "
-            f"{len(is_tensor) - sum(is_tensor)} others; pass what split_non_tensors returned"
-        )
-    next_tensor, next_object = iter(tensors), iter(objects)
-    return tuple(next(next_tensor if t else next_object) for t in is_tensor)

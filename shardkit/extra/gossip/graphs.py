@@ -1,0 +1,224 @@
+"""Who gossips with whom, and when.
+
+A node is one rank, or all ``nprocs_per_node`` ranks of a machine, of which the first one talks. Each step uses
+``peers_per_itr`` of a node's peers; dynamic graphs go on to the next ones after each step.
+
+Source: Assran et al., "Stochastic Gradient Push for Distributed Deep Learning" (2019).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+
+from shardkit.errors import ConfigurationError
+
+__all__ = [
+    "DynamicBipartiteExponentialGraph",
+    "DynamicBipartiteLinearGraph",
+    "DynamicDirectedExponentialGraph",
+    "DynamicDirectedLinearGraph",
+    "Edge",
+    "GraphManager",
+    "NPeerDynamicDirectedExponentialGraph",
+    "RingGraph",
+]
+
+
+class Edge:
+    """A way from the rank ``src`` to the rank ``dest``.
+
+    It needs no process group, as in fairscale: messages of a step go through one all-to-all.
+    """
+
+    def __init__(self, local_master_rank: int, dest: int, src: int, local_rank: int) -> None:
+        self.src = src
+        self.dest = dest
+
+    def __repr__(self) -> str:
+        return f"Edge({self.src} -> {self.dest})"
+
+
+class GraphManager(ABC):
+    """The peers of each node.
+
+    Args:
+        rank: this node.
+        world_size: how many nodes there are.
+        nprocs_per_node: ranks of a node.
+        local_rank: this rank within its node.
+        peers_per_itr: to how many peers a node sends in a step.
+
+    Raises:
+        ConfigurationError: a node has fewer peers than that, or there is only one node.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        nprocs_per_node: int = 1,
+        local_rank: int = 0,
+        peers_per_itr: int = 1,
+    ) -> None:
+        if world_size < 2:
+            raise ConfigurationError(f"gossip needs two nodes or more; there is {world_size}")
+        self.rank = rank
+        self.world_size = world_size
+        self.nprocs_per_node = nprocs_per_node
+        self.local_rank = local_rank
+        self.phone_book: list[list[Edge]] = [[] for _ in range(world_size)]
+        self._peers_per_itr = peers_per_itr
+        self._group_indices = list(range(peers_per_itr))
+        self._make_graph()
+        fewest = min(len(edges) for edges in self.phone_book)
+        if not 1 <= peers_per_itr <= fewest:
+            raise ConfigurationError(
+                f"peers_per_itr is {peers_per_itr}; a node of this graph of {world_size} has {fewest} peers"
+            )
+
+    @property
+    def peers_per_itr(self) -> int:
+        """To how many peers a node sends in a step."""
+        return self._peers_per_itr
+
+    @peers_per_itr.setter
+    def peers_per_itr(self, v: int) -> None:
+        self._peers_per_itr = v
+        self._group_indices = list(range(v))
+
+    @abstractmethod
+    def _make_graph(self) -> None:
+        """Fills the phone book: for each node where it may send to."""
+
+    def _add_peers(self, rank: int, peers: list[int]) -> None:
+        n = self.nprocs_per_node
+        for peer in peers:
+            if peer != rank and all(e.dest != peer * n for e in self.phone_book[rank]):
+                self.phone_book[rank].append(Edge(self.rank * n, peer * n, rank * n, self.local_rank))
+
+    def is_regular_graph(self) -> bool:
+        """Whether each node hears from as many peers as it sends to."""
+        return True
+
+    def is_bipartite_graph(self) -> bool:
+        """Whether nodes are of two kinds that only talk to each other."""
+        return False
+
+    def is_passive(self, rank: int | None = None) -> bool:
+        """Whether a node (default: this one) waits to be spoken to."""
+        return False
+
+    def is_dynamic_graph(self) -> bool:
+        """Whether each step has other peers."""
+        return True
+
+    def get_edges(self, rotate: bool = False) -> tuple[list[Edge], list[Edge]]:
+        """This step's edges from and to this node; ``rotate``: the next step's."""
+        if rotate:
+            self._rotate_group_indices()
+        mine = self.rank * self.nprocs_per_node
+        out = [self.phone_book[self.rank][i] for i in self._group_indices]
+        into = [edges[i] for i in self._group_indices for edges in self.phone_book if edges[i].dest == mine]
+        return out, into
+
+    def get_peers(self, rotate: bool = False) -> tuple[list[int], list[int]]:
+        """As :meth:`get_edges`: ranks sent to, and nodes heard from."""
+        out, into = self.get_edges(rotate)
+        return [e.dest for e in out], [e.src // self.nprocs_per_node for e in into]
+
+    def _rotate_group_indices(self) -> None:
+        peers = len(self.phone_book[self.rank])
+        self._group_indices = [(i + self.peers_per_itr) % peers for i in self._group_indices]
+
+    def _rotate_forward(self, r: int, p: int) -> int:
+        return (r + p) % self.world_size
+
+    def _rotate_backward(self, r: int, p: int) -> int:
+        return (r - p) % self.world_size
+
+
+def _powers(base: int, world_size: int) -> list[int]:
+    """1, base, base², ..., all less than the world."""
+    powers = [1]
+    while powers[-1] * base < world_size:
+        powers.append(powers[-1] * base)
+    return powers
+
+
+class _TwoWay(GraphManager):
+    """Peers at some distances, in both directions."""
+
+    @abstractmethod
+    def _hops(self) -> Iterable[int]:
+        """Distances of peers, in the order of their use."""
+
+    def _make_graph(self) -> None:
+        if self.is_bipartite_graph() and self.world_size % 2 == 1:
+            raise ConfigurationError(
+                f"{type(self).__name__} pairs even with odd nodes; it needs an even number, there are {self.world_size}"
+            )
+        for rank in range(self.world_size):
+            for hop in self._hops():
+                self._add_peers(rank, [self._rotate_forward(rank, hop), self._rotate_backward(rank, hop)])
+
+
+class _Bipartite(_TwoWay):
+    """Peers at odd distances, which are of the other kind."""
+
+    def is_bipartite_graph(self) -> bool:
+        """True."""
+        return True
+
+    def is_passive(self, rank: int | None = None) -> bool:
+        """Nodes of even rank are."""
+        return (self.rank if rank is None else rank) % 2 == 0
+
+
+class DynamicDirectedExponentialGraph(_TwoWay):
+    """Peers 1, 2, 4, ... nodes away."""
+
+    def _hops(self) -> Iterable[int]:
+        return _powers(2, self.world_size)
+
+
+class NPeerDynamicDirectedExponentialGraph(GraphManager):
+    """Peers ahead, 1 ... n times (n + 1)^i nodes away, for n peers a step."""
+
+    def _make_graph(self) -> None:
+        n = self.peers_per_itr
+        for rank in range(self.world_size):
+            for power in _powers(n + 1, self.world_size):
+                self._add_peers(rank, [self._rotate_forward(rank, j * power) for j in range(1, n + 1)])
+
+
+class DynamicBipartiteExponentialGraph(_Bipartite):
+    """Peers 1, 3, 5, 9, ... nodes away."""
+
+    def _hops(self) -> Iterable[int]:
+        return [1, *(1 + power for power in _powers(2, self.world_size)[1:])]
+
+
+class DynamicDirectedLinearGraph(_TwoWay):
+    """Peers 1, 3, 5, ... nodes away."""
+
+    def _hops(self) -> Iterable[int]:
+        return range(1, self.world_size, 2)
+
+
+class DynamicBipartiteLinearGraph(_Bipartite):
+    """All nodes of the other kind, nearest first."""
+
+    def _hops(self) -> Iterable[int]:
+        return range(1, self.world_size, 2)
+
+
+class RingGraph(_TwoWay):
+    """Both neighbours."""
+
+    def _hops(self) -> Iterable[int]:
+        return (1,)
+
+    def is_dynamic_graph(self) -> bool:
+        """False."""
+        return False
