@@ -16,7 +16,8 @@ from torch import nn
 
 from shardkit.errors import ConfigurationError, LifecycleError
 from shardkit.flattening.flat_parameter import FlatParameter, find_params
-from shardkit.flattening.wrapper import FlattenParamsWrapper, no_key_translation
+from shardkit.flattening.keys import no_key_translation
+from shardkit.flattening.wrapper import FlattenParamsWrapper
 
 
 class Tied(nn.Module):

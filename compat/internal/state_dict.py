@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from shardkit.errors import ConfigurationError
-from shardkit.flattening.wrapper import rename_prefix
+from shardkit.flattening.keys import rename_prefix
 
 __all__ = ["find_module_instances", "replace_by_prefix_"]
 

@@ -15,8 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
-from contextvars import ContextVar
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -26,7 +25,6 @@ from torch import nn
 from ..errors import ConfigurationError, LifecycleError
 from ..redirected import without_arguments
 from .flat_parameter import (
-    FLAT_PREFIX,
     FlatParameter,
     FoundParams,
     ParamGroups,
@@ -37,58 +35,12 @@ from .flat_parameter import (
     find_params,
     flat_names,
 )
-
-WRAPPED = "_fpw_module"
-OLD_FLAT_NAME = "flat_param"  # when there was always exactly one
-
-_translate_loaded: ContextVar[bool] = ContextVar("shardkit.flattening.wrapper.translate_loaded", default=True)
-
-
-def rename_prefix(state_dict: MutableMapping[str, Any], old: str, new: str) -> None:
-    """Keys that begin with ``old`` begin with ``new`` afterwards, in place; they go to the end."""
-    for key in [k for k in state_dict if k.startswith(old)]:
-        state_dict[new + key[len(old) :]] = state_dict.pop(key)
-
-
-def has_flat_keys(state_dict: Mapping[str, Any], prefix: str) -> bool:
-    """Whether the dict has flat parameters for the wrapper at ``prefix``; not for those within it."""
-    start = prefix + OLD_FLAT_NAME
-    return any(
-        key == start or (key.startswith(prefix + FLAT_PREFIX) and "." not in key[len(prefix) :])
-        for key in state_dict
-    )
-
-
-@contextlib.contextmanager
-def no_key_translation() -> Iterator[None]:
-    """Within this block ``load_state_dict`` takes keys as they are, with the names of the wrappers' attributes."""
-    token = _translate_loaded.set(False)
-    try:
-        yield
-    finally:
-        _translate_loaded.reset(token)
-
-
-def _same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors surely are the same view of the same memory."""
-    try:
-        return a.is_set_to(b)
-    except (NotImplementedError, RuntimeError):  # tensors without storage
-        return False
-
-
-def _with_data(flat_param: FlatParameter, data: torch.Tensor) -> FlatParameter:
-    """The flat parameter with other data, as the same object if a tensor can go from one device to the other."""
-    grad, flat_param.grad = flat_param.grad, None
-    if flat_param.device.type != data.device.type:
-        return flat_param._like_this(data.requires_grad_(flat_param.requires_grad))
-    flat_param.data = data
-    flat_param.grad = None if grad is None else grad.to(data)
-    return flat_param
+from .keys import WRAPPED, has_flat_keys, rename_loaded, rename_saved
+from .members import take_over_members
 
 
 def _saved(wrapper: FlattenParamsWrapper, state_dict: dict[str, Any], prefix: str, *_: Any) -> dict[str, Any]:
-    wrapper._translate_saved(state_dict, prefix)
+    rename_saved(state_dict, prefix)
     return state_dict
 
 
@@ -225,33 +177,6 @@ class FlattenParamsWrapper(nn.Module):
             setattr(module, name, None)
         self._fpw_module.__dict__.pop("_unflattened_param_views", None)
 
-    @torch.no_grad()
-    def _take_over_members(self, flat_params: Sequence[FlatParameter]) -> list[FlatParameter]:
-        """Members that got other tensors while they were unflattened give their values to the flat parameters.
-
-        Returns:
-            The flat parameters; new ones where members moved to a device that a tensor can't change to.
-        """
-        taken = []
-        for flat_param in flat_params:
-            views = list(flat_param.get_param_views(flat_param.data))
-            members = [getattr(module, name).detach() for _, module, name in flat_param._param_infos]
-            kinds = {(m.dtype, m.device) for m in members}
-            if [m.shape for m in members] != [v.shape for v in views] or len(kinds) > 1:
-                raise LifecycleError(
-                    f"parameters of {type(self._fpw_module).__name__} can't be flattened again as they were left; "
-                    f"expected one dtype and device and the shapes {[tuple(v.shape) for v in views]}, got {kinds} and "
-                    f"{[tuple(m.shape) for m in members]}"
-                )
-            if kinds != {(flat_param.dtype, flat_param.device)}:
-                flat_param = _with_data(flat_param, torch.cat([m.reshape(-1) for m in members]))
-            else:
-                for member, view in zip(members, views, strict=True):
-                    if not _same_memory(view, member):
-                        view.copy_(member)
-            taken.append(flat_param)
-        return taken
-
     @contextlib.contextmanager
     def unflatten_params(self, flat_params: Sequence[torch.Tensor] | None = None) -> Iterator[None]:
         """Within this block the module has real parameters under their own names; what is written to them stays.
@@ -276,7 +201,7 @@ class FlattenParamsWrapper(nn.Module):
         try:
             yield
             if flat_params is None:
-                flattened = self._take_over_members(flattened)
+                flattened = take_over_members(flattened, self._fpw_module)
         finally:
             self._flatten_params(flattened)
 
@@ -413,8 +338,7 @@ class FlattenParamsWrapper(nn.Module):
         if self._has_to_unflatten(state_dict, prefix):
             self._unflattened_for_load = self.flat_params
             self._unflatten_params()
-        if _translate_loaded.get():
-            self._translate_loaded(state_dict, prefix)
+        rename_loaded(state_dict, prefix, self.flat_param_names)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def _has_to_unflatten(self, state_dict: Mapping[str, Any], prefix: str) -> bool:
@@ -425,28 +349,8 @@ class FlattenParamsWrapper(nn.Module):
         if self._unflattened_for_load is not None:
             flattened, self._unflattened_for_load = self._unflattened_for_load, None
             try:
-                flattened = self._take_over_members(flattened)
+                flattened = take_over_members(flattened, self._fpw_module)
             finally:
                 self._flatten_params(flattened)
         else:
             self._adopt_registered(self.flat_params)
-
-    def _translate_saved(self, state_dict: dict[str, Any], prefix: str) -> None:
-        """Names the wrapped module's entries as if there were no wrapper."""
-        rename_prefix(state_dict, f"{prefix}{WRAPPED}.", prefix)
-        versions: dict[str, Any] = getattr(state_dict, "_metadata", {})
-        inner = prefix + WRAPPED
-        for key in [k for k in versions if k == inner or k.startswith(inner + ".")]:
-            # Both names stay: the plain module looks for one, the wrapped module for the other.
-            versions.setdefault(
-                (prefix + key[len(inner) :].removeprefix(".")).removesuffix("."), versions[key]
-            )
-
-    def _translate_loaded(self, state_dict: dict[str, Any], prefix: str) -> None:
-        """The reverse of :meth:`_translate_saved`; this wrapper's own flat parameters stay where they are."""
-        if prefix + OLD_FLAT_NAME in state_dict and self.flat_param_names:
-            state_dict[prefix + self.flat_param_names[0]] = state_dict.pop(prefix + OLD_FLAT_NAME)
-        down = f"{prefix}{WRAPPED}."
-        for key in [k for k in state_dict if k.startswith(prefix) and not k.startswith(down)]:
-            if key[len(prefix) :] not in self.flat_param_names:
-                state_dict[down + key[len(prefix) :]] = state_dict.pop(key)

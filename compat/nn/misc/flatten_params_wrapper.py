@@ -7,7 +7,8 @@ from typing import Any
 from torch import nn
 
 from shardkit.flattening.flat_parameter import FlatParameter, ParamGroups
-from shardkit.flattening.wrapper import WRAPPED, FlattenParamsWrapper, rename_prefix
+from shardkit.flattening.keys import WRAPPED, rename_prefix
+from shardkit.flattening.wrapper import FlattenParamsWrapper
 from shardkit.internal.state_dict import replace_by_prefix_
 
 __all__ = ["FlatParameter", "FlattenParamsWrapper", "ParamGroups", "replace_by_prefix_"]
