@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from shardkit.extra.containers import recursive_copy_to_device
 from shardkit.reduction.norms import local_norm
 
 __all__ = ["Workhandle", "calc_grad_norm", "get_global_rank", "recursive_copy_to_device"]
@@ -27,22 +28,6 @@ def get_global_rank(group: Any, rank: int) -> int:
     if group is None or group is dist.group.WORLD:
         return rank
     return dist.get_global_rank(group, rank)
-
-
-def recursive_copy_to_device(value: Any, non_blocking: bool, device: torch.device) -> Any:
-    """Nested lists, tuples and mappings (as dicts) with their tensors on a device."""
-
-    def again(x: Any) -> Any:
-        return recursive_copy_to_device(x, non_blocking, device)
-
-    if isinstance(value, torch.Tensor):
-        return value.to(device, non_blocking=non_blocking)
-    if isinstance(value, (list, tuple)):
-        copies = [again(x) for x in value]
-        return copies if isinstance(value, list) else tuple(copies)
-    if isinstance(value, Mapping):
-        return {k: again(v) for k, v in value.items()}
-    return value
 
 
 def calc_grad_norm(parameters: torch.Tensor | Iterable[torch.Tensor], p: float) -> torch.Tensor:

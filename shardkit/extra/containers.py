@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ __all__ = [
     "apply_to_type",
     "from_np",
     "pack_kwargs",
+    "recursive_copy_to_device",
     "split_non_tensors",
     "to_np",
     "unpack_kwargs",
@@ -52,6 +53,22 @@ def apply_to_type(type_fn: Callable[[Any], bool], fn: Callable[[Any], Any], cont
 def apply_to_tensors(fn: Callable[[torch.Tensor], Any], container: Any) -> Any:
     """:func:`apply_to_type` for tensors."""
     return apply_to_type(torch.is_tensor, fn, container)
+
+
+def recursive_copy_to_device(value: Any, non_blocking: bool, device: torch.device) -> Any:
+    """Nested lists, tuples and mappings (as dicts) with their tensors on a device."""
+
+    def again(x: Any) -> Any:
+        return recursive_copy_to_device(x, non_blocking, device)
+
+    if isinstance(value, torch.Tensor):
+        return value.to(device, non_blocking=non_blocking)
+    if isinstance(value, (list, tuple)):
+        copies = [again(x) for x in value]
+        return copies if isinstance(value, list) else tuple(copies)
+    if isinstance(value, Mapping):
+        return {k: again(v) for k, v in value.items()}
+    return value
 
 
 def to_np(tensor_or_container: Any) -> Any:
