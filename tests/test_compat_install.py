@@ -22,6 +22,7 @@ from shardkit import compat
 from shardkit.backends.processes import RankPool
 from shardkit.cli import main
 from shardkit.errors import LifecycleError
+from shardkit.redirections import REDIRECTED
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -41,7 +42,7 @@ def all_modules() -> list[str]:
         package = importlib.import_module(f"shardkit.{part}")
         found += [package.__name__]
         found += [m.name for m in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")]
-    return found
+    return list(dict.fromkeys([*found, *(f"shardkit.{path}" for path in REDIRECTED)]))  # not all have a file
 
 
 def every_module_is_shardkits(rank: int) -> None:
