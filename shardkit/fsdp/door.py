@@ -111,6 +111,9 @@ class Door(StandingIn, ShardedAPI):
         They are copies: writing to one changes nothing here.
         """
         check_asker(self)
+        return self._door_state_dict(*args, **kwargs)
+
+    def _door_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         return state_dicts.full(self._state, super().state_dict, *args, **kwargs)
 
     @noting_errors
@@ -119,7 +122,10 @@ class Door(StandingIn, ShardedAPI):
     ) -> Any:
         """Loads a full state dict (collective); each rank keeps its shard. Arguments and result are ``nn.Module``'s."""
         with state_dicts.loading(self):
-            return super().load_state_dict(state_dict, strict, assign)
+            return self._load_door(state_dict, strict, assign)
+
+    def _load_door(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        return super().load_state_dict(state_dict, strict, assign)
 
     def _translate_loaded(self, state_dict: dict[str, Any], prefix: str) -> None:
         """Gives keys that are about to be loaded the names that wrapping made."""

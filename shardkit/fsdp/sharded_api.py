@@ -95,7 +95,7 @@ class ShardedAPI:
         """This rank's shards, 1-D and padded, under fairscale's names; loads at the same world size only."""
         state = self._state
         with local_state(state):
-            found = state.door.state_dict(*args, **kwargs)
+            found = self._door_state_dict(*args, **kwargs)
         local_checkpoint.mark(state, found)
         if state.group.world_size > 1:
             mark_shards(state.door.parameters(), found)
@@ -113,7 +113,14 @@ class ShardedAPI:
         state = self._state
         local_checkpoint.check_own(state, state_dict)
         with local_state(state), loading(state.door):
-            return state.door.load_state_dict(state_dict, strict)
+            return self._load_door(state_dict, strict)
+
+    # Of a door that is a class, state dicts of its own: those of subclasses may have called this.
+    def _door_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return self._state.door.state_dict(*args, **kwargs)
+
+    def _load_door(self, state_dict: Mapping[str, Any], strict: bool = True) -> Any:
+        return self._state.door.load_state_dict(state_dict, strict)
 
     def local_metadata_dict(self) -> dict[str, Any]:
         """What :meth:`consolidate_shard_weights` needs to know of this rank's shards."""
