@@ -26,7 +26,7 @@ from .errors import (
 )
 from .evaluation.gathering import gather, gather_tensors
 from .evaluation.sampling import EvaluationSampler, in_step
-from .fsdp import FSDP, hybrid_groups
+from .fsdp import FSDP, fully_shard, hybrid_groups, sharding_of
 from .grad_scaler import GradScaler, ShardedGradScaler
 from .launch import launch
 from .optimizers.elementwise import declare_elementwise
@@ -64,6 +64,7 @@ __all__ = [
     "auto_wrap",
     "declare_elementwise",
     "enable_wrap",
+    "fully_shard",
     "gather",
     "gather_tensors",
     "hybrid_groups",
@@ -72,6 +73,7 @@ __all__ = [
     "load",
     "load_with_or_without_prefix",
     "save",
+    "sharding_of",
     "with_prefix",
     "without_prefix",
     "wrap",

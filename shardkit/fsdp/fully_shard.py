@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from contextlib import ExitStack
+from functools import partial
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
@@ -130,7 +131,7 @@ class _InPlace:
         # before those that refuse state dicts of modules inside
         _first(module.register_state_dict_pre_hook(self._begin_state_dict), module._state_dict_pre_hooks)
         _first(module.register_load_state_dict_pre_hook(self._begin_load), module._load_state_dict_pre_hooks)
-        module.register_state_dict_post_hook(self._end_state_dict)
+        module.register_state_dict_post_hook(partial(self._end_state_dict))  # torch notes something on it
         module.register_load_state_dict_post_hook(self._end_load)
         module.__dict__["_apply"] = self._apply
 

@@ -18,10 +18,10 @@ from torch import nn
 from torch.nn.functional import mse_loss
 from torch.optim import Optimizer
 
-from shardkit import FSDP, OSS, ShardedDDP
+from shardkit import FSDP, OSS, ShardedDDP, fully_shard
 from tests.pools import rank_pool
 
-STRATEGIES = ["fsdp", "units", "unflattened", "sharded_ddp"]
+STRATEGIES = ["fsdp", "units", "unflattened", "in_place", "sharded_ddp"]
 GLOO = [(n, "gloo") for n in (1, 2, 3)]
 WORLDS = [*GLOO, (2, "simulated")]
 needs_xla = pytest.mark.skipif(find_spec("torch_xla") is None, reason="needs torch_xla")
@@ -44,7 +44,11 @@ def loss_of(model: nn.Module, rank: int, step: int = 0) -> torch.Tensor:
 
 
 def wrapped(strategy: str, model: nn.Sequential) -> nn.Module:
-    """Under FSDP in one of its forms."""
+    """Sharded, in one of the forms of FSDP."""
+    if strategy == "in_place":
+        for k in range(2, len(model), 2):
+            fully_shard(model[k])
+        return fully_shard(model)
     if strategy == "units":
         for k in range(2, len(model), 2):
             model[k] = FSDP(model[k])

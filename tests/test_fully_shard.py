@@ -1,0 +1,284 @@
+"""fully_shard: sharded in place; the module keeps class, signature, methods and names. The truth is one process."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from shardkit import FSDP, PrecisionPolicy, ReshardPolicy, ShardedDDP, fully_shard, sharding_of
+from shardkit.errors import ConfigurationError, LifecycleError
+from shardkit.oss import OSS
+from tests.pools import rank_pool
+
+WORLDS = [(1, "gloo"), (2, "gloo"), (3, "gloo"), (2, "simulated")]
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, 2 * width + 1), nn.Linear(2 * width + 1, width)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x: torch.Tensor, *, scale: float = 1.0) -> torch.Tensor:
+        if self.training:
+            self.calls += 1
+        return x + scale * self.down(torch.tanh(self.up(self.norm(x))))
+
+
+class Model(nn.Module):
+    """Weights of embedding and head are one; sizes are uneven."""
+
+    def __init__(self, vocabulary: int = 13, width: int = 6) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.words = nn.Embedding(vocabulary, width)
+        self.blocks = nn.ModuleList([Block(width) for _ in range(3)])
+        self.head = nn.Linear(width, vocabulary, bias=False)
+        self.head.weight = self.words.weight
+
+    def forward(self, tokens: torch.Tensor, recompute: bool = False) -> torch.Tensor:
+        x = self.words(tokens)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if recompute else block(x, scale=0.5)
+        return self.head(x)
+
+    def generate(self, tokens: torch.Tensor) -> torch.Tensor:
+        for _ in range(3):
+            tokens = torch.cat([tokens, self(tokens)[:, -1:].argmax(-1)], 1)
+        return tokens
+
+
+def shard(model: Any, **options: Any) -> Any:
+    for block in model.blocks:
+        fully_shard(block, **options)
+    return fully_shard(model, **options)
+
+
+def batch(rank: int, step: int) -> torch.Tensor:
+    return torch.randint(0, 13, (2, 5), generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def loss_of(model: nn.Module, tokens: torch.Tensor, **options: Any) -> torch.Tensor:
+    return nn.functional.cross_entropy(model(tokens, **options).flatten(0, 1), tokens.flatten())
+
+
+def groups(model: nn.Module) -> list[dict[str, Any]]:
+    """Decay by name, as trainers do it."""
+    decayed = [p for n, p in model.named_parameters() if "norm" not in n and "bias" not in n]
+    rest = [p for n, p in model.named_parameters() if "norm" in n or "bias" in n]
+    return [{"params": decayed, "weight_decay": 0.3}, {"params": rest, "weight_decay": 0.0}]
+
+
+def same(model: Any, plain: nn.Module, tolerance: float = 1e-6) -> None:
+    mine, truth = model.state_dict(), plain.state_dict()
+    assert list(mine) == list(truth)
+    for name, value in truth.items():
+        torch.testing.assert_close(
+            mine[name], value, rtol=1e-5, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}"
+        )
+
+
+def everywhere(program: Callable[..., None], *args: Any) -> None:
+    for world_size, backend in WORLDS:
+        rank_pool(world_size, backend).run(program, world_size, *args)
+
+
+@pytest.mark.parametrize("after_forward", [True, False])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_training_is_that_of_one_process(after_forward: bool, recompute: bool) -> None:
+    everywhere(_train, after_forward, recompute)
+
+
+def _train(rank: int, world_size: int, after_forward: bool, recompute: bool) -> None:
+    plain = Model().double()  # Adam makes much of the last bits of small gradients
+    model = shard(Model().double(), reshard=ReshardPolicy(after_forward=after_forward))
+    mine, truth = torch.optim.AdamW(groups(model), lr=0.05), torch.optim.AdamW(groups(plain), lr=0.05)
+    for step in range(3):
+        mine.zero_grad(set_to_none=step == 1)
+        truth.zero_grad()
+        if step == 2:  # two micro-batches
+            with sharding_of(model).no_sync():
+                loss_of(model, batch(rank, 7)).backward()
+            torch.stack([loss_of(plain, batch(r, 7)) for r in range(world_size)]).mean().backward()
+        loss_of(model, batch(rank, step), recompute=recompute).backward()
+        torch.stack(
+            [loss_of(plain, batch(r, step), recompute=recompute) for r in range(world_size)]
+        ).mean().backward()
+        ours = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        torch.testing.assert_close(ours, torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1))
+        mine.step()
+        truth.step()
+    for block in plain.blocks:  # this rank's calls, not those of all
+        block.calls.copy_(model.blocks[0].calls)
+    same(model, plain)
+
+
+def test_the_module_stays_what_it_was() -> None:
+    everywhere(_looks)
+
+
+def _looks(rank: int, world_size: int) -> None:
+    plain = Model().eval()
+    model = shard(Model()).eval()
+    assert type(model) is Model
+    assert type(model.blocks[0]) is Block
+    assert inspect.signature(model.forward) == inspect.signature(plain.forward)
+    assert [n for n, _ in model.named_modules()] == [n for n, _ in plain.named_modules()]
+    assert [n for n, _ in model.named_parameters()] == [n for n, _ in plain.named_parameters()]
+    if world_size > 1:
+        assert sum(p.numel() for p in model.parameters()) < sum(p.numel() for p in plain.parameters())
+    tokens = batch(0, 0)
+    with torch.no_grad():
+        torch.testing.assert_close(model.generate(tokens), plain.generate(tokens))
+        torch.testing.assert_close(model.blocks[1](torch.ones(2, 6)), plain.blocks[1](torch.ones(2, 6)))
+    with sharding_of(model).summon_full_params():
+        assert model.words.weight is model.head.weight
+        torch.testing.assert_close(model.words.weight, plain.words.weight)
+        torch.testing.assert_close(model(tokens), plain(tokens))
+    if world_size > 1:
+        with pytest.raises(LifecycleError, match=r"words\.weight"):
+            model.words.weight.sum()
+
+
+def test_files_of_one_process_load_and_the_other_way_round() -> None:
+    everywhere(_files)
+
+
+def _files(rank: int, world_size: int) -> None:
+    other = Model()
+    with torch.no_grad():
+        for p in other.parameters():
+            p.add_(1)
+    model = shard(Model())
+    wrong = {k: v for k, v in other.state_dict().items() if k != "blocks.1.up.bias"}
+    with pytest.raises(RuntimeError, match=r"blocks\.1\.up\.bias"):
+        model.load_state_dict(wrong)
+    assert not any(model.load_state_dict(other.state_dict()))
+    same(model, other)
+    loss_of(model, batch(rank, 0)).backward()  # and it trains
+    back = Model()
+    back.load_state_dict(model.state_dict())
+    same(model, back)
+    block = model.blocks[0].state_dict()  # a unit's own
+    torch.testing.assert_close(block["up.weight"], other.blocks[0].up.weight.detach())
+    local = copy.deepcopy(sharding_of(model).local_state_dict())
+    with sharding_of(model).summon_full_params(), torch.no_grad():
+        model.words.weight.zero_()
+    sharding_of(model).load_local_state_dict(local)
+    same(model, back)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    optimizer.step()
+    full = sharding_of(model).gather_full_optim_state_dict(optimizer)
+    assert (full is None) == (rank != 0)
+
+
+def test_mixed_precision_and_moving() -> None:
+    everywhere(_dtypes)
+
+
+def _dtypes(rank: int, world_size: int) -> None:
+    model = shard(Model(), precision=PrecisionPolicy(compute=torch.bfloat16))
+    seen: list[torch.dtype] = []
+    model.blocks[0].up.register_forward_hook(lambda m, i, o: seen.append(o.dtype))
+    loss_of(model, batch(rank, 0)).backward()
+    assert seen == [torch.bfloat16]
+    assert all(p.grad.dtype == p.dtype == torch.float32 for p in model.parameters())
+    double, truth = shard(Model()).double(), Model().double()
+    same(double, truth)
+    torch.testing.assert_close(double(batch(0, 0)), truth(batch(0, 0)))
+
+
+def test_freezing_by_name() -> None:
+    everywhere(_freeze)
+
+
+def _freeze(rank: int, world_size: int) -> None:
+    plain, model = Model(), shard(Model())
+    for m in (plain, model):
+        m.blocks[1].requires_grad_(False)
+        m.blocks[2].norm.weight.requires_grad_(False) if m is plain else None
+    dict(model.named_parameters())["blocks.2.norm.weight"].requires_grad_(False)
+    mine, truth = torch.optim.SGD(groups(model), lr=0.5), torch.optim.SGD(groups(plain), lr=0.5)
+    for step in range(2):
+        mine.zero_grad()
+        truth.zero_grad()
+        loss_of(model, batch(rank, step)).backward()
+        torch.stack([loss_of(plain, batch(r, step)) for r in range(world_size)]).mean().backward()
+        mine.step()
+        truth.step()
+    for block in plain.blocks:
+        block.calls.copy_(model.blocks[0].calls)
+    same(model, plain)
+
+
+def test_doors_in_one_another() -> None:
+    everywhere(_mixed)
+
+
+def _mixed(rank: int, world_size: int) -> None:
+    plain, inner = Model(), Model()
+    fully_shard(inner.blocks[0])
+    inner.blocks[2] = FSDP(inner.blocks[2])
+    model = FSDP(inner)
+    mine, truth = torch.optim.SGD(model.parameters(), lr=0.5), torch.optim.SGD(plain.parameters(), lr=0.5)
+    for step in range(2):
+        mine.zero_grad()
+        truth.zero_grad()
+        loss_of(model, batch(rank, step)).backward()
+        torch.stack([loss_of(plain, batch(r, step)) for r in range(world_size)]).mean().backward()
+        mine.step()
+        truth.step()
+    for block in plain.blocks:
+        block.calls.fill_(2)
+    same(model, plain)
+
+
+def test_what_is_refused() -> None:
+    everywhere(_refused)
+
+
+class Failing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor, fails: bool) -> torch.Tensor:
+        y = self.inner(x)
+        if fails:
+            raise KeyError("in forward")
+        return y
+
+
+def _refused(rank: int, world_size: int) -> None:
+    model = shard(Model())
+    for again in (model, model.blocks[0]):
+        with pytest.raises(ConfigurationError, match="sharded already"):
+            fully_shard(again)
+    with pytest.raises(ConfigurationError, match="not sharded by itself"):
+        sharding_of(model.words)
+    with pytest.raises(LifecycleError, match=r"can't be copied.*before it is sharded"):
+        copy.deepcopy(model)
+    with pytest.raises(LifecycleError, match="can't be pickled"):
+        pickle.dumps(model)
+    if world_size > 1:
+        with pytest.raises(LifecycleError, match="Call state_dict"):
+            model.words.state_dict()
+    with pytest.raises(ConfigurationError):
+        ShardedDDP(model, OSS(model.parameters(), torch.optim.SGD, lr=0.1))
+    failing = Failing()
+    fully_shard(failing.inner)
+    fully_shard(failing)
+    if world_size == 1:  # on several ranks the group is told, and ends
+        for _ in range(2):
+            with pytest.raises(KeyError, match="in forward"):
+                failing(torch.ones(1, 3), True)
+            failing(torch.ones(1, 3), False).sum().backward()
