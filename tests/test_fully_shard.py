@@ -242,6 +242,37 @@ def _mixed(rank: int, world_size: int) -> None:
     same(model, plain)
 
 
+def test_copies() -> None:
+    everywhere(_copies)
+
+
+def _copies(rank: int, world_size: int) -> None:
+    plain, model = Model(), shard(Model())
+    loss_of(model, batch(rank, 0)).backward()
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.zero_()
+    truth = copy.deepcopy(plain)
+    torch.testing.assert_close(twin(batch(0, 1)), truth(batch(0, 1)))
+    around = FSDP(nn.Sequential(shard(Model()), nn.Linear(13, 2)))
+    both = copy.deepcopy(around)
+    torch.testing.assert_close(both(batch(0, 1)), around(batch(0, 1)))
+    second = copy.deepcopy(copy.deepcopy(twin))  # of one that never ran
+    optimizer, other = (
+        torch.optim.SGD(second.parameters(), lr=0.5),
+        torch.optim.SGD(truth.parameters(), lr=0.5),
+    )
+    loss_of(second, batch(rank, 1)).backward()
+    truth.zero_grad()
+    torch.stack([loss_of(truth, batch(r, 1)) for r in range(world_size)]).mean().backward()
+    optimizer.step()
+    other.step()
+    for block in truth.blocks:
+        block.calls.copy_(second.blocks[0].calls)
+    same(second, truth)
+
+
 def test_what_is_refused() -> None:
     everywhere(_refused)
 
@@ -265,8 +296,6 @@ def _refused(rank: int, world_size: int) -> None:
             fully_shard(again)
     with pytest.raises(ConfigurationError, match="not sharded by itself"):
         sharding_of(model.words)
-    with pytest.raises(LifecycleError, match=r"can't be copied.*before it is sharded"):
-        copy.deepcopy(model)
     with pytest.raises(LifecycleError, match="can't be pickled"):
         pickle.dumps(model)
     if world_size > 1:

@@ -25,7 +25,7 @@ from .flat_param import FlatParam, Member, Place, part_as_data
 from .groups import neighbours_of
 from .members import managing
 from .registrations import note_taken
-from .state import ShardingState, state_of
+from .state import ShardingState, note_state, state_of
 
 logger = logging.getLogger("shardkit")
 
@@ -143,6 +143,8 @@ def shard_module(state: ShardingState, list_shard: Listing) -> None:
         ConfigurationError, RankMismatchError: see :class:`~shardkit.FSDP`; nothing was changed.
     """
     options, module = state.options, state.module
+    for below in state.states()[1:]:
+        wake(below)
     state.nesting = nesting_of(state)
     found = Found(state)
     check_one_device(m.param for m in found.members)
@@ -217,6 +219,35 @@ def _connect_neighbours(state: ShardingState) -> None:
             "forward and backward; use True or False"
         )
     state.neighbours = neighbours_of(group, count)
+
+
+def wake(state: ShardingState) -> None:
+    """Makes states that were copied, of a unit and of those below it, work: groups, units, memory to gather into.
+
+    Raises:
+        ConfigurationError: it is a shard of another number of ranks.
+    """
+    if state.is_asleep:
+        note_state(state)
+        for s in reversed(state.states()):
+            if s.is_asleep:
+                _wake(s)
+
+
+def _wake(state: ShardingState) -> None:
+    borrowed, divisors = state.__dict__.pop("borrowed"), state.__dict__.pop("divided")
+    connect(state, state.flats[0].param if state.flats else None, borrowed)
+    for flat in state.flats:
+        if flat.layout.world_size != state.group.world_size:
+            raise ConfigurationError(
+                f"this FSDP module was pickled as a shard of {flat.layout.world_size} and is loaded by "
+                f"{state.group.world_size} ranks: groups of ranks are not pickled. Save state_dict() instead"
+            )
+        flat.connect(state.group, state.neighbours)
+    state.make_unit(borrowed)
+    state.unit.divisors = divisors
+    state.unit.attach()
+    note_taken(state)
 
 
 def announce(root: nn.Module, units: int, parameters: int, group: Group) -> None:

@@ -17,7 +17,7 @@ from ..torch_seams.other_wrappers import check_wrappable, note_wrapper
 from . import moving
 from . import state_dict as state_dicts
 from .calls import cast_inputs, run_summoned
-from .construct import shard_module
+from .construct import shard_module, wake
 from .flat_param import Member, Place
 from .inside import answer_for
 from .lazy import saving_members_by_name
@@ -110,7 +110,7 @@ class Door(StandingIn, ShardedAPI):
 
         They are copies: writing to one changes nothing here.
         """
-        check_asker(self)
+        check_asker(self, keeps_names=False)
         return self._door_state_dict(*args, **kwargs)
 
     def _door_state_dict(self, *args: Any, **kwargs: Any) -> Any:
@@ -153,7 +153,7 @@ class Door(StandingIn, ShardedAPI):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        moving.revive(self._state)
+        wake(self._state)
         answer_for(self._state)
 
 

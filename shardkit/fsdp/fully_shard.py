@@ -6,6 +6,7 @@ where the parameter was, so that names mean what they meant.
 
 from __future__ import annotations
 
+import copy
 import sys
 from contextlib import ExitStack
 from functools import partial
@@ -24,13 +25,15 @@ from ..torch_seams.other_wrappers import check_wrappable
 from . import moving
 from . import state_dict as state_dicts
 from .calls import cast_inputs, computing_when_summoned, refuse_backward
-from .construct import shard_module
+from .construct import shard_module, wake
 from .door import Door
 from .flat_param import Member, Place
 from .inside import collect_in_place, refuse_state_dicts
 from .lazy import saving_members_by_name
+from .refusals import check_asker
 from .running import Entered, enter, fail, input_dtype, leave, watched
-from .state import Options, ShardingState, state_of
+from .state import Options, ShardingState, note_state, state_of
+from .state_of_shards import check_request
 from .summoning import enter_summon
 from .unit_module import list_in_place
 
@@ -133,12 +136,16 @@ class _InPlace:
         _first(module.register_load_state_dict_pre_hook(self._begin_load), module._load_state_dict_pre_hooks)
         module.register_state_dict_post_hook(partial(self._end_state_dict))  # torch notes something on it
         module.register_load_state_dict_post_hook(self._end_load)
+        # what torch calls on a module by these names: from its parent, and from torch.distributed.checkpoint
         module.__dict__["_apply"] = self._apply
+        module.__dict__["_fqn_modifiers"] = self._fqn_modifiers
 
     # ------------------------------------------------------------ forward
     @not_compiled
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         state = self._state
+        if state.is_asleep:
+            wake(state)
         handled = sys.exc_info()[1]
         dtype = input_dtype(state)
         with ExitStack() as around:
@@ -179,7 +186,14 @@ class _InPlace:
         return leave(state, call.entered, outputs)
 
     # ------------------------------------------------------------ state dicts
+    def _fqn_modifiers(self) -> dict[str, str]:
+        """torch.distributed.checkpoint asks for it before it does anything."""
+        check_request(lambda: [flat for s in self._state.states() for flat in s.flats])
+        return {}
+
     def _begin_state_dict(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        wake(self._state)
+        check_asker(module, keeps_names=True)
         collect_in_place(1)
         state = self._state
         if not state.state_is_local and state.summoned is None:
@@ -194,6 +208,7 @@ class _InPlace:
         state_dicts.end_loading(state)
 
     def _begin_load(self, module: nn.Module, state_dict: dict[str, Any], *others: Any) -> None:
+        wake(self._state)
         collect_in_place(1)
         state_dicts.begin_loading(self._state, state_dict)
 
@@ -203,22 +218,27 @@ class _InPlace:
 
     # ------------------------------------------------------------ being moved and copied
     def _apply(self, fn: Any, recurse: bool = True) -> nn.Module:
+        wake(self._state)
         moving.begin_move(self._state)
         type(self._state.module)._apply(self._state.module, fn, recurse)
         moving.end_move(self._state)
         return self._state.module
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
-        self._refuse("copied")
+    def __deepcopy__(self, memo: dict[int, Any]) -> _InPlace:
+        """Called while the module is copied; the state of the copy is asleep until the copy is whole and used."""
+        moving.check_copied(self._state, memo)
+        made = _InPlace.__new__(_InPlace)
+        memo[id(self)] = made
+        state = copy.deepcopy(self._state, memo)
+        state.options = self._state.options  # with its groups of ranks
+        made.__init__(state)  # type: ignore[misc]
+        note_state(state)
+        return made
 
     def __reduce__(self) -> NoReturn:
-        self._refuse("pickled")
-
-    def _refuse(self, what: str) -> NoReturn:
         raise LifecycleError(
             f"rank {self._state.group.rank}: a {type(self._state.module).__name__} that fully_shard has sharded can't "
-            f"be {what}. Copy the model before it is sharded (and shard the copy), load state_dict() into another one, "
-            "or use the wrapper FSDP(module), which can be copied"
+            "be pickled. Save state_dict() (on all ranks), and load it into a model of the same class"
         )
 
 

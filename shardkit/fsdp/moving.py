@@ -8,12 +8,11 @@ import torch
 
 from ..errors import ConfigurationError
 from ..flattening.flat_parameter import FlatParameter
-from .construct import connect
+from .construct import connect, wake
 from .flat_param import FlatParam
 from .members import are_copied, note_copying
 from .refusals import copy_when_summoned
-from .registrations import note_taken
-from .state import ShardingState, note_state
+from .state import ShardingState
 
 
 def begin_move(state: ShardingState) -> None:
@@ -68,6 +67,7 @@ def check_copied(state: ShardingState, memo: dict[int, Any]) -> None:
     Raises:
         LifecycleError: inside of ``summon_full_params``.
     """
+    wake(state)
     if are_copied(state.unit.needs, memo):
         return
     states = state.states()
@@ -85,25 +85,3 @@ def check_pickled(state: ShardingState) -> None:
             "an FSDP module with replicas can't be pickled: groups of ranks can't, and without them gradients "
             "would not be averaged. Save state_dict(), or use copy.deepcopy(), which keeps the groups"
         )
-
-
-def revive(state: ShardingState) -> None:
-    """Makes a copied state work: its groups, its unit, and memory to gather into.
-
-    Raises:
-        ConfigurationError: it is a shard of another number of ranks.
-    """
-    borrowed, divisors = state.__dict__.pop("borrowed"), state.__dict__.pop("divided")
-    note_state(state)
-    connect(state, state.flats[0].param if state.flats else None, borrowed)
-    for flat in state.flats:
-        if flat.layout.world_size != state.group.world_size:
-            raise ConfigurationError(
-                f"this FSDP module was pickled as a shard of {flat.layout.world_size} and is loaded by "
-                f"{state.group.world_size} ranks: groups of ranks are not pickled. Save state_dict() instead"
-            )
-        flat.connect(state.group, state.neighbours)
-    state.make_unit(borrowed)
-    state.unit.divisors = divisors
-    state.unit.attach()
-    note_taken(state)

@@ -111,8 +111,11 @@ def copy_when_summoned(rank: int) -> LifecycleError:
     )
 
 
-def check_asker(wrapper: nn.Module) -> None:
+def check_asker(door: nn.Module, keeps_names: bool) -> None:
     """Refuses a state dict to those who would do nothing with it, and say nothing.
+
+    Args:
+        keeps_names: modules have the names that keys have.
 
     Raises:
         ConfigurationError: on every rank alike, before anything is gathered.
@@ -120,7 +123,7 @@ def check_asker(wrapper: nn.Module) -> None:
     for frame in islice(callers(), 1, 9):
         name, where = frame.f_code.co_name, frame.f_globals.get("__name__", "")
         if name in _BY_NAMES_OF_MODULES and where.startswith("peft."):
-            if frame.f_locals.get("model") is wrapper:
+            if frame.f_locals.get("model") is door and not keeps_names:
                 raise ConfigurationError(
                     f"{name} finds no adapters in an FSDP module, whose modules have other names than its state dict. "
                     f"Call {_BY_NAMES_OF_MODULES[name]}, on all ranks"
@@ -128,7 +131,7 @@ def check_asker(wrapper: nn.Module) -> None:
             return
         if where == "timm.utils.model_ema":
             average = frame.f_locals.get("self")
-            if wrapper in (getattr(average, "ema", None), getattr(average, "module", None)):
+            if door in (getattr(average, "ema", None), getattr(average, "module", None)):
                 raise ConfigurationError(
                     f"timm's {type(average).__name__} writes to the values of a state dict, and those of an FSDP "
                     "module are copies, so its averages would never change. Use torch.optim.swa_utils.AveragedModel("

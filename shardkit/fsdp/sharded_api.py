@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from ..errors import ConfigurationError, LifecycleError
 from ..progress import noting_errors
 from . import local_checkpoint, norms, optim_state
+from .construct import wake
 from .engine import Engine
 from .running import become_root
 from .state import ShardingState, state_of
@@ -181,4 +182,5 @@ def sharding_of(module: nn.Module) -> ShardedAPI:
             f"this {type(module).__name__} is not sharded by itself; call fully_shard(module) or FSDP(module) first, "
             "or pass the module that was given to them"
         )
+    wake(state)
     return module if isinstance(module, ShardedAPI) else Sharding(state)

@@ -106,13 +106,18 @@ class ShardingState:
         note_state(self)
 
     def __getstate__(self) -> dict[str, Any]:
-        """What a copy or a file takes; ``moving.revive`` makes it work again."""
+        """What a copy or a file takes; ``construct.wake`` makes it work again."""
         copied = self.__dict__.copy()
         for name in ("group", "neighbours", "replicas", "unit", "engine", "is_root", "summoned"):
             copied[name] = None
         copied["options"] = replace(self.options, group=None, replicas=None)
         copied["borrowed"], copied["divided"] = self.unit.borrowed, self.unit.divisors
         return copied
+
+    @property
+    def is_asleep(self) -> bool:
+        """It was copied, and has no groups yet."""
+        return "borrowed" in self.__dict__
 
     @property
     def divisors(self) -> tuple[float, float]:

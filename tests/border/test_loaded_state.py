@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardkit import FSDP, OSS, ShardedGradScaler
+from shardkit import FSDP, OSS, ShardedGradScaler, sharding_of
 from shardkit.errors import ConfigurationError, RankMismatchError
 from tests.border.strategies import STRATEGIES, run, twins
 
@@ -75,7 +75,7 @@ def _shards(rank: int, world_size: int, strategy: str) -> None:
     t.step()
     t.assert_equal()
     assert "shardkit_shards" not in t.optimizer.param_groups[0]
-    full: Any = t.model.gather_full_optim_state_dict(t.optimizer)
+    full: Any = sharding_of(t.model).gather_full_optim_state_dict(t.optimizer)
     assert full is None or "shardkit_shards" not in full["param_groups"][0]
 
 
