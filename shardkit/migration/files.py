@@ -54,7 +54,8 @@ class Migrated:
 
     def diff(self) -> str:
         """What :meth:`written` would change."""
-        old, new = (text.splitlines(keepends=True) for text in (self.before, self.after))
+        # Lines of "patch", which end with \n alone; a form feed ends none.
+        old, new = (io.StringIO(text, newline="\n").readlines() for text in (self.before, self.after))
         lines = difflib.unified_diff(old, new, f"a/{self.path}", f"b/{self.path}")
         return "".join(
             line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in lines

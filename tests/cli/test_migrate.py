@@ -47,6 +47,15 @@ def test_diff_and_check_write_nothing(project: Path, capsys: pytest.CaptureFixtu
     assert snapshot(project) == before
 
 
+def test_lines_of_a_diff_are_those_of_patch() -> None:
+    before = "import fairscale\r\n\x0c\nx = '\x85\u2028'"
+    diff = files.Migrated(Path("a.py"), before, before.replace("fairscale", "shardkit")).diff()
+    assert diff.endswith(
+        "@@ -1,3 +1,3 @@\n-import fairscale\r\n+import shardkit\r\n \x0c\n x = '\x85\u2028'\n"
+        "\\ No newline at end of file\n"
+    )
+
+
 def test_it_rewrites_once(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["migrate", str(project), "--strings"]) == 0
     assert capsys.readouterr().out.endswith("files changed: 3\n")
