@@ -12,6 +12,7 @@ from torch.optim import SGD, Optimizer
 from shardkit.flattening.bucket import ParamBucket
 from shardkit.internal.params import calc_grad_norm, get_global_rank, recursive_copy_to_device
 from shardkit.oss import optimizer as core
+from shardkit.oss.placement.owned_parameters import OwnedParameters
 from shardkit.oss.state import part_of_rank
 from shardkit.redirected import redirected_function
 
@@ -96,7 +97,8 @@ class OSS(core.OSS):
         if self._consolidated is None:
             return []
         whole = self.state_dict()
-        return [part_of_rank(self, rank, whole) for rank in range(self.world_size)]
+        owners = [self.owner_of(p) for p in self._parameters()]
+        return [part_of_rank(whole, owners, rank) for rank in range(self.world_size)]
 
     @property
     def _default_device(self) -> torch.device:
@@ -106,7 +108,9 @@ class OSS(core.OSS):
     def buckets(self) -> dict[torch.device, dict[int, torch.Tensor]]:
         """Device -> rank -> the flat buffer that the rank's trainable parameters are views of."""
         found: dict[torch.device, dict[int, torch.Tensor]] = {}
-        for flat in self._flat:
+        if not isinstance(self._placement, OwnedParameters):
+            return found
+        for flat in self._placement.buffers:
             for rank in range(self.world_size):
                 segment = flat.segment(rank)
                 if segment.numel():

@@ -96,15 +96,15 @@ class ZeroRedundancyOptimizer(OSS):
         self.refresh_trainable()
         self._reduce()
         if self.grad_clipping:
-            self._clip()
+            self.grad_norm = self.clip_grad_norm(self.max_norm, also_over=self._norm_group)
         super().step(**kwargs)
         return loss
 
     @torch.no_grad()
     def _reduce(self) -> None:
         channel = self._group.channel("gradients")
-        if self._backend.even_shards_only and not self.runs_whole:
-            for segment in self.segments():
+        if segments := self.segments():
+            for segment in segments:
                 segment.reduce_gradients(channel, None)
             return
         params = [p for p in self._parameters() if p.requires_grad]
@@ -118,22 +118,6 @@ class ZeroRedundancyOptimizer(OSS):
         for p, reduced, share in zip(params, parts, used.tolist(), strict=True):
             if share > 0:  # some rank has a gradient
                 p.grad = reduced.view_as(p).to(p.dtype)
-
-    @torch.no_grad()
-    def _clip(self) -> None:
-        if self._norm_group is None:
-            self.grad_norm = self.clip_grad_norm(self.max_norm)
-            return
-        counted = self.gradients()
-        total = torch.stack([g.float().square().sum() for g in counted]).sum() if counted else None
-        if total is None:
-            total = torch.zeros((), device=next(self._parameters()).device)
-        self._group.channel("control").all_reduce(total, label="norm of gradients")
-        self._norm_group.channel("control").all_reduce(total, label="norm of gradients")
-        self.grad_norm = total.sqrt()
-        coefficient = torch.clamp(self.max_norm / (self.grad_norm + 1e-6), max=1.0)
-        for g in counted:
-            g.mul_(coefficient.to(g.dtype))
 
     def state_dict(self, all_ranks: bool = True) -> dict[str, Any]:
         """The whole optimizer's state, on every rank (collective); loads at any world size."""

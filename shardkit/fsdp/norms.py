@@ -35,10 +35,10 @@ def clip(root: ShardingState, max_norm: float, norm_type: float) -> torch.Tensor
     for flat in flats:
         counted = by_group.setdefault(flat.group.ranks, (flat.group, []))[1]
         counted.extend(_that_count(flat, norm_type))
-    portions = [Portion(gradients, group) for group, gradients in by_group.values()]
+    portions = [Portion(gradients, (group,)) for group, gradients in by_group.values()]
     alike = [p.grad for p in rest if p.grad is not None]
     if alike:
-        portions.append(Portion(alike, None))
+        portions.append(Portion(alike, ()))
     gradients = [p.grad for p in everything if p.grad is not None]
     return clip_by_global_norm(portions, gradients, _like(root, everything), max_norm, norm_type)
 

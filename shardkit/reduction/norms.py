@@ -12,15 +12,16 @@ from ..backend import Group, ReduceOp
 
 
 class Portion(NamedTuple):
-    """Gradients that lie on the ranks of one group, each on one of them.
+    """Gradients that lie on several ranks, each on one of them.
 
     Attributes:
         gradients: those of this rank.
-        group: where the others are; None: every rank has these same ones.
+        groups: where the others are; none: every rank has these same ones. Several: what the ranks of the first have
+            together is one part of what those of the second have together, and so on.
     """
 
     gradients: Sequence[torch.Tensor]
-    group: Group | None
+    groups: Sequence[Group]
 
 
 def dense(gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -102,9 +103,11 @@ def clip_by_global_norm(
     Every rank calls it with portions of the same groups in the same order.
     """
     norms = []
-    for gradients, group in portions:
+    for gradients, groups in portions:
         norm = local_norm(gradients, norm_type, like, foreach)
-        norms.append(norm if group is None else global_norm(norm, norm_type, group))
+        for group in groups:
+            norm = global_norm(norm, norm_type, group)
+        norms.append(norm)
     total = combined(norms, norm_type)
     if error_if_nonfinite and not bool(torch.isfinite(total)):
         raise RuntimeError(

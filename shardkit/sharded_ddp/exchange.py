@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from ..backend import Group, ReduceOp
 from ..errors import LifecycleError
 from ..oss.optimizer import OSS
-from ..oss.segments import SegmentParameters
+from ..oss.placement.flat_segment import FlatSegment
 from ..policy import ReducePolicy
 from ..reduction.shard_gradients import gradient_class
 from ..torch_seams.hooks import (
@@ -237,7 +237,7 @@ class SegmentReducer:
     """Reduces a whole flat segment at the end of backward, in one operation that is the same on all ranks."""
 
     def __init__(
-        self, segment: SegmentParameters, group: Group, wire: torch.dtype | None, state: BackwardState
+        self, segment: FlatSegment, group: Group, wire: torch.dtype | None, state: BackwardState
     ) -> None:
         self._segment, self._group, self._wire, self._state = segment, group, wire, state
 

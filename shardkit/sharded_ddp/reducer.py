@@ -31,10 +31,10 @@ from torch import nn
 from ..backend import Group, ReduceOp, Work
 from ..errors import LifecycleError
 from ..layout import buckets_by_numel, segment_layout
-from ..oss.parameter_buffers import dense_strides, strided_view
 from ..policy import ReducePolicy
 from ..torch_seams.hooks import NO_BACKWARD, BackwardState, GradientHook, current_backward
 from ..torch_seams.phases import Phase
+from ..torch_seams.strided_views import dense_strides, strided_view
 
 DEFAULT_BUCKET = 2**23  # elements
 

@@ -235,7 +235,7 @@ class XlaFullyShardedDataParallel(shard_states.ShardHolder):
         params = list(self.parameters())
         like = norm_like(params).to(self.compute_device)
         gradients = [p.grad for p in params if p.grad is not None]
-        portions = [Portion(gradients, group)]
+        portions = [Portion(gradients, (group,))]
         return clip_by_global_norm(portions, gradients, like, float(max_norm), float(norm_type))
 
     def extra_repr(self) -> str:

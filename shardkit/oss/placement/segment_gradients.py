@@ -1,6 +1,6 @@
 """What stands as the ``grad`` of a parameter whose gradient was reduced into a flat segment.
 
-Reduced gradients of segments lie in ``SegmentParameters.own.grad`` (see [Note: gradients of segments]), and one
+Reduced gradients of segments lie in ``FlatSegment.own.grad`` (see [Note: gradients of segments]), and one
 parameter of each segment carries a tensor in their place. torch's own clipping and loss scaling, which go through
 ``parameters()``, meet that tensor, and through it the segment on all ranks; all else that would read it is refused.
 """
@@ -12,11 +12,11 @@ from typing import Any, Protocol
 
 import torch
 
-from ..backend import Group, ReduceOp
-from ..errors import ConfigurationError
-from ..reduction.norms import global_norm, local_norm, order_of
-from ..torch_seams.marked_tensors import MarkedTensor, as_plain
-from ..torch_seams.tensor_facts import ALIKE, FACTS, SHAPE, name_of
+from ...backend import Group, ReduceOp
+from ...errors import ConfigurationError
+from ...reduction.norms import global_norm, local_norm, order_of
+from ...torch_seams.marked_tensors import MarkedTensor, as_plain
+from ...torch_seams.tensor_facts import ALIKE, FACTS, SHAPE, name_of
 
 _NORMS = frozenset({torch.norm, torch.linalg.vector_norm})
 _UNSCALE = torch._amp_foreach_non_finite_check_and_unscale_

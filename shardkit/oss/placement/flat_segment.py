@@ -17,28 +17,32 @@ share a segment with others that did: a step puts their elements, and those of t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
 
-from ..backend import Group, ReduceOp, Work
-from ..layout import SegmentLayout, segment_layout
+from ...backend import Group, ReduceOp
+from ...layout import SegmentLayout, segment_layout
+from ...reduction.clearing import StandingGradient
+from ...reduction.unused import UsedMask
 from .segment_gradients import stand_in
 
 
-class SegmentParameters:
+class FlatSegment:
     """One param group's parameters of one dtype, whose owned segment is a flat tensor of equal size on all ranks.
 
     Attributes:
         own: the tensor that this rank's optimizer updates, [S].
         group: the ranks.
+        param_group: index of the group that the parameters are in.
     """
 
-    def __init__(self, params: Sequence[nn.Parameter], owners: Sequence[int], group: Group) -> None:
+    def __init__(
+        self, params: Sequence[nn.Parameter], owners: Sequence[int], group: Group, param_group: int = 0
+    ) -> None:
         self.params = list(params)
+        self.param_group = param_group
         self.group = group
         self.layout: SegmentLayout = segment_layout(
             [p.numel() for p in params], owners, group.world_size, even=True
@@ -61,7 +65,7 @@ class SegmentParameters:
         self._is_used_up = True  # see [Note: gradients of segments]
         self._flags: torch.Tensor | None = None  # [F]; None while every parameter has a gradient
         self.marked = min(self.params, key=lambda p: p.numel())
-        self._mark: tuple[torch.Tensor, int] | None = None  # zeros, and their version
+        self._standing = StandingGradient(self.marked)
 
     # ------------------------------------------------------------ gradients
     @torch.no_grad()
@@ -82,7 +86,7 @@ class SegmentParameters:
     @torch.no_grad()
     def take_gradient(self) -> None:
         """Picks this rank's segment of gradients that are the same on every rank, where parameters have any."""
-        mark = None if self._mark is None else self._mark[0]
+        mark = self._standing.gradient
         gradients = [None if p.grad is mark else p.grad for p in self.params]
         there = [g is not None for g in gradients]
         if not any(there):
@@ -105,20 +109,18 @@ class SegmentParameters:
         self._is_used_up = False
         for p in self.params:
             p.grad = None
-        mark = stand_in(self.marked, self)
-        self._mark = mark, mark._version
-        self.marked.grad = mark
+        self._standing.stand(stand_in(self.marked, self))
 
     def notice_clearing(self) -> None:
         """Before new gradients: whether the module's zero_grad was called since the last reduction."""
-        if self._mark is None:
+        mark = self._standing.gradient
+        if mark is None:
             return
-        mark, version = self._mark
-        if self.marked.grad is not mark or mark._version != version:
+        if self._standing.was_touched():
             self.clear_gradient()
         if self.marked.grad is mark:
             self.marked.grad = None
-        self._mark = None
+        self._standing.forget()
 
     def clear_gradient(self) -> None:
         """As ``zero_grad``."""
@@ -130,14 +132,14 @@ class SegmentParameters:
         """A step read the gradient: the next reduction replaces it."""
         self._is_used_up = True
 
-    def unused_mask(self) -> torch.Tensor | None:
-        """Elements of ``own`` whose parameters got no gradient on any rank (True there, [S]); None if all did."""
+    def used(self) -> UsedMask | None:
+        """Elements of ``own`` whose parameters got a gradient on any rank, [S]; None if all did."""
         if self._flags is None:
             return None
         owned = self.layout.items_of(self.group.rank)
         which = [k for k, i in enumerate(owned) for _ in range(self.layout.slots[i].numel)]
         index = torch.tensor([*which, *[0] * (self.own.numel() - len(which))], dtype=torch.int64)
-        return self._flags.index_select(0, index.to(self.own.device)) == 0
+        return UsedMask(self._flags.index_select(0, index.to(self.own.device)) != 0)
 
     # ------------------------------------------------------------ layout
     def pack(self, tensors: Sequence[torch.Tensor | None], flags: list[bool] | None = None) -> torch.Tensor:
@@ -205,7 +207,7 @@ class SegmentParameters:
         return torch.cat([*flat, padding]).to(self.own.device)
 
     @torch.no_grad()
-    def publish(self, wire_dtype: torch.dtype | None) -> Work | None:
+    def publish(self, wire_dtype: torch.dtype | None) -> None:
         """All-gathers every owner's segment and hands the parameters their new values."""
         own = self.own.detach()
         if wire_dtype is not None and own.dtype == torch.float32:
@@ -219,80 +221,3 @@ class SegmentParameters:
             p.data = value if value.dtype == p.dtype else value.to(p.dtype)
         if own is not self.own and own.dtype != self.own.dtype:
             self.own.data = own.to(self.own.dtype)
-        return None
-
-
-# State that a first step makes from the optimizer's options; all other state starts from zero.
-_STARTS_FROM_OPTIONS = ("step_size",)  # Rprop
-
-
-# Which elements are to stay, and what they and their state were.
-_Kept = tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]
-
-
-def step_segments(
-    optimizer: Optimizer,
-    segments: Sequence[SegmentParameters],
-    closure: Callable[[], Any] | None,
-    kwargs: dict[str, Any],
-) -> Any:
-    """Steps the inner optimizer over segments; parameters without a gradient keep values and state."""
-    kept: list[_Kept | None] = []
-
-    def put_aside() -> None:
-        for segment in segments:
-            segment.take_gradient()
-        kept[:] = [_unused_elements(segment, optimizer.state.get(segment.own, {})) for segment in segments]
-
-    def put_back() -> None:
-        for segment, before in zip(segments, kept, strict=False):
-            if before is not None:
-                _put_back(segment, optimizer.state[segment.own], *before)
-        kept.clear()
-
-    if closure is None:
-        put_aside()
-        loss = optimizer.step(**kwargs)
-    else:
-        evaluate = closure
-
-        def evaluate_between() -> Any:
-            put_back()
-            with torch.enable_grad():
-                loss = evaluate()
-            put_aside()
-            return loss
-
-        loss = optimizer.step(evaluate_between, **kwargs)
-    put_back()
-    for segment in segments:
-        segment.mark_used_up()
-    return loss
-
-
-def _unused_elements(segment: SegmentParameters, state: dict[str, Any]) -> _Kept | None:
-    mask = segment.unused_mask()
-    if mask is None:
-        return None
-    spread = {
-        k: v.clone() for k, v in state.items() if isinstance(v, torch.Tensor) and v.shape == segment.own.shape
-    }
-    return mask, segment.own.detach().clone(), spread
-
-
-def _put_back(
-    segment: SegmentParameters,
-    state: dict[str, Any],
-    mask: torch.Tensor,
-    own: torch.Tensor,
-    spread: dict[str, torch.Tensor],
-) -> None:
-    with torch.no_grad():
-        segment.own.copy_(torch.where(mask, own, segment.own))
-        for key, new in state.items():
-            if not isinstance(new, torch.Tensor) or new.shape != segment.own.shape:
-                continue
-            if key in spread:
-                new.copy_(torch.where(mask, spread[key], new))
-            elif key not in _STARTS_FROM_OPTIONS:
-                new.copy_(torch.where(mask, torch.zeros_like(new), new))

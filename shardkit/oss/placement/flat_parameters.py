@@ -9,48 +9,14 @@ all-gather that follows writes straight into everybody's parameters, and nothing
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import nn
 
-from ..backend import Group, Work
-from ..layout import segment_layout
-
-
-def by_dtype(params: Iterable[nn.Parameter]) -> dict[torch.dtype, list[nn.Parameter]]:
-    """Parameters in order, grouped by dtype."""
-    groups: dict[torch.dtype, list[nn.Parameter]] = {}
-    for p in params:
-        groups.setdefault(p.dtype, []).append(p)
-    return groups
-
-
-def strided_view(flat: torch.Tensor, like: torch.Tensor, offset: int) -> torch.Tensor:
-    """A view of ``flat`` at ``offset`` with the shape of ``like``, and its strides where they are dense."""
-    return flat.as_strided(like.shape, dense_strides(like), flat.storage_offset() + offset)
-
-
-def dense_strides(like: torch.Tensor) -> tuple[int, ...]:
-    """The tensor's strides where its elements fill their memory (channels-last, say), else contiguous ones."""
-    return like.stride() if _is_dense(like) else _contiguous_strides(like.shape)
-
-
-def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether the elements fill their memory without gaps or overlaps, in any order of dimensions."""
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size != 1 and stride != expected:
-            return False
-        expected *= size
-    return True
-
-
-def _contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
-    strides = [1] * len(shape)
-    for i in range(len(shape) - 2, -1, -1):
-        strides[i] = strides[i + 1] * max(shape[i + 1], 1)
-    return tuple(strides)
+from ...backend import Group, Work
+from ...layout import segment_layout
+from ...torch_seams.strided_views import strided_view
 
 
 class FlatParameters:

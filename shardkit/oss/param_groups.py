@@ -1,0 +1,46 @@
+"""The param groups of an optimizer: their options, and that all ranks have the same."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ..backend import Group
+from ..checks.same_everywhere import check_same_everywhere, option_facts, refuse_lazy, shape_fact
+
+ParamGroup = dict[str, Any]
+
+
+def options_of(group: ParamGroup) -> dict[str, Any]:
+    """What a group says of its parameters."""
+    return {k: v for k, v in group.items() if k != "params" and k != "param_names"}
+
+
+def copy_options(source: list[ParamGroup], target: list[ParamGroup]) -> None:
+    """Groups of one optimizer get the options of another's."""
+    for a, b in zip(source, target, strict=True):
+        b.update({k: v for k, v in a.items() if k != "params" and k != "param_names"})
+
+
+def group_facts(groups: Sequence[ParamGroup], first: int) -> list[tuple[str, Any]]:
+    """Options of the param groups from this one on; later they are the user's to change."""
+    facts = []
+    for index, group in enumerate(groups[first:], first):
+        options = options_of(group)
+        facts += option_facts(**{f"{k} of group {index}": options[k] for k in sorted(options)})
+    return facts
+
+
+def check_ranks_agree(
+    group: Group, groups: Sequence[ParamGroup], options: Sequence[tuple[str, Any]] = ()
+) -> None:
+    """Raises RankMismatchError unless all ranks have the same parameters and options (collective)."""
+    facts: list[tuple[str, Any]] = [("number of param groups", len(groups))]
+    for index, g in enumerate(groups):
+        names = g.get("param_names") or [f"parameter {i} of group {index}" for i in range(len(g["params"]))]
+        facts += [
+            (n, (shape_fact(p), str(p.dtype), "trainable" if p.requires_grad else "frozen"))
+            for n, p in zip(names, g["params"], strict=True)
+        ]
+    check_same_everywhere(group, [*facts, *options], "the optimizer's parameters or options")
+    refuse_lazy(facts, "OSS")

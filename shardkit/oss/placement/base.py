@@ -1,0 +1,145 @@
+"""What every placement answers: where an optimizer's parameters are updated, and how all ranks get the result."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from ...backend import Group
+from ...reduction.norms import Portion
+from .flat_segment import FlatSegment
+
+Closure = Callable[[], Any]
+State = dict[str, Any]
+
+
+class Placement(ABC):
+    """Which tensors the optimizer of this rank updates; chosen once, when the OSS is built.
+
+    Args:
+        group: the ranks.
+        owner: the rank that owns each parameter; it grows with the optimizer.
+        wire_dtype: dtype in which updated fp32 parameters travel; None for their own.
+
+    Attributes:
+        runs_whole: every rank updates all parameters.
+        segments: the flat segments that stand in for parameters, if any.
+    """
+
+    runs_whole = False
+
+    def __init__(
+        self, group: Group, owner: Mapping[nn.Parameter, int], wire_dtype: torch.dtype | None
+    ) -> None:
+        self.group = group
+        self.segments: list[FlatSegment] = []
+        self._owner = owner
+        self._wire_dtype = wire_dtype
+
+    # ------------------------------------------------------------ values
+    @abstractmethod
+    def lay_out(self, groups: Sequence[dict[str, Any]]) -> None:
+        """Takes what is trainable now into buffers; again whenever that has changed, or there are more groups."""
+
+    @abstractmethod
+    def updated_here(self, index: int, params: Sequence[nn.Parameter]) -> list[nn.Parameter]:
+        """What the optimizer of this rank updates of a param group."""
+
+    @abstractmethod
+    def step(self, optimizer: Optimizer, closure: Closure | None, kwargs: dict[str, Any]) -> Any:
+        """Steps this rank's optimizer and lets all ranks have the result (collective); what that step returns."""
+
+    # ------------------------------------------------------------ gradients
+    @abstractmethod
+    def gradients(self, optimizer: Optimizer) -> list[torch.Tensor]:
+        """The gradients that the step of this rank will read."""
+
+    @abstractmethod
+    def clear_gradients(self) -> None:
+        """Clears gradients that parameters themselves don't show."""
+
+    @abstractmethod
+    def to_clip(
+        self, optimizer: Optimizer, params: Iterable[nn.Parameter], norm_type: float
+    ) -> tuple[Portion, list[torch.Tensor]]:
+        """The gradients whose norm counts, and those that are scaled by it.
+
+        Raises:
+            ConfigurationError: a norm of that order can't be taken here.
+        """
+
+    # ------------------------------------------------------------ state
+    @abstractmethod
+    def keeps_state_of(self, param: nn.Parameter) -> bool:
+        """Whether this rank's optimizer needs the state of a parameter."""
+
+    @abstractmethod
+    def state_of_owned(self, optimizer: Optimizer) -> dict[nn.Parameter, State]:
+        """State of each parameter that this rank answers for: each is answered for by one rank."""
+
+    @abstractmethod
+    def inner_state(self, optimizer: Optimizer, loaded: Mapping[nn.Parameter, State]) -> dict[int, State]:
+        """The reverse: state by the index that it has in this rank's optimizer."""
+
+
+def gradients_of(optimizer: Optimizer) -> list[torch.Tensor]:
+    """The gradients of what an optimizer updates."""
+    return [p.grad for g in optimizer.param_groups for p in g["params"] if p.grad is not None]
+
+
+def by_dtype(params: Iterable[nn.Parameter]) -> dict[torch.dtype, list[nn.Parameter]]:
+    """Parameters in order, grouped by dtype."""
+    groups: dict[torch.dtype, list[nn.Parameter]] = {}
+    for p in params:
+        groups.setdefault(p.dtype, []).append(p)
+    return groups
+
+
+def state_of_owned_parameters(
+    optimizer: Optimizer, owner: Mapping[nn.Parameter, int], rank: int
+) -> dict[nn.Parameter, State]:
+    """State of parameters that a rank owns, from an optimizer that updates parameters themselves."""
+    state: Any = optimizer.state
+    return {
+        p: s
+        for p, s in state.items()
+        if not isinstance(p, str) and s and owner.get(p, rank) == rank  # AdaScale has a name
+    }
+
+
+def state_of_parameters(optimizer: Optimizer, loaded: Mapping[nn.Parameter, State]) -> dict[int, State]:
+    """State by index, for an optimizer that updates parameters themselves."""
+    params = [p for g in optimizer.param_groups for p in g["params"]]
+    return {i: _laid_out_like(p, loaded[p]) for i, p in enumerate(params) if loaded.get(p)}
+
+
+def _laid_out_like(param: nn.Parameter, state: State) -> State:
+    """State with the parameter's strides: fused optimizers walk memory, whatever order a checkpoint had."""
+    fitted = dict(state)
+    for key, value in state.items():
+        if (
+            isinstance(value, torch.Tensor)
+            and value.shape == param.shape
+            and value.stride() != param.stride()
+        ):
+            fitted[key] = torch.empty_like(param, dtype=value.dtype, requires_grad=False).copy_(value)
+    return fitted
+
+
+def published_between(publish: Callable[[], None], closure: Closure) -> Closure:
+    """The closure, which sees what all ranks have updated since it was last evaluated in the same step."""
+    is_first = True
+
+    def evaluated() -> Any:
+        nonlocal is_first
+        if not is_first:
+            publish()
+        is_first = False
+        return closure()
+
+    return evaluated

@@ -1,0 +1,37 @@
+"""Which placement an optimizer gets."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from torch import optim
+
+from ...optimizers.elementwise import is_known_elementwise
+from .base import Placement
+from .in_segments import InSegments
+from .on_every_rank import OnEveryRank
+from .owned_parameters import OwnedParameters
+
+logger = logging.getLogger("shardkit")
+
+
+def placement_for(optimizer_class: Any, even_shards_only: bool) -> type[Placement]:
+    """The placement of an optimizer's parameters; warns if state is not sharded though the class might shard.
+
+    Args:
+        optimizer_class: the inner optimizer's.
+        even_shards_only: all ranks run one compiled graph.
+    """
+    plain = getattr(optimizer_class, "func", optimizer_class)  # functools.partial
+    if isinstance(plain, type) and issubclass(plain, optim.LBFGS):
+        return OnEveryRank
+    if not even_shards_only:
+        return OwnedParameters
+    if is_known_elementwise(plain):
+        return InSegments
+    logger.warning(
+        "%s is not known to be element-wise, so each rank runs it on all parameters and its state is not sharded",
+        getattr(plain, "__name__", plain),
+    )
+    return OnEveryRank
