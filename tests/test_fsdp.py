@@ -469,6 +469,39 @@ def test_optimizers_that_work_element_by_element(name: str) -> None:
     rank_pool(3).run(_optimizer, name)
 
 
+class _UsedLater(nn.Module):
+    """Its second layer has no gradient in the first step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return self.second(self.first(x)) if self.calls > 1 else self.first(x)
+
+
+def _used_later(rank: int, name: str) -> None:
+    plain, model = (build(_UsedLater) for _ in range(2))
+    sharded = FSDP(model)
+    first, second = (
+        getattr(torch.optim, name)(m.parameters(), **ELEMENTWISE[name]) for m in (plain, sharded)
+    )
+    for step in range(3):
+        x = batch(step, 1)[0]
+        for m, o in ((plain, first), (sharded, second)):
+            o.zero_grad()
+            m(x).pow(2).mean().backward()
+            o.step()
+    assert_equal_models(sharded, plain, name, tolerance=1e-5)
+
+
+@pytest.mark.parametrize("name", ["SGD", "Rprop", "Adagrad"])
+def test_state_of_a_member_begins_with_its_first_gradient(name: str) -> None:
+    rank_pool(2).run(_used_later, name)
+
+
 def _scaled(rank: int) -> None:
     model = wrapped(build(lambda: linears(WIDTH, 7, 5, 1)), precision=PrecisionPolicy(compute=torch.float16))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

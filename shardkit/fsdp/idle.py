@@ -1,9 +1,8 @@
 """Keeps an optimizer from moving parameters that had no gradient though their neighbours in a vector had.
 
-A plain process skips a parameter whose ``grad`` is None: no weight decay, no momentum, no change of state. In a vector
-such members have zeros for gradients, which the optimizer can't tell from real ones. So before a step their values and
-states are put aside, and put back after it (where closures make gradients within a step: after each of them, and before
-the next). It costs nothing where all members have gradients.
+Before a step their values and states are put aside, and put back after it (``reduction/unused.py``); where closures
+make gradients within a step: after each of them, and before the next. It costs nothing where all members have
+gradients.
 
 [Note: counts] State that is one number for the vector, such as Adam's count of steps, is that of the neighbours: a
 member that was put aside in some steps and takes part again has another bias correction than in a plain process. That
@@ -15,12 +14,13 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch.optim import Optimizer
 
 from ..optimizers.stepping import take_part
+from ..reduction.unused import PutAside, UnusedRanges, UsedMask, state_by_element
 from .flat_param import FlatParam
 from .members import name_of_member
 
@@ -29,9 +29,7 @@ logger = logging.getLogger("shardkit")
 
 class _Saved(NamedTuple):
     flat: FlatParam
-    ranges: list[tuple[int, int]]  # within the shard
-    values: list[torch.Tensor]
-    state: dict[str, list[torch.Tensor]]
+    aside: PutAside
 
 
 _flats: weakref.WeakSet[FlatParam] = weakref.WeakSet()
@@ -60,14 +58,6 @@ def idle_ranges(flat: FlatParam) -> list[tuple[int, int]]:
     ]
 
 
-def _vectors(param: torch.Tensor, state: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """What of an optimizer's state has one element for each of the parameter."""
-    return {
-        k: v for k, v in state.items() if isinstance(v, torch.Tensor) and v.shape == param.shape and v.dim()
-    }
-
-
-@torch.no_grad()
 def _put_aside(optimizer: Optimizer) -> None:
     mine = {id(p) for g in optimizer.param_groups for p in g["params"]}
     with _lock:
@@ -82,13 +72,9 @@ def _put_aside(optimizer: Optimizer) -> None:
         _check_counts(optimizer, flat)
         if not flat.has_idle:
             continue
-        ranges = idle_ranges(flat) if flat.used is None else [(0, flat.layout.shard_numel)]
-        values = [flat.param.data.view(-1)[a:b].clone() for a, b in ranges]
-        state = {
-            k: [v.view(-1)[a:b].clone() for a, b in ranges]
-            for k, v in _vectors(flat.param, optimizer.state.get(flat.param, {})).items()
-        }
-        saved.append(_Saved(flat, ranges, values, state))
+        unused = UnusedRanges(idle_ranges(flat)) if flat.used is None else UsedMask(flat.used)
+        state = optimizer.state.get(flat.param, {})
+        saved.append(_Saved(flat, PutAside(flat.param.data, state, unused)))
     if saved:
         _saved[optimizer] = saved
 
@@ -121,31 +107,15 @@ def _counts(optimizer: Optimizer, param: torch.Tensor) -> bool:
     if isinstance(optimizer, torch.optim.Adagrad):
         return any(g["lr_decay"] for g in optimizer.param_groups)
     state = optimizer.state.get(param, {})
-    numbers = (v for k, v in state.items() if k not in _vectors(param, state))
+    numbers = (v for k, v in state.items() if k not in state_by_element(param, state))
     return any(
         isinstance(v, int | float) or (isinstance(v, torch.Tensor) and v.numel() == 1) for v in numbers
     )
 
 
-@torch.no_grad()
 def _restore(optimizer: Optimizer) -> None:
-    for flat, ranges, values, state in _saved.pop(optimizer, []):
-        _put_back(flat, flat.param.data, ranges, values)
-        for key, vector in _vectors(flat.param, optimizer.state.get(flat.param, {})).items():
-            _put_back(flat, vector, ranges, state.get(key))
-
-
-def _put_back(
-    flat: FlatParam, vector: torch.Tensor, ranges: list[tuple[int, int]], saved: list[torch.Tensor] | None
-) -> None:
-    """Restores these ranges of a vector (to zero if it is new), or with ``flat.used`` what that says of them."""
-    for k, (a, b) in enumerate(ranges):
-        now = vector.view(-1)[a:b]
-        before = torch.zeros_like(now) if saved is None else saved[k]
-        if flat.used is None:
-            now.copy_(before)
-        else:
-            vector.copy_(torch.where(flat.used, now, before).view(vector.shape))
+    for flat, aside in _saved.pop(optimizer, []):
+        aside.put_back(flat.param.data, optimizer.state.get(flat.param, {}))
 
 
 class _IdleMembers:

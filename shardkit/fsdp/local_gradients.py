@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from ..reduction.clearing import StandingGradient
 from .flat_param import FlatParam
 from .members import as_tensors
 
@@ -18,8 +19,7 @@ class LocalGradients:
 
     def __init__(self, flat: FlatParam) -> None:
         self._flat = flat
-        self._mark: torch.Tensor | None = None
-        self._version = 0
+        self._standing = StandingGradient()
 
     def note(self) -> None:
         """A backward inside ``no_sync`` has ended."""
@@ -30,18 +30,14 @@ class LocalGradients:
         if flat.param.grad is None:
             flat.param.grad = torch.zeros_like(flat.param, requires_grad=False)
             flat.nothing_used()
-        self._mark = flat.param.grad
-        self._version = self._mark._version
+        self._standing.stand(flat.param, flat.param.grad)
 
     def forget_if_cleared(self) -> None:
         """Before anything is added: clears the members' gradients if the shard's was cleared."""
-        mark, self._mark = self._mark, None
-        if mark is None:
+        if not self._standing.was_touched(self._flat.param):
             return
+        self._standing.forget()
         now = self._flat.param.grad
-        if now is mark and now._version == self._version:
-            self._mark = mark
-            return
         if now is None or not bool(now.any()):
             with as_tensors():
                 for m in self._flat.members:

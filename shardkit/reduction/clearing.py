@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 __all__ = ["StandingGradient"]
@@ -14,25 +12,24 @@ class StandingGradient:
 
     Every form of ``zero_grad`` removes that gradient or writes to it, and so says that what it stands for is cleared.
 
-    Args:
-        param: who carries it.
+    Attributes:
+        gradient: what stands now; None if nothing does.
     """
 
-    def __init__(self, param: torch.Tensor) -> None:
-        self._param = param
-        self._version = 0
+    def __init__(self) -> None:
         self.gradient: torch.Tensor | None = None
+        self._version = 0
 
-    def stand(self, gradient: Any) -> None:
+    def stand(self, param: torch.Tensor, gradient: torch.Tensor) -> None:
         """From now on this gradient stands for others; it becomes the parameter's if it is not."""
-        if self._param.grad is not gradient:
-            self._param.grad = gradient
+        if param.grad is not gradient:
+            param.grad = gradient
         self.gradient, self._version = gradient, gradient._version
 
-    def was_touched(self) -> bool:
+    def was_touched(self, param: torch.Tensor) -> bool:
         """Whether somebody has removed, replaced or written to it since."""
         mark = self.gradient
-        return mark is not None and (self._param.grad is not mark or mark._version != self._version)
+        return mark is not None and (param.grad is not mark or mark._version != self._version)
 
     def forget(self) -> None:
         """It stands for nothing any more, whoever carries it."""

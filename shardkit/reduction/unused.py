@@ -74,15 +74,15 @@ class PutAside:
 
     @torch.no_grad()
     def __init__(self, vector: torch.Tensor, state: Mapping[str, Any], unused: Unused) -> None:
-        self._vector, self._unused = vector, unused
+        self._unused = unused
         self._values = unused.saved(vector)
         self._state = {k: unused.saved(v) for k, v in state_by_element(vector, state).items()}
 
     @torch.no_grad()
-    def put_back(self, state: Mapping[str, Any]) -> None:
+    def put_back(self, vector: torch.Tensor, state: Mapping[str, Any]) -> None:
         """After the step; state that it has made starts as it would in a plain process."""
-        self._unused.put_back(self._vector, self._values)
-        for key, now in state_by_element(self._vector, state).items():
+        self._unused.put_back(vector, self._values)
+        for key, now in state_by_element(vector, state).items():
             if key in self._state or key not in _STARTS_FROM_OPTIONS:
                 self._unused.put_back(now, self._state.get(key))
 

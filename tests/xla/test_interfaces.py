@@ -229,3 +229,31 @@ def _load(rank: int) -> None:
 @pytest.mark.parametrize(("backend", "world_size"), EACH)
 def test_loader(backend: str, world_size: int) -> None:
     rank_pool(world_size, backend).run(_load)
+
+
+class Undecided(torch.optim.SGD):
+    """Not known to be element-wise, so that it runs whole where ranks have one program."""
+
+
+def _norm_of_parts(rank: int) -> None:
+    device = xm.xla_device()
+    model = build().to(device)
+    everybody, alone = [[0, 1]], [[0], [1]]
+    for sharding, norms, copies in ((everybody, alone, 1), (alone, everybody, 2), (everybody, None, 1)):
+        optimizer = ZeroRedundancyOptimizer(
+            model.parameters(), Undecided, sharding_groups=sharding, grad_norm_groups=norms, lr=0.0
+        )
+        optimizer.zero_grad()
+        model(_batch(0, 0).to(device)).square().mean().backward()
+        gradients = [p.grad.detach().cpu().clone() for p in model.parameters() if p.grad is not None]
+        optimizer.step()
+        xm.mark_step()
+        one = torch.nn.utils.get_total_norm(gradients)
+        assert optimizer.grad_norm is not None
+        torch.testing.assert_close(optimizer.grad_norm.cpu(), one * copies**0.5)
+
+
+@pytest.mark.parametrize(("backend", "world_size"), EACH)
+def test_zero_norm_counts_each_gradient_once(backend: str, world_size: int) -> None:
+    """Parts of the model on other ranks count; copies of an optimizer that every rank runs whole do not."""
+    rank_pool(world_size, backend).run(_norm_of_parts)

@@ -65,7 +65,7 @@ class FlatSegment:
         self._is_used_up = True  # see [Note: gradients of segments]
         self._flags: torch.Tensor | None = None  # [F]; None while every parameter has a gradient
         self.marked = min(self.params, key=lambda p: p.numel())
-        self._standing = StandingGradient(self.marked)
+        self._standing = StandingGradient()
 
     # ------------------------------------------------------------ gradients
     @torch.no_grad()
@@ -109,14 +109,14 @@ class FlatSegment:
         self._is_used_up = False
         for p in self.params:
             p.grad = None
-        self._standing.stand(stand_in(self.marked, self))
+        self._standing.stand(self.marked, stand_in(self.marked, self))
 
     def notice_clearing(self) -> None:
         """Before new gradients: whether the module's zero_grad was called since the last reduction."""
         mark = self._standing.gradient
         if mark is None:
             return
-        if self._standing.was_touched():
+        if self._standing.was_touched(self.marked):
             self.clear_gradient()
         if self.marked.grad is mark:
             self.marked.grad = None

@@ -47,7 +47,7 @@ class InSegments(Placement):
         def put_back() -> None:
             for segment, before in zip(self.segments, aside, strict=False):
                 if before is not None:
-                    before.put_back(optimizer.state[segment.own])
+                    before.put_back(segment.own, optimizer.state[segment.own])
             aside.clear()
 
         if closure is None:
