@@ -474,7 +474,7 @@ class _UsedLater(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1)
         self.calls = 0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -26,24 +26,22 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader, TensorDataset
 
 import shardkit
+from shardkit.activations.checkpointing import checkpoint_wrapper
 from shardkit.backend import Backend, ReduceOp, get_backend
 from shardkit.examples.digits.data import Split, batches, steps_per_epoch
 from shardkit.examples.digits.progress import Progress, progress_bar
-from shardkit.xla import xla_model as xm
-from shardkit.xla.fsdp import (
-    XlaFullyShardedDataParallel,
-    checkpoint_module,
-    consolidate_sharded_model_checkpoints,
-)
-from shardkit.xla.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
+from shardkit.examples.loop import average_gradients, train_epoch
+from shardkit.fsdp.local_checkpoint import consolidate
+from shardkit.wrapping.policies import size_based_auto_wrap_policy, transformer_auto_wrap_policy
 
 STRATEGIES = ("native", "ddp", "sharded_ddp", "fsdp")
 BACKENDS = ("gloo", "cuda", "xla", "simulated")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-SHARDS, WHOLE = "_rank-*-of-*.pth", "_consolidated.pth"
+WHOLE = "_consolidated.pth"
 # One held-out image more or less may be found where other hardware adds up in another order.
 ACCURACY_TOLERANCE = 0.003
 
@@ -133,7 +131,7 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> Namesp
 def prepare(
     task: Task, options: Namespace, weights: dict[str, torch.Tensor], device: torch.device
 ) -> tuple[nn.Module, Optimizer]:
-    """Model and optimizer as the strategy has them; with :func:`step`, all that differs between strategies."""
+    """Model and optimizer as the strategy has them: all that differs between strategies."""
     arguments = {"lr": options.lr, **task.settings}
     if options.strategy == "fsdp":
         model = fully_sharded(task, options, device)
@@ -156,49 +154,44 @@ def prepare(
 
 def fully_sharded(task: Task, options: Namespace, device: torch.device) -> nn.Module:
     """The network with the units that the options ask for, in an outermost unit."""
+    dtype = None if options.compute_dtype == "float32" else DTYPES[options.compute_dtype]
     arguments: dict[str, Any] = {
-        "reshard_after_forward": not options.no_reshard_after_forward,
-        "flatten_parameters": options.flatten_parameters,
-        "compute_dtype": None if options.compute_dtype == "float32" else DTYPES[options.compute_dtype],
+        "reshard": shardkit.ReshardPolicy(after_forward=not options.no_reshard_after_forward),
+        "flatten": options.flatten_parameters,
+        "precision": shardkit.PrecisionPolicy(compute=dtype),
+        # running statistics stay a rank's own until the end
     }
 
     def unit(module: nn.Module, **arguments: Any) -> nn.Module:
         if options.use_gradient_checkpointing:
-            module = checkpoint_module(module)
-        return XlaFullyShardedDataParallel(module.to(device), **arguments)
+            module = checkpoint_wrapper(module)
+        return shardkit.FSDP(module.to(device), **arguments)
 
     if options.use_nested_fsdp:  # part by part: no rank ever holds the whole model
         with shardkit.enable_wrap(wrapper_cls=unit, **arguments):
-            network = task.model()
-    else:
-        network = task.model()
-        if options.use_gradient_checkpointing:
-            checkpoint_units(network, task)
-    policies: dict[str, Any] = {
-        "none": None,
+            return shardkit.FSDP(task.model().to(device), **arguments)
+    network = task.model()
+    if options.use_gradient_checkpointing:
+        checkpoint_units(network, task)
+    policies = {
         "size_based": functools.partial(
             size_based_auto_wrap_policy, min_num_params=options.auto_wrap_min_num_params
         ),
         "type_based": functools.partial(transformer_auto_wrap_policy, transformer_layer_cls=set(task.units)),
     }
-    return XlaFullyShardedDataParallel(
-        network.to(device), auto_wrap_policy=policies[options.auto_wrap_policy], **arguments
-    )
+    network.to(device)
+    if options.auto_wrap_policy in policies:
+        policy = policies[options.auto_wrap_policy]
+        with shardkit.enable_wrap(wrapper_cls=shardkit.FSDP, auto_wrap_policy=policy, **arguments):
+            network = shardkit.auto_wrap(network)
+    return network if isinstance(network, shardkit.FSDP) else shardkit.FSDP(network, **arguments)
 
 
 def checkpoint_units(network: nn.Module, task: Task) -> None:
     """Lets the network's units compute their activations again in backward."""
     for module in list(network.modules()):
         if isinstance(module, task.units):
-            checkpoint_module(module)
-
-
-def step(optimizer: Optimizer, strategy: str) -> None:
-    """Steps; gradients that no wrapper has reduced are averaged over ranks first."""
-    if strategy == "native":
-        xm.optimizer_step(optimizer)
-    else:
-        optimizer.step()
+            checkpoint_wrapper(module)
 
 
 @contextlib.contextmanager
@@ -232,10 +225,20 @@ def train(
         schedule = torch.optim.lr_scheduler.OneCycleLR(
             optimizer, max_lr=options.lr, total_steps=total, cycle_momentum=False
         )
+
+        def before_step(_: int) -> None:
+            if options.strategy == "native":
+                average_gradients(optimizer, backend)
+
         losses: list[float] = []
         began = time.perf_counter()
         for epoch in range(options.num_epochs):
-            losses += one_epoch(rank, epoch, train_set, model, optimizer, schedule, options, progress)
+            mine = batches(
+                train_set, epoch, options.seed, options.batch_size * options.ranks, rank, options.ranks
+            )
+            losses += train_epoch(
+                model, optimizer, schedule, mine, backend, F.cross_entropy, before_step, progress
+            )
             progress.show_loss(losses[-1])
         seconds = time.perf_counter() - began
         average_statistics(model, backend)
@@ -244,28 +247,6 @@ def train(
         accuracy = found.item() / len(held_out.labels)
         save(model, optimizer, options, prefix, rank)
     return Outcome(losses, seconds, accuracy)
-
-
-def one_epoch(
-    rank: int, epoch: int, train_set: Split, model: nn.Module, optimizer: Optimizer,
-    schedule: torch.optim.lr_scheduler.LRScheduler, options: Namespace, progress: Progress,
-) -> list[float]:  # fmt: skip
-    """The loss of each step."""
-    backend = get_backend(options.backend)
-    device = backend.device()
-    model.train()
-    losses: list[torch.Tensor] = []
-    together = options.batch_size * options.ranks
-    for images, labels in batches(train_set, epoch, options.seed, together, rank, options.ranks):
-        optimizer.zero_grad()
-        loss = F.cross_entropy(model(images.to(device)).float(), labels.to(device))
-        loss.backward()
-        step(optimizer, options.strategy)
-        schedule.step()
-        backend.mark_step()
-        losses.append(loss.detach())
-        progress.advance()
-    return torch.stack(losses).tolist()  # read once: reading waits for the device
 
 
 @torch.no_grad()
@@ -298,15 +279,22 @@ def count_found(
 
 def save(model: nn.Module, optimizer: Optimizer, options: Namespace, prefix: str, rank: int) -> None:
     """FSDP: each rank its shards, and what is needed to put them together. Else rank 0 the whole model."""
-    if isinstance(model, XlaFullyShardedDataParallel):
+    if isinstance(model, shardkit.FSDP):
         checkpoint = {
-            "model": model.state_dict(),
-            "shard_metadata": model.get_shard_metadata(),
+            "model": model.local_state_dict(),
+            "shard_metadata": model.local_metadata_dict(),
             "optimizer": optimizer.state_dict(),
         }
-        xm.save(checkpoint, f"{prefix}_rank-{rank}-of-{options.ranks}.pth", master_only=False)
-    else:
-        xm.save({"model": model.state_dict()}, prefix + WHOLE)
+        shardkit.save(_on_host(checkpoint), f"{prefix}_rank-{rank}-of-{options.ranks}.pth")
+        return
+    whole = _on_host({"model": model.state_dict()})
+    if rank == 0:
+        shardkit.save(whole, prefix + WHOLE)
+
+
+def _on_host(checkpoint: Any) -> Any:
+    """Its tensors on the CPU; a read, in which every rank takes part."""
+    return tree_map_only(torch.Tensor, lambda t: t.detach().cpu(), checkpoint)
 
 
 # ------------------------------------------------------------ what the calling process runs
@@ -339,12 +327,18 @@ def run(task: Task, options: Namespace) -> int:
     return 0
 
 
+def put_together(prefix: str, ranks: int) -> None:
+    """Writes the whole model beside the shards that the ranks have saved."""
+    saved = [shardkit.load(f"{prefix}_rank-{rank}-of-{ranks}.pth") for rank in range(ranks)]
+    full = consolidate([s["model"] for s in saved], [s["shard_metadata"] for s in saved])
+    shardkit.save({"model": full}, prefix + WHOLE)
+
+
 def accuracy_of_saved(task: Task, options: Namespace, prefix: str) -> float:
     """Held-out accuracy of what the ranks saved, as a plain module on the CPU; shards are put together first."""
     if options.strategy == "fsdp":
-        full, _ = consolidate_sharded_model_checkpoints(prefix, SHARDS)
-    else:
-        full = shardkit.load(prefix + WHOLE)["model"]
+        put_together(prefix, options.ranks)
+    full = shardkit.load(prefix + WHOLE)["model"]
     network = task.model()
     shardkit.load_with_or_without_prefix(network, full)
     dtype = DTYPES[options.compute_dtype]

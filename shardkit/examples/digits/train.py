@@ -1,4 +1,4 @@
-"""What every rank runs: the training loop of a data-parallel job, with or without sharding."""
+"""What every rank runs: a data-parallel job, with or without sharding (its loop: :mod:`shardkit.examples.loop`)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import Optimizer
 
 import shardkit
-from shardkit.backend import Backend, ReduceOp, get_backend
+from shardkit.backend import Backend, get_backend
+from shardkit.examples.loop import average_gradients, train_epoch
 from shardkit.wrapping.policies import transformer_auto_wrap_policy
 
 from . import data
@@ -90,14 +91,6 @@ def has_ddp(backend: Backend) -> bool:
     return backend.name in ("gloo", "cuda")
 
 
-def average_gradients(model: nn.Module, backend: Backend) -> None:
-    """What DDP does, in its plainest form, for backends on which torch's DDP doesn't run."""
-    group = backend.group()
-    for parameter in model.parameters():
-        if parameter.grad is not None:
-            group.all_reduce(parameter.grad, op=ReduceOp.AVG).wait()
-
-
 class Start(NamedTuple):
     """What all ranks start from: the images and the model's weights."""
 
@@ -124,28 +117,22 @@ def train(rank: int, job: Job, start: Start, progress: Progress) -> Outcome:
     whole = list(network.parameters())
     model, optimizer = wrap(job.strategy, network, job, backend)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=job.lr, total_steps=job.epochs * steps)
-    average_by_hand = job.strategy in ("ddp", "oss") and not has_ddp(backend)
-
+    by_hand = job.strategy in ("ddp", "oss") and not has_ddp(backend)
     outcome = Outcome()
+
+    def before_step(index: int) -> None:
+        if by_hand:
+            average_gradients(optimizer, backend)
+        if index == 1 and not outcome.parameters:  # the second step: the optimizer has its state
+            measure(outcome, whole, list(model.parameters()), optimizer, backend)
+
     began = time.perf_counter()
-    model.train()
     for epoch in range(job.stop_after):
-        losses: list[torch.Tensor] = []
-        for batch in data.batches(start.train_set, epoch, job.seed, job.batch_size, rank, job.world_size):
-            images, labels = batch.images.to(device), batch.labels.to(device)
-            model.zero_grad()
-            loss = F.cross_entropy(model(images), labels, label_smoothing=job.label_smoothing)
-            loss.backward()
-            if average_by_hand:
-                average_gradients(model, backend)
-            if epoch == 0 and len(losses) == 1:  # the second step: the optimizer has its state
-                measure(outcome, whole, list(model.parameters()), optimizer, backend)
-            optimizer.step()
-            schedule.step()
-            backend.mark_step()
-            losses.append(loss.detach())
-            progress.advance()
-        outcome.losses += torch.stack(losses).tolist()
+        batches = data.batches(start.train_set, epoch, job.seed, job.batch_size, rank, job.world_size)
+        loss_of = functools.partial(F.cross_entropy, label_smoothing=job.label_smoothing)
+        outcome.losses += train_epoch(
+            model, optimizer, schedule, batches, backend, loss_of, before_step, progress
+        )
         progress.show_loss(outcome.losses[-1])
     outcome.seconds = time.perf_counter() - began
     outcome.accuracy = test(model, start.held_out, device)
