@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from shardkit.examples.digits.data import Split, load
+from shardkit.examples.handwritten import Split, load
 
 FAKE_TRAIN, FAKE_HELD_OUT = 256, 64
 

@@ -11,8 +11,8 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from shardkit.backend import Backend, ReduceOp
 
-from .digits.data import Split
-from .digits.progress import Progress
+from .handwritten import Split
+from .progress import Progress
 
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 BeforeStep = Callable[[int], None]

@@ -32,9 +32,9 @@ from torch.utils.data import DataLoader, TensorDataset
 import shardkit
 from shardkit.activations.checkpointing import checkpoint_wrapper
 from shardkit.backend import Backend, ReduceOp, get_backend
-from shardkit.examples.digits.data import Split, batches, steps_per_epoch
-from shardkit.examples.digits.progress import Progress, progress_bar
+from shardkit.examples.handwritten import Split, batches, steps_per_epoch
 from shardkit.examples.loop import average_gradients, train_epoch
+from shardkit.examples.progress import Progress, progress_bar
 from shardkit.fsdp.local_checkpoint import consolidate
 from shardkit.wrapping.policies import size_based_auto_wrap_policy, transformer_auto_wrap_policy
 
@@ -159,7 +159,6 @@ def fully_sharded(task: Task, options: Namespace, device: torch.device) -> nn.Mo
         "reshard": shardkit.ReshardPolicy(after_forward=not options.no_reshard_after_forward),
         "flatten": options.flatten_parameters,
         "precision": shardkit.PrecisionPolicy(compute=dtype),
-        # running statistics stay a rank's own until the end
     }
 
     def unit(module: nn.Module, **arguments: Any) -> nn.Module:

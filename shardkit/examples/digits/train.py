@@ -16,12 +16,12 @@ from torch.optim import Optimizer
 
 import shardkit
 from shardkit.backend import Backend, get_backend
+from shardkit.examples import handwritten
 from shardkit.examples.loop import average_gradients, train_epoch
+from shardkit.examples.progress import Progress, progress_bar
 from shardkit.wrapping.policies import transformer_auto_wrap_policy
 
-from . import data
 from .model import Block, DigitTransformer
-from .progress import Progress, progress_bar
 
 STRATEGIES = ("ddp", "oss", "sharded_ddp", "fsdp")
 
@@ -94,22 +94,22 @@ def has_ddp(backend: Backend) -> bool:
 class Start(NamedTuple):
     """What all ranks start from: the images and the model's weights."""
 
-    train_set: data.Split
-    held_out: data.Split
+    train_set: handwritten.Split
+    held_out: handwritten.Split
     weights: dict[str, torch.Tensor]
 
 
 def prepare(seed: int) -> Start:
     """Drawn once, by the process that launches: ranks that are threads share one random generator."""
     torch.manual_seed(seed)
-    return Start(*data.load(), weights=DigitTransformer().state_dict())
+    return Start(*handwritten.load(), weights=DigitTransformer().state_dict())
 
 
 def train(rank: int, job: Job, start: Start, progress: Progress) -> Outcome:
     """Trains one model and tests it on the held-out images; every rank calls it, with the same job."""
     backend = get_backend(job.backend)
     device = backend.device()
-    steps = data.steps_per_epoch(start.train_set, job.batch_size)
+    steps = handwritten.steps_per_epoch(start.train_set, job.batch_size)
 
     network = DigitTransformer()
     network.load_state_dict(start.weights)
@@ -128,7 +128,7 @@ def train(rank: int, job: Job, start: Start, progress: Progress) -> Outcome:
 
     began = time.perf_counter()
     for epoch in range(job.stop_after):
-        batches = data.batches(start.train_set, epoch, job.seed, job.batch_size, rank, job.world_size)
+        batches = handwritten.batches(start.train_set, epoch, job.seed, job.batch_size, rank, job.world_size)
         loss_of = functools.partial(F.cross_entropy, label_smoothing=job.label_smoothing)
         outcome.losses += train_epoch(
             model, optimizer, schedule, batches, backend, loss_of, before_step, progress
@@ -140,7 +140,7 @@ def train(rank: int, job: Job, start: Start, progress: Progress) -> Outcome:
 
 
 @torch.no_grad()
-def test(model: nn.Module, held_out: data.Split, device: torch.device) -> float:
+def test(model: nn.Module, held_out: handwritten.Split, device: torch.device) -> float:
     """The share of held-out images whose digit the model finds."""
     model.eval()
     found = model(held_out.images.to(device)).argmax(dim=1) == held_out.labels.to(device)
@@ -186,7 +186,7 @@ def run_rank(rank: int, jobs: list[Job], start: Start) -> list[Outcome]:
     """Runs jobs one after the other, so that ranks start once; only rank 0 shows progress."""
     outcomes = []
     for job in jobs:
-        steps = job.stop_after * data.steps_per_epoch(start.train_set, job.batch_size)
+        steps = job.stop_after * handwritten.steps_per_epoch(start.train_set, job.batch_size)
         title = f"{job.strategy} on {job.world_size} x {job.backend}"
         with progress_bar(title, steps) if rank == 0 else Progress() as progress:
             outcomes.append(train(rank, job, start, progress))
