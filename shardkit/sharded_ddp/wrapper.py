@@ -75,14 +75,7 @@ class ShardedDDP(PreparedForAccelerate, nn.Module):
     ) -> None:
         super().__init__()
         check_wrappable(module, type(self).__name__)
-        optimizers: list[OSS] = []
-        for o in optimizer if isinstance(optimizer, list | tuple) else [optimizer]:
-            if not isinstance(o, OSS):
-                raise ConfigurationError(
-                    f"the optimizer is a {type(o).__name__}; wrap it first: OSS(module.parameters(), "
-                    f"optim={type(o).__name__}, ...)"
-                )
-            optimizers.append(o)
+        optimizers = _sharded(optimizer)
         if reduce is not None and reduce.predivide is not None:
             raise ConfigurationError(
                 f"predivide={reduce.predivide} is for FSDP; ShardedDDP divides halves by the number of ranks before "
@@ -203,6 +196,19 @@ class ShardedDDP(PreparedForAccelerate, nn.Module):
 
 
 note_wrapper(ShardedDDP)
+
+
+def _sharded(optimizer: OSS | Sequence[OSS]) -> list[OSS]:
+    """One or several as a list; raises ConfigurationError if any is no OSS."""
+    optimizers = []
+    for o in optimizer if isinstance(optimizer, list | tuple) else [optimizer]:
+        if not isinstance(o, OSS):
+            raise ConfigurationError(
+                f"the optimizer is a {type(o).__name__}; wrap it first: OSS(module.parameters(), "
+                f"optim={type(o).__name__}, ...)"
+            )
+        optimizers.append(o)
+    return optimizers
 
 
 def _facts(module: nn.Module) -> list[tuple[str, Any]]:
