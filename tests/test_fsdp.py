@@ -146,7 +146,7 @@ def _hybrid(rank: int, world_size: int, mode: str) -> None:
     assert sum(p.numel() for p in model.parameters()) < numel / (2 if mode == "hybrid" else 4) + 8
 
 
-@pytest.mark.parametrize("mode", ["hybrid", "kept by neighbours"])
+@pytest.mark.parametrize("mode", ["hybrid", "post-forward mesh"])
 def test_two_by_two_ranks(mode: str) -> None:
     """Shards over two of four ranks; or over four, and over two between forward and backward."""
     rank_pool(4).run(_hybrid, 4, mode)

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from ..backend import Backend, Group, backend_for
 from ..checks.same_everywhere import check_same_everywhere
 from ..errors import ConfigurationError
-from ..fsdp.listed import flat_of_listed
+from ..fsdp.registered_shard import flat_of_registered
 from ..oss.optimizer import OSS
 from ..reduction.norms import norm_like
 from .gradient_noise import (
@@ -454,7 +454,7 @@ def _call(method: weakref.WeakMethod[Callable[[], None]]) -> None:
 
 
 def _refuse_fsdp(params: Sequence[nn.Parameter]) -> None:
-    if any(flat_of_listed(p) is not None for p in params):
+    if any(flat_of_registered(p) is not None for p in params):
         raise ConfigurationError(
             "AdaScale compares the gradients that each rank computes, and FSDP's parameters get averaged ones only. "
             "Use DistributedDataParallel, or OSS with ShardedDDP"

@@ -92,7 +92,7 @@ def plan_backward(
 
 def _times_of_reductions(units: Iterable[Unit], left: dict[Unit, int]) -> dict[Unit, int]:
     """When backward has left all units that use a trainable unit's parameters."""
-    users: dict[int, int] = {}  # of each vector, by id
+    users: dict[int, int] = {}  # of each flat parameter, by id
     for unit, time in left.items():
         for flat in (*unit.flats, *unit.borrowed):
             users[id(flat)] = max(time, users.get(id(flat), 0))

@@ -66,11 +66,8 @@ def lends_memory(unit: Unit, tensors: Sequence[torch.Tensor]) -> bool:
     """Whether one of these is a view of a member (or one itself), so that its memory is about to go."""
     for tensor in tensors:
         for flat in unit.needs:
-            if (
-                flat.memory
-                and torch._C._has_storage(tensor)
-                and tensor.untyped_storage()._cdata == flat.memory
-            ):
+            memory = flat.store.memory
+            if memory and torch._C._has_storage(tensor) and tensor.untyped_storage()._cdata == memory:
                 return True
     return False
 

@@ -1,4 +1,4 @@
-"""Takes a module's parameters apart into vectors, when it is wrapped.
+"""Takes a module's parameters apart into flat parameters, when it is wrapped.
 
 Legend: W world size, S shard numel.
 """
@@ -21,11 +21,12 @@ from ..errors import ConfigurationError, RankMismatchError
 from ..flattening.flat_parameter import FLAT_PREFIX, ParamInfo, SharedParamInfo
 from ..layout import ShardLayout
 from ..policy import OffloadPolicy, ReducePolicy
-from .flat_param import FlatParam, Member, Place, part_as_data
-from .groups import neighbours_of
-from .members import managing
+from .flat_param import FlatParam
+from .groups import post_forward_mesh
+from .members import Member, Place, managing
 from .registrations import note_taken
 from .state import ShardingState, note_state, state_of
+from .store import own_part
 
 logger = logging.getLogger("shardkit")
 
@@ -76,7 +77,7 @@ class Found:
     Attributes:
         members: parameters of its own, once each, with all places.
         names: path of each member's first place.
-        borrowed: vectors of other units that manage parameters which this module uses too.
+        borrowed: flat parameters of other units that manage parameters which this module uses too.
     """
 
     def __init__(self, state: ShardingState) -> None:
@@ -93,7 +94,7 @@ class Found:
                     continue
                 full = f"{path}.{name}" if path else name
                 flat = managing(p)
-                if flat is not None:
+                if isinstance(flat, FlatParam):
                     self._borrow(flat, p, Place(m, name))
                 elif p in by_param:
                     self.members[by_param[p]].places.append(Place(m, name))
@@ -159,7 +160,7 @@ def shard_module(state: ShardingState, list_shard: Listing) -> None:
             check_ranks_agree(found, ranks, facts)
     check_options(options.reduce, options.offload, state.group.backend)
     check_no_writers(state)
-    _connect_neighbours(state)
+    _connect_mesh(state)
     if options.flatten:
         check_names(module, found, state.group.rank)
     indices = range(len(found.members))
@@ -191,7 +192,7 @@ def _flat_of(state: ShardingState, found: Found, part: list[int], list_shard: Li
     listed, holder = list_shard(state, members, infos, shared, shard)
     return FlatParam(
         members, [found.names[i] for i in part], listed, holder, layout, group,
-        options.precision.compute, options.device, state.neighbours,
+        options.precision.compute, options.device, state.post_forward_mesh,
     )  # fmt: skip
 
 
@@ -208,7 +209,7 @@ def connect(state: ShardingState, example: torch.Tensor | None, borrowed: list[F
     state.replicas = None if options.replicas is None else backend.group(options.replicas)
 
 
-def _connect_neighbours(state: ShardingState) -> None:
+def _connect_mesh(state: ShardingState) -> None:
     """Groups that keep parameters between forward and backward; one for all units that ask alike."""
     count, group = state.options.reshard.after_forward, state.group
     if isinstance(count, bool) or count >= group.world_size:
@@ -218,7 +219,7 @@ def _connect_neighbours(state: ShardingState) -> None:
             f"after_forward={count}: on {group.backend.name} the compiler decides what is kept between "
             "forward and backward; use True or False"
         )
-    state.neighbours = neighbours_of(group, count)
+    state.post_forward_mesh = post_forward_mesh(group, count)
 
 
 def wake(state: ShardingState) -> None:
@@ -243,7 +244,7 @@ def _wake(state: ShardingState) -> None:
                 f"this FSDP module was pickled as a shard of {flat.layout.world_size} and is loaded by "
                 f"{state.group.world_size} ranks: groups of ranks are not pickled. Save state_dict() instead"
             )
-        flat.connect(state.group, state.neighbours)
+        flat.connect(state.group, state.post_forward_mesh)
     state.make_unit(borrowed)
     state.unit.divisors = divisors
     state.unit.attach()
@@ -260,7 +261,7 @@ def announce(root: nn.Module, units: int, parameters: int, group: Group) -> None
 
 
 def check_names(module: nn.Module, found: Found, rank: int) -> None:
-    """Raises ConfigurationError if the module has attributes by the names under which its vectors are to be listed."""
+    """Raises ConfigurationError if the module has attributes by the names that its flat parameters are to have."""
     for k in range(len(alike(range(len(found.members)), found.members))):
         name = f"{FLAT_PREFIX}{k}"
         if hasattr(module, name):
@@ -317,7 +318,7 @@ def shard_of(
     """This rank's shard of the members, [S], in their dtype.
 
     Args:
-        layout: of the vector.
+        layout: of the flat parameter.
         device: where the members are gathered; the shard is there too.
         from_rank_0: rank 0's values count; else ranks must hold the same ones.
 
@@ -336,9 +337,7 @@ def shard_of(
         group.channel("buffers").broadcast(vector, 0, label="parameters of rank 0")
     else:
         _check_same_values(vector, members, group)
-    if group.backend.has_storage:
-        return vector[group.rank * layout.shard_numel : (group.rank + 1) * layout.shard_numel].clone()
-    return part_as_data(vector, group)
+    return own_part(vector, group).clone()
 
 
 def _check_same_values(vector: torch.Tensor, members: list[Member], group: Group) -> None:

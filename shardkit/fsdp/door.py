@@ -18,12 +18,12 @@ from . import moving
 from . import state_dict as state_dicts
 from .calls import cast_inputs, run_summoned
 from .construct import shard_module, wake
-from .flat_param import Member, Place
 from .inside import answer_for
 from .lazy import saving_members_by_name
-from .listed import flat_of_listed
+from .members import Member, Place
 from .names import WRAPPED
 from .refusals import check_asker
+from .registered_shard import flat_of_registered
 from .running import enter, fail, input_dtype, leave, watched
 from .sharded_api import ShardedAPI
 from .standing_in import StandingIn
@@ -167,4 +167,4 @@ def _after_load(door: Any, incompatible: Any) -> None:
     state_dicts.end_loading(door._state)
 
 
-note_wrapper(Door, owns=lambda param: flat_of_listed(param) is not None)
+note_wrapper(Door, owns=lambda param: flat_of_registered(param) is not None)

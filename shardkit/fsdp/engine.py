@@ -42,6 +42,7 @@ from .backward_plan import BackwardPlan, End, plan_backward
 from .flat_param import FlatParam
 from .frozen import FrozenUnits
 from .refusals import backward_with_graph, changed_since_forward, written_member
+from .store import LOCKED
 from .threads import NO_THREAD, check_one_thread, this_thread
 from .tracing import check_backward
 from .unit import Unit
@@ -222,14 +223,14 @@ class Engine:
         for unit in self.units:
             if unit.is_held:
                 for flat in unit.needs:
-                    flat.lock()
+                    flat.store.lock()
                     self._locked.append(flat)
 
     def _unlock(self, flats: Sequence[FlatParam]) -> None:
         for flat in flats:
-            if flat.is_locked:
-                flat.unlock()
-        self._locked = [flat for flat in self._locked if flat.is_locked]
+            if flat.store.state is LOCKED:
+                flat.store.unlock()
+        self._locked = [flat for flat in self._locked if flat.store.state is LOCKED]
 
     def _make_plan(self) -> None:
         self._replan = False
@@ -274,7 +275,7 @@ class Engine:
         """
         check_backward(self.units[0])
         if torch.is_grad_enabled():  # in a backward: create_graph=True
-            flats = [f for u in self.units for f in u.flats if not f.is_whole]
+            flats = [f for u in self.units for f in u.flats if not f.store.is_whole]
             if flats:
                 raise backward_with_graph(flats[0])
         self.state.begin()
@@ -418,8 +419,7 @@ class Engine:
         self._release_kept()
         if self.state.accumulating:
             for unit in self.units:
-                for local in unit.local:
-                    local.note()
+                unit.note_local_gradients()
             return
         for unit in self._plan.reductions[self._next_reduction :]:
             self._send(unit)

@@ -1,7 +1,7 @@
 """Looks at each optimizer once, before its first step: would it do to parameters what it does to shards?
 
-A plain process has parameters where FSDP lists vectors. An optimizer notices if it was made before wrapping (its
-parameters get no gradients), if it looks at more than one element at a time, or if it was told to treat matrices
+A plain process has parameters where FSDP lists flat parameters. An optimizer notices if it was made before wrapping
+(its parameters get no gradients), if it looks at more than one element at a time, or if it was told to treat matrices
 in another way: shards have one dimension.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch.optim import Optimizer
 
@@ -18,11 +18,8 @@ from ..errors import ConfigurationError, LifecycleError
 from ..optimizers.elementwise import Verdict, judge, names_of_elementwise
 from ..optimizers.shards import shard_behind
 from ..optimizers.stepping import take_part
-from .members import managing, name_of_member
+from .members import FlatParamLike, managing, name_of_member
 from .state_of_shards import check_loaded, mark_state_dicts
-
-if TYPE_CHECKING:
-    from .flat_param import FlatParam
 
 logger = logging.getLogger("shardkit")
 
@@ -48,14 +45,14 @@ class _FirstSteps:
             self._seen_wrapped[optimizer] = wrapped
         if is_same:
             return
-        vectors = [f for g in optimizer.param_groups for f in map(shard_behind, g["params"]) if f is not None]
-        if any(_is_cut(f) for f in vectors):
+        flats = [f for g in optimizer.param_groups for f in map(shard_behind, g["params"]) if f is not None]
+        if any(_is_cut(f) for f in flats):
             is_new = optimizer not in self._judged
             if is_new or optimizer in self._loaded:
-                check_loaded(optimizer, vectors)
+                check_loaded(optimizer, flats)
                 self._loaded.discard(optimizer)
             if is_new:
-                _refuse_differences(optimizer, vectors)
+                _refuse_differences(optimizer, flats)
                 _refuse_coupled(optimizer)
                 _warn_of_groups_by_dimension(optimizer)
                 mark_state_dicts(optimizer, self._look_again)
@@ -74,7 +71,7 @@ _first_steps = _FirstSteps()
 
 
 def check_first_steps() -> None:
-    """A vector was made: optimizers are looked at before their next step."""
+    """A flat parameter was made: optimizers are looked at before their next step."""
     _first_steps.wrapped += 1
     take_part(_first_steps)
 
@@ -96,14 +93,14 @@ def _refuse_members(optimizer: Optimizer) -> None:
         )
 
 
-def _refuse_differences(optimizer: Optimizer, vectors: list[FlatParam]) -> None:
-    """Ranks step the parts of one vector: each with the same optimizer and the same options (collective)."""
+def _refuse_differences(optimizer: Optimizer, flats: list[FlatParamLike]) -> None:
+    """Ranks step the parts of one flat parameter: each with the same optimizer and the same options (collective)."""
     facts = option_facts(optimizer=type(optimizer).__name__)
     for index, group in enumerate(optimizer.param_groups):
         facts += option_facts(
             **{f"{k} of group {index}": group[k] for k in sorted(group) if k not in ("params", "param_names")}
         )
-    for ranks in {f.group.ranks: f.group for f in vectors}.values():
+    for ranks in {f.group.ranks: f.group for f in flats}.values():
         check_same_everywhere(ranks, facts, "optimizers over the shards of one model")
 
 
@@ -126,7 +123,7 @@ def _refuse_coupled(optimizer: Optimizer) -> None:
 
 
 def _warn_of_groups_by_dimension(optimizer: Optimizer) -> None:
-    """Groups made by ``p.ndim`` put all vectors with the biases: a group with weight decay is left without any."""
+    """Groups made by ``p.ndim`` put all flat parameters with the biases: one with weight decay is left empty."""
     groups = optimizer.param_groups
     left_empty = any(not g["params"] and g.get("weight_decay") for g in groups)
     undecayed = [f for g in groups if not g.get("weight_decay") for f in map(shard_behind, g["params"]) if f]

@@ -27,9 +27,9 @@ from . import state_dict as state_dicts
 from .calls import cast_inputs, computing_when_summoned, refuse_backward
 from .construct import shard_module, wake
 from .door import Door
-from .flat_param import Member, Place
 from .inside import collect_in_place, refuse_state_dicts
 from .lazy import saving_members_by_name
+from .members import Member, Place
 from .refusals import check_asker
 from .running import Entered, enter, fail, input_dtype, leave, watched
 from .state import Options, ShardingState, note_state, state_of
@@ -67,7 +67,7 @@ def fully_shard(
     so that groups by name and freezing by name work; ``state_dict()`` is full, and ``load_state_dict()`` takes a full
     one (both collective). What wrappers have as methods, ``sharding_of(module)`` has: ``no_sync``,
     ``summon_full_params``, ``clip_grad_norm_``, optimizer states. Every parameter travels by itself: where a unit has
-    many small ones, ``FSDP(module)``, which sends a unit as one vector, is faster.
+    many small ones, ``FSDP(module)``, which sends a unit as one flat parameter, is faster.
 
     Args: those of :class:`~shardkit.FSDP`.
 

@@ -10,10 +10,10 @@ import torch
 from ..backend import Backend, Group, backend_for
 from ..errors import ConfigurationError
 
-_neighbours: weakref.WeakKeyDictionary[Any, dict[int, Group]] = weakref.WeakKeyDictionary()
+_meshes: weakref.WeakKeyDictionary[Any, dict[int, Group]] = weakref.WeakKeyDictionary()
 
 
-def neighbours_of(group: Group, count: int) -> Group:
+def post_forward_mesh(group: Group, count: int) -> Group:
     """The group of ``count`` consecutive ranks that this rank belongs to (collective; made once for a group).
 
     Raises:
@@ -23,7 +23,7 @@ def neighbours_of(group: Group, count: int) -> Group:
         raise ConfigurationError(
             f"{group.world_size} ranks can't be divided into groups of {count}; name a number that divides them"
         )
-    known = _neighbours.setdefault(group, {})
+    known = _meshes.setdefault(group, {})
     if count in known:
         return known[count]
     mine = None
@@ -62,7 +62,7 @@ def hybrid_groups(
     Source: hybrid sharding of PyTorch FSDP (arXiv 2304.11277, section 3.2).
     """
     everyone = backend_for([torch.empty(0)], backend).group(group)
-    shards = neighbours_of(everyone, shard_size)
+    shards = post_forward_mesh(everyone, shard_size)
     replicas = None
     for offset in range(shard_size):
         made = everyone.new_group(range(offset, everyone.world_size, shard_size))

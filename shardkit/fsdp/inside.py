@@ -21,10 +21,9 @@ from torch import nn
 
 from ..errors import LifecycleError
 from ..flattening.flat_parameter import FlatParameter
-from .flat_param import FlatParam
-from .listed import flat_of_listed
-from .members import ReleasedParameter, managing, refuse_copy
+from .members import FlatParamLike, ReleasedParameter, managing, refuse_copy
 from .names import clean
+from .registered_shard import flat_of_registered
 from .state import ShardingState, state_of
 
 
@@ -142,12 +141,14 @@ def refuse_state_dicts(state: ShardingState) -> None:
             m.register_load_state_dict_pre_hook(_refuse_loading)
 
 
-def _shards_of(module: nn.Module) -> dict[str, FlatParam]:
-    """Names of parameters whose values the module has not, and the vectors that have them."""
+def _shards_of(module: nn.Module) -> dict[str, FlatParamLike]:
+    """Names of parameters whose values the module has not, and the flat parameters that have them."""
     found = {}
     for name, param in module._parameters.items():
         member = module.__dict__.get(name) if param is None else None
-        flat = flat_of_listed(param) if param is not None else None if member is None else managing(member)
+        flat = (
+            flat_of_registered(param) if param is not None else None if member is None else managing(member)
+        )
         if flat is not None and (param is None or flat.group.world_size > 1):
             found[name] = flat
     return found
@@ -174,7 +175,7 @@ def _refuse_loading(module: nn.Module, state_dict: dict[str, Any], prefix: str, 
         _refuse(module, "load_state_dict()", {n: f for n, f in shards.items() if prefix + n in state_dict})
 
 
-def _refuse(module: nn.Module, what: str, shards: dict[str, FlatParam]) -> None:
+def _refuse(module: nn.Module, what: str, shards: dict[str, FlatParamLike]) -> None:
     if shards:
         name, flat = next(iter(shards.items()))
         group = flat.group

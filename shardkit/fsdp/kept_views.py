@@ -11,59 +11,71 @@ modules are looked through.
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.weak import TensorWeakRef
 
+from ..layout import ShardLayout
 from ..torch_seams.hooks import NO_BACKWARD, current_backward
-from .members import ReleasedParameter, ReleasedView, as_tensors, note_view
+from .members import Member, ReleasedParameter, ReleasedView, as_tensors, note_view
 
-if TYPE_CHECKING:
-    from .flat_param import FlatParam
-
-holders_of = torch._C._storage_Use_Count  # how many tensors look at a storage
+_holders_of = torch._C._storage_Use_Count  # how many tensors look at a storage
 _address_of = torch._C._storage_address  # type: ignore[attr-defined]
 
 
 class KeptViews:
-    """The views of one vector's members that were found.
+    """The views of one flat parameter's members that modules keep.
+
+    Args:
+        memory: identifies the storage that members are views of.
+        members: in the order of ``layout``.
 
     Attributes:
-        familiar: how many tensors looked at the memory the last time none was kept; by whether gradients were
-            enabled, and whether a backward ran.
         found: those that were; some may be gone.
     """
 
-    def __init__(self) -> None:
-        self.familiar: dict[tuple[bool, bool], int] = {}
+    def __init__(self, memory: int, members: Sequence[Member], layout: ShardLayout) -> None:
+        self._memory = memory
+        self._members = members
+        self._layout = layout
+        # How many tensors looked at the memory the last time none was kept; by whether gradients were enabled, and
+        # whether a backward ran.
+        self._familiar: dict[tuple[bool, bool], int] = {}
         self.found: list[tuple[TensorWeakRef, type[torch.Tensor]]] = []
 
-    def conceal(self, flat: FlatParam) -> None:
-        """The vector's memory is about to be given back."""
+    def conceal(self, modules: Sequence[nn.Module]) -> None:
+        """The memory is about to be given back; views may be kept by these modules."""
         state = (torch.is_grad_enabled(), current_backward() != NO_BACKWARD)
+        now = _holders_of(self._memory)
+        if not self.found and now <= self._familiar.get(state, 0):
+            self._familiar[state] = now
+            return
+        self._find(modules)
+        if not self.found:
+            self._familiar[state] = _holders_of(self._memory)
+            return
+        offsets = self._layout.offsets()
+        with as_tensors():
+            for ref, _ in self.found:
+                tensor: Any = ref()
+                number = bisect.bisect_right(offsets, int(tensor.storage_offset())) - 1
+                note_view(tensor, self._members[min(number, len(self._members) - 1)].param)
+                is_param = isinstance(tensor, nn.Parameter)
+                tensor.__class__ = ReleasedParameter if is_param else ReleasedView
+
+    def _find(self, modules: Sequence[nn.Module]) -> None:
         found = {id(t): (ref, kind) for ref, kind in self.found if (t := ref()) is not None}
-        own = {id(member.param) for member in flat.members}
-        for module in flat.modules:
+        own = {id(member.param) for member in self._members}
+        for module in modules:
             for tensor in _tensors_in(list(module.__dict__.values())):
                 if id(tensor) in own or id(tensor) in found or not torch._C._has_storage(tensor):
                     continue
-                if _address_of(tensor) == flat.memory:
+                if _address_of(tensor) == self._memory:
                     found[id(tensor)] = (TensorWeakRef(tensor), type(tensor))
         self.found = list(found.values())
-        if not found:
-            self.familiar[state] = holders_of(flat.memory)
-            return
-        offsets = flat.layout.offsets()
-        with as_tensors():
-            for ref, _ in self.found:
-                tensor = ref()
-                number = bisect.bisect_right(offsets, int(tensor.storage_offset())) - 1
-                note_view(tensor, flat, min(number, len(flat.members) - 1))
-                is_param = isinstance(tensor, nn.Parameter)
-                tensor.__class__ = ReleasedParameter if is_param else ReleasedView
 
     def reveal(self) -> None:
         """The memory is back."""

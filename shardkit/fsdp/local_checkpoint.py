@@ -79,7 +79,7 @@ def note_of(state: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def _vectors(state: ShardingState) -> dict[str, tuple[FlatParam, list[list[Any]]]]:
-    """Each vector by its key in a local state dict, with names and shapes of its members."""
+    """Each flat parameter by its key in a local state dict, with names and shapes of its members."""
     found: dict[str, tuple[FlatParam, list[list[Any]]]] = {}
     for path, m in state.door.named_modules():
         s = state_of(m)

@@ -6,6 +6,7 @@ import torch
 
 from ..reduction.clearing import StandingGradient
 from .flat_param import FlatParam
+from .gradients import GradientPack
 from .members import as_tensors
 
 
@@ -21,15 +22,15 @@ class LocalGradients:
         self._flat = flat
         self._standing = StandingGradient()
 
-    def note(self) -> None:
-        """A backward inside ``no_sync`` has ended."""
+    def note(self, pack: GradientPack) -> None:
+        """A backward inside ``no_sync`` has ended; ``pack`` would have reduced the gradients."""
         flat = self._flat
         with as_tensors():
             if all(m.param.grad is None for m in flat.members):
                 return
         if flat.param.grad is None:
             flat.param.grad = torch.zeros_like(flat.param, requires_grad=False)
-            flat.nothing_used()
+            pack.clear_unused()
         self._standing.stand(flat.param, flat.param.grad)
 
     def forget_if_cleared(self) -> None:

@@ -10,20 +10,22 @@ watch what is done with them, and take the path through the modules then.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.overrides import resolve_name
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
+from ..backend import Group
 from ..errors import LifecycleError
+from ..layout import ShardLayout
 from ..torch_seams.tensor_facts import ALIKE, FACTS, SHAPE, name_of
-
-if TYPE_CHECKING:
-    from .flat_param import FlatParam
+from .unused import Unused
 
 # A context in which released members are taken for what they are, tensors, and nothing is called for them.
 as_tensors = torch._C.DisableTorchFunctionSubclass
@@ -33,7 +35,7 @@ _GRADIENT = frozenset({"get grad", "get _grad"})
 
 
 class MemberParameter(nn.Parameter):
-    """A parameter whose values are a part of a gathered vector. A copy of it is a parameter of its own."""
+    """A parameter whose values are a part of a gathered flat parameter. A copy of it is a parameter of its own."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         if id(self) not in memo:
@@ -89,10 +91,64 @@ class ReleasedView(torch.Tensor):
     __torch_function__ = ReleasedParameter.__torch_function__
 
 
-class Owner(NamedTuple):
-    """The vector that holds a member's values, and which of its members this is."""
+class Place(NamedTuple):
+    """Where a parameter is an attribute."""
 
-    flat: FlatParam
+    module: nn.Module
+    name: str
+
+
+@dataclass
+class Member:
+    """One of the original parameters in a flat parameter, and all places where it is found.
+
+    Attributes:
+        kind: its class while it has values: a user's own, or ours.
+    """
+
+    param: nn.Parameter
+    places: list[Place]
+    shape: torch.Size = field(init=False)
+    kind: type[nn.Parameter] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.shape = torch.Size() if is_lazy(self.param) else self.param.shape
+        self.kind = MemberParameter if type(self.param) is nn.Parameter else type(self.param)
+
+
+class FlatParamLike(Protocol):
+    """What a :class:`FlatParam` is to those below it; its attributes are described there."""
+
+    members: list[Member]
+    names: list[str]
+    path: str
+    label: str
+    param: nn.Parameter
+    holder: Place
+    layout: ShardLayout
+    group: Group
+    post_forward_mesh: Group | None
+    modules: Sequence[nn.Module]
+    unused: Unused
+    written: list[int]
+
+    @property
+    def compute_dtype(self) -> torch.dtype: ...
+
+    @property
+    def compute_device(self) -> torch.device: ...
+
+    @property
+    def keeps_shapes(self) -> bool: ...
+
+    @property
+    def gathered(self) -> torch.Tensor: ...
+
+
+class Owner(NamedTuple):
+    """The flat parameter that holds a member's values, and which of its members this is."""
+
+    flat: FlatParamLike
     number: int
 
 
@@ -100,31 +156,31 @@ class Owner(NamedTuple):
 _owners: WeakIdKeyDictionary = WeakIdKeyDictionary()
 _views: WeakIdKeyDictionary = WeakIdKeyDictionary()  # of members, that a program keeps
 _names_of_copies: WeakIdKeyDictionary = WeakIdKeyDictionary()
-_COPIED: Any = "vectors that are being copied"  # beside the ids in the memo of a deepcopy
+_COPIED: Any = "flat parameters that are being copied"  # beside the ids in the memo of a deepcopy
 
 
-def managing(param: nn.Parameter) -> FlatParam | None:
-    """The vector that manages a member, None for other parameters."""
+def managing(param: nn.Parameter) -> FlatParamLike | None:
+    """The flat parameter that manages a member, None for other parameters."""
     owner = _owners.get(param)
     return None if owner is None else owner.flat
 
 
-def note_member(param: nn.Parameter, flat: FlatParam, index: int) -> None:
-    """From now on this parameter is known to be that member of that vector."""
+def note_member(param: nn.Parameter, flat: FlatParamLike, index: int) -> None:
+    """From now on this parameter is known to be that member of that flat parameter."""
     _owners[param] = Owner(flat, index)
 
 
-def note_view(tensor: torch.Tensor, flat: FlatParam, index: int) -> None:
-    """This tensor, which is about to become released, is a view of that member of that vector."""
-    _views[tensor] = Owner(flat, index)
+def note_view(tensor: torch.Tensor, param: nn.Parameter) -> None:
+    """This tensor, which is about to become released, is a view of that member."""
+    _views[tensor] = _owners[param]
 
 
-def note_copying(flats: list[FlatParam], memo: dict[int, Any]) -> None:
-    """Members of these vectors may be copied without values: the vectors are copied too, and fill the copies."""
+def note_copying(flats: Sequence[FlatParamLike], memo: dict[int, Any]) -> None:
+    """Members of these may be copied without values: the flat parameters are copied too, and fill the copies."""
     memo.setdefault(_COPIED, set()).update(id(f) for f in flats)
 
 
-def are_copied(flats: list[FlatParam], memo: dict[int, Any]) -> bool:
+def are_copied(flats: Sequence[FlatParamLike], memo: dict[int, Any]) -> bool:
     """Whether they belong to something around them that is being copied."""
     return bool(flats) and memo.get(_COPIED, set()).issuperset(id(f) for f in flats)
 
@@ -190,7 +246,7 @@ def _refusal_of_view(owner: Owner, what: str) -> str:
 
 
 def refuse_copy(param: ReleasedParameter, what: str) -> None:
-    """Raises for a parameter that was copied, or came from a file, without the vector that has its values."""
+    """Raises for a parameter that was copied, or came from a file, without the flat parameter that has its values."""
     if param not in _owners:
         raise LifecycleError(_refusal(param, what))
 
@@ -202,7 +258,7 @@ def _refuse_gradient(param: ReleasedParameter) -> None:
         owner is None
         or param.grad is not None
         or owner.flat.param.grad is None
-        or owner.flat.idle[owner.number]
+        or owner.flat.unused.members[owner.number]
     ):
         return
     group = owner.flat.group
@@ -214,7 +270,7 @@ def _refuse_gradient(param: ReleasedParameter) -> None:
 
 
 def _without_owner(dtype: torch.dtype, requires_grad: bool, name: str) -> nn.Parameter:
-    """A copy; the copy of its vector, if there is one, will give it values."""
+    """A copy; the copy of its flat parameter, if there is one, will give it values."""
     param = nn.Parameter(torch.empty(0, dtype=dtype), requires_grad=requires_grad)
     _names_of_copies[param] = name
     param.__class__ = ReleasedParameter

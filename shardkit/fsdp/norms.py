@@ -1,4 +1,4 @@
-"""Which gradients count for the norm below an FSDP root, and where the others of the same vectors are."""
+"""Which gradients count for the norm below an FSDP root, and where the others of the same flat parameters are."""
 
 from __future__ import annotations
 
@@ -50,14 +50,14 @@ def _like(root: ShardingState, params: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _that_count(flat: FlatParam, norm_type: float) -> list[torch.Tensor]:
-    """This rank's gradient of a vector; for norms that zeros change without padding and members that had none."""
+    """This rank's gradient of a flat parameter; without padding and unused members for norms that zeros change."""
     gradient = flat.param.grad
     if gradient is None:
         return []
     if norm_type > 0:
         return [gradient]
-    if flat.used is not None:
-        return [torch.where(flat.used, gradient, torch.full_like(gradient, math.inf))]
-    rank, idle = flat.group.rank, flat.idle
-    here = [p for p in flat.layout.pieces() if p.rank == rank and not idle[p.item]]
+    if flat.unused.used is not None:
+        return [torch.where(flat.unused.used, gradient, torch.full_like(gradient, math.inf))]
+    rank, unused = flat.group.rank, flat.unused.members
+    here = [p for p in flat.layout.pieces() if p.rank == rank and not unused[p.item]]
     return [gradient.view(-1)[p.offset : p.offset + p.numel] for p in here]

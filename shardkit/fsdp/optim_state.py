@@ -1,12 +1,12 @@
 """Optimizer state of sharded parameters: to one full dict under one id for each original parameter, and back.
 
-Ids count the members of all vectors, wrapper by wrapper with the root first: fairscale's order. A full dict is::
+Ids count the members of all flat parameters, unit by unit with the root first: fairscale's order. A full dict is::
 
     {"state": {id: {...}}, "param_groups": [...], "param_id_map": {id: index in the optimizer or None},
      "uncollected_local_ids": [...]}
 
 What has one element for each of the parameter's is gathered and cut into the members' shapes; what is one number for a
-vector (the count of steps) is repeated for each member.
+flat parameter (the count of steps) is repeated for each member.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def _gather(flat: FlatParam, value: torch.Tensor) -> list[torch.Tensor]:
 
 
 def _keys_everywhere(flat: FlatParam, state: dict[str, Any]) -> dict[str, tuple[bool, Any]]:
-    """For each state of a vector: whether it is gathered, and its dtype or its value (ranks may lack it)."""
+    """For each state of a flat parameter: whether it is gathered, and its dtype or its value (ranks may lack it)."""
     mine = {k: (True, v.dtype) if _is_vector(k, v, flat) else (False, _plain(v)) for k, v in state.items()}
     if flat.group.world_size == 1:
         return mine
@@ -88,10 +88,10 @@ def gather_full(
     """The full state dict where ``keep_on``, None elsewhere (collective).
 
     Args:
-        flats: all vectors, in the order of ids.
+        flats: all flat parameters, in the order of ids.
         uncollected: those whose state is this rank's own and stays here.
         optimizer_state: ``optimizer.state_dict()``; further entries are passed on.
-        optimizer: whose parameters are the vectors' shards.
+        optimizer: whose parameters are the flat parameters' shards.
         keep_on: whether this rank returns it.
     """
     params = [p for g in optimizer.param_groups for p in g["params"]]
@@ -110,7 +110,7 @@ def gather_full(
         for key, (is_vector, what) in kinds.items():
             if is_vector:
                 value = own.get(key)
-                if value is None:  # nothing of the vector's members lies here, or nothing was ever used
+                if value is None:  # nothing of its members lies here, or nothing was ever used
                     value = torch.zeros(flat.layout.shard_numel, dtype=what)
                 values: list[Any] = _gather(flat, value)
             else:
@@ -176,7 +176,7 @@ def shard_full(flats: Sequence[FlatParam], full: dict[str, Any]) -> dict[str, An
         locals_: list[int] = []
         for i in group["params"]:
             k = vector_of[i]
-            if k not in local_of:  # vectors without state have no index: they come in the optimizer's order
+            if k not in local_of:  # those without state have no index: they come in the optimizer's order
                 given = id_map.get(i)
                 local_of[k] = len(local_of) if given is None else given
             if local_of[k] not in locals_:
@@ -192,7 +192,7 @@ def shard_full(flats: Sequence[FlatParam], full: dict[str, Any]) -> dict[str, An
 
 
 def _shard_state(flat: FlatParam, ids: list[int], have: dict[int, dict[str, Any]]) -> dict[str, Any]:
-    """One vector's state from those of its members; members without any count as zeros."""
+    """One flat parameter's state from those of its members; members without any count as zeros."""
     first = next(iter(have.values()))
     sharded = {}
     shapes = {i: m.shape for i, m in zip(ids, flat.members, strict=True)}
@@ -214,7 +214,7 @@ def _shard_state(flat: FlatParam, ids: list[int], have: dict[int, dict[str, Any]
 def _check_members(
     names: dict[int, str], shapes: dict[int, torch.Size], have: dict[int, dict[str, Any]]
 ) -> None:
-    """State that makes a vector has one element for each of a member's, or is one number, the same kind for all.
+    """State has one element for each of a member's, or is one number; the same kind for all of a flat parameter.
 
     Raises:
         ConfigurationError: names the state and the parameter.

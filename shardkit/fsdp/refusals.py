@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from itertools import islice
-from typing import TYPE_CHECKING
 
 from torch import nn
 
 from ..errors import ConfigurationError, LifecycleError
 from ..torch_seams.callers import callers
-from .members import name_of_member
-
-if TYPE_CHECKING:
-    from .flat_param import FlatParam
+from .members import FlatParamLike, name_of_member
 
 # Functions of peft's that look for names of modules among the keys of a state dict: the wrapper's names are longer.
 _BY_NAMES_OF_MODULES = {
@@ -24,7 +20,7 @@ _BY_NAMES_OF_MODULES = {
 }
 
 
-def replaced_shard(flat: FlatParam) -> LifecycleError:
+def replaced_shard(flat: FlatParamLike) -> LifecycleError:
     """What is raised where somebody put another tensor in the place of a shard."""
     module, name = flat.holder
     found = module._parameters.get(name)
@@ -37,7 +33,7 @@ def replaced_shard(flat: FlatParam) -> LifecycleError:
 
 
 def replaced_member(param: nn.Parameter) -> LifecycleError:
-    """What is raised where somebody put a tensor in the place of a parameter that is in a vector."""
+    """What is raised where somebody put a tensor in the place of a parameter that is in a flat parameter."""
     return LifecycleError(
         f"parameter {name_of_member(param)!r} of an FSDP module is replaced by another tensor, which forward would "
         "ignore (functional_call does this). " + _FUNCTIONAL
@@ -58,7 +54,7 @@ def put_into_wrapper(name: str) -> LifecycleError:
     )
 
 
-def unknown_root(flat: FlatParam, number: int) -> LifecycleError:
+def unknown_root(flat: FlatParamLike, number: int) -> LifecycleError:
     """What is raised where backward reaches a unit that no FSDP forward was run for."""
     name = name_of_member(flat.members[number].param)
     return LifecycleError(
@@ -67,7 +63,7 @@ def unknown_root(flat: FlatParam, number: int) -> LifecycleError:
     )
 
 
-def backward_when_summoned(flat: FlatParam) -> LifecycleError:
+def backward_when_summoned(flat: FlatParamLike) -> LifecycleError:
     """What is raised where backward needs what a forward inside of ``summon_full_params`` computed with."""
     return LifecycleError(
         f"rank {flat.group.rank}: backward through {flat.label or 'an FSDP module'} inside of summon_full_params, or "
@@ -75,7 +71,7 @@ def backward_when_summoned(flat: FlatParam) -> LifecycleError:
     )
 
 
-def written_member(flat: FlatParam) -> LifecycleError:
+def written_member(flat: FlatParamLike) -> LifecycleError:
     """What is raised, once, where the memory of gathered members is given back that somebody wrote to."""
     name, flat.written = name_of_member(flat.members[flat.written[0]].param), []
     return LifecycleError(
@@ -85,7 +81,7 @@ def written_member(flat: FlatParam) -> LifecycleError:
     )
 
 
-def backward_with_graph(flat: FlatParam) -> LifecycleError:
+def backward_with_graph(flat: FlatParamLike) -> LifecycleError:
     """What is raised where a backward that builds a graph reaches a unit whose members are given back."""
     return LifecycleError(
         f"rank {flat.group.rank}: a backward with create_graph=True (a gradient penalty, a Hessian) through an FSDP "
@@ -94,7 +90,7 @@ def backward_with_graph(flat: FlatParam) -> LifecycleError:
     )
 
 
-def changed_since_forward(flat: FlatParam) -> LifecycleError:
+def changed_since_forward(flat: FlatParamLike) -> LifecycleError:
     """What is raised where backward reaches a unit whose shard was written to after forward."""
     return LifecycleError(
         f"rank {flat.group.rank}: backward through a forward of before the last change of "

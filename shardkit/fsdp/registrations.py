@@ -1,8 +1,8 @@
 """What may be put where, once parameters are sharded: torch tells of everything that is registered in a module.
 
 [Note: registrations] Parameters are taken out of their modules when a module is wrapped. One that is registered
-later (a new head, an adapter, a parametrization, a larger embedding) would be in no vector: each rank would train its
-own. It is refused where torch registers it.
+later (a new head, an adapter, a parametrization, a larger embedding) would be in no flat parameter: each rank would
+train its own. It is refused where torch registers it.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from torch.nn.modules.module import (
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..errors import ConfigurationError
-from .listed import flat_of_listed
 from .members import managing
+from .registered_shard import flat_of_registered
 from .state import ShardingState
 
 # Modules whose parameters a unit has taken, and what is below them, but not below another unit.
@@ -44,7 +44,7 @@ def _on_module(parent: nn.Module, name: str, child: nn.Module | None) -> None:
     new = [(path, m) for path, m in child.named_modules(prefix=name) if m not in _taken]
     for path, m in new:
         for attribute, param in m._parameters.items():
-            if param is not None and flat_of_listed(param) is None:
+            if param is not None and flat_of_registered(param) is None:
                 raise ConfigurationError(_too_late(parent, f"{path}.{attribute}"))
     for _, m in new:
         if not any(p is not None for p in m._parameters.values()):  # no other unit's

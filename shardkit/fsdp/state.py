@@ -77,7 +77,7 @@ class ShardingState:
         nesting: how many units lie one inside another here.
         group: ranks among which it is sharded.
         replicas: ranks that hold the same shard.
-        neighbours: ranks that keep gathered parameters between them after forward.
+        post_forward_mesh: ranks that keep gathered parameters between them after forward.
         unit: what the engine runs.
         engine: the root's; None before the first forward.
         is_root: no other unit is around it; None before the first forward.
@@ -95,7 +95,7 @@ class ShardingState:
         self.nesting = 1
         self.group: Group
         self.replicas: Group | None = None
-        self.neighbours: Group | None = None
+        self.post_forward_mesh: Group | None = None
         self.unit: Unit
         self.engine: Engine | None = None
         self.is_root: bool | None = None
@@ -108,7 +108,7 @@ class ShardingState:
     def __getstate__(self) -> dict[str, Any]:
         """What a copy or a file takes; ``construct.wake`` makes it work again."""
         copied = self.__dict__.copy()
-        for name in ("group", "neighbours", "replicas", "unit", "engine", "is_root", "summoned"):
+        for name in ("group", "post_forward_mesh", "replicas", "unit", "engine", "is_root", "summoned"):
             copied[name] = None
         copied["options"] = replace(self.options, group=None, replicas=None)
         copied["borrowed"], copied["divided"] = self.unit.borrowed, self.unit.divisors

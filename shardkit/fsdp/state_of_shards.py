@@ -8,7 +8,7 @@ rank's own that is right. torch.distributed.checkpoint would keep one rank's for
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
@@ -18,9 +18,7 @@ from ..errors import ConfigurationError
 from ..optimizers.elementwise import KNOWN
 from ..optimizers.shards import shard_behind
 from ..torch_seams.distributed_checkpoint import OwnOfRank, Request, current_request
-
-if TYPE_CHECKING:
-    from .flat_param import FlatParam
+from .members import FlatParamLike
 
 NOTE = "shardkit_shards"  # in the groups of a state dict: whose shards it is of
 
@@ -82,13 +80,13 @@ def _marked(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
 
 
 def _note(params: Iterable[torch.Tensor]) -> list[list[Any]]:
-    """Of each vector of a group: the rank, the world size, the names of its members and their numels."""
-    flats: list[FlatParam] = [f for f in map(shard_behind, params) if f is not None]
+    """Of each flat parameter of a group: the rank, the world size, the names of its members and their numels."""
+    flats: list[FlatParamLike] = [f for f in map(shard_behind, params) if f is not None]
     return [[f.group.rank, f.group.world_size, list(f.names), list(f.layout.numels)] for f in flats]
 
 
 # ------------------------------------------------------------ what was loaded
-def check_loaded(optimizer: Optimizer, vectors: Iterable[FlatParam]) -> None:
+def check_loaded(optimizer: Optimizer, flats: Iterable[FlatParamLike]) -> None:
     """Refuses state of other shards on all ranks, before it steps (collective).
 
     Torch loads what it is given, and has no hook for optimizers that never stepped. It keeps what groups hold.
@@ -97,7 +95,7 @@ def check_loaded(optimizer: Optimizer, vectors: Iterable[FlatParam]) -> None:
         ConfigurationError: names the rank, and what its state is of.
     """
     mine = _wrong_shards(optimizer) or _wrong_shapes(optimizer)
-    for group in {f.group.ranks: f.group for f in vectors}.values():
+    for group in {f.group.ranks: f.group for f in flats}.values():
         if group.world_size == 1:
             everybody = [mine]
         else:
@@ -136,7 +134,7 @@ def _wrong_shapes(optimizer: Optimizer) -> str | None:
     if type(optimizer) not in KNOWN:
         return None
     for param, state in optimizer.state.items():
-        flat: FlatParam | None = shard_behind(param) if isinstance(param, torch.Tensor) else None
+        flat: FlatParamLike | None = shard_behind(param) if isinstance(param, torch.Tensor) else None
         for key, value in state.items() if flat is not None else ():
             if isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape != param.shape:
                 names = flat.names if flat is not None else []
@@ -167,7 +165,7 @@ def mark_shards(params: Iterable[torch.Tensor], state: dict[str, Any]) -> None:
 
 
 # ------------------------------------------------------------ asked by torch for a state dict
-def check_request(flats: Callable[[], Iterable[FlatParam]]) -> None:
+def check_request(flats: Callable[[], Iterable[FlatParamLike]]) -> None:
     """Refuses what torch's functions for state dicts would do wrong with shards; see [Note: requests].
 
     Args:

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import sys
 import threading
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from ..errors import LifecycleError
-from ..torch_seams.hooks import NO_BACKWARD, current_backward, frame_of_backward
-
-if TYPE_CHECKING:
-    from .engine import Engine
+from ..torch_seams.hooks import NO_BACKWARD, BackwardState, current_backward, frame_of_backward
 
 NO_THREAD = 0
 this_thread = threading.get_ident
 
 
-def check_one_thread(engine: Engine, what: str) -> None:
+class Threaded(Protocol):
+    """What runs forward and backward of the units of a root, and in which threads."""
+
+    thread: int
+    state: BackwardState
+
+
+def check_one_thread(engine: Threaded, what: str) -> None:
     """Raises LifecycleError if another thread is inside of a forward or backward of this root.
 
     Device threads, which run parts of a backward on behalf of the thread that called it, are not taken for others.

@@ -38,7 +38,7 @@ def check_forward(unit: Unit) -> None:
     if _fx._is_fx_tracing_flag:
         raise refusal(unit, "tracing with torch.fx (symbolic_trace, make_fx)")
     check_backward(unit)
-    if transform_level() is not None and not all(flat.is_whole for flat in unit.needs):
+    if transform_level() is not None and not all(flat.store.is_whole for flat in unit.needs):
         keys = {level.key() for level in torch._C._functorch.get_interpreter_stack() or []}
         kinds = torch._C._functorch.TransformType
         if keys & {kinds.Grad, kinds.Jvp}:

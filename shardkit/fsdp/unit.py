@@ -3,30 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 
 from ..backend import Group
 from ..torch_seams.compiling import not_compiled
-from ..torch_seams.hooks import NO_BACKWARD, GradientHooks, current_backward
+from ..torch_seams.hooks import NO_BACKWARD, BackwardState, GradientHooks, current_backward
 from .flat_param import FlatParam
-from .gradients import GradientPack
+from .gradients import GradientPack, pack_for
 from .local_gradients import LocalGradients
 from .members import as_tensors
 from .refusals import backward_when_summoned, unknown_root, written_member
+from .store import GATHERING, KEPT, SUMMONED
 
-if TYPE_CHECKING:
-    from .engine import Engine
+
+class Runner(Protocol):
+    """What runs the units of a root: an :class:`Engine`, which has these described."""
+
+    state: BackwardState
+    after: list[torch.Tensor]
+
+    def begin_backward(self) -> None: ...
+    def reach(self, unit: Unit, gradient: torch.Tensor | None) -> None: ...
+    def complete(self, unit: Unit) -> None: ...
+    def leave(self, unit: Unit) -> None: ...
 
 
 class Unit:
-    """The vectors of one wrapped module.
+    """The flat parameters of one wrapped module.
 
     Attributes:
         name: path of the wrapper in the root module.
-        flats: vectors that this unit owns.
-        borrowed: vectors of other units with weights that this unit's module uses too.
+        flats: flat parameters that this unit owns.
+        borrowed: those of other units with weights that this unit's module uses too.
         needs: both.
         keep_after_forward: stays gathered between forward and backward.
         engine: runs the unit; the root's.
@@ -55,7 +65,7 @@ class Unit:
         self.reduce_dtype = reduce_dtype
         self.divisors = divisors
         self.replicas = replicas
-        self.engine: Engine | None = None
+        self.engine: Runner | None = None
         self.is_held = False
         self.reduced = False
         self.position = -1
@@ -80,8 +90,7 @@ class Unit:
         """Listens to the gradients of the members that are trainable now."""
         self._hooks.remove()
         self._packs = [
-            GradientPack(f, f.group.channel("gradients"), self.reduce_dtype, self.divisors)
-            for f in self.flats
+            pack_for(f, f.group.channel("gradients"), self.reduce_dtype, self.divisors) for f in self.flats
         ]
         self._fired = [False] * sum(sum(p.trainable) for p in self._packs)
         self.waiting = len(self._fired)
@@ -120,7 +129,7 @@ class Unit:
             engine = self.engine
             if engine is None:
                 raise unknown_root(flat, number)
-            if flat.is_summoned:
+            if flat.store.state is SUMMONED:
                 raise backward_when_summoned(flat)
             if engine.state.task == NO_BACKWARD:
                 engine.begin_backward()
@@ -144,8 +153,8 @@ class Unit:
     def finish_gather(self) -> None:
         """Waits for them."""
         for flat in self.needs:
-            if flat.pending is not None:
-                flat.finish_gather()
+            if flat.store.state is GATHERING:
+                flat.store.finish()
 
     def release(self, until_backward: bool = False) -> None:
         """The module does not need its values any more, or only in backward.
@@ -164,7 +173,8 @@ class Unit:
     def forget_between(self) -> None:
         """Nothing is kept between forward and backward."""
         for flat in self.flats:
-            flat.forget_between()
+            if flat.store.state is KEPT:
+                flat.store.forget_kept()
 
     # ------------------------------------------------------------ backward
     def enter_backward(self, gradient: torch.Tensor | None = None) -> None:
@@ -213,6 +223,11 @@ class Unit:
         for pack in self._packs:
             if any(pack.trainable):
                 pack.receive(self.replicas)
+
+    def note_local_gradients(self) -> None:
+        """A backward inside ``no_sync`` has ended."""
+        for local, pack in zip(self.local, self._packs, strict=True):
+            local.note(pack)
 
     def has_local_gradients(self) -> bool:
         """Whether members hold gradients of this rank that were not reduced."""

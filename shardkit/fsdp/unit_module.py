@@ -13,14 +13,15 @@ from torch import nn
 from ..errors import LifecycleError
 from ..flattening.flat_parameter import FlatParameter, ParamInfo, SharedParamInfo
 from ..flattening.wrapper import FlattenParamsWrapper
-from .flat_param import FlatParam, Member, Place
+from .flat_param import FlatParam
+from .members import Member, Place
 
 
 class UnitModule(FlattenParamsWrapper):
     """Lists a unit's shards as ``flat_param_0``, ... or, unflattened, under the parameters' own names.
 
     To readers it is a :class:`FlattenParamsWrapper`, whose names and attributes it has; but the parameters are members
-    of sharded vectors, and the FSDP module around it moves them.
+    of sharded flat parameters, and the FSDP module around it moves them.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -34,7 +35,7 @@ class UnitModule(FlattenParamsWrapper):
 
     @property
     def flat_params(self) -> list[FlatParameter]:  # type: ignore[override]
-        """The listed vectors (this rank's shards)."""
+        """The listed flat parameters (this rank's shards)."""
         found = [self._parameters.get(name) for name in self.flat_param_names]
         return [p for p in found if isinstance(p, FlatParameter)]
 

@@ -23,10 +23,10 @@ class FSDP(Door):
         model = FSDP(model)                 # the root holds the rest
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)   # after wrapping
 
-    ``parameters()`` lists this rank's shards: a vector for each unit (and dtype), or with ``flatten=False`` one for
-    each parameter. After backward their ``grad`` is this rank's shard of the mean over ranks. Any optimizer that works
-    element by element gives the results of plain training. Attributes of the wrapped module are reached through the
-    wrapper; its parameters have values only inside forward, backward and :meth:`summon_full_params`. Elsewhere they
+    ``parameters()`` lists this rank's shards: a flat parameter for each unit (and dtype), or with ``flatten=False`` one
+    for each parameter. After backward their ``grad`` is this rank's shard of the mean over ranks. Any optimizer that
+    works element by element gives the results of plain training. Attributes of the wrapped module are reached through
+    the wrapper; its parameters have values only inside forward, backward and :meth:`summon_full_params`. Elsewhere they
     tell their shapes and gradients, and raise :class:`LifecycleError` for all that needs values.
     :func:`~shardkit.fully_shard` does the same to a module in place.
 
@@ -41,7 +41,7 @@ class FSDP(Door):
         reshard: when gathered parameters are given back.
         offload: what lives in host memory.
         reduce: dtype and division of gradients on the wire.
-        flatten: one vector for the module, not one for each parameter.
+        flatten: one flat parameter for the module, not one for each parameter.
         sync_module_states: start from rank 0's values. Otherwise ranks must hold the same ones.
         device: where to compute; by default where the parameters are.
         backend: name or instance of the backend; by default that of the device.

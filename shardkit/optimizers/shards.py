@@ -1,4 +1,4 @@
-"""Which parameters are shards: parts of vectors, of which each rank lists its own."""
+"""Which parameters are shards: parts of flat parameters, of which each rank lists its own."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from ..errors import ConfigurationError
 _behind: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
-def note_shard(param: torch.Tensor, vector: object) -> None:
-    """From now on this parameter is known to be a shard of that vector."""
-    _behind[param] = vector
+def note_shard(param: torch.Tensor, flat: object) -> None:
+    """From now on this parameter is known to be a shard of that flat parameter."""
+    _behind[param] = flat
 
 
 def shard_behind(param: torch.Tensor) -> Any:
-    """The vector whose shard a parameter is, None for other parameters."""
+    """The flat parameter whose shard a parameter is, None for other parameters."""
     return _behind.get(param)
 
 

@@ -15,8 +15,8 @@ from torch.utils._pytree import tree_map_only
 from shardkit.errors import ConfigurationError, LifecycleError
 from shardkit.fsdp.door import Door
 from shardkit.fsdp.gradients import predivide_factor
-from shardkit.fsdp.listed import flat_of_listed
 from shardkit.fsdp.names import clean
+from shardkit.fsdp.registered_shard import flat_of_registered
 from shardkit.fsdp.state import Options
 from shardkit.fsdp.summoning import summoned
 from shardkit.internal.containers import apply_to_tensors
@@ -310,7 +310,7 @@ class FullyShardedDataParallel(Door):
         Raises:
             ConfigurationError: ``p`` belongs to no FSDP module.
         """
-        if flat_of_listed(p) is None:
+        if flat_of_registered(p) is None:
             raise ConfigurationError("append_shared_param takes a parameter that another FSDP module owns")
 
     def assert_state(self, state: TrainingState | list[TrainingState]) -> None:

@@ -1,10 +1,10 @@
-"""Keeps an optimizer from moving parameters that had no gradient though their neighbours in a vector had.
+"""Keeps an optimizer from moving parameters that had no gradient though others of their flat parameter had.
 
 Before a step their values and states are put aside, and put back after it (``reduction/unused.py``); where closures
 make gradients within a step: after each of them, and before the next. It costs nothing where all members have
 gradients.
 
-[Note: counts] State that is one number for the vector, such as Adam's count of steps, is that of the neighbours: a
+[Note: counts] State that is one number for the flat parameter, such as Adam's count of steps, is that of the others: a
 member that was put aside in some steps and takes part again has another bias correction than in a plain process. That
 is warned of when it happens. (Not where execution is lazy: who took part is not known then.)
 """
@@ -42,19 +42,19 @@ _NO_COUNTS = (torch.optim.RMSprop, torch.optim.Adadelta, torch.optim.Rprop)  # h
 _lock = threading.Lock()  # ranks may be threads of one process
 
 
-def protect_idle_members(flat: FlatParam) -> None:
-    """Optimizers leave members of this vector alone that had no gradient, from now until all have one."""
-    take_part(_idle_members)
+def protect_unused(flat: FlatParam) -> None:
+    """Optimizers leave members of this flat parameter alone that had no gradient, from now until all have one."""
+    take_part(_skip_unused)
     with _lock:
         _flats.add(flat)
 
 
-def idle_ranges(flat: FlatParam) -> list[tuple[int, int]]:
+def _unused_ranges(flat: FlatParam) -> list[tuple[int, int]]:
     """Parts of this rank's shard whose members had no gradient, as (start, end)."""
     return [
         (p.offset, p.offset + p.numel)
         for p in flat.layout.pieces()
-        if p.rank == flat.group.rank and flat.idle[p.item]
+        if p.rank == flat.group.rank and flat.unused.members[p.item]
     ]
 
 
@@ -63,16 +63,17 @@ def _put_aside(optimizer: Optimizer) -> None:
     with _lock:
         flats = [f for f in _flats if id(f.param) in mine]
         for flat in flats:
-            if not flat.has_idle:
+            if not flat.unused.are_any:
                 _flats.discard(flat)
     saved = []
     for flat in flats:
         if flat.param.grad is None or flat.param.is_meta:
             continue
         _check_counts(optimizer, flat)
-        if not flat.has_idle:
+        if not flat.unused.are_any:
             continue
-        unused = UnusedRanges(idle_ranges(flat)) if flat.used is None else UsedMask(flat.used)
+        used = flat.unused.used
+        unused = UsedMask(used) if used is not None else UnusedRanges(_unused_ranges(flat))
         state = optimizer.state.get(flat.param, {})
         saved.append(_Saved(flat, PutAside(flat.param.data, state, unused)))
     if saved:
@@ -86,8 +87,8 @@ def _check_counts(optimizer: Optimizer, flat: FlatParam) -> None:
     with _lock:
         left_out = _left_out.setdefault(optimizer, weakref.WeakKeyDictionary()).setdefault(flat, set())
     here = {p.item for p in flat.layout.pieces() if p.rank == flat.group.rank}
-    again = sorted(k for k in left_out & here if not flat.idle[k])
-    left_out.update(k for k in here if flat.idle[k])
+    again = sorted(k for k in left_out & here if not flat.unused.members[k])
+    left_out.update(k for k in here if flat.unused.members[k])
     if not again or len(flat.members) == 1 or not _counts(optimizer, flat.param):
         return
     _warned.add(optimizer)
@@ -101,7 +102,7 @@ def _check_counts(optimizer: Optimizer, flat: FlatParam) -> None:
 
 
 def _counts(optimizer: Optimizer, param: torch.Tensor) -> bool:
-    """Whether the update of a vector depends on one number for it."""
+    """Whether the update of a flat parameter depends on one number for it."""
     if isinstance(optimizer, _NO_COUNTS):
         return False
     if isinstance(optimizer, torch.optim.Adagrad):
@@ -118,7 +119,7 @@ def _restore(optimizer: Optimizer) -> None:
         aside.put_back(flat.param.data, optimizer.state.get(flat.param, {}))
 
 
-class _IdleMembers:
+class _SkipUnused:
     """See the top of this file."""
 
     def before(self, optimizer: Optimizer) -> None:
@@ -130,4 +131,4 @@ class _IdleMembers:
             _restore(optimizer)
 
 
-_idle_members = _IdleMembers()
+_skip_unused = _SkipUnused()

@@ -1,9 +1,9 @@
-"""Listed parameters: this rank's shards, as optimizers and users see them."""
+"""Registered parameters: this rank's shards, as optimizers and users see them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -12,19 +12,17 @@ from ..errors import LifecycleError
 from ..flattening.flat_parameter import FlatParameter
 from ..optimizers.shards import note_shard, shard_behind
 from ..torch_seams.hooks import check_asked_gradients
-
-if TYPE_CHECKING:
-    from .flat_param import FlatParam
+from .members import FlatParamLike
 
 
-def flat_of_listed(param: nn.Parameter) -> FlatParam | None:
-    """The vector whose shard a listed parameter is, None for other parameters."""
-    flat: FlatParam | None = shard_behind(param)
+def flat_of_registered(param: nn.Parameter) -> FlatParamLike | None:
+    """The flat parameter whose shard a registered parameter is, None for other parameters."""
+    flat: FlatParamLike | None = shard_behind(param)
     return flat
 
 
-def note_listed(param: nn.Parameter, flat: FlatParam) -> None:
-    """From now on this parameter is known to be the shard of that vector."""
+def note_registered(param: nn.Parameter, flat: FlatParamLike) -> None:
+    """From now on this parameter is known to be the shard of that flat parameter."""
     if type(param) is FlatParameter:
         param.__class__ = ShardedFlatParameter
     note_shard(param, flat)
@@ -34,7 +32,7 @@ def note_listed(param: nn.Parameter, flat: FlatParam) -> None:
 def _refuse_shards(inputs: Sequence[Any]) -> None:
     """Raises LifecycleError where a backward is asked for gradients of shards."""
     for asked in inputs:
-        flat = flat_of_listed(asked) if isinstance(asked, nn.Parameter) else None
+        flat = flat_of_registered(asked) if isinstance(asked, nn.Parameter) else None
         if flat is not None:
             raise LifecycleError(
                 f"rank {flat.group.ranks[flat.group.rank]}: torch.autograd.grad and backward(inputs=...) can't give "
@@ -44,11 +42,11 @@ def _refuse_shards(inputs: Sequence[Any]) -> None:
 
 
 class ShardedFlatParameter(FlatParameter):
-    """A vector's shard. The attributes are those that existing code reads from fairscale's parameters."""
+    """A flat parameter's shard. The attributes are those that existing code reads from fairscale's parameters."""
 
     @property
-    def _flat(self) -> FlatParam:
-        flat = flat_of_listed(self)
+    def _flat(self) -> FlatParamLike:
+        flat = flat_of_registered(self)
         if flat is None:
             raise AttributeError("this parameter was part of an FSDP module that is gone")
         return flat
@@ -71,12 +69,12 @@ class ShardedFlatParameter(FlatParameter):
 
     @property
     def _fp16_shard(self) -> torch.Tensor | None:
-        """None: shards are cast on their way into the gathered vector."""
+        """None: shards are cast on their way into the gathered flat parameter."""
         return None
 
     @property
     def _full_param_padded(self) -> torch.Tensor:
-        """The gathered vector [W * S]; without memory while the unit is not gathered."""
+        """The gathered flat parameter [W * S]; without memory while the unit is not gathered."""
         return self._flat.gathered
 
     @property

@@ -1,0 +1,192 @@
+"""What every way of reducing a flat parameter's gradients does.
+
+Legend: W world size, S shard numel, F flags in one rank's part.
+
+[Note: packed gradients] When a unit's gradients are there, one operation copies them into a buffer [W * (S + F)] whose
+part for a rank has the rank's shard of the flat parameter, and then one flag for each member that lies there. Their own
+memory is given back, and one reduce-scatter makes the part of this rank. A flag says that a rank had a gradient for the
+member. A rank that lacks one itself looks whether anybody had: a plain process leaves ``grad=None`` where a
+parameter was not used, and the optimizer then skips it (see ``skipping.py``).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from ...backend import Group, ReduceOp, Work
+from ...reduction.shard_gradients import gradient_class
+from ..flat_param import FlatParam
+from ..members import as_tensors
+from ..skipping import protect_unused
+
+
+class Reduction(NamedTuple):
+    """Gradients in flight."""
+
+    had: list[bool]  # for each member, whether this rank had a gradient
+    had_all: bool  # for all trainable ones
+    result: torch.Tensor  # this rank's part: [S], [S + F], or [S + flags of this rank]
+    work: Work | None  # None where there is nothing to wait for
+
+
+class GradientPack(ABC):
+    """Packs, reduces and hands over the gradients of one flat parameter.
+
+    Args:
+        flat: whose members' gradients these are.
+        group: ranks that share it; its channel for gradients.
+        reduce_dtype: dtype on the wire; None for the gradients' own.
+        divisors: the sum over ranks is divided by the first before and by the second after it is formed.
+
+    Attributes:
+        trainable: for each member, whether it is.
+    """
+
+    def __init__(
+        self, flat: FlatParam, group: Group, reduce_dtype: torch.dtype | None, divisors: tuple[float, float]
+    ) -> None:
+        self._flat = flat
+        self._group = group
+        own = flat.compute_dtype
+        self._dtype = reduce_dtype if reduce_dtype is not None and own.is_floating_point else own
+        self._device = flat.compute_device
+        before, after = divisors if group.world_size > 1 else (1.0, divisors[0] * divisors[1])
+        is_mean = before * after == group.world_size and has_mean(self._dtype)
+        self._op = ReduceOp.AVG if is_mean else ReduceOp.SUM
+        self._before, self._after = (1.0, 1.0) if is_mean else (before, after)
+        self._gradient_class: Any = gradient_class(flat.group, "the FSDP root's clip_grad_norm_", True)
+        self._in_flight: Reduction | None = None
+        self.trainable = [m.param.requires_grad for m in flat.members]
+        self._pieces = [p for p in flat.layout.pieces() if self.trainable[p.item]]
+        self._here = [p.item for p in self._pieces if p.rank == group.rank]  # in order of their flags
+
+    # ------------------------------------------------------------ sending
+    def send(self) -> None:
+        """Takes the members' gradients and starts their reduction (collective)."""
+        with as_tensors():
+            gradients = [m.param.grad for m in self._flat.members]
+            for m in self._flat.members:
+                m.param.grad = None
+        self._in_flight = self._reduce(gradients)
+
+    @abstractmethod
+    def _reduce(self, gradients: list[torch.Tensor | None]) -> Reduction | None:
+        """Starts; gives the gradients' own memory back before anything else is allocated. None: nothing to do."""
+
+    def _scatter(self, packed: torch.Tensor, had: list[bool], had_all: bool) -> Reduction:
+        result = torch.empty(packed.numel() // self._group.world_size, dtype=self._dtype, device=self._device)
+        if self._before != 1.0:
+            packed.mul_(1.0 / self._before)
+        work = self._group.reduce_scatter_into(
+            result, packed, op=self._op, async_op=True, label=f"gradients of {self._flat.label}"
+        )
+        return Reduction(had, had_all, result, work)
+
+    def _rows(self, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
+        """The gradients of all members, each in one dimension; zeros for those that have none."""
+        rows = []
+        for m, g in zip(self._flat.members, gradients, strict=True):
+            if g is None:
+                rows.append(torch.zeros(m.shape.numel(), dtype=self._dtype, device=self._device))
+            else:
+                dense = g.to_dense() if g.layout is torch.sparse_coo else g
+                row = dense if dense.dim() == 1 else dense.reshape(-1)
+                rows.append(row if row.dtype == self._dtype else row.to(self._dtype))
+        return rows
+
+    # ------------------------------------------------------------ receiving
+    def is_done(self) -> bool:
+        """Whether :meth:`receive` would not wait."""
+        return self._in_flight is None or self._in_flight.work is None or self._in_flight.work.is_done()
+
+    def receive(self, replicas: Group | None) -> None:
+        """Waits for the reduction, and adds the result to the shard's gradient.
+
+        Args:
+            replicas: ranks that hold the same shard; the result is averaged over them too.
+        """
+        if self._in_flight is None:
+            self._forget_zeros(self._flat.unused.members)
+            return
+        had, had_all, result, work = self._in_flight
+        self._in_flight = None
+        if work is not None:
+            work.wait()
+            self._arrived()
+        if replicas is not None:
+            self._average(result, replicas)
+        if self._after != 1.0:
+            result.mul_(1.0 / self._after)
+        if self._note(had, had_all, result):
+            self._hand_over(self._own(result))
+
+    @abstractmethod
+    def _arrived(self) -> None:
+        """What was sent may be given back."""
+
+    def _note(self, had: list[bool], had_all: bool, result: torch.Tensor) -> bool:
+        """Notes which members had no gradient on any rank; whether any member with a part here had one."""
+        flat, here = self._flat, self._here or range(len(had))
+        if not had_all:
+            had = self._anywhere(had, result)
+        if True not in map(had.__getitem__, here):
+            self._forget_zeros([flat.unused.members[i] for i in here])
+            return False
+        flat.unused.note(had, flat.param.grad is None)
+        if True in flat.unused.members:
+            protect_unused(flat)
+        return True
+
+    def _anywhere(self, had: list[bool], result: torch.Tensor) -> list[bool]:
+        """Which members had a gradient on some rank, as far as they have a part here."""
+        return had
+
+    def _own(self, result: torch.Tensor) -> torch.Tensor:
+        """The shard's gradient [S] in what came."""
+        size = self._flat.layout.shard_numel
+        return result if result.numel() == size else result[:size]
+
+    def clear_unused(self) -> None:
+        """The shard's gradient is new: no member has had one yet."""
+        self._flat.unused.clear(None)
+
+    def _forget_zeros(self, unused: Sequence[bool]) -> None:
+        """The shard's gradient may be zeros that stand for nothing; see ``local_gradients.py``."""
+        if False not in unused:
+            self._flat.param.grad = None
+
+    def _average(self, result: torch.Tensor, replicas: Group) -> None:
+        is_mean = has_mean(result.dtype)
+        if not is_mean:
+            result.mul_(1.0 / replicas.world_size)
+        replicas.all_reduce(
+            result, op=ReduceOp.AVG if is_mean else ReduceOp.SUM, label=f"gradients of {self._flat.label}"
+        ).wait()
+
+    def _hand_over(self, gradient: torch.Tensor) -> None:
+        """Adds to the shard's gradient, as autograd would: through hooks, which autograd never calls for it."""
+        param = self._flat.param
+        if gradient.dtype != param.dtype or gradient.device != param.device:
+            gradient = gradient.to(device=param.device, dtype=param.dtype)
+        if gradient.shape != param.shape:
+            gradient = gradient.view(param.shape)
+        for hook in (param._backward_hooks or {}).values():
+            changed = hook(gradient)
+            gradient = gradient if changed is None else changed
+        if param.grad is None:
+            param.grad = gradient
+        else:
+            param.grad.add_(gradient)
+        if type(param.grad) is torch.Tensor:
+            param.grad.__class__ = self._gradient_class
+        for after in (param._post_accumulate_grad_hooks or {}).values():
+            after(param)
+
+
+def has_mean(dtype: torch.dtype) -> bool:
+    """Whether backends form the mean: halves are divided before their sum, which could overflow."""
+    return dtype not in (torch.float16, torch.bfloat16)

@@ -1,0 +1,23 @@
+"""Gradients of which one rank has all."""
+
+from __future__ import annotations
+
+from itertools import compress
+from typing import final
+
+import torch
+
+from .pack import GradientPack, Reduction
+
+
+@final
+class WholePack(GradientPack):
+    """Nothing is sent, but for replicas."""
+
+    def _reduce(self, gradients: list[torch.Tensor | None]) -> Reduction:
+        had = [g is not None for g in gradients]
+        had_all = False not in compress(had, self.trainable)
+        return Reduction(had, had_all, torch.cat(self._rows(gradients)), None)
+
+    def _arrived(self) -> None:
+        """Nothing was sent."""

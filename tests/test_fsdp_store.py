@@ -1,0 +1,125 @@
+"""Where a flat parameter's values are: the mode is chosen once, and its state changes as ``states.py`` says."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import nn
+
+from shardkit import FSDP
+from shardkit.errors import LifecycleError
+from shardkit.fsdp.store import TRANSITIONS, State, Store
+from shardkit.policy import PrecisionPolicy, ReshardPolicy
+from tests.fsdp_models import WIDTH, batch, build
+from tests.pools import rank_pool
+
+HALF = PrecisionPolicy(compute=torch.bfloat16)
+
+
+@contextlib.contextmanager
+def _watched_states(seen: set[tuple[str, str]]) -> Iterator[None]:
+    """Collects all transitions."""
+
+    def get(store: Store) -> State:
+        return store.__dict__["state"]
+
+    def put(store: Store, state: State) -> None:
+        seen.add((store.__dict__.get("state", state).name, state.name))
+        store.__dict__["state"] = state
+
+    Store.state = property(get, put)
+    try:
+        yield
+    finally:
+        del Store.state
+
+
+def _linears() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(WIDTH, 7), nn.Tanh(), nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 3))
+
+
+def _units(**options: object) -> FSDP:
+    model = build(_linears)
+    for k in (0, 2):
+        model[k] = FSDP(model[k], **options)
+    return FSDP(model, **options)
+
+
+def _train(model: FSDP, rank: int, steps: int) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(steps):
+        optimizer.zero_grad()
+        with model.no_sync() if step == 1 else contextlib.nullcontext():
+            model(batch(step, 4)[rank]).pow(2).mean().backward()
+        optimizer.step()
+
+
+def _transitions(rank: int, world_size: int) -> set[tuple[str, str]]:
+    seen: set[tuple[str, str]] = set()
+    with _watched_states(seen):
+        for options in ({}, {"reshard": ReshardPolicy(after_forward=False)}, {"precision": HALF}):
+            _train(_units(**options), rank, 3)
+        kept = _units(reshard=ReshardPolicy(after_forward=world_size // 2 or 1))
+        _train(kept, rank, 3)
+        loss = kept(batch(0, 4)[rank]).pow(2).mean()
+        with kept.summon_full_params():
+            pass
+        loss.backward()
+        kept(batch(0, 4)[rank])  # no backward follows
+        with torch.no_grad():
+            kept(batch(0, 4)[rank])
+    return {(a, b) for a, b in seen if a != b}
+
+
+def test_states_follow_the_table() -> None:
+    legal = {(before.name, after.name) for before, those in TRANSITIONS.items() for after in those}
+    seen = set().union(*rank_pool(4).run(_transitions, 4), *rank_pool(1).run(_transitions, 1))
+    assert seen <= legal
+    assert legal - seen == {("GATHERING", "RELEASED")}  # where a gathering fails
+
+
+def _kinds(rank: int) -> list[str]:
+    made = [
+        FSDP(nn.Linear(2, 2)),
+        FSDP(nn.Linear(2, 2), precision=HALF),
+        FSDP(nn.Linear(2, 2, device="meta")),
+    ]
+    return [type(model._state.flats[0].store).__name__ for model in made]
+
+
+def test_the_mode_is_a_class() -> None:
+    assert rank_pool(1).run(_kinds) == [["Whole", "Stored", "Deferred"]]
+    assert rank_pool(2).run(_kinds) == [["Stored", "Stored", "Deferred"]] * 2
+
+
+def _failing(rank: int) -> None:
+    model = FSDP(build(_linears))
+    xs = batch(0, 2)[rank]
+    right = model(xs)
+    store = model._state.flats[0].store
+    channel = store._channel
+
+    class Failing:
+        def wait(self) -> None:
+            raise RuntimeError("lost")
+
+    class Broken:
+        def all_gather_into(self, output: torch.Tensor, *_: object, **__: object) -> Failing:
+            output.fill_(7.0)
+            return Failing()
+
+    store._channel = Broken()  # type: ignore[assignment]
+    model._state.unit.release()
+    with pytest.raises(RuntimeError, match="lost"):
+        model(xs)
+    with pytest.raises(LifecycleError, match="not gathered"):
+        model.module[0].weight.sum().item()
+    store._channel = channel
+    torch.testing.assert_close(model(xs), right)
+
+
+def test_what_a_failed_gathering_leaves_is_not_shown() -> None:
+    rank_pool(2).run(_failing)
