@@ -11,8 +11,9 @@ from ..errors import LifecycleError
 from ..torch_seams.compiling import not_compiled
 from ..torch_seams.hooks import NO_BACKWARD, current_backward, tensors_in, tensors_of, watch_outputs
 from . import construct
+from .backward import Watcher
 from .calls import lends_memory, without_lent_memory
-from .engine import Engine, Watcher
+from .engine import Engine
 from .names import clean
 from .refusals import replaced_member, replaced_shard
 from .state import ShardingState, state_of
