@@ -1,3 +1,3 @@
 """shardkit's version as numbers."""
 
-__version_tuple__ = (0, 1, 0)
+__version_tuple__ = (0, 2, 0)

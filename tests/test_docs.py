@@ -1,0 +1,83 @@
+"""What the pages say of files, commands and functions is there: names move, and pages are not imported."""
+
+from __future__ import annotations
+
+import re
+from functools import lru_cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+
+
+def text_of(page: Path) -> str:
+    """The page without its blocks of code, in which files are the reader's."""
+    return re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.M | re.S)
+
+
+@lru_cache(maxsize=1)
+def modules() -> frozenset[str]:
+    """All Python files, with their folders, links not followed."""
+    tops = ("shardkit", "backends", "compat", "tests", "docs")
+    return frozenset(
+        path.relative_to(ROOT).as_posix()
+        for top in tops
+        for path in (ROOT / top).rglob("*.py")
+        if "__pycache__" not in path.parts
+    )
+
+
+@each_page
+def test_modules_exist(page: Path) -> None:
+    """By their path in the repository, or its end."""
+    named = set(re.findall(r"[\w./-]+\.py\b", text_of(page)))
+    known = {"/" + name for name in modules()}
+    missing = sorted(name for name in named if not any(path.endswith("/" + name) for path in known))
+    assert not missing, f"{page.name} names files that are not there: {missing}"
+
+
+@each_page
+def test_links_lead_somewhere(page: Path) -> None:
+    targets = [t.split("#")[0] for t in re.findall(r"\]\(([^)]+)\)", text_of(page)) if "://" not in t]
+    missing = [t for t in targets if t and not (page.parent / t).exists()]
+    assert not missing, f"{page.name} links to what is not there: {missing}"
+
+
+@each_page
+def test_make_has_the_targets(page: Path) -> None:
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.M))
+    calls = re.findall(r"^make ([^#\n]*)|`make ([^`]*)`", page.read_text(), re.M)
+    words = [word for call in calls for word in "".join(call).split()]
+    missing = [w for w in words if "=" not in w and w != "..." and w not in targets]
+    assert not missing, f"{page.name} calls make {missing}"
+
+
+@each_page
+def test_no_blank_line_cuts_a_table(page: Path) -> None:
+    """What follows a blank line is a table of its own, and begins with a head and a line of dashes."""
+    blocks = re.split(r"\n\s*\n", text_of(page))
+    tables = [block.strip().splitlines() for block in blocks if block.strip().startswith("|")]
+    headless = [table[0] for table in tables if len(table) < 2 or not re.fullmatch(r"[\s|:-]+", table[1])]
+    assert not headless, f"{page.name}: rows that belong to the table above: {headless}"
+
+
+def test_faults_name_tests_that_exist() -> None:
+    found = {Path(name).stem for name in modules()}
+    for name in modules():
+        if name.startswith("tests/"):
+            found.update(re.findall(r"def (test_\w+)", (ROOT / name).read_text()))
+    named = re.findall(r"`(test_\w+?)(?:\[[^`]*\]|\.py)?`", (ROOT / "docs" / "TESTING.md").read_text())
+    missing = sorted(set(named) - found)
+    assert named
+    assert not missing, f"docs/TESTING.md names tests that are not there: {missing}"
+
+
+def test_the_newest_version_is_this_one() -> None:
+    import shardkit
+
+    newest = re.search(r"^## \[(\d[^\]]*)\] - \d{4}-\d\d-\d\d$", (ROOT / "CHANGELOG.md").read_text(), re.M)
+    assert newest is not None
+    assert newest[1] == shardkit.__version__
