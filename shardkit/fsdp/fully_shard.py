@@ -21,7 +21,7 @@ from ..flattening.flat_parameter import ParamInfo, SharedParamInfo
 from ..policy import OffloadPolicy, PrecisionPolicy, ReducePolicy, ReshardPolicy
 from ..progress import noting_errors
 from ..torch_seams.compiling import not_compiled
-from ..torch_seams.other_wrappers import check_wrappable
+from ..torch_seams.other_wrappers import AccelerateAsks, check_wrappable
 from . import moving
 from . import state_dict as state_dicts
 from .calls import cast_inputs, computing_when_summoned, refuse_backward
@@ -136,9 +136,10 @@ class _InPlace:
         _first(module.register_load_state_dict_pre_hook(self._begin_load), module._load_state_dict_pre_hooks)
         module.register_state_dict_post_hook(partial(self._end_state_dict))  # torch notes something on it
         module.register_load_state_dict_post_hook(self._end_load)
-        # what torch calls on a module by these names: from its parent, and from torch.distributed.checkpoint
+        # what is asked of a module by these names: by its parent, torch.distributed.checkpoint, accelerate
         module.__dict__["_apply"] = self._apply
         module.__dict__["_fqn_modifiers"] = self._fqn_modifiers
+        module.__dict__["_is_accelerate_prepared"] = AccelerateAsks()
 
     # ------------------------------------------------------------ forward
     @not_compiled

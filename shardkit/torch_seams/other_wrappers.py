@@ -35,6 +35,21 @@ def note_wrapper(wrapper: type[nn.Module], owns: Callable[[nn.Parameter], bool] 
     _ours[wrapper] = owns
 
 
+class AccelerateAsks:
+    """Whether accelerate, as it is set up now, can leave a module as it is; true or false when it asks.
+
+    It reads ``module._is_accelerate_prepared``: see :class:`PreparedForAccelerate`.
+    """
+
+    def __bool__(self) -> bool:
+        module = sys.modules.get("accelerate.state")
+        state = getattr(module, "AcceleratorState", None)
+        if state is None or not state._shared_state:
+            return False
+        known = state()
+        return known.mixed_precision == "no" and str(known.distributed_type.value).startswith("MULTI_")
+
+
 class PreparedForAccelerate:
     """Mixed into wrappers: accelerate (and transformers' Trainer, which uses it) leaves them as they are.
 
@@ -44,12 +59,7 @@ class PreparedForAccelerate:
 
     @property
     def _is_accelerate_prepared(self) -> bool:
-        module = sys.modules.get("accelerate.state")
-        state = getattr(module, "AcceleratorState", None)
-        if state is None or not state._shared_state:
-            return False
-        known = state()
-        return known.mixed_precision == "no" and str(known.distributed_type.value).startswith("MULTI_")
+        return bool(AccelerateAsks())
 
     @_is_accelerate_prepared.setter
     def _is_accelerate_prepared(self, value: bool) -> None:

@@ -5,6 +5,7 @@ Models are made from small configurations; nothing is downloaded.
 
 from __future__ import annotations
 
+import inspect
 import os
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardkit import FSDP, OSS, ShardedDDP
+from shardkit import FSDP, OSS, ShardedDDP, fully_shard
 from shardkit.errors import ConfigurationError, LifecycleError
 from tests.pools import free_port, rank_pool
 
@@ -113,6 +114,31 @@ def _transformers(rank: int, world: int, nested: bool, flatten: bool, folder: Pa
 @pytest.mark.parametrize("world", [1, 2])
 def test_transformers(world: int, nested: bool, flatten: bool, tmp_path: Path) -> None:
     rank_pool(world).run(_transformers, world, nested, flatten, tmp_path)
+
+
+def _transformers_in_place(rank: int, world: int, folder: Path) -> None:
+    from transformers import LlamaForCausalLM
+
+    model, truth = llama(), llama()
+    for layer in model.model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    assert type(model) is LlamaForCausalLM
+    assert inspect.signature(model.forward) == inspect.signature(truth.forward)
+    assert [n for n, _ in model.named_parameters()] == [n for n, _ in truth.named_parameters()]
+    model.gradient_checkpointing_enable()
+    model.train()
+    train(model, truth, rank, world)
+    model.save_pretrained(folder)
+    dist.barrier()
+    assert gap(LlamaForCausalLM.from_pretrained(folder).state_dict(), truth.state_dict()) <= 1e-6
+    mine = model.eval().generate(tokens(0), max_new_tokens=4, do_sample=False)
+    assert torch.equal(mine, truth.eval().generate(tokens(0), max_new_tokens=4, do_sample=False))
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_transformers_in_place(world: int, tmp_path: Path) -> None:
+    rank_pool(world).run(_transformers_in_place, world, tmp_path)
 
 
 def _without_parameters_of_its_own(rank: int) -> None:
@@ -258,7 +284,7 @@ def _trainees(strategy: str, accelerator: Any) -> tuple[Any, Any]:
         optimizer: torch.optim.Optimizer = OSS(inner.parameters(), torch.optim.AdamW, lr=0.1)
         model: nn.Module = ShardedDDP(inner, optimizer)  # type: ignore[arg-type]
     else:
-        model = units()
+        model = fully_shard(regressor()) if strategy == "in_place" else units()
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     prepared, wrapped = accelerator.prepare(model, optimizer)
     assert prepared is model
@@ -317,7 +343,7 @@ def _accelerate(rank: int, world: int, strategy: str, port: int, folder: Path) -
         _accelerator()
 
 
-@pytest.mark.parametrize("strategy", ["fsdp", "sharded_ddp"])
+@pytest.mark.parametrize("strategy", ["fsdp", "in_place", "sharded_ddp"])
 @pytest.mark.parametrize("world", [1, 2])
 def test_accelerate(world: int, strategy: str, tmp_path: Path) -> None:
     rank_pool(world).run(_accelerate, world, strategy, free_port(), tmp_path)

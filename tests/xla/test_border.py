@@ -19,7 +19,7 @@ from tests.pools import rank_pool
 pytest.importorskip("torch_xla")
 pytestmark = [pytest.mark.xla, pytest.mark.timeout(300)]
 
-STRATEGIES = ["fsdp", "units", "unflattened", "sharded_ddp", "oss"]
+STRATEGIES = ["fsdp", "units", "unflattened", "in_place", "sharded_ddp", "oss"]
 CLIP = 0.1
 
 
