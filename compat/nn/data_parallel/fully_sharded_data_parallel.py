@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import enum
 from collections.abc import Iterator
 from contextvars import ContextVar
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map_only
 
-from shardkit.errors import ConfigurationError, LifecycleError
-from shardkit.fsdp.door import Door
+from shardkit.errors import ConfigurationError
+from shardkit.extra.tensors import alloc_storage_, cast_floats_to_right_precision, free_storage_
 from shardkit.fsdp.gradients import predivide_factor
 from shardkit.fsdp.names import clean
-from shardkit.fsdp.registered_shard import flat_of_registered
 from shardkit.fsdp.state import Options
 from shardkit.fsdp.summoning import summoned
 from shardkit.internal.containers import apply_to_tensors
@@ -34,9 +31,9 @@ from shardkit.nn.misc.flatten_params_wrapper import FlattenParamsWrapper
 from shardkit.nn.wrap.auto_wrap import auto_wrap, config_auto_wrap_policy, enable_wrap
 from shardkit.policy import OffloadPolicy, PrecisionPolicy, ReducePolicy, ReshardPolicy
 from shardkit.redirected import redirected, without_arguments
-from shardkit.torch_seams.hooks import NO_BACKWARD
 
 from . import fsdp_optim_utils as ou
+from .fsdp_facts import FairscaleFacts, TrainingState
 
 __all__ = [
     "FlattenParamsWrapper",
@@ -79,17 +76,7 @@ OffloadConfig = redirected(
 _translates_keys: ContextVar[bool] = ContextVar("shardkit.fsdp.translates_keys", default=True)
 
 
-class TrainingState(enum.Enum):
-    """What an FSDP module is doing."""
-
-    IDLE = enum.auto()
-    FORWARD = enum.auto()
-    BACKWARD_PRE = enum.auto()
-    BACKWARD_POST = enum.auto()
-    SUMMON_FULL_PARAMS = enum.auto()
-
-
-class FullyShardedDataParallel(Door):
+class FullyShardedDataParallel(FairscaleFacts):
     """fairscale's FullyShardedDataParallel: see :class:`shardkit.FSDP` for what it does.
 
     Args:
@@ -204,127 +191,6 @@ class FullyShardedDataParallel(Door):
         """What the core gets; torch_xla's class adds to it."""
         return options
 
-    # ------------------------------------------------------------ what existing code reads
-    @property
-    def _is_root(self) -> bool | None:
-        return self._state.is_root
-
-    @property
-    def module(self) -> nn.Module:
-        """The wrapper's inner part, which forwards to the wrapped module."""
-        return self._fsdp_wrapped_module
-
-    @property
-    def params(self) -> list[nn.Parameter]:
-        """This wrapper's own listed parameters (shards)."""
-        return [f.param for f in self._state.flats]
-
-    @property
-    def cpu_offload(self) -> bool:
-        """Old name of ``move_params_to_cpu``."""
-        return self.move_params_to_cpu
-
-    @property
-    def rank(self) -> int:
-        """This rank within its group."""
-        return self._state.group.rank
-
-    @property
-    def world_size(self) -> int:
-        """Size of the group."""
-        return self._state.group.world_size
-
-    @property
-    def process_group(self) -> Any:
-        """The group as it was passed, or as torch knows it."""
-        if self._process_group is not None:
-            return self._process_group
-        return getattr(self._state.group, "process_group", None) or torch.distributed.group.WORLD
-
-    @property
-    def compute_dtype(self) -> torch.dtype:
-        """Dtype of gathered parameters."""
-        chosen, flats = self._state.options.precision.compute, self._state.flats
-        return chosen or (flats[0].param.dtype if flats else torch.float32)
-
-    @property
-    def buffer_dtype(self) -> torch.dtype:
-        """Dtype of floating-point buffers."""
-        return self._state.options.precision.buffers or self.compute_dtype
-
-    @property
-    def compute_device(self) -> torch.device:
-        """Where parameters are gathered."""
-        state = self._state
-        if state.options.device is not None:
-            return state.options.device
-        return state.flats[0].param.device if state.flats else state.group.backend.device()
-
-    @property
-    def numel_padded_per_param(self) -> list[int]:
-        """Padding at the end of each of this rank's shards."""
-        return [f.layout.padding(self.rank) for f in self._state.flats]
-
-    @property
-    def has_full_params(self) -> bool:
-        """Whether this wrapper's parameters are gathered."""
-        return self._state.summoned is not None or any(f.is_full for f in self._state.flats)
-
-    @property
-    def training_state(self) -> TrainingState:
-        """What the module is doing."""
-        if self._state.summoned is not None:
-            return TrainingState.SUMMON_FULL_PARAMS
-        engine = self._state.engine
-        if engine is not None and engine.state.task != NO_BACKWARD:
-            return TrainingState.BACKWARD_PRE
-        if engine is not None and engine.forwards:
-            return TrainingState.FORWARD
-        return TrainingState.IDLE
-
-    @property
-    def _require_backward_grad_sync(self) -> bool:
-        engine = self._state.engine
-        return engine is None or not engine.state.accumulating
-
-    @property
-    def _streams(self) -> dict[str, Any]:
-        """None: collectives have streams of their own."""
-        return {}
-
-    @property
-    def _reducer(self) -> None:
-        """None: a unit's gradients are reduced together, without buckets."""
-
-    @property
-    def _num_flatten_params(self) -> int:
-        return len(self._state.flats) if self.flatten_parameters else 0
-
-    def non_shared_params(self) -> list[nn.Parameter]:
-        """This wrapper's own parameters; those of other wrappers that it uses are theirs."""
-        return self.params
-
-    def append_shared_param(self, p: nn.Parameter) -> None:
-        """Accepted: weights that wrappers share are found when they are wrapped.
-
-        Raises:
-            ConfigurationError: ``p`` belongs to no FSDP module.
-        """
-        if flat_of_registered(p) is None:
-            raise ConfigurationError("append_shared_param takes a parameter that another FSDP module owns")
-
-    def assert_state(self, state: TrainingState | list[TrainingState]) -> None:
-        """Raises unless the module is in one of these states.
-
-        Raises:
-            LifecycleError: it is in another one.
-        """
-        wanted = [state] if isinstance(state, TrainingState) else state
-        if self.training_state not in wanted:
-            raise LifecycleError(
-                f"expected to be in states {wanted} but current state is {self.training_state}"
-            )
-
     # ------------------------------------------------------------ methods
     @contextlib.contextmanager
     def summon_full_params(self, recurse: bool = True, volatile: bool = False) -> Iterator[None]:
@@ -384,39 +250,6 @@ class FullyShardedDataParallel(Door):
         return text
 
 
-def alloc_storage_(data: torch.Tensor, size: torch.Size) -> None:
-    """Gives a tensor that owns its storage the memory for ``size``, unless it has it."""
-    wanted = size.numel() * data.element_size()
-    if data.untyped_storage().size() != wanted:
-        data.untyped_storage().resize_(wanted)
-
-
-def free_storage_(data: torch.Tensor) -> None:
-    """Gives the memory of a tensor that owns its storage back."""
-    data.untyped_storage().resize_(0)
-
-
-def cast_floats_to_right_precision(
-    to_fp16: bool, no_grad: bool, *args: Any, **kwargs: Any
-) -> tuple[Any, Any]:
-    """Arguments with fp32 tensors cast to fp16, or the other way round.
-
-    Args:
-        to_fp16: which way.
-        no_grad: cast without autograd, but keep ``requires_grad``.
-    """
-    source, target = (torch.float32, torch.float16) if to_fp16 else (torch.float16, torch.float32)
-
-    def cast(x: torch.Tensor) -> torch.Tensor:
-        if x.dtype is not source:
-            return x
-        with torch.no_grad() if no_grad else contextlib.nullcontext():
-            y = x.to(target)
-        return y.requires_grad_(x.requires_grad) if y.is_leaf else y
-
-    return tree_map_only(torch.Tensor, cast, (args, kwargs))  # type: ignore[no-any-return]
-
-
 def p_assert(cond: Any, s: Any) -> None:
     """Prints and raises if a condition does not hold."""
     if not cond:
@@ -469,9 +302,6 @@ def auto_wrap_bn(
     Raises:
         ConfigurationError: see ``assert_on_collision``.
     """
-    from shardkit.internal.parallel import get_process_group_cached
-    from shardkit.nn.wrap import auto_wrap, config_auto_wrap_policy, enable_wrap
-
     if single_rank_pg:
         process_group = get_process_group_cached(ranks=[torch.distributed.get_rank()])
     if fsdp_config is None:

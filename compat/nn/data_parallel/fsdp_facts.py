@@ -1,0 +1,157 @@
+"""What existing code reads from fairscale's FullyShardedDataParallel, private names included."""
+
+from __future__ import annotations
+
+import enum
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardkit.errors import ConfigurationError, LifecycleError
+from shardkit.fsdp.door import Door
+from shardkit.fsdp.registered_shard import flat_of_registered
+from shardkit.torch_seams.hooks import NO_BACKWARD
+
+
+class TrainingState(enum.Enum):
+    """What an FSDP module is doing."""
+
+    IDLE = enum.auto()
+    FORWARD = enum.auto()
+    BACKWARD_PRE = enum.auto()
+    BACKWARD_POST = enum.auto()
+    SUMMON_FULL_PARAMS = enum.auto()
+
+
+class FairscaleFacts(Door):
+    """A wrapper's state, under fairscale's names.
+
+    Attributes:
+        _process_group: as it was passed.
+        flatten_parameters, move_params_to_cpu: as they were passed.
+    """
+
+    _process_group: Any
+    flatten_parameters: bool
+    move_params_to_cpu: bool
+
+    @property
+    def _is_root(self) -> bool | None:
+        return self._state.is_root
+
+    @property
+    def module(self) -> nn.Module:
+        """The wrapper's inner part, which forwards to the wrapped module."""
+        return self._fsdp_wrapped_module
+
+    @property
+    def params(self) -> list[nn.Parameter]:
+        """This wrapper's own listed parameters (shards)."""
+        return [f.param for f in self._state.flats]
+
+    @property
+    def cpu_offload(self) -> bool:
+        """Old name of ``move_params_to_cpu``."""
+        return self.move_params_to_cpu
+
+    @property
+    def rank(self) -> int:
+        """This rank within its group."""
+        return self._state.group.rank
+
+    @property
+    def world_size(self) -> int:
+        """Size of the group."""
+        return self._state.group.world_size
+
+    @property
+    def process_group(self) -> Any:
+        """The group as it was passed, or as torch knows it."""
+        if self._process_group is not None:
+            return self._process_group
+        return getattr(self._state.group, "process_group", None) or torch.distributed.group.WORLD
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """Dtype of gathered parameters."""
+        chosen, flats = self._state.options.precision.compute, self._state.flats
+        return chosen or (flats[0].param.dtype if flats else torch.float32)
+
+    @property
+    def buffer_dtype(self) -> torch.dtype:
+        """Dtype of floating-point buffers."""
+        return self._state.options.precision.buffers or self.compute_dtype
+
+    @property
+    def compute_device(self) -> torch.device:
+        """Where parameters are gathered."""
+        state = self._state
+        if state.options.device is not None:
+            return state.options.device
+        return state.flats[0].param.device if state.flats else state.group.backend.device()
+
+    @property
+    def numel_padded_per_param(self) -> list[int]:
+        """Padding at the end of each of this rank's shards."""
+        return [f.layout.padding(self.rank) for f in self._state.flats]
+
+    @property
+    def has_full_params(self) -> bool:
+        """Whether this wrapper's parameters are gathered."""
+        return self._state.summoned is not None or any(f.is_full for f in self._state.flats)
+
+    @property
+    def training_state(self) -> TrainingState:
+        """What the module is doing."""
+        if self._state.summoned is not None:
+            return TrainingState.SUMMON_FULL_PARAMS
+        engine = self._state.engine
+        if engine is not None and engine.state.task != NO_BACKWARD:
+            return TrainingState.BACKWARD_PRE
+        if engine is not None and engine.forwards:
+            return TrainingState.FORWARD
+        return TrainingState.IDLE
+
+    @property
+    def _require_backward_grad_sync(self) -> bool:
+        engine = self._state.engine
+        return engine is None or not engine.state.accumulating
+
+    @property
+    def _streams(self) -> dict[str, Any]:
+        """None: collectives have streams of their own."""
+        return {}
+
+    @property
+    def _reducer(self) -> None:
+        """None: a unit's gradients are reduced together, without buckets."""
+
+    @property
+    def _num_flatten_params(self) -> int:
+        return len(self._state.flats) if self.flatten_parameters else 0
+
+    def non_shared_params(self) -> list[nn.Parameter]:
+        """This wrapper's own parameters; those of other wrappers that it uses are theirs."""
+        return self.params
+
+    def append_shared_param(self, p: nn.Parameter) -> None:
+        """Accepted: weights that wrappers share are found when they are wrapped.
+
+        Raises:
+            ConfigurationError: ``p`` belongs to no FSDP module.
+        """
+        if flat_of_registered(p) is None:
+            raise ConfigurationError("append_shared_param takes a parameter that another FSDP module owns")
+
+    def assert_state(self, state: TrainingState | list[TrainingState]) -> None:
+        """Raises unless the module is in one of these states.
+
+        Raises:
+            LifecycleError: it is in another one.
+        """
+        wanted = [state] if isinstance(state, TrainingState) else state
+        if self.training_state not in wanted:
+            raise LifecycleError(
+                f"expected to be in states {wanted} but current state is {self.training_state}"
+            )
