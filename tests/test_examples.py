@@ -9,10 +9,12 @@ import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+import shardkit
 from shardkit.examples.digits.model import DigitTransformer
 from shardkit.examples.digits.train import STRATEGIES
 
@@ -127,11 +129,15 @@ def test_bad_arguments_are_refused() -> None:
 
 
 def test_readme_example(tmp_path: Path) -> None:
-    """The program in the README runs as it stands there, and learns: both ranks end with a small loss."""
-    experiment, program = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    names = {"torch": torch, "make_model": None, "make_batch": None, "compute_loss": None}
+    """The programs in the README run as they stand there, and learn: both ranks end with a small loss."""
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    experiment, program, in_place = blocks
+    names: dict[str, Any] = {"torch": torch, "shardkit": shardkit, "F": torch.nn.functional}
+    names.update(make_model=None, make_batch=None, compute_loss=None)
+    exec(in_place, names)
+    assert max(shardkit.launch(names["train_in_place"], 2, backend="simulated", args=(100,))) < 1.0
     exec(experiment, names)
-    assert names["experiment"]().optimizer is torch.optim.AdamW  # type: ignore[operator,misc]
+    assert names["experiment"]().optimizer is torch.optim.AdamW
     script = tmp_path / "readme_example.py"
     script.write_text(program)
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
