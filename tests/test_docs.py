@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from functools import lru_cache
 from pathlib import Path
@@ -81,3 +82,44 @@ def test_the_newest_version_is_this_one() -> None:
     newest = re.search(r"^## \[(\d[^\]]*)\] - \d{4}-\d\d-\d\d$", (ROOT / "CHANGELOG.md").read_text(), re.M)
     assert newest is not None
     assert newest[1] == shardkit.__version__
+
+
+# ------------------------------------------------------------ docs/ARCHITECTURE.md
+def section(title: str) -> str:
+    """What stands below a heading, down to the next one of the same level."""
+    page = (ROOT / "docs" / "ARCHITECTURE.md").read_text()
+    level = title.split()[0]
+    return re.split(rf"^#{{1,{len(level)}}} ", page.split(f"\n{title}\n", 1)[1], maxsplit=1, flags=re.M)[0]
+
+
+def test_the_table_of_fsdp_is_complete() -> None:
+    rows = re.findall(r"^\| ((?:`[\w/]+`(?:, )?)+) \| ", section("## FSDP"), re.M)
+    named = [name for row in rows for name in re.findall(r"`(\w+)/?`", row)]
+    parts = (ROOT / "shardkit" / "fsdp").iterdir()
+    assert sorted(named) == sorted(p.stem for p in parts if not p.stem.startswith("__"))
+
+
+def functions_of(path: Path) -> set[str]:
+    """Names of functions, of classes, and of methods with their class."""
+    found = set()
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found.add(node.name)
+            found.update(
+                f"{node.name}.{m.name}"
+                for m in ast.walk(node)
+                if m is not node and isinstance(m, ast.FunctionDef)
+            )
+    return found
+
+
+def test_walks_through_the_code() -> None:
+    """Each names functions that are there, in at most six files."""
+    walks = re.split(r"^\*\*.*\*\*$", section("### One parameter, one gradient"), flags=re.M)[1:]
+    assert len(walks) == 3
+    for walk in walks:
+        rows = re.findall(r"^\| \d \| `([\w/]+\.py)` \| (.*?) \|", walk, re.M)
+        assert 2 < len({file for file, _ in rows}) <= 6
+        for file, functions in rows:
+            missing = set(re.findall(r"`([\w.]+)`", functions)) - functions_of(ROOT / "shardkit" / file)
+            assert not missing, f"{file} has no {missing}"
