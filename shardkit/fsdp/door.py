@@ -14,11 +14,10 @@ from ..progress import noting_errors
 from ..torch_seams.compiling import callees_compiled
 from ..torch_seams.forward_signature import signed_as_wrapped
 from ..torch_seams.other_wrappers import check_wrappable, note_wrapper
-from . import moving
+from . import inside, moving
 from . import state_dict as state_dicts
 from .calls import cast_inputs, run_summoned
 from .construct import shard_module, wake
-from .inside import answer_for
 from .lazy import saving_members_by_name
 from .members import Member, Place
 from .names import WRAPPED
@@ -48,7 +47,7 @@ class Door(StandingIn, ShardedAPI):
         shard_module(state, self._list_shard)
         self._unit_module(module)
         self._state = state
-        answer_for(state)
+        inside.answer_for(state)
         self.register_load_state_dict_pre_hook(_before_load)
         self.register_load_state_dict_post_hook(_after_load)
 
@@ -134,7 +133,8 @@ class Door(StandingIn, ShardedAPI):
     # ------------------------------------------------------------ being moved and copied
     def _apply(self: Self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
         moving.begin_move(self._state)
-        super()._apply(fn, recurse)
+        with inside.moving():
+            super()._apply(fn, recurse)
         moving.end_move(self._state)
         return self
 
@@ -154,7 +154,7 @@ class Door(StandingIn, ShardedAPI):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         wake(self._state)
-        answer_for(self._state)
+        inside.answer_for(self._state)
 
 
 def _before_load(door: Any, state_dict: dict[str, Any], prefix: str, *others: Any) -> None:

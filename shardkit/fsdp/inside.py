@@ -13,10 +13,11 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import nn
 
 from ..errors import LifecycleError
@@ -89,14 +90,54 @@ class NamedModules(_Answer):
             yield from ((clean(path), m) for path, m in tree)
 
 
+class Moves(_Answer):
+    """``_apply`` of a module inside of a unit, by which it is moved and cast: its parameters are not its own."""
+
+    def __call__(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
+        module = self.module
+        if not _collecting.moves:
+            for name, listed in module._parameters.items():
+                member = module.__dict__.get(name) if listed is None else None
+                if member is not None and managing(member) is not None:
+                    _refuse_move(module, name, member, fn)
+        return type(module)._apply(module, fn, recurse)  # type: ignore[no-any-return]
+
+
+def _refuse_move(
+    module: nn.Module, name: str, member: nn.Parameter, fn: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    flat = managing(member)
+    if flat is None:
+        return
+    shard = flat.param
+    moved = fn(torch.empty(0, dtype=shard.dtype, device=shard.device))
+    if (moved.dtype, moved.device.type) != (shard.dtype, shard.device.type):
+        raise LifecycleError(
+            f"rank {flat.group.ranks[flat.group.rank]}: a {type(module).__name__} inside of an FSDP module can't be "
+            f"moved or cast by itself: its parameter {name!r} is in a shard of the unit around it. Call to(), half() "
+            "and the like of the FSDP module"
+        )
+
+
 class _Collecting(threading.local):  # ranks may be threads of one process
     depth = 0
+    moves = 0
 
     def __init__(self) -> None:
         self.loading: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 _collecting = _Collecting()
+
+
+@contextmanager
+def moving() -> Iterator[None]:
+    """Inside, an FSDP module is moved or cast, and with it the modules inside of it."""
+    _collecting.moves += 1
+    try:
+        yield
+    finally:
+        _collecting.moves -= 1
 
 
 @contextmanager
@@ -128,6 +169,7 @@ def answer_for(state: ShardingState) -> None:
     """Lets the modules of a wrapped one answer as above."""
     for _, m in state.own_modules():
         m.__dict__["named_parameters"] = NamedParameters(m)
+        m.__dict__["_apply"] = Moves(m)
         if any(state_of(below) is not None for below in m.modules()):
             m.__dict__["named_modules"] = NamedModules(m)
     refuse_state_dicts(state)

@@ -32,11 +32,11 @@ def replaced_shard(flat: FlatParamLike) -> LifecycleError:
     )
 
 
-def replaced_member(param: nn.Parameter) -> LifecycleError:
+def replaced_member(param: nn.Parameter, rank: int) -> LifecycleError:
     """What is raised where somebody put a tensor in the place of a parameter that is in a flat parameter."""
     return LifecycleError(
-        f"parameter {name_of_member(param)!r} of an FSDP module is replaced by another tensor, which forward would "
-        "ignore (functional_call does this). " + _FUNCTIONAL
+        f"rank {rank}: parameter {name_of_member(param)!r} of an FSDP module is replaced by another tensor, which "
+        "forward would ignore (functional_call does this). " + _FUNCTIONAL
     )
 
 

@@ -76,7 +76,7 @@ def enter(state: ShardingState, args: tuple[Any, ...], kwargs: dict[str, Any]) -
             for module, name in member.places:
                 found = module._parameters.get(name)
                 if found is not None and found is not flat.param:
-                    raise replaced_member(member.param)
+                    raise replaced_member(member.param, flat.group.rank)
     in_backward = current_backward() != NO_BACKWARD
     is_outermost = bool(state.is_root) and engine.forwards == 0 and not in_backward
     if not in_backward:

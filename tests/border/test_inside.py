@@ -306,5 +306,28 @@ def _copies_keep_groups(rank: int) -> None:
     assert gap(twin, truth) <= 1e-6
 
 
+def _moved_alone(rank: int) -> None:
+    model: Any = FSDP(nn.Sequential(FSDP(nn.Linear(5, 7)), nn.Tanh(), nn.Linear(7, 3)))
+    for inner in (model.module, model.module[2]):
+        inner.float()  # nothing to do
+        inner.to("cpu")
+        with pytest.raises(
+            LifecycleError, match=r"Linear inside of an FSDP module can't be moved or cast by itself"
+        ):
+            inner.double()
+    twin = copy.deepcopy(model)
+    for m in (model, twin):
+        m.double()
+        m(torch.ones(2, 5, dtype=torch.float64)).sum().backward()
+        assert {p.dtype for p in m.parameters()} == {torch.float64}
+    with model.summon_full_params():
+        model.module[2].to(torch.float64)
+
+
+def test_modules_inside_are_not_moved_alone() -> None:
+    for world_size, backend in [(1, "gloo"), (2, "gloo"), (2, "simulated")]:
+        rank_pool(world_size, backend).run(_moved_alone)
+
+
 def test_copies_keep_their_groups_and_pickles_do_not() -> None:
     rank_pool(2).run(_copies_keep_groups)
