@@ -2,6 +2,7 @@
 #
 #   make demo    trains on real data with 2 ranks: DDP, OSS, ShardedDDP and FSDP beside one process
 #   make test    all tests: newest torch, then oldest supported torch with the XLA backend
+#   make quick   some tests of every part, newest torch only: for the daily loop, under 2 minutes
 #   make check   ruff, mypy, import-linter
 #   make fuzz     damages and forges 10,000 files; draws new programs for MINUTES=10, keeps what fails as tests
 #   make bench   shardkit, fairscale, DDP, FSDP1, FSDP2 and others interleaved in one run
@@ -20,7 +21,7 @@ PIP_FLAGS := --quiet --disable-pip-version-check --no-input
 export OMP_NUM_THREADS ?= 1
 export PYTHONUNBUFFERED := 1
 
-.PHONY: help demo demo-xla test test-core test-xla fuzz check format bench docs clean
+.PHONY: help demo demo-xla test test-core test-xla quick fuzz check format bench docs clean
 .DELETE_ON_ERROR:
 
 help:
@@ -75,6 +76,22 @@ test-xla: $(XLA)/.ready
 	@echo "== tests on $(TORCH_XLA)"
 	@$(XLA)/bin/python -m pytest -m "not oracle" $(addprefix --ignore ,$(NEWEST_ONLY)) \
 	  $(addprefix --deselect ,$(NEWEST_ONLY_EXAMPLES)) tests
+
+# Some tests of every part, each file a few seconds at most; what starts many processes is left to `make test`.
+QUICK := $(addprefix tests/,fsdp oss sharded_ddp reduction pipeline torch_seams extra test_layout.py parity migration/test_rewriting.py \
+  test_fsdp_compat.py test_fsdp_store.py test_fsdp_order.py test_fully_shard.py test_oss.py test_module_sync.py \
+  test_sharded_ddp.py test_state_prefix.py test_state_shapes.py test_wrap.py test_flatten.py test_adam.py test_moe.py \
+  test_checkpoint_activations.py test_model_parallel.py test_pipe.py test_sampling.py test_gathering.py \
+  test_adascale.py test_facts.py test_older_paths.py test_redirected.py \
+  experimental/test_auto_shard.py experimental/test_mevo.py experimental/test_offload.py \
+  experimental/test_dynamic_loss_scaler.py \
+  backends/test_simulated.py backends/test_contract.py backends/test_gloo.py backends/test_watch.py \
+  border/test_inside.py border/test_options.py border/test_optimizers.py border/test_wrappers.py \
+  border/test_kept_views.py figures/test_scale_figures.py)
+QUICK_WITHOUT := compile or gloo3 or gloo4 or simulated3 or simulated4 or that_change_on_one_rank
+
+quick: $(CORE)/.ready
+	@$(CORE)/bin/python -m pytest -q -m "not xla" -k "not ($(QUICK_WITHOUT))" $(QUICK)
 
 check: $(CORE)/.ready
 	@status=0; \

@@ -86,11 +86,12 @@ class SparseReducer:
         )
         if not mine:
             return False
+        values = values.view(
+            -1, *param.shape[1:]
+        )  # said to be right, or torch warns that it does not check them
+        total = torch.sparse_coo_tensor(indices[None], values, param.shape, check_invariants=False).coalesce()
         total = torch.sparse_coo_tensor(
-            indices[None], values.view(-1, *param.shape[1:]), param.shape
-        ).coalesce()
-        total = torch.sparse_coo_tensor(
-            total.indices(), total.values() / world, param.shape, is_coalesced=True
+            total.indices(), total.values() / world, param.shape, is_coalesced=True, check_invariants=False
         )
         param.grad = total.to_dense() if any(is_dense for _, _, is_dense in table) else total
         return True

@@ -63,6 +63,8 @@ class GraphManager(ABC):
     ) -> None:
         if world_size < 2:
             raise ConfigurationError(f"gossip needs two nodes or more; there is {world_size}")
+        if peers_per_itr < 1:
+            raise ConfigurationError(f"peers_per_itr is {peers_per_itr}; a node sends to one peer or more")
         self.rank = rank
         self.world_size = world_size
         self.nprocs_per_node = nprocs_per_node
@@ -72,7 +74,7 @@ class GraphManager(ABC):
         self._group_indices = list(range(peers_per_itr))
         self._make_graph()
         fewest = min(len(edges) for edges in self.phone_book)
-        if not 1 <= peers_per_itr <= fewest:
+        if peers_per_itr > fewest:
             raise ConfigurationError(
                 f"peers_per_itr is {peers_per_itr}; a node of this graph of {world_size} has {fewest} peers"
             )

@@ -1,0 +1,53 @@
+"""Who gossips with whom: what one node sends to, the other one hears from, in every step of every graph."""
+
+from __future__ import annotations
+
+import pytest
+
+from shardkit.errors import ConfigurationError
+from shardkit.extra.gossip import graphs
+
+GRAPHS = [getattr(graphs, name) for name in graphs.__all__ if name not in ("Edge", "GraphManager")]
+
+
+def _nodes(graph: type[graphs.GraphManager], world_size: int, peers: int) -> list[graphs.GraphManager]:
+    return [graph(rank, world_size, peers_per_itr=peers) for rank in range(world_size)]
+
+
+@pytest.mark.parametrize("graph", GRAPHS, ids=lambda graph: graph.__name__)
+def test_every_step_of_every_graph(graph: type[graphs.GraphManager]) -> None:
+    made = 0
+    for world_size in range(2, 10):
+        for peers in (1, 2, 3):
+            try:
+                nodes = _nodes(graph, world_size, peers)
+            except ConfigurationError:
+                continue
+            made += 1
+            reached: list[set[int]] = [set() for _ in nodes]
+            for step in range(2 * world_size):
+                steps = [node.get_peers(rotate=step > 0 and node.is_dynamic_graph()) for node in nodes]
+                sent = {(rank, peer) for rank, (out, _) in enumerate(steps) for peer in out}
+                heard = {(peer, rank) for rank, (_, into) in enumerate(steps) for peer in into}
+                assert sent == heard
+                assert len(sent) == world_size * peers
+                for rank, (out, into) in enumerate(steps):
+                    assert rank not in out
+                    assert len(set(out)) == len(out) == len(into) == peers
+                    reached[rank] |= set(out)
+                    if nodes[rank].is_bipartite_graph():
+                        assert all(nodes[rank].is_passive() != nodes[rank].is_passive(p) for p in out)
+            for rank, node in enumerate(nodes):
+                everybody = {edge.dest for edge in node.phone_book[rank]}
+                assert reached[rank] == everybody if node.is_dynamic_graph() else reached[rank] <= everybody
+    assert made >= 4
+
+
+@pytest.mark.parametrize("graph", GRAPHS, ids=lambda graph: graph.__name__)
+def test_what_is_no_graph(graph: type[graphs.GraphManager]) -> None:
+    for world_size, peers in ((1, 1), (4, 0), (4, 4)):
+        with pytest.raises(ConfigurationError):
+            graph(0, world_size, peers_per_itr=peers)
+    if graph.is_bipartite_graph(object.__new__(graph)):
+        with pytest.raises(ConfigurationError, match="even number"):
+            graph(0, 5)

@@ -1,0 +1,98 @@
+"""Flat segments: parameters by owner and back, whoever owns what; gradients and values over simulated ranks."""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+from torch import nn
+
+from shardkit.backend import get_backend
+from shardkit.oss.placement.choosing import placement_for
+from shardkit.oss.placement.flat_segment import FlatSegment
+from shardkit.oss.placement.in_segments import InSegments
+from shardkit.oss.placement.on_every_rank import OnEveryRank
+from shardkit.oss.placement.owned_parameters import OwnedParameters
+from tests.pools import rank_pool
+
+SHAPES = [(2, 3), (1,), (4,)]
+WORLD = 2
+
+
+def _numbered(start: float) -> list[torch.Tensor]:
+    sizes = [torch.Size(shape).numel() for shape in SHAPES]
+    numbers = torch.arange(start, start + sum(sizes)).split(sizes)
+    return [n.view(shape) for n, shape in zip(numbers, SHAPES, strict=True)]
+
+
+def _params() -> list[nn.Parameter]:
+    return [nn.Parameter(value.clone()) for value in _numbered(1.0)]
+
+
+def _there_and_back(rank: int) -> None:
+    group = get_backend("simulated").group(None)
+    for owners in itertools.product(range(WORLD), repeat=len(SHAPES)):
+        params = _params()
+        segment = FlatSegment(params, owners, group)
+        values = _numbered(10.0)
+        for got, value in zip(segment.split(segment.pack(values)), values, strict=True):
+            assert torch.equal(got, value)
+        mine = segment.split_own(segment.take_own(values))
+        assert set(mine) == {p for p, owner in zip(params, owners, strict=True) if owner == rank}
+        for p, value in zip(params, values, strict=True):
+            assert p not in mine or torch.equal(mine[p], value)
+        assert torch.equal(segment.join_own(mine), segment.take_own(values))
+
+        # what each owner makes of its own, all have
+        segment.own.data += 100.0 * (rank + 1)
+        segment.publish(None)
+        for p, owner, before in zip(params, owners, _numbered(1.0), strict=True):
+            assert torch.equal(p.detach(), before + 100.0 * (owner + 1))
+
+
+def test_parameters_by_owner_and_back() -> None:
+    rank_pool(WORLD, "simulated").run(_there_and_back)
+
+
+def _mean(rank: int) -> None:
+    """Every combination of gradients that the ranks have, twice: without a step between they add up."""
+    group = get_backend("simulated").group(None)
+    owners = [0, 1, 1]
+    patterns = list(itertools.product([False, True], repeat=len(SHAPES)))
+    for has in itertools.product(patterns, repeat=WORLD):
+        params = _params()
+        segment = FlatSegment(params, owners, group)
+        for times in (1, 2):
+            segment.notice_clearing()  # there was none; what stands for the gradient goes
+            for p, value, there in zip(params, _numbered(1.0), has[rank], strict=True):
+                p.grad = value * (rank + 1) if there else None
+            segment.reduce_gradients(group, None)
+            expected = [
+                value * sum(times * (r + 1) * has[r][i] for r in range(WORLD)) / WORLD
+                for i, value in enumerate(_numbered(1.0))
+            ]
+            assert torch.equal(segment.own.grad, segment.take_own(expected))
+            used = segment.used()
+            marks = [torch.full_like(p, float(has[0][i] or has[1][i])) for i, p in enumerate(params)]
+            if used is not None:
+                filled = segment.own.numel() - segment._padding[rank]
+                assert torch.equal(used.used[:filled], segment.take_own(marks)[:filled] != 0)
+            else:
+                assert all(has[rank])
+
+
+def test_gradients_are_means_and_the_unused_are_known() -> None:
+    rank_pool(WORLD, "simulated").run(_mean)
+
+
+class Unknown(torch.optim.Adam):
+    """No known element-wise optimizer."""
+
+
+def test_which_placement_an_optimizer_gets() -> None:
+    adam, lbfgs = torch.optim.Adam, torch.optim.LBFGS
+    assert placement_for(adam, even_shards_only=False) is OwnedParameters
+    assert placement_for(adam, even_shards_only=True) is InSegments
+    assert placement_for(Unknown, even_shards_only=False) is OwnedParameters
+    assert placement_for(Unknown, even_shards_only=True) is OnEveryRank
+    assert placement_for(lbfgs, even_shards_only=False) is placement_for(lbfgs, True) is OnEveryRank
