@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import ast
+import importlib
+import inspect
 import re
 from functools import lru_cache
 from pathlib import Path
 
 import pytest
+
+import shardkit
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
@@ -76,8 +80,19 @@ def test_faults_name_tests_that_exist() -> None:
     assert not missing, f"docs/TESTING.md names tests that are not there: {missing}"
 
 
+def test_the_api_page_names_what_exists() -> None:
+    named = re.findall(r"^\.\. auto(\w+):: ([\w.]+)$", (ROOT / "docs" / "api.md").read_text(), re.M)
+    assert named
+    for kind, name in named:
+        if kind == "module":
+            importlib.import_module(name)
+            continue
+        module, _, attribute = name.rpartition(".")
+        found = getattr(importlib.import_module(module or "shardkit"), attribute)
+        assert inspect.isclass(found) == (kind == "class"), name
+
+
 def test_the_newest_version_is_this_one() -> None:
-    import shardkit
 
     newest = re.search(r"^## \[(\d[^\]]*)\] - \d{4}-\d\d-\d\d$", (ROOT / "CHANGELOG.md").read_text(), re.M)
     assert newest is not None
