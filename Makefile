@@ -84,7 +84,7 @@ QUICK := $(addprefix tests/,fsdp oss sharded_ddp reduction pipeline torch_seams 
   test_checkpoint_activations.py test_model_parallel.py test_pipe.py test_sampling.py test_gathering.py \
   test_adascale.py test_facts.py test_older_paths.py test_redirected.py \
   experimental/test_auto_shard.py experimental/test_mevo.py experimental/test_offload.py \
-  experimental/test_dynamic_loss_scaler.py \
+  experimental/test_dynamic_loss_scaler.py test_docs.py \
   backends/test_simulated.py backends/test_contract.py backends/test_gloo.py backends/test_watch.py \
   border/test_inside.py border/test_options.py border/test_optimizers.py border/test_wrappers.py \
   border/test_kept_views.py figures/test_scale_figures.py)
