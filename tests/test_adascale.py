@@ -19,8 +19,7 @@ from torch.optim import SGD, Adam, AdamW
 from torch.utils.checkpoint import checkpoint
 
 import shardkit
-from shardkit.adascale.gradient_noise import GradientOrderError
-from shardkit.adascale.optimizer import AdaScaleArgumentError
+from shardkit.adascale.errors import AdaScaleArgumentError, GradientOrderError
 from shardkit.errors import ConfigurationError, RankMismatchError
 from shardkit.nn import FullyShardedDataParallel, ShardedDataParallel, checkpoint_wrapper
 from shardkit.optim import OSS, AdaScale, AdaScaleWrapper

@@ -8,7 +8,7 @@ import torch
 from torch.optim import SGD, Optimizer
 
 from shardkit.adascale import optimizer as core
-from shardkit.adascale.gradient_noise import SQUARE, VARIANCE
+from shardkit.adascale.moving_averages import SQUARE, VARIANCE
 
 if TYPE_CHECKING:
     import numpy as np

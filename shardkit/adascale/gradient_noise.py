@@ -1,4 +1,4 @@
-"""How much the gradients of one step differ: squared norms before and after they are averaged, and moving averages.
+"""How much the gradients of one step differ: squared norms before and after they are averaged.
 
 Legend: G param groups of an optimizer; c backwards a step; N ranks.
 
@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..errors import LifecycleError
 from ..reduction.norms import dense
 from ..torch_seams.hooks import (
     NO_BACKWARD,
@@ -26,14 +25,7 @@ from ..torch_seams.hooks import (
     current_backward,
     inside_another_backward,
 )
-
-State = dict[str, torch.Tensor]
-
-SQUARE, VARIANCE = "grad_sqr_avg", "grad_var_avg"
-
-
-class GradientOrderError(LifecycleError, AssertionError):
-    """A call, or a gradient, came in the middle of something. (An AssertionError too, as in fairscale.)"""
+from .errors import GradientOrderError
 
 
 def squared_norm(tensors: Sequence[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
@@ -183,51 +175,3 @@ def estimate(
     variance = (local / count - total) * (scale / (count - 1))
     square = (total - variance / scale).clamp(min=0.0)
     return square, variance.clamp(min=1e-6)
-
-
-def initial_state(groups: int) -> State:
-    """Averages before the first step: every gain is 1."""
-    return {
-        SQUARE: torch.ones(groups, dtype=torch.float64),
-        VARIANCE: torch.zeros(groups, dtype=torch.float64),
-    }
-
-
-def add_groups(state: State, count: int) -> None:
-    """Extends the averages by groups that have not been measured yet."""
-    before = state[SQUARE].numel()
-    for name, values in list(state.items()):
-        if name.endswith("_count") and values.numel() == 1:
-            values = values.expand(before)  # until now all groups had the same
-        state[name] = torch.cat([values, torch.full((count,), float(name == SQUARE), dtype=values.dtype)])
-
-
-def rescale_variance(state: State, factor: float) -> None:
-    """Multiplies all that the average of the variance is made of."""
-    for name in (VARIANCE, f"{VARIANCE}_biased", f"{VARIANCE}_total"):
-        if name in state:
-            state[name] = state[name] * factor
-
-
-def update_average(state: State, name: str, value: torch.Tensor, smoothing: float, debias: bool) -> None:
-    """Takes a step's estimate [G] into the moving average ``state[name]``.
-
-    Args:
-        smoothing: weight of the past.
-        debias: divide by the sum of the weights; else the mean of all steps while these are fewer than
-            1 / (1 - smoothing), after that the plain moving average (appendix B.3).
-    """
-    zeros = torch.zeros_like(value)
-    if debias:
-        biased = smoothing * state.get(f"{name}_biased", zeros) + (1.0 - smoothing) * value
-        weights = smoothing * state.get(f"{name}_unbias", zeros) + (1.0 - smoothing)
-        state.update({f"{name}_biased": biased, f"{name}_unbias": weights, name: biased / weights})
-        return
-    # one count for all groups where none was added later: that is the format fairscale knows
-    count = state.get(f"{name}_count", zeros[:1]) + 1
-    is_early = count * (1.0 - smoothing) < 1.0
-    total = state.get(f"{name}_total", zeros) + torch.where(is_early, value, zeros)
-    later = smoothing * state[name] + (1.0 - smoothing) * value
-    state.update({f"{name}_count": count, name: torch.where(is_early, total / count, later)})
-    if bool(is_early.any()):
-        state[f"{name}_total"] = total

@@ -8,39 +8,29 @@ counts :meth:`AdaScale.gain` steps for each step. Names and behaviour follow fai
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import nn
 from torch.optim import Optimizer
 
-from ..backend import Backend, Group, backend_for
-from ..checks.same_everywhere import check_same_everywhere
+from ..backend import Backend
 from ..errors import ConfigurationError
-from ..fsdp.registered_shard import flat_of_registered
-from ..oss.optimizer import OSS
 from ..reduction.norms import norm_like
-from .gradient_noise import (
+from .averaging import Averaging
+from .errors import AdaScaleArgumentError, GradientOrderError
+from .gradient_noise import GradientMeter, estimate
+from .moving_averages import (
+    KEY,
     SQUARE,
     VARIANCE,
-    GradientMeter,
-    GradientOrderError,
     State,
     add_groups,
-    estimate,
     initial_state,
+    loaded,
     rescale_variance,
-    squared_norm,
     update_average,
 )
-
-_KEY = "adascale"
-
-
-class AdaScaleArgumentError(ConfigurationError, AssertionError):
-    """An argument of AdaScale can't work. (An AssertionError too, as in fairscale.)"""
 
 
 class AdaScale(Optimizer):
@@ -71,7 +61,7 @@ class AdaScale(Optimizer):
             num_gradients_to_accumulate / 1000, 0)``.
         num_gradients_to_accumulate: backwards in a step.
         is_scaled_loss: each loss is divided by that number; otherwise call :meth:`scale_grad_by_num_grads_to_accum`.
-        debias_ewma: see :func:`~shardkit.adascale.gradient_noise.update_average`.
+        debias_ewma: see :func:`~shardkit.adascale.moving_averages.update_average`.
         group: ranks whose gradients are averaged; default: those of an OSS, else all.
         backend: name or instance of the backend; by default that of the parameters' device.
 
@@ -95,13 +85,10 @@ class AdaScale(Optimizer):
     ) -> None:
         # Optimizer's own constructor is not called: its parts are the wrapped optimizer's
         self._optimizer = optimizer
-        self._process_group, self._backend = group, backend
-        _refuse_fsdp(self._parameters())
-        self._world_size = self._find_world_size(world_size)
+        self._averaging = Averaging(optimizer, world_size, group, backend)
         self._is_scaled_loss, self._debias_ewma = is_scaled_loss, debias_ewma
-        self._checked = False
         ends = weakref.WeakMethod(self._end_of_backward)  # parameters must not keep this object
-        like = norm_like(self._parameters())
+        like = norm_like(self._averaging.parameters())
         self._meter = GradientMeter(1, like, lambda: _call(ends))
         self.set_num_gradients_to_accumulate(num_gradients_to_accumulate)
         if smoothing is not None:
@@ -132,18 +119,15 @@ class AdaScale(Optimizer):
     @property
     def _count(self) -> int:
         """Gradients in a step."""
-        return self._world_size * self._meter.expected
+        return self._averaging.world_size * self._meter.expected
 
     @property
     def _averages(self) -> State:
         """The moving averages; they live in the wrapped optimizer's state, and so in its state dict."""
         state: dict[Any, Any] = self._optimizer.state
-        if SQUARE not in state.get(_KEY, {}):  # new, or loaded from an optimizer without AdaScale
-            state[_KEY] = initial_state(len(self.param_groups))
-        return state[_KEY]
-
-    def _parameters(self) -> list[nn.Parameter]:
-        return [p for g in self.param_groups for p in g["params"]]
+        if SQUARE not in state.get(KEY, {}):  # new, or loaded from an optimizer without AdaScale
+            state[KEY] = initial_state(len(self.param_groups))
+        return state[KEY]
 
     def gain(self, pg_idx: int | None = None) -> float:
         """By how much the learning rate of a step is multiplied, between 1 and :attr:`scale`.
@@ -153,52 +137,11 @@ class AdaScale(Optimizer):
         """
         self._settle()
         chosen = slice(None) if pg_idx is None else pg_idx
-        square, variance = (float(self._averages[name][chosen].sum()) for name in (SQUARE, VARIANCE))
+        averages = self._averages
+        square, variance = (float(averages[name][chosen].sum()) for name in (SQUARE, VARIANCE))
         if square + variance == 0.0:
             return 1.0
         return (variance + square) / (variance / self._scale + square)
-
-    # ---------------------------------------------------------------- ranks
-    def _find_world_size(self, given: int | None) -> int:
-        group = self._find_group()
-        if given is None:
-            return 1 if group is None else group.world_size
-        if given > 1 and group is not None and group.world_size != given:
-            raise AdaScaleArgumentError(
-                f"world_size is {given}, but gradients would be compared over a group of {group.world_size} ranks; "
-                "pass the group that averages them: shardkit.AdaScale(optimizer, group=...)"
-            )
-        return given
-
-    def _find_group(self) -> Group | None:
-        if isinstance(self._optimizer, OSS) and self._process_group is None:
-            return self._optimizer._group
-        try:
-            return backend_for(self._parameters(), self._backend).group(self._process_group)
-        except ConfigurationError:
-            if self._process_group is not None or (dist.is_available() and dist.is_initialized()):
-                raise
-            return None
-
-    def _sum_over_ranks(self, values: torch.Tensor) -> torch.Tensor:
-        if self._world_size == 1:
-            return values
-        group = self._find_group()
-        if group is None:
-            raise ConfigurationError(
-                f"world_size is {self._world_size}, but there is no process group; call "
-                "torch.distributed.init_process_group(...) before backward"
-            )
-        if not self._checked:
-            facts = [
-                (f"parameter {i} of group {g}", (tuple(p.shape), str(p.dtype)))
-                for g, options in enumerate(self.param_groups)
-                for i, p in enumerate(options["params"])
-            ]
-            check_same_everywhere(group, facts, "AdaScale's parameters (put AdaScale around OSS, not inside)")
-            self._checked = True
-        group.channel("control").all_reduce(values, label="AdaScale: squared norms")
-        return values
 
     # ---------------------------------------------------------------- measuring
     def _end_of_backward(self) -> None:
@@ -214,7 +157,8 @@ class AdaScale(Optimizer):
     def _measure(self) -> None:
         local = self._meter.sums()
         self._meter.reset()
-        summed = self._sum_over_ranks(torch.cat([local, self._share_of_total()])).cpu().double()
+        own = torch.cat([local, self._averaging.share_of_total(self._meter.like)])
+        summed = self._averaging.sum_over_ranks(own).cpu().double()
         if not bool(torch.isfinite(summed).all()):
             return
         local, total = summed.chunk(2)
@@ -223,18 +167,9 @@ class AdaScale(Optimizer):
         else:
             total = total / self._meter.expected**2
         square, variance = estimate(local, total, self._count, self._scale)
-        update_average(self._averages, SQUARE, square, self._smoothing, self._debias_ewma)
-        update_average(self._averages, VARIANCE, variance, self._smoothing, self._debias_ewma)
-
-    def _share_of_total(self) -> torch.Tensor:
-        """What adds up over the ranks to |ḡ|², by group [G]."""
-        inner, copies = self._optimizer, self._world_size
-        if isinstance(inner, OSS):
-            inner.gradients()  # where these are parts of a vector, they are in their place from now on
-            copies = copies if inner.runs_whole else 1  # each gradient counts at its owner
-            inner = inner.optim
-        squares = [squared_norm(_gradients(group), self._meter.like) for group in inner.param_groups]
-        return torch.stack(squares) / copies
+        averages = self._averages
+        update_average(averages, SQUARE, square, self._smoothing, self._debias_ewma)
+        update_average(averages, VARIANCE, variance, self._smoothing, self._debias_ewma)
 
     @torch.no_grad()
     def gradient_correlation(self) -> torch.Tensor:
@@ -245,21 +180,7 @@ class AdaScale(Optimizer):
         Raises:
             ConfigurationError: there is one rank only.
         """
-        group = self._find_group()
-        if group is None or self._world_size == 1:
-            raise ConfigurationError("a correlation of ranks' gradients needs several ranks")
-        flat = [
-            (torch.zeros_like(p) if p.grad is None else p.grad.to_dense() if p.grad.is_sparse else p.grad)
-            .reshape(-1)
-            .to(self._meter.like)
-            for p in self._parameters()
-        ]
-        own = torch.cat(flat)  # [P]
-        everybody = own.new_empty(self._world_size, own.numel())
-        group.channel("control").all_gather_into(everybody.view(-1), own, label="AdaScale: correlation")
-        correlation = torch.corrcoef(everybody)  # [N, N]
-        above = torch.ones_like(correlation, dtype=torch.bool).triu(1)
-        return correlation[above].mean()
+        return self._averaging.correlation(self._meter.like)
 
     # ---------------------------------------------------------------- stepping
     def step(self, *args: Any, **kwargs: Any) -> Any:
@@ -310,11 +231,7 @@ class AdaScale(Optimizer):
                 f"gradients need no division with is_scaled_loss={self._is_scaled_loss} and "
                 f"num_gradients_to_accumulate={self._meter.expected}; it is for losses that were not divided"
             )
-        gradients = {id(g): g for g in _gradients({"params": self._parameters()})}
-        if isinstance(self._optimizer, OSS):
-            gradients |= {id(g): g for g in self._optimizer.gradients()}
-        for gradient in gradients.values():
-            gradient.div_(self._meter.expected)
+        self._averaging.divide_gradients(self._meter.expected)
 
     def _refuse_amid_step(self, call: str) -> None:
         if self._meter.has_begun:
@@ -361,10 +278,11 @@ class AdaScale(Optimizer):
         """
         self._settle()
         self._refuse_amid_step("set_num_gradients_to_accumulate()")
-        count = num_gradients_to_accumulate * self._world_size
+        world_size = self._averaging.world_size
+        count = num_gradients_to_accumulate * world_size
         if num_gradients_to_accumulate < 1 or count < 2:
             raise AdaScaleArgumentError(
-                f"world_size={self._world_size} and num_gradients_to_accumulate={num_gradients_to_accumulate}: "
+                f"world_size={world_size} and num_gradients_to_accumulate={num_gradients_to_accumulate}: "
                 "AdaScale compares the gradients of a step and needs two at least. AdaScale does not support a "
                 "single worker without grad accumulation."
             )
@@ -383,8 +301,7 @@ class AdaScale(Optimizer):
         averages, before = self._averages, len(self.param_groups)
         self._optimizer.add_param_group(pg)
         add_groups(averages, len(self.param_groups) - before)
-        _refuse_fsdp(self._parameters())
-        self._checked = False
+        self._averaging.check_parameters()
         self._meter.attach(self.param_groups)
 
     def unhook(self) -> None:
@@ -402,7 +319,7 @@ class AdaScale(Optimizer):
         self._refuse_amid_step("state_dict()")
         averages = {name: values.clone() for name, values in self._averages.items()}
         found = self._optimizer.state_dict()
-        return {**found, "state": {**found["state"], _KEY: averages}}
+        return {**found, "state": {**found["state"], KEY: averages}}
 
     def load_state_dict(self, data: dict[str, Any]) -> None:  # type: ignore[override]
         """Loads a state dict of this class, of fairscale's, or of the plain optimizer (then averages start anew).
@@ -413,24 +330,11 @@ class AdaScale(Optimizer):
         """
         self._settle()
         self._refuse_amid_step("load_state_dict()")
-        saved = data["state"].get(_KEY)
-        averages = initial_state(len(self.param_groups)) if saved is None else _as_tensors(saved)
-        found, expected = averages[SQUARE].numel(), len(self.param_groups)
-        if found != expected:
-            raise ConfigurationError(
-                f"the state dict has AdaScale's averages of {found} param groups, this optimizer has {expected}; "
-                "build it with the same groups first"
-            )
-        for name, values in averages.items():
-            if values.numel() != expected and not (name.endswith("_count") and values.numel() == 1):
-                raise ConfigurationError(
-                    f"AdaScale's {name!r} has {values.numel()} values, expected one for each of {expected} groups; the "
-                    " state dict was damaged, or put together by hand"
-                )
-        rest = {k: v for k, v in data["state"].items() if k != _KEY}
+        averages = loaded(data, len(self.param_groups))
+        rest = {k: v for k, v in data["state"].items() if k != KEY}
         self._optimizer.load_state_dict({**data, "state": rest})
         state: dict[Any, Any] = self._optimizer.state
-        state[_KEY] = averages
+        state[KEY] = averages
 
     def __getstate__(self) -> dict[str, Any]:
         raise ConfigurationError(
@@ -451,23 +355,6 @@ def _call(method: weakref.WeakMethod[Callable[[], None]]) -> None:
     alive = method()
     if alive is not None:
         alive()
-
-
-def _refuse_fsdp(params: Sequence[nn.Parameter]) -> None:
-    if any(flat_of_registered(p) is not None for p in params):
-        raise ConfigurationError(
-            "AdaScale compares the gradients that each rank computes, and FSDP's parameters get averaged ones only. "
-            "Use DistributedDataParallel, or OSS with ShardedDDP"
-        )
-
-
-def _gradients(group: dict[str, Any]) -> list[torch.Tensor]:
-    return [p.grad for p in group["params"] if p.grad is not None]
-
-
-def _as_tensors(saved: dict[str, Any]) -> State:
-    """Own copies of saved averages, numpy arrays (fairscale's) or tensors."""
-    return {k: torch.tensor([float(x) for x in v], dtype=torch.float64) for k, v in saved.items()}
 
 
 def _evaluated_closure(
