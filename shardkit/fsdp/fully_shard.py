@@ -70,9 +70,7 @@ def fully_shard(
     many small ones, ``FSDP(module)``, which sends a unit as one flat parameter, is faster.
 
     Args: those of :class:`~shardkit.FSDP`.
-
-    Returns:
-        The module.
+    Returns: the module.
 
     Raises:
         ConfigurationError: sharded already; else as :class:`~shardkit.FSDP`.
@@ -80,11 +78,7 @@ def fully_shard(
 
     Source: the shape of torch.distributed.fsdp.fully_shard (FSDP2).
     """
-    if state_of(module) is not None:
-        raise ConfigurationError(
-            f"this {type(module).__name__} is sharded already; call fully_shard once for each"
-        )
-    check_wrappable(module, "fully_shard", may_hold=Door)
+    _check(module)
     options = Options(
         group=group, replicas=replicas, precision=precision or PrecisionPolicy(),
         reshard=reshard or ReshardPolicy(), offload=offload or OffloadPolicy(), reduce=reduce or ReducePolicy(),
@@ -95,6 +89,14 @@ def fully_shard(
     shard_module(state, _list_shard)
     _InPlace(state).install()
     return module
+
+
+def _check(module: nn.Module) -> None:
+    if state_of(module) is not None:
+        raise ConfigurationError(
+            f"this {type(module).__name__} is sharded already; call fully_shard once for each"
+        )
+    check_wrappable(module, "fully_shard", may_hold=Door)
 
 
 def _list_shard(

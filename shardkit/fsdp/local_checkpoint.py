@@ -199,24 +199,38 @@ def consolidate(
                     )
                 continue
             names, shapes, numels, _ = info.values()
-            shards = []
-            for weights, meta in zip(shard_weights, shard_metadata, strict=True):
-                padding = meta["param_metadata"][k]["params"][name]["padding"]
-                shard = weights[key].reshape(-1)
-                shards.append(shard[: shard.numel() - padding])
-                if entry["no_broadcast_optim_state"] or shards[0].numel() == sum(numels):
-                    break
-            vector = torch.cat(shards)
+            vector = _joined(shard_weights, shard_metadata, k, name, key)
             for n, shape, part in zip(names, shapes, vector.split(list(numels)), strict=True):
                 full[f"{path}.{n}" if path else n] = part.view(shape)
-    for entry in shard_metadata[0]["param_metadata"]:
+    _add_shared(full, shard_metadata[0]["param_metadata"])
+    if with_module_buffers:
+        names = shard_metadata[0]["buffer_names"]
+        full.update({n: shard_weights[0][n] for n in names if n in shard_weights[0]})
+    return full
+
+
+def _joined(
+    shard_weights: Sequence[dict[str, torch.Tensor]], shard_metadata: Sequence[dict[str, Any]],
+    k: int, name: str, key: str,
+) -> torch.Tensor:  # fmt: skip
+    """A flat parameter without padding: ``key`` in the weights, ``name`` of entry ``k`` in the metadata."""
+    entry = shard_metadata[0]["param_metadata"][k]
+    _, _, numels, _ = entry["params"][name].values()
+    shards: list[torch.Tensor] = []
+    for weights, meta in zip(shard_weights, shard_metadata, strict=True):
+        padding = meta["param_metadata"][k]["params"][name]["padding"]
+        shard = weights[key].reshape(-1)
+        shards.append(shard[: shard.numel() - padding])
+        if entry["no_broadcast_optim_state"] or shards[0].numel() == sum(numels):
+            break
+    return torch.cat(shards)
+
+
+def _add_shared(full: dict[str, torch.Tensor], entries: Sequence[dict[str, Any]]) -> None:
+    """Weights that are used in several places, under each of their names."""
+    for entry in entries:
         path = entry["fsdp_path"]
         for source, target in entry["shared_param_info"]:
             joined = [f"{path}.{n}" if path else n for n in (source, target)]
             if joined[0] in full:
                 full[joined[1]] = full[joined[0]]
-    if with_module_buffers:
-        for name in shard_metadata[0]["buffer_names"]:
-            if name in shard_weights[0]:
-                full[name] = shard_weights[0][name]
-    return full

@@ -120,16 +120,11 @@ def gather_full(
                     state.setdefault(i, {})[key] = copy.copy(v)
     if not keep_on:
         return None
-    members = _members_of_groups(flats, optimizer)
-    groups = [
-        {**copy.deepcopy({k: v for k, v in g.items() if k not in ("params", NOTE)}), "params": ids}
-        for g, ids in zip(optimizer_state["param_groups"], members, strict=True)
-    ]
     others = {k: v for k, v in optimizer_state.items() if k not in ("state", "param_groups", *EXTRA)}
     local_ids = [index_of[id(f.param)] for f in uncollected if id(f.param) in index_of]
     return {
         "state": dict(sorted(state.items())),
-        "param_groups": groups,
+        "param_groups": _full_groups(flats, optimizer, optimizer_state["param_groups"]),
         **others,
         "param_id_map": id_map,
         "uncollected_local_ids": local_ids,
@@ -149,9 +144,16 @@ def _keep_uncollected(
             state.setdefault(i, {})[key] = v
 
 
-def _members_of_groups(flats: Sequence[FlatParam], optimizer: Optimizer) -> list[list[int]]:
+def _full_groups(
+    flats: Sequence[FlatParam], optimizer: Optimizer, saved: Sequence[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """Param groups with the ids of members in place of the optimizer's."""
     ids = {id(f.param): m for f, m in zip(flats, _member_ids(flats), strict=True)}
-    return [[i for p in g["params"] for i in ids.get(id(p), [])] for g in optimizer.param_groups]
+    members = [[i for p in g["params"] for i in ids.get(id(p), [])] for g in optimizer.param_groups]
+    return [
+        {**copy.deepcopy({k: v for k, v in g.items() if k not in ("params", NOTE)}), "params": own}
+        for g, own in zip(saved, members, strict=True)
+    ]
 
 
 def shard_full(flats: Sequence[FlatParam], full: dict[str, Any]) -> dict[str, Any]:
