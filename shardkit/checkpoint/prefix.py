@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import nn
 
+from ..torch_seams.module_versions import versions_of
+
 PREFIX = "module."
 
 
@@ -44,7 +46,7 @@ def load_with_or_without_prefix(
 
 def _renamed(state: Mapping[str, Any], rename: Any) -> dict[str, Any]:
     renamed: Any = OrderedDict((rename(key), value) for key, value in state.items())
-    metadata = getattr(state, "_metadata", None)
+    metadata = versions_of(state)
     if metadata is not None:  # of modules, whose paths have no dot at the end; the root's is ""
         renamed._metadata = OrderedDict(
             (rename(key + ".").removesuffix("."), value) for key, value in metadata.items()

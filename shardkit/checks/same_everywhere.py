@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterable
 from typing import Any
 
@@ -83,7 +84,7 @@ def _in_words(value: Any) -> str:
         return f"{{{', '.join(f'{k}: {_in_words(v)}' for k, v in value.items())}}}"
     if value is None or isinstance(value, bool | int | float | str | torch.dtype):
         return str(value)
-    plain = getattr(value, "func", value)  # functools.partial
+    plain = value.func if isinstance(value, functools.partial) else value
     kind = plain if callable(plain) and hasattr(plain, "__qualname__") else type(plain)
     return f"{kind.__module__}.{kind.__qualname__}"
 

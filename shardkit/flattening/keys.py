@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from contextvars import ContextVar
 from typing import Any
 
+from ..torch_seams.module_versions import versions_of
 from .flat_parameter import FLAT_PREFIX
 
 WRAPPED = "_fpw_module"
@@ -43,7 +44,7 @@ def no_key_translation() -> Iterator[None]:
 def rename_saved(state_dict: dict[str, Any], prefix: str) -> None:
     """Names the wrapped module's entries as if there were no wrapper at ``prefix``."""
     rename_prefix(state_dict, f"{prefix}{WRAPPED}.", prefix)
-    versions: dict[str, Any] = getattr(state_dict, "_metadata", {})
+    versions: dict[str, Any] = versions_of(state_dict) or {}
     inner = prefix + WRAPPED
     for key in [k for k in versions if k == inner or k.startswith(inner + ".")]:
         # Both names stay: the plain module looks for one, the wrapped module for the other.

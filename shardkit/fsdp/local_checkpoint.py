@@ -10,6 +10,7 @@ from torch import nn
 
 from ..checks.facts import all_gather_facts
 from ..errors import ConfigurationError
+from ..torch_seams.module_versions import versions_of
 from .flat_param import FlatParam
 from .names import clean
 from .state import ShardingState, state_of
@@ -64,7 +65,7 @@ def _shared_across(state: ShardingState, paths: dict[nn.Module, str]) -> list[tu
 # ------------------------------------------------------------ whose shards they are
 def mark(sharding: ShardingState, state: Any) -> None:
     """Notes in a local state dict whose it is. ``torch.save`` keeps the note, other readers don't look at it."""
-    notes = getattr(state, "_metadata", None)
+    notes = versions_of(state)
     if notes is not None and "" in notes:
         layout = {key: facts for key, (_, facts) in _vectors(sharding).items()}
         group = sharding.group
@@ -73,7 +74,7 @@ def mark(sharding: ShardingState, state: Any) -> None:
 
 def note_of(state: Mapping[str, Any]) -> dict[str, Any] | None:
     """What :func:`mark` noted; None of fairscale's state dicts, and of those copied without the attribute."""
-    notes = getattr(state, "_metadata", None)
+    notes = versions_of(state)
     found = notes.get("", {}).get(_NOTE) if isinstance(notes, Mapping) else None
     return found if isinstance(found, dict) and {"rank", "world_size", "layout"} <= set(found) else None
 

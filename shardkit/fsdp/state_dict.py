@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..torch_seams.module_versions import versions_of
 from .inside import collecting, end_loading_shards
 from .names import INNER, OUTER, clean
 from .state import ShardingState, state_of
@@ -46,10 +47,9 @@ def full(state: ShardingState, collect: Callable[..., Any], *args: Any, **kwargs
     with _full_or_as_is(state), collecting():
         collect(destination=destination, prefix=prefix, keep_vars=keep_vars)
         _rename(destination, prefix, _without_wrapping)
-        if hasattr(destination, "_metadata"):
-            _rename(
-                destination._metadata, prefix, lambda rest: _without_wrapping(rest + ".").removesuffix(".")
-            )
+        versions = versions_of(destination)
+        if versions is not None:
+            _rename(versions, prefix, lambda rest: _without_wrapping(rest + ".").removesuffix("."))
         if not state.state_is_local:
             detach_entries(state, destination, prefix, before)
     return destination

@@ -29,7 +29,7 @@ class Relevant:
         if not self._lines:
             return
         for statement in imports(tree, self.has_words):
-            module = getattr(statement, "module", None) or ""
+            module = (statement.module or "") if isinstance(statement, ast.ImportFrom) else ""
             if any(p in f"{module}.{alias.name}" for p in packages for alias in statement.names):
                 self.names |= {marked.plain(name) for name, _ in bindings(statement)}
         words = "|".join(map(re.escape, sorted(self.names | marked.other_spellings(self.names))))
@@ -39,7 +39,7 @@ class Relevant:
     def has_words(self, statement: ast.stmt) -> bool:
         """Whether a statement needs a look."""
         first = statement.lineno
-        if decorators := getattr(statement, "decorator_list", None):
-            first = min(first, decorators[0].lineno)
+        if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            first = min([first, *(d.lineno for d in statement.decorator_list)])
         k = bisect.bisect_left(self._lines, first)
         return k < len(self._lines) and self._lines[k] <= int(statement.end_lineno or 0)

@@ -299,7 +299,7 @@ class _Looking:
             return [node.type, *node.body]
         if isinstance(node, ast.MatchMapping):
             return [*node.keys, *node.patterns]
-        return [getattr(node, "pattern", None)]
+        return [node.pattern] if isinstance(node, ast.MatchAs) else []
 
 
 _Nodes: TypeAlias = Sequence[ast.AST | None]
@@ -328,7 +328,8 @@ class _Ways(dict[type, tuple[Callable[..., _Nodes] | None, list[str]]]):
 
     def __missing__(self, kind: type) -> tuple[Callable[..., _Nodes] | None, list[str]]:
         visit = next((visit for of, visit in _VISITS.items() if issubclass(kind, of)), None)
-        self[kind] = visit, [f for f in getattr(kind, "_fields", ()) if f not in _NO_NODES]
+        fields = kind._fields if issubclass(kind, ast.AST) else ()
+        self[kind] = visit, [f for f in fields if f not in _NO_NODES]
         return self[kind]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from typing import Any
 
@@ -23,7 +24,7 @@ def placement_for(optimizer_class: Any, even_shards_only: bool) -> type[Placemen
         optimizer_class: the inner optimizer's.
         even_shards_only: all ranks run one compiled graph.
     """
-    plain = getattr(optimizer_class, "func", optimizer_class)  # functools.partial
+    plain = optimizer_class.func if isinstance(optimizer_class, functools.partial) else optimizer_class
     if isinstance(plain, type) and issubclass(plain, optim.LBFGS):
         return OnEveryRank
     if not even_shards_only:
