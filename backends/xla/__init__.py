@@ -1,6 +1,6 @@
 """XLA devices through torch_xla: TPUs, and replicas with real XLA collectives on a machine without one.
 
-``metrics`` (compiles, executions, collectives in the program) is imported on its own, as it needs torch_xla.
+``metrics`` (compiles, collectives in the program) is imported on its own, as it needs torch_xla.
 """
 
 from .backend import XlaBackend

@@ -1,4 +1,4 @@
-"""What XLA did in this process: compiles, executions, and the program of tensors that are still pending."""
+"""What XLA did in this process: compiles, and the program of tensors that are still pending."""
 
 from __future__ import annotations
 
@@ -19,12 +19,6 @@ _HLO_COLLECTIVE = re.compile(
 def compiles() -> int:
     """Graphs compiled so far by all replicas of this process."""
     return _RUNTIME._xla_counter_value("UncachedCompile") or 0
-
-
-def executions() -> int:
-    """Compiled graphs run so far by all replicas of this process."""
-    data = _RUNTIME._xla_metric_data("ExecuteTime")
-    return data[0] if data else 0
 
 
 def hlo(tensors: Sequence[torch.Tensor]) -> str:

@@ -5,6 +5,7 @@ Legend: W world size, S shard numel.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import sys
 from collections.abc import Callable, Iterable
@@ -336,13 +337,11 @@ def shard_of(
     if from_rank_0:
         group.channel("buffers").broadcast(vector, 0, label="parameters of rank 0")
     else:
-        _check_same_values(vector, members, group)
+        _check_same_values(members, group)
     return own_part(vector, group).clone()
 
 
-def _check_same_values(vector: torch.Tensor, members: list[Member], group: Group) -> None:
-    import hashlib
-
+def _check_same_values(members: list[Member], group: Group) -> None:
     sums = [
         hashlib.sha1(
             m.param.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
