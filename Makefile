@@ -68,8 +68,8 @@ test-core: $(CORE)/.ready
 
 # Left out on the oldest torch: what doesn't depend on torch's version, or takes longest and is drawn at random.
 NEWEST_ONLY := $(addprefix tests/,differential figures cli migration parity testing test_packaging.py \
-  test_redirected.py test_older_paths.py test_fsdp_one_order.py border/test_same_bits.py)
-NEWEST_ONLY_EXAMPLES := $(addprefix tests/test_examples.py::test_,full_runs_reach_97_percent \
+  compat/test_redirected.py compat/test_older_paths.py fsdp/test_one_order.py border/test_same_bits.py)
+NEWEST_ONLY_EXAMPLES := $(addprefix tests/examples/test_examples.py::test_,full_runs_reach_97_percent \
   all_strategies_on_four_ranks on_simulated_ranks torchrun_with_another_number_of_ranks_is_refused)
 
 test-xla: $(XLA)/.ready
@@ -78,16 +78,14 @@ test-xla: $(XLA)/.ready
 	  $(addprefix --deselect ,$(NEWEST_ONLY_EXAMPLES)) tests
 
 # Some tests of every part, each file a few seconds at most; what starts many processes is left to `make test`.
-QUICK := $(addprefix tests/,fsdp oss sharded_ddp reduction pipeline torch_seams extra test_layout.py parity migration/test_rewriting.py \
-  test_fsdp_compat.py test_fsdp_store.py test_fsdp_order.py test_fully_shard.py test_oss.py test_module_sync.py \
-  test_sharded_ddp.py test_state_prefix.py test_state_shapes.py test_wrap.py test_flatten.py test_adam.py test_moe.py \
-  test_checkpoint_activations.py test_model_parallel.py test_pipe.py test_sampling.py test_gathering.py \
-  test_adascale.py test_facts.py test_older_paths.py test_redirected.py \
-  experimental/test_auto_shard.py experimental/test_mevo.py experimental/test_offload.py \
-  experimental/test_dynamic_loss_scaler.py test_docs.py \
-  backends/test_simulated.py backends/test_contract.py backends/test_gloo.py backends/test_watch.py \
-  border/test_inside.py border/test_options.py border/test_optimizers.py border/test_wrappers.py \
-  border/test_kept_views.py figures/test_scale_figures.py)
+QUICK := $(addprefix tests/,test_layout.py test_docs.py activations adascale checks evaluation flattening \
+  model_parallel moe optimizers oss parity pipeline reduction sharded_ddp torch_seams wrapping \
+  checkpoint/test_prefix.py compat/test_older_paths.py compat/test_redirected.py migration/test_rewriting.py \
+  $(addprefix fsdp/test_,backward_plan.py compat.py fully_shard.py groups.py order.py store.py unused.py) \
+  $(addprefix extra/test_,adam.py auto_shard.py dynamic_loss_scaler.py gossip_graphs.py mevo.py offload.py) \
+  $(addprefix backends/test_,contract.py gloo.py simulated.py watch.py) \
+  $(addprefix border/test_,inside.py kept_views.py optimizers.py options.py wrappers.py) \
+  figures/test_scale_figures.py)
 QUICK_WITHOUT := compile or gloo3 or gloo4 or simulated3 or simulated4 or that_change_on_one_rank
 
 quick: $(CORE)/.ready

@@ -10,8 +10,8 @@ import torch
 from shardkit.backend import get_backend
 from shardkit.nn import MOELayer, ShardedDataParallel
 from shardkit.optim import OSS, AdaScale
-from tests import test_adascale as adascale_truth
-from tests import test_moe as moe_truth
+from tests.adascale import test_adascale as adascale_truth
+from tests.moe import test_moe as moe_truth
 from tests.pools import rank_pool
 
 pytest.importorskip("torch_xla")

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests import test_sharded_ddp as cases
 from tests.pools import rank_pool
 from tests.scenarios import assert_same_parameters, batch_for, compare, seeded, square_loss
+from tests.sharded_ddp import test_sharded_ddp as cases
 
 pytest.importorskip("torch_xla")
 pytestmark = pytest.mark.xla

@@ -18,7 +18,7 @@ from shardkit.examples import imagenet, mnist, training, vit
 from shardkit.examples.resnet import CONFIGS, ResNet
 from tests.pools import rank_pool
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 pytest.importorskip("sklearn", reason="the examples' images come with scikit-learn (extra: demo)")
 
 # No batch norm, whose statistics would be those of each rank's images: comparable with one process.

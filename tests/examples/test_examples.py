@@ -18,7 +18,7 @@ import shardkit
 from shardkit.examples.digits.model import DigitTransformer
 from shardkit.examples.digits.train import STRATEGIES
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 pytest.importorskip("sklearn", reason="the example's images come with scikit-learn (extra: demo)")
 
 

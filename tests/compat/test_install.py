@@ -24,7 +24,7 @@ from shardkit.cli import main
 from shardkit.errors import LifecycleError
 from shardkit.redirections import REDIRECTED
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ from shardkit.checkpoint.writing import write_atomically
 from shardkit.errors import ConfigurationError, DamagedFileError, FileNotWrittenError
 from shardkit.xla import xla_model as xm
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 # Forks of a process that has torch loaded, each ended at another moment by a signal that nobody handles.
 KILLED = """
