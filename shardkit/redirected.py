@@ -19,7 +19,7 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any, NoReturn, TypeVar, cast
 
 from .errors import RedirectedError
@@ -153,7 +153,7 @@ def without_arguments(**gone: str) -> Callable[[_F], _F]:
 
 def is_redirected(thing: object) -> bool:
     """Whether a class or function was made here (subclasses of users don't count)."""
-    return MARK in getattr(thing, "__dict__", {})
+    return isinstance(thing, type | FunctionType) and MARK in vars(thing)
 
 
 # ---------------------------------------------------------------- modules that have no file

@@ -251,13 +251,13 @@ class _Looking:
         else:
             self._define(node.name, scope)
             self._todo += [(node.body, inner, False), ([node.returns], scope, True)]
-            outside += [*node.decorator_list, *getattr(node, "type_params", ())]
+            outside += [*node.decorator_list, *_type_parameters(node)]
         return outside
 
     def _class(self, node: ast.ClassDef, scope: Scope, in_annotation: bool) -> _Nodes:
         self._define(node.name, scope)
         self._todo.append((node.body, self._scope(ast.ClassDef, scope), False))
-        return [*node.bases, *node.keywords, *node.decorator_list, *getattr(node, "type_params", ())]
+        return [*node.bases, *node.keywords, *node.decorator_list, *_type_parameters(node)]
 
     def _define(self, name: str, scope: Scope) -> None:
         if self._is_asked(name):
@@ -300,6 +300,11 @@ class _Looking:
         if isinstance(node, ast.MatchMapping):
             return [*node.keys, *node.patterns]
         return [node.pattern] if isinstance(node, ast.MatchAs) else []
+
+
+def _type_parameters(node: ast.AST) -> Sequence[Any]:
+    """Those of a function or class, which newer Pythons have."""
+    return getattr(node, "type_params", ())
 
 
 _Nodes: TypeAlias = Sequence[ast.AST | None]
