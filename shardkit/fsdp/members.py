@@ -10,6 +10,7 @@ watch what is done with them, and take the path through the modules then.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
@@ -73,7 +74,7 @@ class ReleasedParameter(MemberParameter):
             raise LifecycleError(_refusal(param, resolve_name(func) or what))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        owner = _owners.get(self)
+        owner = _owner_of(self)
         if owner is not None and id(owner.flat) not in memo.get(_COPIED, ()):
             raise LifecycleError(_refusal(self, "a copy"))
         if id(self) not in memo:
@@ -152,22 +153,29 @@ class Owner(NamedTuple):
     number: int
 
 
-# One wrapped unit may meet a parameter that another one manages.
+# One wrapped unit may meet a parameter that another one manages. Flat parameters, which hold their members, are held
+# weakly: else neither would ever be freed.
 _owners: WeakIdKeyDictionary = WeakIdKeyDictionary()
 _views: WeakIdKeyDictionary = WeakIdKeyDictionary()  # of members, that a program keeps
 _names_of_copies: WeakIdKeyDictionary = WeakIdKeyDictionary()
 _COPIED: Any = "flat parameters that are being copied"  # beside the ids in the memo of a deepcopy
 
 
+def _owner_of(param: torch.Tensor, noted: WeakIdKeyDictionary = _owners) -> Owner | None:
+    found: tuple[weakref.ref[FlatParamLike], int] | None = noted.get(param)
+    flat = None if found is None else found[0]()
+    return None if found is None or flat is None else Owner(flat, found[1])
+
+
 def managing(param: nn.Parameter) -> FlatParamLike | None:
     """The flat parameter that manages a member, None for other parameters."""
-    owner = _owners.get(param)
+    owner = _owner_of(param)
     return None if owner is None else owner.flat
 
 
 def note_member(param: nn.Parameter, flat: FlatParamLike, index: int) -> None:
     """From now on this parameter is known to be that member of that flat parameter."""
-    _owners[param] = Owner(flat, index)
+    _owners[param] = (weakref.ref(flat), index)
 
 
 def note_view(tensor: torch.Tensor, param: nn.Parameter) -> None:
@@ -187,12 +195,12 @@ def are_copied(flats: Sequence[FlatParamLike], memo: dict[int, Any]) -> bool:
 
 def name_of_member(param: nn.Parameter) -> str | None:
     """Full name of a member, as far as it is known; None for other parameters."""
-    return _name(param) if param in _owners else None
+    return _name(param) if _owner_of(param) is not None else None
 
 
 def _of_full_shape(param: torch.Tensor, what: str) -> torch.Tensor:
     """The parameter, or where it has lost its shape too (lazy execution) one that is like it."""
-    owner = _owners.get(param)
+    owner = _owner_of(param)
     if owner is None or owner.flat.keeps_shapes:
         return param
     shape = owner.flat.members[owner.number].shape
@@ -200,7 +208,7 @@ def _of_full_shape(param: torch.Tensor, what: str) -> torch.Tensor:
 
 
 def _name(param: torch.Tensor) -> str:
-    owner = _owners.get(param)
+    owner = _owner_of(param)
     return str(_names_of_copies.get(param, "of an FSDP module")) if owner is None else _name_in(owner)
 
 
@@ -215,9 +223,10 @@ def _described(param: ReleasedParameter | ReleasedView) -> str:
 
 
 def _refusal(param: ReleasedParameter | ReleasedView, what: str) -> str:
-    if param in _views:
-        return _refusal_of_view(_views[param], what)
-    owner, name = _owners.get(param), _name(param)
+    seen = _owner_of(param, _views)
+    if seen is not None:
+        return _refusal_of_view(seen, what)
+    owner, name = _owner_of(param), _name(param)
     if owner is None:
         return (
             f"{what} needs the values of parameter {name!r}, but this is a copy of it without the FSDP module that "
@@ -247,13 +256,13 @@ def _refusal_of_view(owner: Owner, what: str) -> str:
 
 def refuse_copy(param: ReleasedParameter, what: str) -> None:
     """Raises for a parameter that was copied, or came from a file, without the flat parameter that has its values."""
-    if param not in _owners:
+    if _owner_of(param) is None:
         raise LifecycleError(_refusal(param, what))
 
 
 def _refuse_gradient(param: ReleasedParameter) -> None:
     """Raises where the parameter's gradient was reduced: None would say that it has none."""
-    owner = _owners.get(param)
+    owner = _owner_of(param)
     if (
         owner is None
         or param.grad is not None

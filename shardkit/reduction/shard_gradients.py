@@ -40,14 +40,14 @@ class ShardGradient(MarkedTensor):
         group_of: the ranks, None once they are gone.
         has_padding: zeros may stand among the elements that are no gradient's.
         instead: the call that takes any norm.
-        kept: parameters whose gradients this rank has alone, and other ranks others; empty where each rank has a part
-            of every gradient.
+        kept: parameters, held weakly, whose gradients this rank has alone, and other ranks others; empty where each
+            rank has a part of every gradient.
     """
 
     group_of: ClassVar[weakref.ref[Group]]
     has_padding: ClassVar[bool]
     instead: ClassVar[str]
-    kept: ClassVar[Sequence[torch.Tensor]]
+    kept: ClassVar[Sequence[weakref.ref[torch.Tensor]]]
 
     @classmethod
     def __torch_function__(
@@ -102,9 +102,12 @@ def gradient_class(
     made = _classes.setdefault(group, {})
     if instead in made and not kept:
         return made[instead]
-    facts = {"group_of": weakref.ref(group), "has_padding": has_padding, "instead": instead, "kept": kept}
-    made[instead] = type("ShardGradient", (ShardGradient,), facts)
-    return made[instead]
+    facts: dict[str, Any] = {"group_of": weakref.ref(group), "has_padding": has_padding, "instead": instead}
+    facts["kept"] = [weakref.ref(p) for p in kept]  # their gradients have the class
+    kind = type("ShardGradient", (ShardGradient,), facts)
+    if not kept:  # else the class would keep these parameters as long as there is the group
+        made[instead] = kind
+    return kind
 
 
 def _group_of(gradient: ShardGradient | type[ShardGradient]) -> Group:
@@ -176,7 +179,7 @@ def _finished_norm(norms: _UnfinishedNorm, norm_type: float) -> torch.Tensor:
 
 def _check_all_there(kind: type[ShardGradient], asked: int) -> None:
     """Of a part of the parameters each rank knows its own alone: ranks would take norms of different parts together."""
-    there = sum(type(p.grad) is kind for p in kind.kept)
+    there = sum(type(getattr(p(), "grad", None)) is kind for p in kind.kept)
     if kind.kept and asked != there:
         raise ConfigurationError(
             f"the norm of {asked} of the {there} gradients that this rank has: the gradients of other parameters are "

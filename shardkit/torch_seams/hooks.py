@@ -16,6 +16,7 @@ from __future__ import annotations
 import functools
 import sys
 import threading
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from types import FrameType
@@ -129,7 +130,10 @@ class _Kept(OrderedDict[int, Any]):
 
 
 class GradientHooks:
-    """Hooks on parameters, removable together.
+    """Hooks on parameters, removable together; they end with this object.
+
+    A parameter keeps its hooks in a way that no garbage collector sees through, and hooks know whom they tell. So
+    parameters get weak proxies (calling one adds no call of Python's), or neither would ever be freed.
 
     Args:
         refusal: what is raised where a hook is registered that would run after ours, and find no gradient; "" where
@@ -138,12 +142,16 @@ class GradientHooks:
 
     def __init__(self, refusal: str = "") -> None:
         self.handles: list[RemovableHandle] = []
+        self._hooks: list[GradientHook] = []
         self._refusal = refusal
 
     def attach(self, param: nn.Parameter, before: GradientHook | None, after: GradientHook) -> None:
         """Calls ``before`` when ``param`` is about to get a gradient, ``after`` when ``param.grad`` holds it."""
         if before is not None:
-            self.handles.append(param.register_hook(before))
+            self._hooks.append(before)
+            self.handles.append(param.register_hook(weakref.proxy(before)))
+        self._hooks.append(after)
+        after = weakref.proxy(after)
         hooks: Any = param._post_accumulate_grad_hooks
         if hooks is None and self._refusal:
             hooks = param._post_accumulate_grad_hooks = _Kept()
@@ -156,6 +164,10 @@ class GradientHooks:
         for handle in self.handles:
             handle.remove()
         self.handles.clear()
+        self._hooks.clear()
+
+    def __del__(self) -> None:
+        self.remove()
 
 
 def call_after_backward(function: Callable[[], None]) -> None:
