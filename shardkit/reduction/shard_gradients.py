@@ -132,8 +132,8 @@ class _UnfinishedNorm(torch.Tensor):
                 return _finished_norm(args[0], order_of(*args[1:], **(kwargs or {})))
             result = func(*args, **(kwargs or {}))
             if func is torch.stack:
-                kinds = [t.kinds if isinstance(t, _UnfinishedNorm) else [None] for t in args[0]]
-                return _unfinished(result, [k for of_one in kinds for k in of_one])
+                kinds = [k for t in args[0] for k in (t.kinds if isinstance(t, _UnfinishedNorm) else [None])]
+                return _unfinished(result, kinds)
             if isinstance(result, torch.Tensor):  # on its way to another device
                 return _unfinished(result, args[0].kinds)
             return result
