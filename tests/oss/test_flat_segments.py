@@ -62,23 +62,25 @@ def _mean(rank: int) -> None:
     for has in itertools.product(patterns, repeat=WORLD):
         params = _params()
         segment = FlatSegment(params, owners, group)
-        for times in (1, 2):
+        total = [torch.zeros(shape) for shape in SHAPES]
+        ever, all_here = [False] * len(SHAPES), False
+        for there in (has, [[not t for t in mine] for mine in has[:1]] + [has[1]]):
             segment.notice_clearing()  # there was none; what stands for the gradient goes
-            for p, value, there in zip(params, _numbered(1.0), has[rank], strict=True):
-                p.grad = value * (rank + 1) if there else None
+            for i, (p, value) in enumerate(zip(params, _numbered(1.0), strict=True)):
+                p.grad = value * (rank + 1) if there[rank][i] else None
+                total[i] += value * sum((r + 1) * there[r][i] for r in range(WORLD)) / WORLD
+                ever[i] |= any(there[r][i] for r in range(WORLD))
             segment.reduce_gradients(group, None)
-            expected = [
-                value * sum(times * (r + 1) * has[r][i] for r in range(WORLD)) / WORLD
-                for i, value in enumerate(_numbered(1.0))
-            ]
-            assert torch.equal(segment.own.grad, segment.take_own(expected))
+            assert torch.equal(segment.own.grad, segment.take_own(total))
+            all_here |= all(there[rank])
             used = segment.used()
-            marks = [torch.full_like(p, float(has[0][i] or has[1][i])) for i, p in enumerate(params)]
+            assert (used is None) == all_here
             if used is not None:
-                filled = segment.own.numel() - segment._padding[rank]
-                assert torch.equal(used.used[:filled], segment.take_own(marks)[:filled] != 0)
-            else:
-                assert all(has[rank])
+                marks = segment.take_own(
+                    [torch.full_like(p, float(e)) for p, e in zip(params, ever, strict=True)]
+                )
+                filled = sum(p.numel() for p, owner in zip(params, owners, strict=True) if owner == rank)
+                assert torch.equal(used.used[:filled], marks[:filled] != 0)
 
 
 def test_gradients_are_means_and_the_unused_are_known() -> None:
