@@ -97,7 +97,7 @@ class _Shards:
         with wrapping.enable_wrap(wrapper_cls=fsdp, **options):
             module = experiment.build()
             if experiment.wrap is not None:
-                experiment.wrap(module, wrapping.context)
+                experiment.wrap(module, wrapping.wrap)
         self.wrapper: Any = module if isinstance(module, fsdp) else fsdp(module, **options)
         self.optimizer = experiment.optimizer_over(self.wrapper.parameters())
 
