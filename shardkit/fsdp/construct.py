@@ -26,7 +26,7 @@ from .flat_param import FlatParam
 from .groups import post_forward_mesh
 from .members import Member, Place, managing
 from .registrations import note_taken
-from .state import ShardingState, note_state, state_of
+from .state import ShardingState, state_of
 from .store import own_part
 
 logger = logging.getLogger("shardkit")
@@ -230,7 +230,6 @@ def wake(state: ShardingState) -> None:
         ConfigurationError: it is a shard of another number of ranks.
     """
     if state.is_asleep:
-        note_state(state)
         for s in reversed(state.states()):
             if s.is_asleep:
                 _wake(s)

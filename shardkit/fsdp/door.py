@@ -142,9 +142,7 @@ class Door(StandingIn, ShardedAPI):
         moving.check_copied(self._state, memo)
         made = type(self).__new__(type(self))
         memo[id(self)] = made
-        copied = copy.deepcopy(self.__dict__, memo)
-        copied["_state"].options = self._state.options  # with its groups of ranks
-        made.__setstate__(copied)
+        made.__setstate__(copy.deepcopy(self.__dict__, memo))
         return made
 
     def __getstate__(self) -> dict[str, Any]:

@@ -32,7 +32,7 @@ from .lazy import saving_members_by_name
 from .members import Member, Place
 from .refusals import check_asker
 from .running import Entered, enter, fail, input_dtype, leave, watched
-from .state import Options, ShardingState, note_state, state_of
+from .state import Options, ShardingState, state_of
 from .state_of_shards import check_request
 from .summoning import enter_summon
 from .unit_module import list_in_place
@@ -79,11 +79,9 @@ def fully_shard(
     Source: the shape of torch.distributed.fsdp.fully_shard (FSDP2).
     """
     _check(module)
-    options = Options(
-        group=group, replicas=replicas, precision=precision or PrecisionPolicy(),
-        reshard=reshard or ReshardPolicy(), offload=offload or OffloadPolicy(), reduce=reduce or ReducePolicy(),
-        flatten=False, sync_module_states=sync_module_states,
-        device=None if device is None else torch.device(device), backend=backend,
+    options = Options.given(
+        group=group, replicas=replicas, precision=precision, reshard=reshard, offload=offload, reduce=reduce,
+        flatten=False, sync_module_states=sync_module_states, device=device, backend=backend,
     )  # fmt: skip
     state = ShardingState(module, module, options)
     shard_module(state, _list_shard)
@@ -151,24 +149,26 @@ class _InPlace:
             wake(state)
         handled = sys.exc_info()[1]
         dtype = input_dtype(state)
-        with ExitStack() as around:
-            entered = None
-            if state.summoned is not None:
-                state.cast_buffers()
-                around.enter_context(computing_when_summoned(state.unit.needs))
-            else:
-                try:
+        entered = None
+        try:
+            with ExitStack() as around:
+                if state.summoned is not None:
+                    state.cast_buffers()
+                    around.enter_context(computing_when_summoned(state.unit.needs))
+                else:
                     entered = enter(state, args, kwargs)
-                except Exception:
-                    self._is_refused = True  # torch calls _leave next
-                    raise
-            if dtype is not None:
-                args, kwargs = cast_inputs((args, kwargs), dtype)
+                if dtype is not None:
+                    args, kwargs = cast_inputs((args, kwargs), dtype)
+                if entered is not None:
+                    if entered.engine.is_lazy:
+                        around.enter_context(saving_members_by_name())
+                    entered = watched(entered, state, (args, kwargs))
+                self._calls.append(_Call(entered, around.pop_all(), handled))
+        except Exception as error:
+            self._is_refused = True  # torch calls _leave next
             if entered is not None:
-                if entered.engine.is_lazy:
-                    around.enter_context(saving_members_by_name())
-                entered = watched(entered, state, (args, kwargs))
-            self._calls.append(_Call(entered, around.pop_all(), handled))
+                fail(state, entered, error)
+            raise
         return args, kwargs
 
     @not_compiled
@@ -191,17 +191,17 @@ class _InPlace:
     # ------------------------------------------------------------ state dicts
     def _fqn_modifiers(self) -> dict[str, str]:
         """torch.distributed.checkpoint asks for it before it does anything."""
-        check_request(lambda: [flat for s in self._state.states() for flat in s.flats])
+        check_request(self._state.all_flats)
         return {}
 
     def _begin_state_dict(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
         wake(self._state)
         check_asker(module, keeps_names=True)
-        collect_in_place(1)
         state = self._state
         if not state.state_is_local and state.summoned is None:
             enter_summon(state, writeback=False)
             state.is_loading = True
+        collect_in_place(1)
 
     def _end_state_dict(self, module: nn.Module, found: Any, prefix: str, metadata: Any) -> None:
         collect_in_place(-1)
@@ -212,8 +212,8 @@ class _InPlace:
 
     def _begin_load(self, module: nn.Module, state_dict: dict[str, Any], *others: Any) -> None:
         wake(self._state)
-        collect_in_place(1)
         state_dicts.begin_loading(self._state, state_dict)
+        collect_in_place(1)
 
     def _end_load(self, module: nn.Module, incompatible: Any) -> None:
         collect_in_place(-1)
@@ -232,10 +232,7 @@ class _InPlace:
         moving.check_copied(self._state, memo)
         made = _InPlace.__new__(_InPlace)
         memo[id(self)] = made
-        state = copy.deepcopy(self._state, memo)
-        state.options = self._state.options  # with its groups of ranks
-        made.__init__(state)  # type: ignore[misc]
-        note_state(state)
+        made.__init__(copy.deepcopy(self._state, memo))  # type: ignore[misc]
         return made
 
     def __reduce__(self) -> NoReturn:

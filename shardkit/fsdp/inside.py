@@ -96,19 +96,24 @@ class Moves(_Answer):
     def __call__(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
         module = self.module
         if not _collecting.moves:
-            for name, listed in module._parameters.items():
-                member = module.__dict__.get(name) if listed is None else None
-                if member is not None and managing(member) is not None:
-                    _refuse_move(module, name, member, fn)
+            for name, member in _unregistered(module):
+                flat = managing(member)
+                if flat is not None:
+                    _refuse_move(module, name, flat, fn)
         return type(module)._apply(module, fn, recurse)  # type: ignore[no-any-return]
 
 
+def _unregistered(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Parameters that were taken out of a module's list, and are found as its attributes."""
+    for name, listed in module._parameters.items():
+        member = module.__dict__.get(name) if listed is None else None
+        if member is not None:
+            yield name, member
+
+
 def _refuse_move(
-    module: nn.Module, name: str, member: nn.Parameter, fn: Callable[[torch.Tensor], torch.Tensor]
+    module: nn.Module, name: str, flat: FlatParamLike, fn: Callable[[torch.Tensor], torch.Tensor]
 ) -> None:
-    flat = managing(member)
-    if flat is None:
-        return
     shard = flat.param
     moved = fn(torch.empty(0, dtype=shard.dtype, device=shard.device))
     if (moved.dtype, moved.device.type) != (shard.dtype, shard.device.type):
@@ -198,8 +203,7 @@ def _shards_of(module: nn.Module) -> dict[str, FlatParamLike]:
 
 def _refuse_copies(module: nn.Module, what: str) -> None:
     """A module from a file, without the FSDP module around it, has parameters without values."""
-    for name, param in module._parameters.items():
-        member = module.__dict__.get(name) if param is None else None
+    for _, member in _unregistered(module):
         if isinstance(member, ReleasedParameter):
             refuse_copy(member, what)
 

@@ -239,8 +239,9 @@ def _refusal(param: ReleasedParameter | ReleasedView, what: str) -> str:
     return where + (
         f"which is sharded over {group.world_size} ranks and not gathered now. Parameters have values inside of the "
         "forward of the FSDP module that holds them: call that module, not a method of what it wraps. Elsewhere use "
-        "`with module.summon_full_params():`. A module that reads weights of other modules has to be wrapped "
-        "together with them"
+        "`with module.summon_full_params():` (of a module that fully_shard has sharded: "
+        "`with shardkit.sharding_of(module).summon_full_params():`). A module that reads weights of other modules has "
+        "to be wrapped together with them"
     )
 
 

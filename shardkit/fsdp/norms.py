@@ -25,7 +25,7 @@ def clip(root: ShardingState, max_norm: float, norm_type: float) -> torch.Tensor
             "norm_type=0 counts parameters whose gradients are not zero, and shards are no parameters; "
             "clip_grad_norm_ takes any other number, inf and -inf"
         )
-    flats = [f for s in root.states() for f in s.flats]
+    flats = root.all_flats()
     sharded = {f.param for f in flats}
     rest = [p for p in root.door.parameters() if p not in sharded]
     everything = [f.param for f in flats] + rest

@@ -54,14 +54,14 @@ def become_root(state: ShardingState) -> Engine:
     for s in states:
         s.engine = engine
         s.cast_buffers()
-    members = sum(len(flat.members) for s in states for flat in s.flats)
+    members = sum(len(flat.members) for flat in state.all_flats())
     construct.announce(state.door, len(states), members, state.group)
     return engine
 
 
 @not_compiled
 def enter(state: ShardingState, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Entered:
-    """Gathers a unit for a forward on these inputs , as they come."""
+    """Gathers a unit for a forward on these inputs, as they come."""
     unit = state.unit
     if (
         jit_tracing() is not None or transform_level() is not None or COMPILED_AUTOGRAD in sys.modules

@@ -133,8 +133,7 @@ class ShardedAPI:
     def gather_full_optim_state_dict(self, optim: Optimizer, **ignored: Any) -> dict[str, Any] | None:
         """The optimizer's full state on rank 0, None on others (collective); see ``optim_state.py`` for the format."""
         own = self._state
-        states = own.states()
-        uncollected = [f for s in states if s.options.keeps_optimizer_state for f in s.flats]
+        uncollected = [f for s in own.states() if s.options.keeps_optimizer_state for f in s.flats]
         state = optim.state_dict()
         index = {id(p): i for i, p in enumerate(p for g in optim.param_groups for p in g["params"])}
         own.uncollected = {
@@ -143,9 +142,7 @@ class ShardedAPI:
             if id(f.param) in index
         }
         is_first = own.group.rank == 0 and (own.replicas is None or own.replicas.rank == 0)
-        return optim_state.gather_full(
-            [f for s in states for f in s.flats], uncollected, state, optim, is_first
-        )
+        return optim_state.gather_full(own.all_flats(), uncollected, state, optim, is_first)
 
     @noting_errors
     def get_shard_from_optim_state_dict(self, full_optim_state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -154,8 +151,7 @@ class ShardedAPI:
         Raises:
             ConfigurationError: it belongs to another model.
         """
-        flats = [f for s in self._state.states() for f in s.flats]
-        shard = optim_state.shard_full(flats, full_optim_state_dict)
+        shard = optim_state.shard_full(self._state.all_flats(), full_optim_state_dict)
         uncollected = self._state.uncollected
         for local in full_optim_state_dict.get("uncollected_local_ids", []):
             if local in uncollected:

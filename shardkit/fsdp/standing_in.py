@@ -10,7 +10,6 @@ from torch import nn
 
 from ..errors import ConfigurationError
 from ..torch_seams.other_wrappers import PreparedForAccelerate
-from .flat_param import FlatParam
 from .methods import through
 from .names import WRAPPED
 from .refusals import put_into_wrapper
@@ -81,12 +80,9 @@ class StandingIn(PreparedForAccelerate, nn.Module):
     def _fqn_modifiers(self) -> dict[str, str]:
         """What torch.distributed.checkpoint leaves out of names; it asks before it does anything."""
         wrapper: Any = self
-        check_request(self._all_flats)
+        check_request(self._state.all_flats)
         inner: dict[str, str] = getattr(self.module, "_fqn_modifiers", dict)()
         return {**inner, **dict.fromkeys(wrapper._fsdp_wrapped_module.flat_param_names, WRAPPED), "": WRAPPED}
-
-    def _all_flats(self) -> list[FlatParam]:
-        return [flat for state in self._state.states() for flat in state.flats]
 
     @property
     def _is_fsdp_managed_module(self) -> bool:

@@ -9,6 +9,7 @@ package works on states and asks :func:`state_of`, never a class.
 from __future__ import annotations
 
 import contextlib
+import copy
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -65,6 +66,12 @@ class Options:
     keeps_optimizer_state: bool = False
     mark_step: bool = False
 
+    @classmethod
+    def given(cls, device: torch.device | str | None, **options: Any) -> Options:
+        """Those that a caller has named; None leaves the default."""
+        named = {name: value for name, value in options.items() if value is not None}
+        return cls(device=None if device is None else torch.device(device), **named)
+
 
 class ShardingState:
     """One module's share in FSDP.
@@ -114,6 +121,17 @@ class ShardingState:
         copied["borrowed"], copied["divided"] = self.unit.borrowed, self.unit.divisors
         return copied
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        note_state(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShardingState:
+        made = memo[id(self)] = ShardingState.__new__(ShardingState)
+        made.__setstate__(
+            {**copy.deepcopy(self.__getstate__(), memo), "options": self.options}
+        )  # with its groups
+        return made
+
     @property
     def is_asleep(self) -> bool:
         """It was copied, and has no groups yet."""
@@ -148,6 +166,10 @@ class ShardingState:
     def states(self) -> list[ShardingState]:
         """This one and those of units below, the outermost first."""
         return [s for s in map(state_of, self.door.modules()) if s is not None]
+
+    def all_flats(self) -> list[FlatParam]:
+        """The flat parameters of these."""
+        return [flat for state in self.states() for flat in state.flats]
 
     def cast_buffers(self) -> None:
         """Buffers outside of other units take the dtype that was asked for, once."""

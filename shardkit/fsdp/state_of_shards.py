@@ -23,8 +23,9 @@ from .members import FlatParamLike
 NOTE = "shardkit_shards"  # in the groups of a state dict: whose shards it is of
 
 _GATHERED = (
-    "FSDP.gather_full_optim_state_dict(optimizer) (on rank 0; load it by get_shard_from_optim_state_dict), or "
-    "optimizer.state_dict() with torch.save for each rank"
+    "FSDP.gather_full_optim_state_dict(optimizer) (on rank 0; load it by get_shard_from_optim_state_dict; after "
+    "fully_shard these are methods of shardkit.sharding_of(model)), or optimizer.state_dict() with torch.save for each "
+    "rank"
 )
 
 

@@ -70,10 +70,8 @@ class FSDP(Door):
     ) -> None:
         self._shard(
             module,
-            Options(
-                group=group, replicas=replicas, precision=precision or PrecisionPolicy(),
-                reshard=reshard or ReshardPolicy(), offload=offload or OffloadPolicy(),
-                reduce=reduce or ReducePolicy(), flatten=flatten, sync_module_states=sync_module_states,
-                device=None if device is None else torch.device(device), backend=backend,
+            Options.given(
+                group=group, replicas=replicas, precision=precision, reshard=reshard, offload=offload, reduce=reduce,
+                flatten=flatten, sync_module_states=sync_module_states, device=device, backend=backend,
             ),
         )  # fmt: skip

@@ -87,6 +87,22 @@ def same(model: Any, plain: nn.Module, tolerance: float = 1e-6) -> None:
         )
 
 
+def two_steps(
+    rank: int, world_size: int, model: nn.Module, plain: Any, params_of: Callable[[nn.Module], Any]
+) -> None:
+    """The same on both, with SGD; buffers count this rank's forwards."""
+    optimizers = [torch.optim.SGD(params_of(m), lr=0.5) for m in (model, plain)]
+    for step in range(2):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        loss_of(model, batch(rank, step)).backward()
+        torch.stack([loss_of(plain, batch(r, step)) for r in range(world_size)]).mean().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    for block in plain.blocks:
+        block.calls.fill_(2)
+
+
 def everywhere(program: Callable[..., None], *args: Any) -> None:
     for world_size, backend in WORLDS:
         rank_pool(world_size, backend).run(program, world_size, *args)
@@ -207,16 +223,7 @@ def _freeze(rank: int, world_size: int) -> None:
         m.blocks[1].requires_grad_(False)
         m.blocks[2].norm.weight.requires_grad_(False) if m is plain else None
     dict(model.named_parameters())["blocks.2.norm.weight"].requires_grad_(False)
-    mine, truth = torch.optim.SGD(groups(model), lr=0.5), torch.optim.SGD(groups(plain), lr=0.5)
-    for step in range(2):
-        mine.zero_grad()
-        truth.zero_grad()
-        loss_of(model, batch(rank, step)).backward()
-        torch.stack([loss_of(plain, batch(r, step)) for r in range(world_size)]).mean().backward()
-        mine.step()
-        truth.step()
-    for block in plain.blocks:
-        block.calls.copy_(model.blocks[0].calls)
+    two_steps(rank, world_size, model, plain, groups)
     same(model, plain)
 
 
@@ -229,16 +236,7 @@ def _mixed(rank: int, world_size: int) -> None:
     fully_shard(inner.blocks[0])
     inner.blocks[2] = FSDP(inner.blocks[2])
     model = FSDP(inner)
-    mine, truth = torch.optim.SGD(model.parameters(), lr=0.5), torch.optim.SGD(plain.parameters(), lr=0.5)
-    for step in range(2):
-        mine.zero_grad()
-        truth.zero_grad()
-        loss_of(model, batch(rank, step)).backward()
-        torch.stack([loss_of(plain, batch(r, step)) for r in range(world_size)]).mean().backward()
-        mine.step()
-        truth.step()
-    for block in plain.blocks:
-        block.calls.fill_(2)
+    two_steps(rank, world_size, model, plain, nn.Module.parameters)
     same(model, plain)
 
 
@@ -277,6 +275,19 @@ def test_what_is_refused() -> None:
     everywhere(_refused)
 
 
+class Asking(nn.Module):
+    """Asks for its own state dict in forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with pytest.raises(LifecycleError, match="inside of forward"):
+            self.state_dict()
+        return self.inner(x)
+
+
 class Failing(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -303,6 +314,12 @@ def _refused(rank: int, world_size: int) -> None:
             model.words.state_dict()
     with pytest.raises(ConfigurationError):
         ShardedDDP(model, OSS(model.parameters(), torch.optim.SGD, lr=0.1))
+    asking = fully_shard(Asking())
+    asking(torch.ones(1, 3)).sum().backward()
+    if world_size > 1:  # what was refused has left nothing behind
+        with pytest.raises(LifecycleError, match="Call state_dict"):
+            asking.inner.state_dict()
+    assert asking.state_dict()["inner.weight"].shape == (3, 3)
     failing = Failing()
     fully_shard(failing.inner)
     fully_shard(failing)
