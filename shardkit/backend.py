@@ -15,12 +15,15 @@ import enum
 import importlib
 import importlib.metadata
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import TypeVar
 
 import torch
 
 from .errors import BackendError
 from .progress import listen_to_errors
+from .types import Args, ProcessGroup
+
+T = TypeVar("T")
 
 
 class ReduceOp(enum.Enum):
@@ -161,15 +164,15 @@ class Group(abc.ABC):
         """Each rank's bytes, of any length, in rank order, on every rank."""
 
     @abc.abstractmethod
-    def all_gather_object(self, obj: Any, *, label: str = "") -> list[Any]:
+    def all_gather_object(self, obj: T, *, label: str = "") -> list[T]:
         """Each rank's picklable object, in rank order, on every rank."""
 
     @abc.abstractmethod
-    def gather_object(self, obj: Any, dst: int, *, label: str = "") -> list[Any] | None:
+    def gather_object(self, obj: T, dst: int, *, label: str = "") -> list[T] | None:
         """Each rank's picklable object, in rank order, on ``dst``; None elsewhere."""
 
     @abc.abstractmethod
-    def broadcast_object(self, obj: Any, src: int, *, label: str = "") -> Any: ...
+    def broadcast_object(self, obj: T, src: int, *, label: str = "") -> T: ...
 
     @abc.abstractmethod
     def agree(self, what: str) -> None:
@@ -217,7 +220,7 @@ class Backend(abc.ABC):
         """This rank's device."""
 
     @abc.abstractmethod
-    def group(self, process_group: Any = None) -> Group:
+    def group(self, process_group: ProcessGroup = None) -> Group:
         """The :class:`Group` for what a user passes as ``process_group``: None (all ranks), a
         torch.distributed group, a Group, or an object with ``rank()`` and ``size()``.
 
@@ -264,13 +267,13 @@ class Backend(abc.ABC):
     @abc.abstractmethod
     def launch(
         self,
-        fn: Callable[..., Any],
+        fn: Callable[..., T],
         world_size: int,
-        args: tuple[Any, ...] = (),
+        args: Args = (),
         *,
         timeout: float | None = None,
         start_timeout: float | None = 180.0,
-    ) -> list[Any]:
+    ) -> list[T]:
         """Runs ``fn(rank, *args)`` on that many ranks; returns each rank's (picklable) result.
 
         ``timeout`` and ``start_timeout``: seconds that ``fn`` may take, and that ranks may take before it.

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import Any
+from typing import TypeVar
 
 from .backend import Backend, get_backend
 from .errors import BackendError, ConfigurationError
+from .types import Args
+
+T = TypeVar("T")
 
 
 def launch(
-    fn: Callable[..., Any],
+    fn: Callable[..., T],
     world_size: int,
     *,
     backend: str | Backend = "gloo",
-    args: tuple[Any, ...] = (),
+    args: Args = (),
     timeout: float | None = None,
     start_timeout: float | None = 180.0,
-) -> list[Any]:
+) -> list[T]:
     """Runs ``fn(rank, *args)`` on ``world_size`` ranks of this machine and returns each rank's result.
 
     Ranks are processes on gloo and cuda, replicas on xla (TPU cores, or threads with real collectives on a CPU), and
@@ -59,9 +62,7 @@ def launch(
     return chosen.launch(fn, world_size, args, timeout=timeout, start_timeout=start_timeout)
 
 
-def _run_as_started_rank(
-    fn: Callable[..., Any], world_size: int, backend: Backend, args: tuple[Any, ...]
-) -> list[Any]:
+def _run_as_started_rank(fn: Callable[..., T], world_size: int, backend: Backend, args: Args) -> list[T]:
     """One of the ranks that torchrun started."""
     import torch.distributed as dist
 

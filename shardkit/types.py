@@ -1,0 +1,43 @@
+"""Names for what is open by its nature. Where nothing is asked of a value its type is ``object``, not one of these."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch.autograd.function import FunctionCtx
+
+StateDict: TypeAlias = dict[str, Any]
+"""State of a module, of an optimizer, or of one of its parameters, and what else is saved by name."""
+
+SavedState: TypeAlias = Mapping[str, Any]
+"""The same where it is only read."""
+
+ParamGroup: TypeAlias = dict[str, Any]
+"""A param group of torch's optimizers: "params" and options."""
+
+Args: TypeAlias = tuple[Any, ...]
+"""Positional arguments that are passed on."""
+
+Kwargs: TypeAlias = dict[str, Any]
+"""Keyword arguments that are passed on, and attributes of an object."""
+
+AnyCallable: TypeAlias = Callable[..., Any]
+"""A user's function, or one of torch's, that is called with arguments that are passed on."""
+
+Tree: TypeAlias = Any
+"""What a module takes and returns, and what objects hold: a tensor, or containers with tensors among other values."""
+
+ProcessGroup: TypeAlias = object
+"""What ``Backend.group`` takes: a Group, a process group of torch's, one with ``rank()`` and ``size()``, or None."""
+
+Facts: TypeAlias = Sequence[tuple[str, object]]
+"""What ranks have to agree on: (what it is, its value)."""
+
+
+class Context(FunctionCtx):
+    """The ``ctx`` of an autograd function. Subclasses name what a function keeps for its backward."""
+
+    saved_tensors: tuple[torch.Tensor, ...]
+    needs_input_grad: tuple[bool, ...]
