@@ -26,6 +26,7 @@ from .flat_param import FlatParam
 from .groups import post_forward_mesh
 from .members import Member, Place, managing
 from .registrations import note_taken
+from .registries import hide
 from .state import ShardingState, state_of
 from .store import own_part
 
@@ -113,8 +114,7 @@ class Found:
         for member in flat.members:
             if member.param is param:
                 member.places.append(place)
-        place.module._parameters[place.name] = None
-        place.module.__dict__[place.name] = param
+        hide(place, param)
         flat.is_borrowed = True
         if flat not in self.borrowed:
             self.borrowed.append(flat)

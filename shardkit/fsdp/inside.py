@@ -25,6 +25,7 @@ from ..flattening.flat_parameter import FlatParameter
 from .members import FlatParamLike, ReleasedParameter, managing, refuse_copy
 from .names import clean
 from .registered_shard import flat_of_registered
+from .registries import hidden, written_names
 from .state import ShardingState, state_of
 
 
@@ -66,11 +67,10 @@ class NamedParameters(_Answer):
         tree = nn.Module.named_modules(module, None, "", remove_duplicate) if recurse else [("", module)]
         seen: set[int] = set()
         for path, m in tree:
-            for name, listed in m._parameters.items():
-                param = m.__dict__.get(name) if listed is None else listed
+            taken = dict(hidden(m))
+            for name in written_names(m):
+                param = m._parameters.get(name, taken.get(name))
                 if param is None or isinstance(param, FlatParameter) or id(param) in seen:
-                    continue
-                if listed is None and managing(param) is None:
                     continue
                 if remove_duplicate:
                     seen.add(id(param))
@@ -96,19 +96,11 @@ class Moves(_Answer):
     def __call__(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
         module = self.module
         if not _collecting.moves:
-            for name, member in _unregistered(module):
+            for name, member in hidden(module):
                 flat = managing(member)
                 if flat is not None:
                     _refuse_move(module, name, flat, fn)
         return type(module)._apply(module, fn, recurse)  # type: ignore[no-any-return]
-
-
-def _unregistered(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Parameters that were taken out of a module's list, and are found as its attributes."""
-    for name, listed in module._parameters.items():
-        member = module.__dict__.get(name) if listed is None else None
-        if member is not None:
-            yield name, member
 
 
 def _refuse_move(
@@ -190,20 +182,17 @@ def refuse_state_dicts(state: ShardingState) -> None:
 
 def _shards_of(module: nn.Module) -> dict[str, FlatParamLike]:
     """Names of parameters whose values the module has not, and the flat parameters that have them."""
-    found = {}
+    found: dict[str, FlatParamLike | None] = {n: managing(p) for n, p in hidden(module)}
     for name, param in module._parameters.items():
-        member = module.__dict__.get(name) if param is None else None
-        flat = (
-            flat_of_registered(param) if param is not None else None if member is None else managing(member)
-        )
-        if flat is not None and (param is None or flat.group.world_size > 1):
+        flat = None if param is None else flat_of_registered(param)
+        if flat is not None and flat.group.world_size > 1:
             found[name] = flat
-    return found
+    return {name: flat for name, flat in found.items() if flat is not None}
 
 
 def _refuse_copies(module: nn.Module, what: str) -> None:
     """A module from a file, without the FSDP module around it, has parameters without values."""
-    for _, member in _unregistered(module):
+    for _, member in hidden(module):
         if isinstance(member, ReleasedParameter):
             refuse_copy(member, what)
 

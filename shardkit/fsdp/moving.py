@@ -48,7 +48,7 @@ def end_move(state: ShardingState) -> None:
 
 def _take_listed(flat: FlatParam) -> None:
     holder = flat.holder
-    param = holder.module._parameters[holder.name]
+    param = holder.module._parameters.get(holder.name)
     if param is None or param is flat.param:
         return
     if isinstance(flat.param, FlatParameter) and not isinstance(param, FlatParameter):

@@ -70,12 +70,14 @@ def enter(state: ShardingState, args: tuple[Any, ...], kwargs: dict[str, Any]) -
         check_forward(unit)
     engine = state.engine or become_root(state)
     for flat in state.flats:
-        if flat.holder.module._parameters[flat.holder.name] is not flat.param:
+        if flat.holder.module._parameters.get(flat.holder.name) is not flat.param:
             raise replaced_shard(flat)
         for member in flat.members:
             for module, name in member.places:
                 found = module._parameters.get(name)
-                if found is not None and found is not flat.param:
+                if found is not flat.param and (
+                    found is not None or module.__dict__.get(name) is not member.param
+                ):
                     raise replaced_member(member.param, flat.group.rank)
     in_backward = current_backward() != NO_BACKWARD
     is_outermost = bool(state.is_root) and engine.forwards == 0 and not in_backward

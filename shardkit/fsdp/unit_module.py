@@ -15,6 +15,7 @@ from ..flattening.flat_parameter import FlatParameter, ParamInfo, SharedParamInf
 from ..flattening.wrapper import FlattenParamsWrapper
 from .flat_param import FlatParam
 from .members import Member, Place
+from .registries import hide, register, show, unregister
 
 
 class UnitModule(FlattenParamsWrapper):
@@ -57,7 +58,7 @@ class UnitModule(FlattenParamsWrapper):
         if flatten:
             for member in members:
                 for place in member.places:
-                    _hide(place, member.param)
+                    hide(place, member.param)
             flat = FlatParameter([shard], trainable)
             flat.__setstate__(([m.shape.numel() for m in members], [m.shape for m in members], infos, shared))
             name = f"flat_param_{len(self.flat_param_names)}"
@@ -107,8 +108,8 @@ def list_in_place(members: Sequence[Member], shard: torch.Tensor) -> tuple[nn.Pa
     (member,) = members
     listed = nn.Parameter(shard, requires_grad=member.param.requires_grad)
     for place in member.places:
-        _hide(place, member.param)
-        place.module._parameters[place.name] = listed
+        hide(place, member.param)
+        register(place, listed)
     return listed, member.places[0]
 
 
@@ -116,14 +117,13 @@ def list_in_place(members: Sequence[Member], shard: torch.Tensor) -> tuple[nn.Pa
 def exposed(flat: FlatParam) -> Iterator[None]:
     """Inside, the members are listed under their own names, and the shard is not."""
     holder = flat.holder
-    listed = holder.module._parameters[holder.name]
+    listed = flat.param
     # where else it is listed: not in units that only borrow it
     places = [p for p in flat.members[0].places if p.module._parameters.get(p.name) is listed]
-    holder.module._parameters[holder.name] = None
+    unregister(holder)
     for member in flat.members:
         for place in member.places:
-            place.module.__dict__.pop(place.name, None)
-            place.module._parameters[place.name] = member.param
+            show(place, member.param)
     try:
         yield
     finally:
@@ -132,12 +132,6 @@ def exposed(flat: FlatParam) -> Iterator[None]:
                 now = place.module._parameters.get(place.name)
                 if now is not None and now is not member.param:  # somebody put another parameter in
                     member.param.data = now.data
-                _hide(place, member.param)
+                hide(place, member.param)
         for place in places or [holder]:
-            place.module._parameters[place.name] = listed
-
-
-def _hide(place: Place, param: nn.Parameter) -> None:
-    """The parameter is still an attribute, but not listed; None keeps its place in the order."""
-    place.module._parameters[place.name] = None
-    place.module.__dict__[place.name] = param
+            register(place, listed)
