@@ -1,15 +1,16 @@
 """Which ranks hold parts of the same model, which hold the same part, and which are stages of one pipeline.
 
-Ranks form a grid [data, pipeline, model]; neighbouring ranks are neighbours in the last dimension, so that the ranks
-that talk most are on one machine. A group is a line of the grid.
+Ranks form a grid [data, pipeline, context, model]; neighbouring ranks are neighbours in the last dimension, so that the
+ranks that talk most are on one machine. A group is a line of the grid.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import logging
-from typing import Any
+import math
+from datetime import timedelta
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -29,35 +30,44 @@ class GroupsError(LifecycleError, AssertionError):
 class Grid:
     """The ranks of every group, in the order in which the groups are made."""
 
-    data: list[list[int]]
     model: list[list[int]]
+    context: list[list[int]]
     pipeline: list[list[int]]
+    data: list[list[int]]
 
 
-def grid(world_size: int, model_parallel_size: int, pipeline_length: int) -> Grid:
+def grid(
+    world_size: int, model_parallel_size: int, pipeline_length: int, context_parallel_size: int = 1
+) -> Grid:
     """All groups of a job.
 
     Raises:
         ConfigurationError: the sizes are no positive numbers.
         PartitionError: their product does not divide the world size.
     """
-    if model_parallel_size < 1 or pipeline_length < 1:
-        raise ConfigurationError(
-            f"model_parallel_size is {model_parallel_size} and pipeline_length is {pipeline_length}; both must be at "
-            "least 1"
-        )
-    ensure_divisibility(world_size, model_parallel_size * pipeline_length)
-    replicas = range(world_size // (model_parallel_size * pipeline_length))
-    stages, parts = range(pipeline_length), range(model_parallel_size)
+    sizes = {
+        "pipeline_length": pipeline_length,
+        "context_parallel_size": context_parallel_size,
+        "model_parallel_size": model_parallel_size,
+    }
+    if min(sizes.values()) < 1:
+        given = ", ".join(f"{name} is {size}" for name, size in sizes.items())
+        raise ConfigurationError(f"{given}; all must be at least 1")
+    ensure_divisibility(world_size, math.prod(sizes.values()))
+    ranks = torch.arange(world_size).reshape(-1, *sizes.values())
 
-    def rank(replica: int, stage: int, part: int) -> int:
-        return (replica * pipeline_length + stage) * model_parallel_size + part
+    def lines(dimension: int) -> list[list[int]]:
+        found: list[list[int]] = ranks.movedim(dimension, -1).flatten(0, -2).tolist()
+        return found
 
-    return Grid(
-        data=[[rank(r, s, p) for r in replicas] for s, p in itertools.product(stages, parts)],
-        model=[[rank(r, s, p) for p in parts] for r, s in itertools.product(replicas, stages)],
-        pipeline=[[rank(r, s, p) for s in stages] for r, p in itertools.product(replicas, parts)],
-    )
+    return Grid(data=lines(0), pipeline=lines(1), context=lines(2), model=lines(3))
+
+
+class _Line(NamedTuple):
+    """A group that this rank is in, and its global ranks."""
+
+    group: dist.ProcessGroup
+    ranks: list[int]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,10 +79,10 @@ class _Groups:
     """
 
     world: Any
-    data: dist.ProcessGroup
-    model: dist.ProcessGroup
-    pipeline: dist.ProcessGroup
-    pipeline_ranks: list[int]
+    model: _Line
+    context: _Line
+    pipeline: _Line
+    data: _Line
 
 
 _current: _Groups | None = None
@@ -82,24 +92,32 @@ _calls = 0  # of initialize_model_parallel in this process; the ranks of a job m
 def initialize_model_parallel(
     model_parallel_size_: int,
     pipeline_length: int = 1,
+    context_parallel_size: int = 1,
     *,
     model_parallel_backend: str | None = None,
     pipeline_backend: str | None = None,
+    cp_backend: str | None = None,
     ddp_backend: str | None = None,
+    timeout: timedelta | None = None,
 ) -> None:
-    """Makes the groups of model, data and pipeline parallelism (collective; torch.distributed is initialized before).
+    """Makes the groups of model, context, pipeline and data parallelism (collective).
 
-    With 8 ranks and a model-parallel size of 2 the model-parallel groups are (0, 1), (2, 3), (4, 5), (6, 7), the
-    data-parallel ones (0, 2, 4, 6), (1, 3, 5, 7).
+    torch.distributed is initialized before. With 8 ranks and a model-parallel size of 2 the model-parallel groups are
+    (0, 1), (2, 3), (4, 5), (6, 7), the data-parallel ones (0, 2, 4, 6), (1, 3, 5, 7).
 
     Nothing is sent over the default group, so devices may be selected afterwards.
 
     Args:
         model_parallel_size_: ranks that share a model, at most all there are.
         pipeline_length: stages of a pipeline.
+        context_parallel_size: ranks that hold the same part of a model and share each sequence.
         model_parallel_backend: torch.distributed's backend of those groups; default: that of the default group.
         pipeline_backend: the same for the stages of a pipeline.
+        cp_backend: the same for the ranks that share sequences.
         ddp_backend: the same for the ranks that hold the same part.
+        timeout: of collectives in these groups; default: the backend's.
+
+    Source: fairscale 0.4.13, and its later head for context parallelism and the timeout.
 
     Raises:
         GroupsError: torch.distributed is not initialized, or these groups exist already.
@@ -119,15 +137,20 @@ def initialize_model_parallel(
         )
     world_size = dist.get_world_size()
     size = int(min(model_parallel_size_, world_size))
-    _check_agreement(f"model_parallel_size_={size}, pipeline_length={pipeline_length}")
-    all_groups = grid(world_size, size, pipeline_length)
-    data, _ = _make(all_groups.data, ddp_backend)
-    model, _ = _make(all_groups.model, model_parallel_backend)
-    pipeline, pipeline_ranks = _make(all_groups.pipeline, pipeline_backend)
-    _current = _Groups(dist.group.WORLD, data, model, pipeline, pipeline_ranks)
+    _check_agreement(
+        f"model_parallel_size_={size}, pipeline_length={pipeline_length}, {context_parallel_size=}"
+    )
+    all_groups = grid(world_size, size, pipeline_length, context_parallel_size)
+    _current = _Groups(
+        dist.group.WORLD,
+        model=_make(all_groups.model, model_parallel_backend, timeout),
+        context=_make(all_groups.context, cp_backend, timeout),
+        pipeline=_make(all_groups.pipeline, pipeline_backend, timeout),
+        data=_make(all_groups.data, ddp_backend, timeout),
+    )
     if dist.get_rank() == 0:
-        counts = (size, len(all_groups.data[0]), pipeline_length)
-        _log.info("model parallel size %d, data parallel size %d, pipeline length %d", *counts)
+        counts = (size, context_parallel_size, pipeline_length, len(all_groups.data[0]))
+        _log.info("model parallel size %d, context %d, pipeline length %d, data parallel size %d", *counts)
 
 
 def _check_agreement(arguments: str) -> None:
@@ -149,11 +172,11 @@ def _check_agreement(arguments: str) -> None:
         )
 
 
-def _make(lines: list[list[int]], backend: str | None) -> tuple[dist.ProcessGroup, list[int]]:
-    """Makes a group of each of these lists of ranks, on all ranks; the one that this rank is in, and its ranks."""
+def _make(lines: list[list[int]], backend: str | None, timeout: timedelta | None) -> _Line:
+    """Makes a group of each of these lists of ranks, on all ranks; the one that this rank is in."""
     rank = dist.get_rank()
-    groups = [dist.new_group(ranks, backend=backend) for ranks in lines]
-    return next((g, ranks) for g, ranks in zip(groups, lines, strict=True) if rank in ranks)
+    made = [_Line(dist.new_group(ranks, timeout, backend), ranks) for ranks in lines]
+    return next(line for line in made if rank in line.ranks)
 
 
 def destroy_model_parallel() -> None:
@@ -181,47 +204,76 @@ def get_model_parallel_group() -> dist.ProcessGroup:
 
     This and what follows raises GroupsError where no groups have been made.
     """
-    return _groups().model
+    return _groups().model.group
+
+
+def get_context_parallel_group() -> dist.ProcessGroup:
+    """The ranks that hold the same part as this rank, at the same stage, and share its sequences."""
+    return _groups().context.group
 
 
 def get_data_parallel_group() -> dist.ProcessGroup:
-    """The ranks that hold the same part as this rank."""
-    return _groups().data
+    """The ranks that hold the same part as this rank, and other sequences."""
+    return _groups().data.group
 
 
 def get_pipeline_parallel_group() -> dist.ProcessGroup:
     """The stages of this rank's pipeline."""
-    return _groups().pipeline
+    return _groups().pipeline.group
 
 
 def get_pipeline_parallel_ranks() -> list[int]:
     """Global ranks of the stages of this rank's pipeline."""
-    return _groups().pipeline_ranks
+    return _groups().pipeline.ranks
+
+
+def get_context_parallel_ranks() -> list[int]:
+    """Global ranks of those that share this rank's sequences."""
+    return _groups().context.ranks
+
+
+def get_data_parallel_ranks() -> list[int]:
+    """Global ranks of this rank's data-parallel group."""
+    return _groups().data.ranks
 
 
 def get_model_parallel_world_size() -> int:
     """Number of parts of the model."""
-    return dist.get_world_size(group=get_model_parallel_group())
+    return len(_groups().model.ranks)
 
 
 def get_model_parallel_rank() -> int:
     """Which part this rank holds."""
-    return dist.get_rank(group=get_model_parallel_group())
+    return _place(_groups().model)
 
 
 def get_model_parallel_src_rank() -> int:
     """Global rank of the first rank of this rank's model-parallel group."""
-    return dist.get_process_group_ranks(get_model_parallel_group())[0]
+    return _groups().model.ranks[0]
+
+
+def get_context_parallel_world_size() -> int:
+    """Number of ranks that share this rank's sequences."""
+    return len(_groups().context.ranks)
+
+
+def get_context_parallel_rank() -> int:
+    """This rank's place among them."""
+    return _place(_groups().context)
 
 
 def get_data_parallel_world_size() -> int:
-    """Number of ranks that hold the same part as this rank."""
-    return dist.get_world_size(group=get_data_parallel_group())
+    """Number of ranks in this rank's data-parallel group."""
+    return len(_groups().data.ranks)
 
 
 def get_data_parallel_rank() -> int:
     """This rank's place among them."""
-    return dist.get_rank(group=get_data_parallel_group())
+    return _place(_groups().data)
+
+
+def _place(line: _Line) -> int:
+    return line.ranks.index(dist.get_rank())
 
 
 def group_of(tensor: torch.Tensor) -> Group:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -29,9 +30,9 @@ assert_close = torch.testing.assert_close
 
 
 @contextlib.contextmanager
-def parallel(size: int, pipeline: int = 1) -> Iterator[tuple[int, int]]:
+def parallel(size: int, pipeline: int = 1, context: int = 1, **options: Any) -> Iterator[tuple[int, int]]:
     """(this rank's part, number of parts); the same random numbers on all ranks."""
-    mp.initialize_model_parallel(size, pipeline)
+    mp.initialize_model_parallel(size, pipeline, context, **options)
     torch.manual_seed(7)
     try:
         yield mp.get_model_parallel_rank(), size
@@ -50,22 +51,24 @@ def refused(error: type[Exception], match: str, call: Callable[[], Any]) -> None
 
 # ------------------------------------------------------------------------------------------ groups
 @pytest.mark.parametrize(
-    ("world", "size", "stages"), [(w, s, p) for w in (1, 4, 6, 24) for s in (1, 2, 3) for p in (1, 2)]
+    ("world", "size", "stages", "context"),
+    [(w, s, p, c) for w in (1, 4, 6, 24) for s in (1, 2, 3) for p in (1, 2) for c in (1, 2)],
 )
-def test_grid(world: int, size: int, stages: int) -> None:
+def test_grid(world: int, size: int, stages: int, context: int) -> None:
     """Every kind of group holds every rank once; two ranks share at most one group."""
-    if world % (size * stages):
-        refused(ConfigurationError, "not divisible", lambda: groups.grid(world, size, stages))
+    if world % (size * stages * context):
+        refused(ConfigurationError, "not divisible", lambda: groups.grid(world, size, stages, context))
         return
-    made = groups.grid(world, size, stages)
+    made = groups.grid(world, size, stages, context)
     for lines, length in (
         (made.model, size),
+        (made.context, context),
         (made.pipeline, stages),
-        (made.data, world // size // stages),
+        (made.data, world // size // stages // context),
     ):
         assert {len(line) for line in lines} == {length}
         assert sorted(itertools.chain(*lines)) == list(range(world))
-    pairs = [p for lines in (made.model, made.pipeline, made.data) for line in lines
+    pairs = [p for lines in (made.model, made.context, made.pipeline, made.data) for line in lines
              for p in itertools.combinations(line, 2)]  # fmt: skip
     assert len(pairs) == len(set(pairs))
     assert all(line == list(range(line[0], line[0] + size)) for line in made.model)
@@ -75,6 +78,11 @@ def test_grid_of_8_ranks() -> None:
     made = groups.grid(8, 2, 2)
     assert made.model == [[0, 1], [2, 3], [4, 5], [6, 7]]
     assert made.pipeline == [[0, 2], [1, 3], [4, 6], [5, 7]]
+    assert made.data == [[0, 4], [1, 5], [2, 6], [3, 7]]
+    made = groups.grid(8, 2, 1, 2)  # fairscale's head: [data, pipeline, context, model]
+    assert made.model == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert made.context == [[0, 2], [1, 3], [4, 6], [5, 7]]
+    assert made.pipeline == [[r] for r in range(8)]
     assert made.data == [[0, 4], [1, 5], [2, 6], [3, 7]]
 
 
@@ -100,8 +108,46 @@ def _groups(rank: int) -> None:
         assert mp.get_pipeline_parallel_ranks() == [rank % 2, rank % 2 + 2]
         assert mp.get_data_parallel_world_size() == 1
         assert dist.get_world_size(mp.get_pipeline_parallel_group()) == 2
+    with parallel(1, 1, 2, cp_backend="gloo", timeout=timedelta(seconds=100)):
+        assert mp.get_context_parallel_ranks() == [rank // 2 * 2, rank // 2 * 2 + 1]
+        assert (mp.get_context_parallel_rank(), mp.get_context_parallel_world_size()) == (rank % 2, 2)
+        assert mp.get_data_parallel_ranks() == [rank % 2, rank % 2 + 2]
+        value = torch.tensor([float(rank)])
+        dist.all_reduce(value, group=mp.get_context_parallel_group())
+        assert value.item() == rank // 2 * 4 + 1
     with parallel(64):  # at most all ranks
         assert mp.get_model_parallel_world_size() == 4
+
+    with parallel(2, 1, 2):
+        _shares_sequences(rank)
+
+
+def _shares_sequences(rank: int) -> None:
+    """Two parts of a model, and two ranks for the halves of each sequence, have the gradients of one process."""
+    import torch.distributed as dist
+
+    sequences = torch.randn(3, 6, 4, dtype=torch.double)  # [B, T, D]
+    plain = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4)).double()
+    up = mp.ColumnParallelLinear(4, 8, gather_output=False).double()
+    down = mp.RowParallelLinear(8, 4, input_is_parallel=True).double()
+    part = slice(mp.get_model_parallel_rank() * 4, mp.get_model_parallel_rank() * 4 + 4)
+    with torch.no_grad():
+        up.weight.copy_(plain[0].weight[part])
+        up.bias.copy_(plain[0].bias[part])
+        down.weight.copy_(plain[2].weight[:, part])
+        down.bias.copy_(plain[2].bias)
+    plain(sequences).square().mean().backward()
+    first = mp.get_context_parallel_rank() * 3
+    down(torch.tanh(up(sequences[:, first : first + 3]))).square().mean().backward()
+    want = (
+        plain[0].weight.grad[part],
+        plain[0].bias.grad[part],
+        plain[2].weight.grad[:, part],
+        plain[2].bias.grad,
+    )
+    for param, grad in zip((up.weight, up.bias, down.weight, down.bias), want, strict=True):
+        dist.all_reduce(param.grad, group=mp.get_context_parallel_group())
+        assert_close(param.grad / mp.get_context_parallel_world_size(), grad)
 
 
 def test_groups() -> None:

@@ -3,8 +3,13 @@
 from .cross_entropy import vocab_parallel_cross_entropy
 from .initialize import (
     destroy_model_parallel,
+    get_context_parallel_group,
+    get_context_parallel_rank,
+    get_context_parallel_ranks,
+    get_context_parallel_world_size,
     get_data_parallel_group,
     get_data_parallel_rank,
+    get_data_parallel_ranks,
     get_data_parallel_world_size,
     get_model_parallel_group,
     get_model_parallel_rank,

@@ -6,8 +6,13 @@ from typing import Any
 
 from shardkit.model_parallel.groups import (
     destroy_model_parallel,
+    get_context_parallel_group,
+    get_context_parallel_rank,
+    get_context_parallel_ranks,
+    get_context_parallel_world_size,
     get_data_parallel_group,
     get_data_parallel_rank,
+    get_data_parallel_ranks,
     get_data_parallel_world_size,
     get_model_parallel_group,
     get_model_parallel_rank,
@@ -24,8 +29,13 @@ from .utils import ensure_divisibility
 __all__ = [
     "destroy_model_parallel",
     "ensure_divisibility",
+    "get_context_parallel_group",
+    "get_context_parallel_rank",
+    "get_context_parallel_ranks",
+    "get_context_parallel_world_size",
     "get_data_parallel_group",
     "get_data_parallel_rank",
+    "get_data_parallel_ranks",
     "get_data_parallel_world_size",
     "get_model_parallel_group",
     "get_model_parallel_rank",
@@ -38,7 +48,10 @@ __all__ = [
 ]
 
 _READ = {
+    "_CONTEXT_PARALLEL_GROUP": get_context_parallel_group,
+    "_CONTEXT_PARALLEL_GROUP_RANKS": get_context_parallel_ranks,
     "_DATA_PARALLEL_GROUP": get_data_parallel_group,
+    "_DATA_PARALLEL_RANKS": get_data_parallel_ranks,
     "_MODEL_PARALLEL_GROUP": get_model_parallel_group,
     "_PIPELINE_PARALLEL_GROUP": get_pipeline_parallel_group,
     "_PIPELINE_PARALLEL_RANKS": get_pipeline_parallel_ranks,
