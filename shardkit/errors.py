@@ -2,6 +2,9 @@
 
 Messages say which rank, what was expected, what was found and what to change. What is wrong on one
 rank is raised on every rank of the group, so that no rank is left waiting for another.
+
+fairscale asserts what it checks of arguments and of the order of calls: what says so here is an AssertionError too, and
+``except AssertionError`` of existing code goes on working.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ class ShardkitError(RuntimeError):
         note_error(self)
 
 
-class ConfigurationError(ShardkitError, ValueError):
+class ConfigurationError(ShardkitError, ValueError, AssertionError):
     """An argument or a combination of arguments can't work; nothing was changed."""
 
 
@@ -59,7 +62,7 @@ class RankFailedError(ShardkitError):
         return type(self), (self.rank, self.remote_type, self.remote_traceback)
 
 
-class LifecycleError(ShardkitError):
+class LifecycleError(ShardkitError, AssertionError):
     """A call came at a moment where it has no meaning (a step before the backward has finished)."""
 
 

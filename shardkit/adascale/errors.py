@@ -1,11 +1,11 @@
-"""What AdaScale raises; AssertionErrors too, as in fairscale."""
+"""What AdaScale raises."""
 
 from ..errors import ConfigurationError, LifecycleError
 
 
-class AdaScaleArgumentError(ConfigurationError, AssertionError):
+class AdaScaleArgumentError(ConfigurationError):
     """An argument of AdaScale can't work."""
 
 
-class GradientOrderError(LifecycleError, AssertionError):
+class GradientOrderError(LifecycleError):
     """A call, or a gradient, came in the middle of something."""

@@ -13,7 +13,7 @@ adds to the corrected root (eps / sqrt(1 - beta2^t) there gives the same).
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -26,7 +26,6 @@ __all__ = ["Adam", "Precision"]
 _Row = tuple[nn.Parameter, torch.Tensor, dict[str, Any]]  # parameter, gradient, state
 _STATE = ("exp_avg", "exp_avg_sq")
 _TOP_SCALE = 2.0**16
-_STEPS_BETWEEN_GROWTHS = 2000
 
 
 class Precision(enum.Enum):
@@ -42,6 +41,14 @@ class Precision(enum.Enum):
     PURE_FP16 = enum.auto()
 
 
+def _check(group: dict[str, Any]) -> None:
+    for name in ("lr", "eps", "weight_decay"):
+        if not group[name] >= 0.0:
+            raise ConfigurationError(f"{name} is {group[name]}; it must be at least 0")
+    if not all(0.0 <= beta < 1.0 for beta in group["betas"]):
+        raise ConfigurationError(f"betas are {group['betas']}; both must be at least 0 and below 1")
+
+
 class Adam(torch.optim.Optimizer):
     """Adam with parameters, copies and state as ``precision`` says.
 
@@ -55,7 +62,8 @@ class Adam(torch.optim.Optimizer):
         precision: by default FULL_PRECISION for fp32 (or fp64) parameters and MIXED_PRECISION for half-precision ones.
 
     Raises:
-        ConfigurationError: ``amsgrad``, or a precision that the parameters don't have.
+        ConfigurationError: (a ValueError) ``amsgrad``, a precision that the parameters don't have, or a number out of
+            its range.
     """
 
     def __init__(
@@ -84,6 +92,7 @@ class Adam(torch.optim.Optimizer):
         self.optim_type = torch.float16 if precision is Precision.PURE_FP16 else torch.float32
         self._optim_scale = _TOP_SCALE if precision is Precision.PURE_FP16 else 1.0
         self._steps_since_optim_scale_change = 0
+        self._optim_scale_update_freq = 2000
         self._copies: dict[nn.Parameter, nn.Parameter] = {}
         defaults = {
             "lr": lr,
@@ -101,6 +110,7 @@ class Adam(torch.optim.Optimizer):
         Raises:
             ConfigurationError: parameters of another precision.
         """
+        _check({**self.defaults, **param_group})
         super().add_param_group(param_group)
         full = self.precision is Precision.FULL_PRECISION
         pure = self.precision is Precision.PURE_FP16
@@ -112,8 +122,13 @@ class Adam(torch.optim.Optimizer):
                 del self.param_groups[-1]
                 raise ConfigurationError(f"{self.precision} is for parameters of {allowed}; one of shape "
                                          f"{tuple(p.shape)} is {p.dtype}")  # fmt: skip
-            if self.mixed_precision:
-                self._copies[p] = nn.Parameter(p.detach().float())
+        if self.mixed_precision:
+            self._build_fp32_params(self.param_groups[-1]["params"])
+
+    def _build_fp32_params(self, params: Iterable[nn.Parameter]) -> None:
+        """(MIXED_PRECISION) Makes the fp32 copies anew, from what the parameters are now; fairscale's name."""
+        for p in params:
+            self._copies[p] = nn.Parameter(p.detach().float())
 
     @property
     def fp32_param_groups(self) -> list[dict[str, Any]]:
@@ -144,6 +159,7 @@ class Adam(torch.optim.Optimizer):
             "optim_type",
             "_optim_scale",
             "_steps_since_optim_scale_change",
+            "_optim_scale_update_freq",
             "_copies",
         )
         return {**super().__getstate__(), **{name: self.__dict__[name] for name in mine}}
@@ -251,7 +267,7 @@ class Adam(torch.optim.Optimizer):
             for state in self.state.values():
                 for key in _STATE:
                     state[key].zero_()
-        elif self._steps_since_optim_scale_change == _STEPS_BETWEEN_GROWTHS:
+        elif self._steps_since_optim_scale_change == self._optim_scale_update_freq:
             self._steps_since_optim_scale_change = 0
             if self._optim_scale < _TOP_SCALE:
                 for state in self.state.values():

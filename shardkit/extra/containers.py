@@ -37,7 +37,8 @@ def apply_to_type(type_fn: Callable[[Any], bool], fn: Callable[[Any], Any], cont
     if type_fn(container):
         return fn(container)
     if isinstance(container, PackedSequence):
-        return container._replace(data=again(container.data))
+        data = again(container.data)
+        return container if data is None else container._replace(data=data)  # a function that only looks
     if isinstance(container, OrderedDict):
         return type(container)((k, again(v)) for k, v in container.items())
     if isinstance(container, dict):

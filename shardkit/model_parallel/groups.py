@@ -22,8 +22,8 @@ from .partition import ensure_divisibility
 _log = logging.getLogger("shardkit.model_parallel")
 
 
-class GroupsError(LifecycleError, AssertionError):
-    """Model-parallel groups don't exist, or exist already. (An AssertionError too, as in fairscale.)"""
+class GroupsError(LifecycleError):
+    """Model-parallel groups don't exist, or exist already."""
 
 
 @dataclasses.dataclass(frozen=True)

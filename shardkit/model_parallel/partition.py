@@ -7,8 +7,8 @@ import torch
 from ..errors import ConfigurationError
 
 
-class PartitionError(ConfigurationError, AssertionError):
-    """Sizes that can't be cut into equal parts. (An AssertionError too, as in fairscale.)"""
+class PartitionError(ConfigurationError):
+    """Sizes that can't be cut into equal parts."""
 
 
 def ensure_divisibility(numerator: int, denominator: int) -> None:

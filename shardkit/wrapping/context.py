@@ -24,8 +24,8 @@ from ..errors import ConfigurationError, LifecycleError
 from .policies import AdaptedPolicy, adapt_policy, default_auto_wrap_policy, with_min_num_params
 
 
-class WrapError(ConfigurationError, AssertionError):
-    """A module can't be wrapped as asked. (An AssertionError too, as in fairscale.)"""
+class WrapError(ConfigurationError):
+    """A module can't be wrapped as asked."""
 
 
 class NestedWrapError(LifecycleError, NotImplementedError):

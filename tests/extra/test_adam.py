@@ -138,6 +138,30 @@ def test_overflowing_state_lowers_its_scale() -> None:
         optimizer.step()
 
 
+def test_the_scale_grows_after_steps_without_overflow() -> None:
+    p = nn.Parameter(torch.zeros(2, dtype=torch.float16))
+    optimizer = Adam([p], lr=1e-3, precision=Precision.PURE_FP16)
+    optimizer._optim_scale, optimizer._optim_scale_update_freq = 2.0**15, 2  # as fairscale's users set them
+    scales = []
+    for _ in range(6):
+        p.grad = torch.full_like(p, 0.01)
+        optimizer.step()
+        scales.append(optimizer._optim_scale)
+    assert scales == [2.0**15, *[2.0**16] * 5]  # and not beyond
+
+
+def test_fp32_copies_made_anew() -> None:
+    (p, *_) = parameters(torch.float16)
+    optimizer = Adam([p], lr=0.1, precision=Precision.MIXED_PRECISION)
+    with torch.no_grad():
+        p.fill_(2.0)
+    optimizer._build_fp32_params([p])
+    assert optimizer.fp32_param_groups[0]["params"][0].eq(2.0).all()
+    p.grad = torch.ones_like(p)
+    optimizer.step()
+    torch.testing.assert_close(p.float(), torch.full_like(p, 1.9).float(), rtol=1e-3, atol=0)
+
+
 @pytest.mark.parametrize("precision", [Precision.FULL_PRECISION, *HALF])
 def test_continues_from_a_state_dict(precision: Precision) -> None:
     dtype = torch.float32 if precision is Precision.FULL_PRECISION else torch.float16
@@ -219,6 +243,11 @@ def test_within_oss() -> None:
         (torch.float32, {"precision": Precision.MIXED_PRECISION}, "float32"),
         (torch.float16, {"precision": Precision.FULL_PRECISION}, "float16"),
         (torch.bfloat16, {"precision": Precision.PURE_FP16}, "bfloat16"),
+        (torch.float32, {"betas": (1.0, 0.0)}, "betas"),
+        (torch.float32, {"betas": (0.9, -0.1)}, "betas"),
+        (torch.float32, {"weight_decay": -1.0}, "weight_decay"),
+        (torch.float32, {"lr": -1.0}, "lr"),
+        (torch.float32, {"eps": float("nan")}, "eps"),
     ],
 )
 def test_wrong_options(dtype: torch.dtype, options: dict[str, Any], message: str) -> None:
