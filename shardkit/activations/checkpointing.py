@@ -16,11 +16,12 @@ import dataclasses
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_map
 from torch.utils.hooks import RemovableHandle
 
@@ -142,6 +143,15 @@ class _Slot:
         self.index = index
 
 
+class _Packed(NamedTuple):
+    """Stands for a PackedSequence, which is a tuple that can't hold slots."""
+
+    data: Any
+    batch_sizes: Any
+    sorted_indices: Any
+    unsorted_indices: Any
+
+
 def _take_tensors(value: Any, tensors: list[torch.Tensor]) -> Any:
     """The value with slots in place of tensors, which go into the list; within containers and dataclasses."""
 
@@ -149,9 +159,11 @@ def _take_tensors(value: Any, tensors: list[torch.Tensor]) -> Any:
         if isinstance(leaf, torch.Tensor):
             tensors.append(leaf)
             return _Slot(len(tensors) - 1)
+        if isinstance(leaf, PackedSequence):
+            return _Packed(*(take(part) for part in leaf))
         return _in_fields(lambda field: _take_tensors(field, tensors), leaf)
 
-    return tree_map(take, value)
+    return tree_map(take, value, is_leaf=lambda x: isinstance(x, PackedSequence))
 
 
 def _put_tensors(value: Any, tensors: Sequence[torch.Tensor]) -> Any:
@@ -160,9 +172,11 @@ def _put_tensors(value: Any, tensors: Sequence[torch.Tensor]) -> Any:
     def put(leaf: Any) -> Any:
         if isinstance(leaf, _Slot):
             return tensors[leaf.index]
+        if isinstance(leaf, _Packed):
+            return PackedSequence(*(put(part) for part in leaf))
         return _in_fields(lambda field: _put_tensors(field, tensors), leaf)
 
-    return tree_map(put, value)
+    return tree_map(put, value, is_leaf=lambda x: isinstance(x, _Packed))
 
 
 def _in_fields(function: Callable[[Any], Any], leaf: Any) -> Any:
