@@ -69,15 +69,20 @@ test-core: $(CORE)/.ready
 # The oldest torch runs the contract, what is compared with one process, and XLA. Left out there: what doesn't depend on
 # torch's version, what is drawn at random, and how processes start, get lost and end.
 NEWEST_ONLY := $(addprefix tests/,differential figures cli migration parity testing faults compat checkpoint/test_files.py \
-  fsdp/test_one_order.py backends/test_out_of_step.py border/test_same_bits.py \
+  $(addprefix fsdp/test_,large.py one_order.py) backends/test_out_of_step.py border/test_same_bits.py \
   $(addprefix test_,docs.py launch.py logging.py packaging.py))
-NEWEST_ONLY_EXAMPLES := $(addprefix tests/examples/test_examples.py::test_,full_runs_reach_97_percent under_torchrun \
-  all_strategies_on_four_ranks on_simulated_ranks torchrun_with_another_number_of_ranks_is_refused readme_example)
+NEWEST_ONLY_TESTS := $(addprefix tests/examples/test_examples.py::test_,full_runs_reach_97_percent under_torchrun \
+  all_strategies_on_four_ranks on_simulated_ranks torchrun_with_another_number_of_ranks_is_refused readme_example) \
+  $(addprefix tests/,test_bad_input.py::test_a_rank_that_dies_during_backward \
+  moe/test_moe.py::test_inputs_that_change_on_one_rank extra/test_slow_momentum.py::test_nodes_of_several_ranks \
+  extra/test_adam.py::test_within_oss backends/test_group_lifetime.py::test_sockets_of_a_rank \
+  backends/test_group_lifetime.py::test_a_new_default_group_after_the_first_was_destroyed \
+  evaluation/test_gathering.py::test_dtypes_have_to_agree)
 
 test-xla: $(XLA)/.ready
 	@echo "== tests on $(TORCH_XLA)"
 	@$(XLA)/bin/python -m pytest -m "not oracle" $(addprefix --ignore ,$(NEWEST_ONLY)) \
-	  $(addprefix --deselect ,$(NEWEST_ONLY_EXAMPLES)) tests
+	  $(addprefix --deselect ,$(NEWEST_ONLY_TESTS)) tests
 
 # Some tests of every part, each file a few seconds at most; what starts many processes is left to `make test`.
 QUICK := $(addprefix tests/,test_layout.py test_docs.py activations adascale checks evaluation flattening \

@@ -11,13 +11,14 @@ import pytest
 import torch.distributed as dist
 from hypothesis import settings
 
-from tests.pools import close_pools
+from tests.pools import XLA_FLAGS, close_pools
 
 # The same examples in every run, so that a change is judged and not its luck; ``make fuzz`` draws new ones.
 settings.register_profile(
     "repeatable", derandomize="SHARDKIT_FUZZ" not in os.environ, database=None, deadline=None
 )
 settings.load_profile("repeatable")
+os.environ.setdefault("XLA_FLAGS", XLA_FLAGS)  # for every process that a test starts
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import socket
 from collections.abc import Callable
 from typing import Any, Protocol
 
 from shardkit.backends.processes import RankPool
+
+# Most of the tests' time would go into compiling well what runs a few times. So: no optimization, no MLIR context for
+# each fusion, no split of a program into as many modules as there are threads. Numbers differ by rounding alone.
+XLA_FLAGS = (
+    "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true "
+    "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
+)
 
 
 class Pool(Protocol):
@@ -33,9 +39,7 @@ def _make(world_size: int, backend: str) -> Pool:
     if backend == "xla":
         from shardkit.backends.xla.pool import ReplicaPool
 
-        # half of the tests' time would go into optimizing programs that run a few times
-        flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0".strip()
-        return ReplicaPool(world_size, environment={"XLA_FLAGS": flags})
+        return ReplicaPool(world_size, environment=environment)
     if backend == "simulated":
         return SimulatedPool(world_size)
     if backend == "fairscale":

@@ -20,35 +20,29 @@ pytest.importorskip("torch_xla", reason="needs torch_xla")
 
 from shardkit.backends.xla import ReplicaPool
 from tests.backends import xla_programs as programs
+from tests.pools import Pool, rank_pool
 
 pytestmark = [pytest.mark.xla, pytest.mark.timeout(180)]
 
 
-@pytest.fixture(scope="module")
-def four() -> Iterator[ReplicaPool]:
-    with ReplicaPool(4, timeout=90) as pool:
-        yield pool
+@pytest.fixture
+def four() -> Pool:
+    return rank_pool(4, "xla")
 
 
-@pytest.fixture(scope="module")
-def two() -> Iterator[ReplicaPool]:
-    with ReplicaPool(2, timeout=90) as pool:
-        yield pool
+@pytest.fixture
+def two() -> Pool:
+    return rank_pool(2, "xla")
 
 
 @pytest.fixture(params=[2, 4])
-def pool(request: pytest.FixtureRequest) -> ReplicaPool:
-    return request.getfixturevalue("two" if request.param == 2 else "four")
+def pool(request: pytest.FixtureRequest) -> Pool:
+    return rank_pool(request.param, "xla")
 
 
-@pytest.mark.parametrize("reduce_in_hook", [False, True])
-@pytest.mark.parametrize("read_every_step", [False, True])
-def test_training_equals_one_process_with_one_compile(
-    pool: ReplicaPool, reduce_in_hook: bool, read_every_step: bool
-) -> None:
+def assert_trained(results: list[dict[str, Any]]) -> None:
     losses, parameters = programs.train_single()
-    results = pool.run(programs.train, reduce_in_hook, read_every_step)
-    for rank, result in enumerate(results):
+    for result in results:
         torch.testing.assert_close(torch.tensor(result["losses"]), torch.tensor(losses), rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(
             [p.detach() for p in result["parameters"]], parameters, rtol=1e-5, atol=1e-6
@@ -56,26 +50,36 @@ def test_training_equals_one_process_with_one_compile(
         # Momentum buffers exist from the second step on, so the first step's graph is another one.
         assert len(set(result["compiled"][2:])) == 1, result["compiled"]
         assert result["found"] == {"all-reduce": 5}  # four gradients and the loss
+
+
+@pytest.mark.parametrize("reduce_in_hook", [False, True])
+@pytest.mark.parametrize("read_every_step", [False, True])
+def test_training_equals_one_process_with_one_compile(
+    pool: Pool, reduce_in_hook: bool, read_every_step: bool
+) -> None:
+    results = pool.run(programs.train, reduce_in_hook, read_every_step)
+    assert_trained(results)
+    for rank, result in enumerate(results):
         if reduce_in_hook:
             assert result["hooked"] == {rank}
             assert result["other thread"]
             assert result["finished"] == [rank] * programs.STEPS
 
 
-def test_replicas_share_compiled_programs(four: ReplicaPool) -> None:
+def test_replicas_share_compiled_programs(four: Pool) -> None:
     compiled = four.run(programs.train, False, False)[0]["compiled"]
     # Everything was compiled by the test above or is compiled once here, never once a replica.
     assert compiled[-1] - compiled[0] <= 2
 
 
-def test_nan_does_not_spread_to_later_collectives(four: ReplicaPool) -> None:
+def test_nan_does_not_spread_to_later_collectives(four: Pool) -> None:
     for total, gathered in four.run(programs.nan_stays):
         assert total.tolist() == [6.0] * 4
         assert gathered.tolist() == [0.0, 1.0, 2.0, 3.0]
 
 
 @pytest.mark.parametrize("parts", [[[0, 1], [2, 3]], [[2, 0], [3, 1]], [[0, 1, 2], [3]], [[1], [3, 0, 2]]])
-def test_sub_groups(four: ReplicaPool, parts: list[list[int]]) -> None:
+def test_sub_groups(four: Pool, parts: list[list[int]]) -> None:
     results = four.run(programs.sub_groups, parts)
     for rank, result in enumerate(results):
         members = next(part for part in parts if rank in part)
@@ -90,7 +94,7 @@ def test_sub_groups(four: ReplicaPool, parts: list[list[int]]) -> None:
         assert result["objects"] == members
 
 
-def test_the_collectives_of_a_tpu(four: ReplicaPool) -> None:
+def test_the_collectives_of_a_tpu(four: Pool) -> None:
     source = torch.stack([torch.arange(4.0) + 10 * rank for rank in range(4)])
     for rank, result in enumerate(four.run(programs.native)):
         assert result["found"] == {"all-gather": 1, "reduce-scatter": 1, "all-to-all": 1, "all-reduce": 2}
@@ -101,12 +105,12 @@ def test_the_collectives_of_a_tpu(four: ReplicaPool) -> None:
         assert torch.equal(result["pair"], source[1 if rank < 2 else 3])
 
 
-def test_group_of_what_users_pass(two: ReplicaPool) -> None:
+def test_group_of_what_users_pass(two: Pool) -> None:
     for rank, found in enumerate(two.run(programs.groups_of_objects)):
         assert found == [(0, 1, (rank,))] + [(rank, 2, (0, 1))] * 3
 
 
-def test_wrong_calls_are_refused(two: ReplicaPool) -> None:
+def test_wrong_calls_are_refused(two: Pool) -> None:
     for rank, messages in enumerate(two.run(programs.refuses)):
         expected = [
             "move it to",
@@ -122,7 +126,7 @@ def test_wrong_calls_are_refused(two: ReplicaPool) -> None:
             assert f"rank {rank}" in message
 
 
-def test_host_random_state_is_each_replicas_own(four: ReplicaPool) -> None:
+def test_host_random_state_is_each_replicas_own(four: Pool) -> None:
     first, second = four.run(programs.host_random), four.run(programs.host_random)
     drawn = [result["drawn"] for result in first]
     assert drawn == [drawn[0]] * 4
@@ -132,7 +136,7 @@ def test_host_random_state_is_each_replicas_own(four: ReplicaPool) -> None:
     assert starts == [tuple(result["first"].tolist()) for result in second], "and the same in each run"
 
 
-def test_device_random_state(two: ReplicaPool) -> None:
+def test_device_random_state(two: Pool) -> None:
     results = two.run(programs.device_random)
     for result in results:
         assert torch.equal(result["first"], result["again"])
@@ -140,7 +144,7 @@ def test_device_random_state(two: ReplicaPool) -> None:
     assert not torch.equal(results[0]["first"], results[1]["first"])
 
 
-def test_every_way_to_read_a_value(four: ReplicaPool) -> None:
+def test_every_way_to_read_a_value(four: Pool) -> None:
     for result in four.run(programs.reads):
         assert result["item"] == 4.0
         assert result["cpu"].tolist() == result["tolist"] == result["copy_"].tolist() == [4.0, 4.0]
@@ -150,13 +154,13 @@ def test_every_way_to_read_a_value(four: ReplicaPool) -> None:
         assert result["nonzero"] == 2
 
 
-def test_one_rank_may_read_what_depends_on_no_collective(four: ReplicaPool) -> None:
+def test_one_rank_may_read_what_depends_on_no_collective(four: Pool) -> None:
     results = four.run(programs.one_reads_local)
     assert [value for _, value in results] == [[4.0, 4.0]] * 4
     assert results[0][0] == 0.0
 
 
-def test_one_rank_may_return_what_all_computed(four: ReplicaPool) -> None:
+def test_one_rank_may_return_what_all_computed(four: Pool) -> None:
     results = four.run(programs.one_returns)
     assert results[0].tolist() == [4.0, 4.0]
     assert results[0].device.type == "cpu"
@@ -172,7 +176,7 @@ def test_one_rank_may_return_what_all_computed(four: ReplicaPool) -> None:
         ("host against device", ["all_gather_object 'objects'", "'gradients'"]),
     ],
 )
-def test_out_of_step_is_an_error_on_all_ranks(four: ReplicaPool, case: str, named: list[str]) -> None:
+def test_out_of_step_is_an_error_on_all_ranks(four: Pool, case: str, named: list[str]) -> None:
     for ((kind, message, seconds),) in four.run(programs.out_of_step, case):
         assert kind == "OutOfStepError"
         assert seconds < 5
@@ -182,7 +186,7 @@ def test_out_of_step_is_an_error_on_all_ranks(four: ReplicaPool, case: str, name
         assert "First difference, at collective" in message
 
 
-def test_a_rank_that_ends_early_leaves_no_other_waiting(four: ReplicaPool) -> None:
+def test_a_rank_that_ends_early_leaves_no_other_waiting(four: Pool) -> None:
     first, *others = four.run(programs.leaves_early)
     assert first is None
     for kind, message, seconds in others:
@@ -226,10 +230,12 @@ def test_death_of_the_process(failing: ReplicaPool) -> None:
         failing.run(programs.dies)
 
 
-def test_launch_through_the_backend() -> None:
-    ids = get_backend("xla").launch(programs.process_id, 2, timeout=60)
-    assert len(ids) == 2
-    assert ids[0] != os.getpid()
+def test_launch_through_the_backend_as_compiled_for_users(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All other tests compile without optimization."""
+    monkeypatch.delenv("XLA_FLAGS")
+    results = get_backend("xla").launch(programs.train, 2, (False, False), timeout=120)
+    assert len(results) == 2
+    assert_trained(results)
 
 
 def test_no_process_outlives_its_parent() -> None:
@@ -258,7 +264,7 @@ def _ends(process: int) -> bool:
     return False
 
 
-def test_programs_that_know_only_torch_xla(four: ReplicaPool) -> None:
+def test_programs_that_know_only_torch_xla(four: Pool) -> None:
     x = torch.stack([torch.arange(8.0).view(2, 4) + 10 * rank for rank in range(4)])
     for rank, result in enumerate(four.run(programs.plain_torch_xla)):
         assert torch.equal(result["all_reduce"], x.amax(0))
@@ -271,11 +277,12 @@ def test_programs_that_know_only_torch_xla(four: ReplicaPool) -> None:
         assert result["mean"] == 1.5
 
 
-def test_process_groups_of_torch_distributed(pool: ReplicaPool) -> None:
-    size = pool.world_size
+def test_process_groups_of_torch_distributed(pool: Pool) -> None:
     expected = programs.ddp_single()
     for _ in range(2):
-        for rank, result in enumerate(pool.run(programs.process_groups)):
+        results = pool.run(programs.process_groups)
+        size = len(results)
+        for rank, result in enumerate(results):
             assert result["rank"] == (rank, rank)
             assert result["size"] == (size, size)
             assert result["ranks"] == tuple(range(size))
@@ -336,7 +343,7 @@ DTYPES = [
 
 @pytest.mark.parametrize("sizes", [[3, 0, 5, 1], [2, 2, 2, 2], [0, 0, 0, 4]])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_sizes_and_dtypes(four: ReplicaPool, dtype: torch.dtype, sizes: list[int]) -> None:
+def test_sizes_and_dtypes(four: Pool, dtype: torch.dtype, sizes: list[int]) -> None:
     whole = torch.arange(sum(sizes)).to(dtype)
     for rank, result in enumerate(four.run(programs.uneven, dtype, sizes)):
         assert all(value.dtype is dtype for value in result.values())
