@@ -160,7 +160,7 @@ def _take_tensors(value: Any, tensors: list[torch.Tensor]) -> Any:
             tensors.append(leaf)
             return _Slot(len(tensors) - 1)
         if isinstance(leaf, PackedSequence):
-            return _Packed(*(take(part) for part in leaf))
+            return _Packed(*(_take_tensors(part, tensors) for part in leaf))
         return _in_fields(lambda field: _take_tensors(field, tensors), leaf)
 
     return tree_map(take, value, is_leaf=lambda x: isinstance(x, PackedSequence))
@@ -173,7 +173,7 @@ def _put_tensors(value: Any, tensors: Sequence[torch.Tensor]) -> Any:
         if isinstance(leaf, _Slot):
             return tensors[leaf.index]
         if isinstance(leaf, _Packed):
-            return PackedSequence(*(put(part) for part in leaf))
+            return PackedSequence(*(_put_tensors(part, tensors) for part in leaf))
         return _in_fields(lambda field: _put_tensors(field, tensors), leaf)
 
     return tree_map(put, value, is_leaf=lambda x: isinstance(x, _Packed))
