@@ -49,6 +49,17 @@ class Slot:
 
 
 @dataclass(frozen=True)
+class Piece:
+    """The part of one item that lies in one rank's part of a flat buffer."""
+
+    item: int
+    start: int  # first element within the item
+    rank: int
+    offset: int  # within the rank's part
+    numel: int
+
+
+@dataclass(frozen=True)
 class SegmentLayout:
     """A flat buffer [N] that holds whole items grouped by owner: rank 0's segment, rank 1's, ...
 
@@ -72,9 +83,14 @@ class SegmentLayout:
         """Indices of the items in a rank's segment, in buffer order."""
         return [i for i, slot in enumerate(self.slots) if slot.rank == rank]
 
+    def pieces(self) -> list[Piece]:
+        """All items, in item order."""
+        starts = [self.start(rank) for rank in range(len(self.sizes))]
+        return [Piece(i, 0, s.rank, s.offset - starts[s.rank], s.numel) for i, s in enumerate(self.slots)]
+
 
 def segment_layout(
-    numels: Sequence[int], owners: Sequence[int], world_size: int, *, extra: int = 0, even: bool = False
+    numels: Sequence[int], owners: Sequence[int], world_size: int, *, even: bool = False
 ) -> SegmentLayout:
     """Lays items out by owner, in item order within an owner's segment.
 
@@ -82,15 +98,11 @@ def segment_layout(
         numels: numel of each item.
         owners: rank of each item.
         world_size: W.
-        extra: numel appended to a segment for each of its items (room for flags).
         even: pad every segment at its end to the size of the largest.
     """
-    fill = [0] * world_size
-    counts = [0] * world_size
+    sizes = [0] * world_size
     for numel, rank in zip(numels, owners, strict=True):
-        fill[rank] += numel
-        counts[rank] += 1
-    sizes = [f + extra * c for f, c in zip(fill, counts, strict=True)]
+        sizes[rank] += numel
     if even:
         sizes = [max(sizes)] * world_size
     cursor = [sum(sizes[:rank]) for rank in range(world_size)]
@@ -115,17 +127,6 @@ def buckets_by_numel(numels: Sequence[int], cap: int) -> list[list[int]]:
         buckets[-1].append(i)
         filled += numel
     return buckets
-
-
-@dataclass(frozen=True)
-class Piece:
-    """The part of one item that lies in one rank's shard."""
-
-    item: int
-    start: int  # first element within the item
-    rank: int
-    offset: int  # within the rank's shard
-    numel: int
 
 
 @dataclass(frozen=True)

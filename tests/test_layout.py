@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardkit.layout import (
+    Piece,
     ShardLayout,
     balanced_owners,
     buckets_by_numel,
@@ -55,14 +56,13 @@ def test_shards_are_torchs_chunks_with_padding(world_size: int, multiple: int) -
 
 
 @pytest.mark.parametrize("even", [False, True])
-@pytest.mark.parametrize("extra", [0, 2])
-def test_segments_hold_whole_items_in_order(extra: int, even: bool) -> None:
+def test_segments_hold_whole_items_in_order(even: bool) -> None:
     for world_size in (1, 2, 3):
         for numels in _numels(3, 3):
             for owners in itertools.product(range(world_size), repeat=len(numels)):
-                layout = segment_layout(numels, owners, world_size, extra=extra, even=even)
+                layout = segment_layout(numels, owners, world_size, even=even)
                 needed = [
-                    sum(n + extra for n, o in zip(numels, owners, strict=True) if o == rank)
+                    sum(n for n, o in zip(numels, owners, strict=True) if o == rank)
                     for rank in range(world_size)
                 ]
                 assert layout.sizes == tuple([max(needed)] * world_size if even else needed)
@@ -75,8 +75,9 @@ def test_segments_hold_whole_items_in_order(extra: int, even: bool) -> None:
                     assert end == sum(layout.sizes[:rank])
                     for i in items:
                         assert (layout.slots[i].offset, layout.slots[i].numel) == (end, numels[i])
+                        assert layout.pieces()[i] == Piece(i, 0, rank, end - layout.start(rank), numels[i])
                         end += numels[i]
-                    assert end + extra * len(items) <= layout.start(rank) + layout.sizes[rank]
+                    assert end <= layout.start(rank) + layout.sizes[rank]
 
 
 def test_the_least_loaded_rank_is_next() -> None:

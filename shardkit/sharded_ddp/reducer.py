@@ -10,8 +10,7 @@ backward makes the gradients of the next: a second would cost memory and gains n
 slower part.
 
 [Note: which gradients exist] A plain process leaves ``grad=None`` where a parameter was not used, and the
-optimizer then skips it. With each bucket travels one flag for each parameter; an owner that did not use a
-parameter itself looks whether anybody did.
+optimizer then skips it. With each bucket travels one flag for each parameter ([Note: packed gradients]).
 
 [Note: accumulating] ``param.grad`` of an owner holds either this rank's own unreduced gradient (after ``no_sync``) or
 the mean over all ranks (after a reduction). Before a mean gets more added it is multiplied by W: then one
@@ -23,7 +22,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -32,6 +31,7 @@ from ..backend import Group, ReduceOp, Work
 from ..errors import LifecycleError
 from ..layout import buckets_by_numel, segment_layout
 from ..policy import ReducePolicy
+from ..reduction.packing import PackedForm, WrittenPack
 from ..torch_seams.hooks import NO_BACKWARD, BackwardState, GradientHook, current_backward
 from ..torch_seams.phases import Phase
 from ..torch_seams.strided_views import dense_strides, strided_view
@@ -45,14 +45,11 @@ class InFlight(NamedTuple):
     bucket: Bucket
     work: Work
     shard: torch.Tensor  # [S], this rank's part of the result
-    local: list[bool] | None  # which gradients this rank had; None: all
+    had: list[bool] | None  # which gradients this rank had; None: all
 
 
 class Bucket:
-    """Gradients that travel together, and where each lies in the packed form [N].
-
-    The packed form holds for each owner its gradients and then one flag for each of them.
-    """
+    """Gradients that travel together, and where each lies in the packed form [N] ([Note: packed gradients])."""
 
     def __init__(
         self, index: int, members: Sequence[int], params: Sequence[nn.Parameter], owners: Sequence[int],
@@ -64,35 +61,25 @@ class Bucket:
         self.members = list(members)
         self.params = [params[i] for i in members]
         self.waiting = len(self.members)
-        numels = [p.numel() for p in self.params]
-        self._layout = segment_layout(numels, [owners[i] for i in members], group.world_size, extra=1)
-        self.sizes = self._layout.sizes
-        self.nbytes = self._layout.numel * wire.itemsize
-        start = self._layout.start(group.rank)
-        self.owned = self._layout.items_of(group.rank)
+        self._numels = [p.numel() for p in self.params]
+        layout = segment_layout(self._numels, [owners[i] for i in members], group.world_size)
+        self.form = PackedForm(layout.pieces(), layout.sizes, even=False)
+        self.sizes = self.form.sizes
+        self.nbytes = self.form.starts[-1] * wire.itemsize
+        start = layout.start(group.rank)
+        self.owned = layout.items_of(group.rank)
         # how an owned gradient lies in this rank's part: shape, strides, offset
         self.owned_views = [
-            (self.params[i].shape, dense_strides(self.params[i]), self._layout.slots[i].offset - start)
+            (self.params[i].shape, dense_strides(self.params[i]), layout.slots[i].offset - start)
             for i in self.owned
         ]
-        self.owned_numel = sum(numels[i] for i in self.owned)
 
     def lay_over(self, slot: torch.Tensor) -> None:
         """Makes the views of the packed form in a slot (bytes)."""
         self.packed = slot[: self.nbytes].view(self.wire)
-        slots = self._layout.slots
-        self.views = [strided_view(self.packed, p, s.offset) for p, s in zip(self.params, slots, strict=True)]
-        self.flags = [self.packed[:0]] * len(self.params)  # one element each
-        self.flag_runs: list[torch.Tensor] = []  # all of one owner's
-        for rank in range(len(self.sizes)):
-            items = self._layout.items_of(rank)
-            first = self._layout.start(rank) + self.sizes[rank] - len(items)
-            if items:
-                self.flag_runs.append(self.packed[first : first + len(items)])
-            for k, i in enumerate(items):
-                self.flags[i] = self.packed[first + k : first + k + 1]
-        self.targets = self.views + self.flag_runs
-        self.ones = [torch.ones(f.shape, dtype=f.dtype, device=f.device) for f in self.flag_runs]
+        self.pack = WrittenPack(
+            self.form, self.packed, self._numels, lambda i, place: strided_view(place, self.params[i], 0)
+        )
 
 
 class Reducer:
@@ -111,7 +98,7 @@ class Reducer:
         self, params: Sequence[nn.Parameter], owners: Sequence[int], group: Group, policy: ReducePolicy,
         state: BackwardState, reduced: type[torch.Tensor],
     ) -> None:  # fmt: skip
-        self._reduced: Any = reduced
+        self._reduced = reduced
         self._params = list(params)
         self._owned = [owner == group.rank for owner in owners]
         self._group = group
@@ -234,22 +221,22 @@ class Reducer:
             self._group.backend.take_storage(self._slot)
             self._slot_is_taken = True
         with Phase("shardkit::reduce-scatter"):
-            local = self._pack(bucket)
+            had = self._pack(bucket)
             shard = bucket.packed.new_empty(bucket.sizes[self._group.rank])
             op = ReduceOp.SUM if bucket.is_half else ReduceOp.AVG
             work = self._group.reduce_scatter_into(
                 shard, bucket.packed, bucket.sizes, op=op, async_op=True, label=bucket.label
             )
-        self._in_flight = InFlight(bucket, work, shard, local)
+        self._in_flight = InFlight(bucket, work, shard, had)
 
     def _pack(self, bucket: Bucket) -> list[bool] | None:
         """Copies gradients and flags to their places and gives the gradients back.
 
         Returns which gradients this rank has; None if it has all.
         """
-        gradients: list[Any] = []
+        gradients: list[torch.Tensor | None] = []
         unscaled, missing = [], False
-        for i, param, view in zip(bucket.members, bucket.params, bucket.views, strict=True):
+        for i, param, view in zip(bucket.members, bucket.params, bucket.pack.whole, strict=True):
             grad = param.grad
             gradients.append(grad)
             if grad is None:
@@ -259,39 +246,22 @@ class Reducer:
                 if self._is_mean[i]:  # of an owner that got nothing to add in this backward
                     unscaled.append(view)
             self._is_mean[i] = False
-        local = None
-        if missing:
-            local = self._pack_partly(bucket, gradients)
-        else:
-            torch._foreach_copy_(bucket.targets, gradients + bucket.ones)
+        had = [g is not None for g in gradients] if missing else None
+        bucket.pack.write(gradients, had)
         if unscaled:
             torch._foreach_mul_(unscaled, self._world)
         if bucket.is_half:  # before the sum, which could overflow
             bucket.packed.mul_(1.0 / self._world)
-        return local
-
-    @staticmethod
-    def _pack_partly(bucket: Bucket, local: list[torch.Tensor | None]) -> list[bool]:
-        """Where some gradients are missing: zeros and a flag of 0 stand in for them."""
-        there = [g is not None for g in local]
-        sources = [g for g in local if g is not None]
-        targets = [v for v, is_there in zip(bucket.views, there, strict=True) if is_there]
-        flags = [f for f, is_there in zip(bucket.flags, there, strict=True) if is_there]
-        bucket.packed.zero_()
-        if targets:
-            torch._foreach_copy_(targets + flags, sources + [torch.ones_like(f) for f in flags])
-        return there
+        return had
 
     def _receive(self, flight: InFlight) -> None:
-        bucket, work, shard, local = flight
+        bucket, work, shard, had = flight
         work.wait()
         self._in_flight = None
-        used = None
-        if local is not None:
-            anybody = (shard[bucket.owned_numel :] != 0).tolist()
-            used = [local[i] or theirs for i, theirs in zip(bucket.owned, anybody, strict=True)]
+        if had is not None:
+            had = bucket.form.anywhere(had, shard, self._group.rank)
         for k, i in enumerate(bucket.owned):
-            if used is None or used[k]:
+            if had is None or had[i]:
                 param = bucket.params[i]
                 grad = shard.as_strided(*bucket.owned_views[k])
                 if grad.dtype != param.dtype:

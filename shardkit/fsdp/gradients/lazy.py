@@ -11,6 +11,7 @@ from typing import final
 import torch
 
 from ...backend import Group
+from ...reduction.packing import JoinedPack
 from ..flat_param import FlatParam
 from ..skipping import protect_unused
 from .pack import GradientPack, Reduction
@@ -28,38 +29,16 @@ class LazyPack(GradientPack):
         self, flat: FlatParam, group: Group, reduce_dtype: torch.dtype | None, divisors: tuple[float, float]
     ) -> None:
         super().__init__(flat, group, reduce_dtype, divisors)
-        counts = [0] * group.world_size
-        for p in self._pieces:
-            counts[p.rank] += 1
-        self._flags = max(counts)
-        self._slots: torch.Tensor | None = None
+        self._pack = JoinedPack(self._form, flat.layout.numels)
 
     def _reduce(self, gradients: list[torch.Tensor | None]) -> Reduction | None:
         had = [g is not None for g in gradients]
         if True not in had:  # on no rank, or they are out of step
             return None
         had_all = False not in compress(had, self.trainable)
-        joined = self._joined(gradients)
+        packed = self._pack.join(gradients, None if had_all else had, self._like)
         gradients.clear()
-        return self._scatter(joined if had_all else self._with_flags(joined, had), had, had_all)
-
-    def _joined(self, gradients: list[torch.Tensor | None]) -> torch.Tensor:
-        layout = self._flat.layout
-        rows = self._rows(gradients)
-        if layout.padded_numel != layout.numel:
-            padding = layout.padded_numel - layout.numel
-            rows.append(torch.zeros(padding, dtype=self._dtype, device=self._device))
-        return torch.cat(rows)
-
-    def _with_flags(self, joined: torch.Tensor, had: list[bool]) -> torch.Tensor:
-        layout = self._flat.layout
-        flags = torch.zeros(layout.world_size, self._flags, dtype=self._dtype)
-        ends = [0] * layout.world_size
-        for p in self._pieces:
-            flags[p.rank, ends[p.rank]] = float(had[p.item])
-            ends[p.rank] += 1
-        parts = joined.view(layout.world_size, layout.shard_numel)
-        return torch.cat([parts, flags.to(parts.device)], 1).view(-1)
+        return self._scatter(packed, had, had_all)
 
     def _arrived(self) -> None:
         """The compiler frees what was sent."""
@@ -68,8 +47,9 @@ class LazyPack(GradientPack):
         """As :meth:`GradientPack._note`, but for elements, and as data."""
         flat, used = self._flat, None
         if not had_all or False in self.trainable:
-            flags = result.new_ones(self._flags) if had_all else result[flat.layout.shard_numel :]
-            used = torch.cat([flags, flags.new_zeros(1)]).index_select(0, self._slots_of_elements()) != 0
+            rank = self._group.rank
+            flags = result.new_ones(self._form.flags[rank]) if had_all else result[flat.layout.shard_numel :]
+            used = self._pack.used_elements(flags, rank)
         flat.unused.note_elements(used, flat.param.grad is None)
         if flat.unused.used is not None:
             protect_unused(flat)
@@ -79,16 +59,6 @@ class LazyPack(GradientPack):
         """As :meth:`GradientPack.clear_unused`, for elements."""
         size = self._flat.layout.shard_numel
         self._flat.unused.clear(torch.zeros(size, dtype=torch.bool).to(self._device))
-
-    def _slots_of_elements(self) -> torch.Tensor:
-        """For each element of this rank's shard the index of its member's flag, [S]; the last one if it has none."""
-        if self._slots is None:
-            slots = torch.full((self._flat.layout.shard_numel,), self._flags)
-            here = [p for p in self._pieces if p.rank == self._group.rank]
-            for k, p in enumerate(here):
-                slots[p.offset : p.offset + p.numel] = k
-            self._slots = slots.to(self._device)
-        return self._slots
 
     def _own(self, result: torch.Tensor) -> torch.Tensor:
         return super()._own(result).clone()  # else the tensor that it is a view of lives on beside it

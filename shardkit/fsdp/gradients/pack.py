@@ -2,22 +2,22 @@
 
 Legend: W world size, S shard numel, F flags in one rank's part.
 
-[Note: packed gradients] When a unit's gradients are there, one operation copies them into a buffer [W * (S + F)] whose
-part for a rank has the rank's shard of the flat parameter, and then one flag for each member that lies there. Their own
-memory is given back, and one reduce-scatter makes the part of this rank. A flag says that a rank had a gradient for the
-member. A rank that lacks one itself looks whether anybody had: a plain process leaves ``grad=None`` where a
-parameter was not used, and the optimizer then skips it (see ``skipping.py``).
+When a unit's gradients are there, they are packed ([Note: packed gradients] in ``reduction/packing.py``: rank by rank
+its shard of the flat parameter, and a flag for each member that lies there). Their own memory is given back, and one
+reduce-scatter makes the part of this rank. Members that no rank had a gradient for stay as they are in the optimizer's
+step, as in a plain process (see ``skipping.py``).
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from ...backend import Group, ReduceOp, Work
+from ...reduction.packing import PackedForm
 from ...reduction.shard_gradients import gradient_class
 from ..flat_param import FlatParam
 from ..members import as_tensors
@@ -58,11 +58,13 @@ class GradientPack(ABC):
         is_mean = before * after == group.world_size and has_mean(self._dtype)
         self._op = ReduceOp.AVG if is_mean else ReduceOp.SUM
         self._before, self._after = (1.0, 1.0) if is_mean else (before, after)
-        self._gradient_class: Any = gradient_class(flat.group, "the FSDP root's clip_grad_norm_", True)
+        self._gradient_class = gradient_class(flat.group, "the FSDP root's clip_grad_norm_", True)
         self._in_flight: Reduction | None = None
         self.trainable = [m.param.requires_grad for m in flat.members]
-        self._pieces = [p for p in flat.layout.pieces() if self.trainable[p.item]]
-        self._here = [p.item for p in self._pieces if p.rank == group.rank]  # in order of their flags
+        pieces = [p for p in flat.layout.pieces() if self.trainable[p.item]]
+        self._form = PackedForm(pieces, [flat.layout.shard_numel] * group.world_size, even=True)
+        self._here = self._form.items[group.rank]
+        self._like = torch.empty(0, dtype=self._dtype, device=self._device)
 
     # ------------------------------------------------------------ sending
     def send(self) -> None:
@@ -78,25 +80,13 @@ class GradientPack(ABC):
         """Starts; gives the gradients' own memory back before anything else is allocated. None: nothing to do."""
 
     def _scatter(self, packed: torch.Tensor, had: list[bool], had_all: bool) -> Reduction:
-        result = torch.empty(packed.numel() // self._group.world_size, dtype=self._dtype, device=self._device)
+        result = packed.new_empty(packed.numel() // self._group.world_size)
         if self._before != 1.0:
             packed.mul_(1.0 / self._before)
         work = self._group.reduce_scatter_into(
             result, packed, op=self._op, async_op=True, label=f"gradients of {self._flat.label}"
         )
         return Reduction(had, had_all, result, work)
-
-    def _rows(self, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
-        """The gradients of all members, each in one dimension; zeros for those that have none."""
-        rows = []
-        for m, g in zip(self._flat.members, gradients, strict=True):
-            if g is None:
-                rows.append(torch.zeros(m.shape.numel(), dtype=self._dtype, device=self._device))
-            else:
-                dense = g.to_dense() if g.layout is torch.sparse_coo else g
-                row = dense if dense.dim() == 1 else dense.reshape(-1)
-                rows.append(row if row.dtype == self._dtype else row.to(self._dtype))
-        return rows
 
     # ------------------------------------------------------------ receiving
     def is_done(self) -> bool:

@@ -25,6 +25,7 @@ from torch import nn
 from ...backend import Group, ReduceOp
 from ...layout import SegmentLayout, segment_layout
 from ...reduction.clearing import StandingGradient
+from ...reduction.packing import JoinedPack, PackedForm
 from ...reduction.unused import UsedMask
 from .segment_gradients import stand_in
 
@@ -47,18 +48,8 @@ class FlatSegment:
         self.layout: SegmentLayout = segment_layout(
             [p.numel() for p in params], owners, group.world_size, even=True
         )
-        self._owned_by = [self.layout.items_of(rank) for rank in range(group.world_size)]
-        self._padding = [
-            size - sum(self.layout.slots[i].numel for i in items)
-            for size, items in zip(self.layout.sizes, self._owned_by, strict=True)
-        ]
-        # what lies in a buffer one after the other, and where each parameter is in that list
-        in_order = [i for items in self._owned_by for i in (*items, -1)]  # -1: padding
-        gaps = iter(self._padding)
-        self._numels = [next(gaps) if i < 0 else self.layout.slots[i].numel for i in in_order]
-        self._places = [in_order.index(i) for i in range(len(self.params))]
-        self._flag_room = max(len(items) for items in self._owned_by)  # F, most parameters that a rank owns
-        self._sent_flags: tuple[list[bool], list[torch.Tensor]] | None = None  # and by owner on the device
+        self._form = PackedForm(self.layout.pieces(), self.layout.sizes, even=True)
+        self._pack = JoinedPack(self._form, [p.numel() for p in self.params])
         with torch.no_grad():
             own = self.take_own([p.detach() for p in self.params])
         self.own = nn.Parameter(own, requires_grad=True)
@@ -73,11 +64,11 @@ class FlatSegment:
         """Averages the parameters' gradients over ranks into ``own.grad``, added to what waits there already."""
         self.notice_clearing()
         gradients = [p.grad for p in self.params]
-        packed = self.pack(gradients, flags=[g is not None for g in gradients])
+        packed = self.pack(gradients, [g is not None for g in gradients])
         if wire_dtype is not None:
             packed = packed.to(wire_dtype)
         size = self.own.numel()
-        mine = packed.new_empty(size + self._flag_room)
+        mine = packed.new_empty(self._form.sizes[self.group.rank])
         channel.reduce_scatter_into(mine, packed, op=ReduceOp.AVG, label="gradients")
         mine = mine.to(self.own.dtype)
         all_used = all(g is not None for g in gradients)
@@ -93,11 +84,7 @@ class FlatSegment:
             if mark is not None and self.marked.grad is None:
                 self.clear_gradient()
             return
-        flags = None
-        if not all(there):
-            mine = [float(there[i]) for i in self.layout.items_of(self.group.rank)]
-            room = [0.0] * (self._flag_room - len(mine))
-            flags = torch.tensor([*mine, *room]).to(device=self.own.device, dtype=self.own.dtype)
+        flags = None if all(there) else self._pack.flags(there, self.own)[self.group.rank]
         self._keep(self.take_own(gradients), flags, add=False)
 
     def _keep(self, gradient: torch.Tensor, flags: torch.Tensor | None, add: bool) -> None:
@@ -136,38 +123,12 @@ class FlatSegment:
         """Elements of ``own`` whose parameters got a gradient on any rank, [S]; None if all did."""
         if self._flags is None:
             return None
-        owned = self.layout.items_of(self.group.rank)
-        which = [k for k, i in enumerate(owned) for _ in range(self.layout.slots[i].numel)]
-        index = torch.tensor([*which, *[0] * (self.own.numel() - len(which))], dtype=torch.int64)
-        return UsedMask(self._flags.index_select(0, index.to(self.own.device)) != 0)
+        return UsedMask(self._pack.used_elements(self._flags, self.group.rank))
 
     # ------------------------------------------------------------ layout
-    def pack(self, tensors: Sequence[torch.Tensor | None], flags: list[bool] | None = None) -> torch.Tensor:
+    def pack(self, tensors: Sequence[torch.Tensor | None], had: list[bool] | None = None) -> torch.Tensor:
         """Per-parameter tensors (None: zeros) laid out by owner with padding, [W * S] or, with flags, [W * (S + F)]."""
-        pieces: list[torch.Tensor] = []
-        flags_by_owner = None if flags is None else self._flags_on_device(flags)
-        for rank, (items, padding) in enumerate(zip(self._owned_by, self._padding, strict=True)):
-            for i in items:
-                tensor = tensors[i]
-                if tensor is None:
-                    tensor = self.params[i].new_zeros(self.layout.slots[i].numel)
-                elif tensor.is_sparse:
-                    tensor = tensor.to_dense()
-                pieces.append(tensor if tensor.dim() == 1 else tensor.reshape(-1))
-            if padding:
-                pieces.append(self.params[0].new_zeros(padding))
-            if flags_by_owner is not None:
-                pieces.append(flags_by_owner[rank])
-        return torch.cat(pieces)
-
-    def _flags_on_device(self, flags: list[bool]) -> list[torch.Tensor]:
-        """By owner, [W][F]. They are data, and stay there until others are asked for."""
-        if self._sent_flags is None or self._sent_flags[0] != flags:
-            rows = [[float(flags[i]) for i in items] for items in self._owned_by]
-            rows = [[*row, *[0.0] * (self._flag_room - len(row))] for row in rows]
-            like = self.params[0]
-            self._sent_flags = flags, [torch.tensor(row, dtype=like.dtype).to(like.device) for row in rows]
-        return self._sent_flags[1]
+        return self._pack.join(tensors, had, self.params[0])
 
     def take_own(self, tensors: Sequence[torch.Tensor | None]) -> torch.Tensor:
         """This rank's segment [S] of per-parameter tensors that every rank holds."""
@@ -178,9 +139,7 @@ class FlatSegment:
 
     def split(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """A buffer laid out by owner [W * S] as per-parameter tensors, in parameter order."""
-        # copies: of views, the runtime would keep the whole buffer too, and each use would cost more
-        parts = torch.ops.aten.split_with_sizes_copy(flat, self._numels)
-        found = [parts[place] for place in self._places]
+        found = self._pack.split(flat)
         return [
             t if p.dim() == 1 else torch.ops.aten.view_copy(t, p.shape)
             for t, p in zip(found, self.params, strict=True)
@@ -188,14 +147,10 @@ class FlatSegment:
 
     def split_own(self, segment: torch.Tensor) -> dict[nn.Parameter, torch.Tensor]:
         """This rank's segment [S] as one tensor per owned parameter."""
-        start = self.layout.start(self.group.rank)
+        here = (p for p in self._form.pieces if p.rank == self.group.rank)
         return {
-            self.params[i]: segment[
-                self.layout.slots[i].offset - start : self.layout.slots[i].offset
-                - start
-                + self.layout.slots[i].numel
-            ].view(self.params[i].shape)
-            for i in self.layout.items_of(self.group.rank)
+            self.params[p.item]: segment[p.offset : p.offset + p.numel].view(self.params[p.item].shape)
+            for p in here
         }
 
     def join_own(self, pieces: dict[nn.Parameter, torch.Tensor]) -> torch.Tensor:

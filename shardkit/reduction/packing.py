@@ -1,0 +1,237 @@
+"""How gradients that travel together are packed, with flags that say which of them a rank had.
+
+Legend: W world size, F flags of one rank, N numel of the packed form.
+
+[Note: packed gradients] The packed form [N] has a part for each rank: the elements that this rank is to get of the
+gradients, padding, and one flag for each gradient of which it gets something. A reduce-scatter leaves a rank its part.
+A flag says that a rank had that gradient: a plain process leaves ``grad=None`` where a parameter was not used, and the
+optimizer then skips it. So a rank that had none itself looks whether anybody had.
+
+Where tensors own memory the parts are written in one operation, through views laid out beforehand. Where a compiler
+decides, they are concatenated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+
+from ..layout import Piece, gaps_between
+
+
+class PackedForm:
+    """Where pieces of gradients and flags lie.
+
+    Args:
+        pieces: what each rank gets of which gradient.
+        sizes: numel of each rank's part without flags, [W].
+        even: all ranks have room for as many flags as the one that needs most.
+
+    Attributes:
+        items: for each rank the gradients that it gets something of, in the order of their flags.
+        sizes: numel of each rank's part, [W].
+        starts: where each rank's part begins, and N, [W + 1].
+    """
+
+    def __init__(self, pieces: Sequence[Piece], sizes: Sequence[int], *, even: bool) -> None:
+        self.pieces = list(pieces)
+        self.first_flag = list(sizes)  # in each rank's part, [W]
+        self.items: list[list[int]] = [[] for _ in sizes]
+        for p in pieces:
+            self.items[p.rank].append(p.item)
+        counts = [len(items) for items in self.items]
+        self.flags = [max(counts)] * len(counts) if even else counts  # F of each rank
+        self.sizes = [size + flags for size, flags in zip(sizes, self.flags, strict=True)]
+        self.starts = list(accumulate(self.sizes, initial=0))
+
+    def anywhere(self, had: Sequence[bool], part: torch.Tensor, rank: int) -> list[bool]:
+        """Which gradients some rank had, by the part that came to this rank; of others, whether it had them itself."""
+        found, items, first = list(had), self.items[rank], self.first_flag[rank]
+        flags = (part[first : first + len(items)] != 0).tolist()
+        for item, flag in zip(items, flags, strict=True):
+            found[item] = found[item] or flag
+        return found
+
+
+class WrittenPack:
+    """The packed form as memory that is written to.
+
+    Args:
+        form: what lies where.
+        packed: that memory, [N]; it needs to be there while something is written.
+        numels: of each gradient.
+        shaped: gives the place of a whole gradient [numel] the gradient's shape.
+
+    Attributes:
+        whole: places of gradients that lie in one part, in order.
+    """
+
+    def __init__(
+        self, form: PackedForm, packed: torch.Tensor, numels: Sequence[int],
+        shaped: Callable[[int, torch.Tensor], torch.Tensor],
+    ) -> None:  # fmt: skip
+        self._packed = packed
+        self._whole: list[int] = []  # gradients that lie in one part
+        self._targets: list[torch.Tensor] = []
+        self._cut: list[tuple[Piece, torch.Tensor]] = []
+        filled = []
+        for p in form.pieces:
+            at = form.starts[p.rank] + p.offset
+            filled.append((at, p.numel))
+            view = packed[at : at + p.numel]
+            if p.numel == numels[p.item]:
+                self._whole.append(p.item)
+                self._targets.append(shaped(p.item, view))
+            else:
+                self._cut.append((p, view))
+        self._flags: list[tuple[list[int], torch.Tensor]] = []
+        for rank, items in enumerate(form.items):
+            at = form.starts[rank] + form.first_flag[rank]
+            filled.append((at, len(items)))
+            if items:
+                self._flags.append((items, packed[at : at + len(items)]))
+        self.whole = self._targets.copy()
+        self._targets += [view for _, view in self._cut] + [view for _, view in self._flags]
+        self._ones = [torch.ones_like(view) for _, view in self._flags]
+        gaps = gaps_between(filled, form.starts[-1])
+        self._gaps = [packed[start : start + numel] for start, numel in gaps]
+
+    def write(self, gradients: Sequence[torch.Tensor | None], had: Sequence[bool] | None) -> None:
+        """Copies gradients and flags to their places.
+
+        Args:
+            gradients: of any dtype, dense or sparse.
+            had: which of them there are; None if there are all that have a place.
+        """
+        sources = list(map(gradients.__getitem__, self._whole))
+        for k, g in enumerate(sources):
+            if g is not None and g.layout is torch.sparse_coo:
+                sources[k] = g.to_dense()
+        rows: dict[int, torch.Tensor] = {}
+        for piece, _ in self._cut:
+            g = gradients[piece.item]
+            if g is None:
+                sources.append(None)
+                continue
+            if piece.item not in rows:
+                rows[piece.item] = (g.to_dense() if g.layout is torch.sparse_coo else g).reshape(-1)
+            sources.append(rows[piece.item][piece.start : piece.start + piece.numel])
+        if had is None:
+            torch._foreach_copy_(self._targets, sources + self._ones)  # type: ignore[arg-type]
+            if self._gaps:
+                torch._foreach_zero_(self._gaps)
+        else:
+            self._write_some(sources, had)
+
+    def _write_some(self, sources: list[torch.Tensor | None], had: Sequence[bool]) -> None:
+        """Zeros stand in for what is missing, and a flag of 0."""
+        self._packed.zero_()
+        there = [
+            (target, source)
+            for target, source in zip(self._targets, sources, strict=False)  # flags are the last targets
+            if source is not None
+        ]
+        if there:
+            torch._foreach_copy_([target for target, _ in there], [source for _, source in there])
+            flags = [v[k : k + 1] for items, v in self._flags for k, item in enumerate(items) if had[item]]
+            torch._foreach_add_(flags, 1)
+
+
+class _Run(NamedTuple):
+    """A part of a gradient, or zeros."""
+
+    item: int | None
+    start: int
+    numel: int
+
+
+class JoinedPack:
+    """The packed form by concatenation, without writing into parts of a tensor.
+
+    Args:
+        form: what lies where.
+        numels: of each gradient.
+    """
+
+    def __init__(self, form: PackedForm, numels: Sequence[int]) -> None:
+        self._form, self._numels = form, numels
+        self._runs: list[list[_Run]] = []  # by rank, without flags
+        for rank, size in enumerate(form.first_flag):
+            here = [p for p in form.pieces if p.rank == rank]
+            zeros = [
+                (start, _Run(None, 0, n))
+                for start, n in gaps_between([(p.offset, p.numel) for p in here], size)
+            ]
+            runs = sorted([*zeros, *((p.offset, _Run(p.item, p.start, p.numel)) for p in here)], key=_place)
+            self._runs.append([run for _, run in runs])
+        self._uncut: list[_Run] = []  # what lies end to end where no flags are between parts
+        for run in (run for runs in self._runs for run in runs):
+            if self._uncut and run.item is not None and self._uncut[-1].item == run.item:
+                self._uncut[-1] = self._uncut[-1]._replace(numel=self._uncut[-1].numel + run.numel)
+            else:
+                self._uncut.append(run)
+        self._sent: tuple[object, list[torch.Tensor]] | None = None  # flags, and by rank on the device
+        self._elements: torch.Tensor | None = None
+
+    def join(
+        self, gradients: Sequence[torch.Tensor | None], had: Sequence[bool] | None, like: torch.Tensor
+    ) -> torch.Tensor:
+        """The packed form [N]; without ``had``, parts have no flags. Zeros stand in for what is missing.
+
+        Args:
+            gradients: of any shape, dense or sparse.
+            had: which of them there are.
+            like: what has the dtype and device of the result.
+        """
+        rows = [None if g is None else _row(g, like.dtype) for g in gradients]
+        joined: list[torch.Tensor] = []
+        flags = None if had is None else self.flags(had, like)
+        for rank, runs in enumerate([self._uncut] if flags is None else self._runs):
+            for run in runs:
+                row = None if run.item is None else rows[run.item]
+                if row is None:
+                    joined.append(like.new_zeros(run.numel))
+                else:
+                    joined.append(row if run.numel == row.numel() else row[run.start : run.start + run.numel])
+            if flags is not None:
+                joined.append(flags[rank])
+        return torch.cat(joined) if joined else like.new_zeros(0)
+
+    def split(self, joined: torch.Tensor) -> list[torch.Tensor]:
+        """What was joined without flags as copies of its gradients, each in one dimension."""
+        # copies: of views, the runtime would keep the whole buffer too, and each use would cost more
+        parts = torch.ops.aten.split_with_sizes_copy(joined, [run.numel for run in self._uncut])
+        found = {run.item: part for run, part in zip(self._uncut, parts, strict=True)}
+        return [found[item] for item in range(len(self._numels))]
+
+    def flags(self, had: Sequence[bool], like: torch.Tensor) -> list[torch.Tensor]:
+        """By rank, [W][F]. They are data, and stay on the device until others are asked for."""
+        asked = list(had), like.dtype, like.device
+        if self._sent is None or self._sent[0] != asked:
+            rows = [[float(had[i]) for i in items] for items in self._form.items]
+            rows = [[*row, *[0.0] * (n - len(row))] for row, n in zip(rows, self._form.flags, strict=True)]
+            self._sent = asked, [torch.tensor(row, dtype=like.dtype).to(like.device) for row in rows]
+        return self._sent[1]
+
+    def used_elements(self, flags: torch.Tensor, rank: int) -> torch.Tensor:
+        """For each element of this rank's part, without flags, whether the flag of its gradient [F] is set."""
+        if self._elements is None:
+            index = torch.full((self._form.first_flag[rank],), len(flags))  # padding has none
+            here = [p for p in self._form.pieces if p.rank == rank]
+            for k, p in enumerate(here):
+                index[p.offset : p.offset + p.numel] = k
+            self._elements = index.to(flags.device)
+        return torch.cat([flags, flags.new_zeros(1)]).index_select(0, self._elements) != 0
+
+
+def _place(run: tuple[int, _Run]) -> int:
+    return run[0]
+
+
+def _row(gradient: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    dense = gradient.to_dense() if gradient.layout is torch.sparse_coo else gradient
+    row = dense if dense.dim() == 1 else dense.reshape(-1)
+    return row if row.dtype == dtype else row.to(dtype)
