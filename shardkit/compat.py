@@ -14,13 +14,13 @@ import importlib
 import importlib.metadata
 import importlib.util
 import multiprocessing.spawn
+import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 from .errors import LifecycleError
 
@@ -144,7 +144,7 @@ def _name_all_twice() -> None:
             sys.modules.setdefault(f"fairscale.{below}", module)
 
 
-def _part(name: str) -> Any:
+def _part(name: str) -> ModuleType:
     """``fairscale.optim`` after ``import fairscale`` alone."""
     if name in PARTS or name == "version":
         return importlib.import_module(f"fairscale.{name}")
@@ -157,7 +157,7 @@ class _Distribution(importlib.metadata.Distribution):
     def read_text(self, filename: str) -> str | None:
         return {"METADATA": _METADATA, "top_level.txt": "fairscale\n"}.get(filename)
 
-    def locate_file(self, path: Any) -> Any:
+    def locate_file(self, path: str | os.PathLike[str]) -> Path:
         return Path(__file__).parent / path
 
 
@@ -171,7 +171,7 @@ class _InChild:
     def __init__(self, path: list[str]) -> None:
         self._path = path  # set too late by multiprocessing itself
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         code = f"import sys; sys.path[:] = {self._path!r}; from shardkit.compat import install; install()"
         return exec, (code,)
 
@@ -179,7 +179,7 @@ class _InChild:
 _original_preparation_data = multiprocessing.spawn.get_preparation_data
 
 
-def _preparation_data(name: str) -> dict[str, Any]:
+def _preparation_data(name: str) -> dict[str, object]:
     """What multiprocessing tells a process that it spawns, and an entry of ours, which it ignores."""
     data = _original_preparation_data(name)
     return {**data, "shardkit.compat": _InChild(data["sys_path"])}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from .backend import Backend, Group, ReduceOp, backend_for, backend_for_device
 from .errors import BackendError, ConfigurationError, LifecycleError
+from .types import ProcessGroup, StateDict, Tree
 
 # Values of the flag that ranks combine with MAX.
 _OVERFLOW = 1.0
@@ -127,7 +128,7 @@ class GradScaler(torch.amp.GradScaler):
         _unscale(gradients, inv_scale, found_inf)
         return {found_inf.device: found_inf}
 
-    def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+    def step(self, optimizer: Optimizer, *args: object, **kwargs: object) -> Tree:
         """Unscales the gradients (unless :meth:`unscale_` did) and steps, or skips the step after an overflow.
 
         Reading whether there was one is the only time that the host waits for the device.
@@ -172,7 +173,7 @@ class GradScaler(torch.amp.GradScaler):
             new_scale = float(new_scale)
         super().update(new_scale)
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: StateDict) -> None:
         """Loads what :meth:`state_dict` returned.
 
         Raises:
@@ -219,7 +220,7 @@ class ShardedGradScaler(GradScaler):
         backoff_factor: float = 0.5,
         growth_interval: int = 2000,
         enabled: bool = True,
-        process_group: Any = None,
+        process_group: ProcessGroup = None,
         *,
         backend: str | Backend | None = None,
     ) -> None:
@@ -235,8 +236,9 @@ class ShardedGradScaler(GradScaler):
                 "this ShardedGradScaler was unpickled, and process groups can't be pickled; set `scaler.group` to the "
                 "process group first (None for all ranks)"
             )
-        if group is None and callable(getattr(optimizer, "gradients", None)):
-            group = getattr(optimizer, "group", None)
+        owners = _of_owners(optimizer)
+        if group is None and owners is not None:
+            _, group = owners
         return backend_for([tensor], self._backend).group(group)
 
     def _unscale_grads_(
@@ -270,7 +272,7 @@ class ShardedGradScaler(GradScaler):
         self._join_in_unscaled(optimizer)
         super().unscale_(optimizer)
 
-    def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+    def step(self, optimizer: Optimizer, *args: object, **kwargs: object) -> Tree:
         """See :meth:`GradScaler.step`; every rank of the group calls it.
 
         Raises:
@@ -283,7 +285,7 @@ class ShardedGradScaler(GradScaler):
         return result
 
     def _maybe_opt_step(
-        self, optimizer: Optimizer, optimizer_state: dict[str, Any], *args: Any, **kwargs: Any
+        self, optimizer: Optimizer, optimizer_state: StateDict, *args: Any, **kwargs: Any
     ) -> Any:
         (found_inf,) = optimizer_state["found_inf_per_device"].values()
         flag = found_inf.item()
@@ -302,7 +304,7 @@ class ShardedGradScaler(GradScaler):
             "scaler.scale(loss).backward() on every rank first"
         )
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> StateDict:
         state = super().__getstate__()
         if self.group is not None:
             state["group"] = _Lost.IN_PICKLING
@@ -311,7 +313,7 @@ class ShardedGradScaler(GradScaler):
         return state
 
 
-def _check_state(state: Any) -> None:
+def _check_state(state: object) -> None:
     """Raises ConfigurationError unless a scaler can go on from there."""
     if not isinstance(state, Mapping) or not state:
         raise ConfigurationError(
@@ -337,11 +339,23 @@ def _check_state(state: Any) -> None:
             )
 
 
+def _of_owners(optimizer: Any) -> tuple[Callable[[], Sequence[torch.Tensor]], ProcessGroup] | None:
+    """What makes the gradients that an optimizer's step on this rank reads, and the ranks of the others.
+
+    None of one that updates all of its parameters on every rank.
+    """
+    try:
+        return (optimizer.gradients, optimizer.group) if callable(optimizer.gradients) else None
+    except AttributeError:
+        return None
+
+
 def _split_gradients(optimizer: Optimizer) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """The gradients that this rank's step reads, and the other gradients of the optimizer's parameters."""
-    offer = getattr(optimizer, "gradients", None)
-    if not callable(offer):
+    owners = _of_owners(optimizer)
+    if owners is None:
         return _param_gradients(optimizer), []
+    offer, _ = owners
     read = list(offer())  # first: it may finish a reduction
     everything = _param_gradients(optimizer)
     if any(g.is_sparse for g in read):

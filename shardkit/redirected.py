@@ -20,10 +20,11 @@ from collections.abc import Callable, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from types import FunctionType, ModuleType
-from typing import Any, NoReturn, TypeVar, cast
+from typing import NoReturn, TypeVar, cast
 
 from .errors import RedirectedError
 from .redirections import ALSO, REDIRECTED
+from .types import AnyCallable, Tree
 
 __all__ = [
     "is_redirected",
@@ -36,13 +37,13 @@ __all__ = [
 
 MARK = "__redirected__"
 _ROOT = "shardkit"
-_F = TypeVar("_F", bound=Callable[..., Any])
+_F = TypeVar("_F", bound=AnyCallable)
 
 
 class _RedirectedMeta(type):
     """Methods and constants looked up on the class itself are a use of it, too."""
 
-    def __getattr__(cls, attribute: str) -> Any:
+    def __getattr__(cls, attribute: str) -> Tree:
         # What Python and its tools ask every class for (pickle, doctest, inspect) is no use of it.
         if attribute.startswith("_"):
             raise AttributeError(attribute)
@@ -70,7 +71,7 @@ def redirected(name: str, instead: str, *, why: str) -> type:
     module, short = _place(name)
     message = _message(name, instead, why)
 
-    def refuse(cls: type, *args: Any, **kwargs: Any) -> NoReturn:
+    def refuse(cls: type, *args: object, **kwargs: object) -> NoReturn:
         raise RedirectedError(message)
 
     namespace = {
@@ -88,7 +89,7 @@ def redirected_function(name: str, instead: str, *, why: str) -> Callable[..., N
     module, short = _place(name)
     message = _message(name, instead, why)
 
-    def refuse(*args: Any, **kwargs: Any) -> NoReturn:
+    def refuse(*args: object, **kwargs: object) -> NoReturn:
         raise RedirectedError(message)
 
     refuse.__name__, refuse.__qualname__, refuse.__module__, refuse.__doc__ = short, short, module, message
@@ -96,7 +97,7 @@ def redirected_function(name: str, instead: str, *, why: str) -> Callable[..., N
     return refuse
 
 
-def redirected_names(module: str) -> Callable[[str], Any]:
+def redirected_names(module: str) -> Callable[[str], Tree]:
     """The ``__getattr__`` of a module: its names in the table, made when they are asked for::
 
     __getattr__ = redirected_names(__name__)
@@ -105,7 +106,7 @@ def redirected_names(module: str) -> Callable[[str], Any]:
     names = _names_of(path)
 
     @functools.cache  # a class is one object
-    def get(name: str) -> Any:
+    def get(name: str) -> Tree:
         if name not in names:
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
         return names[name]()
@@ -113,9 +114,9 @@ def redirected_names(module: str) -> Callable[[str], Any]:
     return get
 
 
-def _names_of(path: str) -> dict[str, Callable[[], Any]]:
+def _names_of(path: str) -> dict[str, Callable[[], Tree]]:
     """What the table has for a module: each name, and what makes it."""
-    found: dict[str, Callable[[], Any]] = {}
+    found: dict[str, Callable[[], Tree]] = {}
     for names, instead, why in REDIRECTED.get(path, ()):
         for name in names.split():
             make = redirected_function if name.endswith("()") else redirected
@@ -128,7 +129,7 @@ def _names_of(path: str) -> dict[str, Callable[[], Any]]:
     return found
 
 
-def _imported(path: str, name: str) -> Any:
+def _imported(path: str, name: str) -> Tree:
     return getattr(importlib.import_module(f"{_ROOT}.{path}"), name)
 
 
@@ -140,7 +141,7 @@ def without_arguments(**gone: str) -> Callable[[_F], _F]:
 
     def decorate(function: _F) -> _F:
         @functools.wraps(function)
-        def checked(*args: Any, **kwargs: Any) -> Any:
+        def checked(*args: object, **kwargs: object) -> Tree:
             for name in gone.keys() & kwargs.keys():
                 if kwargs.pop(name):
                     raise RedirectedError(f"{name}= is gone since fairscale 0.4.11: {gone[name]}")

@@ -7,6 +7,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch.autograd.function import FunctionCtx
+from torch.nn.modules.module import _IncompatibleKeys
 
 StateDict: TypeAlias = dict[str, Any]
 """State of a module, of an optimizer, or of one of its parameters, and what else is saved by name."""
@@ -23,11 +24,17 @@ Args: TypeAlias = tuple[Any, ...]
 Kwargs: TypeAlias = dict[str, Any]
 """Keyword arguments that are passed on, and attributes of an object."""
 
+Memo: TypeAlias = dict[int, Any]
+"""What ``copy.deepcopy`` has copied so far, by id."""
+
 AnyCallable: TypeAlias = Callable[..., Any]
 """A user's function, or one of torch's, that is called with arguments that are passed on."""
 
 Tree: TypeAlias = Any
-"""What a module takes and returns, and what objects hold: a tensor, or containers with tensors among other values."""
+"""What modules, closures and functions of torch take and return: tensors, or containers of them and of other values."""
+
+IncompatibleKeys: TypeAlias = _IncompatibleKeys
+"""What loading a module's state returns."""
 
 ProcessGroup: TypeAlias = object
 """What ``Backend.group`` takes: a Group, a process group of torch's, one with ``rank()`` and ``size()``, or None."""

@@ -6,7 +6,6 @@ Legend: G param groups of an optimizer; N ranks; P elements of all parameters.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,6 +17,7 @@ from ..checks.same_everywhere import check_same_everywhere
 from ..errors import ConfigurationError
 from ..fsdp.registered_shard import flat_of_registered
 from ..oss.optimizer import OSS
+from ..types import ProcessGroup
 from .errors import AdaScaleArgumentError
 from .gradient_noise import squared_norm
 
@@ -37,7 +37,7 @@ class Averaging:
     """
 
     def __init__(
-        self, optimizer: Optimizer, world_size: int | None, group: Any, backend: str | Backend | None
+        self, optimizer: Optimizer, world_size: int | None, group: ProcessGroup, backend: str | Backend | None
     ) -> None:
         self._optimizer, self._given, self._backend = optimizer, group, backend
         self.check_parameters()

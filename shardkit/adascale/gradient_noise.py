@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import nn
@@ -25,6 +24,7 @@ from ..torch_seams.hooks import (
     current_backward,
     inside_another_backward,
 )
+from ..types import ParamGroup
 from .errors import GradientOrderError
 
 
@@ -68,7 +68,7 @@ class GradientMeter:
         self._sums: torch.Tensor | None = None
         self._task = NO_BACKWARD
 
-    def attach(self, groups: Sequence[dict[str, Any]]) -> None:
+    def attach(self, groups: Sequence[ParamGroup]) -> None:
         """Listens to the parameters of these groups, [G], and to no others."""
         self.hooks.remove()
         self.groups = len(groups)

@@ -5,11 +5,10 @@ Legend: G param groups of an optimizer.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from ..errors import ConfigurationError
+from ..types import StateDict
 
 State = dict[str, torch.Tensor]
 
@@ -65,7 +64,7 @@ def update_average(state: State, name: str, value: torch.Tensor, smoothing: floa
         state[f"{name}_total"] = total
 
 
-def loaded(data: dict[str, Any], groups: int) -> State:
+def loaded(data: StateDict, groups: int) -> State:
     """Own copies of the averages in an optimizer's state dict; new ones where it has none.
 
     Args:

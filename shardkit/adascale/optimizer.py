@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from ..backend import Backend
 from ..errors import ConfigurationError
 from ..reduction.norms import norm_like
+from ..types import Args, Kwargs, ParamGroup, ProcessGroup, StateDict, Tree
 from .averaging import Averaging
 from .errors import AdaScaleArgumentError, GradientOrderError
 from .gradient_noise import GradientMeter, estimate
@@ -80,7 +81,7 @@ class AdaScale(Optimizer):
         num_gradients_to_accumulate: int = 1,
         is_scaled_loss: bool = True,
         debias_ewma: bool = True,
-        group: Any = None,
+        group: ProcessGroup = None,
         backend: str | Backend | None = None,
     ) -> None:
         # Optimizer's own constructor is not called: its parts are the wrapped optimizer's
@@ -102,7 +103,7 @@ class AdaScale(Optimizer):
 
     # ---------------------------------------------------------------- facts
     @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+    def param_groups(self) -> list[StateDict]:  # type: ignore[override]
         """The wrapped optimizer's; schedulers change them here."""
         return self._optimizer.param_groups
 
@@ -124,7 +125,7 @@ class AdaScale(Optimizer):
     @property
     def _averages(self) -> State:
         """The moving averages; they live in the wrapped optimizer's state, and so in its state dict."""
-        state: dict[Any, Any] = self._optimizer.state
+        state: Tree = self._optimizer.state
         if SQUARE not in state.get(KEY, {}):  # new, or loaded from an optimizer without AdaScale
             state[KEY] = initial_state(len(self.param_groups))
         return state[KEY]
@@ -183,7 +184,7 @@ class AdaScale(Optimizer):
         return self._averaging.correlation(self._meter.like)
 
     # ---------------------------------------------------------------- stepping
-    def step(self, *args: Any, **kwargs: Any) -> Any:
+    def step(self, *args: Any, **kwargs: Any) -> Tree:
         """Steps the wrapped optimizer with each group's learning rate multiplied by its gain.
 
         Arguments are those of the wrapped optimizer's ``step``. A closure's first evaluation comes before the gain is
@@ -290,7 +291,7 @@ class AdaScale(Optimizer):
         if update_smoothing:
             self._smoothing = max(1.0 - count / 1000, 0.0)
 
-    def add_param_group(self, pg: dict[str, Any]) -> None:
+    def add_param_group(self, pg: ParamGroup) -> None:
         """Adds a param group; its averages start with its first step.
 
         Raises:
@@ -309,7 +310,7 @@ class AdaScale(Optimizer):
         self._meter.hooks.remove()
 
     # ---------------------------------------------------------------- state
-    def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
+    def state_dict(self) -> StateDict:  # type: ignore[override]
         """The wrapped optimizer's, with ``state["adascale"]``: name -> fp64 tensor [G].
 
         Raises:
@@ -321,7 +322,7 @@ class AdaScale(Optimizer):
         found = self._optimizer.state_dict()
         return {**found, "state": {**found["state"], KEY: averages}}
 
-    def load_state_dict(self, data: dict[str, Any]) -> None:  # type: ignore[override]
+    def load_state_dict(self, data: StateDict) -> None:  # type: ignore[override]
         """Loads a state dict of this class, of fairscale's, or of the plain optimizer (then averages start anew).
 
         Raises:
@@ -333,10 +334,10 @@ class AdaScale(Optimizer):
         averages = loaded(data, len(self.param_groups))
         rest = {k: v for k, v in data["state"].items() if k != KEY}
         self._optimizer.load_state_dict({**data, "state": rest})
-        state: dict[Any, Any] = self._optimizer.state
+        state: Tree = self._optimizer.state
         state[KEY] = averages
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> StateDict:
         raise ConfigurationError(
             "AdaScale can't be pickled or copied: it listens to the gradients of its parameters. Save state_dict(), "
             "and build another one over the copy's parameters"
@@ -357,9 +358,7 @@ def _call(method: weakref.WeakMethod[Callable[[], None]]) -> None:
         alive()
 
 
-def _evaluated_closure(
-    args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _evaluated_closure(args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
     """The arguments of ``step``; a closure among them is evaluated, and gives that value when it is called first."""
     closure = args[0] if args else kwargs.get("closure")
     if closure is None:
@@ -367,7 +366,7 @@ def _evaluated_closure(
     with torch.enable_grad():
         values = [closure()]
 
-    def again() -> Any:
+    def again() -> Tree:
         return values.pop() if values else closure()
 
     return (again, *args[1:]) if args else args, kwargs if args else {**kwargs, "closure": again}

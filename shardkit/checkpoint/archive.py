@@ -17,6 +17,7 @@ from typing import IO, Any, BinaryIO, cast
 
 import torch
 
+from ..types import Tree
 from .data_pickle import NotData, read
 
 __all__ = ["LOCAL", "Archive", "Cut", "Damage", "Legacy"]
@@ -195,8 +196,8 @@ class Legacy:
         self._expected: dict[str, tuple[int, int]] = {}
         self._begins: dict[str, int] = {}
 
-    def _plain(self) -> Any:
-        def nothing(*_: Any) -> Any:
+    def _plain(self) -> Tree:
+        def nothing(*_: object) -> Any:
             raise NotData("an object where the head of the file should be")
 
         return read(self.pickle(), {}, nothing, nothing)

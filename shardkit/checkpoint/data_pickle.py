@@ -13,17 +13,22 @@ from __future__ import annotations
 
 import pickletools
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Mapping
-from typing import IO, Any
+from collections.abc import Callable
+from typing import IO, Any, TypeAlias
 
-__all__ = ["Function", "NotData", "named_globals", "read"]
+from ..types import AnyCallable, Memo, SavedState, Tree
+
+__all__ = ["Data", "Function", "NotData", "named_globals", "read"]
 
 _VALUES = frozenset(
     {"BININT", "BININT1", "BININT2", "LONG1", "LONG4", "BINFLOAT", "BINUNICODE", "SHORT_BINSTRING", "BINSTRING",
      "BINBYTES", "SHORT_BINBYTES"}
 )  # fmt: skip
 _CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False, "EMPTY_TUPLE": ()}
-_EMPTY: dict[str, Callable[[], Any]] = {"EMPTY_DICT": dict, "EMPTY_LIST": list, "EMPTY_SET": set}
+Data: TypeAlias = Any
+"""What stands in a file, of which nothing is known."""
+
+_EMPTY: dict[str, Callable[[], object]] = {"EMPTY_DICT": dict, "EMPTY_LIST": list, "EMPTY_SET": set}
 _PUT = frozenset({"BINPUT", "LONG_BINPUT"})
 _GET = frozenset({"BINGET", "LONG_BINGET"})
 _TUPLES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
@@ -40,7 +45,7 @@ class NotData(Exception):
 class Function:
     """Stands for a function that a file names. The machine calls nothing else."""
 
-    def __init__(self, call: Callable[..., Any]) -> None:
+    def __init__(self, call: AnyCallable) -> None:
         self.call = call
 
 
@@ -65,9 +70,9 @@ def named_globals(source: IO[bytes]) -> set[str]:
 
 def read(
     source: IO[bytes],
-    names: Mapping[str, Any],
-    storage: Callable[[tuple[Any, ...]], Any],
-    build: Callable[[Any, Any], None],
+    names: SavedState,
+    storage: Callable[[tuple[object, ...]], Any],
+    build: Callable[[object, object], None],
 ) -> Any:
     """The object of one pickle. ``source`` stands behind its end afterwards.
 
@@ -84,7 +89,7 @@ def read(
     return _Machine(names, storage, build).run(source)
 
 
-def _dotted(argument: Any) -> str:
+def _dotted(argument: object) -> str:
     module, _, name = str(argument).partition(" ")
     return f"{_MODERN.get(module, module)}.{name}"
 
@@ -92,15 +97,15 @@ def _dotted(argument: Any) -> str:
 class _Machine:
     def __init__(
         self,
-        names: Mapping[str, Any],
-        storage: Callable[[tuple[Any, ...]], Any],
-        build: Callable[[Any, Any], None],
+        names: SavedState,
+        storage: Callable[[tuple[object, ...]], Any],
+        build: Callable[[object, object], None],
     ) -> None:
         self._names, self._storage, self._build = names, storage, build
-        self._stack: list[Any] = []
-        self._below: list[list[Any]] = []
-        self._memo: dict[int, Any] = {}
-        self._operations: dict[str, Callable[[Any], None]] = {
+        self._stack: list[object] = []
+        self._below: list[list[object]] = []
+        self._memo: Memo = {}
+        self._operations: dict[str, Callable[[object], None]] = {
             "GLOBAL": self._global,
             "REDUCE": self._reduce,
             "BUILD": self._set_state,
@@ -113,8 +118,8 @@ class _Machine:
             "SETITEMS": self._set_items,
         }
 
-    def run(self, source: IO[bytes]) -> Any:
-        argument: Any
+    def run(self, source: IO[bytes]) -> Tree:
+        argument: Data
         for opcode, argument, _ in pickletools.genops(source):
             name = opcode.name
             if name in _VALUES:
@@ -142,61 +147,61 @@ class _Machine:
         raise ValueError("it has no end")
 
     # ------------------------------------------------------------ what calls
-    def _global(self, argument: Any) -> None:
+    def _global(self, argument: object) -> None:
         name = _dotted(argument)
         if name not in self._names:
             raise NotData(name)
         self._stack.append(self._names[name])
 
-    def _reduce(self, _: Any) -> None:
+    def _reduce(self, _: object) -> None:
         arguments = self._stack.pop()
         function = self._stack[-1]
         if type(function) is not Function or type(arguments) is not tuple:
             raise NotData("a call of what is no function")
         self._stack[-1] = function.call(*arguments)
 
-    def _set_state(self, _: Any) -> None:
+    def _set_state(self, _: object) -> None:
         state = self._stack.pop()
         self._build(self._stack[-1], state)
 
-    def _persistent(self, _: Any) -> None:
+    def _persistent(self, _: object) -> None:
         name = self._stack.pop()
         if type(name) is not tuple:
             raise NotData("a reference to an object outside of the file")
         self._stack.append(self._storage(name))
 
     # ------------------------------------------------------------ containers
-    def _mark(self, _: Any) -> None:
+    def _mark(self, _: object) -> None:
         self._below.append(self._stack)
         self._stack = []
 
-    def _since_mark(self) -> list[Any]:
+    def _since_mark(self) -> list[object]:
         items, self._stack = self._stack, self._below.pop()
         return items
 
-    def _tuple(self, _: Any) -> None:
+    def _tuple(self, _: object) -> None:
         items = tuple(self._since_mark())
         self._stack.append(items)
 
-    def _append(self, _: Any) -> None:
+    def _append(self, _: object) -> None:
         item = self._stack.pop()
         self._list().append(_kept(item))
 
-    def _extend(self, _: Any) -> None:
+    def _extend(self, _: object) -> None:
         items = self._since_mark()
         self._list().extend(map(_kept, items))
 
-    def _list(self) -> list[Any]:
+    def _list(self) -> list[object]:
         if type(self._stack[-1]) is not list:
             raise ValueError("appends to what is no list")
         return self._stack[-1]
 
-    def _set_item(self, _: Any) -> None:
+    def _set_item(self, _: object) -> None:
         value = self._stack.pop()
         key = self._stack.pop()
         self._mapping()[key_of(key)] = _kept(value)
 
-    def _set_items(self, _: Any) -> None:
+    def _set_items(self, _: object) -> None:
         items = self._since_mark()
         if len(items) % 2:
             raise ValueError("a key without a value")
@@ -210,13 +215,13 @@ class _Machine:
         return self._stack[-1]
 
 
-def _kept(value: Any) -> Any:
+def _kept(value: object) -> Any:
     if isinstance(value, Function | Handle):
         raise NotData("a function, a class or a storage by itself")
     return value
 
 
-def key_of(value: Any) -> Any:
+def key_of(value: object) -> Any:
     """A key of a dict or an element of a set: hashing any other could take for ever, or call."""
     plain = isinstance(value, _KEYS) or type(value).__module__ == "torch"
     if not plain and not (type(value) is tuple and all(isinstance(v, _KEYS) for v in value)):

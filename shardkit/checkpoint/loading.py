@@ -5,14 +5,15 @@ from __future__ import annotations
 import os
 import stat
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, BinaryIO
 
 import torch
 
 from ..errors import ConfigurationError, DamagedFileError, UntrustedFileError
+from ..types import SavedState, Tree
 from .archive import LOCAL, Archive, Cut, Damage, Legacy
-from .data_pickle import NotData, named_globals, read
+from .data_pickle import Data, NotData, named_globals, read
 from .rebuilding import Storage, StorageType, build, names, without_values
 
 __all__ = ["load"]
@@ -122,7 +123,7 @@ class _Reading:
         self._raise_what_is_wrong(found)
         return self._interpret(self._names, self._storage) if self._moves_storages() else found
 
-    def _interpret(self, named: Mapping[str, Any], storage: Callable[[tuple[Any, ...]], Storage]) -> Any:
+    def _interpret(self, named: SavedState, storage: Callable[[tuple[object, ...]], Storage]) -> Any:
         source = self._archive.pickle()
         source.seek(self._start)
         return read(source, named, storage, build)
@@ -134,7 +135,7 @@ class _Reading:
         self._raise_what_is_wrong(found)
         self._storages.clear()
 
-    def _storage(self, name: tuple[Any, ...]) -> Storage:
+    def _storage(self, name: tuple[object, ...]) -> Storage:
         """What a persistent id stands for, read from the file."""
         kind, key, location, size = _parts(name)
         if key in self._storages:
@@ -150,7 +151,7 @@ class _Reading:
         self._storages[key], self._locations[key] = storage, location
         return storage
 
-    def _storage_without_bytes(self, name: tuple[Any, ...]) -> Storage:
+    def _storage_without_bytes(self, name: tuple[object, ...]) -> Storage:
         """What a persistent id stands for, on torch's device without memory."""
         kind, key, _, size = _parts(name)
         if key not in self._storages:
@@ -179,11 +180,11 @@ class _Reading:
         if self._wrong:
             raise Damage(f"it is truncated; {self._worst(found)}") from damage
 
-    def _raise_what_is_wrong(self, found: Any) -> None:
+    def _raise_what_is_wrong(self, found: Tree) -> None:
         if self._wrong:
             raise Damage(self._worst(found))
 
-    def _worst(self, found: Any) -> str:
+    def _worst(self, found: Tree) -> str:
         (key, what), others = self._wrong[0], len(self._wrong) - 1
         path = _path_to(found, self._storages[key].memory)
         more = f" ({others} more tensors are damaged)" if others else ""
@@ -209,7 +210,7 @@ class _Nowhere(Exception):
     """A device that storages can't go to."""
 
 
-def _parts(name: tuple[Any, ...]) -> tuple[StorageType, str, str, int]:
+def _parts(name: tuple[Data, ...]) -> tuple[StorageType, str, str, int]:
     """Type, key, location and bytes of a persistent id ("storage", type, key, location, numel, ...)."""
     if len(name) < 5 or name[0] != "storage" or type(name[1]) is not StorageType or any(name[5:]):
         raise NotData("a reference to what is no storage")
@@ -219,9 +220,9 @@ def _parts(name: tuple[Any, ...]) -> tuple[StorageType, str, str, int]:
     return kind, key, location, numel * (kind.dtype.itemsize if kind.dtype else 1)
 
 
-def _path_to(found: Any, memory: torch.UntypedStorage) -> str | None:
+def _path_to(found: Tree, memory: torch.UntypedStorage) -> str | None:
     """Where in an object a tensor over some memory is: its keys, joined by dots."""
-    todo: list[tuple[str, Any]] = [("", found)]
+    todo: list[tuple[str, object]] = [("", found)]
     seen: set[int] = set()
     while todo:
         path, value = todo.pop()

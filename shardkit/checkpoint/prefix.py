@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
 
 from ..torch_seams.module_versions import versions_of
+from ..types import SavedState, StateDict, Tree
 
 PREFIX = "module."
 
 
-def without_prefix(state: Mapping[str, Any], prefix: str = PREFIX) -> dict[str, Any]:
+def without_prefix(state: SavedState, prefix: str = PREFIX) -> StateDict:
     """The state dict of the module inside: every key without the prefix; unchanged if some key hasn't got it.
 
     Only the beginning of a key counts: ``head.module.weight`` keeps its name.
@@ -23,7 +24,7 @@ def without_prefix(state: Mapping[str, Any], prefix: str = PREFIX) -> dict[str, 
     return _renamed(state, lambda key: key.removeprefix(prefix) if key.startswith(prefix) else "")
 
 
-def with_prefix(state: Mapping[str, Any], prefix: str = PREFIX) -> dict[str, Any]:
+def with_prefix(state: SavedState, prefix: str = PREFIX) -> StateDict:
     """The state dict of a wrapper: every key with the prefix; unchanged if all keys have it."""
     if state and all(key.startswith(prefix) for key in state):
         return _renamed(state, lambda key: key)
@@ -31,7 +32,7 @@ def with_prefix(state: Mapping[str, Any], prefix: str = PREFIX) -> dict[str, Any
 
 
 def load_with_or_without_prefix(
-    module: nn.Module, state: Mapping[str, Any], strict: bool = True, prefix: str = PREFIX
+    module: nn.Module, state: SavedState, strict: bool = True, prefix: str = PREFIX
 ) -> Any:
     """``module.load_state_dict``, whether the state dict is of a wrapped module or not.
 
@@ -44,8 +45,8 @@ def load_with_or_without_prefix(
     return module.load_state_dict(state if best is forms[0] else best, strict=strict)
 
 
-def _renamed(state: Mapping[str, Any], rename: Any) -> dict[str, Any]:
-    renamed: Any = OrderedDict((rename(key), value) for key, value in state.items())
+def _renamed(state: SavedState, rename: Callable[[str], str]) -> StateDict:
+    renamed: Tree = OrderedDict((rename(key), value) for key, value in state.items())
     metadata = versions_of(state)
     if metadata is not None:  # of modules, whose paths have no dot at the end; the root's is ""
         renamed._metadata = OrderedDict(

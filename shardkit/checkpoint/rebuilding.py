@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
-from .data_pickle import Function, Handle, NotData, key_of
+from ..types import AnyCallable, SavedState, StateDict, Tree
+from .data_pickle import Data, Function, Handle, NotData, key_of
 
 __all__ = ["Storage", "StorageType", "build", "names", "without_values"]
 
@@ -43,13 +44,13 @@ class _Class(Handle):
     name: str
 
 
-def _short(value: Any) -> str:
+def _short(value: Data) -> str:
     """For messages: the text of foreign containers and tensors could take for ever, or fill the memory."""
     return str(value)[:80] if isinstance(value, str | int | float) else f"a {type(value).__name__}"
 
 
 # ------------------------------------------------------------ tensors
-def _natural(values: Any) -> tuple[int, ...]:
+def _natural(values: Tree) -> tuple[int, ...]:
     """Sizes or strides."""
     if not isinstance(values, tuple | list | torch.Size) or len(values) > _PLACES:
         raise ValueError("sizes are no tuple")
@@ -58,7 +59,7 @@ def _natural(values: Any) -> tuple[int, ...]:
     return tuple(values)
 
 
-def _view(storage: Any, dtype: Any, offset: Any, size: Any, stride: Any) -> torch.Tensor:
+def _view(storage: Data, dtype: Data, offset: Data, size: Data, stride: Data) -> torch.Tensor:
     """Elements of a storage, all of which it has. ``offset`` and ``stride`` count elements."""
     if type(storage) is not Storage or not isinstance(dtype, torch.dtype):
         raise ValueError("a tensor without storage")
@@ -78,18 +79,24 @@ def _view(storage: Any, dtype: Any, offset: Any, size: Any, stride: Any) -> torc
     )
 
 
-def _finished(tensor: torch.Tensor, requires_grad: Any, hooks: Any) -> torch.Tensor:
+def _finished(tensor: torch.Tensor, requires_grad: Data, hooks: Data) -> torch.Tensor:
     if hooks:
         raise NotData("a tensor with hooks")
     return tensor.requires_grad_(bool(requires_grad))
 
 
-def _tensor(storage: Any, offset: Any, size: Any, stride: Any) -> torch.Tensor:
-    return _view(storage, getattr(storage, "dtype", None), offset, size, stride)
+def _tensor(storage: Data, offset: Data, size: Data, stride: Data) -> torch.Tensor:
+    return _view(storage, storage.dtype if type(storage) is Storage else None, offset, size, stride)
 
 
 def _tensor_v2(
-    storage: Any, offset: Any, size: Any, stride: Any, requires_grad: Any, hooks: Any, metadata: Any = None
+    storage: Data,
+    offset: Data,
+    size: Data,
+    stride: Data,
+    requires_grad: Data,
+    hooks: Data,
+    metadata: Data = None,
 ) -> torch.Tensor:
     if metadata:
         raise NotData("a tensor with metadata (conjugate or negative views)")
@@ -97,24 +104,25 @@ def _tensor_v2(
 
 
 def _tensor_v3(
-    storage: Any, offset: Any, size: Any, stride: Any, requires_grad: Any, hooks: Any, dtype: Any, metadata: Any = None
+    storage: Data, offset: Data, size: Data, stride: Data, requires_grad: Data, hooks: Data, dtype: Data,
+    metadata: Data = None,
 ) -> torch.Tensor:  # fmt: skip
     if metadata:
         raise NotData("a tensor with metadata (conjugate or negative views)")
     return _finished(_view(storage, dtype, offset, size, stride), requires_grad, hooks)
 
 
-def _parameter(data: Any, requires_grad: Any, hooks: Any) -> nn.Parameter:
+def _parameter(data: Data, requires_grad: Data, hooks: Data) -> nn.Parameter:
     if not isinstance(data, torch.Tensor) or hooks:
         raise NotData("a parameter with hooks, or without values")
     return nn.Parameter(data.detach(), requires_grad=bool(requires_grad))
 
 
-def _parameter_with_state(data: Any, requires_grad: Any, hooks: Any, state: Any) -> nn.Parameter:
+def _parameter_with_state(data: Data, requires_grad: Data, hooks: Data, state: Data) -> nn.Parameter:
     return _with_attributes(_parameter(data, requires_grad, hooks), state)
 
 
-def _with_attributes(tensor: Any, state: Any) -> Any:
+def _with_attributes(tensor: Data, state: Data) -> Any:
     """What users have set on a tensor; not what tensors have by themselves."""
     if state is not None and type(state) is not dict:
         raise NotData("a tensor with slots")
@@ -125,7 +133,7 @@ def _with_attributes(tensor: Any, state: Any) -> Any:
     return tensor
 
 
-def _from_type(function: Any, kind: Any, arguments: Any, state: Any) -> torch.Tensor:
+def _from_type(function: Data, kind: Data, arguments: Data, state: Data) -> torch.Tensor:
     if type(function) is not Function or kind not in (_Class("Tensor"), _Class("Parameter")):
         raise NotData("a tensor of a class of its own")
     tensor = function.call(*arguments)
@@ -134,7 +142,7 @@ def _from_type(function: Any, kind: Any, arguments: Any, state: Any) -> torch.Te
     return _with_attributes(tensor, state)
 
 
-def _sparse(layout: Any, data: Any) -> torch.Tensor:
+def _sparse(layout: Data, data: Data) -> torch.Tensor:
     if layout == torch.sparse_coo:
         indices, values, size, *_ = data
         return torch.sparse_coo_tensor(indices, values, _natural(size), check_invariants=True)
@@ -144,13 +152,13 @@ def _sparse(layout: Any, data: Any) -> torch.Tensor:
     )
 
 
-def _meta(dtype: Any, size: Any, stride: Any, requires_grad: Any) -> torch.Tensor:
+def _meta(dtype: Data, size: Data, stride: Data, requires_grad: Data) -> torch.Tensor:
     return torch.empty_strided(
         _natural(size), _natural(stride), dtype=dtype, device="meta", requires_grad=bool(requires_grad)
     )
 
 
-def _layout(name: Any) -> Any:
+def _layout(name: Data) -> Any:
     if type(name) is not str:
         raise ValueError("a layout without a name")
     layout = {"torch.strided": torch.strided, "torch.sparse_coo": torch.sparse_coo}
@@ -161,19 +169,19 @@ def _layout(name: Any) -> Any:
 
 
 # ------------------------------------------------------------ containers and numbers
-def _ordered_dict(items: Any = ()) -> OrderedDict[Any, Any]:
+def _ordered_dict(items: Data = ()) -> OrderedDict[object, object]:
     return OrderedDict((key_of(k), v) for k, v in items)
 
 
-def _counter(items: Any = ()) -> Counter[Any]:
+def _counter(items: Data = ()) -> Counter[object]:
     return Counter({key_of(k): v for k, v in dict(items).items()})
 
 
-def _set(items: Any = ()) -> set[Any]:
+def _set(items: Data = ()) -> set[object]:
     return {key_of(v) for v in items}
 
 
-def _encode(text: Any, encoding: Any = "latin1") -> bytes:
+def _encode(text: Data, encoding: Data = "latin1") -> bytes:
     """Bytes, which protocol 2 writes as text."""
     if type(text) is not str or encoding not in ("latin1", "latin-1"):
         raise NotData(f"text in {_short(encoding)}")
@@ -184,24 +192,24 @@ def _bytes() -> bytes:
     return b""  # how protocol 2 writes it; others come as text
 
 
-def _bytearray(text: Any = "", encoding: Any = "latin1") -> bytearray:
+def _bytearray(text: Data = "", encoding: Data = "latin1") -> bytearray:
     return bytearray(text if type(text) is bytes else _encode(text, encoding))
 
 
-def _complex(real: Any, imag: Any) -> complex:
+def _complex(real: Data, imag: Data) -> complex:
     return complex(float(real), float(imag))
 
 
-def _size(values: Any = ()) -> torch.Size:
+def _size(values: Data = ()) -> torch.Size:
     return torch.Size(_natural(values))
 
 
-def _device(kind: Any, index: Any = None) -> torch.device:
+def _device(kind: Data, index: Data = None) -> torch.device:
     return torch.device(kind) if index is None else torch.device(kind, index)
 
 
 # ------------------------------------------------------------ numpy
-def _numpy_dtype(code: Any, align: Any = False, copy: Any = True) -> Any:
+def _numpy_dtype(code: Data, align: Data = False, copy: Data = True) -> Any:
     import numpy as np
 
     # A copy: its byte order may be set by what follows, and the plain one is everybody's.
@@ -211,7 +219,7 @@ def _numpy_dtype(code: Any, align: Any = False, copy: Any = True) -> Any:
     return kind
 
 
-def _array(kind: Any, shape: Any, code: Any) -> Any:
+def _array(kind: Data, shape: Data, code: Data) -> Any:
     """The empty array whose shape and values :func:`build` sets."""
     import numpy as np
 
@@ -220,7 +228,7 @@ def _array(kind: Any, shape: Any, code: Any) -> Any:
     return np.zeros(0, dtype="b")
 
 
-def _scalar(kind: Any, data: Any) -> Any:
+def _scalar(kind: Data, data: Data) -> Any:
     import numpy as np
 
     if not isinstance(kind, np.dtype) or type(data) is not bytes or len(data) != kind.itemsize:
@@ -228,7 +236,7 @@ def _scalar(kind: Any, data: Any) -> Any:
     return np.frombuffer(data, dtype=kind)[0]
 
 
-def build(made: Any, state: Any) -> None:
+def build(made: Data, state: Data) -> None:
     """Sets the state of an array, a numpy dtype, or an OrderedDict (which keeps attributes, as of ``_metadata``)."""
     if type(made) is OrderedDict:
         if type(state) is not dict or not all(type(k) is str and not hasattr(OrderedDict, k) for k in state):
@@ -239,7 +247,7 @@ def build(made: Any, state: Any) -> None:
         raise NotData(f"the state of a {type(made).__name__}")
     import numpy as np
 
-    set_state: Any = made.__setstate__
+    set_state: Data = made.__setstate__
     if isinstance(made, np.dtype):
         version, order, *rest = state
         if (
@@ -262,8 +270,8 @@ def build(made: Any, state: Any) -> None:
 
 
 # ------------------------------------------------------------ names
-def _names_of_torch(device_tensor: Callable[..., torch.Tensor]) -> dict[str, Any]:
-    functions: dict[str, Callable[..., Any]] = {
+def _names_of_torch(device_tensor: Callable[..., torch.Tensor]) -> StateDict:
+    functions: dict[str, AnyCallable] = {
         "_rebuild_tensor": _tensor,
         "_rebuild_tensor_v2": _tensor_v2,
         "_rebuild_tensor_v3": _tensor_v3,
@@ -273,7 +281,7 @@ def _names_of_torch(device_tensor: Callable[..., torch.Tensor]) -> dict[str, Any
         "_rebuild_meta_tensor_no_storage": _meta,
         "_rebuild_device_tensor_from_cpu_tensor": device_tensor,
     }
-    found: dict[str, Any] = {f"torch._utils.{name}": Function(call) for name, call in functions.items()}
+    found: StateDict = {f"torch._utils.{name}": Function(call) for name, call in functions.items()}
     found["torch._tensor._rebuild_from_type_v2"] = Function(_from_type)
     found["torch.serialization._get_layout"] = Function(_layout)
     found["torch.Size"] = Function(_size)
@@ -287,7 +295,7 @@ def _names_of_torch(device_tensor: Callable[..., torch.Tensor]) -> dict[str, Any
     return found
 
 
-def names(device_tensor: Callable[..., torch.Tensor]) -> Mapping[str, Any]:
+def names(device_tensor: Callable[..., torch.Tensor]) -> SavedState:
     """All that a file may name.
 
     Args:
@@ -312,10 +320,10 @@ def names(device_tensor: Callable[..., torch.Tensor]) -> Mapping[str, Any]:
     return found
 
 
-def without_values(named: Mapping[str, Any]) -> Mapping[str, Any]:
+def without_values(named: SavedState) -> SavedState:
     """The same, while storages are not filled: what looks at values gives an empty tensor."""
 
-    def nothing(*_: Any) -> torch.Tensor:
+    def nothing(*_: Data) -> torch.Tensor:
         return torch.empty(0)
 
     looking = ("torch._utils._rebuild_sparse_tensor", "torch._utils._rebuild_device_tensor_from_cpu_tensor")

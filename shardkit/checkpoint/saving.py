@@ -14,7 +14,7 @@ from .writing import write_atomically
 __all__ = ["save"]
 
 
-def save(obj: Any, path: str | os.PathLike[str]) -> None:
+def save(obj: object, path: str | os.PathLike[str]) -> None:
     """``torch.save``, but a kill, a crash or a full disk leaves the file that was there, and all bytes have checksums.
 
     ``torch.load`` reads the file as any other; :func:`shardkit.load` compares the checksums. It is written beside the
@@ -57,7 +57,7 @@ class _Guarded:
         self._file = file
         self.failed: OSError | None = None
 
-    def write(self, data: Any) -> int:
+    def write(self, data: bytes | memoryview) -> int:
         if self.failed is None:
             try:
                 return self._file.write(data)

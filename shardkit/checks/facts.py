@@ -7,7 +7,7 @@ with a tag where JSON has no type, and nothing else is understood.
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -16,11 +16,12 @@ from ..errors import BackendError, ConfigurationError
 
 __all__ = ["all_gather_facts", "all_gather_facts_or_objects", "as_fact", "decode", "encode"]
 
+T = TypeVar("T")
 _PLAIN = (bool, int, float, str, type(None))
 _DTYPES = {str(v): v for v in vars(torch).values() if isinstance(v, torch.dtype)}
 
 
-def all_gather_facts(group: Group, value: Any, *, label: str = "") -> list[Any]:
+def all_gather_facts(group: Group, value: T, *, label: str = "") -> list[T]:
     """Each rank's value, in rank order, on every rank (collective).
 
     Args:
@@ -36,7 +37,7 @@ def all_gather_facts(group: Group, value: Any, *, label: str = "") -> list[Any]:
     return [decode(data) for data in group.all_gather_bytes(encode(value), label=label)]
 
 
-def all_gather_facts_or_objects(group: Group, value: Any, *, label: str = "") -> list[Any]:
+def all_gather_facts_or_objects(group: Group, value: T, *, label: str = "") -> list[T]:
     """The same of values that may be anything: where those of all ranks are facts, nothing is pickled."""
     try:
         mine = encode(value)
@@ -48,7 +49,7 @@ def all_gather_facts_or_objects(group: Group, value: Any, *, label: str = "") ->
     return group.all_gather_object(value, label=label)
 
 
-def as_fact(value: Any) -> Any:
+def as_fact(value: object) -> object:
     """The value, or the text of one that is no fact, to be compared."""
     try:
         return decode(encode(value))
@@ -56,7 +57,7 @@ def as_fact(value: Any) -> Any:
         return str(value)
 
 
-def encode(value: Any) -> bytes:
+def encode(value: object) -> bytes:
     """A value as bytes.
 
     Raises:
@@ -79,7 +80,7 @@ def decode(data: bytes) -> Any:
         ) from error
 
 
-def _tagged(value: Any) -> Any:
+def _tagged(value: object) -> object:
     if type(value) in _PLAIN:
         return value
     if isinstance(value, torch.Size) or type(value) is tuple:
@@ -95,7 +96,7 @@ def _tagged(value: Any) -> Any:
     raise ConfigurationError(f"{type(value).__name__} is no fact that ranks can tell each other: {value!r}")
 
 
-def _untagged(value: Any) -> Any:
+def _untagged(value: object) -> Any:
     if type(value) in _PLAIN:
         return value
     if type(value) is not list:

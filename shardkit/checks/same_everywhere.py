@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Iterable
-from typing import Any
+from types import BuiltinFunctionType, FunctionType, MethodType
 
 import torch
 from torch import nn
@@ -13,10 +13,11 @@ from torch.nn.parameter import is_lazy
 
 from ..backend import Group
 from ..errors import ConfigurationError, RankMismatchError
+from ..types import Facts
 from .facts import all_gather_facts, as_fact
 
 
-def check_same_everywhere(group: Group, facts: list[tuple[str, Any]], what: str) -> None:
+def check_same_everywhere(group: Group, facts: Facts, what: str) -> None:
     """Compares a list of (name, value) facts between ranks; raises on all of them at the first difference.
 
     Raises:
@@ -44,12 +45,12 @@ def check_same_everywhere(group: Group, facts: list[tuple[str, Any]], what: str)
                 )
 
 
-def shape_fact(tensor: torch.Tensor) -> Any:
+def shape_fact(tensor: torch.Tensor) -> object:
     """A shape as a fact for :func:`check_same_everywhere`; lazy modules have none before their first forward."""
     return "no shape yet" if is_lazy(tensor) else tuple(tensor.shape)
 
 
-def refuse_lazy(facts: list[tuple[str, Any]], what: str) -> None:
+def refuse_lazy(facts: Facts, what: str) -> None:
     """Raises ConfigurationError if one of these facts, alike on all ranks, is a tensor without a shape."""
     lazy = [n for n, value in facts if isinstance(value, tuple) and value[0] == "no shape yet"]
     if lazy:
@@ -62,9 +63,9 @@ def refuse_lazy(facts: list[tuple[str, Any]], what: str) -> None:
 _OPTION = "option"
 
 
-def option_facts(**options: Any) -> list[tuple[str, Any]]:
+def option_facts(**options: object) -> list[tuple[str, object]]:
     """Options as facts for :func:`check_same_everywhere`, in text; those of a dataclass one by one."""
-    facts: list[tuple[str, Any]] = []
+    facts: list[tuple[str, object]] = []
     for name, value in options.items():
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
             parts = {f"{name}.{f.name}": getattr(value, f.name) for f in dataclasses.fields(value)}
@@ -74,7 +75,7 @@ def option_facts(**options: Any) -> list[tuple[str, Any]]:
     return facts
 
 
-def _in_words(value: Any) -> str:
+def _in_words(value: object) -> str:
     """A value as text that is the same on all ranks if the value is."""
     if isinstance(value, torch.Tensor):
         return str(value.tolist()) if value.device.type == "cpu" else f"a tensor {tuple(value.shape)}"
@@ -85,7 +86,7 @@ def _in_words(value: Any) -> str:
     if value is None or isinstance(value, bool | int | float | str | torch.dtype):
         return str(value)
     plain = value.func if isinstance(value, functools.partial) else value
-    kind = plain if callable(plain) and hasattr(plain, "__qualname__") else type(plain)
+    kind = plain if isinstance(plain, type | FunctionType | BuiltinFunctionType | MethodType) else type(plain)
     return f"{kind.__module__}.{kind.__qualname__}"
 
 

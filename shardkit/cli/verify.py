@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import ast
 import sys
-from typing import Any
 
 from shardkit.errors import ConfigurationError, RankFailedError
 
@@ -52,7 +51,7 @@ def run(options: argparse.Namespace) -> int:
     return 0 if report.agrees else 1
 
 
-def _option(text: str) -> tuple[str, Any]:
+def _option(text: str) -> tuple[str, object]:
     name, equals, value = text.partition("=")
     if not equals or not name.isidentifier():
         raise ConfigurationError(f"--option {text}: it has to be NAME=VALUE")

@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
-from typing import Any
+from typing import TypeVar
 
 import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ..backend import Backend, Group, backend_for
 from ..errors import ConfigurationError, RankMismatchError
+from ..types import ProcessGroup
+
+T = TypeVar("T")
 
 _DTYPES = (
     torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
@@ -24,7 +27,7 @@ _NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float64}
 
 
 def gather_tensors(
-    tensor: torch.Tensor, group: Any = None, *, backend: str | Backend | None = None
+    tensor: torch.Tensor, group: ProcessGroup = None, *, backend: str | Backend | None = None
 ) -> list[torch.Tensor]:
     """Each rank's tensor, in rank order, on every rank (collective). Shapes may differ; dtypes may not.
 
@@ -79,7 +82,7 @@ def _exchange(numbers: Sequence[int], ranks: Group) -> list[list[int]]:
     return everybody.view(ranks.world_size, -1).tolist()
 
 
-def gather(obj: Any, group: Any = None, *, backend: str | Backend | None = None) -> list[Any]:
+def gather(obj: T, group: ProcessGroup = None, *, backend: str | Backend | None = None) -> list[T]:
     """Each rank's object, in rank order, on every rank (collective).
 
     Objects of one structure whose leaves are tensors and numbers travel as tensors; anything else is pickled.
@@ -106,7 +109,7 @@ def gather(obj: Any, group: Any = None, *, backend: str | Backend | None = None)
     everybody = _exchange(facts, ranks)
     if any(theirs != facts for theirs in everybody) or not plain:
         return ranks.all_gather_object(obj, label="gather")
-    columns: list[list[Any]] = []
+    columns: list[list[object]] = []
     for leaf in leaves:
         if isinstance(leaf, torch.Tensor):
             columns.append([*_gather(leaf.detach().to(chosen.device()), ranks)])

@@ -10,13 +10,15 @@ Legend: N samples, W world size.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence, Sized
-from typing import Any
+from typing import TypeVar
 
 import torch
 from torch.utils.data import DataLoader, Sampler
 
 from ..backend import Backend, backend_for
 from ..errors import ConfigurationError
+
+T = TypeVar("T")
 
 
 class EvaluationSampler(Sampler[int]):
@@ -89,7 +91,7 @@ class EvaluationSampler(Sampler[int]):
         return whole
 
 
-def in_step(loader: DataLoader[Any]) -> Iterator[tuple[Any, bool]]:
+def in_step(loader: DataLoader[T]) -> Iterator[tuple[T, bool]]:
     """Batches of a loader with an :class:`EvaluationSampler`, equally many on all ranks.
 
     Yields:

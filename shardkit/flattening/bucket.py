@@ -112,7 +112,7 @@ class GradBucket(Bucket):
         self.params_checked_in = 0
         self.destination = destination
         self.sent = True
-        self.callback: Callable[[Any], None] | None = None
+        self.callback: Callable[[Bucket], None] | None = None
 
     def reset_checked_in(self) -> None:
         """Begins a new round: no gradient has arrived."""

@@ -8,12 +8,13 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, SupportsIndex
 
 import torch
 from torch import nn
 
 from ..errors import ConfigurationError
+from ..types import Memo
 
 # Where a member is: name of its module within the wrapper, the module, name of the attribute.
 ParamInfo = tuple[str, nn.Module, str]
@@ -181,10 +182,10 @@ class FlatParameter(nn.Parameter):
     def __setstate__(self, state: tuple[Any, Any, Any, Any]) -> None:
         self._param_numels, self._param_shapes, self._param_infos, self._shared_param_infos = state
 
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+    def __reduce_ex__(self, protocol: SupportsIndex) -> str | tuple[object, ...]:
         return FlatParameter, ([self.data], self.requires_grad), self._state()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> FlatParameter:
+    def __deepcopy__(self, memo: Memo) -> FlatParameter:
         if id(self) not in memo:
             copied = FlatParameter([self.data], self.requires_grad)
             memo[id(self)] = copied

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, MutableMapping, Sequence
 from contextvars import ContextVar
 from typing import Any
 
 from ..torch_seams.module_versions import versions_of
+from ..types import SavedState, StateDict
 from .flat_parameter import FLAT_PREFIX
 
 WRAPPED = "_fpw_module"
@@ -22,7 +23,7 @@ def rename_prefix(state_dict: MutableMapping[str, Any], old: str, new: str) -> N
         state_dict[new + key[len(old) :]] = state_dict.pop(key)
 
 
-def has_flat_keys(state_dict: Mapping[str, Any], prefix: str) -> bool:
+def has_flat_keys(state_dict: SavedState, prefix: str) -> bool:
     """Whether the dict has flat parameters for the wrapper at ``prefix``; not for those within it."""
     start = prefix + OLD_FLAT_NAME
     return any(
@@ -41,17 +42,17 @@ def no_key_translation() -> Iterator[None]:
         _translate_loaded.reset(token)
 
 
-def rename_saved(state_dict: dict[str, Any], prefix: str) -> None:
+def rename_saved(state_dict: StateDict, prefix: str) -> None:
     """Names the wrapped module's entries as if there were no wrapper at ``prefix``."""
     rename_prefix(state_dict, f"{prefix}{WRAPPED}.", prefix)
-    versions: dict[str, Any] = versions_of(state_dict) or {}
+    versions: StateDict = versions_of(state_dict) or {}
     inner = prefix + WRAPPED
     for key in [k for k in versions if k == inner or k.startswith(inner + ".")]:
         # Both names stay: the plain module looks for one, the wrapped module for the other.
         versions.setdefault((prefix + key[len(inner) :].removeprefix(".")).removesuffix("."), versions[key])
 
 
-def rename_loaded(state_dict: dict[str, Any], prefix: str, flat_names: Sequence[str]) -> None:
+def rename_loaded(state_dict: StateDict, prefix: str, flat_names: Sequence[str]) -> None:
     """The reverse of :func:`rename_saved`; the flat parameters of the wrapper at ``prefix`` stay where they are."""
     if not _translate_loaded.get():
         return

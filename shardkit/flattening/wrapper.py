@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from typing import Any
 
@@ -24,6 +24,7 @@ from torch import nn
 
 from ..errors import ConfigurationError, LifecycleError
 from ..redirected import without_arguments
+from ..types import IncompatibleKeys, Memo, SavedState, StateDict, Tree
 from .flat_parameter import (
     FlatParameter,
     FoundParams,
@@ -39,12 +40,12 @@ from .keys import WRAPPED, has_flat_keys, rename_loaded, rename_saved
 from .members import take_over_members
 
 
-def _saved(wrapper: FlattenParamsWrapper, state_dict: dict[str, Any], prefix: str, *_: Any) -> dict[str, Any]:
+def _saved(wrapper: FlattenParamsWrapper, state_dict: StateDict, prefix: str, *_: object) -> StateDict:
     rename_saved(state_dict, prefix)
     return state_dict
 
 
-def _loaded(wrapper: FlattenParamsWrapper, incompatible: Any) -> None:
+def _loaded(wrapper: FlattenParamsWrapper, incompatible: IncompatibleKeys) -> None:
     wrapper._finish_load()
     for keys in (incompatible.missing_keys, incompatible.unexpected_keys):
         keys[:] = [key.replace(WRAPPED + ".", "") for key in keys]
@@ -98,7 +99,7 @@ class FlattenParamsWrapper(nn.Module):
         self.register_load_state_dict_post_hook(_loaded)
 
     @property
-    def module(self) -> Any:
+    def module(self) -> Tree:
         """The wrapped module."""
         return self._fpw_module
 
@@ -228,7 +229,7 @@ class FlattenParamsWrapper(nn.Module):
         return self.flat_params[flat_param_idx].metadata()
 
     # -------------------------------------------------------- module
-    def forward(self, *inputs: Any, **kwinputs: Any) -> Any:
+    def forward(self, *inputs: object, **kwinputs: object) -> Tree:
         """The wrapped module's forward."""
         if self.is_flattened:
             self._unflatten_params_as_views()
@@ -242,10 +243,12 @@ class FlattenParamsWrapper(nn.Module):
                 raise
             return getattr(self._fpw_module, name)
 
-    def __getitem__(self, key: Any) -> Any:
+    def __getitem__(self, key: object) -> Any:
         return self.module[key]
 
-    def _apply(self, fn: Any, recurse: bool = True) -> FlattenParamsWrapper:
+    def _apply(
+        self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
+    ) -> FlattenParamsWrapper:
         flattened = self.flat_params
         super()._apply(fn, recurse)
         self._adopt_registered(flattened)
@@ -266,7 +269,7 @@ class FlattenParamsWrapper(nn.Module):
         self._unflatten_params_as_views()
 
     # -------------------------------------------------------- copies
-    def __deepcopy__(self, memo: dict[int, Any]) -> FlattenParamsWrapper:
+    def __deepcopy__(self, memo: Memo) -> FlattenParamsWrapper:
         made = type(self).__new__(type(self))
         memo[id(self)] = made
         flattened = self.is_flattened
@@ -281,7 +284,7 @@ class FlattenParamsWrapper(nn.Module):
                 self._unflatten_params_as_views()
         return made
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: StateDict) -> None:
         super().__setstate__(state)
         if "_unflattened_for_load" not in self.__dict__:  # written by fairscale
             self._unflattened_for_load = None
@@ -290,14 +293,14 @@ class FlattenParamsWrapper(nn.Module):
             self._unflatten_params_as_views()
 
     # -------------------------------------------------------- state dicts
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+    def state_dict(self, *args: Any, **kwargs: Any) -> Tree:
         """State under the names that parameters have in the wrapped module. Arguments as in torch."""
         if self.is_flattened and self._auto_unflatten_state_dict:
             with self.unflatten_params():
                 return super().state_dict(*args, **kwargs)
         return super().state_dict(*args, **kwargs)
 
-    def flat_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def flat_state_dict(self, *args: object, **kwargs: object) -> StateDict:
         """State with the flat parameters as they are. Wrappers within the module still give original names.
 
         Raises:
@@ -308,7 +311,7 @@ class FlattenParamsWrapper(nn.Module):
                 "flat_state_dict needs flattened parameters; end the unflatten_params block first"
             )
         with self._no_auto_unflatten_state_dict():
-            result: dict[str, Any] = self.state_dict(*args, **kwargs)
+            result: StateDict = self.state_dict(*args, **kwargs)
         return result
 
     @contextlib.contextmanager
@@ -321,8 +324,8 @@ class FlattenParamsWrapper(nn.Module):
             self._auto_unflatten_state_dict = before
 
     def load_state_dict(
-        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
-    ) -> Any:
+        self, state_dict: SavedState, strict: bool = True, assign: bool = False
+    ) -> IncompatibleKeys:
         """Loads a dict of either kind: with original names or with flat parameters. It isn't changed.
 
         Returns:
@@ -333,7 +336,7 @@ class FlattenParamsWrapper(nn.Module):
         finally:
             self._finish_load()
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+    def _load_from_state_dict(self, state_dict: StateDict, prefix: str, *args: Any) -> None:
         # Here, not in load_state_dict: torch calls this for wrappers inside of other modules too.
         if self._has_to_unflatten(state_dict, prefix):
             self._unflattened_for_load = self.flat_params
@@ -341,7 +344,7 @@ class FlattenParamsWrapper(nn.Module):
         rename_loaded(state_dict, prefix, self.flat_param_names)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
-    def _has_to_unflatten(self, state_dict: Mapping[str, Any], prefix: str) -> bool:
+    def _has_to_unflatten(self, state_dict: SavedState, prefix: str) -> bool:
         """Whether loading this dict needs real parameters."""
         return self.is_flattened and self.num_params_managed > 0 and not has_flat_keys(state_dict, prefix)
 

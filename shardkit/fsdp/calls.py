@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch.utils._pytree import tree_map_only
@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_map_only
 from ..errors import LifecycleError
 from ..torch_seams.compiling import callees_compiled, not_compiled
 from ..torch_seams.hooks import tensors_of, watch_outputs
+from ..types import AnyCallable, Args, Kwargs, Tree
 from .flat_param import FlatParam
 from .refusals import backward_when_summoned
 
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 
 @not_compiled
-def cast_inputs(inputs: Any, dtype: torch.dtype) -> Any:
+def cast_inputs(inputs: Tree, dtype: torch.dtype) -> Tree:
     """The same with floating point tensors in this dtype."""
     return tree_map_only(
         torch.Tensor, lambda t: t.to(dtype) if t.is_floating_point() and t.dtype != dtype else t, inputs
@@ -28,7 +29,7 @@ def cast_inputs(inputs: Any, dtype: torch.dtype) -> Any:
 
 
 @callees_compiled
-def run_summoned(module: Callable[..., Any], flats: Sequence[FlatParam], args: Any, kwargs: Any) -> Any:
+def run_summoned(module: AnyCallable, flats: Sequence[FlatParam], args: Args, kwargs: Kwargs) -> Tree:
     """A forward inside of ``summon_full_params``: this rank's alone, in the dtypes of any other forward."""
     with computing_when_summoned(flats):
         outputs = module(*args, **kwargs)
@@ -45,7 +46,7 @@ def computing_when_summoned(flats: Sequence[FlatParam]) -> ExitStack:
         return stack.pop_all()
 
 
-def refuse_backward(flats: Sequence[FlatParam], outputs: Any) -> None:
+def refuse_backward(flats: Sequence[FlatParam], outputs: object) -> None:
     """Backward through what was computed when summoned raises."""
     if flats and torch.is_grad_enabled():
         watch_outputs(tensors_of(outputs), _Refused(flats[0]).enter_backward)
@@ -73,7 +74,7 @@ def lends_memory(unit: Unit, tensors: Sequence[torch.Tensor]) -> bool:
 
 
 @not_compiled
-def without_lent_memory(unit: Unit, outputs: Any) -> Any:
+def without_lent_memory(unit: Unit, outputs: Tree) -> Tree:
     """The outputs with copies in place of members and their views.
 
     Raises:

@@ -9,7 +9,6 @@ import hashlib
 import logging
 import sys
 from collections.abc import Callable, Iterable
-from typing import Any
 
 import torch
 from torch import nn
@@ -22,6 +21,7 @@ from ..errors import ConfigurationError, RankMismatchError
 from ..flattening.flat_parameter import FLAT_PREFIX, ParamInfo, SharedParamInfo
 from ..layout import ShardLayout
 from ..policy import OffloadPolicy, ReducePolicy
+from ..types import Kwargs
 from .flat_param import FlatParam
 from .groups import post_forward_mesh
 from .members import Member, Place, managing
@@ -295,9 +295,9 @@ def backend_nearby(state: ShardingState, borrowed: list[FlatParam]) -> Backend |
     return borrowed[0].group.backend if borrowed else None
 
 
-def check_ranks_agree(found: Found, group: Group, options: dict[str, Any]) -> None:
+def check_ranks_agree(found: Found, group: Group, options: Kwargs) -> None:
     """Raises RankMismatchError on all ranks if options differ, or parameters in names, shapes or dtypes."""
-    facts: list[tuple[str, Any]] = []
+    facts: list[tuple[str, object]] = []
     for name, member in zip(found.names, found.members, strict=True):
         shape = "no shape yet" if is_lazy(member.param) else tuple(member.shape)
         trainable = "trainable" if member.param.requires_grad else "frozen"

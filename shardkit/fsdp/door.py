@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
@@ -14,6 +14,7 @@ from ..progress import noting_errors
 from ..torch_seams.compiling import callees_compiled
 from ..torch_seams.forward_signature import signed_as_wrapped
 from ..torch_seams.other_wrappers import check_wrappable, note_wrapper
+from ..types import IncompatibleKeys, Memo, SavedState, StateDict, Tree
 from . import inside, moving
 from . import state_dict as state_dicts
 from .calls import cast_inputs, run_summoned
@@ -66,7 +67,7 @@ class Door(StandingIn, ShardedAPI):
     # ------------------------------------------------------------ forward
     @signed_as_wrapped
     @callees_compiled
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> Tree:
         """Runs the module with its parameters gathered."""
         state = self._state
         dtype = input_dtype(state)
@@ -81,7 +82,7 @@ class Door(StandingIn, ShardedAPI):
                 args, kwargs = cast_inputs((args, kwargs), dtype)
             if state.unit.has_frozen:
                 entered = watched(entered, state, (args, kwargs))
-            module: Any = state.module
+            module = state.module
             if entered.engine.is_lazy:
                 with saving_members_by_name():
                     outputs = module(*args, **kwargs)
@@ -104,7 +105,7 @@ class Door(StandingIn, ShardedAPI):
 
     # ------------------------------------------------------------ state dicts
     @noting_errors
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+    def state_dict(self, *args: Any, **kwargs: Any) -> Tree:
         """Full parameters under the wrapped module's own names, in full precision, on every rank (collective).
 
         They are copies: writing to one changes nothing here.
@@ -112,21 +113,23 @@ class Door(StandingIn, ShardedAPI):
         check_asker(self, keeps_names=False)
         return self._door_state_dict(*args, **kwargs)
 
-    def _door_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+    def _door_state_dict(self, *args: Any, **kwargs: Any) -> StateDict:
         return state_dicts.full(self._state, super().state_dict, *args, **kwargs)
 
     @noting_errors
     def load_state_dict(
-        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
-    ) -> Any:
+        self, state_dict: SavedState, strict: bool = True, assign: bool = False
+    ) -> IncompatibleKeys:
         """Loads a full state dict (collective); each rank keeps its shard. Arguments and result are ``nn.Module``'s."""
         with state_dicts.loading(self):
             return self._load_door(state_dict, strict, assign)
 
-    def _load_door(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+    def _load_door(
+        self, state_dict: SavedState, strict: bool = True, assign: bool = False
+    ) -> IncompatibleKeys:
         return super().load_state_dict(state_dict, strict, assign)
 
-    def _translate_loaded(self, state_dict: dict[str, Any], prefix: str) -> None:
+    def _translate_loaded(self, state_dict: StateDict, prefix: str) -> None:
         """Gives keys that are about to be loaded the names that wrapping made."""
         state_dicts.add_wrapping(self, state_dict, prefix)
 
@@ -138,29 +141,29 @@ class Door(StandingIn, ShardedAPI):
         moving.end_move(self._state)
         return self
 
-    def __deepcopy__(self: Self, memo: dict[int, Any]) -> Self:
+    def __deepcopy__(self: Self, memo: Memo) -> Self:
         moving.check_copied(self._state, memo)
         made = type(self).__new__(type(self))
         memo[id(self)] = made
         made.__setstate__(copy.deepcopy(self.__dict__, memo))
         return made
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> StateDict:
         moving.check_pickled(self._state)
         return self.__dict__.copy()
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: StateDict) -> None:
         super().__setstate__(state)
         wake(self._state)
         inside.answer_for(self._state)
 
 
-def _before_load(door: Any, state_dict: dict[str, Any], prefix: str, *others: Any) -> None:
+def _before_load(door: Any, state_dict: StateDict, prefix: str, *others: object) -> None:
     state_dicts.begin_loading(door._state, state_dict)
     door._translate_loaded(state_dict, prefix)
 
 
-def _after_load(door: Any, incompatible: Any) -> None:
+def _after_load(door: Any, incompatible: IncompatibleKeys) -> None:
     state_dicts.clean_names(incompatible)
     state_dicts.end_loading(door._state)
 

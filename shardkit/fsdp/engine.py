@@ -16,7 +16,7 @@ gathered anew in each forward, for between forwards the shards change.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import NoReturn
 
 import torch
 
@@ -51,7 +51,7 @@ class Engine(Backward):
         # of the one that runs:
         self._calls: list[Unit] = []
         self._ends: list[End] = []
-        self._around: list[Any] = []
+        self._around: list[object] = []
         self._replan = False
         for unit in self.units:
             unit.engine = self
@@ -78,7 +78,7 @@ class Engine(Backward):
                     unit.is_reached = False
 
     @not_compiled
-    def before_forward(self, unit: Unit, inputs: Any) -> None:
+    def before_forward(self, unit: Unit, inputs: object) -> None:
         """Gathers a unit for its forward on ``inputs``, and asks for the next one."""
         if self.is_lazy:
             self.after = tensors_in(inputs)
@@ -203,7 +203,7 @@ class Engine(Backward):
         before, self.state.accumulating = self.state.accumulating, value
         return before
 
-    def __getstate__(self) -> Any:
+    def __getstate__(self) -> NoReturn:
         raise TypeError("an engine is not copied; the root makes a new one")
 
 
@@ -213,7 +213,7 @@ def frozen_behind_trainable(calls: Sequence[Unit]) -> list[Unit]:
     return [unit for unit in dict.fromkeys(calls[first:]) if not unit.is_trainable]
 
 
-def _numbered(checkpoints: list[Any]) -> list[int]:
+def _numbered(checkpoints: list[object]) -> list[int]:
     """Numbers for objects, in order of appearance; -1 for None."""
     numbers: dict[int, int] = {}
     return [-1 if c is None else numbers.setdefault(id(c), len(numbers)) for c in checkpoints]

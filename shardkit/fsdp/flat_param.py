@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import nn
@@ -25,6 +24,7 @@ from torch import nn
 from ..backend import Group
 from ..layout import ShardLayout
 from ..torch_seams.hooks import NO_BACKWARD, current_backward
+from ..types import StateDict
 from .first_steps import check_first_steps
 from .members import Member, Place, as_tensors, note_member
 from .refusals import backward_when_summoned
@@ -240,7 +240,7 @@ class FlatParam:
         self.param.data.view(-1).copy_(own_part(full, self.group))
 
     # ------------------------------------------------------------ being copied
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> StateDict:
         state = self.__dict__.copy()
         for name in ("group", "store", "post_forward_mesh"):
             state.pop(name, None)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import sys
+from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from typing import Any, NamedTuple, NoReturn, TypeVar
@@ -22,6 +23,7 @@ from ..policy import OffloadPolicy, PrecisionPolicy, ReducePolicy, ReshardPolicy
 from ..progress import noting_errors
 from ..torch_seams.compiling import not_compiled
 from ..torch_seams.other_wrappers import AccelerateAsks, check_wrappable
+from ..types import Args, IncompatibleKeys, Kwargs, Memo, ProcessGroup, StateDict, Tree
 from . import moving
 from . import state_dict as state_dicts
 from .calls import cast_inputs, computing_when_summoned, refuse_backward
@@ -44,8 +46,8 @@ M = TypeVar("M", bound=nn.Module)
 def fully_shard(
     module: M,
     *,
-    group: Any = None,
-    replicas: Any = None,
+    group: ProcessGroup = None,
+    replicas: ProcessGroup = None,
     precision: PrecisionPolicy | None = None,
     reshard: ReshardPolicy | None = None,
     offload: OffloadPolicy | None = None,
@@ -143,7 +145,7 @@ class _InPlace:
 
     # ------------------------------------------------------------ forward
     @not_compiled
-    def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _enter(self, module: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs] | None:
         state = self._state
         if state.is_asleep:
             wake(state)
@@ -172,7 +174,7 @@ class _InPlace:
         return args, kwargs
 
     @not_compiled
-    def _leave(self, module: nn.Module, args: Any, kwargs: Any, outputs: Any) -> Any:
+    def _leave(self, module: nn.Module, args: object, kwargs: object, outputs: Tree) -> Tree:
         state = self._state
         if self._is_refused:
             self._is_refused = False
@@ -203,31 +205,31 @@ class _InPlace:
             state.is_loading = True
         collect_in_place(1)
 
-    def _end_state_dict(self, module: nn.Module, found: Any, prefix: str, metadata: Any) -> None:
+    def _end_state_dict(self, module: nn.Module, found: Tree, prefix: str, metadata: object) -> None:
         collect_in_place(-1)
         state = self._state
         if not state.state_is_local:
             state_dicts.detach_entries(state, found, prefix, {})
         state_dicts.end_loading(state)
 
-    def _begin_load(self, module: nn.Module, state_dict: dict[str, Any], *others: Any) -> None:
+    def _begin_load(self, module: nn.Module, state_dict: StateDict, *others: object) -> None:
         wake(self._state)
         state_dicts.begin_loading(self._state, state_dict)
         collect_in_place(1)
 
-    def _end_load(self, module: nn.Module, incompatible: Any) -> None:
+    def _end_load(self, module: nn.Module, incompatible: IncompatibleKeys) -> None:
         collect_in_place(-1)
         state_dicts.end_loading(self._state)
 
     # ------------------------------------------------------------ being moved and copied
-    def _apply(self, fn: Any, recurse: bool = True) -> nn.Module:
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
         wake(self._state)
         moving.begin_move(self._state)
         type(self._state.module)._apply(self._state.module, fn, recurse)
         moving.end_move(self._state)
         return self._state.module
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _InPlace:
+    def __deepcopy__(self, memo: Memo) -> _InPlace:
         """Called while the module is copied; the state of the copy is asleep until the copy is whole and used."""
         moving.check_copied(self._state, memo)
         made = _InPlace.__new__(_InPlace)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import weakref
-from typing import Any
 
 import torch
 
 from ..backend import Backend, Group, backend_for
 from ..errors import ConfigurationError
+from ..types import ProcessGroup
 
-_meshes: weakref.WeakKeyDictionary[Any, dict[int, Group]] = weakref.WeakKeyDictionary()
+_meshes: weakref.WeakKeyDictionary[Group, dict[int, Group]] = weakref.WeakKeyDictionary()
 
 
 def post_forward_mesh(group: Group, count: int) -> Group:
@@ -37,7 +37,7 @@ def post_forward_mesh(group: Group, count: int) -> Group:
 
 
 def hybrid_groups(
-    shard_size: int, group: Any = None, backend: str | Backend | None = None
+    shard_size: int, group: ProcessGroup = None, backend: str | Backend | None = None
 ) -> tuple[Group, Group]:
     """Two groups for hybrid sharding: ranks that share one copy of the model, and ranks with the same shard of it.
 

@@ -22,6 +22,7 @@ from torch import nn
 
 from ..errors import LifecycleError
 from ..flattening.flat_parameter import FlatParameter
+from ..types import IncompatibleKeys, Memo, StateDict, Tree
 from .members import FlatParamLike, ReleasedParameter, managing, refuse_copy
 from .names import clean
 from .registered_shard import flat_of_registered
@@ -32,7 +33,7 @@ from .state import ShardingState, state_of
 class _Answer:
     """Stands in for a method of a module inside; follows the module when that is copied or pickled."""
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> Tree:
         raise NotImplementedError
 
     def __init__(self, module: nn.Module) -> None:
@@ -46,11 +47,11 @@ class _Answer:
         return module
 
     @property
-    def __func__(self) -> Any:
+    def __func__(self) -> object:
         """As a method has it: torch's compiler asks whether it is the one of ``nn.Module``."""
         return type(self).__call__
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Answer:
+    def __deepcopy__(self, memo: Memo) -> _Answer:
         return type(self)(memo.get(id(self.module), self.module))
 
     def __reduce__(self) -> tuple[type, tuple[nn.Module]]:
@@ -157,7 +158,7 @@ def begin_loading_shards(wrapper: nn.Module) -> None:
     _collecting.loading.add(wrapper)
 
 
-def end_loading_shards(wrapper: nn.Module, incompatible: Any = None) -> None:
+def end_loading_shards(wrapper: nn.Module, incompatible: IncompatibleKeys | None = None) -> None:
     """The end of it: a hook after loading."""
     _collecting.loading.discard(wrapper)
 
@@ -203,7 +204,7 @@ def _refuse_state_dict(module: nn.Module, prefix: str, keep_vars: bool) -> None:
         _refuse(module, "state_dict()", _shards_of(module))
 
 
-def _refuse_loading(module: nn.Module, state_dict: dict[str, Any], prefix: str, *others: Any) -> None:
+def _refuse_loading(module: nn.Module, state_dict: StateDict, prefix: str, *others: object) -> None:
     _refuse_copies(module, "load_state_dict()")
     if not _collecting.depth and not _collecting.loading:
         shards = _shards_of(module)

@@ -20,6 +20,7 @@ from torch.utils.weak import TensorWeakRef
 
 from ..layout import ShardLayout
 from ..torch_seams.hooks import NO_BACKWARD, current_backward
+from ..types import Tree
 from .members import Member, ReleasedParameter, ReleasedView, as_tensors, note_view
 
 _holders_of = torch._C._storage_Use_Count  # how many tensors look at a storage
@@ -85,7 +86,7 @@ class KeptViews:
                 tensor.__class__ = kind
 
 
-def _tensors_in(values: Any, depth: int = 4) -> Iterator[torch.Tensor]:
+def _tensors_in(values: Tree, depth: int = 4) -> Iterator[torch.Tensor]:
     """All tensors in nested lists, tuples, sets and dicts."""
     for value in values:
         if isinstance(value, torch.Tensor):

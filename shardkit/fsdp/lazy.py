@@ -15,7 +15,7 @@ is which member it is a view of, and backward takes the same view of the member'
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
@@ -36,7 +36,7 @@ def _is_transposed(view: torch.Tensor, base: torch.Tensor) -> bool:
     return node is not None and node.name() == "TBackward0" and _variable(node.next_functions[0][0]) is base
 
 
-def _variable(node: Any) -> Any:
+def _variable(node: object) -> object:
     return getattr(node, "variable", None)
 
 
@@ -60,7 +60,7 @@ def _unpack(saved: torch.Tensor | SavedView) -> torch.Tensor:
     return value.t() if saved.transposed else value
 
 
-def saving_members_by_name() -> AbstractContextManager[Any]:
+def saving_members_by_name() -> AbstractContextManager[object]:
     """Inside, what autograd saves of members is taken anew in backward; see the note above.
 
     Somebody else's hooks for saved tensors (activation checkpointing, offloading, an outer unit's) win.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import nn
@@ -11,6 +10,7 @@ from torch import nn
 from ..checks.facts import all_gather_facts
 from ..errors import ConfigurationError
 from ..torch_seams.module_versions import versions_of
+from ..types import SavedState, StateDict
 from .flat_param import FlatParam
 from .names import clean
 from .state import ShardingState, state_of
@@ -18,10 +18,10 @@ from .state import ShardingState, state_of
 _NOTE = "shardkit_shard"  # in the metadata of a state dict
 
 
-def metadata(state: ShardingState) -> dict[str, Any]:
+def metadata(state: ShardingState) -> StateDict:
     """Names, shapes and padding of this rank's shards, in fairscale's format (``local_metadata_dict``)."""
     paths = {m: clean(n) for n, m in state.door.named_modules()}
-    entries: list[dict[str, Any]] = []
+    entries: list[StateDict] = []
     for s in state.states():
         params = {}
         for flat in s.flats:
@@ -63,7 +63,7 @@ def _shared_across(state: ShardingState, paths: dict[nn.Module, str]) -> list[tu
 
 
 # ------------------------------------------------------------ whose shards they are
-def mark(sharding: ShardingState, state: Any) -> None:
+def mark(sharding: ShardingState, state: StateDict) -> None:
     """Notes in a local state dict whose it is. ``torch.save`` keeps the note, other readers don't look at it."""
     notes = versions_of(state)
     if notes is not None and "" in notes:
@@ -72,16 +72,16 @@ def mark(sharding: ShardingState, state: Any) -> None:
         notes[""][_NOTE] = {"rank": group.rank, "world_size": group.world_size, "layout": layout}
 
 
-def note_of(state: Mapping[str, Any]) -> dict[str, Any] | None:
+def note_of(state: SavedState) -> StateDict | None:
     """What :func:`mark` noted; None of fairscale's state dicts, and of those copied without the attribute."""
     notes = versions_of(state)
     found = notes.get("", {}).get(_NOTE) if isinstance(notes, Mapping) else None
     return found if isinstance(found, dict) and {"rank", "world_size", "layout"} <= set(found) else None
 
 
-def _vectors(state: ShardingState) -> dict[str, tuple[FlatParam, list[list[Any]]]]:
+def _vectors(state: ShardingState) -> dict[str, tuple[FlatParam, list[list[object]]]]:
     """Each flat parameter by its key in a local state dict, with names and shapes of its members."""
-    found: dict[str, tuple[FlatParam, list[list[Any]]]] = {}
+    found: dict[str, tuple[FlatParam, list[list[object]]]] = {}
     for path, m in state.door.named_modules():
         s = state_of(m)
         if s is not None:
@@ -93,7 +93,7 @@ def _vectors(state: ShardingState) -> dict[str, tuple[FlatParam, list[list[Any]]
     return found
 
 
-def check_own(sharding: ShardingState, state: Mapping[str, Any]) -> None:
+def check_own(sharding: ShardingState, state: SavedState) -> None:
     """Refuses shards that are not this rank's of this model, on all ranks, before any is taken (collective).
 
     Raises:
@@ -112,7 +112,7 @@ def check_own(sharding: ShardingState, state: Mapping[str, Any]) -> None:
         )
 
 
-def _problem(sharding: ShardingState, state: Mapping[str, Any]) -> str | None:
+def _problem(sharding: ShardingState, state: SavedState) -> str | None:
     note, vectors = note_of(state), _vectors(sharding)
     group = sharding.group
     if note is not None:
@@ -131,9 +131,7 @@ def _problem(sharding: ShardingState, state: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _check_mix(
-    shard_weights: Sequence[dict[str, torch.Tensor]], shard_metadata: Sequence[dict[str, Any]]
-) -> None:
+def _check_mix(shard_weights: Sequence[dict[str, torch.Tensor]], shard_metadata: Sequence[StateDict]) -> None:
     """Refuses shards that are not those of all ranks of one run, where they tell."""
     for rank, (weights, meta) in enumerate(zip(shard_weights, shard_metadata, strict=True)):
         note = note_of(weights)
@@ -166,7 +164,7 @@ def _check_mix(
 
 def consolidate(
     shard_weights: Sequence[dict[str, torch.Tensor]],
-    shard_metadata: Sequence[dict[str, Any]],
+    shard_metadata: Sequence[StateDict],
     with_module_buffers: bool = True,
     strict: bool = True,
 ) -> dict[str, torch.Tensor]:
@@ -211,7 +209,7 @@ def consolidate(
 
 
 def _joined(
-    shard_weights: Sequence[dict[str, torch.Tensor]], shard_metadata: Sequence[dict[str, Any]],
+    shard_weights: Sequence[dict[str, torch.Tensor]], shard_metadata: Sequence[StateDict],
     k: int, name: str, key: str,
 ) -> torch.Tensor:  # fmt: skip
     """A flat parameter without padding: ``key`` in the weights, ``name`` of entry ``k`` in the metadata."""
@@ -227,7 +225,7 @@ def _joined(
     return torch.cat(shards)
 
 
-def _add_shared(full: dict[str, torch.Tensor], entries: Sequence[dict[str, Any]]) -> None:
+def _add_shared(full: dict[str, torch.Tensor], entries: Sequence[StateDict]) -> None:
     """Weights that are used in several places, under each of their names."""
     for entry in entries:
         path = entry["fsdp_path"]

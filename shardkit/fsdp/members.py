@@ -11,9 +11,9 @@ watch what is done with them, and take the path through the modules then.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, SupportsIndex
 
 import torch
 from torch import nn
@@ -26,6 +26,7 @@ from ..backend import Group
 from ..errors import LifecycleError
 from ..layout import ShardLayout
 from ..torch_seams.tensor_facts import ALIKE, FACTS, SHAPE, name_of
+from ..types import AnyCallable, Args, Kwargs, Memo, Tree
 from .unused import Unused
 
 # A context in which released members are taken for what they are, tensors, and nothing is called for them.
@@ -38,13 +39,13 @@ _GRADIENT = frozenset({"get grad", "get _grad"})
 class MemberParameter(nn.Parameter):
     """A parameter whose values are a part of a gathered flat parameter. A copy of it is a parameter of its own."""
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+    def __deepcopy__(self, memo: Memo) -> nn.Parameter:
         if id(self) not in memo:
             memo[id(self)] = nn.Parameter(self.data.clone(), requires_grad=self.requires_grad)
         copied: nn.Parameter = memo[id(self)]
         return copied
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: SupportsIndex) -> str | tuple[object, ...]:
         return nn.Parameter, (self.data.clone(), self.requires_grad)
 
 
@@ -53,8 +54,8 @@ class ReleasedParameter(MemberParameter):
 
     @classmethod
     def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+        cls, func: AnyCallable, types: Sequence[type], args: Args = (), kwargs: Kwargs | None = None
+    ) -> Tree:
         kwargs = kwargs or {}
         what = name_of(func)
         with as_tensors():
@@ -73,7 +74,7 @@ class ReleasedParameter(MemberParameter):
                 return _described(param)
             raise LifecycleError(_refusal(param, resolve_name(func) or what))
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+    def __deepcopy__(self, memo: Memo) -> nn.Parameter:
         owner = _owner_of(self)
         if owner is not None and id(owner.flat) not in memo.get(_COPIED, ()):
             raise LifecycleError(_refusal(self, "a copy"))
@@ -82,7 +83,7 @@ class ReleasedParameter(MemberParameter):
         copied: nn.Parameter = memo[id(self)]
         return copied
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: SupportsIndex) -> str | tuple[object, ...]:
         return _without_owner, (self.dtype, self.requires_grad, _name(self))
 
 
@@ -183,12 +184,12 @@ def note_view(tensor: torch.Tensor, param: nn.Parameter) -> None:
     _views[tensor] = _owners[param]
 
 
-def note_copying(flats: Sequence[FlatParamLike], memo: dict[int, Any]) -> None:
+def note_copying(flats: Sequence[FlatParamLike], memo: Memo) -> None:
     """Members of these may be copied without values: the flat parameters are copied too, and fill the copies."""
     memo.setdefault(_COPIED, set()).update(id(f) for f in flats)
 
 
-def are_copied(flats: Sequence[FlatParamLike], memo: dict[int, Any]) -> bool:
+def are_copied(flats: Sequence[FlatParamLike], memo: Memo) -> bool:
     """Whether they belong to something around them that is being copied."""
     return bool(flats) and memo.get(_COPIED, set()).issuperset(id(f) for f in flats)
 

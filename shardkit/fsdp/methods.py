@@ -8,7 +8,6 @@ when the method returns. A method counts as one forward: gradients of what it re
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from contextlib import ExitStack
 from types import MethodType
 from typing import Any
@@ -17,20 +16,21 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from ..torch_seams.compiling import not_compiled
+from ..types import AnyCallable, Args, Kwargs, StateDict, Tree
 from .running import Entered, enter, fail, leave, watched
 from .state import ShardingState
 
 
-def through(state: ShardingState, found: Any) -> Any:
+def through(state: ShardingState, found: Tree) -> Tree:
     """An attribute of the wrapped module as the wrapper hands it out: a method gathers what it needs."""
     if isinstance(found, MethodType) and isinstance(found.__self__, nn.Module):
         return _call_of(state, found)
     return found
 
 
-def _call_of(state: ShardingState, method: Callable[..., Any]) -> Callable[..., Any]:
+def _call_of(state: ShardingState, method: AnyCallable) -> AnyCallable:
     @functools.wraps(method)
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: object, **kwargs: object) -> Tree:
         engine = state.engine
         if state.summoned is not None or (engine is not None and engine.forwards and state.unit.is_held):
             return method(*args, **kwargs)  # there are values
@@ -46,11 +46,11 @@ class MethodCall:
         self._state = state
         self._modules = {m for _, m in state.own_modules()}
         self._entered: Entered | None = None
-        self._args: tuple[Any, ...] = ()
-        self._kwargs: dict[str, Any] = {}
+        self._args: Args = ()
+        self._kwargs: Kwargs = {}
 
     @not_compiled
-    def run(self, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(self, method: AnyCallable, args: Args, kwargs: Kwargs) -> Tree:
         """Calls the method."""
         self._args, self._kwargs = args, kwargs
         with ExitStack() as stack:
@@ -64,7 +64,7 @@ class MethodCall:
                 raise
         return outputs if self._entered is None else leave(self._state, self._entered, outputs)
 
-    def _before(self, module: nn.Module, inputs: Any) -> None:
+    def _before(self, module: nn.Module, inputs: object) -> None:
         if self._entered is None and module in self._modules:
             entered = enter(self._state, self._args, self._kwargs)
             self._entered = watched(entered, self._state, (self._args, self._kwargs))
@@ -75,15 +75,15 @@ class _FullStateDict:
 
     def __init__(self, state: ShardingState) -> None:
         self._door = state.door
-        self._attributes: dict[str, Any] = state.module.__dict__
+        self._attributes: StateDict = state.module.__dict__
 
     def __enter__(self) -> None:
         self._attributes["state_dict"] = self._state_dict
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, *error: object) -> None:
         self._attributes.pop("state_dict", None)
 
-    def _state_dict(self, *args: Any, **kwargs: Any) -> Any:
+    def _state_dict(self, *args: Any, **kwargs: Any) -> StateDict:
         del self._attributes["state_dict"]  # the wrapper will ask the module itself
         try:
             return self._door.state_dict(*args, **kwargs)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from ..errors import ConfigurationError
 from ..flattening.flat_parameter import FlatParameter
+from ..types import Memo
 from .construct import connect, wake
 from .flat_param import FlatParam
 from .members import are_copied, note_copying
@@ -61,7 +60,7 @@ def _take_listed(flat: FlatParam) -> None:
 
 
 # ------------------------------------------------------------ copies
-def check_copied(state: ShardingState, memo: dict[int, Any]) -> None:
+def check_copied(state: ShardingState, memo: Memo) -> None:
     """Notes that a unit and those below it are about to be copied.
 
     Raises:

@@ -21,18 +21,19 @@ from torch.optim import Optimizer
 from ..checks.facts import all_gather_facts_or_objects
 from ..errors import ConfigurationError
 from ..optimizers.state_shapes import NUMBERS
+from ..types import ParamGroup, StateDict, Tree
 from .flat_param import FlatParam
 from .state_of_shards import NOTE
 
 EXTRA = ("param_id_map", "uncollected_local_ids")
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> Tree:
     """One number as a Python number."""
     return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
 
 
-def _is_vector(key: str, value: Any, flat: FlatParam) -> bool:
+def _is_vector(key: str, value: object, flat: FlatParam) -> bool:
     """Whether a state has one element for each of this rank's shard."""
     if not isinstance(value, torch.Tensor) or value.numel() != flat.layout.shard_numel:
         return False
@@ -68,7 +69,7 @@ def _gather(flat: FlatParam, value: torch.Tensor) -> list[torch.Tensor]:
     return [p.view(m.shape).clone() for p, m in zip(pieces, flat.members, strict=True)]
 
 
-def _keys_everywhere(flat: FlatParam, state: dict[str, Any]) -> dict[str, tuple[bool, Any]]:
+def _keys_everywhere(flat: FlatParam, state: StateDict) -> dict[str, tuple[bool, Any]]:
     """For each state of a flat parameter: whether it is gathered, and its dtype or its value (ranks may lack it)."""
     mine = {k: (True, v.dtype) if _is_vector(k, v, flat) else (False, _plain(v)) for k, v in state.items()}
     if flat.group.world_size == 1:
@@ -82,9 +83,9 @@ def _keys_everywhere(flat: FlatParam, state: dict[str, Any]) -> dict[str, tuple[
 
 
 def gather_full(
-    flats: Sequence[FlatParam], uncollected: Sequence[FlatParam], optimizer_state: dict[str, Any],
+    flats: Sequence[FlatParam], uncollected: Sequence[FlatParam], optimizer_state: StateDict,
     optimizer: Optimizer, keep_on: bool,
-) -> dict[str, Any] | None:  # fmt: skip
+) -> StateDict | None:  # fmt: skip
     """The full state dict where ``keep_on``, None elsewhere (collective).
 
     Args:
@@ -96,7 +97,7 @@ def gather_full(
     """
     params = [p for g in optimizer.param_groups for p in g["params"]]
     index_of = {id(p): i for i, p in enumerate(params)}
-    state: dict[int, dict[str, Any]] = {}
+    state: dict[int, StateDict] = {}
     id_map: dict[int, int | None] = {}
     for flat, ids in zip(flats, _member_ids(flats), strict=True):
         local = index_of.get(id(flat.param))
@@ -131,9 +132,7 @@ def gather_full(
     }
 
 
-def _keep_uncollected(
-    state: dict[int, dict[str, Any]], flat: FlatParam, ids: list[int], own: dict[str, Any]
-) -> None:
+def _keep_uncollected(state: dict[int, StateDict], flat: FlatParam, ids: list[int], own: StateDict) -> None:
     for key, value in own.items():
         if _is_vector(key, value, flat) and flat.group.world_size == 1:
             pieces: list[Any] = list(value.detach().cpu().reshape(-1).split(list(flat.layout.numels)))
@@ -145,8 +144,8 @@ def _keep_uncollected(
 
 
 def _full_groups(
-    flats: Sequence[FlatParam], optimizer: Optimizer, saved: Sequence[dict[str, Any]]
-) -> list[dict[str, Any]]:
+    flats: Sequence[FlatParam], optimizer: Optimizer, saved: Sequence[StateDict]
+) -> list[StateDict]:
     """Param groups with the ids of members in place of the optimizer's."""
     ids = {id(f.param): m for f, m in zip(flats, _member_ids(flats), strict=True)}
     members = [[i for p in g["params"] for i in ids.get(id(p), [])] for g in optimizer.param_groups]
@@ -156,7 +155,7 @@ def _full_groups(
     ]
 
 
-def shard_full(flats: Sequence[FlatParam], full: dict[str, Any]) -> dict[str, Any]:
+def shard_full(flats: Sequence[FlatParam], full: StateDict) -> StateDict:
     """This rank's part of a full state dict, for ``optimizer.load_state_dict``; the argument is not changed.
 
     Raises:
@@ -172,7 +171,7 @@ def shard_full(flats: Sequence[FlatParam], full: dict[str, Any]) -> dict[str, An
             "as it was when the state was saved"
         )
     vector_of = {i: k for k, ids in enumerate(ids_of) for i in ids}
-    groups: list[dict[str, Any]] = []
+    groups: list[ParamGroup] = []
     local_of: dict[int, int] = {}
     for group in full["param_groups"]:
         locals_: list[int] = []
@@ -193,7 +192,7 @@ def shard_full(flats: Sequence[FlatParam], full: dict[str, Any]) -> dict[str, An
     return {"state": dict(sorted(state.items())), "param_groups": groups, **others}
 
 
-def _shard_state(flat: FlatParam, ids: list[int], have: dict[int, dict[str, Any]]) -> dict[str, Any]:
+def _shard_state(flat: FlatParam, ids: list[int], have: dict[int, StateDict]) -> StateDict:
     """One flat parameter's state from those of its members; members without any count as zeros."""
     first = next(iter(have.values()))
     sharded = {}
@@ -213,9 +212,7 @@ def _shard_state(flat: FlatParam, ids: list[int], have: dict[int, dict[str, Any]
     return sharded
 
 
-def _check_members(
-    names: dict[int, str], shapes: dict[int, torch.Size], have: dict[int, dict[str, Any]]
-) -> None:
+def _check_members(names: dict[int, str], shapes: dict[int, torch.Size], have: dict[int, StateDict]) -> None:
     """State has one element for each of a member's, or is one number; the same kind for all of a flat parameter.
 
     Raises:

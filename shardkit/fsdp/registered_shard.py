@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import nn
@@ -29,7 +28,7 @@ def note_registered(param: nn.Parameter, flat: FlatParamLike) -> None:
     check_asked_gradients(_refuse_shards)
 
 
-def _refuse_shards(inputs: Sequence[Any]) -> None:
+def _refuse_shards(inputs: Sequence[torch.Tensor]) -> None:
     """Raises LifecycleError where a backward is asked for gradients of shards."""
     for asked in inputs:
         flat = flat_of_registered(asked) if isinstance(asked, nn.Parameter) else None

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import sys
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from ..errors import LifecycleError
 from ..torch_seams.compiling import not_compiled
 from ..torch_seams.hooks import NO_BACKWARD, current_backward, tensors_in, tensors_of, watch_outputs
+from ..types import Args, Kwargs, Tree
 from . import construct
 from .backward import Watcher
 from .calls import lends_memory, without_lent_memory
@@ -60,7 +61,7 @@ def become_root(state: ShardingState) -> Engine:
 
 
 @not_compiled
-def enter(state: ShardingState, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Entered:
+def enter(state: ShardingState, args: Args, kwargs: Kwargs) -> Entered:
     """Gathers a unit for a forward on these inputs, as they come."""
     unit = state.unit
     if (
@@ -103,7 +104,7 @@ def input_dtype(state: ShardingState) -> torch.dtype | None:
     return precision.inputs or precision.compute
 
 
-def watched(entered: Entered, state: ShardingState, inputs: Any) -> Entered:
+def watched(entered: Entered, state: ShardingState, inputs: object) -> Entered:
     """The same, with gradients of the inputs watched where backward needs frozen parameters."""
     if state.unit.has_frozen and torch.is_grad_enabled():
         return entered._replace(watcher=UnitCall.watching(state.unit, tensors_in(inputs)))
@@ -111,7 +112,7 @@ def watched(entered: Entered, state: ShardingState, inputs: Any) -> Entered:
 
 
 @not_compiled
-def leave(state: ShardingState, entered: Entered, outputs: Any) -> Any:
+def leave(state: ShardingState, entered: Entered, outputs: Tree) -> Tree:
     """Gives back what the unit gathered; returns the outputs, with copies in place of memory that goes."""
     engine, is_outermost, watcher = entered
     unit = state.unit

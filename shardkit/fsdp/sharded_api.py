@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from ..errors import ConfigurationError, LifecycleError
 from ..progress import noting_errors
+from ..types import IncompatibleKeys, SavedState, StateDict
 from . import local_checkpoint, norms, optim_state
 from .construct import wake
 from .engine import Engine
@@ -92,7 +93,7 @@ class ShardedAPI:
         self._state.unit.attach()
 
     # ------------------------------------------------------------ checkpoints of shards
-    def local_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+    def local_state_dict(self, *args: Any, **kwargs: Any) -> StateDict:
         """This rank's shards, 1-D and padded, under fairscale's names; loads at the same world size only."""
         state = self._state
         with local_state(state):
@@ -103,7 +104,7 @@ class ShardedAPI:
         return found
 
     @noting_errors
-    def load_local_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> Any:
+    def load_local_state_dict(self, state_dict: SavedState, strict: bool = True) -> IncompatibleKeys:
         """Loads what :meth:`local_state_dict` returned on this rank (collective).
 
         Raises:
@@ -117,20 +118,20 @@ class ShardedAPI:
             return self._load_door(state_dict, strict)
 
     # Of a door that is a class, state dicts of its own: those of subclasses may have called this.
-    def _door_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+    def _door_state_dict(self, *args: Any, **kwargs: Any) -> StateDict:
         return self._state.door.state_dict(*args, **kwargs)
 
-    def _load_door(self, state_dict: Mapping[str, Any], strict: bool = True) -> Any:
+    def _load_door(self, state_dict: SavedState, strict: bool = True) -> IncompatibleKeys:
         return self._state.door.load_state_dict(state_dict, strict)
 
-    def local_metadata_dict(self) -> dict[str, Any]:
+    def local_metadata_dict(self) -> StateDict:
         """What :meth:`consolidate_shard_weights` needs to know of this rank's shards."""
         return local_checkpoint.metadata(self._state)
 
     consolidate_shard_weights = staticmethod(local_checkpoint.consolidate)
 
     @noting_errors
-    def gather_full_optim_state_dict(self, optim: Optimizer, **ignored: Any) -> dict[str, Any] | None:
+    def gather_full_optim_state_dict(self, optim: Optimizer, **ignored: object) -> StateDict | None:
         """The optimizer's full state on rank 0, None on others (collective); see ``optim_state.py`` for the format."""
         own = self._state
         uncollected = [f for s in own.states() if s.options.keeps_optimizer_state for f in s.flats]
@@ -145,7 +146,7 @@ class ShardedAPI:
         return optim_state.gather_full(own.all_flats(), uncollected, state, optim, is_first)
 
     @noting_errors
-    def get_shard_from_optim_state_dict(self, full_optim_state_dict: dict[str, Any]) -> dict[str, Any]:
+    def get_shard_from_optim_state_dict(self, full_optim_state_dict: StateDict) -> StateDict:
         """This rank's part of a full optimizer state, for ``optimizer.load_state_dict``.
 
         Raises:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import nn
 
 from ..errors import ConfigurationError
 from ..torch_seams.other_wrappers import PreparedForAccelerate
+from ..types import Tree
 from .methods import through
 from .names import WRAPPED
 from .refusals import put_into_wrapper
@@ -29,7 +30,7 @@ class StandingIn(PreparedForAccelerate, nn.Module):
         unit: Any = nn.Module.__getattr__(self, WRAPPED)
         return unit._fpw_module  # type: ignore[no-any-return]
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> Tree:
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -46,31 +47,33 @@ class StandingIn(PreparedForAccelerate, nn.Module):
         except KeyError:
             raise put_into_wrapper(name) from None
 
-    def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
         """As of any module; torch.export asks for it before it records anything."""
         if EXPORT in sys.modules and is_listed_for_export(sys.modules[EXPORT]):
             raise refusal(self._state.unit, "torch.export (torch.onnx.export too)")
-        return super().named_modules(*args, **kwargs)
+        return super().named_modules(memo, prefix, remove_duplicate)
 
-    def __prepare_scriptable__(self) -> Any:
+    def __prepare_scriptable__(self) -> NoReturn:
         """What torch.jit.script asks for first."""
         raise refusal(self._state.unit, "torch.jit.script")
 
     # ------------------------------------------------------------ containers
-    def __getitem__(self, key: Any) -> Any:
+    def __getitem__(self, key: object) -> Tree:
         return self.module[key]  # type: ignore[index]
 
-    def __setitem__(self, key: Any, value: Any) -> None:
+    def __setitem__(self, key: object, value: object) -> None:
         container: Any = self.module
         container[key] = value
 
     def __len__(self) -> int:
         return len(self.module)  # type: ignore[arg-type]
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[Tree]:
         return iter(self.module)  # type: ignore[call-overload, no-any-return]
 
-    def __contains__(self, key: Any) -> bool:
+    def __contains__(self, key: object) -> bool:
         return key in self.module  # type: ignore[operator]
 
     def __bool__(self) -> bool:

@@ -21,6 +21,7 @@ from torch import nn
 from ..backend import Backend, Group
 from ..layout import ShardLayout
 from ..policy import OffloadPolicy, PrecisionPolicy, ReducePolicy, ReshardPolicy
+from ..types import Memo, ProcessGroup, StateDict
 from .engine import Engine
 from .flat_param import FlatParam
 from .gradients import predivide_factor
@@ -49,8 +50,8 @@ class Options:
         mark_step: recorded operations run at the end of each backward of the root.
     """
 
-    group: Any = None
-    replicas: Any = None
+    group: ProcessGroup = None
+    replicas: ProcessGroup = None
     precision: PrecisionPolicy = field(default_factory=PrecisionPolicy)
     reshard: ReshardPolicy = field(default_factory=ReshardPolicy)
     offload: OffloadPolicy = field(default_factory=OffloadPolicy)
@@ -109,10 +110,10 @@ class ShardingState:
         self.summoned: contextlib.ExitStack | None = None
         self.is_loading = self.state_is_local = self.buffers_cast = False
         self.buffer_dtypes: dict[tuple[nn.Module, str], torch.dtype] = {}
-        self.uncollected: dict[int, Any] = {}
+        self.uncollected: dict[int, StateDict] = {}
         note_state(self)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> StateDict:
         """What a copy or a file takes; ``construct.wake`` makes it work again."""
         copied = self.__dict__.copy()
         for name in ("group", "post_forward_mesh", "replicas", "unit", "engine", "is_root", "summoned"):
@@ -121,11 +122,11 @@ class ShardingState:
         copied["borrowed"], copied["divided"] = self.unit.borrowed, self.unit.divisors
         return copied
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: StateDict) -> None:
         self.__dict__.update(state)
         note_state(self)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> ShardingState:
+    def __deepcopy__(self, memo: Memo) -> ShardingState:
         made = memo[id(self)] = ShardingState.__new__(ShardingState)
         made.__setstate__(
             {**copy.deepcopy(self.__getstate__(), memo), "options": self.options}

@@ -16,13 +16,14 @@ import torch
 from torch import nn
 
 from ..torch_seams.module_versions import versions_of
+from ..types import AnyCallable, Args, IncompatibleKeys, Kwargs, StateDict
 from .inside import collecting, end_loading_shards
 from .names import INNER, OUTER, clean
 from .state import ShardingState, state_of
 from .summoning import enter_summon, exit_summon, summoned
 
 
-def _rename(entries: OrderedDict[str, Any], prefix: str, rename: Callable[[str], str]) -> None:
+def _rename(entries: StateDict, prefix: str, rename: Callable[[str], str]) -> None:
     """Renames keys that begin with a prefix, keeping the order."""
     items = list(entries.items())
     entries.clear()
@@ -37,7 +38,7 @@ def _without_wrapping(rest: str) -> str:
     return rest
 
 
-def full(state: ShardingState, collect: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def full(state: ShardingState, collect: AnyCallable, *args: object, **kwargs: object) -> StateDict:
     """The full state dict of a wrapper and what is below; ``collect`` is its ``nn.Module.state_dict``."""
     destination, prefix, keep_vars = _arguments(args, kwargs)
     if destination is None:
@@ -55,7 +56,7 @@ def full(state: ShardingState, collect: Callable[..., Any], *args: Any, **kwargs
     return destination
 
 
-def _arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, str, bool]:
+def _arguments(args: Args, kwargs: Kwargs) -> tuple[StateDict | None, str, bool]:
     names = ("destination", "prefix", "keep_vars")
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     return given.get("destination"), given.get("prefix", ""), given.get("keep_vars", False)
@@ -67,9 +68,7 @@ def _full_or_as_is(state: ShardingState) -> contextlib.AbstractContextManager[No
     return summoned(state, recurse=False, writeback=False)
 
 
-def detach_entries(
-    state: ShardingState, destination: dict[str, Any], prefix: str, before: dict[str, int]
-) -> None:
+def detach_entries(state: ShardingState, destination: StateDict, prefix: str, before: dict[str, int]) -> None:
     """Copies a unit's own entries out of memory that is about to go; buffers get their own dtype back.
 
     Args:
@@ -103,7 +102,7 @@ def detach_entries(
 
 
 # ------------------------------------------------------------ loading
-def begin_loading(state: ShardingState, state_dict: dict[str, Any]) -> None:
+def begin_loading(state: ShardingState, state_dict: StateDict) -> None:
     """Full values are about to be put into a unit."""
     if state.state_is_local or state.summoned is not None:
         return
@@ -122,7 +121,7 @@ def end_loading(state: ShardingState) -> None:
         exit_summon(state)
 
 
-def add_wrapping(wrapper: Any, state_dict: dict[str, Any], prefix: str) -> None:
+def add_wrapping(wrapper: Any, state_dict: StateDict, prefix: str) -> None:
     """Keys of a wrapped module's parameters become those under which the wrapper has them."""
     listed = {n for n, p in wrapper._fsdp_wrapped_module._parameters.items() if p is not None}
     items = [(k, v) for k, v in state_dict.items() if k.startswith(prefix)]
@@ -133,7 +132,7 @@ def add_wrapping(wrapper: Any, state_dict: dict[str, Any], prefix: str) -> None:
             state_dict[prefix + (OUTER if rest in listed else INNER) + rest] = value
 
 
-def clean_names(incompatible: Any) -> None:
+def clean_names(incompatible: IncompatibleKeys) -> None:
     """Names of missing and unexpected keys lose what wrapping added."""
     for names in incompatible:
         names[:] = [clean(n) for n in names]

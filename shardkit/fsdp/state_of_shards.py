@@ -8,7 +8,6 @@ rank's own that is right. torch.distributed.checkpoint would keep one rank's for
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
 
 import torch
 from torch.optim import Optimizer
@@ -18,6 +17,7 @@ from ..errors import ConfigurationError
 from ..optimizers.elementwise import KNOWN
 from ..optimizers.shards import shard_behind
 from ..torch_seams.distributed_checkpoint import OwnOfRank, Request, current_request
+from ..types import StateDict
 from .members import FlatParamLike
 
 NOTE = "shardkit_shards"  # in the groups of a state dict: whose shards it is of
@@ -55,7 +55,7 @@ def mark_state_dicts(optimizer: Optimizer, on_load: Callable[[Optimizer], None])
         on_load: called when another state is loaded.
     """
 
-    def unmarked(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    def unmarked(optimizer: Optimizer, state_dict: StateDict) -> StateDict:
         on_load(optimizer)
         return _unmarked(state_dict)
 
@@ -63,7 +63,7 @@ def mark_state_dicts(optimizer: Optimizer, on_load: Callable[[Optimizer], None])
     optimizer.register_load_state_dict_pre_hook(unmarked)
 
 
-def _marked(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+def _marked(optimizer: Optimizer, state_dict: StateDict) -> StateDict:
     params = [p for g in optimizer.param_groups for p in g["params"]]
     state = dict(state_dict["state"])
     for index, values in state.items():
@@ -80,7 +80,7 @@ def _marked(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
     return {**state_dict, "state": state, "param_groups": groups}
 
 
-def _note(params: Iterable[torch.Tensor]) -> list[list[Any]]:
+def _note(params: Iterable[torch.Tensor]) -> list[list[object]]:
     """Of each flat parameter of a group: the rank, the world size, the names of its members and their numels."""
     flats: list[FlatParamLike] = [f for f in map(shard_behind, params) if f is not None]
     return [[f.group.rank, f.group.world_size, list(f.names), list(f.layout.numels)] for f in flats]
@@ -143,11 +143,16 @@ def _wrong_shapes(optimizer: Optimizer) -> str | None:
     return None
 
 
-def _is_spread(value: Any, param: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape == param.shape
+def _is_spread(value: object, param: torch.Tensor | None) -> bool:
+    return (
+        isinstance(value, torch.Tensor)
+        and param is not None
+        and value.dim() > 0
+        and value.shape == param.shape
+    )
 
 
-def _unmarked(state_dict: dict[str, Any]) -> dict[str, Any]:
+def _unmarked(state_dict: StateDict) -> StateDict:
     state = {
         index: {
             k: v.as_subclass(torch.Tensor) if isinstance(v, StateOfShard) else v for k, v in values.items()
@@ -157,7 +162,7 @@ def _unmarked(state_dict: dict[str, Any]) -> dict[str, Any]:
     return {**state_dict, "state": state}
 
 
-def mark_shards(params: Iterable[torch.Tensor], state: dict[str, Any]) -> None:
+def mark_shards(params: Iterable[torch.Tensor], state: StateDict) -> None:
     """The shards in a local state dict tell that they are such."""
     shards = {p.data_ptr() for p in params if p.numel()}
     for key, value in state.items():

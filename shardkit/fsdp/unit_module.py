@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 from torch import nn
@@ -13,6 +13,7 @@ from torch import nn
 from ..errors import LifecycleError
 from ..flattening.flat_parameter import FlatParameter, ParamInfo, SharedParamInfo
 from ..flattening.wrapper import FlattenParamsWrapper
+from ..types import Memo, Tree
 from .flat_param import FlatParam
 from .members import Member, Place
 from .registries import hide, register, show, unregister
@@ -72,11 +73,11 @@ class UnitModule(FlattenParamsWrapper):
         return {"": "_fpw_module"}
 
     # What the standalone wrapper does about views and state dicts, the FSDP module does here.
-    def forward(self, *inputs: Any, **kwinputs: Any) -> Any:
+    def forward(self, *inputs: object, **kwinputs: object) -> Tree:
         """The wrapped module's forward."""
         return self._fpw_module(*inputs, **kwinputs)
 
-    def unflatten_params(self, flat_params: Any = None) -> NoReturn:
+    def unflatten_params(self, flat_params: object = None) -> NoReturn:
         """Not here.
 
         Raises:
@@ -92,7 +93,7 @@ class UnitModule(FlattenParamsWrapper):
     _load_from_state_dict = nn.Module._load_from_state_dict
     __setstate__ = nn.Module.__setstate__
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> UnitModule:
+    def __deepcopy__(self, memo: Memo) -> UnitModule:
         made = type(self).__new__(type(self))
         memo[id(self)] = made
         made.__setstate__(copy.deepcopy(self.__dict__, memo))

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import nn
 
 from ..backend import Backend
 from ..policy import OffloadPolicy, PrecisionPolicy, ReducePolicy, ReshardPolicy
 from ..progress import noting_errors
+from ..types import ProcessGroup
 from .door import Door
 from .state import Options
 
@@ -57,8 +56,8 @@ class FSDP(Door):
         self,
         module: nn.Module,
         *,
-        group: Any = None,
-        replicas: Any = None,
+        group: ProcessGroup = None,
+        replicas: ProcessGroup = None,
         precision: PrecisionPolicy | None = None,
         reshard: ReshardPolicy | None = None,
         offload: OffloadPolicy | None = None,

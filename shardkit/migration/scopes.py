@@ -263,9 +263,10 @@ class _Looking:
         if self._is_asked(name):
             scope.bind(self._plain(name), Binding(By.DEFINITION))
 
-    def _type_parameter(self, node: Any, scope: Scope, in_annotation: bool) -> _Nodes:
-        self._define(node.name, scope)
-        return [getattr(node, name, None) for name in ("bound", "default_value")]
+    def _type_parameter(self, node: ast.AST, scope: Scope, in_annotation: bool) -> _Nodes:
+        fields = dict(ast.iter_fields(node))
+        self._define(fields["name"], scope)
+        return [fields.get(name) for name in ("bound", "default_value")]
 
     def _comprehension(self, node: _Comprehension, scope: Scope, in_annotation: bool) -> _Nodes:
         inner, first = self._scope(type(node), scope), node.generators[0]
@@ -304,7 +305,7 @@ class _Looking:
 
 def _type_parameters(node: ast.AST) -> Sequence[Any]:
     """Those of a function or class, which newer Pythons have."""
-    return getattr(node, "type_params", ())
+    return dict(ast.iter_fields(node)).get("type_params", ())
 
 
 _Nodes: TypeAlias = Sequence[ast.AST | None]

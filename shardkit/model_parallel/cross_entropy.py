@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch.autograd.function import once_differentiable
 
 from ..backend import ReduceOp
 from ..errors import ConfigurationError
 from ..torch_seams.compiling import not_compiled
+from ..types import Context
 from .groups import get_model_parallel_rank, get_model_parallel_world_size
 from .partition import VocabUtility
 from .regions import sum_over_ranks
@@ -19,7 +18,7 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
     """``apply(logits [..., V / W], target [...]) -> loss [...]``"""
 
     @staticmethod
-    def forward(ctx: Any, vocab_parallel_logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+    def forward(ctx: Context, vocab_parallel_logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         largest = sum_over_ranks(vocab_parallel_logits.amax(dim=-1), in_place=True, op=ReduceOp.MAX)
         logits = vocab_parallel_logits - largest.unsqueeze(-1)
         size = logits.size(-1)
@@ -38,7 +37,7 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Context, grad_output: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
         softmax, elsewhere, index = ctx.saved_tensors
         # The largest tensor of many a model: its memory becomes the gradient's, unless backward may come again.
         again = torch._C._autograd._get_current_graph_task_keep_graph()

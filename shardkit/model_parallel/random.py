@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from ..activations.checkpointing import Surroundings, no_autocast_cache
 from ..backend import Backend, backend_for_device
 from ..errors import BackendError, ConfigurationError, LifecycleError
 from ..torch_seams.compiling import not_compiled
+from ..types import AnyCallable, Context, Tree
 from .groups import get_data_parallel_rank, get_model_parallel_rank
 
 _log = logging.getLogger("shardkit.model_parallel")
@@ -147,11 +148,19 @@ def model_parallel_cuda_manual_seed(seed: int) -> None:
     _tracker.add(_TRACKER_NAME, own)
 
 
+class _OfCheckpoint(Context):
+    run_function: AnyCallable
+    args: list[object]
+    places: list[tuple[int, bool]]  # of tensors among the arguments, and whether they want a gradient
+    surroundings: Surroundings
+    streams: dict[str, torch.ByteTensor]
+
+
 class CheckpointFunction(torch.autograd.Function):
     """``apply(run_function, *args)``: runs a function without a graph, and again, with one, in backward."""
 
     @staticmethod
-    def forward(ctx: Any, run_function: Callable[..., Any], *args: Any) -> Any:  # type: ignore[override]
+    def forward(ctx: _OfCheckpoint, run_function: AnyCallable, *args: object) -> Tree:  # type: ignore[override]
         ctx.run_function = run_function
         tensors = [a for a in args if isinstance(a, torch.Tensor)]
         ctx.args = [None if isinstance(a, torch.Tensor) else a for a in args]
@@ -164,7 +173,7 @@ class CheckpointFunction(torch.autograd.Function):
             return run_function(*args)
 
     @staticmethod
-    def backward(ctx: Any, *args: Any) -> tuple[Any, ...]:  # type: ignore[override]
+    def backward(ctx: _OfCheckpoint, *args: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
         if not torch.autograd._is_checkpoint_valid():
             raise LifecycleError(
                 "a checkpoint computes its gradients within backward(); torch.autograd.grad() and backward(inputs=...) "
@@ -187,7 +196,7 @@ class CheckpointFunction(torch.autograd.Function):
 
 
 @not_compiled
-def checkpoint(function: Callable[..., Any], *args: Any) -> Any:
+def checkpoint(function: AnyCallable, *args: object) -> Tree:
     """Runs ``function(*args)``, keeps its arguments only, and computes its activations again in backward.
 
     Random numbers, also those of the tracker's streams, are the same both times.

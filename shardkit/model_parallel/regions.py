@@ -16,12 +16,11 @@ with another branch of the graph.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from ..backend import ReduceOp
 from ..torch_seams.compiling import not_compiled
+from ..types import Context
 from .groups import get_model_parallel_world_size, group_of
 from .partition import split_tensor_along_last_dim
 
@@ -61,16 +60,20 @@ def all_parts(tensor: torch.Tensor) -> torch.Tensor:
 
 
 # ------------------------------------------------------------------------------------------ with gradients
+class _OfCopy(Context):
+    in_place: bool
+
+
 class CopyToRegion(torch.autograd.Function):
     """``apply(tensor, in_place)``; in_place: its gradient belongs to nobody else."""
 
     @staticmethod
-    def forward(ctx: Any, input_: torch.Tensor, in_place: bool = False) -> torch.Tensor:  # type: ignore[override]
+    def forward(ctx: _OfCopy, input_: torch.Tensor, in_place: bool = False) -> torch.Tensor:  # type: ignore[override]
         ctx.in_place = in_place
         return input_
 
     @staticmethod
-    def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+    def backward(ctx: _OfCopy, grad_output: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
         return ReduceFromRegion.apply(grad_output, ctx.in_place and not torch.is_grad_enabled()), None
 
 
@@ -78,14 +81,14 @@ class ReduceFromRegion(torch.autograd.Function):
     """``apply(tensor, in_place)``; in_place: the tensor was made for this and is a whole tensor of its own."""
 
     @staticmethod
-    def forward(ctx: Any, input_: torch.Tensor, in_place: bool = False) -> torch.Tensor:  # type: ignore[override]
+    def forward(ctx: Context, input_: torch.Tensor, in_place: bool = False) -> torch.Tensor:  # type: ignore[override]
         output = sum_over_ranks(input_, in_place=in_place)
         if output is input_ and in_place:
             ctx.mark_dirty(input_)
         return output
 
     @staticmethod
-    def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Context, grad_output: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
         return CopyToRegion.apply(grad_output), None
 
 
@@ -93,11 +96,11 @@ class ScatterToRegion(torch.autograd.Function):
     """``apply(tensor)``"""
 
     @staticmethod
-    def forward(ctx: Any, input_: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+    def forward(ctx: Context, input_: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         return own_part(input_)
 
     @staticmethod
-    def backward(ctx: Any, grad_output: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+    def backward(ctx: Context, grad_output: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         return GatherFromRegion.apply(grad_output)
 
 
@@ -105,11 +108,11 @@ class GatherFromRegion(torch.autograd.Function):
     """``apply(tensor)``"""
 
     @staticmethod
-    def forward(ctx: Any, input_: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+    def forward(ctx: Context, input_: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         return all_parts(input_)
 
     @staticmethod
-    def backward(ctx: Any, grad_output: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+    def backward(ctx: Context, grad_output: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         return ScatterToRegion.apply(grad_output)
 
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 import enum
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import optim
@@ -56,7 +55,7 @@ def declare_elementwise(optimizer_class: type[Optimizer]) -> type[Optimizer]:
     return optimizer_class
 
 
-def is_known_elementwise(optimizer_class: Any) -> bool:
+def is_known_elementwise(optimizer_class: object) -> bool:
     """Whether it is on the list, or was declared."""
     return optimizer_class in KNOWN or optimizer_class in _declared
 
@@ -133,7 +132,7 @@ def _tried(optimizer: Optimizer) -> Verdict:
 
 def _maker(optimizer: Optimizer) -> Callable[[Sequence[torch.Tensor]], Optimizer]:
     """Makes optimizers of the class with the same options over other parameters."""
-    kind: Any = type(optimizer)
+    kind: type = type(optimizer)
     accepted = inspect.signature(kind).parameters.values()
     takes_any = any(p.kind is p.VAR_KEYWORD for p in accepted)
     names = {p.name for p in accepted}
@@ -149,7 +148,9 @@ def _compared(make: Callable[[Sequence[torch.Tensor]], Optimizer], device: torch
         numels = [shape.numel() for shape in shapes]
         start, gradients = _numbers(numels, [size for _, size in members], device)
 
-        def whole(vector: torch.Tensor, numels: Any = numels, shapes: Any = shapes) -> list[torch.Tensor]:
+        def whole(
+            vector: torch.Tensor, numels: list[int] = numels, shapes: list[torch.Size] = shapes
+        ) -> list[torch.Tensor]:
             return [v.view(s) for v, s in zip(vector.split(numels), shapes, strict=True)]
 
         def shards(vector: torch.Tensor, cut: int = cut) -> list[torch.Tensor]:

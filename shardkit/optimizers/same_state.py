@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import hashlib
-from typing import Any
 
 import torch
 
 from ..backend import Group
 from ..checks.facts import all_gather_facts
 from ..errors import ConfigurationError, RankMismatchError
+from ..types import StateDict, Tree
 
 __all__ = ["check_same_state"]
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def check_same_state(group: Group, state_dict: dict[str, Any], problem: ConfigurationError | None) -> None:
+def check_same_state(group: Group, state_dict: StateDict, problem: ConfigurationError | None) -> None:
     """Raises on all ranks what is wrong on one (collective).
 
     Args:
@@ -56,7 +56,7 @@ def check_same_state(group: Group, state_dict: dict[str, Any], problem: Configur
                 )
 
 
-def _fingerprints(state_dict: dict[str, Any]) -> dict[str, str]:
+def _fingerprints(state_dict: StateDict) -> dict[str, str]:
     """A short text for each parameter that has state, and for each group."""
     found = {}
     position = 0
@@ -71,11 +71,11 @@ def _fingerprints(state_dict: dict[str, Any]) -> dict[str, str]:
     return found
 
 
-def _digest(value: Any) -> str:
+def _digest(value: object) -> str:
     return hashlib.sha256(repr(_plain(value)).encode()).hexdigest()[:16]
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> Tree:
     """Something whose text is the same where the values are."""
     if isinstance(value, torch.Tensor):
         return (str(value.dtype), tuple(value.shape), _sum_of_bits(value))

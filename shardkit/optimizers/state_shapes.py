@@ -7,12 +7,12 @@ or is broadcast.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable
 
 import torch
 
 from ..errors import ConfigurationError
+from ..types import SavedState
 
 __all__ = ["NUMBERS", "check_state"]
 
@@ -21,8 +21,8 @@ NUMBERS = ("step", "mu", "eta", "mu_product")
 
 
 def check_state(
-    states: Iterable[tuple[str, torch.Size, Mapping[str, Any]]],
-    own: Iterable[Mapping[str, Any]] | None,
+    states: Iterable[tuple[str, torch.Size, SavedState]],
+    own: Iterable[SavedState] | None,
     is_elementwise: bool,
 ) -> None:
     """Compares the shapes of saved state with those of parameters.

@@ -9,12 +9,13 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Protocol
 
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ..torch_seams.compiling import not_compiled
+from ..types import Args, Kwargs, Tree
 
 
 class StepPart(Protocol):
@@ -28,7 +29,7 @@ class StepPart(Protocol):
 
 
 _parts: list[StepPart] = []
-_registered: list[Any] = []
+_registered: list[object] = []
 _lock = threading.Lock()  # ranks may be threads of one process
 
 
@@ -43,7 +44,7 @@ def take_part(part: StepPart) -> None:
 
 
 @not_compiled
-def _before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _before(optimizer: Optimizer, args: Args, kwargs: Kwargs) -> Tree:
     for part in _parts:
         part.before(optimizer)
     # args begins with the optimizer itself
@@ -55,14 +56,14 @@ def _before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 
 @not_compiled
-def _after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+def _after(optimizer: Optimizer, args: object, kwargs: object) -> None:
     for part in reversed(_parts):
         part.after(optimizer)
 
 
-def _with_parts(optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
+def _with_parts(optimizer: Optimizer, closure: Callable[[], Tree]) -> Callable[[], Tree]:
     @functools.wraps(closure)
-    def evaluated() -> Any:
+    def evaluated() -> Tree:
         _after(optimizer, (), {})
         loss = closure()
         for part in _parts:

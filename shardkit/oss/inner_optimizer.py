@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any
 
 from torch.optim import Optimizer
 
 from ..errors import ConfigurationError
 from ..optimizers.elementwise import couples_parameters
+from ..types import Kwargs, ParamGroup
 
 
-def check_optimizer_class(optim: Any, refused: type[Optimizer]) -> None:
+def check_optimizer_class(optim: object, refused: type[Optimizer]) -> None:
     """Raises ConfigurationError unless it makes optimizers, and others than the ``refused``."""
     if isinstance(optim, Optimizer):
         raise ConfigurationError(
@@ -30,7 +30,7 @@ def check_optimizer_class(optim: Any, refused: type[Optimizer]) -> None:
 
 
 def make_inner(
-    optim: Callable[..., Optimizer], groups: list[dict[str, Any]], defaults: dict[str, Any], *, splits: bool
+    optim: Callable[..., Optimizer], groups: list[ParamGroup], defaults: Kwargs, *, splits: bool
 ) -> Optimizer:
     """``optim(groups, **defaults)``, where ``defaults`` may be those of another optimizer of the class.
 
@@ -51,7 +51,7 @@ def make_inner(
     names = {p.name for p in accepted}
     fixed = {} if takes_any else {k: v for k, v in defaults.items() if k not in names}
     made = optim(groups, **{k: v for k, v in defaults.items() if k not in fixed})
-    found = getattr(made, "defaults", {})
+    found = made.defaults if isinstance(made, Optimizer) else {}
     unknown = [k for k, v in fixed.items() if k not in found or found[k] != v]
     if unknown:
         raise TypeError(

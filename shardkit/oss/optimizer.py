@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim import SGD, Optimizer
+from torch.optim.optimizer import ParamsT
 
 from ..backend import Backend, Group, backend_for
 from ..checks.same_everywhere import check_one_device, option_facts
@@ -25,6 +26,7 @@ from ..optimizers.shards import refuse_shards
 from ..progress import note_error, noting_errors
 from ..reduction.norms import Portion, clip_by_global_norm, norm_like
 from ..torch_seams.distributed_checkpoint import current_request, is_called_by
+from ..types import ParamGroup, ProcessGroup, StateDict, Tree
 from . import state as oss_state
 from .inner_optimizer import check_optimizer_class, make_inner
 from .param_groups import check_ranks_agree, copy_options, group_facts, options_of
@@ -66,14 +68,14 @@ class OSS(Optimizer):
     @noting_errors
     def __init__(
         self,
-        params: Any,
+        params: ParamsT,
         optim: Callable[..., Optimizer] = SGD,
-        group: Any = None,
+        group: ProcessGroup = None,
         *,
         backend: str | Backend | None = None,
         partition: Partition = "greedy",
         broadcast_dtype: torch.dtype | None = None,
-        **defaults: Any,
+        **defaults: object,
     ) -> None:
         check_optimizer_class(optim, refused=OSS)
         if partition not in ("greedy", "balanced"):
@@ -88,7 +90,7 @@ class OSS(Optimizer):
         self._partition: Partition = partition
         self._loads = [0] * self._group.world_size
         self._owner: dict[nn.Parameter, int] = {}
-        self._consolidated: dict[int, dict[str, Any]] | None = None
+        self._consolidated: dict[int, StateDict] | None = None
         self._is_on_all_ranks = False
         self._has_stepped = False  # or loaded a state: on this rank or another
         self._before_step: list[Callable[[], None]] = []
@@ -126,7 +128,7 @@ class OSS(Optimizer):
         """The rank (in the group) that updates ``param``."""
         return self._owner[param]
 
-    def partition_parameters(self) -> list[list[dict[str, Any]]]:
+    def partition_parameters(self) -> list[list[StateDict]]:
         """The param groups of each rank, with the parameters that the rank owns; [W][groups]."""
         parts = []
         for rank in range(self.world_size):
@@ -146,8 +148,8 @@ class OSS(Optimizer):
         return self._placement.segments
 
     # ---------------------------------------------------------------- structure
-    def _refuse_shards(self, optim: Any) -> None:
-        name = getattr(optim, "__name__", "the optimizer")
+    def _refuse_shards(self, optim: object) -> None:
+        name = optim.__name__ if isinstance(optim, type) else "the optimizer"
         refuse_shards(
             self._parameters(), "OSS", f"FSDP shards optimizer state too: {name}(model.parameters(), ...)"
         )
@@ -167,7 +169,7 @@ class OSS(Optimizer):
         self._trainable = [p.requires_grad for p in self._all]
         self._placement.lay_out(self.param_groups)
 
-    def _inner_group(self, index: int) -> dict[str, Any]:
+    def _inner_group(self, index: int) -> StateDict:
         group = self.param_groups[index]
         return {**options_of(group), "params": self._placement.updated_here(index, group["params"])}
 
@@ -178,7 +180,7 @@ class OSS(Optimizer):
         copy_options(self.optim.param_groups, self.param_groups)
 
     @noting_errors
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
+    def add_param_group(self, param_group: ParamGroup) -> None:
         """Adds a group at any time; parameters that are there already keep their owners (and state)."""
         super().add_param_group(param_group)
         if not self._built:
@@ -202,7 +204,7 @@ class OSS(Optimizer):
             group["params"] = self._placement.updated_here(index, self.param_groups[index]["params"])
 
     # ---------------------------------------------------------------- stepping
-    def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Tree] | None = None, **kwargs: object) -> Tree:  # type: ignore[override]
         """Updates the parameters that this rank owns, then publishes them to all ranks.
 
         Args:
@@ -233,7 +235,7 @@ class OSS(Optimizer):
         self,
         max_norm: float,
         norm_type: float = 2.0,
-        filter_params_fn: Callable[[Any], Any] | None = None,
+        filter_params_fn: Callable[[list[nn.Parameter]], list[nn.Parameter]] | None = None,
         error_if_nonfinite: bool = False,
         foreach: bool | None = None,
         *,
@@ -284,7 +286,7 @@ class OSS(Optimizer):
         self._consolidated = oss_state.collect(mine, self._group, recipient_rank)
         self._is_on_all_ranks = recipient_rank == -1 or self.world_size == 1
 
-    def state_dict(self, all_ranks: bool = False) -> dict[str, Any]:  # type: ignore[override]
+    def state_dict(self, all_ranks: bool = False) -> StateDict:  # type: ignore[override]
         """The whole optimizer's state in torch's format: ``{"state": {index: ...}, "param_groups": [...]}``.
 
         It loads into a plain optimizer, into fairscale's OSS and into this one at any world size. Tensors
@@ -316,12 +318,12 @@ class OSS(Optimizer):
         finally:
             self.state = shown
 
-    def local_state_dict(self) -> dict[str, Any]:
+    def local_state_dict(self) -> StateDict:
         """The inner optimizer's own dict: this rank's part only."""
         return oss_state.local(self.optim)
 
     @noting_errors
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # type: ignore[override]
+    def load_state_dict(self, state_dict: StateDict) -> None:  # type: ignore[override]
         """Loads a whole optimizer's state (of a plain optimizer, of fairscale's or this OSS at any world size).
 
         Each rank keeps what it owns. ``state_dict`` is not changed.
@@ -352,7 +354,7 @@ class OSS(Optimizer):
         self.optim.load_state_dict({"state": state, "param_groups": groups})
         self._adopt_inner()
 
-    def rank_local_state_dict(self, rank: int, state_dict: dict[str, Any]) -> dict[str, Any]:
+    def rank_local_state_dict(self, rank: int, state_dict: StateDict) -> StateDict:
         """The part of a whole state dict that belongs to ``rank``, indexed as that rank's inner optimizer does."""
         owners = [self._owner[p] for p in self._parameters()]
         return oss_state.part_of_rank(state_dict, owners, rank)

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from ..backend import Group
 from ..checks.same_everywhere import check_same_everywhere, option_facts, refuse_lazy, shape_fact
+from ..types import Facts, StateDict
 
-ParamGroup = dict[str, Any]
+ParamGroup = StateDict
 
 
-def options_of(group: ParamGroup) -> dict[str, Any]:
+def options_of(group: ParamGroup) -> StateDict:
     """What a group says of its parameters."""
     return {k: v for k, v in group.items() if k != "params" and k != "param_names"}
 
@@ -22,7 +22,7 @@ def copy_options(source: list[ParamGroup], target: list[ParamGroup]) -> None:
         b.update({k: v for k, v in a.items() if k != "params" and k != "param_names"})
 
 
-def group_facts(groups: Sequence[ParamGroup], first: int) -> list[tuple[str, Any]]:
+def group_facts(groups: Sequence[ParamGroup], first: int) -> list[tuple[str, object]]:
     """Options of the param groups from this one on; later they are the user's to change."""
     facts = []
     for index, group in enumerate(groups[first:], first):
@@ -31,11 +31,9 @@ def group_facts(groups: Sequence[ParamGroup], first: int) -> list[tuple[str, Any
     return facts
 
 
-def check_ranks_agree(
-    group: Group, groups: Sequence[ParamGroup], options: Sequence[tuple[str, Any]] = ()
-) -> None:
+def check_ranks_agree(group: Group, groups: Sequence[ParamGroup], options: Facts = ()) -> None:
     """Raises RankMismatchError unless all ranks have the same parameters and options (collective)."""
-    facts: list[tuple[str, Any]] = [("number of param groups", len(groups))]
+    facts: list[tuple[str, object]] = [("number of param groups", len(groups))]
     for index, g in enumerate(groups):
         names = g.get("param_names") or [f"parameter {i} of group {index}" for i in range(len(g["params"]))]
         facts += [

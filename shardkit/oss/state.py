@@ -17,11 +17,12 @@ from torch.optim import Optimizer
 from ..backend import Group
 from ..errors import ConfigurationError
 from ..optimizers.state_shapes import check_state
+from ..types import ParamGroup, StateDict, Tree
 
-State = dict[str, Any]
+State = StateDict
 
 
-def to_cpu(value: Any) -> Any:
+def to_cpu(value: object) -> Tree:
     """Tensors inside nested containers as detached CPU copies; everything else as it is."""
     if isinstance(value, torch.Tensor):
         return value.detach().to("cpu", copy=True)
@@ -52,7 +53,7 @@ def collect(mine: dict[int, State], group: Group, recipient_rank: int) -> dict[i
     return dict(sorted(merged.items()))
 
 
-def check_loadable(state_dict: dict[str, Any], groups: list[dict[str, Any]]) -> None:
+def check_loadable(state_dict: StateDict, groups: list[ParamGroup]) -> None:
     """Raises ConfigurationError (a ValueError) unless the dict has the groups and parameters of this optimizer."""
     if not isinstance(state_dict, dict) or not {"state", "param_groups"} <= set(state_dict):
         raise ConfigurationError(
@@ -71,7 +72,7 @@ def check_loadable(state_dict: dict[str, Any], groups: list[dict[str, Any]]) -> 
 
 
 def check_shapes(
-    state_dict: State, params: Sequence[nn.Parameter], own: Mapping[Any, State], is_elementwise: bool
+    state_dict: State, params: Sequence[nn.Parameter], own: Mapping[torch.Tensor, State], is_elementwise: bool
 ) -> None:
     """Raises ConfigurationError if the state of any parameter, of whatever owner, has another shape.
 
@@ -106,7 +107,7 @@ def _indices(state_dict: State) -> list[int]:
     return [i for g in state_dict["param_groups"] for i in g["params"]]
 
 
-def _own_copies(value: Any, device: torch.device) -> Any:
+def _own_copies(value: object, device: torch.device) -> Tree:
     """Copies tensors that would go on being shared with the caller: those that need no move to the device."""
     if isinstance(value, torch.Tensor):
         return value.clone() if value.device == device or value.dim() == 0 else value
@@ -133,8 +134,8 @@ def part_of_rank(state_dict: State, owners: Sequence[int], rank: int) -> State:
         owners: the rank of each parameter, in order.
         rank: whose part it is.
     """
-    state: dict[int, Any] = {}
-    groups: list[dict[str, Any]] = []
+    state: dict[int, State] = {}
+    groups: list[ParamGroup] = []
     owner, count = iter(owners), 0
     for group in state_dict["param_groups"]:
         indices = []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -29,7 +29,9 @@ def dense(gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return [g.coalesce()._values() if g.is_sparse else g for g in gradients]
 
 
-def order_of(norm_type: Any = 2.0, *, p: Any = None, ord: Any = None, **others: Any) -> float:
+def order_of(
+    norm_type: float | str = 2.0, *, p: float | str | None = None, ord: float | None = None, **others: object
+) -> float:
     """The order of a norm from what a function of torch's was called with after the tensor."""
     return float(next(given for given in (p, ord, norm_type) if given is not None))
 

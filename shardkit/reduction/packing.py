@@ -119,6 +119,8 @@ class WrittenPack:
             if piece.item not in rows:
                 rows[piece.item] = (g.to_dense() if g.layout is torch.sparse_coo else g).reshape(-1)
             sources.append(rows[piece.item][piece.start : piece.start + piece.numel])
+        if not self._targets:
+            return  # gradients without elements
         if had is None:
             torch._foreach_copy_(self._targets, sources + self._ones)  # type: ignore[arg-type]
             if self._gaps:

@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from collections.abc import Sequence
+from types import FunctionType
+from typing import ClassVar
 
 import torch
 from torch.nn.utils import clip_grad
@@ -25,6 +26,7 @@ from ..backend import Group, ReduceOp
 from ..errors import ConfigurationError, LifecycleError
 from ..optimizers.stepping import take_part
 from ..torch_seams.marked_tensors import MarkedTensor, as_plain, stays_marked
+from ..types import AnyCallable, Args, Kwargs, Memo, StateDict, Tree
 from .norms import combined, global_norm, nothing, order_of
 
 _NORM, _NORMS = frozenset({torch.linalg.vector_norm, torch.norm}), torch._foreach_norm
@@ -51,8 +53,8 @@ class ShardGradient(MarkedTensor):
 
     @classmethod
     def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Any = None
-    ) -> Any:
+        cls, func: AnyCallable, types: Sequence[type], args: Args = (), kwargs: Kwargs | None = None
+    ) -> Tree:
         kwargs = kwargs or {}
         if (func in _NORM or func is _NORMS) and _is_clipping():
             with as_plain():
@@ -70,7 +72,7 @@ class ShardGradient(MarkedTensor):
                 result.__class__ = cls  # a clone, a detached or a scaled one is such a gradient too
         return result
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+    def __deepcopy__(self, memo: Memo) -> torch.Tensor:
         with as_plain():
             copied = memo[id(self)] = self.as_subclass(torch.Tensor).clone()
         return copied
@@ -81,8 +83,8 @@ def _is_clipping() -> bool:
     frame = sys._getframe(2)
     while frame.f_globals is _FUNCTIONAL or frame.f_globals is _OVERRIDES:  # torch.norm is no builtin
         frame = frame.f_back  # type: ignore[assignment]
-    asking = frame.f_globals
-    return asking is _CLIPPING or asking is getattr(torch.nn.utils.clip_grad_norm_, "__globals__", None)
+    asking, clipping = frame.f_globals, torch.nn.utils.clip_grad_norm_
+    return asking is _CLIPPING or (isinstance(clipping, FunctionType) and asking is clipping.__globals__)
 
 
 def gradient_class(
@@ -102,7 +104,7 @@ def gradient_class(
     made = _classes.setdefault(group, {})
     if instead in made and not kept:
         return made[instead]
-    facts: dict[str, Any] = {"group_of": weakref.ref(group), "has_padding": has_padding, "instead": instead}
+    facts: StateDict = {"group_of": weakref.ref(group), "has_padding": has_padding, "instead": instead}
     facts["kept"] = [weakref.ref(p) for p in kept]  # their gradients have the class
     kind = type("ShardGradient", (ShardGradient,), facts)
     if not kept:  # else the class would keep these parameters as long as there is the group
@@ -125,8 +127,8 @@ class _UnfinishedNorm(torch.Tensor):
 
     @classmethod
     def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Any = None
-    ) -> Any:
+        cls, func: AnyCallable, types: Sequence[type], args: Args = (), kwargs: Kwargs | None = None
+    ) -> Tree:
         with as_plain():
             if func in _NORM:
                 return _finished_norm(args[0], order_of(*args[1:], **(kwargs or {})))
@@ -145,7 +147,7 @@ def _unfinished(norm: torch.Tensor, kinds: list[type[ShardGradient] | None]) -> 
     return made
 
 
-def _unfinished_norms(several: bool, gradients: Any, norm_type: float) -> Any:
+def _unfinished_norms(several: bool, gradients: Tree, norm_type: float) -> Tree:
     each = gradients if several else [gradients]
     for g in each:
         if isinstance(g, ShardGradient) and (norm_type == 0 or (norm_type < 0 and g.has_padding)):
@@ -179,7 +181,7 @@ def _finished_norm(norms: _UnfinishedNorm, norm_type: float) -> torch.Tensor:
 
 def _check_all_there(kind: type[ShardGradient], asked: int) -> None:
     """Of a part of the parameters each rank knows its own alone: ranks would take norms of different parts together."""
-    there = sum(type(getattr(p(), "grad", None)) is kind for p in kind.kept)
+    there = sum(p is not None and type(p.grad) is kind for p in (kept() for kept in kind.kept))
     if kind.kept and asked != there:
         raise ConfigurationError(
             f"the norm of {asked} of the {there} gradients that this rank has: the gradients of other parameters are "
@@ -188,7 +190,9 @@ def _check_all_there(kind: type[ShardGradient], asked: int) -> None:
 
 
 # ------------------------------------------------------------ torch.amp.GradScaler
-def _agree_on_overflow(gradients: Sequence[torch.Tensor], found_inf: torch.Tensor, inv_scale: Any) -> None:
+def _agree_on_overflow(
+    gradients: Sequence[torch.Tensor], found_inf: torch.Tensor, inv_scale: torch.Tensor
+) -> None:
     """An overflow on one rank is one on all ranks (collective)."""
     groups = {_group_of(g) for g in gradients if isinstance(g, ShardGradient)}
     for group in sorted(groups, key=lambda g: g.ranks):

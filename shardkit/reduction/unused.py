@@ -7,10 +7,12 @@ before a step their values and their state are put aside, and put back after it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
+
+from ..types import SavedState
 
 __all__ = ["PutAside", "UnusedRanges", "UsedMask", "state_by_element"]
 
@@ -73,13 +75,13 @@ class PutAside:
     """
 
     @torch.no_grad()
-    def __init__(self, vector: torch.Tensor, state: Mapping[str, Any], unused: Unused) -> None:
+    def __init__(self, vector: torch.Tensor, state: SavedState, unused: Unused) -> None:
         self._unused = unused
         self._values = unused.saved(vector)
         self._state = {k: unused.saved(v) for k, v in state_by_element(vector, state).items()}
 
     @torch.no_grad()
-    def put_back(self, vector: torch.Tensor, state: Mapping[str, Any]) -> None:
+    def put_back(self, vector: torch.Tensor, state: SavedState) -> None:
         """After the step; state that it has made starts as it would in a plain process."""
         self._unused.put_back(vector, self._values)
         for key, now in state_by_element(vector, state).items():
@@ -87,7 +89,7 @@ class PutAside:
                 self._unused.put_back(now, self._state.get(key))
 
 
-def state_by_element(vector: torch.Tensor, state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+def state_by_element(vector: torch.Tensor, state: SavedState) -> dict[str, torch.Tensor]:
     """What of an optimizer's state has one element for each of the vector."""
     return {
         k: v for k, v in state.items() if isinstance(v, torch.Tensor) and v.shape == vector.shape and v.dim()

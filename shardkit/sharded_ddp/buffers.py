@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from torch import nn
 
 from ..backend import Group
 from ..errors import ConfigurationError
+from ..types import ProcessGroup
 
 
 @torch.no_grad()
@@ -74,7 +74,7 @@ class BufferSync:
         self.changed = False
 
 
-def connect_sync_batch_norm(module: nn.Module, process_group: Any, group: Group) -> None:
+def connect_sync_batch_norm(module: nn.Module, process_group: ProcessGroup, group: Group) -> None:
     """Gives SyncBatchNorm layers without a group of their own the wrapper's.
 
     Args:
@@ -98,6 +98,6 @@ def connect_sync_batch_norm(module: nn.Module, process_group: Any, group: Group)
             layer.register_forward_pre_hook(partial(_refuse_training, message))
 
 
-def _refuse_training(message: str, layer: nn.Module, inputs: Any) -> None:
+def _refuse_training(message: str, layer: nn.Module, inputs: object) -> None:
     if layer.training:
         raise ConfigurationError(message)

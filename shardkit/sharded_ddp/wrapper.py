@@ -6,7 +6,6 @@ import logging
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import nn
@@ -25,6 +24,7 @@ from ..policy import ReducePolicy
 from ..progress import noting_errors
 from ..torch_seams.forward_signature import signed_as_wrapped
 from ..torch_seams.other_wrappers import PreparedForAccelerate, check_wrappable, note_wrapper
+from ..types import ProcessGroup, StateDict, Tree
 from .buffers import BufferSync, broadcast_module, connect_sync_batch_norm
 from .exchange import GradientExchange
 
@@ -66,7 +66,7 @@ class ShardedDDP(PreparedForAccelerate, nn.Module):
         module: nn.Module,
         optimizer: OSS | Sequence[OSS],
         *,
-        group: Any = None,
+        group: ProcessGroup = None,
         broadcast_buffers: bool = True,
         sync_module_states: bool = True,
         reduce: ReducePolicy | None = None,
@@ -121,7 +121,7 @@ class ShardedDDP(PreparedForAccelerate, nn.Module):
         )  # fmt: skip
 
     @signed_as_wrapped
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> Tree:
         """Runs the module; in training it first checks what is trainable and brings buffers up to date."""
         training = self.training and torch.is_grad_enabled()
         if training:
@@ -178,7 +178,7 @@ class ShardedDDP(PreparedForAccelerate, nn.Module):
         if self._exchange is not None:
             self._exchange.recover()
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> StateDict:
         """What copies and pickles hold: the module. Ranks and optimizers are this process's; see :meth:`_connected`."""
         state = self.__dict__.copy()
         state.update(
@@ -186,7 +186,7 @@ class ShardedDDP(PreparedForAccelerate, nn.Module):
         )
         return state
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> Tree:
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -211,8 +211,8 @@ def _sharded(optimizer: OSS | Sequence[OSS]) -> list[OSS]:
     return optimizers
 
 
-def _facts(module: nn.Module) -> list[tuple[str, Any]]:
-    facts: list[tuple[str, Any]] = [
+def _facts(module: nn.Module) -> list[tuple[str, object]]:
+    facts: list[tuple[str, object]] = [
         (n, (shape_fact(p), str(p.dtype), "trainable" if p.requires_grad else "frozen"))
         for n, p in module.named_parameters()
     ]

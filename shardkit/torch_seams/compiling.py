@@ -6,17 +6,18 @@ marks are what it leaves on a function.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 
-F = TypeVar("F", bound=Callable[..., Any])
+from ..types import AnyCallable
+
+F = TypeVar("F", bound=AnyCallable)
 _eval_frame = torch._C._dynamo.eval_frame
 _SKIP, _DEFAULT = _eval_frame._FrameAction.SKIP, _eval_frame._FrameAction.DEFAULT
 
 
-def _marked(function: F, callees: Any) -> F:
+def _marked(function: F, callees: torch._C._dynamo.eval_frame._FrameAction) -> F:
     _eval_frame.set_code_exec_strategy(function.__code__, _eval_frame._FrameExecStrategy(_SKIP, callees))
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
     function._torchdynamo_disable_msg = "shardkit runs it outside of the graph"  # type: ignore[attr-defined]

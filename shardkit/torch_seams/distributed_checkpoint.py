@@ -12,14 +12,15 @@ refuse what would be wrong, before anything is sent or changed. Nothing else tel
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import islice
-from typing import Any, ClassVar, NoReturn
+from typing import ClassVar, NoReturn
 
 import torch
 from torch.optim import Optimizer
 
 from ..errors import ShardkitError
+from ..types import AnyCallable, Args, Kwargs, Memo, Tree
 from .callers import callers
 from .marked_tensors import MarkedTensor, as_plain, stays_marked
 
@@ -37,20 +38,20 @@ class OwnOfRank(MarkedTensor):
 
     @classmethod
     def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Any = None
-    ) -> Any:
+        cls, func: AnyCallable, types: Sequence[type], args: Args = (), kwargs: Kwargs | None = None
+    ) -> Tree:
         with as_plain():
             result = func(*args, **(kwargs or {}))
             if stays_marked(result, args, cls):
                 result.__class__ = cls
         return result
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+    def __deepcopy__(self, memo: Memo) -> torch.Tensor:
         copied: torch.Tensor = self.clone()
         memo[id(self)] = copied
         return copied
 
-    def _refuse(self, *_: Any) -> NoReturn:
+    def _refuse(self, *_: object) -> NoReturn:
         # no ConfigurationError: for a ValueError torch would put a message of its own
         raise ShardkitError(self.remedy)
 
@@ -71,8 +72,8 @@ class Request:
 
     function: str
     optimizers: tuple[Optimizer, ...]
-    options: Any
-    submodules: Any
+    options: object
+    submodules: object
 
     def wants(self, option: str) -> bool:
         """Whether a flag of the options is set."""

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from typing import TypeVar, cast
+
+from ..types import AnyCallable, Tree
 
 __all__ = ["signed_as_wrapped"]
 
-F = TypeVar("F", bound=Callable[..., Any])
+F = TypeVar("F", bound=AnyCallable)
 
 
 def signed_as_wrapped(forward: F) -> F:
@@ -23,21 +24,21 @@ def signed_as_wrapped(forward: F) -> F:
 class _Forward:
     """A method; functions can't have another signature for each object."""
 
-    def __init__(self, function: Callable[..., Any]) -> None:
+    def __init__(self, function: AnyCallable) -> None:
         self._function = self.__wrapped__ = function
         self.__doc__ = function.__doc__
 
-    def __get__(self, wrapper: Any, owner: type | None = None) -> Any:
+    def __get__(self, wrapper: object, owner: type | None = None) -> AnyCallable:
         return self._function if wrapper is None else _Bound(self._function, wrapper)
 
 
-class _Bound(functools.partial[Any]):
+class _Bound(functools.partial[Tree]):
     """The method of one wrapper. Calling it adds no call of Python's."""
 
     __name__ = "forward"
 
     @property
-    def __self__(self) -> Any:
+    def __self__(self) -> object:
         return self.args[0]
 
     @property

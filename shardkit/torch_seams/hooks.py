@@ -19,7 +19,7 @@ import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from types import FrameType
+from types import FrameType, FunctionType
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ..errors import ConfigurationError, LifecycleError
 from ..progress import observe
+from ..types import AnyCallable, Tree
 from .compiling import callees_compiled, not_compiled
 
 NO_BACKWARD = -1
@@ -101,7 +102,7 @@ class BackwardState:
         self._on_end()
 
 
-class _Kept(OrderedDict[int, Any]):
+class _Kept(OrderedDict[int, AnyCallable]):
     """Hooks for when a parameter has got its gradient, the last of which takes the gradient away.
 
     Autograd would call later ones in vain: they would find no gradient. So torch can't put any here (it is this dict
@@ -112,7 +113,7 @@ class _Kept(OrderedDict[int, Any]):
         super().__init__()
         self.refusals: dict[int, str] = {}  # of ours
 
-    def __setitem__(self, key: int, hook: Any) -> None:
+    def __setitem__(self, key: int, hook: AnyCallable) -> None:
         for refusal in self.refusals.values():
             raise ConfigurationError(refusal)
         super().__setitem__(key, hook)
@@ -121,7 +122,7 @@ class _Kept(OrderedDict[int, Any]):
         self.refusals.pop(key, None)
         super().__delitem__(key)
 
-    def add(self, hook: Any, refusal: str) -> RemovableHandle:
+    def add(self, hook: AnyCallable, refusal: str) -> RemovableHandle:
         handle = RemovableHandle(self)
         super().__setitem__(handle.id, hook)
         if refusal:
@@ -179,7 +180,7 @@ def call_after_backward(function: Callable[[], None]) -> None:
     queue(lambda: queue(function))
 
 
-_run_backward: Callable[..., Any] = torch.autograd.graph._engine_run_backward
+_run_backward: AnyCallable = torch.autograd.graph._engine_run_backward
 _RUN_BACKWARD = _run_backward.__code__
 _RUN_NODE = torch.autograd.function.BackwardCFunction.apply.__code__
 
@@ -207,19 +208,19 @@ def inside_another_backward() -> bool:
     return False
 
 
-_asked_checks: list[Callable[[Sequence[Any]], None]] = []
+_asked_checks: list[Callable[[Sequence[torch.Tensor]], None]] = []
 
 
 @callees_compiled
 @functools.wraps(_run_backward)
-def _run_checked(t_outputs: Any, *args: Any, **kwargs: Any) -> Any:
+def _run_checked(t_outputs: object, *args: Any, **kwargs: object) -> Tree:
     if len(args) > 3 and args[3]:  # behind the gradients of the outputs, retain_graph and create_graph
         for check in _asked_checks:
             check(args[3])
     return _run_backward(t_outputs, *args, **kwargs)
 
 
-def check_asked_gradients(check: Callable[[Sequence[Any]], None]) -> None:
+def check_asked_gradients(check: Callable[[Sequence[torch.Tensor]], None]) -> None:
     """From now on ``check`` sees, before anything runs, tensors that a backward shall give gradients of, and no others.
 
     These are the inputs of ``torch.autograd.grad`` and ``backward(inputs=)``. See [Note: gradients asked for].
@@ -234,7 +235,7 @@ def check_asked_gradients(check: Callable[[Sequence[Any]], None]) -> None:
 _APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
 
 
-def surrounding_checkpoint() -> Any:
+def surrounding_checkpoint() -> object:
     """The activation checkpoint that will run in backward again what is called now; None outside of one.
 
     An object that is the same for all calls within the outermost checkpoint. torch's own kind is known by its hooks for
@@ -243,7 +244,11 @@ def surrounding_checkpoint() -> Any:
     if torch.is_grad_enabled():
         hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
         pack = None if hooks is None else hooks[0]
-        return pack if getattr(pack, "__qualname__", "").startswith("_checkpoint_hook.") else None
+        return (
+            pack
+            if isinstance(pack, FunctionType) and pack.__qualname__.startswith("_checkpoint_hook.")
+            else None
+        )
     outermost, frame = None, sys._getframe(1)
     while frame is not None:
         if frame.f_code is _APPLY:
@@ -264,15 +269,15 @@ def watch_outputs(outputs: Sequence[torch.Tensor], hook: GradientHook) -> bool:
 
 
 @not_compiled
-def tensors_of(outputs: Any) -> Sequence[torch.Tensor]:
+def tensors_of(outputs: object) -> Sequence[torch.Tensor]:
     """All tensors in what a module returned (any nesting of containers)."""
     return (outputs,) if isinstance(outputs, torch.Tensor) else tensors_in(outputs)
 
 
-def tensors_in(value: Any, depth: int = 4) -> list[torch.Tensor]:
+def tensors_in(value: object, depth: int = 4) -> list[torch.Tensor]:
     """All tensors inside nested tuples, lists, dicts, dataclasses and objects with attributes."""
     found: list[torch.Tensor] = []
-    leaves: Sequence[Any] = tree_leaves(value)
+    leaves: Sequence[object] = tree_leaves(value)
     for leaf in leaves:
         if isinstance(leaf, torch.Tensor):
             found.append(leaf)

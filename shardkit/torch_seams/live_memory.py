@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import weakref
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from ..types import AnyCallable, Args, Kwargs, Tree
 
 
 class LiveTensors(TorchDispatchMode):
@@ -25,13 +27,13 @@ class LiveTensors(TorchDispatchMode):
         self._known: set[int] = set()
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+        self, func: AnyCallable, types: Sequence[type], args: Args = (), kwargs: Kwargs | None = None
+    ) -> Tree:
         returned = func(*args, **(kwargs or {}))
         self.add(returned)
         return returned
 
-    def add(self, tensors: Any) -> None:
+    def add(self, tensors: object) -> None:
         """Tensors in any nesting of containers."""
         for storage in (t.untyped_storage() for t in tree_leaves(tensors) if isinstance(t, torch.Tensor)):
             if storage._cdata not in self._known:

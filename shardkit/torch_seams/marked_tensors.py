@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import SupportsIndex
 
 import torch
 
@@ -13,12 +13,12 @@ as_plain = torch._C.DisableTorchFunctionSubclass  # a context in which tensors a
 class MarkedTensor(torch.Tensor):
     """What is pickled of it is a plain tensor."""
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: SupportsIndex) -> str | tuple[object, ...]:
         with as_plain():
             return self.as_subclass(torch.Tensor).__reduce_ex__(protocol)
 
 
-def stays_marked(result: Any, args: Sequence[Any], kind: type[torch.Tensor]) -> bool:
+def stays_marked(result: object, args: Sequence[object], kind: type[torch.Tensor]) -> bool:
     """Whether the result of a function is its first argument, of this kind, again: cloned, detached, scaled."""
     return (
         type(result) is torch.Tensor

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
+from ..types import SavedState
 
-def versions_of(state_dict: Mapping[str, Any]) -> Any:
+
+def versions_of(state_dict: SavedState) -> Any:
     """What torch noted, by path; None in dicts that were copied without the attribute."""
-    return getattr(state_dict, "_metadata", None)
+    try:
+        return state_dict._metadata  # type: ignore[attr-defined]
+    except AttributeError:
+        return None

@@ -5,8 +5,7 @@ Names are those under which torch announces a call to ``__torch_function__``; at
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from ..types import AnyCallable
 
 
 def _names(listed: str) -> frozenset[str]:
@@ -37,7 +36,7 @@ ALIKE = _names(
 _ACCESSORS = {"__get__": "get", "__set__": "set", "__delete__": "delete"}
 
 
-def name_of(func: Callable[..., Any]) -> str:
+def name_of(func: AnyCallable) -> str:
     """A function's own name, or "get", "set" or "delete" and an attribute's."""
     name = getattr(func, "__name__", str(func))
     accessor = _ACCESSORS.get(name)

@@ -21,6 +21,7 @@ from typing import Any
 from torch import nn
 
 from ..errors import ConfigurationError, LifecycleError
+from ..types import AnyCallable, Kwargs
 from .policies import AdaptedPolicy, adapt_policy, default_auto_wrap_policy, with_min_num_params
 
 
@@ -43,9 +44,9 @@ class WrapContext:
         prepare: applied to a module before it is wrapped.
     """
 
-    wrapper_cls: Callable[..., Any]
-    policy: Any = default_auto_wrap_policy
-    kwargs: dict[str, Any] = field(default_factory=dict)
+    wrapper_cls: AnyCallable
+    policy: object = default_auto_wrap_policy
+    kwargs: Kwargs = field(default_factory=dict)
     prepare: Callable[[nn.Module], nn.Module] | None = None
 
 
@@ -79,7 +80,7 @@ def leave_context() -> None:
 
 @contextlib.contextmanager
 def enable_wrap(
-    auto_wrap_policy: Any = None, *, wrapper_cls: Callable[..., Any], **wrapper_kwargs: Any
+    auto_wrap_policy: object = None, *, wrapper_cls: AnyCallable, **wrapper_kwargs: object
 ) -> Iterator[None]:
     """Lets :func:`wrap` and :func:`auto_wrap` wrap within this block (and this thread).
 
@@ -100,7 +101,7 @@ def enable_wrap(
         leave_context()
 
 
-def wrap(module: nn.Module, **wrap_overrides: Any) -> nn.Module:
+def wrap(module: nn.Module, **wrap_overrides: object) -> nn.Module:
     """Wraps one module, within :func:`enable_wrap`; else returns it.
 
     The wrapper's arguments are those of the block, overridden by the dict ``module.wrapper_config`` if there is
@@ -115,10 +116,10 @@ def wrap(module: nn.Module, **wrap_overrides: Any) -> nn.Module:
 
 def auto_wrap(
     module: nn.Module,
-    auto_wrap_policy: Any = None,
+    auto_wrap_policy: object = None,
     *,
     min_num_params: float | None = None,
-    **wrap_overrides: Any,
+    **wrap_overrides: object,
 ) -> nn.Module:
     """Wraps the modules of a tree that the policy chooses, children before parents; within :func:`enable_wrap` only.
 
@@ -149,8 +150,8 @@ def auto_wrap(
 
 def wrap_tree(
     module: nn.Module,
-    policy: Any,
-    overrides: dict[str, Any],
+    policy: object,
+    overrides: Kwargs,
     module_is_root: bool = True,
     context: WrapContext | None = None,
 ) -> tuple[nn.Module, int]:
@@ -173,7 +174,7 @@ def wrap_tree(
     return wrapped, tree.numel(params)
 
 
-def _check_nothing_is_wrapped(root: nn.Module, wrapper_cls: Callable[..., Any]) -> None:
+def _check_nothing_is_wrapped(root: nn.Module, wrapper_cls: AnyCallable) -> None:
     if not isinstance(wrapper_cls, type):
         return
     for name, module in root.named_modules():
@@ -185,9 +186,7 @@ def _check_nothing_is_wrapped(root: nn.Module, wrapper_cls: Callable[..., Any]) 
             )
 
 
-def _apply(
-    context: WrapContext, module: nn.Module, from_policy: dict[str, Any], overrides: dict[str, Any]
-) -> nn.Module:
+def _apply(context: WrapContext, module: nn.Module, from_policy: Kwargs, overrides: Kwargs) -> nn.Module:
     own: Any = getattr(module, "wrapper_config", {})
     if not isinstance(own, dict):
         raise WrapError(
@@ -204,7 +203,7 @@ class _Tree:
     """One walk over a tree of modules."""
 
     def __init__(
-        self, root: nn.Module, context: WrapContext, policy: AdaptedPolicy, overrides: dict[str, Any]
+        self, root: nn.Module, context: WrapContext, policy: AdaptedPolicy, overrides: Kwargs
     ) -> None:
         self._context, self._policy, self._overrides = context, policy, overrides
         # Taken before anything is wrapped: wrappers may replace and flatten parameters.

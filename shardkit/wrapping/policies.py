@@ -24,6 +24,7 @@ from typing import Any, Protocol
 from torch import nn
 
 from ..errors import ConfigurationError
+from ..types import AnyCallable, StateDict
 
 ModuleTypes = Iterable[type[nn.Module]]
 
@@ -125,13 +126,13 @@ class AdaptedPolicy(Protocol):
         """Whether to look at the children of ``module``, whose parameters have ``numel`` elements."""
         ...
 
-    def arguments(self, module: nn.Module, numel: int, is_root: bool) -> dict[str, Any] | None:
+    def arguments(self, module: nn.Module, numel: int, is_root: bool) -> StateDict | None:
         """The wrapper's arguments that the policy itself sets, or None if ``module`` is not to be wrapped."""
         ...
 
 
 class _CallablePolicy:
-    def __init__(self, policy: Callable[..., Any]) -> None:
+    def __init__(self, policy: AnyCallable) -> None:
         self._policy = policy
         self._accepted, takes_anything = _keywords(policy)
         if takes_anything:
@@ -152,24 +153,24 @@ class _CallablePolicy:
     def descend(self, module: nn.Module, numel: int, is_root: bool) -> bool:
         return self._ask(module, True, numel, is_root)
 
-    def arguments(self, module: nn.Module, numel: int, is_root: bool) -> dict[str, Any] | None:
+    def arguments(self, module: nn.Module, numel: int, is_root: bool) -> StateDict | None:
         return {} if self._ask(module, False, numel, is_root) else None
 
 
 class _PlannedPolicy:
     """A policy object of torch that names its targets, and arguments for them, up front."""
 
-    def __init__(self, targets: dict[nn.Module, dict[str, Any]]) -> None:
+    def __init__(self, targets: dict[nn.Module, StateDict]) -> None:
         self._targets = targets
 
     def descend(self, module: nn.Module, numel: int, is_root: bool) -> bool:
         return True
 
-    def arguments(self, module: nn.Module, numel: int, is_root: bool) -> dict[str, Any] | None:
+    def arguments(self, module: nn.Module, numel: int, is_root: bool) -> StateDict | None:
         return self._targets.get(module)
 
 
-def _keywords(policy: Callable[..., Any]) -> tuple[set[str], bool]:
+def _keywords(policy: AnyCallable) -> tuple[set[str], bool]:
     """The keywords that a callable accepts, and whether it accepts any."""
     try:
         parameters = inspect.signature(policy).parameters.values()
@@ -180,7 +181,7 @@ def _keywords(policy: Callable[..., Any]) -> tuple[set[str], bool]:
     return names, any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
 
 
-def adapt_policy(policy: Any, root: nn.Module) -> AdaptedPolicy:
+def adapt_policy(policy: object, root: nn.Module) -> AdaptedPolicy:
     """Any of the families of policies as one interface.
 
     Raises:
@@ -197,7 +198,7 @@ def adapt_policy(policy: Any, root: nn.Module) -> AdaptedPolicy:
     return _PlannedPolicy(plan(root_module=root, ignored_modules=set(), root_kwargs={}))
 
 
-def with_min_num_params(policy: Any, min_num_params: float) -> Callable[..., bool]:
+def with_min_num_params(policy: object, min_num_params: float) -> Callable[..., bool]:
     """``policy`` with another threshold.
 
     Raises:

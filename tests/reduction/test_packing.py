@@ -85,3 +85,9 @@ def test_sparse_gradients_are_packed_as_dense_ones() -> None:
     WrittenPack(form, packed, [4], lambda item, place: place).write([dense.to_sparse()], None)
     assert packed.tolist() == [0, 0, 3, 1, 4, 0, 0, 1]
     assert torch.equal(JoinedPack(form, [4]).join([dense.to_sparse()], [True], torch.empty(0)), packed)
+
+
+def test_gradients_without_elements() -> None:
+    form = PackedForm([], [0] * WORLD, even=True)
+    WrittenPack(form, torch.empty(0), [0], lambda item, place: place).write([torch.zeros(0)], None)
+    assert JoinedPack(form, [0]).join([torch.zeros(0)], None, torch.empty(0)).numel() == 0

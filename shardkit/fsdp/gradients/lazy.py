@@ -10,9 +10,7 @@ from typing import final
 
 import torch
 
-from ...backend import Group
 from ...reduction.packing import JoinedPack
-from ..flat_param import FlatParam
 from ..skipping import protect_unused
 from .pack import GradientPack, Reduction
 
@@ -25,11 +23,8 @@ class LazyPack(GradientPack):
     then, and are out of step. Which members had one is not known here, but data: see ``unused.py``.
     """
 
-    def __init__(
-        self, flat: FlatParam, group: Group, reduce_dtype: torch.dtype | None, divisors: tuple[float, float]
-    ) -> None:
-        super().__init__(flat, group, reduce_dtype, divisors)
-        self._pack = JoinedPack(self._form, flat.layout.numels)
+    def _lay_out(self) -> None:
+        self._pack = JoinedPack(self._form, self._flat.layout.numels)
 
     def _reduce(self, gradients: list[torch.Tensor | None]) -> Reduction | None:
         had = [g is not None for g in gradients]

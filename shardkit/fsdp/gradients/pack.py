@@ -65,6 +65,11 @@ class GradientPack(ABC):
         self._form = PackedForm(pieces, [flat.layout.shard_numel] * group.world_size, even=True)
         self._here = self._form.items[group.rank]
         self._like = torch.empty(0, dtype=self._dtype, device=self._device)
+        self._lay_out()
+
+    @abstractmethod
+    def _lay_out(self) -> None:
+        """Makes what packs gradients in this form."""
 
     # ------------------------------------------------------------ sending
     def send(self) -> None:

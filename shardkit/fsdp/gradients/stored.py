@@ -7,9 +7,7 @@ from typing import final
 
 import torch
 
-from ...backend import Group
 from ...reduction.packing import WrittenPack
-from ..flat_param import FlatParam
 from .pack import GradientPack, Reduction
 
 
@@ -17,16 +15,14 @@ from .pack import GradientPack, Reduction
 class StoredPack(GradientPack):
     """Packs into a buffer [W * (S + F)] whose memory exists while it is in use."""
 
-    def __init__(
-        self, flat: FlatParam, group: Group, reduce_dtype: torch.dtype | None, divisors: tuple[float, float]
-    ) -> None:
-        super().__init__(flat, group, reduce_dtype, divisors)
+    def _lay_out(self) -> None:
+        flat = self._flat
         self._packed = torch.empty(self._form.starts[-1], dtype=self._dtype, device=self._device)
         shapes = [m.shape for m in flat.members]
         self._pack = WrittenPack(
             self._form, self._packed, flat.layout.numels, lambda item, place: place.view(shapes[item])
         )
-        group.backend.release_storage(self._packed)
+        self._group.backend.release_storage(self._packed)
 
     def _reduce(self, gradients: list[torch.Tensor | None]) -> Reduction:
         had = [g is not None for g in gradients]

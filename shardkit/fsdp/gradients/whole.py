@@ -7,9 +7,7 @@ from typing import final
 
 import torch
 
-from ...backend import Group
 from ...reduction.packing import JoinedPack
-from ..flat_param import FlatParam
 from .pack import GradientPack, Reduction
 
 
@@ -17,11 +15,8 @@ from .pack import GradientPack, Reduction
 class WholePack(GradientPack):
     """Nothing is sent, but for replicas."""
 
-    def __init__(
-        self, flat: FlatParam, group: Group, reduce_dtype: torch.dtype | None, divisors: tuple[float, float]
-    ) -> None:
-        super().__init__(flat, group, reduce_dtype, divisors)
-        self._pack = JoinedPack(self._form, flat.layout.numels)
+    def _lay_out(self) -> None:
+        self._pack = JoinedPack(self._form, self._flat.layout.numels)
 
     def _reduce(self, gradients: list[torch.Tensor | None]) -> Reduction:
         had = [g is not None for g in gradients]

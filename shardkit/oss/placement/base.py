@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import nn
@@ -12,10 +11,11 @@ from torch.optim import Optimizer
 
 from ...backend import Group
 from ...reduction.norms import Portion
+from ...types import Kwargs, ParamGroup, StateDict, Tree
 from .flat_segment import FlatSegment
 
-Closure = Callable[[], Any]
-State = dict[str, Any]
+Closure = Callable[[], Tree]
+State = StateDict
 
 
 class Placement(ABC):
@@ -43,7 +43,7 @@ class Placement(ABC):
 
     # ------------------------------------------------------------ values
     @abstractmethod
-    def lay_out(self, groups: Sequence[dict[str, Any]]) -> None:
+    def lay_out(self, groups: Sequence[ParamGroup]) -> None:
         """Takes what is trainable now into buffers; again whenever that has changed, or there are more groups."""
 
     @abstractmethod
@@ -51,7 +51,7 @@ class Placement(ABC):
         """What the optimizer of this rank updates of a param group."""
 
     @abstractmethod
-    def step(self, optimizer: Optimizer, closure: Closure | None, kwargs: dict[str, Any]) -> Any:
+    def step(self, optimizer: Optimizer, closure: Closure | None, kwargs: Kwargs) -> Tree:
         """Steps this rank's optimizer and lets all ranks have the result (collective); what that step returns."""
 
     # ------------------------------------------------------------ gradients
@@ -87,6 +87,28 @@ class Placement(ABC):
         """The reverse: state by the index that it has in this rank's optimizer."""
 
 
+class OfParameters(Placement):
+    """The optimizer of this rank updates parameters themselves, which show all gradients and have all state."""
+
+    def gradients(self, optimizer: Optimizer) -> list[torch.Tensor]:
+        return gradients_of(optimizer)
+
+    def clear_gradients(self) -> None:
+        """Parameters show all of them."""
+
+    def state_of_owned(self, optimizer: Optimizer) -> dict[nn.Parameter, State]:
+        state: Tree = optimizer.state
+        return {
+            p: s
+            for p, s in state.items()
+            if not isinstance(p, str) and s and self._owner.get(p, self.group.rank) == self.group.rank
+        }  # AdaScale has a name
+
+    def inner_state(self, optimizer: Optimizer, loaded: Mapping[nn.Parameter, State]) -> dict[int, State]:
+        params = [p for g in optimizer.param_groups for p in g["params"]]
+        return {i: _laid_out_like(p, loaded[p]) for i, p in enumerate(params) if loaded.get(p)}
+
+
 def gradients_of(optimizer: Optimizer) -> list[torch.Tensor]:
     """The gradients of what an optimizer updates."""
     return [p.grad for g in optimizer.param_groups for p in g["params"] if p.grad is not None]
@@ -98,24 +120,6 @@ def by_dtype(params: Iterable[nn.Parameter]) -> dict[torch.dtype, list[nn.Parame
     for p in params:
         groups.setdefault(p.dtype, []).append(p)
     return groups
-
-
-def state_of_owned_parameters(
-    optimizer: Optimizer, owner: Mapping[nn.Parameter, int], rank: int
-) -> dict[nn.Parameter, State]:
-    """State of parameters that a rank owns, from an optimizer that updates parameters themselves."""
-    state: Any = optimizer.state
-    return {
-        p: s
-        for p, s in state.items()
-        if not isinstance(p, str) and s and owner.get(p, rank) == rank  # AdaScale has a name
-    }
-
-
-def state_of_parameters(optimizer: Optimizer, loaded: Mapping[nn.Parameter, State]) -> dict[int, State]:
-    """State by index, for an optimizer that updates parameters themselves."""
-    params = [p for g in optimizer.param_groups for p in g["params"]]
-    return {i: _laid_out_like(p, loaded[p]) for i, p in enumerate(params) if loaded.get(p)}
 
 
 def _laid_out_like(param: nn.Parameter, state: State) -> State:
@@ -135,7 +139,7 @@ def published_between(publish: Callable[[], None], closure: Closure) -> Closure:
     """The closure, which sees what all ranks have updated since it was last evaluated in the same step."""
     is_first = True
 
-    def evaluated() -> Any:
+    def evaluated() -> Tree:
         nonlocal is_first
         if not is_first:
             publish()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import logging
-from typing import Any
 
 from torch import optim
 
@@ -17,7 +16,7 @@ from .owned_parameters import OwnedParameters
 logger = logging.getLogger("shardkit")
 
 
-def placement_for(optimizer_class: Any, even_shards_only: bool) -> type[Placement]:
+def placement_for(optimizer_class: object, even_shards_only: bool) -> type[Placement]:
     """The placement of an optimizer's parameters; warns if state is not sharded though the class might shard.
 
     Args:
@@ -33,6 +32,6 @@ def placement_for(optimizer_class: Any, even_shards_only: bool) -> type[Placemen
         return InSegments
     logger.warning(
         "%s is not known to be element-wise, so each rank runs it on all parameters and its state is not sharded",
-        getattr(plain, "__name__", plain),
+        plain.__name__ if isinstance(plain, type) else plain,
     )
     return OnEveryRank

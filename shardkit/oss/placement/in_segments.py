@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, final
+from typing import final
 
 import torch
 from torch import nn
@@ -13,6 +13,7 @@ from ...errors import ConfigurationError
 from ...reduction.norms import Portion
 from ...reduction.unused import PutAside
 from ...torch_seams.phases import Phase
+from ...types import Kwargs, ParamGroup, Tree
 from .base import Closure, Placement, State, by_dtype, gradients_of, published_between
 from .flat_segment import FlatSegment
 
@@ -21,7 +22,7 @@ from .flat_segment import FlatSegment
 class InSegments(Placement):
     """A rank's optimizer updates one tensor for each group and dtype: the parameters that the rank owns, end to end."""
 
-    def lay_out(self, groups: Sequence[dict[str, Any]]) -> None:
+    def lay_out(self, groups: Sequence[ParamGroup]) -> None:
         """Puts parameters that became trainable into segments of their own; those that exist stay as they are."""
         known = {p for s in self.segments for p in s.params}
         channel = self.group.channel("parameters")
@@ -35,7 +36,7 @@ class InSegments(Placement):
         return [s.own for s in self.segments if s.param_group == index]
 
     # ------------------------------------------------------------ stepping
-    def step(self, optimizer: Optimizer, closure: Closure | None, kwargs: dict[str, Any]) -> Any:
+    def step(self, optimizer: Optimizer, closure: Closure | None, kwargs: Kwargs) -> Tree:
         """Parameters without a gradient keep values and state."""
         aside: list[PutAside | None] = []
 
@@ -56,7 +57,7 @@ class InSegments(Placement):
         else:
             published = published_between(self._publish, closure)
 
-            def evaluated() -> Any:
+            def evaluated() -> Tree:
                 put_back()
                 with torch.enable_grad():
                     loss = published()

@@ -7,8 +7,8 @@ sharded; results are those of one process.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, final
+from collections.abc import Iterable, Sequence
+from typing import final
 
 import torch
 from torch import nn
@@ -16,34 +16,28 @@ from torch.optim import Optimizer
 
 from ...backend import ReduceOp
 from ...reduction.norms import Portion
-from .base import (
-    Closure,
-    Placement,
-    State,
-    gradients_of,
-    state_of_owned_parameters,
-    state_of_parameters,
-)
+from ...types import Kwargs, ParamGroup, Tree
+from .base import Closure, OfParameters, gradients_of
 
 
 @final
-class OnEveryRank(Placement):
+class OnEveryRank(OfParameters):
     """Every rank's optimizer updates all parameters; owners only answer for the state that is saved."""
 
     runs_whole = True
 
-    def lay_out(self, groups: Sequence[dict[str, Any]]) -> None:
+    def lay_out(self, groups: Sequence[ParamGroup]) -> None:
         """Parameters stay as they are."""
 
     def updated_here(self, index: int, params: Sequence[nn.Parameter]) -> list[nn.Parameter]:
         return list(params)
 
-    def step(self, optimizer: Optimizer, closure: Closure | None, kwargs: dict[str, Any]) -> Any:
+    def step(self, optimizer: Optimizer, closure: Closure | None, kwargs: Kwargs) -> Tree:
         """Steps with the mean of all ranks' losses, so that all ranks take the same decisions."""
         if closure is None:
             return optimizer.step(**kwargs)
 
-        def mean_loss() -> Any:
+        def mean_loss() -> Tree:
             loss = closure()
             if not isinstance(loss, torch.Tensor):
                 return loss
@@ -53,12 +47,6 @@ class OnEveryRank(Placement):
 
         return optimizer.step(mean_loss, **kwargs)
 
-    def gradients(self, optimizer: Optimizer) -> list[torch.Tensor]:
-        return gradients_of(optimizer)
-
-    def clear_gradients(self) -> None:
-        """Parameters show all of them."""
-
     def to_clip(
         self, optimizer: Optimizer, params: Iterable[nn.Parameter], norm_type: float
     ) -> tuple[Portion, list[torch.Tensor]]:
@@ -66,9 +54,3 @@ class OnEveryRank(Placement):
 
     def keeps_state_of(self, param: nn.Parameter) -> bool:
         return True
-
-    def state_of_owned(self, optimizer: Optimizer) -> dict[nn.Parameter, State]:
-        return state_of_owned_parameters(optimizer, self._owner, self.group.rank)
-
-    def inner_state(self, optimizer: Optimizer, loaded: Mapping[nn.Parameter, State]) -> dict[int, State]:
-        return state_of_parameters(optimizer, loaded)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, final
+from collections.abc import Iterable, Sequence
+from typing import final
 
 import torch
 from torch import nn
@@ -11,21 +11,13 @@ from torch.optim import Optimizer
 
 from ...reduction.norms import Portion
 from ...torch_seams.phases import Phase
-from .base import (
-    Closure,
-    Placement,
-    State,
-    by_dtype,
-    gradients_of,
-    published_between,
-    state_of_owned_parameters,
-    state_of_parameters,
-)
+from ...types import Kwargs, ParamGroup, Tree
+from .base import Closure, OfParameters, by_dtype, gradients_of, published_between
 from .flat_parameters import FlatParameters
 
 
 @final
-class OwnedParameters(Placement):
+class OwnedParameters(OfParameters):
     """A rank's optimizer updates the parameters that the rank owns.
 
     Attributes:
@@ -34,7 +26,7 @@ class OwnedParameters(Placement):
 
     buffers: Sequence[FlatParameters] = ()
 
-    def lay_out(self, groups: Sequence[dict[str, Any]]) -> None:
+    def lay_out(self, groups: Sequence[ParamGroup]) -> None:
         trainable = by_dtype(p for g in groups for p in g["params"] if p.requires_grad)
         channel = self.group.channel("parameters")
         self.buffers = [
@@ -44,7 +36,7 @@ class OwnedParameters(Placement):
     def updated_here(self, index: int, params: Sequence[nn.Parameter]) -> list[nn.Parameter]:
         return [p for p in params if self._owner[p] == self.group.rank]
 
-    def step(self, optimizer: Optimizer, closure: Closure | None, kwargs: dict[str, Any]) -> Any:
+    def step(self, optimizer: Optimizer, closure: Closure | None, kwargs: Kwargs) -> Tree:
         with Phase("shardkit::oss step"):
             if closure is None:
                 loss = optimizer.step(**kwargs)
@@ -59,12 +51,6 @@ class OwnedParameters(Placement):
                 if work is not None:
                     work.wait()
 
-    def gradients(self, optimizer: Optimizer) -> list[torch.Tensor]:
-        return gradients_of(optimizer)
-
-    def clear_gradients(self) -> None:
-        """Parameters show all of them."""
-
     def to_clip(
         self, optimizer: Optimizer, params: Iterable[nn.Parameter], norm_type: float
     ) -> tuple[Portion, list[torch.Tensor]]:
@@ -73,9 +59,3 @@ class OwnedParameters(Placement):
 
     def keeps_state_of(self, param: nn.Parameter) -> bool:
         return self._owner[param] == self.group.rank
-
-    def state_of_owned(self, optimizer: Optimizer) -> dict[nn.Parameter, State]:
-        return state_of_owned_parameters(optimizer, self._owner, self.group.rank)
-
-    def inner_state(self, optimizer: Optimizer, loaded: Mapping[nn.Parameter, State]) -> dict[int, State]:
-        return state_of_parameters(optimizer, loaded)

@@ -7,8 +7,8 @@ parameter of each segment carries a tensor in their place. torch's own clipping 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 
@@ -17,6 +17,7 @@ from ...errors import ConfigurationError
 from ...reduction.norms import global_norm, local_norm, order_of
 from ...torch_seams.marked_tensors import MarkedTensor, as_plain
 from ...torch_seams.tensor_facts import ALIKE, FACTS, SHAPE, name_of
+from ...types import AnyCallable, Args, Kwargs, Memo, Tree
 
 _NORMS = frozenset({torch.norm, torch.linalg.vector_norm})
 _UNSCALE = torch._amp_foreach_non_finite_check_and_unscale_
@@ -37,8 +38,8 @@ class SegmentGradient(MarkedTensor):
 
     @classmethod
     def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+        cls, func: AnyCallable, types: Sequence[type], args: Args = (), kwargs: Kwargs | None = None
+    ) -> Tree:
         kwargs, what = kwargs or {}, name_of(func)
         with as_plain():
             if what in FACTS or what in SHAPE or what in ALIKE or what in _CLEARING:
@@ -62,7 +63,7 @@ class SegmentGradient(MarkedTensor):
             "the parameters, or with ShardedDDP.no_sync() before they are reduced"
         )
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+    def __deepcopy__(self, memo: Memo) -> torch.Tensor:
         with as_plain():
             copied = memo[id(self)] = torch.zeros_like(self.as_subclass(torch.Tensor))
         return copied
