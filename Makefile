@@ -5,6 +5,7 @@
 #   make quick   some tests of every part, newest torch only: for the daily loop, under 2 minutes
 #   make check   ruff, mypy, import-linter
 #   make fuzz     damages and forges 10,000 files; draws new programs for MINUTES=10, keeps what fails as tests
+#   make faults  puts some 150 faults into a copy of the source, one after the other: tests have to notice each
 #   make bench   shardkit, fairscale, DDP, FSDP1, FSDP2 and others interleaved in one run
 #   make docs    HTML documentation in docs/_build/html
 
@@ -21,7 +22,7 @@ PIP_FLAGS := --quiet --disable-pip-version-check --no-input
 export OMP_NUM_THREADS ?= 1
 export PYTHONUNBUFFERED := 1
 
-.PHONY: help demo demo-xla test test-core test-xla quick fuzz check format bench docs clean
+.PHONY: help demo demo-xla test test-core test-xla quick fuzz faults check format bench docs clean
 .DELETE_ON_ERROR:
 
 help:
@@ -70,7 +71,7 @@ test-core: $(CORE)/.ready
 # torch's version, what is drawn at random, and how processes start, get lost and end.
 NEWEST_ONLY := $(addprefix tests/,differential figures cli migration parity testing faults compat checkpoint/test_files.py \
   $(addprefix fsdp/test_,large.py one_order.py) backends/test_out_of_step.py border/test_same_bits.py \
-  $(addprefix test_,docs.py launch.py logging.py packaging.py))
+  $(addprefix test_,deliberate_faults.py docs.py launch.py logging.py packaging.py))
 NEWEST_ONLY_TESTS := $(addprefix tests/examples/test_examples.py::test_,full_runs_reach_97_percent under_torchrun \
   all_strategies_on_four_ranks on_simulated_ranks torchrun_with_another_number_of_ranks_is_refused readme_example) \
   $(addprefix tests/,test_bad_input.py::test_a_rank_that_dies_during_backward \
@@ -113,6 +114,10 @@ MINUTES ?= 10
 fuzz: $(CORE)/.ready
 	@$(CORE)/bin/python -m tests.file_mutations --count 10000
 	@$(CORE)/bin/python -m tests.differential.fuzz --minutes $(MINUTES)
+
+ONLY ?=
+faults: $(CORE)/.ready $(XLA)/.ready
+	@$(CORE)/bin/python -m tests.deliberate_faults $(if $(ONLY),--only '$(ONLY)')
 
 bench: $(CORE)/.ready
 	@$(CORE)/bin/python tests/benchmarks/compare.py $(BENCH)

@@ -75,3 +75,5 @@ def test_the_dtype_of_norms() -> None:
     }
     for expected, dtypes in kinds.items():
         assert norm_like([torch.zeros(1, dtype=dtype) for dtype in dtypes]).dtype is expected
+    for dtype in (torch.bfloat16, torch.float64):  # a rank that has none gives that of ``like``, too
+        assert local_norm([torch.ones(2, dtype=dtype)], 2.0, torch.zeros(())).dtype is torch.float32

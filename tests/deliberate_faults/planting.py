@@ -1,0 +1,120 @@
+"""A copy of the source with one fault at a time, and the tests that run on it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+from tests.deliberate_faults.fault import CORE, XLA, Fault
+
+ROOT = Path(__file__).resolve().parents[2]
+COPIED = ("shardkit", "backends", "compat", "tests", "docs", "pyproject.toml", "README.md", "Makefile")
+PYTHON = {CORE: ROOT / ".venv/bin/python", XLA: ROOT / ".venv-xla/bin/python"}
+SECONDS = 400  # for the tests of one fault; each has a minute for itself
+
+
+class Outcome(NamedTuple):
+    """What the tests of one fault said.
+
+    Attributes:
+        red: tests that failed, as pytest names them.
+        problem: why this shows nothing (no such text, a test that passed, nothing that ran); "" if it was noticed.
+    """
+
+    red: list[str]
+    problem: str
+
+
+def interpreter(environment: str) -> str | None:
+    """The Python of an environment of ``make``; this one where there is none for the core; else None."""
+    path = PYTHON[environment]
+    if path.exists():
+        return str(path)
+    return sys.executable if environment == CORE else None
+
+
+class Copy:
+    """The source in a folder of its own, which is the only place where faults are planted."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._writes = 0
+        for name in COPIED:
+            source = ROOT / name
+            if source.is_dir():
+                ignored = shutil.ignore_patterns("__pycache__", "_build")
+                shutil.copytree(source, folder / name, symlinks=True, ignore=ignored)
+            else:
+                shutil.copy2(source, folder / name)
+
+    def write(self, file: str, text: str) -> None:
+        """Replaces a file. Each time is another one, or Python would take what it had compiled before."""
+        path = self.folder / file
+        path.write_text(text)
+        self._writes += 1
+        at = path.stat().st_mtime + 10 * self._writes
+        os.utime(path, (at, at))
+
+    def try_out(self, fault: Fault) -> Outcome:
+        """Plants a fault, runs its tests, and takes it out again."""
+        python = interpreter(fault.environment)
+        if python is None:
+            return Outcome([], f"needs {PYTHON[fault.environment].relative_to(ROOT)}")
+        text = (self.folder / fault.file).read_text()
+        if text.count(fault.old) != 1:
+            return Outcome([], f"{fault.file} has {fault.old!r} {text.count(fault.old)} times")
+        self.write(fault.file, text.replace(fault.old, fault.new))
+        try:
+            code, output = self.run_tests(python, fault.tests)
+        finally:
+            self.write(fault.file, text)
+        red = failed_in(output)
+        if code != 1:
+            return Outcome(red, f"pytest ended with {code}:\n{output[-3000:]}")
+        passed = [t for t in fault.tests if not any(is_case_of(r, t) for r in red)]
+        return Outcome(red, f"passed all the same: {', '.join(passed)}" if passed else "")
+
+    def run_tests(self, python: str, tests: tuple[str, ...]) -> tuple[int, str]:
+        """Exit status of pytest, and what it printed."""
+        command = [
+            python,
+            "-m",
+            "pytest",
+            "-q",
+            "-rfE",
+            "--tb=line",
+            "-p",
+            "no:cacheprovider",
+            "--timeout=60",
+        ]
+        environment = {**os.environ, "PYTHONPATH": str(self.folder), "OMP_NUM_THREADS": "1"}
+        process = subprocess.Popen(
+            [*command, *tests], cwd=self.folder, env=environment, text=True, stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT, start_new_session=True,
+        )  # fmt: skip
+        try:
+            output, _ = process.communicate(timeout=SECONDS)
+            return process.returncode, output
+        except subprocess.TimeoutExpired:
+            return -1, f"no end after {SECONDS} s"
+        finally:
+            with contextlib.suppress(ProcessLookupError):  # ranks that hang because of the fault
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def failed_in(output: str) -> list[str]:
+    """The tests that failed, from pytest's summary."""
+    return re.findall(r"^(?:FAILED|ERROR) (\S+::.*?)(?: - .*)?$", output, re.MULTILINE)
+
+
+def is_case_of(case: str, test: str) -> bool:
+    """Whether pytest means this test, or one of its cases."""
+    return case == test or case.startswith((f"{test}[", f"{test}::"))
