@@ -33,6 +33,8 @@ def _optimizer_classes(rank: int) -> None:
             OSS(model.parameters(), optim=optim, lr=0.1)
     with pytest.raises(shardkit.ConfigurationError, match="wrap it first: OSS"):
         ShardedDataParallel(model, torch.optim.SGD(model.parameters(), lr=0.1))  # type: ignore[arg-type]
+    with pytest.raises(shardkit.ConfigurationError, match="a Sequential, a module"):
+        shardkit.ShardedDDP(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2)))
     with pytest.raises(shardkit.ConfigurationError, match="partition is 'best'"):
         shardkit.OSS(model.parameters(), partition="best", lr=0.1)  # type: ignore[arg-type]
 

@@ -103,6 +103,11 @@ class AdaScale(Optimizer):
 
     # ---------------------------------------------------------------- facts
     @property
+    def optimizer(self) -> Optimizer:
+        """The wrapped optimizer."""
+        return self._optimizer
+
+    @property
     def param_groups(self) -> list[StateDict]:  # type: ignore[override]
         """The wrapped optimizer's; schedulers change them here."""
         return self._optimizer.param_groups

@@ -346,13 +346,22 @@ class OSS(Optimizer):
         same_state.check_same_state(self._group, state_dict, problem)
         kept = [p if self._placement.keeps_state_of(p) else None for p in params]
         shown, self._has_stepped = self.state, True
+        groups_before = self.param_groups
         super().load_state_dict(oss_state.selected(state_dict, kept))
+        self._keep_groups(groups_before)
         loaded, self.state = cast("dict[nn.Parameter, Any]", self.state), shown
         copy_options(self.param_groups, self.optim.param_groups)
         groups = oss_state.local(self.optim)["param_groups"]
         state = self._placement.inner_state(self.optim, loaded)
         self.optim.load_state_dict({"state": state, "param_groups": groups})
         self._adopt_inner()
+
+    def _keep_groups(self, groups: list[dict[str, Any]]) -> None:
+        """Torch's loading makes other dicts; schedulers and trainers that hold these see what was loaded."""
+        for group, loaded in zip(groups, self.param_groups, strict=True):
+            group.clear()
+            group.update(loaded)
+        self.param_groups = groups
 
     def rank_local_state_dict(self, rank: int, state_dict: StateDict) -> StateDict:
         """The part of a whole state dict that belongs to ``rank``, indexed as that rank's inner optimizer does."""

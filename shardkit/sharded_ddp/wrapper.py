@@ -6,9 +6,11 @@ import logging
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from ..backend import Backend, backend_for
 from ..checks.same_everywhere import (
@@ -29,6 +31,14 @@ from .buffers import BufferSync, broadcast_module, connect_sync_batch_norm
 from .exchange import GradientExchange
 
 logger = logging.getLogger("shardkit")
+
+
+@runtime_checkable
+class AroundOSS(Protocol):
+    """An optimizer around an OSS, as :class:`~shardkit.AdaScale` is."""
+
+    @property
+    def optimizer(self) -> Optimizer: ...
 
 
 class ShardedDDP(PreparedForAccelerate, nn.Module):
@@ -64,7 +74,7 @@ class ShardedDDP(PreparedForAccelerate, nn.Module):
     def __init__(
         self,
         module: nn.Module,
-        optimizer: OSS | Sequence[OSS],
+        optimizer: OSS | AroundOSS | Sequence[OSS | AroundOSS],
         *,
         group: ProcessGroup = None,
         broadcast_buffers: bool = True,
@@ -198,10 +208,17 @@ class ShardedDDP(PreparedForAccelerate, nn.Module):
 note_wrapper(ShardedDDP)
 
 
-def _sharded(optimizer: OSS | Sequence[OSS]) -> list[OSS]:
-    """One or several as a list; raises ConfigurationError if any is no OSS."""
+def _sharded(optimizer: OSS | AroundOSS | Sequence[OSS | AroundOSS]) -> list[OSS]:
+    """One or several as a list, without what is around them; raises ConfigurationError if any is no OSS."""
     optimizers = []
     for o in optimizer if isinstance(optimizer, list | tuple) else [optimizer]:
+        if isinstance(o, AroundOSS):
+            o = o.optimizer
+        if isinstance(o, nn.Module):
+            raise ConfigurationError(
+                f"in place of the optimizer there is a {type(o).__name__}, a module; pass the OSS that owns the "
+                "parameters: ShardedDDP(module, OSS(module.parameters(), ...))"
+            )
         if not isinstance(o, OSS):
             raise ConfigurationError(
                 f"the optimizer is a {type(o).__name__}; wrap it first: OSS(module.parameters(), "

@@ -130,8 +130,13 @@ def train(
     rank: int, kind: str, steps: int, groups: int, count: int, scaled: bool, options: dict[str, Any]
 ) -> tuple[list[list[float]], dict[str, torch.Tensor]]:
     model = Model()
-    optimizer, wrapper = wrapped(kind, model, groups)
-    adascale = AdaScale(optimizer, num_gradients_to_accumulate=count, is_scaled_loss=scaled, **options)
+    options = {"num_gradients_to_accumulate": count, "is_scaled_loss": scaled, **options}
+    if kind == "sharded around":
+        adascale = AdaScale(OSS(model.groups(groups), SGD, lr=0.1, momentum=0.9), **options)
+        wrapper = ShardedDataParallel(model, adascale)
+    else:
+        optimizer, wrapper = wrapped(kind, model, groups)
+        adascale = AdaScale(optimizer, **options)
     gains = []
     for step in range(steps):
         for k in range(count):
@@ -155,10 +160,10 @@ CASES: list[tuple[int, int, bool, dict[str, Any]]] = [  # groups, backwards a st
 ]
 
 
-@pytest.mark.parametrize("kind", ["ddp", "static", "oss", "sharded"])
+@pytest.mark.parametrize("kind", ["ddp", "static", "oss", "sharded", "sharded around"])
 @pytest.mark.parametrize("world", [2, 3])
 def test_gains_and_parameters(kind: str, world: int) -> None:
-    if kind == "static" and world == 3:
+    if kind in ("static", "sharded around") and world == 3:
         pytest.skip("once is enough")
     for groups, count, scaled, options in CASES:
         if kind == "static" and count > 1:

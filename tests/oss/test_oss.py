@@ -236,7 +236,10 @@ def _resume(rank: int, folder: str) -> None:
     optimizer = OSS(model.parameters(), torch.optim.Adam, lr=123.0)
     before = copy.deepcopy(saved["optimizer"])
     unchanged = copy.deepcopy(before["state"])
+    groups, group = optimizer.param_groups, optimizer.param_groups[0]
     optimizer.load_state_dict(saved["optimizer"])
+    assert optimizer.param_groups is groups
+    assert optimizer.param_groups[0] is group, "whoever holds it sees what was loaded"
     plain = torch.optim.Adam(truth.parameters(), lr=123.0)
     plain.load_state_dict(before)
     owned = {p for g in optimizer.optim.param_groups for p in g["params"]}

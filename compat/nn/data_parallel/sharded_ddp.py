@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardkit.adascale.optimizer import AdaScale
 from shardkit.errors import ConfigurationError
 from shardkit.flattening.bucket import GradBucket
 from shardkit.internal.params import Workhandle, get_global_rank
@@ -32,7 +33,7 @@ class ShardedDataParallel(ShardedDDP):
 
     Args:
         module: the model.
-        sharded_optimizer: the OSS that owns the parameters, or a list of them.
+        sharded_optimizer: the OSS that owns the parameters, an AdaScale around it, or a list of them.
         process_group: ranks that train together; None for all.
         broadcast_buffers: keep rank 0's buffers on all ranks.
         sync_models_at_startup: begin with rank 0's parameters and buffers.
@@ -46,7 +47,7 @@ class ShardedDataParallel(ShardedDDP):
     def __init__(
         self,
         module: nn.Module,
-        sharded_optimizer: OSS | list[OSS],
+        sharded_optimizer: OSS | AdaScale | list[OSS | AdaScale],
         process_group: Any = None,
         broadcast_buffers: bool = True,
         sync_models_at_startup: bool = True,
