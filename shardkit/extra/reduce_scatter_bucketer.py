@@ -72,10 +72,10 @@ class ReduceScatterBucketer:
     """Collects reduce-scatters of small tensors.
 
     Args:
-        bucket_cap_mb: size of a bucket, all ranks' rows together; 0 or less: none is collected.
+        bucket_cap_mb: size of a bucket in MiB, a fraction too, all ranks' rows together; 0 or less: none is collected.
     """
 
-    def __init__(self, bucket_cap_mb: int = 25) -> None:
+    def __init__(self, bucket_cap_mb: float = 25) -> None:
         self.bucket_cap_mb = bucket_cap_mb
         self.buckets: dict[tuple[torch.dtype, torch.device, Any], Bucket] = {}
 
@@ -139,7 +139,7 @@ class ReduceScatterBucketer:
             bucket.teardown()
 
     def _get_shard_size(self, element_size: int, num_shards: int) -> int:
-        return max(self.bucket_cap_mb, 0) * 2**20 // element_size // num_shards
+        return int(max(self.bucket_cap_mb, 0) * 2**20 // element_size // num_shards)
 
     def _get_bucket(self, tensor: torch.Tensor, group: Any) -> Bucket:
         key = (tensor.dtype, tensor.device, group)

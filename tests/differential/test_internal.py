@@ -227,7 +227,7 @@ def _inputs(rank: int, world_size: int, shapes: list[tuple[int, ...]]) -> list[l
 
 
 def _bucketed(
-    cls: Any, rank: int, world_size: int, cap: int, shapes: list[tuple[int, ...]], group: Any
+    cls: Any, rank: int, world_size: int, cap: float, shapes: list[tuple[int, ...]], group: Any
 ) -> list[Any]:
     results: list[Any] = []
     bucketer = cls(cap)
@@ -242,7 +242,7 @@ def _bucketed(
     return kept
 
 
-def _bucketer_ranks(rank: int, world_size: int, cap: int, shapes: list[tuple[int, ...]]) -> None:
+def _bucketer_ranks(rank: int, world_size: int, cap: float, shapes: list[tuple[int, ...]]) -> None:
     group = dist.group.WORLD
     ours = _bucketed(ReduceScatterBucketer, rank, world_size, cap, shapes, group)
     their_bucketer.enable_nccl_base_collectives = False  # gloo refuses the shapes that it gives the other one
@@ -261,8 +261,8 @@ def _bucketer_ranks(rank: int, world_size: int, cap: int, shapes: list[tuple[int
         torch.testing.assert_close(other, truth)
 
 
-@pytest.mark.parametrize(("world_size", "cap"), [(2, 25), (2, 0), (3, 1)])
-def test_reduce_scatter_bucketer(world_size: int, cap: int) -> None:
+@pytest.mark.parametrize(("world_size", "cap"), [(2, 25), (2, 0), (3, 1), (2, 8 / 2**20), (2, 48 / 2**20)])
+def test_reduce_scatter_bucketer(world_size: int, cap: float) -> None:
     shapes: list[tuple[int, ...]] = [(3,), (200_000,), (2, 2), (80_000,), (40_000,), (5,)]
     rank_pool(world_size, "gloo").run(_bucketer_ranks, world_size, cap, shapes)
 
