@@ -131,7 +131,7 @@ def buckets_by_numel(numels: Sequence[int], cap: int) -> list[list[int]]:
 
 @dataclass(frozen=True)
 class ShardLayout:
-    """Items end to end as one vector [N], cut into W shards of equal size [S]; the end is padded.
+    """Items end to end as one flat parameter [N], cut into W shards of equal size [S]; the end is padded.
 
     S is N / W rounded up, as ``torch.chunk`` cuts; this is also fairscale's layout.
 
@@ -165,7 +165,7 @@ class ShardLayout:
         return self.shard_numel - max(0, min(self.shard_numel, self.numel - rank * self.shard_numel))
 
     def offsets(self) -> list[int]:
-        """Where each item starts in the vector."""
+        """Where each item starts in the flat parameter."""
         starts, total = [], 0
         for numel in self.numels:
             starts.append(total)
@@ -187,7 +187,7 @@ class ShardLayout:
 
 
 def gaps_between(filled: Sequence[tuple[int, int]], numel: int) -> list[tuple[int, int]]:
-    """What these parts, as (start, numel), leave free of a vector, in the same form and in order."""
+    """What these parts, as (start, numel), leave free of a buffer, in the same form and in order."""
     gaps, end = [], 0
     for start, length in [*sorted(filled), (numel, 0)]:
         if start > end:

@@ -31,7 +31,7 @@ def _numels(most_items: int, largest: int) -> Iterator[tuple[int, ...]]:
 @pytest.mark.parametrize("multiple", [1, 2, 3])
 @pytest.mark.parametrize("world_size", WORLDS)
 def test_shards_are_torchs_chunks_with_padding(world_size: int, multiple: int) -> None:
-    """Every element is in one piece, where ``torch.chunk`` of the padded vector has it."""
+    """Every element is in one piece, where ``torch.chunk`` of the padded flat parameter has it."""
     for numels in _numels(3, 5):
         layout = ShardLayout(numels, world_size, multiple)
         n, s = sum(numels), layout.shard_numel

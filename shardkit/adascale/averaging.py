@@ -102,7 +102,7 @@ class Averaging:
         """What adds up over the ranks to |ḡ|², by group [G], with the dtype and device of ``like``."""
         inner, copies = self._optimizer, self.world_size
         if isinstance(inner, OSS):
-            inner.gradients()  # where these are parts of a vector, they are in their place from now on
+            inner.gradients()  # where these are parts of a flat segment, they are in their place from now on
             copies = copies if inner.runs_whole else 1  # each gradient counts at its owner
             inner = inner.optim
         squares = [squared_norm(_gradients(group["params"]), like) for group in inner.param_groups]

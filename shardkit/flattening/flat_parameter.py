@@ -1,6 +1,6 @@
-"""``FlatParameter``: several parameters as one, and where in a tree of modules its members are.
+"""``FlatParameter``: several parameters as one, and where in a tree of modules its original parameters are.
 
-Legend: N numel of one flat parameter, the sum of its members' numels.
+Legend: N numel of one flat parameter, the sum of its original parameters' numels.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from torch import nn
 from ..errors import ConfigurationError
 from ..types import Memo
 
-# Where a member is: name of its module within the wrapper, the module, name of the attribute.
+# Where an original parameter is: name of its module within the wrapper, the module, name of the attribute.
 ParamInfo = tuple[str, nn.Module, str]
-# A further place of a member: module's name here and at the first place, then module and attribute here and there.
+# A further place of it: module's name here and at the first place, then module and attribute here and there.
 SharedParamInfo = tuple[str, str, nn.Module, str, nn.Module, str]
 ParamGroups = Iterable[Iterable[nn.Parameter]] | Iterable[nn.Parameter] | None
 
@@ -107,7 +107,7 @@ def check_uniform(found: FoundParams) -> None:
     """Refuses what one tensor can't hold.
 
     Raises:
-        ConfigurationError: members differ in dtype or in requires_grad.
+        ConfigurationError: original parameters differ in dtype or in requires_grad.
     """
     for what in ("dtype", "requires_grad"):
         by_value: dict[Any, list[str]] = {}
@@ -156,7 +156,7 @@ class FlatParameter(nn.Parameter):
         self._shared_param_infos = []
 
     def get_param_views(self, external_data: torch.Tensor | None = None) -> Iterator[torch.Tensor]:
-        """Members as views of ``external_data`` [N], or of this parameter.
+        """Original parameters as views of ``external_data`` [N], or of this parameter.
 
         Raises:
             ConfigurationError: the tensor has another numel (one rank's shard, say).
@@ -165,14 +165,14 @@ class FlatParameter(nn.Parameter):
         expected = sum(self._param_numels)
         if data.numel() != expected:
             raise ConfigurationError(
-                f"expected a tensor with all {expected} elements of the {len(self._param_numels)} members, "
+                f"expected a tensor with all {expected} elements of the {len(self._param_numels)} original parameters, "
                 f"got one with {data.numel()}"
             )
         pieces = torch.split_with_sizes(data.reshape(-1), self._param_numels)
         return (piece.view(shape) for piece, shape in zip(pieces, self._param_shapes, strict=True))
 
     def metadata(self) -> tuple[list[str], list[torch.Size], list[int]]:
-        """Names (from the wrapper on), shapes and numels of the members."""
+        """Names (from the wrapper on), shapes and numels of the original parameters."""
         names = [f"{module}.{name}" if module else name for module, _, name in self._param_infos]
         return names, self._param_shapes, self._param_numels
 
@@ -194,7 +194,7 @@ class FlatParameter(nn.Parameter):
         return result
 
     def _like_this(self, other: torch.Tensor) -> FlatParameter:
-        """A flat parameter of the same members with the data, gradient and requires_grad of another tensor."""
+        """A flat parameter of the same parameters with the data, gradient and requires_grad of another tensor."""
         made = FlatParameter([other.detach()], other.requires_grad)
         made.__setstate__(self._state())
         made.grad = other.grad

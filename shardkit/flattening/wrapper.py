@@ -3,12 +3,13 @@
 An optimizer, a collective or a checkpoint then deals with one tensor where there were hundreds. The wrapped module
 finds its parameters where they were, as views; outside, ``state_dict`` speaks their original names.
 
-Legend: N numel of one flat parameter, the sum of its members' numels.
+Legend: N numel of one flat parameter, the sum of its original parameters' numels.
 
-[Note: three states of a member] *Flattened*, a member is a plain attribute: a view of the flat parameter, created
-anew in each forward, so that its gradient reaches the flat parameter through autograd. *Unflattened* (within
-``unflatten_params``), it is a real parameter that shares the flat parameter's memory, and the flat parameter isn't
-registered. While the wrapper is *copied*, it is None: a view can't be copied, and both sides make new ones afterwards.
+[Note: three states of an original parameter] *Flattened*, an original parameter is a plain attribute: a view of the
+flat parameter, created anew in each forward, so that its gradient reaches the flat parameter through autograd.
+*Unflattened* (within ``unflatten_params``), it is a real parameter that shares the flat parameter's memory, and the
+flat parameter isn't registered. While the wrapper is *copied*, it is None: a view can't be copied, and both sides make
+new ones afterwards.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from .flat_parameter import (
     flat_names,
 )
 from .keys import WRAPPED, has_flat_keys, rename_loaded, rename_saved
-from .members import take_over_members
+from .originals import take_over_originals
 
 
 def _saved(wrapper: FlattenParamsWrapper, state_dict: StateDict, prefix: str, *_: object) -> StateDict:
@@ -134,7 +135,7 @@ class FlattenParamsWrapper(nn.Module):
         return flat_param
 
     def _flatten_params(self, flat_params: list[FlatParameter]) -> None:
-        """Registers the flat parameters in place of their members, which become views."""
+        """Registers the flat parameters in place of their original parameters, which become views."""
         self.flat_params = flat_params
         for name, flat_param in zip(self.flat_param_names, flat_params, strict=True):
             self.register_parameter(name, flat_param)
@@ -146,7 +147,7 @@ class FlattenParamsWrapper(nn.Module):
         self._unflatten_params_as_views()
 
     def _unflatten_params(self, external_data: Sequence[torch.Tensor | None] | None = None) -> None:
-        """Registers members, with the memory of the flat parameters or other data, in place of the flat parameters."""
+        """Registers original parameters in place of the flat ones, with the memory of these or other data."""
         views = list(self.get_param_views(external_data))
         grads = [p.requires_grad for p in self.flat_params for _ in p._param_infos]
         self.is_flattened = False
@@ -171,7 +172,7 @@ class FlattenParamsWrapper(nn.Module):
         object.__setattr__(self._fpw_module, "_unflattened_param_views", views)
 
     def _drop_views(self) -> None:
-        """Takes the views away; see [Note: three states of a member]."""
+        """Takes the views away; see [Note: three states of an original parameter]."""
         for _, module, name in self._param_infos:
             setattr(module, name, None)
         for _, _, module, name, _, _ in self._shared_param_infos:
@@ -202,14 +203,15 @@ class FlattenParamsWrapper(nn.Module):
         try:
             yield
             if flat_params is None:
-                flattened = take_over_members(flattened, self._fpw_module)
+                flattened = take_over_originals(flattened, self._fpw_module)
         finally:
             self._flatten_params(flattened)
 
     def get_param_views(
         self, external_data_list: Sequence[torch.Tensor | None] | None = None
     ) -> Iterator[torch.Tensor]:
-        """Members of all flat parameters as views of them, or of the tensors [N] in a list (None: of its own).
+        """Original parameters of all flat parameters as views of them, or of the tensors [N] in a list (None: of its
+        own).
 
         Raises:
             ConfigurationError: the list has another length.
@@ -225,7 +227,7 @@ class FlattenParamsWrapper(nn.Module):
         return chain.from_iterable([param.get_param_views(data) for param, data in pairs])
 
     def metadata(self, flat_param_idx: int) -> tuple[list[str], Sequence[torch.Size], list[int]]:
-        """Names, shapes and numels of one flat parameter's members."""
+        """Names, shapes and numels of one flat parameter's original parameters."""
         return self.flat_params[flat_param_idx].metadata()
 
     # -------------------------------------------------------- module
@@ -352,7 +354,7 @@ class FlattenParamsWrapper(nn.Module):
         if self._unflattened_for_load is not None:
             flattened, self._unflattened_for_load = self._unflattened_for_load, None
             try:
-                flattened = take_over_members(flattened, self._fpw_module)
+                flattened = take_over_originals(flattened, self._fpw_module)
             finally:
                 self._flatten_params(flattened)
         else:

@@ -64,7 +64,7 @@ class _Refused:
 
 @not_compiled
 def lends_memory(unit: Unit, tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether one of these is a view of a member (or one itself), so that its memory is about to go."""
+    """Whether one of these is a view of an original parameter (or one itself), so that its memory is about to go."""
     for tensor in tensors:
         for flat in unit.needs:
             memory = flat.store.memory
@@ -75,7 +75,7 @@ def lends_memory(unit: Unit, tensors: Sequence[torch.Tensor]) -> bool:
 
 @not_compiled
 def without_lent_memory(unit: Unit, outputs: Tree) -> Tree:
-    """The outputs with copies in place of members and their views.
+    """The outputs with copies in place of original parameters and their views.
 
     Raises:
         LifecycleError: they are in an object whose content can't be replaced.

@@ -24,7 +24,7 @@ from ..policy import OffloadPolicy, ReducePolicy
 from ..types import Kwargs
 from .flat_param import FlatParam
 from .groups import post_forward_mesh
-from .members import Member, Place, managing
+from .originals import OriginalParameter, Place, managing
 from .registrations import note_taken
 from .registries import hide
 from .state import ShardingState, state_of
@@ -77,13 +77,13 @@ class Found:
     """What a module holds outside of other units.
 
     Attributes:
-        members: parameters of its own, once each, with all places.
-        names: path of each member's first place.
+        originals: parameters of its own, once each, with all places.
+        names: path of each original parameter's first place.
         borrowed: flat parameters of other units that manage parameters which this module uses too.
     """
 
     def __init__(self, state: ShardingState) -> None:
-        self.members: list[Member] = []
+        self.originals: list[OriginalParameter] = []
         self.names: list[str] = []
         self.borrowed: list[FlatParam] = []
         self.infos: list[ParamInfo] = []  # first places as FlattenParamsWrapper tells them
@@ -99,38 +99,38 @@ class Found:
                 if isinstance(flat, FlatParam):
                     self._borrow(flat, p, Place(m, name))
                 elif p in by_param:
-                    self.members[by_param[p]].places.append(Place(m, name))
+                    self.originals[by_param[p]].places.append(Place(m, name))
                     first_path, first, attribute = self.infos[by_param[p]]
                     self.shared.append((path, first_path, m, name, first, attribute))
                 else:
-                    by_param[p] = len(self.members)
-                    self.members.append(Member(p, [Place(m, name)]))
+                    by_param[p] = len(self.originals)
+                    self.originals.append(OriginalParameter(p, [Place(m, name)]))
                     self.names.append(full)
                     if is_lazy(p):
                         self.lazy.append(full)
                     self.infos.append((path, m, name))
 
     def _borrow(self, flat: FlatParam, param: nn.Parameter, place: Place) -> None:
-        for member in flat.members:
-            if member.param is param:
-                member.places.append(place)
+        for original in flat.originals:
+            if original.param is param:
+                original.places.append(place)
         hide(place, param)
         flat.is_borrowed = True
         if flat not in self.borrowed:
             self.borrowed.append(flat)
 
 
-def alike(members: Iterable[int], all_members: list[Member]) -> list[list[int]]:
-    """Indices of members grouped by dtype and by whether they are trainable, in order of first appearance."""
+def alike(originals: Iterable[int], all_originals: list[OriginalParameter]) -> list[list[int]]:
+    """Indices of parameters grouped by dtype and by whether they are trainable, in order of first appearance."""
     groups: dict[tuple[torch.dtype, bool], list[int]] = {}
-    for i in members:
-        p = all_members[i].param
+    for i in originals:
+        p = all_originals[i].param
         groups.setdefault((p.dtype, p.requires_grad), []).append(i)
     return list(groups.values())
 
 
 Listing = Callable[
-    [ShardingState, list[Member], list[ParamInfo], list[SharedParamInfo], torch.Tensor],
+    [ShardingState, list[OriginalParameter], list[ParamInfo], list[SharedParamInfo], torch.Tensor],
     tuple[nn.Parameter, Place],
 ]
 
@@ -139,7 +139,8 @@ def shard_module(state: ShardingState, list_shard: Listing) -> None:
     """Takes the parameters of a state's module out of it, and lists this rank's shards (collective).
 
     Args:
-        list_shard: takes members out of their modules' lists; given their places, further ones, and their shard.
+        list_shard: takes original parameters out of their modules' lists; given their places, further ones, and their
+            shard.
 
     Raises:
         ConfigurationError, RankMismatchError: see :class:`~shardkit.FSDP`; nothing was changed.
@@ -149,8 +150,8 @@ def shard_module(state: ShardingState, list_shard: Listing) -> None:
         wake(below)
     state.nesting = nesting_of(state)
     found = Found(state)
-    check_one_device(m.param for m in found.members)
-    connect(state, found.members[0].param if found.members else None, found.borrowed)
+    check_one_device(m.param for m in found.originals)
+    connect(state, found.originals[0].param if found.originals else None, found.borrowed)
     facts = {
         "flatten": options.flatten, "precision": options.precision, "reshard": options.reshard,
         "offload": options.offload, "reduce": options.reduce, "sync_module_states": options.sync_module_states,
@@ -164,8 +165,8 @@ def shard_module(state: ShardingState, list_shard: Listing) -> None:
     _connect_mesh(state)
     if options.flatten:
         check_names(module, found, state.group.rank)
-    indices = range(len(found.members))
-    parts = alike(indices, found.members) if options.flatten else [[i] for i in indices]
+    indices = range(len(found.originals))
+    parts = alike(indices, found.originals) if options.flatten else [[i] for i in indices]
     state.flats.extend(_flat_of(state, found, part, list_shard) for part in parts)
     state.shared_paths = [
         (f"{there}.{source}" if there else source, f"{here}.{name}" if here else name)
@@ -176,23 +177,23 @@ def shard_module(state: ShardingState, list_shard: Listing) -> None:
 
 
 def _flat_of(state: ShardingState, found: Found, part: list[int], list_shard: Listing) -> FlatParam:
-    """The flat parameter of these members."""
+    """The flat parameter of these original parameters."""
     options, group = state.options, state.group
-    members = [found.members[i] for i in part]
-    device = options.device or members[0].param.device
-    layout = options.layout([m.shape for m in members], group.world_size)
-    shard = shard_of(members, layout, group, device, options.sync_module_states)
+    originals = [found.originals[i] for i in part]
+    device = options.device or originals[0].param.device
+    layout = options.layout([m.shape for m in originals], group.world_size)
+    shard = shard_of(originals, layout, group, device, options.sync_module_states)
     if state.replicas is not None and options.sync_module_states and not shard.is_meta:
         state.replicas.channel("buffers").broadcast(shard, 0, label="parameters of the first replica")
     if not options.flatten and group.world_size == 1:
-        shard = shard.view(members[0].shape)
+        shard = shard.view(originals[0].shape)
     if options.offload.parameters:
         shard = group.backend.pin(shard.cpu())
     infos = [found.infos[i] for i in part]
     shared = [s for s in found.shared if (s[1], s[4], s[5]) in infos]
-    listed, holder = list_shard(state, members, infos, shared, shard)
+    listed, holder = list_shard(state, originals, infos, shared, shard)
     return FlatParam(
-        members, [found.names[i] for i in part], listed, holder, layout, group,
+        originals, [found.names[i] for i in part], listed, holder, layout, group,
         options.precision.compute, options.device, state.post_forward_mesh,
     )  # fmt: skip
 
@@ -262,7 +263,7 @@ def announce(root: nn.Module, units: int, parameters: int, group: Group) -> None
 
 def check_names(module: nn.Module, found: Found, rank: int) -> None:
     """Raises ConfigurationError if the module has attributes by the names that its flat parameters are to have."""
-    for k in range(len(alike(range(len(found.members)), found.members))):
+    for k in range(len(alike(range(len(found.originals)), found.originals))):
         name = f"{FLAT_PREFIX}{k}"
         if hasattr(module, name):
             raise ConfigurationError(
@@ -298,10 +299,10 @@ def backend_nearby(state: ShardingState, borrowed: list[FlatParam]) -> Backend |
 def check_ranks_agree(found: Found, group: Group, options: Kwargs) -> None:
     """Raises RankMismatchError on all ranks if options differ, or parameters in names, shapes or dtypes."""
     facts: list[tuple[str, object]] = []
-    for name, member in zip(found.names, found.members, strict=True):
-        shape = "no shape yet" if is_lazy(member.param) else tuple(member.shape)
-        trainable = "trainable" if member.param.requires_grad else "frozen"
-        facts.append((name, (shape, str(member.param.dtype), trainable)))
+    for name, original in zip(found.names, found.originals, strict=True):
+        shape = "no shape yet" if is_lazy(original.param) else tuple(original.shape)
+        trainable = "trainable" if original.param.requires_grad else "frozen"
+        facts.append((name, (shape, str(original.param.dtype), trainable)))
     facts += option_facts(**options)
     check_same_everywhere(group, facts, "parameters of the wrapped module or options")
     if found.lazy:
@@ -313,46 +314,50 @@ def check_ranks_agree(found: Found, group: Group, options: Kwargs) -> None:
 
 @torch.no_grad()
 def shard_of(
-    members: list[Member], layout: ShardLayout, group: Group, device: torch.device, from_rank_0: bool
+    originals: list[OriginalParameter],
+    layout: ShardLayout,
+    group: Group,
+    device: torch.device,
+    from_rank_0: bool,
 ) -> torch.Tensor:
-    """This rank's shard of the members, [S], in their dtype.
+    """This rank's shard of the original parameters, [S], in their dtype.
 
     Args:
         layout: of the flat parameter.
-        device: where the members are gathered; the shard is there too.
+        device: where the original parameters are gathered; the shard is there too.
         from_rank_0: rank 0's values count; else ranks must hold the same ones.
 
     Raises:
         RankMismatchError: on all ranks, without ``from_rank_0``, if values differ between ranks.
     """
-    dtype = members[0].param.dtype
-    if any(m.param.is_meta for m in members):
+    dtype = originals[0].param.dtype
+    if any(m.param.is_meta for m in originals):
         return torch.empty(layout.shard_numel, dtype=dtype, device="meta")
-    rows = [m.param.detach().reshape(-1).to(device) for m in members]
+    rows = [m.param.detach().reshape(-1).to(device) for m in originals]
     rows.append(torch.zeros(layout.padded_numel - layout.numel, dtype=dtype, device=device))
-    vector = torch.cat(rows)
+    flat = torch.cat(rows)
     if group.world_size == 1:
-        return vector
+        return flat
     if from_rank_0:
-        group.channel("buffers").broadcast(vector, 0, label="parameters of rank 0")
+        group.channel("buffers").broadcast(flat, 0, label="parameters of rank 0")
     else:
-        _check_same_values(members, group)
-    return own_part(vector, group).clone()
+        _check_same_values(originals, group)
+    return own_part(flat, group).clone()
 
 
-def _check_same_values(members: list[Member], group: Group) -> None:
+def _check_same_values(originals: list[OriginalParameter], group: Group) -> None:
     sums = [
         hashlib.sha1(
             m.param.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
         ).hexdigest()
-        for m in members
+        for m in originals
     ]
     everybody = all_gather_facts(group.channel("control"), sums, label="check of start values")
     for rank, theirs in enumerate(everybody):
         if theirs != everybody[0]:
             k = next(i for i, (a, b) in enumerate(zip(theirs, everybody[0], strict=True)) if a != b)
             raise RankMismatchError(
-                f"parameter {k} of the wrapped module, of shape {tuple(members[k].shape)}, has other values on rank "
+                f"parameter {k} of the wrapped module, of shape {tuple(originals[k].shape)}, has other values on rank "
                 f"{group.ranks[rank]} than on rank {group.ranks[0]}; the shards would mix both. Seed all ranks alike, "
                 "or pass sync_module_states=True to start from rank 0's"
             )

@@ -19,9 +19,9 @@ from . import inside, moving
 from . import state_dict as state_dicts
 from .calls import cast_inputs, run_summoned
 from .construct import shard_module, wake
-from .lazy import saving_members_by_name
-from .members import Member, Place
+from .lazy import saving_originals_by_name
 from .names import WRAPPED
+from .originals import OriginalParameter, Place
 from .refusals import check_asker
 from .registered_shard import flat_of_registered
 from .running import enter, fail, input_dtype, leave, watched
@@ -58,11 +58,11 @@ class Door(StandingIn, ShardedAPI):
         return self._fsdp_wrapped_module
 
     def _list_shard(
-        self, state: ShardingState, members: list[Member], infos: list[ParamInfo], shared: list[SharedParamInfo],
-        shard: torch.Tensor,
+        self, state: ShardingState, originals: list[OriginalParameter], infos: list[ParamInfo],
+        shared: list[SharedParamInfo], shard: torch.Tensor,
     ) -> tuple[nn.Parameter, Place]:  # fmt: skip
         unit = self._unit_module(state.module)
-        return unit.adopt(members, infos, shared, shard, state.options.flatten)
+        return unit.adopt(originals, infos, shared, shard, state.options.flatten)
 
     # ------------------------------------------------------------ forward
     @signed_as_wrapped
@@ -84,7 +84,7 @@ class Door(StandingIn, ShardedAPI):
                 entered = watched(entered, state, (args, kwargs))
             module = state.module
             if entered.engine.is_lazy:
-                with saving_members_by_name():
+                with saving_originals_by_name():
                     outputs = module(*args, **kwargs)
             else:
                 outputs = module(*args, **kwargs)

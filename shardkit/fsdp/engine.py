@@ -31,7 +31,7 @@ from ..torch_seams.hooks import (
 from .backward import Backward, ForwardGraph, Watcher
 from .backward_plan import End, plan_backward
 from .frozen import FrozenUnits
-from .refusals import written_member
+from .refusals import written_original
 from .threads import NO_THREAD
 from .unit import Unit
 
@@ -145,7 +145,7 @@ class Engine(Backward):
             self._lock_held()
             for flat in self._locked:
                 if flat.written:
-                    raise written_member(flat)
+                    raise written_original(flat)
 
     def _lock_held(self) -> None:
         """Forward is over: what stays gathered is for backward, or for nobody, and not for the program."""

@@ -18,7 +18,7 @@ from ..errors import ConfigurationError, LifecycleError
 from ..optimizers.elementwise import Verdict, judge, names_of_elementwise
 from ..optimizers.shards import shard_behind
 from ..optimizers.stepping import take_part
-from .members import FlatParamLike, managing, name_of_member
+from .originals import FlatParamLike, managing, name_of_original
 from .state_of_shards import check_loaded, mark_state_dicts
 
 logger = logging.getLogger("shardkit")
@@ -41,7 +41,7 @@ class _FirstSteps:
         wrapped, now = self.wrapped, tuple([len(g["params"]) for g in optimizer.param_groups])
         is_same = self._seen.get(optimizer) == now
         if not is_same or self._seen_wrapped.get(optimizer) != wrapped:
-            _refuse_members(optimizer)
+            _refuse_originals(optimizer)
             self._seen_wrapped[optimizer] = wrapped
         if is_same:
             return
@@ -78,17 +78,17 @@ def check_first_steps() -> None:
 
 def _is_cut(flat: Any) -> bool:
     """Whether what the optimizer sees is not one of the parameters as it is."""
-    return flat.group.world_size > 1 or len(flat.members) > 1 or flat.param.shape != flat.members[0].shape
+    return flat.group.world_size > 1 or len(flat.originals) > 1 or flat.param.shape != flat.originals[0].shape
 
 
-def _refuse_members(optimizer: Optimizer) -> None:
+def _refuse_originals(optimizer: Optimizer) -> None:
     params = [p for g in optimizer.param_groups for p in g["params"]]
-    members = [p for p in params if managing(p) is not None and shard_behind(p) is None]
-    if members:
-        names = ", ".join(sorted(repr(name_of_member(p)) for p in members)[:3])
+    originals = [p for p in params if managing(p) is not None and shard_behind(p) is None]
+    if originals:
+        names = ", ".join(sorted(repr(name_of_original(p)) for p in originals)[:3])
         raise LifecycleError(
-            f"{len(members)} of the {len(params)} parameters of this {type(optimizer).__name__} were taken over by "
-            f"FSDP modules after it was made ({names}{', ...' if len(members) > 3 else ''}): it would never change "
+            f"{len(originals)} of the {len(params)} parameters of this {type(optimizer).__name__} were taken over by "
+            f"FSDP modules after it was made ({names}{', ...' if len(originals) > 3 else ''}): it would never change "
             "them. Make the optimizer after wrapping, from the wrapped model's parameters()"
         )
 
@@ -108,9 +108,9 @@ def _refuse_coupled(optimizer: Optimizer) -> None:
     verdict, name = judge(optimizer), type(optimizer).__name__
     if verdict is Verdict.COUPLED:
         raise ConfigurationError(
-            f"{name} updates elements of a parameter together, and FSDP's shards are parts of vectors: its steps would "
-            "be others than without sharding. Take an optimizer that updates every element by itself (torch's "
-            f"{names_of_elementwise()}; any other is tried), or shard whole parameters: ShardedDDP(model, "
+            f"{name} updates elements of a parameter together, and FSDP's shards are parts of flat parameters: its "
+            "steps would be others than without sharding. Take an optimizer that updates every element by itself "
+            f"(torch's {names_of_elementwise()}; any other is tried), or shard whole parameters: ShardedDDP(model, "
             f"OSS(model.parameters(), optim={name})). If this is mistaken: shardkit.declare_elementwise({name})"
         )
     if verdict is Verdict.UNKNOWN:
@@ -127,12 +127,12 @@ def _warn_of_groups_by_dimension(optimizer: Optimizer) -> None:
     groups = optimizer.param_groups
     left_empty = any(not g["params"] and g.get("weight_decay") for g in groups)
     undecayed = [f for g in groups if not g.get("weight_decay") for f in map(shard_behind, g["params"]) if f]
-    matrices = [n for f in undecayed for n, m in zip(f.names, f.members, strict=True) if len(m.shape) > 1]
+    matrices = [n for f in undecayed for n, m in zip(f.names, f.originals, strict=True) if len(m.shape) > 1]
     if left_empty and matrices:
         logger.warning(
-            "%s has a group with weight decay but without parameters, while vectors with matrices in them (%s, ...) "
-            "are in one without weight decay. FSDP lists vectors of one dimension, so groups can't be made by p.ndim: "
-            "note the names of what is to decay before wrapping, wrap with flatten=False, and choose by name",
+            "%s has a group with weight decay but without parameters, while flat parameters with matrices in them "
+            "(%s, ...) are in one without weight decay. Flat parameters have one dimension, so groups can't be made by "
+            "p.ndim: note the names of what is to decay before wrapping, wrap with flatten=False, and choose by name",
             type(optimizer).__name__,
             matrices[0],
         )

@@ -1,12 +1,12 @@
 """Parameters of one unit as one flat parameter of which each rank keeps a shard.
 
-Legend: W world size, N numel of all members, S shard numel (N / W rounded up).
+Legend: W world size, N numel of all original parameters, S shard numel (N / W rounded up).
 
-[Note: members] The parameters of the wrapped module stay what they are: leaf tensors, the same objects, reached as
-attributes of their modules. Only their data moves: they are views of one buffer [W * S] whose memory exists while the
-unit is gathered (``members.py``: what they are meanwhile). So autograd sees no reshaping, their gradients are their
-own, a weight used in two units stays one weight, and whoever kept a reference to a parameter (an RNN, a hook, a metric)
-keeps the right one. What ``parameters()`` lists is the shard, a parameter of its own.
+[Note: original parameters] The parameters of the wrapped module stay what they are: leaf tensors, the same objects,
+reached as attributes of their modules. Only their data moves: they are views of one buffer [W * S] whose memory exists
+while the unit is gathered (``originals.py``: what they are meanwhile). So autograd sees no reshaping, their gradients
+are their own, a weight used in two units stays one weight, and whoever kept a reference to a parameter (an RNN, a hook,
+a metric) keeps the right one. What ``parameters()`` lists is the shard, a parameter of its own.
 
 [Note: memory] Where the values are is the store's (``store/``), of which there are four kinds: tensors own memory that
 is taken and released, execution is lazy, one rank has everything, or values come later. What they are at a time is its
@@ -26,7 +26,7 @@ from ..layout import ShardLayout
 from ..torch_seams.hooks import NO_BACKWARD, current_backward
 from ..types import StateDict
 from .first_steps import check_first_steps
-from .members import Member, Place, as_tensors, note_member
+from .originals import OriginalParameter, Place, as_tensors, note_original
 from .refusals import backward_when_summoned
 from .registered_shard import note_registered
 from .store import FULL, SUMMONED, Store, own_part, store_for
@@ -36,13 +36,13 @@ _set_versions = torch._C._autograd._unsafe_set_version_counter
 
 
 class FlatParam:
-    """Members of one dtype, sharded evenly as one flat parameter.
+    """Original parameters of one dtype, sharded evenly as one flat parameter.
 
     Args:
-        members: in the order in which they lie in it.
+        originals: in the order in which they lie in it.
         names: path of each in the unit's module.
         holder: where ``param`` is listed.
-        layout: where members and shards lie.
+        layout: where original parameters and shards lie.
         param: this rank's shard [S] in full precision, as the optimizer sees it.
         group: ranks that share it.
         compute_dtype: dtype while gathered; None for the shard's own.
@@ -53,20 +53,21 @@ class FlatParam:
         label: what it is called in errors.
         path: the unit's path in the root module, as far as it is known.
         store: where its values are, and in which state.
-        is_borrowed: units of other modules need members, too.
-        modules: of the unit, where views of members may be kept (see ``kept_views.py``).
-        unused: which members have had no gradient on any rank since the gradient was last cleared.
-        written: numbers of members that were written to in the last time that they had values; such writes are lost.
+        is_borrowed: units of other modules need original parameters, too.
+        modules: of the unit, where views of original parameters may be kept (see ``kept_views.py``).
+        unused: which original parameters have had no gradient on any rank since the gradient was last cleared.
+        written: numbers of original parameters that were written to in the last time that they had values; such writes
+            are lost.
     """
 
     store: Store
 
     def __init__(
-        self, members: Sequence[Member], names: Sequence[str], param: nn.Parameter, holder: Place,
+        self, originals: Sequence[OriginalParameter], names: Sequence[str], param: nn.Parameter, holder: Place,
         layout: ShardLayout, group: Group,
         compute_dtype: torch.dtype | None, compute_device: torch.device | None, post_forward_mesh: Group | None = None,
     ) -> None:  # fmt: skip
-        self.members = list(members)
+        self.originals = list(originals)
         self.names = list(names)
         self.param = param
         self.holder = holder
@@ -74,7 +75,7 @@ class FlatParam:
         self.layout = layout
         self.label = self.path = ""
         self.is_borrowed = False
-        self.unused = Unused(len(self.members))
+        self.unused = Unused(len(self.originals))
         self.written: list[int] = []
         self.post_forward_mesh = post_forward_mesh
         self.modules: Sequence[nn.Module] = ()
@@ -86,34 +87,34 @@ class FlatParam:
 
     @property
     def compute_dtype(self) -> torch.dtype:
-        """Dtype of the members while gathered; complex numbers and integers stay what they are."""
+        """Dtype of the original parameters while gathered; complex numbers and integers stay what they are."""
         chosen, own = self._compute_dtype, self.param.dtype
         return chosen if chosen is not None and own.is_floating_point else own
 
     @property
     def compute_device(self) -> torch.device:
-        """Device of the members while gathered."""
+        """Device of the original parameters while gathered."""
         return self._compute_device or self.param.device
 
     @property
     def is_listed_flat(self) -> bool:
-        """Listed as a flat parameter by the unit, not in place of its one member."""
-        return all(place.module is not self.holder.module for place in self.members[0].places)
+        """Listed as a flat parameter by the unit, not in place of its one original parameter."""
+        return all(place.module is not self.holder.module for place in self.originals[0].places)
 
     # ------------------------------------------------------------ the store
     @property
     def keeps_shapes(self) -> bool:
-        """Members have their shapes while they have no values."""
+        """Original parameters have their shapes while they have no values."""
         return self.store.keeps_shapes
 
     @property
     def gathered(self) -> torch.Tensor:
-        """What members are views of, [W * S]; it may have no memory now."""
+        """What original parameters are views of, [W * S]; it may have no memory now."""
         return self.store.gathered
 
     @property
     def is_full(self) -> bool:
-        """Members have their values, or will have after :meth:`finish_gather`."""
+        """Original parameters have their values, or will have after :meth:`finish_gather`."""
         return self.store.state in FULL
 
     @property
@@ -122,10 +123,11 @@ class FlatParam:
         return self.store.state is SUMMONED
 
     def adopt(self) -> bool:
-        """Whenever the shard's device or dtype changed: chooses a store, and makes members see it.
+        """Whenever the shard's device or dtype changed: chooses a store, and makes original parameters see it.
 
         Returns:
-            Whether members had to be replaced by other objects (devices between which tensors can't change).
+            Whether original parameters had to be replaced by other objects (devices between which tensors can't
+            change).
         """
         return self._settle(self.store)
 
@@ -134,24 +136,24 @@ class FlatParam:
         self._seen = (self.param.dtype, self.param.device)
         note_registered(self.param, self)
         self.store = store_for(self, before)
-        replaced = self._make_members()
+        replaced = self._make_originals()
         self.store.attach()
         return replaced
 
-    def _make_members(self) -> bool:
+    def _make_originals(self) -> bool:
         target = "meta" if self.param.device.type == "meta" else self.compute_device.type
         replaced = False
-        for index, member in enumerate(self.members):
-            old = member.param
+        for index, original in enumerate(self.originals):
+            old = original.param
             empty = torch.empty(0, dtype=self.compute_dtype, device=target)
             with as_tensors():  # asked of parameters whose values can't be read now, too
                 fits = old.device.type == target or torch._has_compatible_shallow_copy_type(old, empty)
             if not fits:
-                member.param = nn.Parameter(empty, requires_grad=old.requires_grad)
-                for place in member.places:
-                    place.module.__dict__[place.name] = member.param
+                original.param = nn.Parameter(empty, requires_grad=old.requires_grad)
+                for place in original.places:
+                    place.module.__dict__[place.name] = original.param
                 replaced = True
-            note_member(member.param, self, index)
+            note_original(original.param, self, index)
         return replaced
 
     # ------------------------------------------------------------ gathering
@@ -165,7 +167,7 @@ class FlatParam:
         if state is SUMMONED:
             if current_backward() != NO_BACKWARD:
                 raise backward_when_summoned(self)
-            return  # members have their values
+            return  # original parameters have their values
         self._users += 1
         if state in FULL:
             return
@@ -175,7 +177,7 @@ class FlatParam:
         self.store.start(after)
 
     def release(self, until_backward: bool = False) -> None:
-        """One unit no longer needs the members; the last one frees their memory.
+        """One unit no longer needs the original parameters; the last one frees their memory.
 
         With ``until_backward``, the post-forward mesh keeps the values, if there is one.
         """
@@ -185,22 +187,23 @@ class FlatParam:
             self.store.release(until_backward)
 
     def drop(self) -> None:
-        """Nobody needs the members: frees their memory."""
+        """Nobody needs the original parameters: frees their memory."""
         self._users = 0
         self.store.release()
 
     # ------------------------------------------------------------ full precision
     @contextmanager
     def summoned(self, writeback: bool) -> Iterator[None]:
-        """Members hold their values in full precision; with ``writeback`` changes to them are kept.
+        """Original parameters hold their values in full precision; with ``writeback`` changes to them are kept.
 
-        A graph built inside needs values that are gone afterwards. Autograd finds that by the members' versions, which
-        differ inside. They are put back, for graphs from before are as good as ever unless somebody changed members.
+        A graph built inside needs values that are gone afterwards. Autograd finds that by the original parameters'
+        versions, which differ inside. They are put back, for graphs from before are as good as ever unless somebody
+        changed original parameters.
         """
         self.drop()  # will be stale
         full = self.store.summon()
-        gradients = [m.param.grad for m in self.members]  # of the compute dtype
-        params = tuple(m.param for m in self.members)
+        gradients = [m.param.grad for m in self.originals]  # of the compute dtype
+        params = tuple(m.param for m in self.originals)
         versions = [p._version for p in params]
         for p in params:
             p.grad = None
@@ -215,15 +218,15 @@ class FlatParam:
                 versions[k] = versions[k] if p._version == versions[k] + 1 else p._version + 1
             self.adopt()
             _set_versions(params, tuple(versions))
-            for m, g in zip(self.members, gradients, strict=True):
+            for m, g in zip(self.originals, gradients, strict=True):
                 if g is not None:
                     m.param.grad = g
 
     @contextmanager
     def summoned_for_compute(self) -> Iterator[None]:
-        """Inside of :meth:`summoned`: members are what a forward computes with."""
+        """Inside of :meth:`summoned`: original parameters are what a forward computes with."""
         store, full = self.store, self.store.summoned
-        if full is None or self.members[0].param.dtype == self.compute_dtype:
+        if full is None or self.originals[0].param.dtype == self.compute_dtype:
             yield
             return
         store.collect(full)
@@ -235,7 +238,7 @@ class FlatParam:
 
     @torch.no_grad()
     def _keep(self, full: torch.Tensor) -> None:
-        """Takes this rank's part from members, which are views of ``full`` unless somebody replaced them."""
+        """Takes this rank's part from original parameters: views of ``full`` unless somebody replaced them."""
         self.store.collect(full)
         self.param.data.view(-1).copy_(own_part(full, self.group))
 

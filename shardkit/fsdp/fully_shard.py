@@ -30,8 +30,8 @@ from .calls import cast_inputs, computing_when_summoned, refuse_backward
 from .construct import shard_module, wake
 from .door import Door
 from .inside import collect_in_place, refuse_state_dicts
-from .lazy import saving_members_by_name
-from .members import Member, Place
+from .lazy import saving_originals_by_name
+from .originals import OriginalParameter, Place
 from .refusals import check_asker
 from .running import Entered, enter, fail, input_dtype, leave, watched
 from .state import Options, ShardingState, state_of
@@ -100,10 +100,10 @@ def _check(module: nn.Module) -> None:
 
 
 def _list_shard(
-    state: ShardingState, members: list[Member], infos: list[ParamInfo], shared: list[SharedParamInfo],
+    state: ShardingState, originals: list[OriginalParameter], infos: list[ParamInfo], shared: list[SharedParamInfo],
     shard: torch.Tensor,
 ) -> tuple[nn.Parameter, Place]:  # fmt: skip
-    return list_in_place(members, shard)
+    return list_in_place(originals, shard)
 
 
 class _Call(NamedTuple):
@@ -163,7 +163,7 @@ class _InPlace:
                     args, kwargs = cast_inputs((args, kwargs), dtype)
                 if entered is not None:
                     if entered.engine.is_lazy:
-                        around.enter_context(saving_members_by_name())
+                        around.enter_context(saving_originals_by_name())
                     entered = watched(entered, state, (args, kwargs))
                 self._calls.append(_Call(entered, around.pop_all(), handled))
         except Exception as error:

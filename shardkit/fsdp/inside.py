@@ -23,8 +23,8 @@ from torch import nn
 from ..errors import LifecycleError
 from ..flattening.flat_parameter import FlatParameter
 from ..types import IncompatibleKeys, Memo, StateDict, Tree
-from .members import FlatParamLike, ReleasedParameter, managing, refuse_copy
 from .names import clean
+from .originals import FlatParamLike, ReleasedParameter, managing, refuse_copy
 from .registered_shard import flat_of_registered
 from .registries import hidden, written_names
 from .state import ShardingState, state_of
@@ -97,8 +97,8 @@ class Moves(_Answer):
     def __call__(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
         module = self.module
         if not _collecting.moves:
-            for name, member in hidden(module):
-                flat = managing(member)
+            for name, original in hidden(module):
+                flat = managing(original)
                 if flat is not None:
                     _refuse_move(module, name, flat, fn)
         return type(module)._apply(module, fn, recurse)  # type: ignore[no-any-return]
@@ -193,9 +193,9 @@ def _shards_of(module: nn.Module) -> dict[str, FlatParamLike]:
 
 def _refuse_copies(module: nn.Module, what: str) -> None:
     """A module from a file, without the FSDP module around it, has parameters without values."""
-    for _, member in hidden(module):
-        if isinstance(member, ReleasedParameter):
-            refuse_copy(member, what)
+    for _, original in hidden(module):
+        if isinstance(original, ReleasedParameter):
+            refuse_copy(original, what)
 
 
 def _refuse_state_dict(module: nn.Module, prefix: str, keep_vars: bool) -> None:

@@ -1,11 +1,11 @@
-"""Views of members that modules keep beyond the forward that made them (``self.cache = w.t()``).
+"""Views of original parameters that modules keep beyond the forward that made them (``self.cache = w.t()``).
 
-[Note: kept views] While a unit is gathered, a view of a member is a tensor like any other. When the unit's memory is
-given back, it is a tensor without memory: reading it would end the process, or show what lies there now. So where a
-module of the unit keeps one, it changes its class with the members (see [Note: released] of ``members.py``), and back
-when they have their values again. To find it costs a step nothing: storage knows how many tensors look at it. Where
-they are no more than the last time, and all were autograd's then, nothing is new; else the attributes of the unit's
-modules are looked through.
+[Note: kept views] While a unit is gathered, a view of an original parameter is a tensor like any other. When the unit's
+memory is given back, it is a tensor without memory: reading it would end the process, or show what lies there now. So
+where a module of the unit keeps one, it changes its class with the original parameters (see [Note: released] of
+``originals.py``), and back when they have their values again. To find it costs a step nothing: storage knows how many
+tensors look at it. Where they are no more than the last time, and all were autograd's then, nothing is new; else the
+attributes of the unit's modules are looked through.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ from torch.utils.weak import TensorWeakRef
 from ..layout import ShardLayout
 from ..torch_seams.hooks import NO_BACKWARD, current_backward
 from ..types import Tree
-from .members import Member, ReleasedParameter, ReleasedView, as_tensors, note_view
+from .originals import OriginalParameter, ReleasedParameter, ReleasedView, as_tensors, note_view
 
 _holders_of = torch._C._storage_Use_Count  # how many tensors look at a storage
 _address_of = torch._C._storage_address  # type: ignore[attr-defined]
 
 
 class KeptViews:
-    """The views of one flat parameter's members that modules keep.
+    """The views of one flat parameter's original parameters that modules keep.
 
     Args:
-        memory: identifies the storage that members are views of.
-        members: in the order of ``layout``.
+        memory: identifies the storage that original parameters are views of.
+        originals: in the order of ``layout``.
 
     Attributes:
         found: those that were; some may be gone.
     """
 
-    def __init__(self, memory: int, members: Sequence[Member], layout: ShardLayout) -> None:
+    def __init__(self, memory: int, originals: Sequence[OriginalParameter], layout: ShardLayout) -> None:
         self._memory = memory
-        self._members = members
+        self._originals = originals
         self._layout = layout
         # How many tensors looked at the memory the last time none was kept; by whether gradients were enabled, and
         # whether a backward ran.
@@ -63,13 +63,13 @@ class KeptViews:
             for ref, _ in self.found:
                 tensor: Any = ref()
                 number = bisect.bisect_right(offsets, int(tensor.storage_offset())) - 1
-                note_view(tensor, self._members[min(number, len(self._members) - 1)].param)
+                note_view(tensor, self._originals[min(number, len(self._originals) - 1)].param)
                 is_param = isinstance(tensor, nn.Parameter)
                 tensor.__class__ = ReleasedParameter if is_param else ReleasedView
 
     def _find(self, modules: Sequence[nn.Module]) -> None:
         found = {id(t): (ref, kind) for ref, kind in self.found if (t := ref()) is not None}
-        own = {id(member.param) for member in self._members}
+        own = {id(original.param) for original in self._originals}
         for module in modules:
             for tensor in _tensors_in(list(module.__dict__.values())):
                 if id(tensor) in own or id(tensor) in found or not torch._C._has_storage(tensor):

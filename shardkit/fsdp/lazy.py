@@ -9,7 +9,7 @@ memory in between. A compiler undoes that if it can. It sees one program for the
 
 Against the first, a gather is tied (``Backend.tie``) to what it has to wait for: the inputs of the unit that computes
 meanwhile, in backward the gradients of its outputs and the last reduced gradients. Against the second, what is saved
-is which member it is a view of, and backward takes the same view of the member's value then.
+is which original parameter it is a view of, and backward takes the same view of the original parameter's value then.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from typing import NamedTuple
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from .members import MemberParameter
+from .originals import GatheredParameter
 
 
 class SavedView(NamedTuple):
-    """A member, and how it is seen."""
+    """An original parameter, and how it is seen."""
 
     param: torch.Tensor
     view: torch.Tensor | None  # None: as it is, or transposed
@@ -43,8 +43,8 @@ def _variable(node: object) -> object:
 def _pack(tensor: torch.Tensor) -> torch.Tensor | SavedView:
     base = tensor._base
     if base is None:
-        return SavedView(tensor, None) if type(tensor) is MemberParameter else tensor
-    if type(base) is not MemberParameter:
+        return SavedView(tensor, None) if type(tensor) is GatheredParameter else tensor
+    if type(base) is not GatheredParameter:
         return tensor
     if _is_transposed(tensor, base):
         return SavedView(base, None, True)
@@ -60,8 +60,8 @@ def _unpack(saved: torch.Tensor | SavedView) -> torch.Tensor:
     return value.t() if saved.transposed else value
 
 
-def saving_members_by_name() -> AbstractContextManager[object]:
-    """Inside, what autograd saves of members is taken anew in backward; see the note above.
+def saving_originals_by_name() -> AbstractContextManager[object]:
+    """Inside, what autograd saves of original parameters is taken anew in backward; see the note above.
 
     Somebody else's hooks for saved tensors (activation checkpointing, offloading, an outer unit's) win.
     """

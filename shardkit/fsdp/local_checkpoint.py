@@ -28,7 +28,7 @@ def metadata(state: ShardingState) -> StateDict:
             name = clean(flat.holder.name) if flat.is_listed_flat else flat.names[0]
             params[name] = {
                 "names": list(flat.names),
-                "shapes": [member.shape for member in flat.members],
+                "shapes": [original.shape for original in flat.originals],
                 "numels": list(flat.layout.numels),
                 "padding": flat.layout.padding(flat.group.rank),
             }
@@ -49,13 +49,13 @@ def _shared_across(state: ShardingState, paths: dict[nn.Module, str]) -> list[tu
     """Weights of one wrapper that modules outside of it use too, as (path, other path) from the outermost."""
     found = []
     for s in state.states():
-        if not any(len(member.places) > 1 for flat in s.flats for member in flat.members):
+        if not any(len(original.places) > 1 for flat in s.flats for original in flat.originals):
             continue
         inside = {id(x) for x in s.door.modules()}
         for flat in s.flats:
-            for member, name in zip(flat.members, flat.names, strict=True):
+            for original, name in zip(flat.originals, flat.names, strict=True):
                 first = f"{paths[s.door]}.{name}" if paths[s.door] else name
-                for module, attribute in member.places:
+                for module, attribute in original.places:
                     if id(module) not in inside and module in paths:
                         path = paths[module]
                         found.append((first, f"{path}.{attribute}" if path else attribute))
@@ -67,7 +67,7 @@ def mark(sharding: ShardingState, state: StateDict) -> None:
     """Notes in a local state dict whose it is. ``torch.save`` keeps the note, other readers don't look at it."""
     notes = versions_of(state)
     if notes is not None and "" in notes:
-        layout = {key: facts for key, (_, facts) in _vectors(sharding).items()}
+        layout = {key: facts for key, (_, facts) in _flats_by_key(sharding).items()}
         group = sharding.group
         notes[""][_NOTE] = {"rank": group.rank, "world_size": group.world_size, "layout": layout}
 
@@ -79,8 +79,8 @@ def note_of(state: SavedState) -> StateDict | None:
     return found if isinstance(found, dict) and {"rank", "world_size", "layout"} <= set(found) else None
 
 
-def _vectors(state: ShardingState) -> dict[str, tuple[FlatParam, list[list[object]]]]:
-    """Each flat parameter by its key in a local state dict, with names and shapes of its members."""
+def _flats_by_key(state: ShardingState) -> dict[str, tuple[FlatParam, list[list[object]]]]:
+    """Each flat parameter by its key in a local state dict, with names and shapes of what is in it."""
     found: dict[str, tuple[FlatParam, list[list[object]]]] = {}
     for path, m in state.door.named_modules():
         s = state_of(m)
@@ -88,8 +88,8 @@ def _vectors(state: ShardingState) -> dict[str, tuple[FlatParam, list[list[objec
             for flat in s.flats:
                 name = clean(flat.holder.name) if flat.is_listed_flat else flat.names[0]
                 key = f"{clean(path)}.{name}" if clean(path) else name
-                members = zip(flat.names, flat.members, strict=True)
-                found[key] = (flat, [[n, list(member.shape)] for n, member in members])
+                originals = zip(flat.names, flat.originals, strict=True)
+                found[key] = (flat, [[n, list(original.shape)] for n, original in originals])
     return found
 
 
@@ -113,18 +113,18 @@ def check_own(sharding: ShardingState, state: SavedState) -> None:
 
 
 def _problem(sharding: ShardingState, state: SavedState) -> str | None:
-    note, vectors = note_of(state), _vectors(sharding)
+    note, flats = note_of(state), _flats_by_key(sharding)
     group = sharding.group
     if note is not None:
         if note["world_size"] != group.world_size:
             return f"the state dict is of world size {note['world_size']}, this is {group.world_size}"
         if note["rank"] != group.rank:
             return f"the state dict is of rank {note['rank']}"
-        for key, (_, members) in vectors.items():
-            if note["layout"].get(key) != members:
-                return f"{key!r} holds {note['layout'].get(key)} in the state dict, expected {members}"
+        for key, (_, originals) in flats.items():
+            if note["layout"].get(key) != originals:
+                return f"{key!r} holds {note['layout'].get(key)} in the state dict, expected {originals}"
     given = {clean(key): value for key, value in state.items()}
-    for key, (flat, _) in vectors.items():
+    for key, (flat, _) in flats.items():
         value = given.get(key)
         if isinstance(value, torch.Tensor) and value.shape != flat.param.shape:
             return f"{key!r} has shape {tuple(value.shape)} in the state dict, expected {tuple(flat.param.shape)}"
@@ -198,8 +198,8 @@ def consolidate(
                     )
                 continue
             names, shapes, numels, _ = info.values()
-            vector = _joined(shard_weights, shard_metadata, k, name, key)
-            for n, shape, part in zip(names, shapes, vector.split(list(numels)), strict=True):
+            joined = _joined(shard_weights, shard_metadata, k, name, key)
+            for n, shape, part in zip(names, shapes, joined.split(list(numels)), strict=True):
                 full[f"{path}.{n}" if path else n] = part.view(shape)
     _add_shared(full, shard_metadata[0]["param_metadata"])
     if with_module_buffers:

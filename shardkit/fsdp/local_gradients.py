@@ -7,15 +7,15 @@ import torch
 from ..reduction.clearing import StandingGradient
 from .flat_param import FlatParam
 from .gradients import GradientPack
-from .members import as_tensors
+from .originals import as_tensors
 
 
 class LocalGradients:
-    """Watches whether somebody cleared the gradient of a shard whose members hold gradients of their own.
+    """Watches whether somebody cleared the gradient of a shard whose original parameters hold gradients of their own.
 
-    After a backward inside ``no_sync`` the members hold this rank's gradients, and the listed parameter, the shard,
-    has nothing new. It gets a gradient of zeros all the same: ``optimizer.zero_grad()`` in any form changes that
-    one, and so says that the members' gradients are to be forgotten too.
+    After a backward inside ``no_sync`` the original parameters hold this rank's gradients, and the listed parameter,
+    the shard, has nothing new. It gets a gradient of zeros all the same: ``optimizer.zero_grad()`` in any form changes
+    that one, and so says that the original parameters' gradients are to be forgotten too.
     """
 
     def __init__(self, flat: FlatParam) -> None:
@@ -26,7 +26,7 @@ class LocalGradients:
         """A backward inside ``no_sync`` has ended; ``pack`` would have reduced the gradients."""
         flat = self._flat
         with as_tensors():
-            if all(m.param.grad is None for m in flat.members):
+            if all(m.param.grad is None for m in flat.originals):
                 return
         if flat.param.grad is None:
             flat.param.grad = torch.zeros_like(flat.param, requires_grad=False)
@@ -34,12 +34,12 @@ class LocalGradients:
         self._standing.stand(flat.param, flat.param.grad)
 
     def forget_if_cleared(self) -> None:
-        """Before anything is added: clears the members' gradients if the shard's was cleared."""
+        """Before anything is added: clears the original parameters' gradients if the shard's was cleared."""
         if not self._standing.was_touched(self._flat.param):
             return
         self._standing.forget()
         now = self._flat.param.grad
         if now is None or not bool(now.any()):
             with as_tensors():
-                for m in self._flat.members:
+                for m in self._flat.originals:
                     m.param.grad = None

@@ -9,7 +9,7 @@ from ..flattening.flat_parameter import FlatParameter
 from ..types import Memo
 from .construct import connect, wake
 from .flat_param import FlatParam
-from .members import are_copied, note_copying
+from .originals import are_copied, note_copying
 from .refusals import copy_when_summoned
 from .state import ShardingState
 
@@ -22,7 +22,7 @@ def begin_move(state: ShardingState) -> None:
     """
     if torch.__future__.get_swap_module_params_on_conversion():
         raise ConfigurationError(
-            "an FSDP module can't be moved or cast by swapping its parameters, which are views of one vector; "
+            "an FSDP module can't be moved or cast by swapping its parameters, which are views of one flat parameter; "
             "call torch.__future__.set_swap_module_params_on_conversion(False) first"
         )
     state.unit.release()
@@ -55,7 +55,7 @@ def _take_listed(flat: FlatParam) -> None:
         holder.module._parameters[holder.name] = param
     flat.param = param
     if not flat.is_listed_flat:
-        for place in flat.members[0].places:
+        for place in flat.originals[0].places:
             place.module._parameters[place.name] = param
 
 

@@ -50,7 +50,7 @@ def _like(root: ShardingState, params: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _that_count(flat: FlatParam, norm_type: float) -> list[torch.Tensor]:
-    """This rank's gradient of a flat parameter; without padding and unused members for norms that zeros change."""
+    """This rank's gradient of a flat parameter; for norms that zeros change, without padding and what is unused."""
     gradient = flat.param.grad
     if gradient is None:
         return []
@@ -58,6 +58,6 @@ def _that_count(flat: FlatParam, norm_type: float) -> list[torch.Tensor]:
         return [gradient]
     if flat.unused.used is not None:
         return [torch.where(flat.unused.used, gradient, torch.full_like(gradient, math.inf))]
-    rank, unused = flat.group.rank, flat.unused.members
+    rank, unused = flat.group.rank, flat.unused.originals
     here = [p for p in flat.layout.pieces() if p.rank == rank and not unused[p.item]]
     return [gradient.view(-1)[p.offset : p.offset + p.numel] for p in here]

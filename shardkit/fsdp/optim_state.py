@@ -1,12 +1,13 @@
 """Optimizer state of sharded parameters: to one full dict under one id for each original parameter, and back.
 
-Ids count the members of all flat parameters, unit by unit with the root first: fairscale's order. A full dict is::
+Ids count the original parameters of all flat parameters, unit by unit with the root first: fairscale's order. A full
+dict is::
 
     {"state": {id: {...}}, "param_groups": [...], "param_id_map": {id: index in the optimizer or None},
      "uncollected_local_ids": [...]}
 
-What has one element for each of the parameter's is gathered and cut into the members' shapes; what is one number for a
-flat parameter (the count of steps) is repeated for each member.
+What has one element for each of the parameter's is gathered and cut into the original parameters' shapes; what is one
+number for a flat parameter (the count of steps) is repeated for each original parameter.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ def _plain(value: object) -> Tree:
     return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
 
 
-def _is_vector(key: str, value: object, flat: FlatParam) -> bool:
+def _is_spread(key: str, value: object, flat: FlatParam) -> bool:
     """Whether a state has one element for each of this rank's shard."""
     if not isinstance(value, torch.Tensor) or value.numel() != flat.layout.shard_numel:
         return False
@@ -41,23 +42,23 @@ def _is_vector(key: str, value: object, flat: FlatParam) -> bool:
 
 
 def _is_elementwise(key: str, values: Sequence[tuple[Any, torch.Size]]) -> bool:
-    """Whether a state of members has one element for each of a member's; given with the members' shapes."""
+    """Whether a state has one element for each of an original parameter's; of several, with their shapes."""
     if any(not isinstance(v, torch.Tensor) or v.numel() != shape.numel() for v, shape in values):
         return False
     return key not in NUMBERS or any(v.dim() > 0 for v, _ in values)
 
 
-def _member_ids(flats: Sequence[FlatParam]) -> list[list[int]]:
+def _ids_of_originals(flats: Sequence[FlatParam]) -> list[list[int]]:
     ids, count = [], 0
     for flat in flats:
-        ids.append(list(range(count, count + len(flat.members))))
-        count += len(flat.members)
+        ids.append(list(range(count, count + len(flat.originals))))
+        count += len(flat.originals)
     return ids
 
 
 @torch.no_grad()
 def _gather(flat: FlatParam, value: torch.Tensor) -> list[torch.Tensor]:
-    """The members' parts of a state, on the CPU (collective)."""
+    """The original parameters' parts of a state, on the CPU (collective)."""
     shard = value.detach().reshape(-1).to(flat.compute_device)
     full = shard
     if flat.group.world_size > 1:
@@ -66,12 +67,12 @@ def _gather(flat: FlatParam, value: torch.Tensor) -> list[torch.Tensor]:
             full, shard, label=f"optimizer state of {flat.label}"
         )
     pieces = full[: flat.layout.numel].cpu().split(list(flat.layout.numels))
-    return [p.view(m.shape).clone() for p, m in zip(pieces, flat.members, strict=True)]
+    return [p.view(m.shape).clone() for p, m in zip(pieces, flat.originals, strict=True)]
 
 
 def _keys_everywhere(flat: FlatParam, state: StateDict) -> dict[str, tuple[bool, Any]]:
     """For each state of a flat parameter: whether it is gathered, and its dtype or its value (ranks may lack it)."""
-    mine = {k: (True, v.dtype) if _is_vector(k, v, flat) else (False, _plain(v)) for k, v in state.items()}
+    mine = {k: (True, v.dtype) if _is_spread(k, v, flat) else (False, _plain(v)) for k, v in state.items()}
     if flat.group.world_size == 1:
         return mine
     merged: dict[str, tuple[bool, Any]] = {}
@@ -99,7 +100,7 @@ def gather_full(
     index_of = {id(p): i for i, p in enumerate(params)}
     state: dict[int, StateDict] = {}
     id_map: dict[int, int | None] = {}
-    for flat, ids in zip(flats, _member_ids(flats), strict=True):
+    for flat, ids in zip(flats, _ids_of_originals(flats), strict=True):
         local = index_of.get(id(flat.param))
         own = {} if local is None else optimizer_state["state"].get(local, {})
         if flat in uncollected:
@@ -108,10 +109,10 @@ def gather_full(
             continue
         kinds = _keys_everywhere(flat, own)
         id_map.update(dict.fromkeys(ids, local if kinds else None))
-        for key, (is_vector, what) in kinds.items():
-            if is_vector:
+        for key, (is_spread, what) in kinds.items():
+            if is_spread:
                 value = own.get(key)
-                if value is None:  # nothing of its members lies here, or nothing was ever used
+                if value is None:  # none of its original parameters lies here, or nothing was ever used
                     value = torch.zeros(flat.layout.shard_numel, dtype=what)
                 values: list[Any] = _gather(flat, value)
             else:
@@ -134,9 +135,9 @@ def gather_full(
 
 def _keep_uncollected(state: dict[int, StateDict], flat: FlatParam, ids: list[int], own: StateDict) -> None:
     for key, value in own.items():
-        if _is_vector(key, value, flat) and flat.group.world_size == 1:
+        if _is_spread(key, value, flat) and flat.group.world_size == 1:
             pieces: list[Any] = list(value.detach().cpu().reshape(-1).split(list(flat.layout.numels)))
-            values = [p.view(m.shape).clone() for p, m in zip(pieces, flat.members, strict=True)]
+            values = [p.view(m.shape).clone() for p, m in zip(pieces, flat.originals, strict=True)]
         else:
             values = [_plain(value)] * len(ids)
         for i, v in zip(ids, values, strict=True):
@@ -146,12 +147,12 @@ def _keep_uncollected(state: dict[int, StateDict], flat: FlatParam, ids: list[in
 def _full_groups(
     flats: Sequence[FlatParam], optimizer: Optimizer, saved: Sequence[StateDict]
 ) -> list[StateDict]:
-    """Param groups with the ids of members in place of the optimizer's."""
-    ids = {id(f.param): m for f, m in zip(flats, _member_ids(flats), strict=True)}
-    members = [[i for p in g["params"] for i in ids.get(id(p), [])] for g in optimizer.param_groups]
+    """Param groups with the ids of original parameters in place of the optimizer's."""
+    ids = {id(f.param): m for f, m in zip(flats, _ids_of_originals(flats), strict=True)}
+    originals = [[i for p in g["params"] for i in ids.get(id(p), [])] for g in optimizer.param_groups]
     return [
         {**copy.deepcopy({k: v for k, v in g.items() if k not in ("params", NOTE)}), "params": own}
-        for g, own in zip(saved, members, strict=True)
+        for g, own in zip(saved, originals, strict=True)
     ]
 
 
@@ -161,7 +162,7 @@ def shard_full(flats: Sequence[FlatParam], full: StateDict) -> StateDict:
     Raises:
         ConfigurationError: it belongs to another model.
     """
-    ids_of = _member_ids(flats)
+    ids_of = _ids_of_originals(flats)
     count = sum(len(ids) for ids in ids_of)
     id_map: dict[int, int | None] = full.get("param_id_map") or {}
     known = set(id_map) or {i for g in full["param_groups"] for i in g["params"]}
@@ -170,13 +171,13 @@ def shard_full(flats: Sequence[FlatParam], full: StateDict) -> StateDict:
             f"this optimizer state is of a model with {len(known)} parameters, this model has {count}; wrap the model "
             "as it was when the state was saved"
         )
-    vector_of = {i: k for k, ids in enumerate(ids_of) for i in ids}
+    flat_of = {i: k for k, ids in enumerate(ids_of) for i in ids}
     groups: list[ParamGroup] = []
     local_of: dict[int, int] = {}
     for group in full["param_groups"]:
         locals_: list[int] = []
         for i in group["params"]:
-            k = vector_of[i]
+            k = flat_of[i]
             if k not in local_of:  # those without state have no index: they come in the optimizer's order
                 given = id_map.get(i)
                 local_of[k] = len(local_of) if given is None else given
@@ -193,18 +194,18 @@ def shard_full(flats: Sequence[FlatParam], full: StateDict) -> StateDict:
 
 
 def _shard_state(flat: FlatParam, ids: list[int], have: dict[int, StateDict]) -> StateDict:
-    """One flat parameter's state from those of its members; members without any count as zeros."""
+    """One flat parameter's state from those of its original parameters; where there is none, zeros."""
     first = next(iter(have.values()))
     sharded = {}
-    shapes = {i: m.shape for i, m in zip(ids, flat.members, strict=True)}
-    _check_members(dict(zip(ids, flat.names, strict=True)), shapes, have)
+    shapes = {i: m.shape for i, m in zip(ids, flat.originals, strict=True)}
+    _check_originals(dict(zip(ids, flat.names, strict=True)), shapes, have)
     for key, value in first.items():
         if not _is_elementwise(key, [(s.get(key), shapes[i]) for i, s in have.items()]):
             sharded[key] = copy.copy(value)
             continue
         rows = [
             have[i][key].detach().reshape(-1) if i in have else value.new_zeros(m.shape.numel())
-            for i, m in zip(ids, flat.members, strict=True)
+            for i, m in zip(ids, flat.originals, strict=True)
         ]
         rows.append(value.new_zeros(flat.layout.padded_numel - flat.layout.numel))
         size, rank = flat.layout.shard_numel, flat.group.rank
@@ -212,8 +213,11 @@ def _shard_state(flat: FlatParam, ids: list[int], have: dict[int, StateDict]) ->
     return sharded
 
 
-def _check_members(names: dict[int, str], shapes: dict[int, torch.Size], have: dict[int, StateDict]) -> None:
-    """State has one element for each of a member's, or is one number; the same kind for all of a flat parameter.
+def _check_originals(
+    names: dict[int, str], shapes: dict[int, torch.Size], have: dict[int, StateDict]
+) -> None:
+    """State has one element for each of an original parameter's, or is one number; the same kind for all of a flat
+    parameter.
 
     Raises:
         ConfigurationError: names the state and the parameter.
@@ -222,7 +226,7 @@ def _check_members(names: dict[int, str], shapes: dict[int, torch.Size], have: d
     for i, state in have.items():
         for key in sorted(keys - set(state), key=str):
             raise ConfigurationError(
-                f"the optimizer state of {names[i]!r} lacks {key!r}, which others of its vector have"
+                f"the optimizer state of {names[i]!r} lacks {key!r}, which others of its flat parameter have"
             )
         for key, value in state.items():
             if isinstance(value, torch.Tensor) and value.numel() != 1 and value.shape != shapes[i]:

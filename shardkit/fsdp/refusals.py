@@ -8,7 +8,7 @@ from torch import nn
 
 from ..errors import ConfigurationError, LifecycleError
 from ..torch_seams.callers import callers
-from .members import FlatParamLike, name_of_member
+from .originals import FlatParamLike, name_of_original
 
 # Functions of peft's that look for names of modules among the keys of a state dict: the wrapper's names are longer.
 _BY_NAMES_OF_MODULES = {
@@ -32,10 +32,10 @@ def replaced_shard(flat: FlatParamLike) -> LifecycleError:
     )
 
 
-def replaced_member(param: nn.Parameter, rank: int) -> LifecycleError:
+def replaced_original(param: nn.Parameter, rank: int) -> LifecycleError:
     """What is raised where somebody put a tensor in the place of a parameter that is in a flat parameter."""
     return LifecycleError(
-        f"rank {rank}: parameter {name_of_member(param)!r} of an FSDP module is replaced by another tensor, which "
+        f"rank {rank}: parameter {name_of_original(param)!r} of an FSDP module is replaced by another tensor, which "
         "forward would ignore (functional_call does this). " + _FUNCTIONAL
     )
 
@@ -56,7 +56,7 @@ def put_into_wrapper(name: str) -> LifecycleError:
 
 def unknown_root(flat: FlatParamLike, number: int) -> LifecycleError:
     """What is raised where backward reaches a unit that no FSDP forward was run for."""
-    name = name_of_member(flat.members[number].param)
+    name = name_of_original(flat.originals[number].param)
     return LifecycleError(
         f"rank {flat.group.rank}: backward reached parameter {name!r}, but the FSDP module that holds it was never "
         "called; call the FSDP module, not what it wraps, or its shards get no gradients"
@@ -71,9 +71,9 @@ def backward_when_summoned(flat: FlatParamLike) -> LifecycleError:
     )
 
 
-def written_member(flat: FlatParamLike) -> LifecycleError:
-    """What is raised, once, where the memory of gathered members is given back that somebody wrote to."""
-    name, flat.written = name_of_member(flat.members[flat.written[0]].param), []
+def written_original(flat: FlatParamLike) -> LifecycleError:
+    """What is raised, once, where the memory of gathered original parameters is given back that somebody wrote to."""
+    name, flat.written = name_of_original(flat.originals[flat.written[0]].param), []
     return LifecycleError(
         f"rank {flat.group.rank}: parameter {name!r} was written to while it was gathered (in forward, or before the "
         "backward that followed). It is a copy of what the shards hold, and the change is lost. Write inside of "
@@ -82,7 +82,7 @@ def written_member(flat: FlatParamLike) -> LifecycleError:
 
 
 def backward_with_graph(flat: FlatParamLike) -> LifecycleError:
-    """What is raised where a backward that builds a graph reaches a unit whose members are given back."""
+    """What is raised where a backward that builds a graph reaches a unit whose original parameters are given back."""
     return LifecycleError(
         f"rank {flat.group.rank}: a backward with create_graph=True (a gradient penalty, a Hessian) through an FSDP "
         "module is not possible: its graph needs parameters that are given back meanwhile. Take ShardedDDP with OSS "

@@ -11,7 +11,7 @@ from ..errors import LifecycleError
 from ..flattening.flat_parameter import FlatParameter
 from ..optimizers.shards import note_shard, shard_behind
 from ..torch_seams.hooks import check_asked_gradients
-from .members import FlatParamLike
+from .originals import FlatParamLike
 
 
 def flat_of_registered(param: nn.Parameter) -> FlatParamLike | None:

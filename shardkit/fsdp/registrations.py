@@ -17,7 +17,7 @@ from torch.nn.modules.module import (
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..errors import ConfigurationError
-from .members import managing
+from .originals import managing
 from .registered_shard import flat_of_registered
 from .state import ShardingState
 

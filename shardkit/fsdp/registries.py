@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from .members import Place
+from .originals import Place
 
 _ORDER = "_written_parameters"  # an attribute, so that copies and pickles of the module have it
 

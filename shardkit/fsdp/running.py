@@ -16,7 +16,7 @@ from .backward import Watcher
 from .calls import lends_memory, without_lent_memory
 from .engine import Engine
 from .names import clean
-from .refusals import replaced_member, replaced_shard
+from .refusals import replaced_original, replaced_shard
 from .state import ShardingState, state_of
 from .threads import NO_THREAD, check_one_thread, this_thread
 from .tracing import COMPILED_AUTOGRAD, check_forward, jit_tracing, transform_level
@@ -55,8 +55,8 @@ def become_root(state: ShardingState) -> Engine:
     for s in states:
         s.engine = engine
         s.cast_buffers()
-    members = sum(len(flat.members) for flat in state.all_flats())
-    construct.announce(state.door, len(states), members, state.group)
+    originals = sum(len(flat.originals) for flat in state.all_flats())
+    construct.announce(state.door, len(states), originals, state.group)
     return engine
 
 
@@ -73,13 +73,13 @@ def enter(state: ShardingState, args: Args, kwargs: Kwargs) -> Entered:
     for flat in state.flats:
         if flat.holder.module._parameters.get(flat.holder.name) is not flat.param:
             raise replaced_shard(flat)
-        for member in flat.members:
-            for module, name in member.places:
+        for original in flat.originals:
+            for module, name in original.places:
                 found = module._parameters.get(name)
                 if found is not flat.param and (
-                    found is not None or module.__dict__.get(name) is not member.param
+                    found is not None or module.__dict__.get(name) is not original.param
                 ):
-                    raise replaced_member(member.param, flat.group.rank)
+                    raise replaced_original(original.param, flat.group.rank)
     in_backward = current_backward() != NO_BACKWARD
     is_outermost = bool(state.is_root) and engine.forwards == 0 and not in_backward
     if not in_backward:

@@ -1,12 +1,12 @@
 """Keeps an optimizer from moving parameters that had no gradient though others of their flat parameter had.
 
 Before a step their values and states are put aside, and put back after it (``reduction/unused.py``); where closures
-make gradients within a step: after each of them, and before the next. It costs nothing where all members have
-gradients.
+make gradients within a step: after each of them, and before the next. It costs nothing where all original parameters
+have gradients.
 
 [Note: counts] State that is one number for the flat parameter, such as Adam's count of steps, is that of the others: a
-member that was put aside in some steps and takes part again has another bias correction than in a plain process. That
-is warned of when it happens. (Not where execution is lazy: who took part is not known then.)
+original parameter that was put aside in some steps and takes part again has another bias correction than in a plain
+process. That is warned of when it happens. (Not where execution is lazy: who took part is not known then.)
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from ..optimizers.stepping import take_part
 from ..reduction.unused import PutAside, UnusedRanges, UsedMask, state_by_element
 from .flat_param import FlatParam
-from .members import name_of_member
+from .originals import name_of_original
 
 logger = logging.getLogger("shardkit")
 
@@ -35,7 +35,7 @@ class _Saved(NamedTuple):
 _flats: weakref.WeakSet[FlatParam] = weakref.WeakSet()
 _saved: weakref.WeakKeyDictionary[Optimizer, list[_Saved]] = weakref.WeakKeyDictionary()
 _left_out: weakref.WeakKeyDictionary[Optimizer, weakref.WeakKeyDictionary[FlatParam, set[int]]] = (
-    weakref.WeakKeyDictionary()  # members here that had no gradient in some step; an optimizer warned of has none
+    weakref.WeakKeyDictionary()  # those here that had no gradient in some step; an optimizer warned of has none
 )
 _warned: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 _NO_COUNTS = (torch.optim.RMSprop, torch.optim.Adadelta, torch.optim.Rprop)  # have one, and don't use it
@@ -43,18 +43,18 @@ _lock = threading.Lock()  # ranks may be threads of one process
 
 
 def protect_unused(flat: FlatParam) -> None:
-    """Optimizers leave members of this flat parameter alone that had no gradient, from now until all have one."""
+    """Optimizers leave parts of this flat parameter alone that had no gradient, from now until all have one."""
     take_part(_skip_unused)
     with _lock:
         _flats.add(flat)
 
 
 def _unused_ranges(flat: FlatParam) -> list[tuple[int, int]]:
-    """Parts of this rank's shard whose members had no gradient, as (start, end)."""
+    """Parts of this rank's shard whose original parameters had no gradient, as (start, end)."""
     return [
         (p.offset, p.offset + p.numel)
         for p in flat.layout.pieces()
-        if p.rank == flat.group.rank and flat.unused.members[p.item]
+        if p.rank == flat.group.rank and flat.unused.originals[p.item]
     ]
 
 
@@ -81,23 +81,23 @@ def _put_aside(optimizer: Optimizer) -> None:
 
 
 def _check_counts(optimizer: Optimizer, flat: FlatParam) -> None:
-    """Warns, once for an optimizer, if a member takes part again whose count of steps is wrong now."""
+    """Warns, once for an optimizer, if an original parameter takes part again whose count of steps is wrong now."""
     if optimizer in _warned:
         return
     with _lock:
         left_out = _left_out.setdefault(optimizer, weakref.WeakKeyDictionary()).setdefault(flat, set())
     here = {p.item for p in flat.layout.pieces() if p.rank == flat.group.rank}
-    again = sorted(k for k in left_out & here if not flat.unused.members[k])
-    left_out.update(k for k in here if flat.unused.members[k])
-    if not again or len(flat.members) == 1 or not _counts(optimizer, flat.param):
+    again = sorted(k for k in left_out & here if not flat.unused.originals[k])
+    left_out.update(k for k in here if flat.unused.originals[k])
+    if not again or len(flat.originals) == 1 or not _counts(optimizer, flat.param):
         return
     _warned.add(optimizer)
     logger.warning(
         "rank %d: parameter %r had no gradient in some steps (it was frozen, or not used) and has one again. %s counts "
-        "the steps of the whole vector that FSDP keeps it in, so that its bias correction (or whatever depends on that "
+        "the steps of the whole flat parameter that it is in, so that its bias correction (or whatever depends on that "
         "count) is not what it is in one process. Wrap what is frozen for a while as a unit of its own, or pass "
         "flatten=False (in the compat API: flatten_parameters=False)",
-        flat.group.rank, name_of_member(flat.members[again[0]].param), type(optimizer).__name__,
+        flat.group.rank, name_of_original(flat.originals[again[0]].param), type(optimizer).__name__,
     )  # fmt: skip
 
 

@@ -18,7 +18,7 @@ from ..optimizers.elementwise import KNOWN
 from ..optimizers.shards import shard_behind
 from ..torch_seams.distributed_checkpoint import OwnOfRank, Request, current_request
 from ..types import StateDict
-from .members import FlatParamLike
+from .originals import FlatParamLike
 
 NOTE = "shardkit_shards"  # in the groups of a state dict: whose shards it is of
 
@@ -81,7 +81,7 @@ def _marked(optimizer: Optimizer, state_dict: StateDict) -> StateDict:
 
 
 def _note(params: Iterable[torch.Tensor]) -> list[list[object]]:
-    """Of each flat parameter of a group: the rank, the world size, the names of its members and their numels."""
+    """Of each flat parameter of a group: the rank, the world size, names and numels of its original parameters."""
     flats: list[FlatParamLike] = [f for f in map(shard_behind, params) if f is not None]
     return [[f.group.rank, f.group.world_size, list(f.names), list(f.layout.numels)] for f in flats]
 
@@ -193,13 +193,13 @@ def check_request(flats: Callable[[], Iterable[FlatParamLike]]) -> None:
     if request.submodules:
         raise _not_possible(request, "submodules=")
     if request.wants("ignore_frozen_params") and any(
-        not m.param.requires_grad for flat in flats() for m in flat.members
+        not m.param.requires_grad for flat in flats() for m in flat.originals
     ):
         raise _not_possible(request, "ignore_frozen_params=True")
 
 
 def _not_possible(request: Request, what: str) -> ConfigurationError:
     return ConfigurationError(
-        f"{request.function}({what}) looks for parameters that FSDP has put into vectors; take what you want by name "
-        "from FSDP.state_dict(), on all ranks"
+        f"{request.function}({what}) looks for parameters that FSDP has put into flat parameters; take what you want "
+        "by name from FSDP.state_dict(), on all ranks"
     )

@@ -13,8 +13,8 @@ from ..torch_seams.hooks import NO_BACKWARD, BackwardState, GradientHooks, curre
 from .flat_param import FlatParam
 from .gradients import GradientPack, pack_for
 from .local_gradients import LocalGradients
-from .members import as_tensors
-from .refusals import backward_when_summoned, unknown_root, written_member
+from .originals import as_tensors
+from .refusals import backward_when_summoned, unknown_root, written_original
 from .store import GATHERING, KEPT, SUMMONED
 
 
@@ -87,7 +87,7 @@ class Unit:
 
     # ------------------------------------------------------------ what is trainable
     def attach(self) -> None:
-        """Listens to the gradients of the members that are trainable now."""
+        """Listens to the gradients of the original parameters that are trainable now."""
         self._hooks.remove()
         self._packs = [
             pack_for(f, f.group.channel("gradients"), self.reduce_dtype, self.divisors) for f in self.flats
@@ -95,25 +95,27 @@ class Unit:
         self._fired = [False] * sum(sum(p.trainable) for p in self._packs)
         self.waiting = len(self._fired)
         self.has_frozen = any(not all(p.trainable) for p in self._packs) or any(
-            not m.param.requires_grad for f in self.borrowed for m in f.members
+            not m.param.requires_grad for f in self.borrowed for m in f.originals
         )
         index = 0
         for flat, pack in zip(self.flats, self._packs, strict=True):
-            for number, (member, is_trainable) in enumerate(zip(flat.members, pack.trainable, strict=True)):
+            for number, (original, is_trainable) in enumerate(
+                zip(flat.originals, pack.trainable, strict=True)
+            ):
                 if is_trainable:
-                    self._hooks.attach(member.param, None, self._after(index, flat, number))
+                    self._hooks.attach(original.param, None, self._after(index, flat, number))
                     index += 1
 
     def notice_trainable(self) -> bool:
-        """Follows what was frozen or unfrozen, in the listed parameters or in the members; whether there was any."""
+        """Follows what was frozen or unfrozen, in the listed parameters or the original ones; whether any was."""
         changed = False
         for k, (flat, pack) in enumerate(zip(self.flats, self._packs, strict=True)):
             listed = flat.param.requires_grad
             if listed != self._flag_seen[k]:
-                for member in flat.members:
-                    member.param.requires_grad_(listed)
+                for original in flat.originals:
+                    original.param.requires_grad_(listed)
             with as_tensors():
-                now = [m.param.requires_grad for m in flat.members]
+                now = [m.param.requires_grad for m in flat.originals]
             if now != pack.trainable:
                 changed = True
                 if any(now) != listed:
@@ -168,7 +170,7 @@ class Unit:
                 flat.release(until_backward)
             for flat in self.needs:
                 if flat.written:
-                    raise written_member(flat)
+                    raise written_original(flat)
 
     def forget_between(self) -> None:
         """Nothing is kept between forward and backward."""
@@ -230,10 +232,10 @@ class Unit:
             local.note(pack)
 
     def has_local_gradients(self) -> bool:
-        """Whether members hold gradients of this rank that were not reduced."""
+        """Whether original parameters hold gradients of this rank that were not reduced."""
         with as_tensors():
             for flat in self.flats:
-                for m in flat.members:
+                for m in flat.originals:
                     if m.param.grad is not None:
                         return True
         return False
@@ -242,7 +244,7 @@ class Unit:
         """Forgets them."""
         with as_tensors():
             for flat in self.flats:
-                for m in flat.members:
+                for m in flat.originals:
                     m.param.grad = None
 
     def end_backward(self) -> None:

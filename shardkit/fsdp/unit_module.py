@@ -15,15 +15,15 @@ from ..flattening.flat_parameter import FlatParameter, ParamInfo, SharedParamInf
 from ..flattening.wrapper import FlattenParamsWrapper
 from ..types import Memo, Tree
 from .flat_param import FlatParam
-from .members import Member, Place
+from .originals import OriginalParameter, Place
 from .registries import hide, register, show, unregister
 
 
 class UnitModule(FlattenParamsWrapper):
     """Lists a unit's shards as ``flat_param_0``, ... or, unflattened, under the parameters' own names.
 
-    To readers it is a :class:`FlattenParamsWrapper`, whose names and attributes it has; but the parameters are members
-    of sharded flat parameters, and the FSDP module around it moves them.
+    To readers it is a :class:`FlattenParamsWrapper`, whose names and attributes it has; but the parameters are original
+    parameters of sharded flat parameters, and the FSDP module around it moves them.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -43,7 +43,7 @@ class UnitModule(FlattenParamsWrapper):
 
     def adopt(
         self,
-        members: Sequence[Member],
+        originals: Sequence[OriginalParameter],
         infos: list[ParamInfo],
         shared: list[SharedParamInfo],
         shard: torch.Tensor,
@@ -54,19 +54,21 @@ class UnitModule(FlattenParamsWrapper):
         Returns:
             The listed parameter and where it is listed.
         """
-        trainable = members[0].param.requires_grad
-        self.num_params_managed += len(members)
+        trainable = originals[0].param.requires_grad
+        self.num_params_managed += len(originals)
         if flatten:
-            for member in members:
-                for place in member.places:
-                    hide(place, member.param)
+            for original in originals:
+                for place in original.places:
+                    hide(place, original.param)
             flat = FlatParameter([shard], trainable)
-            flat.__setstate__(([m.shape.numel() for m in members], [m.shape for m in members], infos, shared))
+            flat.__setstate__(
+                ([m.shape.numel() for m in originals], [m.shape for m in originals], infos, shared)
+            )
             name = f"flat_param_{len(self.flat_param_names)}"
             self.flat_param_names.append(name)
             self.register_parameter(name, flat)
             return flat, Place(self, name)
-        return list_in_place(members, shard)
+        return list_in_place(originals, shard)
 
     def _fqn_modifiers(self) -> dict[str, str]:
         """What torch.distributed.checkpoint leaves out of names."""
@@ -100,39 +102,39 @@ class UnitModule(FlattenParamsWrapper):
         return made
 
 
-def list_in_place(members: Sequence[Member], shard: torch.Tensor) -> tuple[nn.Parameter, Place]:
+def list_in_place(originals: Sequence[OriginalParameter], shard: torch.Tensor) -> tuple[nn.Parameter, Place]:
     """Lists the shard of one parameter where the parameter was listed.
 
     Returns:
         The listed parameter and where it is listed first.
     """
-    (member,) = members
-    listed = nn.Parameter(shard, requires_grad=member.param.requires_grad)
-    for place in member.places:
-        hide(place, member.param)
+    (original,) = originals
+    listed = nn.Parameter(shard, requires_grad=original.param.requires_grad)
+    for place in original.places:
+        hide(place, original.param)
         register(place, listed)
-    return listed, member.places[0]
+    return listed, original.places[0]
 
 
 @contextmanager
 def exposed(flat: FlatParam) -> Iterator[None]:
-    """Inside, the members are listed under their own names, and the shard is not."""
+    """Inside, the original parameters are listed under their own names, and the shard is not."""
     holder = flat.holder
     listed = flat.param
     # where else it is listed: not in units that only borrow it
-    places = [p for p in flat.members[0].places if p.module._parameters.get(p.name) is listed]
+    places = [p for p in flat.originals[0].places if p.module._parameters.get(p.name) is listed]
     unregister(holder)
-    for member in flat.members:
-        for place in member.places:
-            show(place, member.param)
+    for original in flat.originals:
+        for place in original.places:
+            show(place, original.param)
     try:
         yield
     finally:
-        for member in flat.members:
-            for place in member.places:
+        for original in flat.originals:
+            for place in original.places:
                 now = place.module._parameters.get(place.name)
-                if now is not None and now is not member.param:  # somebody put another parameter in
-                    member.param.data = now.data
-                hide(place, member.param)
+                if now is not None and now is not original.param:  # somebody put another parameter in
+                    original.param.data = now.data
+                hide(place, original.param)
         for place in places or [holder]:
             register(place, listed)

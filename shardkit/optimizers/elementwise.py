@@ -1,7 +1,7 @@
 """Which optimizers update every element by itself.
 
 Where an element's update needs nothing but its own gradient and state, it does not matter how parameters are cut and
-joined: shards of vectors give the same numbers as the parameters would. An optimizer that takes norms over a
+joined: shards of flat parameters give the same numbers as the parameters would. An optimizer that takes norms over a
 parameter (LAMB, Adafactor), or treats a matrix as one (Muon, Shampoo), gives others.
 
 torch's own optimizers are known. Any other class is tried once, on a few small tensors: stepped over parameters as they
@@ -83,15 +83,15 @@ def couples_parameters(optimizer: Optimizer) -> bool:
     kind = type(optimizer)
     if is_known_elementwise(kind) or kind.__module__.startswith("torch.optim"):
         return False
-    make, (members, _) = _maker(optimizer), _SMALL
-    shapes = [torch.Size(shape) for shape, _ in members]
+    make, (parts, _) = _maker(optimizer), _SMALL
+    shapes = [torch.Size(shape) for shape, _ in parts]
     numels = [shape.numel() for shape in shapes]
-    start, gradients = _numbers(numels, [size for _, size in members], torch.device("cpu"))
+    start, gradients = _numbers(numels, [size for _, size in parts], torch.device("cpu"))
 
     def some(which: range) -> Callable[[torch.Tensor], list[torch.Tensor]]:
-        return lambda vector: [vector.split(numels)[k].view(shapes[k]) for k in which]
+        return lambda flat: [flat.split(numels)[k].view(shapes[k]) for k in which]
 
-    every = range(len(members))
+    every = range(len(parts))
     try:
         with torch.random.fork_rng(devices=[]):
             truth, again = (_stepped(make, some(every), start, gradients) for _ in range(2))
@@ -104,7 +104,7 @@ def couples_parameters(optimizer: Optimizer) -> bool:
 
 
 # ------------------------------------------------------------ trying
-# Members of a vector as (shape, size of its gradients), and where the vector is cut. The second set is for optimizers
+# Parameters as (shape, size of their gradients), and where the flat one is cut. The second set is for optimizers
 # that work on blocks of some hundred elements, and only of large tensors; the first is there so that one which makes
 # square matrices of what it gets has been found out before.
 _SMALL = ([((24, 20), 1.0), ((7,), 30.0), ((3, 2, 2, 2), 0.01)], 300)
@@ -143,18 +143,18 @@ def _maker(optimizer: Optimizer) -> Callable[[Sequence[torch.Tensor]], Optimizer
 
 
 def _compared(make: Callable[[Sequence[torch.Tensor]], Optimizer], device: torch.device) -> Verdict:
-    for members, cut in (_SMALL, _LARGE):
-        shapes = [torch.Size(shape) for shape, _ in members]
+    for parts, cut in (_SMALL, _LARGE):
+        shapes = [torch.Size(shape) for shape, _ in parts]
         numels = [shape.numel() for shape in shapes]
-        start, gradients = _numbers(numels, [size for _, size in members], device)
+        start, gradients = _numbers(numels, [size for _, size in parts], device)
 
         def whole(
-            vector: torch.Tensor, numels: list[int] = numels, shapes: list[torch.Size] = shapes
+            flat: torch.Tensor, numels: list[int] = numels, shapes: list[torch.Size] = shapes
         ) -> list[torch.Tensor]:
-            return [v.view(s) for v, s in zip(vector.split(numels), shapes, strict=True)]
+            return [v.view(s) for v, s in zip(flat.split(numels), shapes, strict=True)]
 
-        def shards(vector: torch.Tensor, cut: int = cut) -> list[torch.Tensor]:
-            return [vector[:cut], vector[cut:]]
+        def shards(flat: torch.Tensor, cut: int = cut) -> list[torch.Tensor]:
+            return [flat[:cut], flat[cut:]]
 
         truth = _stepped(make, whole, start, gradients)
         change = (truth - start).abs().max().item()
@@ -187,7 +187,7 @@ def _stepped(
     start: torch.Tensor,
     gradients: Sequence[torch.Tensor],
 ) -> torch.Tensor:
-    """The vector [N] after some steps over what ``cut`` makes of it."""
+    """The flat parameter [N] after some steps over what ``cut`` makes of it."""
     params = [torch.nn.Parameter(p.clone()) for p in cut(start)]
     optimizer = make(params)
     for gradient in gradients:

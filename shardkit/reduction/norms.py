@@ -47,7 +47,7 @@ def local_norm(
     like: torch.Tensor,
     foreach: bool | None = None,
 ) -> torch.Tensor:
-    """Norm of this rank's gradients seen as one vector; 0-dim.
+    """Norm of this rank's gradients seen as one; 0-dim.
 
     Device and dtype are those of ``like``: they have to be the same on all ranks, whatever gradients these hold.
     """

@@ -1,7 +1,7 @@
-"""Keeps a step from moving elements of a vector that had no gradient though others had.
+"""Keeps a step from moving elements of a flat tensor that had no gradient though others had.
 
 A plain process skips a parameter whose ``grad`` is None: no weight decay, no momentum, no change of state. Where
-parameters share a vector, such elements have zeros for gradients, which the optimizer can't tell from real ones. So
+parameters share a tensor, such elements have zeros for gradients, which the optimizer can't tell from real ones. So
 before a step their values and their state are put aside, and put back after it.
 """
 
@@ -21,28 +21,28 @@ _STARTS_FROM_OPTIONS = ("step_size",)  # Rprop
 
 
 class Unused(Protocol):
-    """Which elements of a vector had no gradient."""
+    """Which elements of a flat tensor had no gradient."""
 
-    def saved(self, vector: torch.Tensor) -> Any:
+    def saved(self, flat: torch.Tensor) -> Any:
         """Copies of these elements, at least."""
 
-    def put_back(self, vector: torch.Tensor, saved: Any) -> None:
+    def put_back(self, flat: torch.Tensor, saved: Any) -> None:
         """Writes them; zeros for None."""
 
 
 class UnusedRanges(NamedTuple):
-    """As (start, end) in the vector seen as one dimension."""
+    """As (start, end) in the tensor seen as one dimension."""
 
     ranges: Sequence[tuple[int, int]]
 
-    def saved(self, vector: torch.Tensor) -> list[torch.Tensor]:
+    def saved(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """A copy of each range."""
-        return [vector.view(-1)[a:b].clone() for a, b in self.ranges]
+        return [flat.view(-1)[a:b].clone() for a, b in self.ranges]
 
-    def put_back(self, vector: torch.Tensor, saved: list[torch.Tensor] | None) -> None:
+    def put_back(self, flat: torch.Tensor, saved: list[torch.Tensor] | None) -> None:
         """Writes each range."""
         for k, (a, b) in enumerate(self.ranges):
-            now = vector.view(-1)[a:b]
+            now = flat.view(-1)[a:b]
             if saved is None:
                 now.zero_()
             else:
@@ -54,43 +54,43 @@ class UsedMask(NamedTuple):
 
     used: torch.Tensor
 
-    def saved(self, vector: torch.Tensor) -> torch.Tensor:
-        """A copy of the whole vector, [S]."""
-        return vector.view(-1).clone()
+    def saved(self, flat: torch.Tensor) -> torch.Tensor:
+        """A copy of the whole tensor, [S]."""
+        return flat.view(-1).clone()
 
-    def put_back(self, vector: torch.Tensor, saved: torch.Tensor | None) -> None:
+    def put_back(self, flat: torch.Tensor, saved: torch.Tensor | None) -> None:
         """Writes what the mask says."""
-        now = vector.view(-1)
+        now = flat.view(-1)
         before = torch.zeros_like(now) if saved is None else saved
-        vector.copy_(torch.where(self.used, now, before).view(vector.shape))
+        flat.copy_(torch.where(self.used, now, before).view(flat.shape))
 
 
 class PutAside:
-    """What was put aside of one vector before a step.
+    """What was put aside of one flat tensor before a step.
 
     Args:
-        vector: the values that the step is going to change.
+        flat: the values that the step is going to change.
         state: what the optimizer keeps of them.
         unused: which of them are to stay.
     """
 
     @torch.no_grad()
-    def __init__(self, vector: torch.Tensor, state: SavedState, unused: Unused) -> None:
+    def __init__(self, flat: torch.Tensor, state: SavedState, unused: Unused) -> None:
         self._unused = unused
-        self._values = unused.saved(vector)
-        self._state = {k: unused.saved(v) for k, v in state_by_element(vector, state).items()}
+        self._values = unused.saved(flat)
+        self._state = {k: unused.saved(v) for k, v in state_by_element(flat, state).items()}
 
     @torch.no_grad()
-    def put_back(self, vector: torch.Tensor, state: SavedState) -> None:
+    def put_back(self, flat: torch.Tensor, state: SavedState) -> None:
         """After the step; state that it has made starts as it would in a plain process."""
-        self._unused.put_back(vector, self._values)
-        for key, now in state_by_element(vector, state).items():
+        self._unused.put_back(flat, self._values)
+        for key, now in state_by_element(flat, state).items():
             if key in self._state or key not in _STARTS_FROM_OPTIONS:
                 self._unused.put_back(now, self._state.get(key))
 
 
-def state_by_element(vector: torch.Tensor, state: SavedState) -> dict[str, torch.Tensor]:
-    """What of an optimizer's state has one element for each of the vector."""
+def state_by_element(flat: torch.Tensor, state: SavedState) -> dict[str, torch.Tensor]:
+    """What of an optimizer's state has one element for each of the tensor's."""
     return {
-        k: v for k, v in state.items() if isinstance(v, torch.Tensor) and v.shape == vector.shape and v.dim()
+        k: v for k, v in state.items() if isinstance(v, torch.Tensor) and v.shape == flat.shape and v.dim()
     }

@@ -52,17 +52,17 @@ class Bucket:
     """Gradients that travel together, and where each lies in the packed form [N] ([Note: packed gradients])."""
 
     def __init__(
-        self, index: int, members: Sequence[int], params: Sequence[nn.Parameter], owners: Sequence[int],
+        self, index: int, indices: Sequence[int], params: Sequence[nn.Parameter], owners: Sequence[int],
         group: Group, wire: torch.dtype,
     ) -> None:  # fmt: skip
         self.label = f"gradients of bucket {index}"
         self.wire = wire
         self.is_half = wire in (torch.float16, torch.bfloat16)
-        self.members = list(members)
-        self.params = [params[i] for i in members]
-        self.waiting = len(self.members)
+        self.indices = list(indices)
+        self.params = [params[i] for i in indices]
+        self.waiting = len(self.indices)
         self._numels = [p.numel() for p in self.params]
-        layout = segment_layout(self._numels, [owners[i] for i in members], group.world_size)
+        layout = segment_layout(self._numels, [owners[i] for i in indices], group.world_size)
         self.form = PackedForm(layout.pieces(), layout.sizes, even=False)
         self.sizes = self.form.sizes
         self.nbytes = self.form.starts[-1] * wire.itemsize
@@ -109,8 +109,8 @@ class Reducer:
         self._next = 0
         self._in_flight: InFlight | None = None
         self.buckets = [
-            Bucket(i, members, self._params, owners, group, wire)
-            for i, (members, wire) in enumerate(plan_buckets(self._params, policy))
+            Bucket(i, indices, self._params, owners, group, wire)
+            for i, (indices, wire) in enumerate(plan_buckets(self._params, policy))
         ]
         device = self._params[0].device
         # all buckets are packed into the same memory, one after the other
@@ -123,7 +123,7 @@ class Reducer:
     # ------------------------------------------------------------ hooks
     def hooks(self) -> list[tuple[nn.Parameter, GradientHook | None, GradientHook]]:
         """For each parameter: what to call before and after it gets a gradient."""
-        bucket_of = {i: (k, b) for k, b in enumerate(self.buckets) for i in b.members}
+        bucket_of = {i: (k, b) for k, b in enumerate(self.buckets) for i in b.indices}
         return [
             (p, self._before(i) if self._owned[i] else None, self._after(i, *bucket_of[i]))
             for i, p in enumerate(self._params)
@@ -206,7 +206,7 @@ class Reducer:
         self._next = 0
         self._fired[:] = [False] * len(self._fired)
         for bucket in self.buckets:
-            bucket.waiting = len(bucket.members)
+            bucket.waiting = len(bucket.indices)
 
     def _release_slot(self) -> None:
         if self._slot_is_taken:
@@ -236,7 +236,7 @@ class Reducer:
         """
         gradients: list[torch.Tensor | None] = []
         unscaled, missing = [], False
-        for i, param, view in zip(bucket.members, bucket.params, bucket.pack.whole, strict=True):
+        for i, param, view in zip(bucket.indices, bucket.params, bucket.pack.whole, strict=True):
             grad = param.grad
             gradients.append(grad)
             if grad is None:
@@ -268,7 +268,7 @@ class Reducer:
                     grad = grad.to(param.dtype)
                 grad.__class__ = self._reduced
                 param.grad = grad
-                self._is_mean[bucket.members[i]] = True
+                self._is_mean[bucket.indices[i]] = True
 
 
 def plan_buckets(params: Sequence[nn.Parameter], policy: ReducePolicy) -> list[tuple[list[int], torch.dtype]]:
@@ -284,9 +284,9 @@ def plan_buckets(params: Sequence[nn.Parameter], policy: ReducePolicy) -> list[t
     if cap:
         cap = min(cap, max(2**16, sum(p.numel() for p in params) // 10))
     plan = []
-    for dtype, members in by_dtype.items():
+    for dtype, indices in by_dtype.items():
         wire = policy.dtype if policy.dtype is not None and policy.dtype.itemsize < dtype.itemsize else dtype
-        for chosen in buckets_by_numel([params[i].numel() for i in members], cap):
-            plan.append(([members[k] for k in chosen], wire))
-    # by the place of the last member, which completes the bucket
+        for chosen in buckets_by_numel([params[i].numel() for i in indices], cap):
+            plan.append(([indices[k] for k in chosen], wire))
+    # by the place of the last one, which completes the bucket
     return sorted(plan, key=lambda entry: entry[0][-1])

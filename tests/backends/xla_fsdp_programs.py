@@ -378,7 +378,7 @@ def _program(model: FSDP, loss: torch.Tensor, micro: int) -> dict[str, Any]:
 
 
 def expected(model: FSDP, micro: int) -> dict[str, int]:
-    """One all-gather for each vector and pass, less those that backward finds gathered; one reduction each."""
+    """One all-gather for each flat parameter and pass, less those that backward finds gathered; one reduction each."""
     last = model._state.engine._order[-1]
     gathers = reduced = 0
     for unit in dict.fromkeys(model._state.engine._order):

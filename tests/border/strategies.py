@@ -1,6 +1,6 @@
 """A small model under each strategy, and beside it the same model in one process.
 
-Sizes are uneven on purpose: vectors are padded, members lie across the borders of shards.
+Sizes are uneven on purpose: flat parameters are padded, original parameters lie across the borders of shards.
 """
 
 from __future__ import annotations

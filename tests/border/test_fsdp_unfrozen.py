@@ -1,4 +1,4 @@
-"""Members that are frozen, or not used, in some steps: right, or warned of where an optimizer counts whole vectors."""
+"""Parameters that are frozen, or not used, in some steps: right, or warned of where an optimizer counts all steps."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def _some_steps(rank: int) -> None:
                         # each rank has a part of the middle layer, and says it once
                         (line,) = lines
                         assert line.startswith(f"rank {rank}: parameter 'middle.")
-                        assert f"{make.__name__} counts the steps of the whole vector" in line
+                        assert f"{make.__name__} counts the steps of the whole flat parameter" in line
                         assert "flatten=False" in line
                         continue
                     assert not lines

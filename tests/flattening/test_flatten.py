@@ -401,7 +401,9 @@ def test_copies_are_separate_and_whole(how: str, make: Callable[[], nn.Module]) 
     with torch.no_grad():
         made.flat_param.zero_()
     module, name = next((m, n) for _, m, n in made._param_infos)
-    assert (getattr(module, name) == 0).all(), "members are views of the copy's own flat parameter"
+    assert (getattr(module, name) == 0).all(), (
+        "original parameters are views of the copy's own flat parameter"
+    )
     assert (flat.flat_param != 0).any()
     made(x).sum().backward()
     assert made.flat_param.grad is not None

@@ -70,7 +70,7 @@ def test_units_inside_one_another() -> None:
         assert list(state) == list(values)
         for name, value in values.items():
             torch.testing.assert_close(state[name], value, rtol=1e-5, atol=1e-6)
-        assert listed == DEPTH  # one vector each; the innermost layer lies in that of its level
+        assert listed == DEPTH  # one flat parameter each; the innermost layer lies in that of its level
 
 
 # ------------------------------------------------------------------ costs

@@ -20,10 +20,10 @@ def test_parameters() -> None:
             unused.note(had, is_new)
             now = {k for k in range(COUNT) if had[k]}
             used = now if is_new else used | now
-            assert unused.members == [k not in used for k in range(COUNT)]
+            assert unused.originals == [k not in used for k in range(COUNT)]
             assert unused.are_any == (len(used) < COUNT)
         unused.clear(None)
-        assert unused.members == [True] * COUNT
+        assert unused.originals == [True] * COUNT
 
 
 def test_elements_where_execution_is_lazy() -> None:
@@ -37,5 +37,5 @@ def test_elements_where_execution_is_lazy() -> None:
             unused.note_elements(mask, is_new)
             now = torch.tensor([True] * COUNT) if mask is None else mask
             used = now if is_new else used | now
-            assert unused.members == [False] * COUNT  # which is data, in ``used``
+            assert unused.originals == [False] * COUNT  # which is data, in ``used``
             assert (unused.used is None and bool(used.all())) or torch.equal(unused.used, used)

@@ -1,4 +1,4 @@
-"""A vector's elements that had no gradient: after a step they are what a plain process leaves."""
+"""Elements of a flat tensor that had no gradient: after a step they are what a plain process leaves."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("how", ["ranges", "mask"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_elements_without_gradient_stay(name: str, how: str) -> None:
-    """Two parameters in one vector [7]; the second, [3], has gradients in the steps 1 and 3 of four only."""
+    """Two parameters in one flat tensor [7]; the second, [3], has gradients in the steps 1 and 3 of four only."""
     torch.manual_seed(0)
-    vector = torch.nn.Parameter(torch.randn(7))
-    plain = [torch.nn.Parameter(part.clone()) for part in vector.detach().split([4, 3])]
+    flat = torch.nn.Parameter(torch.randn(7))
+    plain = [torch.nn.Parameter(part.clone()) for part in flat.detach().split([4, 3])]
     kind = getattr(torch.optim, name)
-    shared, alone = kind([vector], **OPTIMIZERS[name]), kind(plain, **OPTIMIZERS[name])
+    shared, alone = kind([flat], **OPTIMIZERS[name]), kind(plain, **OPTIMIZERS[name])
     for step in range(4):
         gradients = torch.randn(7).split([4, 3])
         is_used = step % 2 == 1
         plain[0].grad, plain[1].grad = gradients[0], gradients[1] if is_used else None
         alone.step()
-        vector.grad = torch.cat([gradients[0], gradients[1] * is_used])
+        flat.grad = torch.cat([gradients[0], gradients[1] * is_used])
         unused: Unused = UnusedRanges([(4, 7)]) if how == "ranges" else UsedMask(torch.arange(7) < 4)
-        aside = None if is_used else PutAside(vector.data, shared.state.get(vector, {}), unused)
+        aside = None if is_used else PutAside(flat.data, shared.state.get(flat, {}), unused)
         shared.step()
         if aside is not None:
-            aside.put_back(vector.data, shared.state[vector])
-        assert torch.equal(vector.detach(), torch.cat([p.detach() for p in plain])), step
+            aside.put_back(flat.data, shared.state[flat])
+        assert torch.equal(flat.detach(), torch.cat([p.detach() for p in plain])), step
 
 
 def test_clearing_is_noticed() -> None:

@@ -87,7 +87,7 @@ class FullyShardedDataParallel(FairscaleFacts):
         disable_reshard_on_root: the root keeps full parameters between forward and backward.
         mixed_precision: compute and communicate in half precision, with shards in full precision.
         fp32_reduce_scatter: reduce gradients in fp32 (with ``mixed_precision``).
-        flatten_parameters: one vector for each wrapper.
+        flatten_parameters: one flat parameter for each wrapper.
         move_params_to_cpu: shards live on the CPU.
         compute_dtype: fp16 with ``mixed_precision``, else the parameters'.
         buffer_dtype: ``compute_dtype`` by default.

@@ -18,7 +18,7 @@ def shard_name(original: str) -> str:
 
 
 def flat_original(index: int) -> str:
-    """Path of a flattened vector within its wrapper."""
+    """Path of a flat parameter within its wrapper."""
     return f"{OUTER}flat_param_{index}"
 
 
@@ -28,7 +28,7 @@ def own_original(name: str) -> str:
 
 
 def is_flat(original: str) -> bool:
-    """Whether this is the path of a flattened vector."""
+    """Whether this is the path of a flat parameter."""
     return original.startswith(f"{OUTER}flat_param_")
 
 

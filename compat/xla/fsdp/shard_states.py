@@ -22,10 +22,10 @@ from .shard_names import PREFIX, flat_original, in_state_dict, own_original, sha
 
 @dataclass
 class Shard:
-    """One of a wrapper's vectors.
+    """One of a wrapper's flat parameters.
 
     Attributes:
-        flat: the vector.
+        flat: it.
         listed: where nn.Module finds its shard, as a path within the wrapper.
         original: the same as torch_xla has it.
         size: of the whole parameter.
@@ -76,7 +76,7 @@ def shards_of(wrapper: ShardHolder) -> list[Shard]:
     found = []
     for index, flat in enumerate(flats):
         multiple, rows = wrapper._shard_size_multiple, None
-        size = torch.Size([flat.layout.numel]) if wrapper.flatten_parameters else flat.members[0].shape
+        size = torch.Size([flat.layout.numel]) if wrapper.flatten_parameters else flat.originals[0].shape
         if wrapper._row_shards and size:
             rows = size[1:]
             multiple = max(1, rows.numel())
@@ -126,7 +126,7 @@ def metadata(wrapper: ShardHolder) -> dict[str, Any]:
         if m.flatten_parameters:
             for s in m._shards:
                 names = [f"_fpw_module.{n}" for n in s.flat.names]
-                shapes = [member.shape for member in s.flat.members]
+                shapes = [original.shape for original in s.flat.originals]
                 flatten_info[before + s.original] = (names, shapes, list(s.flat.layout.numels))
         for source, name in m._state.shared_paths:
             shared[clean(before + name)] = clean(before + source)

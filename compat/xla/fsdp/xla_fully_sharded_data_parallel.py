@@ -37,7 +37,7 @@ class XlaFullyShardedDataParallel(shard_states.ShardHolder):
     Args:
         module: on any device; XLA ranks move it to theirs.
         reshard_after_forward: give gathered parameters back after forward.
-        flatten_parameters: one vector for each wrapper (two if some parameters are frozen).
+        flatten_parameters: one flat parameter for each wrapper (two if some parameters are frozen).
         execute_sharding_on_init: run the recorded graph once the module is sharded.
         optimization_barrier_in_forward, optimization_barrier_in_backward: accepted; units are kept apart by the
             order of their collectives.
@@ -49,7 +49,7 @@ class XlaFullyShardedDataParallel(shard_states.ShardHolder):
         sharding_groups: partition of all ranks; parameters are sharded, and gradients averaged, within a part.
         sharding_rank, sharding_world_size: this rank's place in it; needed with ``sharding_groups``.
         shard_param_on_dim_0: without ``flatten_parameters``: shards are whole rows. State dicts hold them as rows;
-            ``parameters()`` lists them as vectors, which is the same to element-wise optimizers.
+            ``parameters()`` lists them as flat parameters, which is the same to element-wise optimizers.
         pin_layout_in_collective_ops, reduce_scatter_bucket_size_mb, coalesce_all_gather_ops: accepted; how a unit's
             tensors travel is the backend's business.
         auto_wrap_policy: wraps submodules first, see :mod:`shardkit.xla.fsdp.wrap`.
@@ -150,7 +150,7 @@ class XlaFullyShardedDataParallel(shard_states.ShardHolder):
 
     @property
     def sharded_params(self) -> list[nn.Parameter]:
-        """This wrapper's own shards; vectors of trainable parameters first."""
+        """This wrapper's own shards; those of trainable parameters first."""
         return [shard.flat.param for shard in self._shards]
 
     @property

@@ -1,4 +1,4 @@
-"""Reduces the gradients of a flat parameter's members to each rank's shard."""
+"""Reduces the gradients of a flat parameter's original parameters to each rank's shard."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ class LazyPack(GradientPack):
     """Packs by concatenation, without writing into parts of a tensor: [W * S], or [W * (S + F)] with flags.
 
     Flags are there if a gradient is missing. Another rank that misses none sends none; the two run different programs
-    then, and are out of step. Which members had one is not known here, but data: see ``unused.py``.
+    then, and are out of step. Which original parameters had one is not known here, but data: see ``unused.py``.
     """
 
     def _lay_out(self) -> None:

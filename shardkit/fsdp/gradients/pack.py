@@ -3,9 +3,9 @@
 Legend: W world size, S shard numel, F flags in one rank's part.
 
 When a unit's gradients are there, they are packed ([Note: packed gradients] in ``reduction/packing.py``: rank by rank
-its shard of the flat parameter, and a flag for each member that lies there). Their own memory is given back, and one
-reduce-scatter makes the part of this rank. Members that no rank had a gradient for stay as they are in the optimizer's
-step, as in a plain process (see ``skipping.py``).
+its shard of the flat parameter, and a flag for each original parameter that lies there). Their own memory is given
+back, and one reduce-scatter makes the part of this rank. Original parameters that no rank had a gradient for stay as
+they are in the optimizer's step, as in a plain process (see ``skipping.py``).
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from ...backend import Group, ReduceOp, Work
 from ...reduction.packing import PackedForm
 from ...reduction.shard_gradients import gradient_class
 from ..flat_param import FlatParam
-from ..members import as_tensors
+from ..originals import as_tensors
 from ..skipping import protect_unused
 
 
 class Reduction(NamedTuple):
     """Gradients in flight."""
 
-    had: list[bool]  # for each member, whether this rank had a gradient
+    had: list[bool]  # for each original parameter, whether this rank had a gradient
     had_all: bool  # for all trainable ones
     result: torch.Tensor  # this rank's part: [S], [S + F], or [S + flags of this rank]
     work: Work | None  # None where there is nothing to wait for
@@ -37,13 +37,13 @@ class GradientPack(ABC):
     """Packs, reduces and hands over the gradients of one flat parameter.
 
     Args:
-        flat: whose members' gradients these are.
+        flat: whose original parameters' gradients these are.
         group: ranks that share it; its channel for gradients.
         reduce_dtype: dtype on the wire; None for the gradients' own.
         divisors: the sum over ranks is divided by the first before and by the second after it is formed.
 
     Attributes:
-        trainable: for each member, whether it is.
+        trainable: for each original parameter, whether it is.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class GradientPack(ABC):
         self._before, self._after = (1.0, 1.0) if is_mean else (before, after)
         self._gradient_class = gradient_class(flat.group, "the FSDP root's clip_grad_norm_", True)
         self._in_flight: Reduction | None = None
-        self.trainable = [m.param.requires_grad for m in flat.members]
+        self.trainable = [m.param.requires_grad for m in flat.originals]
         pieces = [p for p in flat.layout.pieces() if self.trainable[p.item]]
         self._form = PackedForm(pieces, [flat.layout.shard_numel] * group.world_size, even=True)
         self._here = self._form.items[group.rank]
@@ -73,10 +73,10 @@ class GradientPack(ABC):
 
     # ------------------------------------------------------------ sending
     def send(self) -> None:
-        """Takes the members' gradients and starts their reduction (collective)."""
+        """Takes the original parameters' gradients and starts their reduction (collective)."""
         with as_tensors():
-            gradients = [m.param.grad for m in self._flat.members]
-            for m in self._flat.members:
+            gradients = [m.param.grad for m in self._flat.originals]
+            for m in self._flat.originals:
                 m.param.grad = None
         self._in_flight = self._reduce(gradients)
 
@@ -105,7 +105,7 @@ class GradientPack(ABC):
             replicas: ranks that hold the same shard; the result is averaged over them too.
         """
         if self._in_flight is None:
-            self._forget_zeros(self._flat.unused.members)
+            self._forget_zeros(self._flat.unused.originals)
             return
         had, had_all, result, work = self._in_flight
         self._in_flight = None
@@ -124,20 +124,20 @@ class GradientPack(ABC):
         """What was sent may be given back."""
 
     def _note(self, had: list[bool], had_all: bool, result: torch.Tensor) -> bool:
-        """Notes which members had no gradient on any rank; whether any member with a part here had one."""
+        """Notes which original parameters had no gradient on any rank; whether any with a part here had one."""
         flat, here = self._flat, self._here or range(len(had))
         if not had_all:
             had = self._anywhere(had, result)
         if True not in map(had.__getitem__, here):
-            self._forget_zeros([flat.unused.members[i] for i in here])
+            self._forget_zeros([flat.unused.originals[i] for i in here])
             return False
         flat.unused.note(had, flat.param.grad is None)
-        if True in flat.unused.members:
+        if True in flat.unused.originals:
             protect_unused(flat)
         return True
 
     def _anywhere(self, had: list[bool], result: torch.Tensor) -> list[bool]:
-        """Which members had a gradient on some rank, as far as they have a part here."""
+        """Which original parameters had a gradient on some rank, as far as they have a part here."""
         return had
 
     def _own(self, result: torch.Tensor) -> torch.Tensor:
@@ -146,7 +146,7 @@ class GradientPack(ABC):
         return result if result.numel() == size else result[:size]
 
     def clear_unused(self) -> None:
-        """The shard's gradient is new: no member has had one yet."""
+        """The shard's gradient is new: no original parameter has had one yet."""
         self._flat.unused.clear(None)
 
     def _forget_zeros(self, unused: Sequence[bool]) -> None:

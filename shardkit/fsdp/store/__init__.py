@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..members import FlatParamLike
+from ..originals import FlatParamLike
 from .base import Gather, Store, is_whole, own_part
 from .deferred import Deferred
 from .lazy import Lazy

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from ...backend import Group, Work
-from ..members import FlatParamLike, ReleasedParameter
+from ..originals import FlatParamLike, ReleasedParameter
 from .states import FULL, GATHERED, GATHERING, LOCKED, RELEASED, SUMMONED, State
 
 _version_of = attrgetter("param._version")
@@ -48,7 +48,7 @@ class Store(ABC):
 
     def __init__(self, flat: FlatParamLike) -> None:
         self._flat = flat
-        self._members = flat.members
+        self._originals = flat.originals
         self._layout = flat.layout
         self._group = flat.group
         self._backend = flat.group.backend
@@ -122,30 +122,30 @@ class Store(ABC):
     def show(self, values: torch.Tensor) -> None:
         """Original parameters become views of this, [N] or more."""
         sizes = [*self._layout.numels, values.numel() - self._layout.numel]
-        for member, piece in zip(self._members, torch.split_with_sizes(values, sizes), strict=False):
+        for original, piece in zip(self._originals, torch.split_with_sizes(values, sizes), strict=False):
             # a view less: where execution is lazy, this runs in each step
-            member.param.data = piece if len(member.shape) == 1 else piece.view(member.shape)
+            original.param.data = piece if len(original.shape) == 1 else piece.view(original.shape)
 
     def _reveal(self) -> None:
         """They are parameters like any other."""
-        for member in self._members:
-            member.param.__class__ = member.kind
+        for original in self._originals:
+            original.param.__class__ = original.kind
         self._versions = self._versions_now()
 
     def _conceal(self) -> None:
-        """They have no values from now on (see ``members.py``); notes which of them were written to meanwhile."""
+        """They have no values from now on (see ``originals.py``); notes which of them were written to meanwhile."""
         before = self._versions
         if before:
             now = self._versions_now()
             self._flat.written = [k for k, v in enumerate(now) if v != before[k]] if now != before else []
             self._versions = []
-        for member in self._members:
-            member.param.__class__ = ReleasedParameter
+        for original in self._originals:
+            original.param.__class__ = ReleasedParameter
 
     def _versions_now(self) -> list[int]:
         """How often each was written to; inference tensors don't count."""
         try:
-            return list(map(_version_of, self._members))
+            return list(map(_version_of, self._originals))
         except RuntimeError:
             return []
 
@@ -170,9 +170,9 @@ class Store(ABC):
     @torch.no_grad()
     def collect(self, values: torch.Tensor) -> None:
         """Copies original parameters to where they belong in [N or more], unless they are views of it."""
-        for member, start in zip(self._members, self._layout.offsets(), strict=True):
-            data = member.param.data
-            mine = values[start : start + member.shape.numel()]
+        for original, start in zip(self._originals, self._layout.offsets(), strict=True):
+            data = original.param.data
+            mine = values[start : start + original.shape.numel()]
             if not self._backend.has_storage or data.data_ptr() != mine.data_ptr():
                 mine.copy_(data.reshape(-1))
 

@@ -7,7 +7,7 @@ from typing import final
 
 import torch
 
-from ..members import FlatParamLike
+from ..originals import FlatParamLike
 from .base import Store
 from .states import GATHERED, RELEASED, State
 

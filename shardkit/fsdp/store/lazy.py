@@ -10,7 +10,7 @@ from typing import final
 
 import torch
 
-from ..members import FlatParamLike, ReleasedParameter
+from ..originals import FlatParamLike, ReleasedParameter
 from .base import Gather, Store
 from .states import GATHERING, RELEASED, State
 
@@ -58,8 +58,8 @@ class Lazy(Store):
     def _free(self, keep: bool) -> State:
         self._full = None
         self._conceal()
-        for member in self._members:
-            member.param.__class__ = member.kind  # a released one can't be changed
-            member.param.data = self._nothing
-            member.param.__class__ = ReleasedParameter
+        for original in self._originals:
+            original.param.__class__ = original.kind  # a released one can't be changed
+            original.param.data = self._nothing
+            original.param.__class__ = ReleasedParameter
         return RELEASED

@@ -11,7 +11,7 @@ from typing import final
 import torch
 
 from ..kept_views import KeptViews
-from ..members import FlatParamLike
+from ..originals import FlatParamLike
 from .base import Gather, Store, own_part
 from .states import GATHERED, GATHERING, KEPT, RELEASED, State
 
@@ -33,7 +33,7 @@ class Stored(Store):
         self._full = full  # [W * S]
         self._own = own_part(full, self._group)  # [S]
         self.memory = full.untyped_storage()._cdata
-        self._kept_views = KeptViews(self.memory, self._members, self._layout)
+        self._kept_views = KeptViews(self.memory, self._originals, self._layout)
 
     def fits(self) -> bool:
         """Views of the memory may be saved for backward, so it serves on where it can."""

@@ -30,31 +30,31 @@ def _with_data(flat_param: FlatParameter, data: torch.Tensor) -> FlatParameter:
 
 
 @torch.no_grad()
-def take_over_members(flat_params: Sequence[FlatParameter], module: nn.Module) -> list[FlatParameter]:
-    """Members that got other tensors while they were unflattened give their values to the flat parameters.
+def take_over_originals(flat_params: Sequence[FlatParameter], module: nn.Module) -> list[FlatParameter]:
+    """Original parameters that got other tensors while they were unflattened give their values to the flat parameters.
 
     Returns:
-        The flat parameters; new ones where members moved to a device that a tensor can't change to.
+        The flat parameters; new ones where original parameters moved to a device that a tensor can't change to.
 
     Raises:
-        LifecycleError: members have other shapes, or several dtypes or devices.
+        LifecycleError: original parameters have other shapes, or several dtypes or devices.
     """
     taken = []
     for flat_param in flat_params:
         views = list(flat_param.get_param_views(flat_param.data))
-        members = [getattr(module, name).detach() for _, module, name in flat_param._param_infos]
-        kinds = {(m.dtype, m.device) for m in members}
-        if [m.shape for m in members] != [v.shape for v in views] or len(kinds) > 1:
+        originals = [getattr(module, name).detach() for _, module, name in flat_param._param_infos]
+        kinds = {(m.dtype, m.device) for m in originals}
+        if [m.shape for m in originals] != [v.shape for v in views] or len(kinds) > 1:
             raise LifecycleError(
                 f"parameters of {type(module).__name__} can't be flattened again as they were left; "
                 f"expected one dtype and device and the shapes {[tuple(v.shape) for v in views]}, got {kinds} and "
-                f"{[tuple(m.shape) for m in members]}"
+                f"{[tuple(m.shape) for m in originals]}"
             )
         if kinds != {(flat_param.dtype, flat_param.device)}:
-            flat_param = _with_data(flat_param, torch.cat([m.reshape(-1) for m in members]))
+            flat_param = _with_data(flat_param, torch.cat([m.reshape(-1) for m in originals]))
         else:
-            for member, view in zip(members, views, strict=True):
-                if not _same_memory(view, member):
-                    view.copy_(member)
+            for original, view in zip(originals, views, strict=True):
+                if not _same_memory(view, original):
+                    view.copy_(original)
         taken.append(flat_param)
     return taken

@@ -1,8 +1,8 @@
 """Parameters of a unit as the rest of a program meets them: with values, or released.
 
-[Note: released] While a unit is not gathered, its members have a shape and no memory. Reading one would end the
-process, or show what lies there now; writing one would be forgotten. So they change their class with their memory. A
-released one answers what it is (its shape, its gradient), and raises for all that needs values. Inside forward
+[Note: released] While a unit is not gathered, its original parameters have a shape and no memory. Reading one would end
+the process, or show what lies there now; writing one would be forgotten. So they change their class with their memory.
+A released one answers what it is (its shape, its gradient), and raises for all that needs values. Inside forward
 and backward they are parameters like any other, and operations on them cost nothing more. Functions that would read
 weights past the modules that hold them (the fast path of ``nn.TransformerEncoderLayer``) look for tensors that
 watch what is done with them, and take the path through the modules then.
@@ -29,14 +29,14 @@ from ..torch_seams.tensor_facts import ALIKE, FACTS, SHAPE, name_of
 from ..types import AnyCallable, Args, Kwargs, Memo, Tree
 from .unused import Unused
 
-# A context in which released members are taken for what they are, tensors, and nothing is called for them.
+# A context in which released original parameters are taken for what they are, tensors, and nothing is called for them.
 as_tensors = torch._C.DisableTorchFunctionSubclass
 
 
 _GRADIENT = frozenset({"get grad", "get _grad"})
 
 
-class MemberParameter(nn.Parameter):
+class GatheredParameter(nn.Parameter):
     """A parameter whose values are a part of a gathered flat parameter. A copy of it is a parameter of its own."""
 
     def __deepcopy__(self, memo: Memo) -> nn.Parameter:
@@ -49,7 +49,7 @@ class MemberParameter(nn.Parameter):
         return nn.Parameter, (self.data.clone(), self.requires_grad)
 
 
-class ReleasedParameter(MemberParameter):
+class ReleasedParameter(GatheredParameter):
     """A parameter whose values lie on all ranks, a part on each: it has a shape, and raises if it is used."""
 
     @classmethod
@@ -101,7 +101,7 @@ class Place(NamedTuple):
 
 
 @dataclass
-class Member:
+class OriginalParameter:
     """One of the original parameters in a flat parameter, and all places where it is found.
 
     Attributes:
@@ -115,13 +115,13 @@ class Member:
 
     def __post_init__(self) -> None:
         self.shape = torch.Size() if is_lazy(self.param) else self.param.shape
-        self.kind = MemberParameter if type(self.param) is nn.Parameter else type(self.param)
+        self.kind = GatheredParameter if type(self.param) is nn.Parameter else type(self.param)
 
 
 class FlatParamLike(Protocol):
     """What a :class:`FlatParam` is to those below it; its attributes are described there."""
 
-    members: list[Member]
+    originals: list[OriginalParameter]
     names: list[str]
     path: str
     label: str
@@ -148,16 +148,16 @@ class FlatParamLike(Protocol):
 
 
 class Owner(NamedTuple):
-    """The flat parameter that holds a member's values, and which of its members this is."""
+    """The flat parameter that holds an original parameter's values, and which of those in it this is."""
 
     flat: FlatParamLike
     number: int
 
 
-# One wrapped unit may meet a parameter that another one manages. Flat parameters, which hold their members, are held
-# weakly: else neither would ever be freed.
+# One wrapped unit may meet a parameter that another one manages. Flat parameters, which hold these, are held weakly:
+# else neither would ever be freed.
 _owners: WeakIdKeyDictionary = WeakIdKeyDictionary()
-_views: WeakIdKeyDictionary = WeakIdKeyDictionary()  # of members, that a program keeps
+_views: WeakIdKeyDictionary = WeakIdKeyDictionary()  # of original parameters, that a program keeps
 _names_of_copies: WeakIdKeyDictionary = WeakIdKeyDictionary()
 _COPIED: Any = "flat parameters that are being copied"  # beside the ids in the memo of a deepcopy
 
@@ -169,23 +169,23 @@ def _owner_of(param: torch.Tensor, noted: WeakIdKeyDictionary = _owners) -> Owne
 
 
 def managing(param: nn.Parameter) -> FlatParamLike | None:
-    """The flat parameter that manages a member, None for other parameters."""
+    """The flat parameter that manages an original parameter, None for other parameters."""
     owner = _owner_of(param)
     return None if owner is None else owner.flat
 
 
-def note_member(param: nn.Parameter, flat: FlatParamLike, index: int) -> None:
-    """From now on this parameter is known to be that member of that flat parameter."""
+def note_original(param: nn.Parameter, flat: FlatParamLike, index: int) -> None:
+    """From now on this parameter is known to be that original parameter of that flat parameter."""
     _owners[param] = (weakref.ref(flat), index)
 
 
 def note_view(tensor: torch.Tensor, param: nn.Parameter) -> None:
-    """This tensor, which is about to become released, is a view of that member."""
+    """This tensor, which is about to become released, is a view of that original parameter."""
     _views[tensor] = _owners[param]
 
 
 def note_copying(flats: Sequence[FlatParamLike], memo: Memo) -> None:
-    """Members of these may be copied without values: the flat parameters are copied too, and fill the copies."""
+    """Parameters of these may be copied without values: the flat parameters are copied too, and fill the copies."""
     memo.setdefault(_COPIED, set()).update(id(f) for f in flats)
 
 
@@ -194,8 +194,8 @@ def are_copied(flats: Sequence[FlatParamLike], memo: Memo) -> bool:
     return bool(flats) and memo.get(_COPIED, set()).issuperset(id(f) for f in flats)
 
 
-def name_of_member(param: nn.Parameter) -> str | None:
-    """Full name of a member, as far as it is known; None for other parameters."""
+def name_of_original(param: nn.Parameter) -> str | None:
+    """Full name of an original parameter, as far as it is known; None for other parameters."""
     return _name(param) if _owner_of(param) is not None else None
 
 
@@ -204,7 +204,7 @@ def _of_full_shape(param: torch.Tensor, what: str) -> torch.Tensor:
     owner = _owner_of(param)
     if owner is None or owner.flat.keeps_shapes:
         return param
-    shape = owner.flat.members[owner.number].shape
+    shape = owner.flat.originals[owner.number].shape
     return torch.empty(shape, dtype=param.dtype, device=param.device if what in ALIKE else "meta")
 
 
@@ -269,7 +269,7 @@ def _refuse_gradient(param: ReleasedParameter) -> None:
         owner is None
         or param.grad is not None
         or owner.flat.param.grad is None
-        or owner.flat.unused.members[owner.number]
+        or owner.flat.unused.originals[owner.number]
     ):
         return
     group = owner.flat.group
