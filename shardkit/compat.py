@@ -24,8 +24,6 @@ from types import ModuleType
 
 from .errors import LifecycleError
 
-__all__ = ["FAIRSCALE_VERSION", "PARTS", "install", "installed", "is_installed", "uninstall"]
-
 FAIRSCALE_VERSION = (0, 4, 13)
 # What stands under fairscale's root; "utils" is where most of "internal" and "fair_dev" was up to 0.4.6.
 PARTS = frozenset({"experimental", "fair_dev", "internal", "nn", "optim", "utils"})

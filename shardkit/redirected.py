@@ -26,15 +26,6 @@ from .errors import RedirectedError
 from .redirections import ALSO, REDIRECTED
 from .types import AnyCallable, Tree
 
-__all__ = [
-    "is_redirected",
-    "redirected",
-    "redirected_function",
-    "redirected_names",
-    "serve",
-    "without_arguments",
-]
-
 MARK = "__redirected__"
 _ROOT = "shardkit"
 _F = TypeVar("_F", bound=AnyCallable)

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = ["ALSO", "REDIRECTED", "Names"]
-
 
 class Names(NamedTuple):
     """Names of one module with one remedy.

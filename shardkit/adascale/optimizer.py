@@ -108,7 +108,7 @@ class AdaScale(Optimizer):
         return self._optimizer
 
     @property
-    def param_groups(self) -> list[StateDict]:  # type: ignore[override]
+    def param_groups(self) -> list[ParamGroup]:  # type: ignore[override]
         """The wrapped optimizer's; schedulers change them here."""
         return self._optimizer.param_groups
 

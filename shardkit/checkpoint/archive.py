@@ -20,8 +20,6 @@ import torch
 from ..types import Tree
 from .data_pickle import NotData, read
 
-__all__ = ["LOCAL", "Archive", "Cut", "Damage", "Legacy"]
-
 LOCAL = b"PK\x03\x04"
 _HEADER = 30  # bytes of a local header before the name; lengths of name and extra field end it
 _PIECE = 1 << 22

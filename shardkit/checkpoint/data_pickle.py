@@ -18,8 +18,6 @@ from typing import IO, Any, TypeAlias
 
 from ..types import AnyCallable, Memo, SavedState, Tree
 
-__all__ = ["Data", "Function", "NotData", "named_globals", "read"]
-
 _VALUES = frozenset(
     {"BININT", "BININT1", "BININT2", "LONG1", "LONG4", "BINFLOAT", "BINUNICODE", "SHORT_BINSTRING", "BINSTRING",
      "BINBYTES", "SHORT_BINBYTES"}

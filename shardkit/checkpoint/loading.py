@@ -16,8 +16,6 @@ from .archive import LOCAL, Archive, Cut, Damage, Legacy
 from .data_pickle import Data, NotData, named_globals, read
 from .rebuilding import Storage, StorageType, build, names, without_values
 
-__all__ = ["load"]
-
 # What a pickle that is no pickle, or parts that don't fit, come out as.
 _UNREADABLE = (
     ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError, RuntimeError, EOFError, MemoryError,

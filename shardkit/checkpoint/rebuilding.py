@@ -13,8 +13,6 @@ from torch import nn
 from ..types import AnyCallable, SavedState, StateDict, Tree
 from .data_pickle import Data, Function, Handle, NotData, key_of
 
-__all__ = ["Storage", "StorageType", "build", "names", "without_values"]
-
 _STORAGES = {
     "Double": torch.float64, "Float": torch.float32, "Half": torch.float16, "BFloat16": torch.bfloat16,
     "Long": torch.int64, "Int": torch.int32, "Short": torch.int16, "Char": torch.int8, "Byte": torch.uint8,

@@ -11,8 +11,6 @@ import torch
 
 from .writing import write_atomically
 
-__all__ = ["save"]
-
 
 def save(obj: object, path: str | os.PathLike[str]) -> None:
     """``torch.save``, but a kill, a crash or a full disk leaves the file that was there, and all bytes have checksums.

@@ -12,8 +12,6 @@ from typing import BinaryIO
 
 from ..errors import ConfigurationError, FileNotWrittenError
 
-__all__ = ["write_atomically"]
-
 _ENDING = ".part"
 
 

@@ -14,8 +14,6 @@ import torch
 from ..backend import Group
 from ..errors import BackendError, ConfigurationError
 
-__all__ = ["all_gather_facts", "all_gather_facts_or_objects", "as_fact", "decode", "encode"]
-
 T = TypeVar("T")
 _PLAIN = (bool, int, float, str, type(None))
 _DTYPES = {str(v): v for v in vars(torch).values() if isinstance(v, torch.dtype)}

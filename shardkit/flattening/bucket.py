@@ -9,8 +9,6 @@ import torch
 
 from ..errors import ConfigurationError, LifecycleError
 
-__all__ = ["Bucket", "GradBucket", "ParamBucket"]
-
 
 class Bucket:
     """A flat buffer and the parameters that have a part of it.

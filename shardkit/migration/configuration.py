@@ -7,8 +7,6 @@ import re
 from .rewriting import Note, Rewritten
 from .served import objection
 
-__all__ = ["SUFFIXES", "rewrite"]
-
 SUFFIXES = frozenset({".cfg", ".ini", ".json", ".toml", ".txt", ".yaml", ".yml"})
 _NAMED = re.compile(r"(?<![\w./-])fairscale((?:[.:][A-Za-z_]\w*)*)(?![\w/-])")
 

@@ -17,8 +17,6 @@ from shardkit.errors import ConfigurationError
 from . import configuration, rewriting
 from .rewriting import Note
 
-__all__ = ["Migrated", "below", "migrate"]
-
 PYTHON = frozenset({".py", ".pyi", ".pyw"})
 _LARGEST_CONFIGURATION = 1 << 20  # bytes; what is larger is data
 _SKIPPED = frozenset({"__pycache__", "build", "dist", "node_modules", "site-packages"})

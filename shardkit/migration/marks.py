@@ -13,8 +13,6 @@ import re
 import unicodedata
 from collections.abc import Container, Iterable
 
-__all__ = ["Marked"]
-
 _OTHER_WORD = re.compile(r"\w*[^\W\x00-\x7f]\w*")
 _LINE_END = re.compile(r"\r\n|\r|\n")
 

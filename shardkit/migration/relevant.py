@@ -10,8 +10,6 @@ from collections.abc import Iterable
 from .marks import Marked
 from .scopes import bindings, imports
 
-__all__ = ["Relevant"]
-
 
 class Relevant:
     """What decides about the rewriting of a module.

@@ -23,8 +23,6 @@ from .relevant import Relevant
 from .scopes import By, Scope, Seen, look
 from .served import no_module, objection
 
-__all__ = ["Note", "Rewritten", "rewrite"]
-
 # torch_xla's modules that shardkit has under names of its own, with all below them.
 XLA = {
     "torch_xla.distributed.fsdp": "shardkit.xla.fsdp",

@@ -12,8 +12,6 @@ from collections.abc import Callable, Container, Iterator, Sequence
 from types import UnionType
 from typing import Any, NamedTuple, TypeAlias
 
-__all__ = ["Binding", "By", "Scope", "Seen", "bindings", "imports", "look"]
-
 _Function: TypeAlias = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 _Comprehension: TypeAlias = ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp
 _BLOCKS = ("body", "orelse", "finalbody", "handlers", "cases")

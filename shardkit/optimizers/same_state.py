@@ -11,8 +11,6 @@ from ..checks.facts import all_gather_facts
 from ..errors import ConfigurationError, RankMismatchError
 from ..types import StateDict, Tree
 
-__all__ = ["check_same_state"]
-
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 

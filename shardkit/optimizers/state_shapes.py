@@ -14,8 +14,6 @@ import torch
 from ..errors import ConfigurationError
 from ..types import SavedState
 
-__all__ = ["NUMBERS", "check_state"]
-
 # What torch's optimizers keep as one number for a parameter, were the parameter one number itself.
 NUMBERS = ("step", "mu", "eta", "mu_product")
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["StandingGradient"]
-
 
 class StandingGradient:
     """The ``grad`` of one parameter, by which the clearing of others' gradients is noticed.

@@ -14,8 +14,6 @@ import torch
 
 from ..types import SavedState
 
-__all__ = ["PutAside", "UnusedRanges", "UsedMask", "state_by_element"]
-
 # State that a first step makes from the optimizer's options; all other state starts from zero.
 _STARTS_FROM_OPTIONS = ("step_size",)  # Rprop
 

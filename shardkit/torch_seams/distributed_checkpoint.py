@@ -24,8 +24,6 @@ from ..types import AnyCallable, Args, Kwargs, Memo, Tree
 from .callers import callers
 from .marked_tensors import MarkedTensor, as_plain, stays_marked
 
-__all__ = ["OwnOfRank", "Request", "current_request", "is_called_by"]
-
 _TORCHS = "torch.distributed.checkpoint.state_dict"
 _OF_MODELS = ("get_model_state_dict", "set_model_state_dict")
 _OF_OPTIMIZERS = ("get_optimizer_state_dict", "set_optimizer_state_dict", "get_state_dict", "set_state_dict")

@@ -11,8 +11,6 @@ from typing import TypeVar, cast
 
 from ..types import AnyCallable, Tree
 
-__all__ = ["signed_as_wrapped"]
-
 F = TypeVar("F", bound=AnyCallable)
 
 
