@@ -32,21 +32,26 @@ class _Saved(NamedTuple):
     aside: PutAside
 
 
-_flats: weakref.WeakSet[FlatParam] = weakref.WeakSet()
-_saved: weakref.WeakKeyDictionary[Optimizer, list[_Saved]] = weakref.WeakKeyDictionary()
-_left_out: weakref.WeakKeyDictionary[Optimizer, weakref.WeakKeyDictionary[FlatParam, set[int]]] = (
-    weakref.WeakKeyDictionary()  # those here that had no gradient in some step; an optimizer warned of has none
-)
-_warned: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+class _Skips:
+    """What the steps of one optimizer leave alone.
+
+    Attributes:
+        saved: what was put aside for the step in progress.
+        left_out: what had no gradient in some step, by its number in a flat parameter; None once that was warned of.
+    """
+
+    def __init__(self) -> None:
+        self.saved: list[_Saved] = []
+        self.left_out: weakref.WeakKeyDictionary[FlatParam, set[int]] | None = weakref.WeakKeyDictionary()
+
+
 _NO_COUNTS = (torch.optim.RMSprop, torch.optim.Adadelta, torch.optim.Rprop)  # have one, and don't use it
-_lock = threading.Lock()  # ranks may be threads of one process
 
 
 def protect_unused(flat: FlatParam) -> None:
     """Optimizers leave parts of this flat parameter alone that had no gradient, from now until all have one."""
     take_part(_skip_unused)
-    with _lock:
-        _flats.add(flat)
+    _skip_unused.note(flat)
 
 
 def _unused_ranges(flat: FlatParam) -> list[tuple[int, int]]:
@@ -58,40 +63,67 @@ def _unused_ranges(flat: FlatParam) -> list[tuple[int, int]]:
     ]
 
 
-def _put_aside(optimizer: Optimizer) -> None:
-    mine = {id(p) for g in optimizer.param_groups for p in g["params"]}
-    with _lock:
-        flats = [f for f in _flats if id(f.param) in mine]
+class _SkipUnused:
+    """The part that this takes in steps; see the top of this file."""
+
+    def __init__(self) -> None:
+        self._flats: weakref.WeakSet[FlatParam] = weakref.WeakSet()
+        self._skips: weakref.WeakKeyDictionary[Optimizer, _Skips] = weakref.WeakKeyDictionary()
+        self._lock = threading.Lock()  # ranks may be threads of one process
+
+    def note(self, flat: FlatParam) -> None:
+        """Something in it had no gradient."""
+        with self._lock:
+            self._flats.add(flat)
+
+    def before(self, optimizer: Optimizer) -> None:
+        if self._flats:
+            self._put_aside(optimizer)
+
+    def after(self, optimizer: Optimizer) -> None:
+        skips = self._skips.get(optimizer) if self._skips else None
+        if skips is not None:
+            saved, skips.saved = skips.saved, []
+            for flat, aside in saved:
+                aside.put_back(flat.param.data, optimizer.state.get(flat.param, {}))
+
+    def _put_aside(self, optimizer: Optimizer) -> None:
+        mine = {id(p) for g in optimizer.param_groups for p in g["params"]}
+        with self._lock:
+            flats = [f for f in self._flats if id(f.param) in mine]
+            for flat in flats:
+                if not flat.unused.are_any:
+                    self._flats.discard(flat)
+            skips = self._skips.setdefault(optimizer, _Skips()) if flats else None
+        if skips is None:
+            return
+        skips.saved = []
         for flat in flats:
+            if flat.param.grad is None or flat.param.is_meta:
+                continue
+            _check_counts(optimizer, skips, flat)
             if not flat.unused.are_any:
-                _flats.discard(flat)
-    saved = []
-    for flat in flats:
-        if flat.param.grad is None or flat.param.is_meta:
-            continue
-        _check_counts(optimizer, flat)
-        if not flat.unused.are_any:
-            continue
-        used = flat.unused.used
-        unused = UsedMask(used) if used is not None else UnusedRanges(_unused_ranges(flat))
-        state = optimizer.state.get(flat.param, {})
-        saved.append(_Saved(flat, PutAside(flat.param.data, state, unused)))
-    if saved:
-        _saved[optimizer] = saved
+                continue
+            used = flat.unused.used
+            unused = UsedMask(used) if used is not None else UnusedRanges(_unused_ranges(flat))
+            state = optimizer.state.get(flat.param, {})
+            skips.saved.append(_Saved(flat, PutAside(flat.param.data, state, unused)))
 
 
-def _check_counts(optimizer: Optimizer, flat: FlatParam) -> None:
-    """Warns, once for an optimizer, if an original parameter takes part again whose count of steps is wrong now."""
-    if optimizer in _warned:
+_skip_unused = _SkipUnused()
+
+
+def _check_counts(optimizer: Optimizer, skips: _Skips, flat: FlatParam) -> None:
+    """Warns, once for an optimizer, if a parameter takes part again whose count of steps is wrong now."""
+    if skips.left_out is None:
         return
-    with _lock:
-        left_out = _left_out.setdefault(optimizer, weakref.WeakKeyDictionary()).setdefault(flat, set())
+    left_out = skips.left_out.setdefault(flat, set())
     here = {p.item for p in flat.layout.pieces() if p.rank == flat.group.rank}
     again = sorted(k for k in left_out & here if not flat.unused.originals[k])
     left_out.update(k for k in here if flat.unused.originals[k])
     if not again or len(flat.originals) == 1 or not _counts(optimizer, flat.param):
         return
-    _warned.add(optimizer)
+    skips.left_out = None
     logger.warning(
         "rank %d: parameter %r had no gradient in some steps (it was frozen, or not used) and has one again. %s counts "
         "the steps of the whole flat parameter that it is in, so that its bias correction (or whatever depends on that "
@@ -112,23 +144,3 @@ def _counts(optimizer: Optimizer, param: torch.Tensor) -> bool:
     return any(
         isinstance(v, int | float) or (isinstance(v, torch.Tensor) and v.numel() == 1) for v in numbers
     )
-
-
-def _restore(optimizer: Optimizer) -> None:
-    for flat, aside in _saved.pop(optimizer, []):
-        aside.put_back(flat.param.data, optimizer.state.get(flat.param, {}))
-
-
-class _SkipUnused:
-    """See the top of this file."""
-
-    def before(self, optimizer: Optimizer) -> None:
-        if _flats:
-            _put_aside(optimizer)
-
-    def after(self, optimizer: Optimizer) -> None:
-        if optimizer in _saved:
-            _restore(optimizer)
-
-
-_skip_unused = _SkipUnused()
