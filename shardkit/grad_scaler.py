@@ -286,7 +286,7 @@ class ShardedGradScaler(GradScaler):
 
     def _maybe_opt_step(
         self, optimizer: Optimizer, optimizer_state: StateDict, *args: Any, **kwargs: Any
-    ) -> Any:
+    ) -> Tree:
         (found_inf,) = optimizer_state["found_inf_per_device"].values()
         flag = found_inf.item()
         if flag == _NEVER_SCALED:
@@ -339,7 +339,7 @@ def _check_state(state: object) -> None:
             )
 
 
-def _of_owners(optimizer: Any) -> tuple[Callable[[], Sequence[torch.Tensor]], ProcessGroup] | None:
+def _of_owners(optimizer: Tree) -> tuple[Callable[[], Sequence[torch.Tensor]], ProcessGroup] | None:
     """What makes the gradients that an optimizer's step on this rank reads, and the ranks of the others.
 
     None of one that updates all of its parameters on every rank.

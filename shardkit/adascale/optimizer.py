@@ -348,7 +348,7 @@ class AdaScale(Optimizer):
             "and build another one over the copy's parameters"
         )
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> Tree:
         if name == "_optimizer":
             raise AttributeError(name)
         return getattr(self._optimizer, name)

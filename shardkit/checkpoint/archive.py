@@ -13,7 +13,7 @@ import mmap
 import struct
 import zipfile
 import zlib
-from typing import IO, Any, BinaryIO, cast
+from typing import IO, BinaryIO, NoReturn, cast
 
 import torch
 
@@ -195,7 +195,7 @@ class Legacy:
         self._begins: dict[str, int] = {}
 
     def _plain(self) -> Tree:
-        def nothing(*_: object) -> Any:
+        def nothing(*_: object) -> NoReturn:
             raise NotData("an object where the head of the file should be")
 
         return read(self.pickle(), {}, nothing, nothing)

@@ -69,9 +69,9 @@ def named_globals(source: IO[bytes]) -> set[str]:
 def read(
     source: IO[bytes],
     names: SavedState,
-    storage: Callable[[tuple[object, ...]], Any],
+    storage: Callable[[tuple[object, ...]], Data],
     build: Callable[[object, object], None],
-) -> Any:
+) -> Data:
     """The object of one pickle. ``source`` stands behind its end afterwards.
 
     Args:
@@ -96,7 +96,7 @@ class _Machine:
     def __init__(
         self,
         names: SavedState,
-        storage: Callable[[tuple[object, ...]], Any],
+        storage: Callable[[tuple[object, ...]], Data],
         build: Callable[[object, object], None],
     ) -> None:
         self._names, self._storage, self._build = names, storage, build
@@ -207,19 +207,19 @@ class _Machine:
         for key, value in zip(items[::2], items[1::2], strict=True):
             target[key_of(key)] = _kept(value)
 
-    def _mapping(self) -> Any:
+    def _mapping(self) -> Data:
         if type(self._stack[-1]) not in _MAPPINGS:
             raise ValueError("sets an item of what is no dict")
         return self._stack[-1]
 
 
-def _kept(value: object) -> Any:
+def _kept(value: object) -> Data:
     if isinstance(value, Function | Handle):
         raise NotData("a function, a class or a storage by itself")
     return value
 
 
-def key_of(value: object) -> Any:
+def key_of(value: object) -> Data:
     """A key of a dict or an element of a set: hashing any other could take for ever, or call."""
     plain = isinstance(value, _KEYS) or type(value).__module__ == "torch"
     if not plain and not (type(value) is tuple and all(isinstance(v, _KEYS) for v in value)):

@@ -6,7 +6,7 @@ import os
 import stat
 import struct
 from collections.abc import Callable
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import torch
 
@@ -28,7 +28,7 @@ def load(
     *,
     map_location: torch.device | str | None = "cpu",
     trust_pickle: bool = False,
-) -> Any:
+) -> Data:
     """What ``torch.save`` has written: tensors, numbers, strings, containers and numpy arrays of numbers.
 
     That is all there is in state dicts of OSS, FSDP, AdaScale and the gradient scalers, fairscale's and shardkit's. A
@@ -94,7 +94,7 @@ class _Reading:
         self._archive: Archive | Cut | Legacy
         self._start = 0  # of the pickle
 
-    def result(self) -> Any:
+    def result(self) -> Data:
         """The object.
 
         Raises:
@@ -121,7 +121,7 @@ class _Reading:
         self._raise_what_is_wrong(found)
         return self._interpret(self._names, self._storage) if self._moves_storages() else found
 
-    def _interpret(self, named: SavedState, storage: Callable[[tuple[object, ...]], Storage]) -> Any:
+    def _interpret(self, named: SavedState, storage: Callable[[tuple[object, ...]], Storage]) -> Data:
         source = self._archive.pickle()
         source.seek(self._start)
         return read(source, named, storage, build)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any
 
 from torch import nn
 
 from ..torch_seams.module_versions import versions_of
-from ..types import SavedState, StateDict, Tree
+from ..types import IncompatibleKeys, SavedState, StateDict, Tree
 
 PREFIX = "module."
 
@@ -33,7 +32,7 @@ def with_prefix(state: SavedState, prefix: str = PREFIX) -> StateDict:
 
 def load_with_or_without_prefix(
     module: nn.Module, state: SavedState, strict: bool = True, prefix: str = PREFIX
-) -> Any:
+) -> IncompatibleKeys:
     """``module.load_state_dict``, whether the state dict is of a wrapped module or not.
 
     Of the forms of the state dict (as it is, with the prefix, without it) the one is loaded that has most keys in

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter, OrderedDict
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import nn
@@ -120,7 +119,7 @@ def _parameter_with_state(data: Data, requires_grad: Data, hooks: Data, state: D
     return _with_attributes(_parameter(data, requires_grad, hooks), state)
 
 
-def _with_attributes(tensor: Data, state: Data) -> Any:
+def _with_attributes(tensor: Data, state: Data) -> Data:
     """What users have set on a tensor; not what tensors have by themselves."""
     if state is not None and type(state) is not dict:
         raise NotData("a tensor with slots")
@@ -156,7 +155,7 @@ def _meta(dtype: Data, size: Data, stride: Data, requires_grad: Data) -> torch.T
     )
 
 
-def _layout(name: Data) -> Any:
+def _layout(name: Data) -> Data:
     if type(name) is not str:
         raise ValueError("a layout without a name")
     layout = {"torch.strided": torch.strided, "torch.sparse_coo": torch.sparse_coo}
@@ -207,7 +206,7 @@ def _device(kind: Data, index: Data = None) -> torch.device:
 
 
 # ------------------------------------------------------------ numpy
-def _numpy_dtype(code: Data, align: Data = False, copy: Data = True) -> Any:
+def _numpy_dtype(code: Data, align: Data = False, copy: Data = True) -> Data:
     import numpy as np
 
     # A copy: its byte order may be set by what follows, and the plain one is everybody's.
@@ -217,7 +216,7 @@ def _numpy_dtype(code: Data, align: Data = False, copy: Data = True) -> Any:
     return kind
 
 
-def _array(kind: Data, shape: Data, code: Data) -> Any:
+def _array(kind: Data, shape: Data, code: Data) -> Data:
     """The empty array whose shape and values :func:`build` sets."""
     import numpy as np
 
@@ -226,7 +225,7 @@ def _array(kind: Data, shape: Data, code: Data) -> Any:
     return np.zeros(0, dtype="b")
 
 
-def _scalar(kind: Data, data: Data) -> Any:
+def _scalar(kind: Data, data: Data) -> Data:
     import numpy as np
 
     if not isinstance(kind, np.dtype) or type(data) is not bytes or len(data) != kind.itemsize:

@@ -7,12 +7,13 @@ with a tag where JSON has no type, and nothing else is understood.
 from __future__ import annotations
 
 import json
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 
 from ..backend import Group
 from ..errors import BackendError, ConfigurationError
+from ..types import Tree
 
 T = TypeVar("T")
 _PLAIN = (bool, int, float, str, type(None))
@@ -64,7 +65,7 @@ def encode(value: object) -> bytes:
     return json.dumps(_tagged(value), separators=(",", ":")).encode()
 
 
-def decode(data: bytes) -> Any:
+def decode(data: bytes) -> Tree:
     """The value of some bytes.
 
     Raises:
@@ -94,7 +95,7 @@ def _tagged(value: object) -> object:
     raise ConfigurationError(f"{type(value).__name__} is no fact that ranks can tell each other: {value!r}")
 
 
-def _untagged(value: object) -> Any:
+def _untagged(value: object) -> Tree:
     if type(value) in _PLAIN:
         return value
     if type(value) is not list:

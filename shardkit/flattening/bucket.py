@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
@@ -30,7 +29,7 @@ class Bucket:
         dtype: torch.dtype | None = None,
         non_blocking: bool = False,
         keep_param_alignment: bool = True,
-    ) -> Any:
+    ) -> Bucket:
         """Moves or casts the buffer; returns the bucket (fairscale: None).
 
         Args:
@@ -132,7 +131,7 @@ class GradBucket(Bucket):
         dtype: torch.dtype | None = None,
         non_blocking: bool = False,
         keep_param_alignment: bool = True,
-    ) -> Any:
+    ) -> Bucket:
         """As :meth:`Bucket.to`, after :meth:`rebuild`; the parameters have to be where the buffer goes."""
         if self._is_collapsed:
             self.rebuild()

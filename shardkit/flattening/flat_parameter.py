@@ -20,6 +20,9 @@ from ..types import Memo
 ParamInfo = tuple[str, nn.Module, str]
 # A further place of it: module's name here and at the first place, then module and attribute here and there.
 SharedParamInfo = tuple[str, str, nn.Module, str, nn.Module, str]
+FlatState = tuple[
+    list[int], list[torch.Size], list[ParamInfo], list[SharedParamInfo]
+]  # numels, shapes, and both
 ParamGroups = Iterable[Iterable[nn.Parameter]] | Iterable[nn.Parameter] | None
 
 FLAT_PREFIX = "flat_param_"
@@ -110,7 +113,7 @@ def check_uniform(found: FoundParams) -> None:
         ConfigurationError: original parameters differ in dtype or in requires_grad.
     """
     for what in ("dtype", "requires_grad"):
-        by_value: dict[Any, list[str]] = {}
+        by_value: dict[object, list[str]] = {}
         for param, (module_name, _, name) in zip(found.params, found.infos, strict=True):
             by_value.setdefault(getattr(param, what), []).append(f"{module_name}.{name}")
         if len(by_value) > 1:
@@ -176,10 +179,10 @@ class FlatParameter(nn.Parameter):
         names = [f"{module}.{name}" if module else name for module, _, name in self._param_infos]
         return names, self._param_shapes, self._param_numels
 
-    def _state(self) -> tuple[Any, Any, Any, Any]:
+    def _state(self) -> FlatState:
         return self._param_numels, self._param_shapes, self._param_infos, self._shared_param_infos
 
-    def __setstate__(self, state: tuple[Any, Any, Any, Any]) -> None:
+    def __setstate__(self, state: FlatState) -> None:
         self._param_numels, self._param_shapes, self._param_infos, self._shared_param_infos = state
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> str | tuple[object, ...]:

@@ -237,7 +237,7 @@ class FlattenParamsWrapper(nn.Module):
             self._unflatten_params_as_views()
         return self._fpw_module(*inputs, **kwinputs)
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> Tree:
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -245,7 +245,7 @@ class FlattenParamsWrapper(nn.Module):
                 raise
             return getattr(self._fpw_module, name)
 
-    def __getitem__(self, key: object) -> Any:
+    def __getitem__(self, key: object) -> Tree:
         return self.module[key]
 
     def _apply(

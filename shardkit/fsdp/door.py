@@ -158,12 +158,12 @@ class Door(StandingIn, ShardedAPI):
         inside.answer_for(self._state)
 
 
-def _before_load(door: Any, state_dict: StateDict, prefix: str, *others: object) -> None:
+def _before_load(door: Door, state_dict: StateDict, prefix: str, *others: object) -> None:
     state_dicts.begin_loading(door._state, state_dict)
     door._translate_loaded(state_dict, prefix)
 
 
-def _after_load(door: Any, incompatible: IncompatibleKeys) -> None:
+def _after_load(door: Door, incompatible: IncompatibleKeys) -> None:
     state_dicts.clean_names(incompatible)
     state_dicts.end_loading(door._state)
 

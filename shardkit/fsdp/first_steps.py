@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import weakref
-from typing import Any
 
 from torch.optim import Optimizer
 
@@ -76,7 +75,7 @@ def check_first_steps() -> None:
     take_part(_first_steps)
 
 
-def _is_cut(flat: Any) -> bool:
+def _is_cut(flat: FlatParamLike) -> bool:
     """Whether what the optimizer sees is not one of the parameters as it is."""
     return flat.group.world_size > 1 or len(flat.originals) > 1 or flat.param.shape != flat.originals[0].shape
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch
 from torch import nn
@@ -61,7 +60,7 @@ class KeptViews:
         offsets = self._layout.offsets()
         with as_tensors():
             for ref, _ in self.found:
-                tensor: Any = ref()
+                tensor: Tree = ref()
                 number = bisect.bisect_right(offsets, int(tensor.storage_offset())) - 1
                 note_view(tensor, self._originals[min(number, len(self._originals) - 1)].param)
                 is_param = isinstance(tensor, nn.Parameter)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -36,7 +35,7 @@ def _backend() -> Backend:
     return backend_for_device("cpu")
 
 
-def _seeded(seed: int) -> Any:
+def _seeded(seed: int) -> Tree:
     """The state of the device's generator after it was seeded."""
     return torch.Generator(device=_backend().device()).manual_seed(seed).get_state()
 

@@ -9,7 +9,7 @@ Legend: W world size, P numel of all parameters, S numel of one rank's part.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, Literal, cast
+from typing import Literal, cast
 
 import torch
 from torch import nn
@@ -311,8 +311,8 @@ class OSS(Optimizer):
                 f"on all ranks first (this is rank {self.rank}), or state_dict(all_ranks=True) on all ranks."
             )
         params = list(self._parameters())
-        shown: Any = self.state
-        self.state = cast(Any, {params[i]: s for i, s in self._consolidated.items()})
+        shown: Tree = self.state
+        self.state = cast(Tree, {params[i]: s for i, s in self._consolidated.items()})
         try:
             return super().state_dict()
         finally:
@@ -349,7 +349,7 @@ class OSS(Optimizer):
         groups_before = self.param_groups
         super().load_state_dict(oss_state.selected(state_dict, kept))
         self._keep_groups(groups_before)
-        loaded, self.state = cast("dict[nn.Parameter, Any]", self.state), shown
+        loaded, self.state = cast("dict[nn.Parameter, StateDict]", self.state), shown
         copy_options(self.param_groups, self.optim.param_groups)
         groups = oss_state.local(self.optim)["param_groups"]
         state = self._placement.inner_state(self.optim, loaded)

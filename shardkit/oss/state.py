@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import nn
@@ -120,7 +119,7 @@ def _own_copies(value: object, device: torch.device) -> Tree:
 
 def local(optimizer: Optimizer) -> State:
     """The inner optimizer's dict. Looking up ``state[param]`` leaves an entry, of others' parameters too."""
-    state: Any = optimizer.state
+    state: Tree = optimizer.state
     for p in [p for p, s in state.items() if isinstance(s, dict) and not s]:
         del state[p]
     return optimizer.state_dict()

@@ -8,11 +8,11 @@ before a step their values and their state are put aside, and put back after it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
-from ..types import SavedState
+from ..types import SavedState, Tree
 
 # State that a first step makes from the optimizer's options; all other state starts from zero.
 _STARTS_FROM_OPTIONS = ("step_size",)  # Rprop
@@ -21,10 +21,10 @@ _STARTS_FROM_OPTIONS = ("step_size",)  # Rprop
 class Unused(Protocol):
     """Which elements of a flat tensor had no gradient."""
 
-    def saved(self, flat: torch.Tensor) -> Any:
+    def saved(self, flat: torch.Tensor) -> Tree:
         """Copies of these elements, at least."""
 
-    def put_back(self, flat: torch.Tensor, saved: Any) -> None:
+    def put_back(self, flat: torch.Tensor, saved: Tree) -> None:
         """Writes them; zeros for None."""
 
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from ..types import SavedState
+from ..types import SavedState, StateDict
 
 
-def versions_of(state_dict: SavedState) -> Any:
+def versions_of(state_dict: SavedState) -> StateDict | None:
     """What torch noted, by path; None in dicts that were copied without the attribute."""
     try:
         return state_dict._metadata  # type: ignore[attr-defined]
