@@ -40,15 +40,6 @@ def balanced_owners(numels: Sequence[int], trainable: Sequence[bool], loads: lis
 
 
 @dataclass(frozen=True)
-class Slot:
-    """Where one item lies in a flat buffer."""
-
-    rank: int
-    offset: int  # from the buffer's start
-    numel: int
-
-
-@dataclass(frozen=True)
 class Piece:
     """The part of one item that lies in one rank's part of a flat buffer."""
 
@@ -64,11 +55,11 @@ class SegmentLayout:
     """A flat buffer [N] that holds whole items grouped by owner: rank 0's segment, rank 1's, ...
 
     Attributes:
-        slots: place of each item, in item order.
+        pieces: place of each item, in item order.
         sizes: numel of each rank's segment, [W].
     """
 
-    slots: tuple[Slot, ...]
+    pieces: tuple[Piece, ...]
     sizes: tuple[int, ...]
 
     @property
@@ -81,12 +72,7 @@ class SegmentLayout:
 
     def items_of(self, rank: int) -> list[int]:
         """Indices of the items in a rank's segment, in buffer order."""
-        return [i for i, slot in enumerate(self.slots) if slot.rank == rank]
-
-    def pieces(self) -> list[Piece]:
-        """All items, in item order."""
-        starts = [self.start(rank) for rank in range(len(self.sizes))]
-        return [Piece(i, 0, s.rank, s.offset - starts[s.rank], s.numel) for i, s in enumerate(self.slots)]
+        return [p.item for p in self.pieces if p.rank == rank]
 
 
 def segment_layout(
@@ -101,16 +87,11 @@ def segment_layout(
         even: pad every segment at its end to the size of the largest.
     """
     sizes = [0] * world_size
-    for numel, rank in zip(numels, owners, strict=True):
+    pieces = []
+    for item, (numel, rank) in enumerate(zip(numels, owners, strict=True)):
+        pieces.append(Piece(item, 0, rank, sizes[rank], numel))
         sizes[rank] += numel
-    if even:
-        sizes = [max(sizes)] * world_size
-    cursor = [sum(sizes[:rank]) for rank in range(world_size)]
-    slots = []
-    for numel, rank in zip(numels, owners, strict=True):
-        slots.append(Slot(rank, cursor[rank], numel))
-        cursor[rank] += numel
-    return SegmentLayout(tuple(slots), tuple(sizes))
+    return SegmentLayout(tuple(pieces), tuple([max(sizes)] * world_size if even else sizes))
 
 
 def buckets_by_numel(numels: Sequence[int], cap: int) -> list[list[int]]:

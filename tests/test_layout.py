@@ -67,15 +67,14 @@ def test_segments_hold_whole_items_in_order(even: bool) -> None:
                 ]
                 assert layout.sizes == tuple([max(needed)] * world_size if even else needed)
                 assert layout.numel == sum(layout.sizes)
-                assert [slot.rank for slot in layout.slots] == list(owners)
+                assert [piece.rank for piece in layout.pieces] == list(owners)
                 for rank in range(world_size):
                     items = [i for i, owner in enumerate(owners) if owner == rank]
                     assert layout.items_of(rank) == items
                     end = layout.start(rank)
                     assert end == sum(layout.sizes[:rank])
                     for i in items:
-                        assert (layout.slots[i].offset, layout.slots[i].numel) == (end, numels[i])
-                        assert layout.pieces()[i] == Piece(i, 0, rank, end - layout.start(rank), numels[i])
+                        assert layout.pieces[i] == Piece(i, 0, rank, end - layout.start(rank), numels[i])
                         end += numels[i]
                     assert end <= layout.start(rank) + layout.sizes[rank]
 

@@ -63,15 +63,13 @@ class Bucket:
         self.waiting = len(self.indices)
         self._numels = [p.numel() for p in self.params]
         layout = segment_layout(self._numels, [owners[i] for i in indices], group.world_size)
-        self.form = PackedForm(layout.pieces(), layout.sizes, even=False)
+        self.form = PackedForm(layout.pieces, layout.sizes, even=False)
         self.sizes = self.form.sizes
         self.nbytes = self.form.starts[-1] * wire.itemsize
-        start = layout.start(group.rank)
         self.owned = layout.items_of(group.rank)
         # how an owned gradient lies in this rank's part: shape, strides, offset
         self.owned_views = [
-            (self.params[i].shape, dense_strides(self.params[i]), layout.slots[i].offset - start)
-            for i in self.owned
+            (self.params[i].shape, dense_strides(self.params[i]), layout.pieces[i].offset) for i in self.owned
         ]
 
     def lay_over(self, slot: torch.Tensor) -> None:

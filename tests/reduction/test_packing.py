@@ -24,7 +24,7 @@ def _forms() -> list[PackedForm]:
     ]
     for owners, even in itertools.product(itertools.product(range(WORLD), repeat=3), [False, True]):
         segments = segment_layout(NUMELS, owners, WORLD, even=even)
-        forms.append(PackedForm(segments.pieces(), segments.sizes, even=even))
+        forms.append(PackedForm(segments.pieces, segments.sizes, even=even))
     return forms
 
 
@@ -72,7 +72,7 @@ def test_flags_of_elements_and_what_was_joined_in_parts() -> None:
     assert pack.used_elements(torch.tensor([2.0, 0]), 0).tolist() == [True, True, False]
 
     segments = segment_layout(NUMELS, [1, 0, 1], WORLD, even=True)
-    pack = JoinedPack(PackedForm(segments.pieces(), segments.sizes, even=True), NUMELS)
+    pack = JoinedPack(PackedForm(segments.pieces, segments.sizes, even=True), NUMELS)
     values = [torch.rand(n) for n in NUMELS]
     for got, value in zip(pack.split(pack.join(values, None, torch.empty(0))), values, strict=True):
         assert torch.equal(got, value)

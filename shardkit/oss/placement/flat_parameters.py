@@ -33,8 +33,8 @@ class FlatParameters:
     def _build(self) -> None:
         first = self.params[0]
         self._buffer = torch.empty(self._layout.numel, dtype=first.dtype, device=first.device)
-        for p, slot in zip(self.params, self._layout.slots, strict=True):
-            view = strided_view(self._buffer, p, slot.offset)
+        for p, piece in zip(self.params, self._layout.pieces, strict=True):
+            view = strided_view(self._buffer, p, self._layout.start(piece.rank) + piece.offset)
             view.copy_(p)
             p.data = view
         self._own = self.segment(self._group.rank)

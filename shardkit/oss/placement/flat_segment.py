@@ -48,7 +48,7 @@ class FlatSegment:
         self.layout: SegmentLayout = segment_layout(
             [p.numel() for p in params], owners, group.world_size, even=True
         )
-        self._form = PackedForm(self.layout.pieces(), self.layout.sizes, even=True)
+        self._form = PackedForm(self.layout.pieces, self.layout.sizes, even=True)
         self._pack = JoinedPack(self._form, [p.numel() for p in self.params])
         with torch.no_grad():
             own = self.take_own([p.detach() for p in self.params])
