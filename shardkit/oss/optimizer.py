@@ -356,7 +356,7 @@ class OSS(Optimizer):
         self.optim.load_state_dict({"state": state, "param_groups": groups})
         self._adopt_inner()
 
-    def _keep_groups(self, groups: list[dict[str, Any]]) -> None:
+    def _keep_groups(self, groups: list[ParamGroup]) -> None:
         """Torch's loading makes other dicts; schedulers and trainers that hold these see what was loaded."""
         for group, loaded in zip(groups, self.param_groups, strict=True):
             group.clear()

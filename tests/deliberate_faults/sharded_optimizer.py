@@ -7,6 +7,7 @@ from tests.deliberate_faults.fault import Fault
 _LAYOUT, _REDUCER = "tests/test_layout.py", "tests/sharded_ddp/test_reducers.py"
 _DDP, _OSS = "tests/sharded_ddp/test_sharded_ddp.py", "tests/oss/test_oss.py"
 _SEGMENTS, _NORMS = "tests/oss/test_flat_segments.py", "tests/reduction/test_norms.py"
+_PACKING = "tests/reduction/test_packing.py"
 _CLIPPING, _SCALER = "tests/border/test_clipping.py", "tests/test_grad_scaler.py"
 
 FAULTS = [
@@ -35,12 +36,12 @@ FAULTS = [
         (f"{_LAYOUT}::test_balanced_owners_differ_by_no_more_than_the_smallest_of_the_fullest",),
     ),
     Fault(
-        "layout",
-        "segments have no room for flags",
-        "shardkit/layout.py",
-        "sizes = [f + extra * c for f, c in zip(fill, counts, strict=True)]",
-        "sizes = list(fill)",
-        (f"{_LAYOUT}::test_segments_hold_whole_items_in_order",),
+        "packing",
+        "parts have no room for flags",
+        "shardkit/reduction/packing.py",
+        "self.sizes = [size + flags for size, flags in zip(sizes, self.flags, strict=True)]",
+        "self.sizes = list(sizes)",
+        (f"{_PACKING}::test_what_is_packed_lies_in_its_rank_s_part_with_flags",),
     ),
     Fault(
         "layout",
@@ -110,8 +111,8 @@ FAULTS = [
         "ownership",
         "gradients go to the next rank",
         "shardkit/sharded_ddp/reducer.py",
-        "segment_layout(numels, [owners[i] for i in members], group.world_size, extra=1)",
-        "segment_layout(\n            numels, [(owners[i] + 1) % group.world_size for i in members], group.world_size, extra=1\n        )",
+        "segment_layout(self._numels, [owners[i] for i in indices], group.world_size)",
+        "segment_layout(\n            self._numels, [(owners[i] + 1) % group.world_size for i in indices], group.world_size\n        )",
         (f"{_DDP}::test_steps", f"{_DDP}::test_clipping", f"{_DDP}::test_fewer_parameters_than_ranks"),
     ),
     Fault(
@@ -129,8 +130,8 @@ FAULTS = [
         "reducer",
         "flags of unused parameters are ignored",
         "shardkit/sharded_ddp/reducer.py",
-        "used = [local[i] or theirs for i, theirs in zip(bucket.owned, anybody, strict=True)]",
-        "used = [local[i] for i, _ in zip(bucket.owned, anybody, strict=True)]",
+        "had = bucket.form.anywhere(had, shard, self._group.rank)",
+        "had = list(had)",
         (
             f"{_REDUCER}::test_owners_have_means_of_what_any_rank_used",
             f"{_DDP}::test_fairscale_parameter_used_on_one_rank_only",
@@ -139,10 +140,13 @@ FAULTS = [
     Fault(
         "reducer",
         "what lacks a gradient is sent as what the memory held before",
-        "shardkit/sharded_ddp/reducer.py",
-        "        bucket.packed.zero_()\n",
+        "shardkit/reduction/packing.py",
+        "        self._packed.zero_()\n",
         "",
-        (f"{_REDUCER}::test_owners_have_means_of_what_any_rank_used",),
+        (
+            f"{_REDUCER}::test_owners_have_means_of_what_any_rank_used",
+            f"{_PACKING}::test_what_is_packed_lies_in_its_rank_s_part_with_flags",
+        ),
     ),
     Fault(
         "reducer",
@@ -154,7 +158,7 @@ FAULTS = [
     ),
     Fault(
         "reducer",
-        "a bucket mixes dtypes' order: buckets are sent in the order of their first member",
+        "a bucket mixes dtypes' order: buckets are sent in the order of their first parameter",
         "shardkit/sharded_ddp/reducer.py",
         "return sorted(plan, key=lambda entry: entry[0][-1])",
         "return sorted(plan, key=lambda entry: -entry[0][-1])",
