@@ -40,21 +40,30 @@ class Averaging:
         self, optimizer: Optimizer, world_size: int | None, group: ProcessGroup, backend: str | Backend | None
     ) -> None:
         self._optimizer, self._given, self._backend = optimizer, group, backend
-        self.check_parameters()
+        self.note_parameters()
         self.world_size = self._find_world_size(world_size)
 
     def parameters(self) -> list[nn.Parameter]:
         """Those of all groups."""
         return [p for g in self._optimizer.param_groups for p in g["params"]]
 
-    def check_parameters(self) -> None:
-        """Refuses FSDP's; whether they are the same on all ranks is compared before the next sum."""
+    def note_parameters(self) -> None:
+        """After a change of the groups; whether they are the same on all ranks is compared before the next sum."""
         self._compared = False
-        if any(flat_of_registered(p) is not None for p in self.parameters()):
+        self._flats = {p: flat for p in self.parameters() if (flat := flat_of_registered(p)) is not None}
+        if any(not flat.group.backend.has_storage for flat in self._flats.values()):
             raise ConfigurationError(
-                "AdaScale compares the gradients that each rank computes, and FSDP's parameters get averaged ones "
-                "only. Use DistributedDataParallel, or OSS with ShardedDDP"
+                "AdaScale needs the gradients that each rank computes, and FSDP's parameters have none of their own "
+                "where a compiler decides on memory. Use OSS with ShardedDDP there"
             )
+
+    def measured(self) -> list[list[nn.Parameter]]:
+        """The parameters that get this rank's own gradients, by group: for FSDP's shards those that lie in them."""
+        return [[m for p in g["params"] for m in self._behind(p)] for g in self._optimizer.param_groups]
+
+    def _behind(self, param: nn.Parameter) -> list[nn.Parameter]:
+        flat = self._flats.get(param)
+        return [param] if flat is None else [member.param for member in flat.members]
 
     def _find_world_size(self, given: int | None) -> int:
         group = self._find_group()
@@ -71,7 +80,14 @@ class Averaging:
         if isinstance(self._optimizer, OSS) and self._given is None:
             return self._optimizer._group
         try:
-            return backend_for(self.parameters(), self._backend).group(self._given)
+            group = backend_for(self.parameters(), self._backend).group(self._given)
+            sizes = {flat.group.world_size for flat in self._flats.values()}
+            if self._given is None and sizes - {group.world_size}:
+                raise AdaScaleArgumentError(
+                    f"parameters are sharded over {min(sizes)} of {group.world_size} ranks; say which ranks average "
+                    "their gradients, replicas included: shardkit.AdaScale(optimizer, group=...)"
+                )
+            return group
         except ConfigurationError:
             if self._given is not None or (dist.is_available() and dist.is_initialized()):
                 raise
@@ -105,8 +121,15 @@ class Averaging:
             inner.gradients()  # where these are parts of a flat segment, they are in their place from now on
             copies = copies if inner.runs_whole else 1  # each gradient counts at its owner
             inner = inner.optim
-        squares = [squared_norm(_gradients(group["params"]), like) for group in inner.param_groups]
-        return torch.stack(squares) / copies
+        return torch.stack([self._squares(group["params"], like) for group in inner.param_groups]) / copies
+
+    def _squares(self, params: Sequence[nn.Parameter], like: torch.Tensor) -> torch.Tensor:
+        """What adds up to Σ|p.grad|² times the number of ranks, where each rank has all of it or a shard."""
+        cut: dict[int, list[nn.Parameter]] = {}
+        for p in params:
+            cut.setdefault(self._flats[p].group.world_size if p in self._flats else 1, []).append(p)
+        parts = [squared_norm(_gradients(held), like) * ranks for ranks, held in cut.items()]
+        return torch.stack(parts).sum() if parts else torch.zeros_like(like)
 
     def divide_gradients(self, by: int) -> None:
         """Divides all gradients in place."""

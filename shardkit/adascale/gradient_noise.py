@@ -24,7 +24,6 @@ from ..torch_seams.hooks import (
     current_backward,
     inside_another_backward,
 )
-from ..types import ParamGroup
 from .errors import GradientOrderError
 
 
@@ -68,11 +67,11 @@ class GradientMeter:
         self._sums: torch.Tensor | None = None
         self._task = NO_BACKWARD
 
-    def attach(self, groups: Sequence[ParamGroup]) -> None:
+    def attach(self, groups: Sequence[Sequence[nn.Parameter]]) -> None:
         """Listens to the parameters of these groups, [G], and to no others."""
         self.hooks.remove()
         self.groups = len(groups)
-        params = [(g, p) for g, group in enumerate(groups) for p in group["params"]]
+        params = [(g, p) for g, group in enumerate(groups) for p in group]
         for index, (group, param) in enumerate(params):
             trainable = param.requires_grad
             param.requires_grad_(True)  # hooks on frozen ones are for when they are not

@@ -48,10 +48,10 @@ class AdaScale(Optimizer):
             optimizer.zero_grad()
 
     Gradients may be averaged over ranks by DistributedDataParallel, by :class:`~shardkit.ShardedDDP` with an
-    :class:`~shardkit.OSS` inside of AdaScale, or by hand before :meth:`gain` and :meth:`step` in a hook of backward.
-    Every ``num_gradients_to_accumulate`` backwards the estimates are updated, at the end of the last one: a small
-    all-reduce. Gradients are cleared before the next backward, by whatever way. A step whose gradients are not finite
-    leaves the estimates alone.
+    :class:`~shardkit.OSS` inside of AdaScale, by FSDP or fully_shard, or by hand before :meth:`gain` and :meth:`step`
+    in a hook of backward. Every ``num_gradients_to_accumulate`` backwards the estimates are updated, at the end of the
+    last one: a small all-reduce. Gradients are cleared before the next backward, by whatever way. A step whose
+    gradients are not finite leaves the estimates alone.
 
     Args:
         optimizer: any optimizer, OSS included.
@@ -63,12 +63,12 @@ class AdaScale(Optimizer):
         num_gradients_to_accumulate: backwards in a step.
         is_scaled_loss: each loss is divided by that number; otherwise call :meth:`scale_grad_by_num_grads_to_accum`.
         debias_ewma: see :func:`~shardkit.adascale.moving_averages.update_average`.
-        group: ranks whose gradients are averaged; default: those of an OSS, else all.
+        group: ranks whose gradients are averaged, with FSDP's replicas; default: those of an OSS, else all.
         backend: name or instance of the backend; by default that of the parameters' device.
 
     Raises:
         ConfigurationError: a step would have one gradient only, so that nothing can differ; the group has another
-            number of ranks; the parameters are FSDP's, which never see a rank's own gradients.
+            number of ranks; the parameters are FSDP's on XLA, or sharded over a part of the ranks without ``group``.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class AdaScale(Optimizer):
             self._smoothing = float(smoothing)
         self._scale = 1.0
         self.set_scale(self._count if scale is None else scale, update_estimate=False)
-        self._meter.attach(self.param_groups)
+        self._meter.attach(self._averaging.measured())
         weakref.finalize(self, self._meter.hooks.remove).atexit = False
 
     # ---------------------------------------------------------------- facts
@@ -307,8 +307,8 @@ class AdaScale(Optimizer):
         averages, before = self._averages, len(self.param_groups)
         self._optimizer.add_param_group(pg)
         add_groups(averages, len(self.param_groups) - before)
-        self._averaging.check_parameters()
-        self._meter.attach(self.param_groups)
+        self._averaging.note_parameters()
+        self._meter.attach(self._averaging.measured())
 
     def unhook(self) -> None:
         """Stops listening to gradients; from then on the gain stays what it is."""

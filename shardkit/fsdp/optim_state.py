@@ -125,12 +125,17 @@ def gather_full(
     others = {k: v for k, v in optimizer_state.items() if k not in ("state", "param_groups", *EXTRA)}
     local_ids = [index_of[id(f.param)] for f in uncollected if id(f.param) in index_of]
     return {
-        "state": dict(sorted(state.items())),
+        "state": {**dict(sorted(state.items())), **_of_no_parameter(optimizer_state)},
         "param_groups": _full_groups(flats, optimizer, optimizer_state["param_groups"]),
         **others,
         "param_id_map": id_map,
         "uncollected_local_ids": local_ids,
     }
+
+
+def _of_no_parameter(state_dict: StateDict) -> StateDict:
+    """State that an optimizer keeps under names of its own and has alike on all ranks, as AdaScale does."""
+    return {k: copy.deepcopy(v) for k, v in state_dict["state"].items() if not isinstance(k, int)}
 
 
 def _keep_uncollected(state: dict[int, StateDict], flat: FlatParam, ids: list[int], own: StateDict) -> None:
@@ -190,7 +195,8 @@ def shard_full(flats: Sequence[FlatParam], full: StateDict) -> StateDict:
         if have and k in local_of:
             state[local_of[k]] = _shard_state(flat, ids, have)
     others = {k: v for k, v in full.items() if k not in ("state", "param_groups", *EXTRA)}
-    return {"state": dict(sorted(state.items())), "param_groups": groups, **others}
+    whole = {**dict(sorted(state.items())), **_of_no_parameter(full)}
+    return {"state": whole, "param_groups": groups, **others}
 
 
 def _shard_state(flat: FlatParam, ids: list[int], have: dict[int, StateDict]) -> StateDict:

@@ -19,6 +19,7 @@ from torch.optim import SGD, Adam, AdamW
 from torch.utils.checkpoint import checkpoint
 
 import shardkit
+from shardkit import FSDP, fully_shard
 from shardkit.adascale.errors import AdaScaleArgumentError, GradientOrderError
 from shardkit.errors import ConfigurationError, RankMismatchError
 from shardkit.nn import FullyShardedDataParallel, ShardedDataParallel, checkpoint_wrapper
@@ -131,7 +132,13 @@ def train(
 ) -> tuple[list[list[float]], dict[str, torch.Tensor]]:
     model = Model()
     options = {"num_gradients_to_accumulate": count, "is_scaled_loss": scaled, **options}
-    if kind == "sharded around":
+    if kind in ("fsdp", "fully_shard"):
+        if kind == "fsdp":
+            model.first = FSDP(checkpoint_wrapper(model.first))  # type: ignore[assignment]
+        wrapper = FSDP(model) if kind == "fsdp" else fully_shard(model)
+        inner = SGD(wrapper.parameters() if kind == "fsdp" else model.groups(groups), lr=0.1, momentum=0.9)
+        adascale = AdaScale(inner, **options)
+    elif kind == "sharded around":
         adascale = AdaScale(OSS(model.groups(groups), SGD, lr=0.1, momentum=0.9), **options)
         wrapper = ShardedDataParallel(model, adascale)
     else:
@@ -140,7 +147,8 @@ def train(
     gains = []
     for step in range(steps):
         for k in range(count):
-            with wrapper.no_sync() if k + 1 < count else contextlib.nullcontext():
+            sharded = shardkit.sharding_of(model) if kind == "fully_shard" else wrapper
+            with sharded.no_sync() if k + 1 < count else contextlib.nullcontext():
                 loss = loss_of(wrapper, step, k, rank)
                 (loss / count if scaled else loss).backward()
         if not scaled and count > 1:
@@ -149,7 +157,7 @@ def train(
         adascale.step()
         assert [g["lr"] for g in adascale.param_groups] == [0.1, 0.03][:groups]
         adascale.zero_grad()
-    return gains, {k: v.clone() for k, v in model.state_dict().items()}
+    return gains, {k: v.clone() for k, v in (wrapper if kind == "fsdp" else model).state_dict().items()}
 
 
 CASES: list[tuple[int, int, bool, dict[str, Any]]] = [  # groups, backwards a step, scaled loss, options
@@ -160,7 +168,7 @@ CASES: list[tuple[int, int, bool, dict[str, Any]]] = [  # groups, backwards a st
 ]
 
 
-@pytest.mark.parametrize("kind", ["ddp", "static", "oss", "sharded", "sharded around"])
+@pytest.mark.parametrize("kind", ["ddp", "static", "oss", "sharded", "sharded around", "fsdp", "fully_shard"])
 @pytest.mark.parametrize("world", [2, 3])
 def test_gains_and_parameters(kind: str, world: int) -> None:
     if kind in ("static", "sharded around") and world == 3:
@@ -168,6 +176,8 @@ def test_gains_and_parameters(kind: str, world: int) -> None:
     for groups, count, scaled, options in CASES:
         if kind == "static" and count > 1:
             continue  # DDP refuses no_sync there
+        if kind == "fsdp" and groups > 1:
+            continue  # one shard
         gains, model = truth(
             world, 6, groups, count, options.get("smoothing"), options.get("scale"), options.get("debias_ewma", True)
         )  # fmt: skip
@@ -549,8 +559,9 @@ def _wrong(rank: int) -> None:
     model = Model()
     with pytest.raises(AdaScaleArgumentError, match="group of 2 ranks"):
         AdaScale(SGD(model.parameters()), world_size=4)
-    fsdp = FullyShardedDataParallel(nn.Linear(4, 4), compute_device=torch.device("cpu"))
-    with pytest.raises(ConfigurationError, match="FSDP"):
+    alone = [torch.distributed.new_group([r]) for r in range(2)][rank]
+    fsdp = FullyShardedDataParallel(nn.Linear(4, 4), alone, compute_device=torch.device("cpu"))
+    with pytest.raises(ConfigurationError, match="over 1 of 2 ranks; say which ranks"):
         AdaScale(SGD(fsdp.parameters(), lr=0.1))
     layers = nn.Sequential(nn.Linear(6, 3), nn.Linear(3, 5)).double()
     inside = OSS(layers.parameters(), AdaScaleWrapper, lr=0.1)
@@ -561,6 +572,55 @@ def _wrong(rank: int) -> None:
 
 def test_wrong_on_ranks() -> None:
     rank_pool(2).run(_wrong)
+
+
+def _hybrid(rank: int) -> tuple[list[list[float]], dict[str, torch.Tensor]]:
+    """Shards over pairs of ranks, of which there are two: gradients are averaged over four."""
+    group, replicas = shardkit.hybrid_groups(2)
+    model = Model()
+    wrapper = FSDP(model, group=group, replicas=replicas)
+    everyone = torch.distributed.group.WORLD
+    adascale = shardkit.AdaScale(SGD(wrapper.parameters(), lr=0.1, momentum=0.9), group=everyone)
+    gains = []
+    for step in range(3):
+        loss_of(wrapper, step, 0, rank).backward()
+        gains.append([adascale.gain(), adascale.gain(0)])
+        adascale.step()
+        adascale.zero_grad()
+    return gains, {k: v.clone() for k, v in wrapper.state_dict().items()}
+
+
+def test_hybrid_sharding() -> None:
+    gains, model = truth(4, 3)
+    for own, state in rank_pool(4).run(_hybrid):
+        torch.testing.assert_close(torch.tensor(own), torch.tensor(gains), rtol=1e-6, atol=1e-7)
+        torch.testing.assert_close(state, model.state_dict(), rtol=1e-7, atol=1e-9)
+
+
+def _resumed(rank: int) -> None:
+    """Full optimizer state of an FSDP module holds the averages, and gives them back."""
+    made = []
+    for _ in range(2):
+        wrapper = FSDP(Model())
+        made.append((wrapper, shardkit.AdaScale(SGD(wrapper.parameters(), lr=0.1, momentum=0.9))))
+    (first, optimizer), (second, resumed) = made
+    for step in range(4):
+        if step == 2:
+            full = [first.gather_full_optim_state_dict(optimizer)]
+            torch.distributed.broadcast_object_list(full)
+            second.load_state_dict(first.state_dict())
+            resumed.load_state_dict(second.get_shard_from_optim_state_dict(full[0]))
+        gains = []
+        for wrapper, adascale in made if step >= 2 else made[:1]:
+            loss_of(wrapper, step, 0, rank).backward()
+            gains.append(adascale.gain())
+            adascale.step()
+            adascale.zero_grad()
+        assert len(set(gains)) == 1
+
+
+def test_resumed_over_fsdp() -> None:
+    rank_pool(2).run(_resumed)
 
 
 def _subgroup(rank: int) -> tuple[list[float], dict[str, torch.Tensor]] | None:
