@@ -63,7 +63,7 @@ class Averaging:
 
     def _behind(self, param: nn.Parameter) -> list[nn.Parameter]:
         flat = self._flats.get(param)
-        return [param] if flat is None else [member.param for member in flat.members]
+        return [param] if flat is None else [original.param for original in flat.originals]
 
     def _find_world_size(self, given: int | None) -> int:
         group = self._find_group()

@@ -195,8 +195,11 @@ def shard_full(flats: Sequence[FlatParam], full: StateDict) -> StateDict:
         if have and k in local_of:
             state[local_of[k]] = _shard_state(flat, ids, have)
     others = {k: v for k, v in full.items() if k not in ("state", "param_groups", *EXTRA)}
-    whole = {**dict(sorted(state.items())), **_of_no_parameter(full)}
-    return {"state": whole, "param_groups": groups, **others}
+    return {
+        "state": {**dict(sorted(state.items())), **_of_no_parameter(full)},
+        "param_groups": groups,
+        **others,
+    }
 
 
 def _shard_state(flat: FlatParam, ids: list[int], have: dict[int, StateDict]) -> StateDict:
