@@ -14,12 +14,15 @@ decides, they are concatenated.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import accumulate
-from typing import NamedTuple
+from operator import attrgetter
 
 import torch
 
 from ..layout import Piece, gaps_between
+
+_NOTHING = -1  # in place of a gradient's number
 
 
 class PackedForm:
@@ -142,14 +145,6 @@ class WrittenPack:
             torch._foreach_add_(flags, 1)
 
 
-class _Run(NamedTuple):
-    """A part of a gradient, or zeros."""
-
-    item: int | None
-    start: int
-    numel: int
-
-
 class JoinedPack:
     """The packed form by concatenation, without writing into parts of a tensor.
 
@@ -160,21 +155,20 @@ class JoinedPack:
 
     def __init__(self, form: PackedForm, numels: Sequence[int]) -> None:
         self._form, self._numels = form, numels
-        self._runs: list[list[_Run]] = []  # by rank, without flags
+        self._by_rank: list[list[Piece]] = []  # without flags; padding is pieces of no gradient
+        self._uncut: list[Piece] = []  # what lies end to end where no flags are between parts
         for rank, size in enumerate(form.first_flag):
             here = [p for p in form.pieces if p.rank == rank]
-            zeros = [
-                (start, _Run(None, 0, n))
-                for start, n in gaps_between([(p.offset, p.numel) for p in here], size)
-            ]
-            runs = sorted([*zeros, *((p.offset, _Run(p.item, p.start, p.numel)) for p in here)], key=_place)
-            self._runs.append([run for _, run in runs])
-        self._uncut: list[_Run] = []  # what lies end to end where no flags are between parts
-        for run in (run for runs in self._runs for run in runs):
-            if self._uncut and run.item is not None and self._uncut[-1].item == run.item:
-                self._uncut[-1] = self._uncut[-1]._replace(numel=self._uncut[-1].numel + run.numel)
-            else:
-                self._uncut.append(run)
+            gaps = gaps_between([(p.offset, p.numel) for p in here], size)
+            here += [Piece(_NOTHING, 0, rank, start, numel) for start, numel in gaps]
+            here.sort(key=attrgetter("offset"))
+            self._by_rank.append(here)
+            for p in here:
+                last = self._uncut[-1] if self._uncut else None
+                if last is not None and last.item == p.item != _NOTHING:
+                    self._uncut[-1] = replace(last, numel=last.numel + p.numel)
+                else:
+                    self._uncut.append(p)
         self._sent: tuple[object, list[torch.Tensor]] | None = None  # flags, and by rank on the device
         self._elements: torch.Tensor | None = None
 
@@ -191,13 +185,13 @@ class JoinedPack:
         rows = [None if g is None else _row(g, like.dtype) for g in gradients]
         joined: list[torch.Tensor] = []
         flags = None if had is None else self.flags(had, like)
-        for rank, runs in enumerate([self._uncut] if flags is None else self._runs):
-            for run in runs:
-                row = None if run.item is None else rows[run.item]
+        for rank, pieces in enumerate([self._uncut] if flags is None else self._by_rank):
+            for p in pieces:
+                row = None if p.item == _NOTHING else rows[p.item]
                 if row is None:
-                    joined.append(like.new_zeros(run.numel))
+                    joined.append(like.new_zeros(p.numel))
                 else:
-                    joined.append(row if run.numel == row.numel() else row[run.start : run.start + run.numel])
+                    joined.append(row if p.numel == row.numel() else row[p.start : p.start + p.numel])
             if flags is not None:
                 joined.append(flags[rank])
         return torch.cat(joined) if joined else like.new_zeros(0)
@@ -205,8 +199,8 @@ class JoinedPack:
     def split(self, joined: torch.Tensor) -> list[torch.Tensor]:
         """What was joined without flags as copies of its gradients, each in one dimension."""
         # copies: of views, the runtime would keep the whole buffer too, and each use would cost more
-        parts = torch.ops.aten.split_with_sizes_copy(joined, [run.numel for run in self._uncut])
-        found = {run.item: part for run, part in zip(self._uncut, parts, strict=True)}
+        parts = torch.ops.aten.split_with_sizes_copy(joined, [p.numel for p in self._uncut])
+        found = {p.item: part for p, part in zip(self._uncut, parts, strict=True)}
         return [found[item] for item in range(len(self._numels))]
 
     def flags(self, had: Sequence[bool], like: torch.Tensor) -> list[torch.Tensor]:
@@ -227,10 +221,6 @@ class JoinedPack:
                 index[p.offset : p.offset + p.numel] = k
             self._elements = index.to(flags.device)
         return torch.cat([flags, flags.new_zeros(1)]).index_select(0, self._elements) != 0
-
-
-def _place(run: tuple[int, _Run]) -> int:
-    return run[0]
 
 
 def _row(gradient: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
