@@ -6,9 +6,7 @@ from collections.abc import Sequence
 
 from ..backend import Group
 from ..checks.same_everywhere import check_same_everywhere, option_facts, refuse_lazy, shape_fact
-from ..types import Facts, StateDict
-
-ParamGroup = StateDict
+from ..types import Facts, ParamGroup, StateDict
 
 
 def options_of(group: ParamGroup) -> StateDict:
