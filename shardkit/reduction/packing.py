@@ -25,6 +25,11 @@ from ..layout import Piece, gaps_between
 _NOTHING = -1  # in place of a gradient's number
 
 
+def has_mean(dtype: torch.dtype) -> bool:
+    """Whether backends form the mean: halves are divided before their sum, which could overflow."""
+    return dtype not in (torch.float16, torch.bfloat16)
+
+
 class PackedForm:
     """Where pieces of gradients and flags lie.
 

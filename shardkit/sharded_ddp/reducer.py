@@ -31,7 +31,7 @@ from ..backend import Group, ReduceOp, Work
 from ..errors import LifecycleError
 from ..layout import buckets_by_numel, segment_layout
 from ..policy import ReducePolicy
-from ..reduction.packing import PackedForm, WrittenPack
+from ..reduction.packing import PackedForm, WrittenPack, has_mean
 from ..torch_seams.hooks import NO_BACKWARD, BackwardState, GradientHook, current_backward
 from ..torch_seams.phases import Phase
 from ..torch_seams.strided_views import dense_strides, strided_view
@@ -57,7 +57,7 @@ class Bucket:
     ) -> None:  # fmt: skip
         self.label = f"gradients of bucket {index}"
         self.wire = wire
-        self.is_half = wire in (torch.float16, torch.bfloat16)
+        self.has_mean = has_mean(wire)
         self.indices = list(indices)
         self.params = [params[i] for i in indices]
         self.waiting = len(self.indices)
@@ -221,7 +221,7 @@ class Reducer:
         with Phase("shardkit::reduce-scatter"):
             had = self._pack(bucket)
             shard = bucket.packed.new_empty(bucket.sizes[self._group.rank])
-            op = ReduceOp.SUM if bucket.is_half else ReduceOp.AVG
+            op = ReduceOp.AVG if bucket.has_mean else ReduceOp.SUM
             work = self._group.reduce_scatter_into(
                 shard, bucket.packed, bucket.sizes, op=op, async_op=True, label=bucket.label
             )
@@ -248,7 +248,7 @@ class Reducer:
         bucket.pack.write(gradients, had)
         if unscaled:
             torch._foreach_mul_(unscaled, self._world)
-        if bucket.is_half:  # before the sum, which could overflow
+        if not bucket.has_mean:
             bucket.packed.mul_(1.0 / self._world)
         return had
 

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 
 from ...backend import Group, ReduceOp, Work
-from ...reduction.packing import PackedForm
+from ...reduction.packing import PackedForm, has_mean
 from ...reduction.shard_gradients import gradient_class
 from ..flat_param import FlatParam
 from ..originals import as_tensors
@@ -180,8 +180,3 @@ class GradientPack(ABC):
             param.grad.__class__ = self._gradient_class
         for after in (param._post_accumulate_grad_hooks or {}).values():
             after(param)
-
-
-def has_mean(dtype: torch.dtype) -> bool:
-    """Whether backends form the mean: halves are divided before their sum, which could overflow."""
-    return dtype not in (torch.float16, torch.bfloat16)
