@@ -138,8 +138,8 @@ FAULTS = [
         "AdaScale",
         "gradients that all ranks have count on each",
         "shardkit/adascale/averaging.py",
-        "return torch.stack(squares) / copies",
-        "return torch.stack(squares)",
+        "for group in inner.param_groups]) / copies",
+        "for group in inner.param_groups])",
         (f"{_ADASCALE}::test_gains_and_parameters",),
     ),
     Fault(
