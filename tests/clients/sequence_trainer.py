@@ -135,6 +135,22 @@ class LanguageModel(nn.Module):
         return F.linear(self.norm(x), self.embed.weight)  # tied
 
 
+def shared_places(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
+    """Where parameters stand that are found in several registries, which a move to another device may separate."""
+    places: dict[Any, list[tuple[nn.Module, str]]] = {}
+    for module in model.modules():
+        for name, param in module._parameters.items():
+            places.setdefault(param, []).append((module, name))
+    return [found for found in places.values() if len(found) > 1]
+
+
+def tie_again(places: list[list[tuple[nn.Module, str]]]) -> None:
+    """One parameter at all of these places."""
+    for (first, own), *others in places:
+        for module, name in others:
+            setattr(module, name, getattr(first, own))
+
+
 class Trainer:
     """Steps, evaluates, saves and loads; one for every kind of parallelism."""
 
@@ -149,6 +165,9 @@ class Trainer:
             self.model = (
                 fsdp_wrap(model, dataclasses.replace(config, min_params_to_wrap=0)) if self.is_fsdp else model
             )
+        shared = shared_places(self.model)
+        self.model = self.model.to(torch.device("cpu"))
+        tie_again(shared)
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=config.lr, weight_decay=config.weight_decay, eps=1e-3
         )
