@@ -1,0 +1,70 @@
+"""Recipes of projects that import fairscale, in their manner: what they do with wrapped models besides training."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardkit.nn.data_parallel import FullyShardedDataParallel as FSDP
+from shardkit.nn.wrap import enable_wrap, wrap
+from tests.pools import rank_pool
+
+
+class ProteinModel(nn.Module):
+    """A language model whose head reads the embedding's weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(9, 8, padding_idx=1)
+        self.layers = nn.ModuleList(
+            nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True) for _ in range(3)
+        )
+        self.norm = nn.LayerNorm(8)
+        self.bias = nn.Parameter(torch.zeros(9))
+
+    def forward(self, tokens: torch.Tensor, repr_layers: tuple[int, ...] = ()) -> dict[str, Any]:
+        x = self.embed_tokens(tokens)
+        found = {}
+        for number, layer in enumerate(self.layers):
+            x = layer(x)
+            if number in repr_layers:
+                found[number] = x
+        return {
+            "logits": nn.functional.linear(self.norm(x), self.embed_tokens.weight) + self.bias,
+            "representations": found,
+        }
+
+
+def _inference(rank: int, options: dict[str, Any]) -> dict[str, Any]:
+    torch.manual_seed(0)
+    with enable_wrap(
+        wrapper_cls=FSDP, flatten_parameters=True, state_dict_device=torch.device("cpu"), **options
+    ):
+        model: nn.Module = ProteinModel().eval()
+        for name, child in model.named_children():
+            if name == "layers":
+                for layer_name, layer in child.named_children():
+                    setattr(child, layer_name, wrap(layer))
+        model = wrap(model)
+    with torch.no_grad():
+        found: dict[str, Any] = model(torch.tensor([[0, 4, 5 + rank, 2], [0, 3, 2, 1]]), repr_layers=(1, 2))
+    return {
+        "logits": found["logits"].float(),
+        "representations": {k: v.float() for k, v in found["representations"].items()},
+    }
+
+
+def test_inference_with_parameters_on_the_host() -> None:
+    """ESM's: layers wrapped one by one into a model that only infers, offloaded and in half precision."""
+    torch.manual_seed(0)
+    plain = ProteinModel().eval()
+    for options, close in (
+        ({"cpu_offload": True}, {"rtol": 1e-5, "atol": 1e-6}),
+        ({"cpu_offload": True, "mixed_precision": True}, {"rtol": 0.02, "atol": 0.02}),
+    ):
+        for rank, found in enumerate(rank_pool(2).run(_inference, options)):
+            with torch.no_grad():
+                expected = plain(torch.tensor([[0, 4, 5 + rank, 2], [0, 3, 2, 1]]), repr_layers=(1, 2))
+            torch.testing.assert_close(found, expected, **close)
