@@ -135,7 +135,7 @@ class GradScaler(torch.amp.GradScaler):
 
         Args:
             optimizer: what to step.
-            *args, **kwargs: passed to ``optimizer.step``.
+            args, kwargs: passed to ``optimizer.step``.
 
         Returns:
             What ``optimizer.step`` returned; None if the step was skipped.
