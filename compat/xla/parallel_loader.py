@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Generic
 
 import torch
 from torch.utils._pytree import tree_map_only
 
 from shardkit.backends.xla.backend import has_accelerator
+from shardkit.types import T, Tree
 from shardkit.xla.ranks import current_backend
 
 
-class MpDeviceLoader:
+class MpDeviceLoader(Generic[T]):
     """Iterates over a loader's batches with their tensors on the device, and ends a step before each batch.
 
     With an accelerator this is torch_xla's, which loads ahead in threads of its own. Elsewhere batches are moved as
@@ -24,13 +25,13 @@ class MpDeviceLoader:
         **kwargs: torch_xla's options, for its loader.
     """
 
-    def __init__(self, loader: Iterable[Any], device: torch.device | str, **kwargs: Any) -> None:
+    def __init__(self, loader: Iterable[T], device: torch.device | str, **kwargs: Tree) -> None:
         self._loader, self._device, self._options = loader, torch.device(device), kwargs
 
     def __len__(self) -> int:
         return len(self._loader)  # type: ignore[arg-type]
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[T]:
         if self._device.type == "xla" and has_accelerator():
             from torch_xla.distributed.parallel_loader import MpDeviceLoader as Original
 

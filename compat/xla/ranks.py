@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import weakref
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,7 +13,9 @@ from shardkit.backend import Backend, Group, backend_for, get_backend
 from shardkit.errors import ConfigurationError
 
 _BY_PROCESS_GROUP = {"xla": "xla", "nccl": "cuda", "gloo": "gloo"}
-_made: weakref.WeakKeyDictionary[Any, dict[tuple[tuple[int, ...], ...], Group]] = weakref.WeakKeyDictionary()
+_made: weakref.WeakKeyDictionary[Group, dict[tuple[tuple[int, ...], ...], Group]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 def current_backend() -> Backend:

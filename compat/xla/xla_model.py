@@ -6,14 +6,16 @@ The functions defined here also work in ranks of other backends, so that a scrip
 from __future__ import annotations
 
 import os
-from typing import Any
+from collections.abc import Sequence
+from typing import IO, Any
 
 import torch
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
-from shardkit.backend import ReduceOp
 from shardkit.checkpoint.saving import save as write_whole
+from shardkit.extra.reducing_oss import average_gradients
+from shardkit.types import Kwargs, Tree
 from shardkit.xla.ranks import current_backend, rank_and_world_size
 
 
@@ -50,13 +52,15 @@ def mark_step(wait: bool = False, reset_scope: bool = True) -> None:
     current_backend().mark_step(wait=wait)
 
 
-def master_print(*args: Any, local: bool = False, flush: bool = False, **kwargs: Any) -> None:
+def master_print(*args: object, local: bool = False, flush: bool = False, **kwargs: Any) -> None:
     """``print`` on rank 0."""
     if is_master_ordinal(local):
         print(*args, flush=flush, **kwargs)
 
 
-def save(data: Any, file_or_path: Any, master_only: bool = True, global_master: bool = False) -> None:
+def save(
+    data: Tree, file_or_path: str | os.PathLike[str] | IO[bytes], master_only: bool = True, global_master: bool = False
+) -> None:  # fmt: skip
     """Saves the data as CPU tensors, on rank 0 or (``master_only=False``) on every rank that calls.
 
     A path gets the whole file or keeps what was there, see :func:`shardkit.save`.
@@ -74,10 +78,10 @@ def save(data: Any, file_or_path: Any, master_only: bool = True, global_master: 
 def optimizer_step(
     optimizer: Optimizer,
     barrier: bool = False,
-    optimizer_args: dict[str, Any] | None = None,
-    groups: Any = None,
+    optimizer_args: Kwargs | None = None,
+    groups: Sequence[Sequence[int]] | None = None,
     pin_layout: bool = True,
-) -> Any:
+) -> Tree:
     """Averages all gradients over the ranks, then steps (not for FSDP, whose gradients are reduced already).
 
     Args:
@@ -91,9 +95,5 @@ def optimizer_step(
         import torch_xla.core.xla_model as original
 
         return original.optimizer_step(optimizer, barrier, optimizer_args or {}, groups, pin_layout)
-    channel = backend.group().channel("gradients")
-    for group in optimizer.param_groups:
-        for p in group["params"]:
-            if p.grad is not None:
-                channel.all_reduce(p.grad, op=ReduceOp.AVG, label="gradients")
+    average_gradients((p for g in optimizer.param_groups for p in g["params"]), backend.group())
     return optimizer.step(**(optimizer_args or {}))

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from typing import Any
 
 from shardkit.backends.xla.backend import has_accelerator
 from shardkit.errors import ConfigurationError
 from shardkit.launch import launch
+from shardkit.types import AnyCallable, Args
 
 
 def __getattr__(name: str) -> Any:
@@ -20,8 +20,8 @@ def __getattr__(name: str) -> Any:
 
 
 def spawn(
-    fn: Callable[..., Any],
-    args: tuple[Any, ...] = (),
+    fn: AnyCallable,
+    args: Args = (),
     nprocs: int | None = None,
     join: bool = True,
     daemon: bool = False,

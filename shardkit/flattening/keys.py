@@ -32,6 +32,11 @@ def has_flat_keys(state_dict: SavedState, prefix: str) -> bool:
     )
 
 
+def translates_loaded() -> bool:
+    """Whether keys that are loaded get the names that wrapping made."""
+    return _translate_loaded.get()
+
+
 @contextlib.contextmanager
 def no_key_translation() -> Iterator[None]:
     """Within this block ``load_state_dict`` takes keys as they are, with the names of the wrappers' attributes."""
@@ -54,7 +59,7 @@ def rename_saved(state_dict: StateDict, prefix: str) -> None:
 
 def rename_loaded(state_dict: StateDict, prefix: str, flat_names: Sequence[str]) -> None:
     """The reverse of :func:`rename_saved`; the flat parameters of the wrapper at ``prefix`` stay where they are."""
-    if not _translate_loaded.get():
+    if not translates_loaded():
         return
     if prefix + OLD_FLAT_NAME in state_dict and flat_names:
         state_dict[prefix + flat_names[0]] = state_dict.pop(prefix + OLD_FLAT_NAME)

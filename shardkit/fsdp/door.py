@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import copy
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 
 from ..flattening.flat_parameter import ParamInfo, SharedParamInfo
+from ..flattening.keys import translates_loaded
 from ..progress import noting_errors
 from ..torch_seams.compiling import callees_compiled
 from ..torch_seams.forward_signature import signed_as_wrapped
@@ -37,7 +39,8 @@ Self = TypeVar("Self", bound="Door")
 class Door(StandingIn, ShardedAPI):
     """What all wrappers share: forward through the unit, state dicts of the wrapped module, being moved and copied.
 
-    Abstract: a wrapper has its own arguments, and calls :meth:`_shard` with what they mean.
+    Abstract: a wrapper has its own arguments, and calls :meth:`_shard` with what they mean. What wrappers of compat may
+    define otherwise is abstract too; they leave everything else as it is.
     """
 
     def _shard(self, module: nn.Module, options: Options) -> None:
@@ -104,8 +107,12 @@ class Door(StandingIn, ShardedAPI):
         return self
 
     # ------------------------------------------------------------ state dicts
-    @noting_errors
+    @abc.abstractmethod
     def state_dict(self, *args: Any, **kwargs: Any) -> Tree:
+        """See :meth:`_full_state_dict`."""
+
+    @noting_errors
+    def _full_state_dict(self, *args: Any, **kwargs: Any) -> Tree:
         """Full parameters under the wrapped module's own names, in full precision, on every rank (collective).
 
         They are copies: writing to one changes nothing here.
@@ -128,10 +135,6 @@ class Door(StandingIn, ShardedAPI):
         self, state_dict: SavedState, strict: bool = True, assign: bool = False
     ) -> IncompatibleKeys:
         return super().load_state_dict(state_dict, strict, assign)
-
-    def _translate_loaded(self, state_dict: StateDict, prefix: str) -> None:
-        """Gives keys that are about to be loaded the names that wrapping made."""
-        state_dicts.add_wrapping(self, state_dict, prefix)
 
     # ------------------------------------------------------------ being moved and copied
     def _apply(self: Self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
@@ -160,7 +163,8 @@ class Door(StandingIn, ShardedAPI):
 
 def _before_load(door: Door, state_dict: StateDict, prefix: str, *others: object) -> None:
     state_dicts.begin_loading(door._state, state_dict)
-    door._translate_loaded(state_dict, prefix)
+    if translates_loaded():
+        state_dicts.add_wrapping(door, state_dict, prefix)
 
 
 def _after_load(door: Door, incompatible: IncompatibleKeys) -> None:

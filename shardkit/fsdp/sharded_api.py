@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import copy
 from collections.abc import Iterator
@@ -24,8 +25,8 @@ from .state_of_shards import mark_shards
 from .summoning import summoned
 
 
-class ShardedAPI:
-    """Methods of a sharded module. They work on its state."""
+class ShardedAPI(abc.ABC):
+    """Methods of a sharded module. They work on its state. Abstract ones have other arguments in compat."""
 
     _state: ShardingState
 
@@ -52,33 +53,16 @@ class ShardedAPI:
         finally:
             engine.set_accumulating(before)
 
-    @contextlib.contextmanager
-    def summon_full_params(self, recurse: bool = True, writeback: bool = True) -> Iterator[None]:
-        """Inside, the module's own parameters are there under their own names, full and in full precision (collective).
+    @abc.abstractmethod
+    def summon_full_params(self, *args: Any, **kwargs: Any) -> contextlib.AbstractContextManager[None]:
+        """See :meth:`SummonAndClip.summon_full_params`."""
 
-        Forward inside runs on this rank alone, with the parameters that are summoned: evaluation or ``generate`` on one
-        rank needs no other. Backward inside is refused.
-
-        Args:
-            recurse: those of units below too.
-            writeback: changes to them are kept. Ranks must make the same changes.
-
-        Raises:
-            LifecycleError: inside of forward or backward, of this or another thread.
-        """
-        with summoned(self._state, recurse, writeback):
-            yield
+    @abc.abstractmethod
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """See :meth:`SummonAndClip.clip_grad_norm_`."""
 
     @torch.no_grad()
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """Scales all gradients so that their norm over all ranks is at most ``max_norm`` (collective).
-
-        Returns:
-            The norm before, 0-dim.
-
-        Raises:
-            LifecycleError: called on a unit below the root.
-        """
+    def _clip(self, max_norm: float, norm_type: float) -> torch.Tensor:
         self._root_engine("clip_grad_norm_").check_idle("clip_grad_norm_")
         return norms.clip(self._state, float(max_norm), float(norm_type))
 
@@ -160,7 +144,39 @@ class ShardedAPI:
         return shard
 
 
-class Sharding(ShardedAPI):
+class SummonAndClip(ShardedAPI):
+    """The methods that doors may have other arguments for, with the core's. Abstract: it has no state."""
+
+    @contextlib.contextmanager
+    def summon_full_params(self, recurse: bool = True, writeback: bool = True) -> Iterator[None]:
+        """Inside, the module's own parameters are there under their own names, full and in full precision (collective).
+
+        Forward inside runs on this rank alone, with the parameters that are summoned: evaluation or ``generate`` on one
+        rank needs no other. Backward inside is refused.
+
+        Args:
+            recurse: those of units below too.
+            writeback: changes to them are kept. Ranks must make the same changes.
+
+        Raises:
+            LifecycleError: inside of forward or backward, of this or another thread.
+        """
+        with summoned(self._state, recurse, writeback):
+            yield
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """Scales all gradients so that their norm over all ranks is at most ``max_norm`` (collective).
+
+        Returns:
+            The norm before, 0-dim.
+
+        Raises:
+            LifecycleError: called on a unit below the root.
+        """
+        return self._clip(max_norm, norm_type)
+
+
+class Sharding(SummonAndClip):
     """These methods for a module that :func:`~shardkit.fully_shard` has sharded in place."""
 
     def __init__(self, state: ShardingState) -> None:

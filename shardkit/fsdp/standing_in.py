@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import sys
 from collections.abc import Iterator
 from typing import Any, NoReturn
@@ -19,16 +20,15 @@ from .state_of_shards import check_request
 from .tracing import EXPORT, is_listed_for_export, refusal
 
 
-class StandingIn(PreparedForAccelerate, nn.Module):
+class StandingIn(PreparedForAccelerate, nn.Module, abc.ABC):
     """Attributes, methods and items are those of the wrapped module; parameters and forward are not."""
 
     _state: ShardingState
 
     @property
+    @abc.abstractmethod
     def module(self) -> nn.Module:
-        """The wrapped module."""
-        unit: Any = nn.Module.__getattr__(self, WRAPPED)
-        return unit._fpw_module  # type: ignore[no-any-return]
+        """The wrapped module, or the wrapper's inner part around it."""
 
     def __getattr__(self, name: str) -> Tree:
         try:

@@ -8,12 +8,13 @@ from torch import nn
 from ..backend import Backend
 from ..policy import OffloadPolicy, PrecisionPolicy, ReducePolicy, ReshardPolicy
 from ..progress import noting_errors
-from ..types import ProcessGroup
+from ..types import ProcessGroup, Tree
 from .door import Door
+from .sharded_api import SummonAndClip
 from .state import Options
 
 
-class FSDP(Door):
+class FSDP(SummonAndClip, Door):
     """Shards a module's parameters evenly over ranks; each forward and backward gathers them unit by unit.
 
     ::
@@ -74,3 +75,15 @@ class FSDP(Door):
                 flatten=flatten, sync_module_states=sync_module_states, device=device, backend=backend,
             ),
         )  # fmt: skip
+
+    @property
+    def module(self) -> nn.Module:
+        """The wrapped module."""
+        return self._fsdp_wrapped_module._fpw_module
+
+    def state_dict(self, *args: Tree, **kwargs: Tree) -> Tree:
+        """Full parameters under the wrapped module's own names, in full precision, on every rank (collective).
+
+        They are copies: writing to one changes nothing here.
+        """
+        return self._full_state_dict(*args, **kwargs)

@@ -125,3 +125,14 @@ def clip_by_global_norm(
     for (where, _), same in by_device_and_dtype.items():
         torch._foreach_mul_(same, coefficient.to(where))
     return total
+
+
+def clip_params(
+    params: Sequence[torch.Tensor], group: Group, max_norm: float, norm_type: float, device: torch.device
+) -> torch.Tensor:
+    """Clips gradients of which each rank of a group has a part of its own; the norm is on ``device``."""
+    gradients = [p.grad for p in params if p.grad is not None]
+    like = norm_like(params).to(device)
+    return clip_by_global_norm(
+        [Portion(gradients, (group,))], gradients, like, float(max_norm), float(norm_type)
+    )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-from typing import Any
 
 import torch
 from torch import nn
@@ -12,6 +11,7 @@ from shardkit.errors import ConfigurationError, LifecycleError
 from shardkit.fsdp.door import Door
 from shardkit.fsdp.registered_shard import flat_of_registered
 from shardkit.torch_seams.hooks import NO_BACKWARD
+from shardkit.types import ProcessGroup, StateDict
 
 
 class TrainingState(enum.Enum):
@@ -32,7 +32,7 @@ class FairscaleFacts(Door):
         flatten_parameters, move_params_to_cpu: as they were passed.
     """
 
-    _process_group: Any
+    _process_group: ProcessGroup
     flatten_parameters: bool
     move_params_to_cpu: bool
 
@@ -66,7 +66,7 @@ class FairscaleFacts(Door):
         return self._state.group.world_size
 
     @property
-    def process_group(self) -> Any:
+    def process_group(self) -> ProcessGroup:
         """The group as it was passed, or as torch knows it."""
         if self._process_group is not None:
             return self._process_group
@@ -119,7 +119,12 @@ class FairscaleFacts(Door):
         return engine is None or not engine.state.accumulating
 
     @property
-    def _streams(self) -> dict[str, Any]:
+    def uncollected_opt_state(self) -> dict[int, StateDict]:
+        """State of parameters that are this rank's alone, as of the last ``gather_full_optim_state_dict``."""
+        return self._state.uncollected
+
+    @property
+    def _streams(self) -> dict[str, object]:
         """None: collectives have streams of their own."""
         return {}
 

@@ -2,26 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from shardkit.errors import ConfigurationError
-from shardkit.nn.misc.flatten_params_wrapper import FlattenParamsWrapper
 from shardkit.redirected import redirected_names
-
-__all__ = [
-    "FlattenParamsWrapper",
-    "build_unflat_state_dict",
-    "check_param_counts_before_sharding",
-    "flatten_optim_state_dict",
-    "is_singleton_tensor",
-]
+from shardkit.types import StateDict
 
 __getattr__ = redirected_names(__name__)
 
 
-def check_param_counts_before_sharding(full_optim_state_dict: dict[str, Any], n_instances: int) -> None:
+def check_param_counts_before_sharding(full_optim_state_dict: StateDict, n_instances: int) -> None:
     """Checks that a full optimizer state was saved from as many FSDP instances.
 
     Raises:
@@ -35,6 +25,6 @@ def check_param_counts_before_sharding(full_optim_state_dict: dict[str, Any], n_
         )
 
 
-def is_singleton_tensor(x: Any) -> bool:
+def is_singleton_tensor(x: object) -> bool:
     """Whether it is a tensor without dimensions."""
-    return torch.is_tensor(x) and x.dim() == 0
+    return isinstance(x, torch.Tensor) and x.dim() == 0

@@ -4,65 +4,24 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from contextvars import ContextVar
-from typing import Any
 
 import torch
 from torch import nn
 
 from shardkit.errors import ConfigurationError
-from shardkit.extra.tensors import alloc_storage_, cast_floats_to_right_precision, free_storage_
 from shardkit.fsdp.gradients import predivide_factor
 from shardkit.fsdp.names import clean
 from shardkit.fsdp.state import Options
 from shardkit.fsdp.summoning import summoned
-from shardkit.internal.containers import apply_to_tensors
-from shardkit.internal.parallel import (
-    ProcessGroupName,
-    chunk_and_pad,
-    enable_pytorch_sync_bn,
-    get_process_group_cached,
-    validate_process_group,
-)
-from shardkit.internal.params import calc_grad_norm, recursive_copy_to_device
-from shardkit.internal.reduce_scatter_bucketer import ReduceScatterBucketer, enable_nccl_base_collectives
-from shardkit.internal.state_dict import replace_by_prefix_
-from shardkit.nn.misc.flatten_params_wrapper import FlattenParamsWrapper
+from shardkit.internal.parallel import ProcessGroupName, get_process_group_cached
 from shardkit.nn.wrap.auto_wrap import auto_wrap, config_auto_wrap_policy, enable_wrap
 from shardkit.policy import OffloadPolicy, PrecisionPolicy, ReducePolicy, ReshardPolicy
-from shardkit.redirected import redirected, without_arguments
+from shardkit.redirected import redirected, redirected_names, without_arguments
+from shardkit.types import Kwargs, ProcessGroup, Tree
 
-from . import fsdp_optim_utils as ou
-from .fsdp_facts import FairscaleFacts, TrainingState
+from .fsdp_facts import FairscaleFacts
 
-__all__ = [
-    "FlattenParamsWrapper",
-    "FullyShardedDataParallel",
-    "OffloadConfig",
-    "ProcessGroupName",
-    "ReduceScatterBucketer",
-    "TrainingState",
-    "alloc_storage_",
-    "apply_to_tensors",
-    "auto_wrap",
-    "auto_wrap_bn",
-    "calc_grad_norm",
-    "cast_floats_to_right_precision",
-    "chunk_and_pad",
-    "config_auto_wrap_policy",
-    "enable_nccl_base_collectives",
-    "enable_pytorch_sync_bn",
-    "enable_wrap",
-    "free_storage_",
-    "get_fsdp_instances",
-    "get_process_group_cached",
-    "no_pre_load_state_dict_hook",
-    "ou",
-    "p_assert",
-    "recursive_copy_to_device",
-    "replace_by_prefix_",
-    "validate_process_group",
-]
+__getattr__ = redirected_names(__name__)
 
 
 OffloadConfig = redirected(
@@ -72,8 +31,12 @@ OffloadConfig = redirected(
 )
 
 
-# Of the thread: ranks may be threads.
-_translates_keys: ContextVar[bool] = ContextVar("shardkit.fsdp.translates_keys", default=True)
+# What the wrapper shows as it was passed.
+_SHOWN = (
+    "process_group_reduce_scatter", "reshard_after_forward", "disable_reshard_on_root", "mixed_precision",
+    "fp32_reduce_scatter", "flatten_parameters", "bucket_cap_mb", "state_dict_device", "clear_autocast_cache",
+    "force_input_to_fp32", "verbose", "state_dict_on_rank_0_only", "allow_reset_parameters",
+)  # fmt: skip
 
 
 class FullyShardedDataParallel(FairscaleFacts):
@@ -113,8 +76,8 @@ class FullyShardedDataParallel(FairscaleFacts):
     def __init__(
         self,
         module: nn.Module,
-        process_group: Any = None,
-        process_group_reduce_scatter: Any = ProcessGroupName.reduce_scatter,
+        process_group: ProcessGroup = None,
+        process_group_reduce_scatter: ProcessGroup = ProcessGroupName.reduce_scatter,
         reshard_after_forward: bool = True,
         disable_reshard_on_root: bool = True,
         mixed_precision: bool = False,
@@ -136,29 +99,16 @@ class FullyShardedDataParallel(FairscaleFacts):
         gradient_predivide_factor: float | None = None,
         allow_reset_parameters: bool = False,
     ) -> None:
-        if fp32_reduce_scatter and not mixed_precision:
-            raise ConfigurationError("fp32_reduce_scatter requires mixed_precision=True")
-        move_params_to_cpu = move_params_to_cpu or cpu_offload
-        if move_params_to_cpu and move_grads_to_cpu is False:
-            raise ConfigurationError("move_params_to_cpu requires move_grads_to_cpu, which is its default")
-        if mixed_precision and compute_dtype is None:
-            compute_dtype = torch.float16
-        inputs = compute_dtype if mixed_precision else torch.float32 if force_input_to_fp32 else None
+        given = dict(locals())
         self._process_group = getattr(process_group, "group", process_group)  # of a ProcessGroupTracker
         options = Options(
             group=self._process_group,
-            precision=PrecisionPolicy(
-                compute=compute_dtype if mixed_precision else None,
-                buffers=buffer_dtype or (compute_dtype if mixed_precision else None),
-                inputs=inputs,
-            ),
+            precision=_precision(mixed_precision, compute_dtype, buffer_dtype, force_input_to_fp32),
             reshard=ReshardPolicy(
                 after_forward=bool(reshard_after_forward), root=not disable_reshard_on_root
             ),
-            offload=OffloadPolicy(move_params_to_cpu, move_grads_to_cpu),
-            reduce=ReducePolicy(
-                dtype=torch.float32 if fp32_reduce_scatter else None, predivide=gradient_predivide_factor
-            ),
+            offload=_offload(move_params_to_cpu or cpu_offload, move_grads_to_cpu),
+            reduce=_reduction(mixed_precision, fp32_reduce_scatter, gradient_predivide_factor),
             flatten=flatten_parameters,
             device=None if compute_device is None else torch.device(compute_device),
             state_dict_device=state_dict_device,
@@ -167,25 +117,12 @@ class FullyShardedDataParallel(FairscaleFacts):
             keeps_optimizer_state=bool(no_broadcast_optim_state),
         )
         self._shard(module, self._adapted(options))
-        self.process_group_reduce_scatter = process_group_reduce_scatter
-        self.reshard_after_forward = self._orig_reshard_after_forward = reshard_after_forward
-        self.disable_reshard_on_root = disable_reshard_on_root
-        self.mixed_precision = mixed_precision
-        self.fp32_reduce_scatter = fp32_reduce_scatter
-        self.flatten_parameters = flatten_parameters
-        self.move_params_to_cpu = move_params_to_cpu
-        self.move_grads_to_cpu = move_params_to_cpu if move_grads_to_cpu is None else move_grads_to_cpu
-        self.bucket_cap_mb = bucket_cap_mb
-        self.no_broadcast_optim_state = bool(no_broadcast_optim_state)
-        self.state_dict_device = state_dict_device
-        self.clear_autocast_cache = clear_autocast_cache
-        self.force_input_to_fp32 = force_input_to_fp32
-        self.verbose = verbose
-        self.state_dict_on_rank_0_only = state_dict_on_rank_0_only
-        self.allow_reset_parameters = allow_reset_parameters
-        self.uncollected_opt_state: dict[int, Any] = {}
-        before, after = self._state.divisors
-        self.gradient_predivide_factor, self.gradient_postdivide_factor = before, after
+        self.__dict__.update({name: given[name] for name in _SHOWN})
+        self._orig_reshard_after_forward = reshard_after_forward
+        self.move_params_to_cpu = options.offload.parameters
+        self.move_grads_to_cpu = move_grads_to_cpu or self.move_params_to_cpu
+        self.no_broadcast_optim_state = options.keeps_optimizer_state
+        self.gradient_predivide_factor, self.gradient_postdivide_factor = self._state.divisors
 
     def _adapted(self, options: Options) -> Options:
         """What the core gets; torch_xla's class adds to it."""
@@ -198,6 +135,14 @@ class FullyShardedDataParallel(FairscaleFacts):
         with summoned(self._state, recurse, writeback=not volatile):
             yield
 
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """See :meth:`shardkit.FSDP.clip_grad_norm_`."""
+        return self._clip(max_norm, norm_type)
+
+    def state_dict(self, *args: Tree, **kwargs: Tree) -> Tree:
+        """See :meth:`shardkit.FSDP.state_dict`."""
+        return self._full_state_dict(*args, **kwargs)
+
     def set_gradient_divide_factors(self, pre: float, post: float, recursive: bool) -> None:
         """Gradients are divided by ``pre`` before and by ``post`` after their sum over ranks."""
         for m in self.modules() if recursive else [self]:
@@ -208,7 +153,7 @@ class FullyShardedDataParallel(FairscaleFacts):
     def _get_gradient_predivide_factor(self, world_size: int) -> float:
         return float(predivide_factor(world_size))
 
-    def reset_parameters(self) -> Any:
+    def reset_parameters(self) -> object:
         """The wrapped module's, with full parameters.
 
         Raises:
@@ -220,17 +165,12 @@ class FullyShardedDataParallel(FairscaleFacts):
                 "may be trained already; allow it by allow_reset_parameters=True"
             )
         with summoned(self._state, recurse=False, writeback=True):
-            inner: Any = self._state.module
-            return inner.reset_parameters()
+            return self._state.module.reset_parameters()  # type: ignore[operator]
 
-    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+    def named_parameters(self, *args: Tree, **kwargs: Tree) -> Iterator[tuple[str, nn.Parameter]]:
         """Names as fairscale's: raw ones where flattened, clean ones otherwise and inside ``summon_full_params``."""
         for name, param in super().named_parameters(*args, **kwargs):
             yield (name if self.flatten_parameters and self._state.summoned is None else clean(name)), param
-
-    def _translate_loaded(self, state_dict: dict[str, Any], prefix: str) -> None:
-        if _translates_keys.get():
-            super()._translate_loaded(state_dict, prefix)
 
     def extra_repr(self) -> str:
         """World size and the main options."""
@@ -250,7 +190,28 @@ class FullyShardedDataParallel(FairscaleFacts):
         return text
 
 
-def p_assert(cond: Any, s: Any) -> None:
+def _precision(
+    mixed: bool, compute: torch.dtype | None, buffers: torch.dtype | None, fp32_inputs: bool
+) -> PrecisionPolicy:
+    if mixed:
+        compute = compute or torch.float16
+        return PrecisionPolicy(compute=compute, buffers=buffers or compute, inputs=compute)
+    return PrecisionPolicy(buffers=buffers, inputs=torch.float32 if fp32_inputs else None)
+
+
+def _offload(params: bool, grads: bool | None) -> OffloadPolicy:
+    if params and grads is False:
+        raise ConfigurationError("move_params_to_cpu requires move_grads_to_cpu, which is its default")
+    return OffloadPolicy(params, grads)
+
+
+def _reduction(mixed: bool, fp32: bool, predivide: float | None) -> ReducePolicy:
+    if fp32 and not mixed:
+        raise ConfigurationError("fp32_reduce_scatter requires mixed_precision=True")
+    return ReducePolicy(dtype=torch.float32 if fp32 else None, predivide=predivide)
+
+
+def p_assert(cond: object, s: object) -> None:
     """Prints and raises if a condition does not hold."""
     if not cond:
         print(s)
@@ -268,21 +229,11 @@ def get_fsdp_instances(mod: nn.Module, skip_empty: bool = False) -> list[FullySh
     return [m for m in found if m.non_shared_params()] if skip_empty else found
 
 
-@contextlib.contextmanager
-def no_pre_load_state_dict_hook() -> Iterator[None]:
-    """Inside, FSDP modules do not translate keys of state dicts that are loaded through an outer module."""
-    token = _translates_keys.set(False)
-    try:
-        yield
-    finally:
-        _translates_keys.reset(token)
-
-
 def auto_wrap_bn(
     module: nn.Module,
     single_rank_pg: bool = False,
-    process_group: Any = None,
-    fsdp_config: dict[str, Any] | None = None,
+    process_group: ProcessGroup = None,
+    fsdp_config: Kwargs | None = None,
     wrap_it: bool = True,
     assert_on_collision: bool = True,
 ) -> nn.Module:

@@ -4,26 +4,21 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from shardkit.adascale.optimizer import AdaScale
 from shardkit.errors import ConfigurationError
-from shardkit.flattening.bucket import GradBucket
-from shardkit.internal.params import Workhandle, get_global_rank
 from shardkit.optim.oss import OSS
 from shardkit.policy import ReducePolicy
+from shardkit.redirected import redirected_names
 from shardkit.sharded_ddp.wrapper import ShardedDDP
+from shardkit.types import ProcessGroup
 
-__all__ = [
-    "OSS",
-    "GradBucket",
-    "ShardedDataParallel",
-    "Workhandle",
-    "get_global_rank",
-]
+__getattr__ = redirected_names(__name__)
+
 
 logger = logging.getLogger("shardkit")
 
@@ -48,7 +43,7 @@ class ShardedDataParallel(ShardedDDP):
         self,
         module: nn.Module,
         sharded_optimizer: OSS | AdaScale | list[OSS | AdaScale],
-        process_group: Any = None,
+        process_group: ProcessGroup = None,
         broadcast_buffers: bool = True,
         sync_models_at_startup: bool = True,
         reduce_buffer_size: int = 2**23,
@@ -105,9 +100,9 @@ class ShardedDataParallel(ShardedDDP):
         return self._connected().state.accumulating
 
     @property
-    def _grad_hooks(self) -> Sequence[Any]:
+    def _grad_hooks(self) -> Sequence[RemovableHandle]:
         return self._connected().hook_handles
 
     @property
-    def _buckets(self) -> Sequence[Any]:
+    def _buckets(self) -> Sequence[object]:
         return self._connected().buckets

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 from torch import nn
 
 from shardkit.activations.checkpointing import checkpoint_wrapper
 from shardkit.errors import ConfigurationError
+from shardkit.types import AnyCallable, Tree
 
 
 def checkpoint_module(module: nn.Module) -> nn.Module:
@@ -29,7 +27,7 @@ def checkpoint_module(module: nn.Module) -> nn.Module:
     plain = module.forward
     elsewhere = checkpoint_wrapper(module).forward
 
-    def forward(*args: Any, **kwargs: Any) -> Any:
+    def forward(*args: Tree, **kwargs: Tree) -> Tree:
         values = (*args, *kwargs.values())
         tensors = [v for v in values if isinstance(v, torch.Tensor)]
         if not any(t.device.type == "xla" for t in tensors):
@@ -44,12 +42,12 @@ def checkpoint_module(module: nn.Module) -> nn.Module:
     return module
 
 
-def _positional(function: Callable[..., Any], keywords: tuple[str, ...]) -> Callable[..., Any]:
+def _positional(function: AnyCallable, keywords: tuple[str, ...]) -> AnyCallable:
     """The function with these keyword arguments at the end of its positional ones."""
     if not keywords:
         return function
 
-    def call(*values: Any) -> Any:
+    def call(*values: Tree) -> Tree:
         split = len(values) - len(keywords)
         return function(*values[:split], **dict(zip(keywords, values[split:], strict=True)))
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from shardkit.types import Tree
 from shardkit.wrapping import policies as wrap_policy
 from shardkit.wrapping.context import WrapContext, wrap_tree
 
@@ -19,7 +20,7 @@ __all__ = [
 ]
 
 
-def always_wrap_policy(*args: Any, **kwargs: Any) -> bool:
+def always_wrap_policy(*args: object, **kwargs: object) -> bool:
     """Wraps every module."""
     return True
 
@@ -56,18 +57,17 @@ def size_based_auto_wrap_policy(
         force_leaf_modules: types whose children are never wrapped; default ``FORCE_LEAF_MODULES`` of this function.
         exclude_wrap_modules: types that are never wrapped; default ``EXCLUDE_WRAP_MODULES`` of this function.
     """
-    own: Any = size_based_auto_wrap_policy
     return wrap_policy.size_based_auto_wrap_policy(
         module,
         recurse,
         unwrapped_params,
         min_num_params,
-        own.FORCE_LEAF_MODULES if force_leaf_modules is None else force_leaf_modules,
-        own.EXCLUDE_WRAP_MODULES if exclude_wrap_modules is None else exclude_wrap_modules,
+        _by_size.FORCE_LEAF_MODULES if force_leaf_modules is None else force_leaf_modules,
+        _by_size.EXCLUDE_WRAP_MODULES if exclude_wrap_modules is None else exclude_wrap_modules,
     )
 
 
-_by_size: Any = size_based_auto_wrap_policy
+_by_size: Any = size_based_auto_wrap_policy  # a function with attributes
 _by_size.EXCLUDE_WRAP_MODULES = {nn.ModuleList, nn.ModuleDict}
 _by_size.FORCE_LEAF_MODULES = {nn.MultiheadAttention}
 
@@ -79,7 +79,7 @@ def recursive_wrap(
     ignored_modules: Iterable[nn.Module],
     ignored_params: Iterable[nn.Parameter],
     only_wrap_children: bool = False,
-    **kwargs: Any,
+    **kwargs: Tree,
 ) -> tuple[nn.Module, int]:
     """Wraps the submodules that the policy chooses, children before parents, in place.
 

@@ -2,32 +2,33 @@
 
 from __future__ import annotations
 
-import dataclasses
-import functools
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import nn
 
+from shardkit.backend import Group
 from shardkit.errors import ConfigurationError
-from shardkit.fsdp.inside import begin_loading_shards, collecting, end_loading_shards
-from shardkit.fsdp.state import Options, modules_outside_units
-from shardkit.layout import ShardLayout
-from shardkit.nn.data_parallel import TrainingState
-from shardkit.reduction.norms import Portion, clip_by_global_norm, norm_like
+from shardkit.extra.padded_shards.consolidation import ShardMetadata
+from shardkit.extra.padded_shards.holder import Cut, ShardHolder
+from shardkit.extra.start_values import materialize, move_buffers
+from shardkit.fsdp.state import Options
+from shardkit.nn.data_parallel import FullyShardedDataParallel, TrainingState
+from shardkit.reduction.norms import clip_params
+from shardkit.types import StateDict, Tree
 from shardkit.xla.ranks import current_backend, group_among
 
-from . import shard_states
 from .wrap import recursive_wrap
 
 __all__ = ["TrainingState", "XlaFullyShardedDataParallel"]
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+_NOT_HANDED_ON = ("self", "module", "__class__", "auto_wrap_policy", "auto_wrapper_callable")
+_SHOWN = ("optimization_barrier_in_forward", "optimization_barrier_in_backward", "coalesce_all_gather_ops")
 
 
-class XlaFullyShardedDataParallel(shard_states.ShardHolder):
+class XlaFullyShardedDataParallel(FullyShardedDataParallel, ShardHolder):
     """torch_xla's FSDP: see :class:`shardkit.FSDP` for what it does. Rank 0's initial values count.
 
     ``state_dict()`` is this rank's part of the model, under torch_xla's names and with its padding. Together with
@@ -86,7 +87,7 @@ class XlaFullyShardedDataParallel(shard_states.ShardHolder):
         coalesce_all_gather_ops: bool = False,
         auto_wrap_policy: Callable[..., bool] | None = None,
         auto_wrapper_callable: Callable[..., nn.Module] | None = None,
-        param_init_fn: Callable[[nn.Module], Any] | None = None,
+        param_init_fn: Callable[[nn.Module], object] | None = None,
         _shard_size_multiple: int = 128,
         _use_xla_patched_linear: bool = True,
         _debug_dummy_forward_pass: bool = False,
@@ -99,54 +100,49 @@ class XlaFullyShardedDataParallel(shard_states.ShardHolder):
         *,
         mark_step_on_finalization: bool = False,
     ) -> None:
-        options = dict(
-            locals()
-        )  # before anything else is one: they go to the wrappers of submodules as they are
-        for name in ("self", "module", "__class__", "auto_wrap_policy", "auto_wrapper_callable"):
-            options.pop(name, None)
-        _check(module, options)
+        given = {name: value for name, value in locals().items() if name not in _NOT_HANDED_ON}
+        _check(module, given)
         if auto_wrap_policy is not None:
             wrapper = auto_wrapper_callable or XlaFullyShardedDataParallel
-            recursive_wrap(module, auto_wrap_policy, wrapper, [], [], only_wrap_children=True, **options)
-        _materialize(module, param_init_fn)
-        backend = current_backend()
-        on_xla = backend.device_type == "xla"
-        group = backend.group() if on_xla else None
-        if sharding_groups is not None:
-            group = group_among(sharding_groups)
-            _check_place(group, sharding_rank, sharding_world_size)
-        self._row_shards = shard_param_on_dim_0 and not flatten_parameters
-        self._shard_size_multiple = 1 if self._row_shards else _shard_size_multiple
+            recursive_wrap(module, auto_wrap_policy, wrapper, [], [], only_wrap_children=True, **given)
+        by_rows = shard_param_on_dim_0 and not flatten_parameters
+        self._cut = Cut(1 if by_rows else _shard_size_multiple, by_rows)
         self.sync_on_finalization = sync_on_finalization or mark_step_on_finalization
-        half = compute_dtype not in (None, torch.float32)
+        self.sharding_groups = sharding_groups
+        materialize(module, param_init_fn)
+        self._wrap(module, given)
+        self.__dict__.update({name: given[name] for name in _SHOWN})
+        if execute_sharding_on_init:
+            current_backend().mark_step()
+
+    def _wrap(self, module: nn.Module, given: StateDict) -> None:
+        """Shards the module among the ranks that its options name."""
+        backend = current_backend()
+        device = backend.device() if backend.device_type == "xla" else None
+        group = None if device is None else backend.group()
+        if self.sharding_groups is not None:
+            group = group_among(self.sharding_groups)
+            _check_place(group, given["sharding_rank"], given["sharding_world_size"])
+        names = (
+            "reshard_after_forward", "disable_reshard_on_root", "flatten_parameters", "compute_dtype", "buffer_dtype"
+        )  # fmt: skip
+        half = given["compute_dtype"] not in (None, torch.float32)
         super().__init__(
             module,
             process_group=group,
-            reshard_after_forward=reshard_after_forward,
-            disable_reshard_on_root=disable_reshard_on_root,
-            mixed_precision=compute_dtype is not None,
-            fp32_reduce_scatter=fp32_reduce_scatter and half,
-            flatten_parameters=flatten_parameters,
-            compute_dtype=compute_dtype,
-            buffer_dtype=buffer_dtype,
-            compute_device=backend.device() if on_xla else None,
+            mixed_precision=given["compute_dtype"] is not None,
+            fp32_reduce_scatter=given["fp32_reduce_scatter"] and half,
+            compute_device=device,
+            **{name: given[name] for name in names},
         )
-        self.register_load_state_dict_post_hook(end_loading_shards)
-        self.sharding_groups = sharding_groups
-        self.optimization_barrier_in_forward = optimization_barrier_in_forward
-        self.optimization_barrier_in_backward = optimization_barrier_in_backward
-        self.coalesce_all_gather_ops = coalesce_all_gather_ops
-        self._shards = shard_states.shards_of(self)
+        self._hold_shards(self._cut)
         self._state.cast_buffers()
-        if on_xla:
-            _move_buffers(self.module, backend.device())
-        if execute_sharding_on_init:
-            backend.mark_step()
+        if device is not None:
+            move_buffers(self.module, device)
 
     # ------------------------------------------------------------ shards
     def _adapted(self, options: Options) -> Options:
-        cut = functools.partial(_layout, self._shard_size_multiple, self._row_shards)
-        return dataclasses.replace(options, layout=cut, mark_step=self.sync_on_finalization)
+        return replace(options, layout=self._cut.layout, mark_step=self.sync_on_finalization)
 
     @property
     def sharded_params(self) -> list[nn.Parameter]:
@@ -160,7 +156,7 @@ class XlaFullyShardedDataParallel(shard_states.ShardHolder):
 
     def get_original_names_and_sharded_parameters(self) -> list[tuple[str, nn.Parameter]]:
         """Shards of this wrapper and those below, with the paths of their parameters in the wrapped module."""
-        return shard_states.original_names(self)
+        return self._original_names()
 
     def named_parameters(  # type: ignore[override]
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
@@ -170,7 +166,7 @@ class XlaFullyShardedDataParallel(shard_states.ShardHolder):
             yield from super().named_parameters(prefix, recurse, remove_duplicate)
             return
         listed = set()
-        for name, param in shard_states.named_shards(self, recurse):
+        for name, param in self._named_shards(recurse):
             listed.add(param)
             yield (f"{prefix}.{name}" if prefix else name), param
         for name, param in nn.Module.named_parameters(self, prefix, recurse, remove_duplicate):
@@ -178,39 +174,15 @@ class XlaFullyShardedDataParallel(shard_states.ShardHolder):
                 yield name, param
 
     # ------------------------------------------------------------ checkpoints
-    def get_shard_metadata(self) -> dict[str, Any]:
+    def get_shard_metadata(self) -> ShardMetadata:
         """What consolidation needs to know; save it beside ``state_dict()``."""
-        return shard_states.metadata(self)
+        return self._shard_metadata()
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+    def state_dict(self, *args: Tree, **kwargs: Tree) -> Tree:
         """This rank's shards, and all buffers."""
-        given = {**dict(zip(("destination", "prefix", "keep_vars"), args, strict=False)), **kwargs}
-        destination: Any = given.get("destination")
-        prefix = given.get("prefix", "")
-        if destination is None:
-            destination = OrderedDict()
-            destination._metadata = OrderedDict()
-        found: Any = OrderedDict()
-        found._metadata = OrderedDict()
-        with collecting():
-            nn.Module.state_dict(
-                self, destination=found, prefix=prefix, keep_vars=given.get("keep_vars", False)
-            )
-        shard_states.rename_saved(self, found, prefix)
-        destination.update(found)
-        if hasattr(destination, "_metadata"):
-            destination._metadata.update(found._metadata)
-        return destination
-
-    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any, **kwargs: Any) -> None:
-        self._state.state_is_local = shard_states.rename_loaded(self, state_dict, prefix)
-        if self._state.state_is_local:
-            begin_loading_shards(self)
-        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
-        self._state.state_is_local = False
+        return self._shard_state_dict(*args, **kwargs)
 
     # ------------------------------------------------------------ steps
-    @torch.no_grad()
     def clip_grad_norm_(
         self,
         max_norm: float,
@@ -232,11 +204,7 @@ class XlaFullyShardedDataParallel(shard_states.ShardHolder):
         if groups is None and self.sharding_groups is None:
             return super().clip_grad_norm_(max_norm, norm_type)
         group = current_backend().group() if groups is None else group_among(groups)
-        params = list(self.parameters())
-        like = norm_like(params).to(self.compute_device)
-        gradients = [p.grad for p in params if p.grad is not None]
-        portions = [Portion(gradients, (group,))]
-        return clip_by_global_norm(portions, gradients, like, float(max_norm), float(norm_type))
+        return clip_params(list(self.parameters()), group, max_norm, norm_type, self.compute_device)
 
     def extra_repr(self) -> str:
         """Place and main options."""
@@ -247,16 +215,7 @@ class XlaFullyShardedDataParallel(shard_states.ShardHolder):
         )
 
 
-def _layout(multiple: int, by_rows: bool, shapes: Sequence[torch.Size], world_size: int) -> ShardLayout:
-    """torch_xla's shards: whole rows, or padded to a multiple."""
-    if world_size == 1:
-        multiple = 1  # nothing is cut; state dicts add the padding
-    elif by_rows and shapes[0]:
-        multiple = max(1, shapes[0][1:].numel())
-    return ShardLayout(tuple(shape.numel() for shape in shapes), world_size, multiple)
-
-
-def _check(module: nn.Module, options: dict[str, Any]) -> None:
+def _check(module: nn.Module, options: Mapping[str, object]) -> None:
     if isinstance(module, XlaFullyShardedDataParallel):
         raise ConfigurationError(
             "the module is an FSDP module already; to nest, wrap submodules before the module that holds them"
@@ -274,35 +233,9 @@ def _check(module: nn.Module, options: dict[str, Any]) -> None:
         raise ConfigurationError(f"{', '.join(dummies)}: there are no dummy operations here; leave it out")
 
 
-def _check_place(group: Any, rank: int | None, world_size: int | None) -> None:
+def _check_place(group: Group, rank: int | None, world_size: int | None) -> None:
     if (group.rank, group.world_size) != (rank, world_size):
         raise ConfigurationError(
             f"sharding_groups put this rank at place {group.rank} of {group.world_size}; pass sharding_rank="
             f"{group.rank} and sharding_world_size={group.world_size} (got {rank} and {world_size})"
         )
-
-
-def _materialize(module: nn.Module, init: Callable[[nn.Module], Any] | None) -> None:
-    """Gives parameters on the meta device their initial values."""
-    own = [m for _, m in modules_outside_units(module)]
-    if not any(p is not None and p.is_meta for m in own for p in m._parameters.values()):
-        return
-    if init is not None:
-        init(module)
-        return
-    reset = getattr(module, "reset_parameters", None)
-    if reset is None:
-        raise ConfigurationError(
-            f"parameters of {type(module).__name__} are on the meta device and it has no reset_parameters() to "
-            "initialise them; pass param_init_fn"
-        )
-    module.to_empty(device="cpu")
-    with torch.no_grad():
-        reset()
-
-
-def _move_buffers(module: nn.Module, device: torch.device) -> None:
-    for m in module.modules():
-        for name, buffer in m._buffers.items():
-            if buffer is not None and buffer.device != device:
-                m._buffers[name] = buffer.to(device)

@@ -1,4 +1,4 @@
-"""How torch_xla's FSDP names shards in state dicts.
+"""How shards are named in state dicts (as torch_xla's FSDP names them).
 
 A shard is an entry of its wrapper. Its name holds the path that the parameter has within the wrapper, with another
 separator. Paths of modules are without ``_fpw_module`` in state dicts, but with it inside of such names.
@@ -6,30 +6,16 @@ separator. Paths of modules are without ``_fpw_module`` in state dicts, but with
 
 from __future__ import annotations
 
-from shardkit.fsdp.names import INNER, OUTER
+from ...fsdp.names import OUTER
 
 PREFIX = "_fsdp_shard"
 SEPARATOR = "_FSDP_SHARD_SEPARATOR_"
+FLAT = f"{OUTER}flat_param_"  # so begin the paths of flat parameters
 
 
 def shard_name(original: str) -> str:
     """Name of the shard of a parameter with this path."""
     return f"{PREFIX}.{original}".replace(".", SEPARATOR)
-
-
-def flat_original(index: int) -> str:
-    """Path of a flat parameter within its wrapper."""
-    return f"{OUTER}flat_param_{index}"
-
-
-def own_original(name: str) -> str:
-    """Path of a parameter, not flattened, that has this name in the wrapped module."""
-    return f"{INNER}{name}"
-
-
-def is_flat(original: str) -> bool:
-    """Whether this is the path of a flat parameter."""
-    return original.startswith(f"{OUTER}flat_param_")
 
 
 def in_state_dict(path: str) -> str:

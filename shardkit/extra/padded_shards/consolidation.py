@@ -6,16 +6,59 @@ import glob
 import os
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TypedDict
 
 import torch
 
-from shardkit.checkpoint.loading import load
-from shardkit.checkpoint.saving import save
-from shardkit.errors import ConfigurationError
-from shardkit.fsdp.names import clean
+from ...checkpoint.loading import load
+from ...checkpoint.saving import save
+from ...errors import ConfigurationError
+from ...fsdp.names import clean
+from .names import FLAT, split_shard_name
 
-from .shard_names import is_flat, split_shard_name
+Tensors = Mapping[str, torch.Tensor]
+
+
+class ShardInfo(TypedDict):
+    """Of a shard: size of the whole parameter, and its path within the wrapper."""
+
+    _orig_size: torch.Size
+    _orig_name: str
+
+
+class BufferInfo(TypedDict):
+    """Of a buffer that was cast."""
+
+    _orig_dtype: torch.dtype
+
+
+class _Shared(TypedDict, total=False):
+    """Weights that have several names: name -> first name."""
+
+    shared_info: dict[str, str]
+
+
+class ShardMetadata(_Shared):
+    """What is needed to put the shards of all ranks together.
+
+    Attributes:
+        shard_info: path of a wrapper -> name of a shard -> what is known of it.
+        flatten_info: path of a flat parameter -> names, shapes and numels of the parameters in it.
+        buffer_info: path of a buffer -> its dtype, if it was cast.
+    """
+
+    shard_info: dict[str, dict[str, ShardInfo]]
+    flatten_info: dict[str, tuple[list[str], list[torch.Size], list[int]]]
+    buffer_info: dict[str, BufferInfo]
+    world_size: int
+    rank: int
+
+
+class ShardCheckpoint(TypedDict):
+    """The file of a rank."""
+
+    model: Tensors
+    shard_metadata: ShardMetadata
 
 
 def _whole(shards: Sequence[torch.Tensor], size: Sequence[int]) -> torch.Tensor:
@@ -28,8 +71,8 @@ def _whole(shards: Sequence[torch.Tensor], size: Sequence[int]) -> torch.Tensor:
 
 
 def consolidate_sharded_state_dicts(
-    state_dict_list: Sequence[Mapping[str, Any]], shard_metadata: Mapping[str, Any]
-) -> OrderedDict[str, Any]:
+    state_dict_list: Sequence[Tensors], shard_metadata: ShardMetadata
+) -> OrderedDict[str, torch.Tensor]:
     """The full state dict of the module that was wrapped.
 
     Args:
@@ -44,7 +87,7 @@ def consolidate_sharded_state_dicts(
             f"the checkpoint is of {shard_metadata['world_size']} ranks, got the state dicts of {len(state_dict_list)}"
         )
     dtypes = {clean(k): v["_orig_dtype"] for k, v in shard_metadata.get("buffer_info", {}).items()}
-    full: OrderedDict[str, Any] = OrderedDict()
+    full: OrderedDict[str, torch.Tensor] = OrderedDict()
     for key, value in state_dict_list[0].items():
         wrapper, shard = split_shard_name(key)
         if shard is None:  # buffers are rank 0's
@@ -54,7 +97,7 @@ def consolidate_sharded_state_dicts(
         info = shard_metadata["shard_info"][wrapper][shard]
         param = _whole([state[key] for state in state_dict_list], info["_orig_size"])
         path = f"{wrapper}.{info['_orig_name']}" if wrapper else info["_orig_name"]
-        if not is_flat(info["_orig_name"]):
+        if not info["_orig_name"].startswith(FLAT):
             full[clean(path)] = param
             continue
         names, shapes, numels = shard_metadata["flatten_info"][path]
@@ -67,16 +110,16 @@ def consolidate_sharded_state_dicts(
     return full
 
 
-def _facts(checkpoint: Mapping[str, Any]) -> list[Any]:
+def _facts(checkpoint: ShardCheckpoint) -> tuple[dict[str, object], dict[str, object]]:
     """What is the same in the files of all ranks."""
     kinds = {k: getattr(v, "dtype", type(v)) for k, v in checkpoint["model"].items()}
-    return [kinds, {k: v for k, v in checkpoint["shard_metadata"].items() if k != "rank"}]
+    return kinds, {k: v for k, v in checkpoint["shard_metadata"].items() if k != "rank"}
 
 
 def consolidate_sharded_model_checkpoints(
     ckpt_prefix: str, ckpt_suffix: str = "*.pth", save_path: str = "", save_model: bool = True, *,
     trust_pickle: bool = False,
-) -> tuple[OrderedDict[str, Any], str | None]:  # fmt: skip
+) -> tuple[OrderedDict[str, torch.Tensor], str | None]:  # fmt: skip
     """Puts the checkpoint files of all ranks together: dicts with ``model`` and ``shard_metadata``.
 
     Args:
@@ -99,10 +142,10 @@ def consolidate_sharded_model_checkpoints(
     if not paths:
         raise ConfigurationError(f"no file matches {pattern}")
     print(f"found {len(paths)} checkpoint files in {pattern}")
-    by_rank: dict[int, Any] = {}
+    by_rank: dict[int, ShardCheckpoint] = {}
     for path in paths:
-        checkpoint = load(path, trust_pickle=trust_pickle)
-        rank, size = (checkpoint["shard_metadata"][k] for k in ("rank", "world_size"))
+        checkpoint: ShardCheckpoint = load(path, trust_pickle=trust_pickle)
+        rank, size = checkpoint["shard_metadata"]["rank"], checkpoint["shard_metadata"]["world_size"]
         if size != len(paths) or rank in by_rank:
             raise ConfigurationError(
                 f"{path} is rank {rank} of {size}, and {len(paths)} files match {pattern}; there have to be the files "
