@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar
+from types import ModuleType
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
 
 from shardkit.backend import Backend
 from shardkit.errors import BackendError, ConfigurationError
+from shardkit.types import Args, ProcessGroup, T
 
 from .c10d.group import C10dGroup
 from .c10d.known_groups import KnownGroups
@@ -37,7 +39,7 @@ class AcceleratorBackend(EagerBackend):
         self._selected = False
 
     @property
-    def _module(self) -> Any:
+    def _module(self) -> ModuleType:
         return torch.get_device_module(self.device_type)
 
     def is_available(self) -> bool:
@@ -76,11 +78,13 @@ class AcceleratorBackend(EagerBackend):
             )
         module.set_device(int(local_rank))
 
-    def group(self, process_group: Any = None) -> C10dGroup:
+    def group(self, process_group: ProcessGroup = None) -> C10dGroup:
         """See :meth:`shardkit.backend.Backend.group`. Of mixed groups ("cpu:gloo,cuda:nccl") what serves the device."""
         return self._groups.of(process_group)
 
-    def _make_group(self, backend: Backend, process_group: Any, ranks: Sequence[int], rank: int) -> C10dGroup:
+    def _make_group(
+        self, backend: Backend, process_group: dist.ProcessGroup | None, ranks: Sequence[int], rank: int
+    ) -> C10dGroup:
         if process_group is None:
             return C10dGroup(backend, None, ranks, rank)
         kind, own = self.device_type, self.process_group_backend
@@ -106,9 +110,9 @@ class AcceleratorBackend(EagerBackend):
         self._module.set_rng_state(state, self.device())
 
     def launch(
-        self, fn: Callable[..., Any], world_size: int, args: tuple[Any, ...] = (), *, timeout: float | None = None,
+        self, fn: Callable[..., T], world_size: int, args: Args = (), *, timeout: float | None = None,
         start_timeout: float | None = START_SECONDS,
-    ) -> list[Any]:  # fmt: skip
+    ) -> list[T]:  # fmt: skip
         """Runs ``fn(rank, *args)`` in one process for each device, with a process group of the device's library.
 
         Raises:

@@ -3,11 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeGuard
 
 import torch
 
-from shardkit.backend import ReduceOp
+from shardkit.backend import Group, ReduceOp
 from shardkit.errors import ConfigurationError
+
+
+def is_group(thing: object) -> TypeGuard[Group]:
+    """Whether it is one of our groups, or wraps one."""
+    return callable(getattr(thing, "all_gather_into", None))
+
+
+def size_of(process_group: object) -> int | None:
+    """How many ranks an object with ``rank()`` and ``size()`` has; None for all other objects."""
+    size = getattr(process_group, "size", None)
+    return size() if callable(size) and callable(getattr(process_group, "rank", None)) else None
 
 
 def check_parts(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Callable
-from typing import Any, NoReturn, Protocol
+from typing import NoReturn, Protocol
 
 import torch.distributed as dist
 
@@ -26,7 +26,7 @@ class EndsAtFork(Protocol):
 _first: list[Callable[[], None]] = []
 _mine: weakref.WeakSet[EndsAtFork] = weakref.WeakSet()
 # torch's process groups that were there at the fork, and the parent's rank
-_of_parent: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+_of_parent: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 
 
 def belongs_here(what: EndsAtFork) -> None:
@@ -48,7 +48,7 @@ def refusal(rank: int) -> LifecycleError:
     )
 
 
-def check_process_group(process_group: Any) -> None:
+def check_process_group(process_group: dist.ProcessGroup) -> None:
     """Raises LifecycleError if it is one of the process that this one was forked from."""
     if process_group in _of_parent:
         raise refusal(_of_parent[process_group])

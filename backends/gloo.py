@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch.distributed as dist
+
+from shardkit.types import Args, ProcessGroup, T
 
 from .c10d.group import C10dGroup
 from .c10d.known_groups import KnownGroups
@@ -25,11 +26,11 @@ class GlooBackend(Host):
     def is_available(self) -> bool:
         return dist.is_available() and dist.is_gloo_available()
 
-    def group(self, process_group: Any = None) -> C10dGroup:
+    def group(self, process_group: ProcessGroup = None) -> C10dGroup:
         return self._groups.of(process_group)
 
     def launch(
-        self, fn: Callable[..., Any], world_size: int, args: tuple[Any, ...] = (), *, timeout: float | None = None,
+        self, fn: Callable[..., T], world_size: int, args: Args = (), *, timeout: float | None = None,
         start_timeout: float | None = START_SECONDS,
-    ) -> list[Any]:  # fmt: skip
+    ) -> list[T]:  # fmt: skip
         return launch_processes(fn, world_size, args, "gloo", timeout, start_timeout)

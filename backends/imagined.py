@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 
 from shardkit.backend import DONE, Backend, Group, ReduceOp, Work
 from shardkit.errors import BackendError
+from shardkit.types import Args, ProcessGroup, T
 
 from .arguments import check_members
 from .host import Host
@@ -29,13 +29,13 @@ class ImaginedBackend(Host):
     def device(self) -> torch.device:
         return torch.device("meta")
 
-    def group(self, process_group: Any = None) -> ImaginedGroup:
+    def group(self, process_group: ProcessGroup = None) -> ImaginedGroup:
         return self._group
 
     def launch(
-        self, fn: Callable[..., Any], world_size: int, args: tuple[Any, ...] = (), *, timeout: float | None = None,
+        self, fn: Callable[..., T], world_size: int, args: Args = (), *, timeout: float | None = None,
         start_timeout: float | None = None,
-    ) -> list[Any]:  # fmt: skip
+    ) -> list[T]:  # fmt: skip
         raise BackendError("imagined ranks can't be launched: they have no values; use backend='simulated'")
 
 
@@ -97,13 +97,13 @@ class ImaginedGroup(Group):
     def all_gather_bytes(self, data: bytes, *, label: str = "") -> list[bytes]:
         return [data] * self.world_size
 
-    def all_gather_object(self, obj: Any, *, label: str = "") -> list[Any]:
+    def all_gather_object(self, obj: T, *, label: str = "") -> list[T]:
         return [obj] * self.world_size
 
-    def gather_object(self, obj: Any, dst: int, *, label: str = "") -> list[Any] | None:
+    def gather_object(self, obj: T, dst: int, *, label: str = "") -> list[T] | None:
         return [obj] * self.world_size if dst == self.rank else None
 
-    def broadcast_object(self, obj: Any, src: int, *, label: str = "") -> Any:
+    def broadcast_object(self, obj: T, src: int, *, label: str = "") -> T:
         return obj
 
     def agree(self, what: str) -> None:

@@ -17,10 +17,12 @@ import traceback
 import weakref
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
 from types import TracebackType
-from typing import Any
+from typing import cast
 
 from shardkit.errors import ConfigurationError, RankFailedError
+from shardkit.types import AnyCallable, Args, T
 
 from .diagnosis.job import begin_job, end_job, fail_job
 from .spawning import Name, environment
@@ -144,13 +146,13 @@ class RankPool:
         self._start_timeout = start_timeout
         self._backend, self._start = backend, start
         self._environment = dict(environment or {})
-        self._processes: list[Any] = []
+        self._processes: list[SpawnProcess] = []
         self._connections: list[Connection] = []
         self._names: list[Name] = []
-        self._store: Any = None
+        self._store: object = None  # kept, not asked for anything
         _pools.add(self)
 
-    def run(self, fn: Callable[..., Any], *args: Any) -> list[Any]:
+    def run(self, fn: Callable[..., T], *args: object) -> list[T]:
         """``fn(rank, *args)`` on every rank; each rank's result.
 
         Args:
@@ -169,14 +171,14 @@ class RankPool:
                 connection.send_bytes(call)
             except OSError:
                 break  # that rank has died: what it left shows below
-        return self._collect(self.timeout)
+        return cast("list[T]", self._collect(self.timeout))
 
     def _begin(self) -> None:
         """Starts the ranks. This process holds the store in which they meet, so that it outlives each of them."""
         from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
         self.close()
-        self._store = TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
+        store = self._store = TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
         context = multiprocessing.get_context("spawn")
         free = _free_port()
         with environment(self._environment):
@@ -187,7 +189,7 @@ class RankPool:
                     target=_serve,
                     name=name,
                     args=(
-                        there, rank, self.world_size, f"127.0.0.1:{self._store.port}", self._backend, self._start,
+                        there, rank, self.world_size, f"127.0.0.1:{store.port}", self._backend, self._start,
                         _variables(rank, self.world_size, free),
                     ),
                 )  # fmt: skip
@@ -198,10 +200,10 @@ class RankPool:
                 self._connections.append(here)
         self._collect(self._start_timeout, "the ranks are not ready (start_timeout)")
 
-    def _collect(self, timeout: float | None, late: str = "no answer") -> list[Any]:
+    def _collect(self, timeout: float | None, late: str = "no answer") -> list[object]:
         """One answer from each rank; the first failure ends all of them."""
         deadline = None if timeout is None else time.monotonic() + timeout
-        results: list[Any] = [None] * self.world_size
+        results: dict[int, object] = {}
         waiting = dict(enumerate(self._connections))
         failures: list[tuple[int, str, str]] = []
         try:
@@ -226,10 +228,10 @@ class RankPool:
             cause = next((f for f in failures if f[1] not in _CONSEQUENCES), failures[0])
             self.close(kill=True)
             raise RankFailedError(*cause)
-        return results
+        return [results[rank] for rank in range(self.world_size)]
 
     def _receive(
-        self, ready: Sequence[Any], waiting: dict[int, Connection], results: list[Any],
+        self, ready: Sequence[object], waiting: dict[int, Connection], results: dict[int, object],
         failures: list[tuple[int, str, str]],
     ) -> None:  # fmt: skip
         for rank, connection in [(r, c) for r, c in waiting.items() if c in ready]:
@@ -295,7 +297,7 @@ def _close_pools() -> None:
         pool.close(kill=True)
 
 
-def _packed(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
+def _packed(fn: AnyCallable, args: Args) -> bytes:
     """What is sent to a rank.
 
     Raises:
@@ -334,9 +336,9 @@ def _free_port() -> int:
 
 
 def launch_processes(
-    fn: Callable[..., Any], world_size: int, args: tuple[Any, ...], backend: str, timeout: float | None,
+    fn: Callable[..., T], world_size: int, args: Args, backend: str, timeout: float | None,
     start_timeout: float | None,
-) -> list[Any]:  # fmt: skip
+) -> list[T]:  # fmt: skip
     """Starts ranks for one call."""
     with RankPool(world_size, backend, timeout=timeout, start_timeout=start_timeout) as pool:
         return pool.run(fn, *args)

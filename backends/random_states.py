@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import random
 import sys
-from typing import Any
 
 import torch
 
+from shardkit.types import Tree
+
 HostRandomStates = tuple[
-    torch.Tensor, Any, Any
-]  # of torch's CPU generator, random, numpy (None if not imported)
+    torch.Tensor, tuple[object, ...], Tree
+]  # of torch, random, numpy (None if not imported)
 
 
 def host_random_states() -> HostRandomStates:

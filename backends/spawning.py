@@ -14,8 +14,8 @@ import signal
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import IO
 
 _SECONDS = 0.5  # in which a process writes its stacks; it does so when it gets to run
 _MOST = 4000  # characters shown
@@ -51,7 +51,7 @@ class Name(str):
         file: takes the stacks; it has no path, so that nothing is left whatever happens.
     """
 
-    file: Any
+    file: IO[bytes]
     _sent: bool
 
     def __new__(cls, text: str) -> Name:
@@ -60,8 +60,8 @@ class Name(str):
         name._sent = False
         return name
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        popen: Any = multiprocessing.context.get_spawning_popen()
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
+        popen = multiprocessing.context.get_spawning_popen()
         if popen is None or self._sent or not hasattr(signal, "SIGUSR1"):
             return str, (str(self),)
         self._sent = True  # it is part of what is sent after it, too

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch.autograd.function import FunctionCtx
 from torch.nn.modules.module import _IncompatibleKeys
+
+T = TypeVar("T")  # of a function that hands a value on, or calls another one
 
 StateDict: TypeAlias = dict[str, Any]
 """State of a module, of an optimizer, or of one of its parameters, and what else is saved by name."""

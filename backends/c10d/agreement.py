@@ -6,9 +6,9 @@ import contextlib
 import time
 import zlib
 from datetime import timedelta
-from typing import Any
 
 from ..diagnosis.store_thread import STORE_THREAD, NoAnswer
+from ..torch_types import Store
 from .call_order import Key
 
 _LATE = 1.0  # seconds beyond its time that a poll may take
@@ -30,7 +30,7 @@ class Agreement:
     """
 
     def __init__(
-        self, store: Any, channel: str, number: int, key: Key, world_size: int, timeout: timedelta
+        self, store: Store, channel: str, number: int, key: Key, world_size: int, timeout: timedelta
     ) -> None:
         self._store = store
         self._place = f"shardkit/agreement/{channel}"
@@ -51,7 +51,7 @@ class Agreement:
         """Whether a wait has seen it."""
         return self._completed
 
-    def wait(self, timeout: timedelta) -> None:
+    def wait(self, timeout: timedelta = timedelta()) -> None:
         """Raises RuntimeError when the time is over."""
         seconds = timeout.total_seconds()
         until = time.monotonic() + seconds

@@ -17,7 +17,7 @@ import os
 import sys
 import threading
 import weakref
-from typing import Any, NoReturn, Protocol
+from typing import NoReturn, Protocol
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,7 @@ import torch.distributed as dist
 from shardkit.errors import LifecycleError
 
 from ..forked import first_in_fork
+from ..torch_types import Store
 
 _EXIT_SECONDS = 1.0
 # gloo gives up by itself later than shardkit, whose message says more.
@@ -34,10 +35,10 @@ _SLACK = datetime.timedelta(seconds=20)
 class EndsAtExit(Protocol):
     """What lets go of its process group before Python ends."""
 
-    process_group: Any
+    process_group: object
 
 
-def timeout_of(process_group: Any, device_type: str) -> datetime.timedelta:
+def timeout_of(process_group: dist.ProcessGroup, device_type: str) -> datetime.timedelta:
     """How long a collective may take: what ``init_process_group(timeout=)`` or ``new_group(timeout=)`` was given."""
     for kind in (device_type, "cpu"):
         try:
@@ -49,17 +50,16 @@ def timeout_of(process_group: Any, device_type: str) -> datetime.timedelta:
     return dist.distributed_c10d.default_pg_timeout
 
 
-def connect_gloo(store: Any, rank: int, world_size: int, timeout: datetime.timedelta) -> Any:
+def connect_gloo(store: Store, rank: int, world_size: int, timeout: datetime.timedelta) -> dist.ProcessGroup:
     """A process group over gloo of all who come to this store; see [Note: sockets].
 
     torch's ``new_group`` wants every rank of the job, or names groups by how many this rank knows already, and
     then waits for ever if ranks know different numbers of them.
     """
-    kind_of_group: Any = dist.ProcessGroupGloo
-    options = kind_of_group._Options()
+    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._devices = _devices()
     options._timeout = timeout + _SLACK
-    gloo = kind_of_group(store, rank, world_size, options)
+    gloo = dist.ProcessGroupGloo(store, rank, world_size, options)
     pg = dist.ProcessGroup(store, rank, world_size)
     kind = dist.ProcessGroup.BackendType.GLOO
     for device_type in ("cpu", "cuda"):
@@ -68,11 +68,11 @@ def connect_gloo(store: Any, rank: int, world_size: int, timeout: datetime.timed
     return pg
 
 
-def _devices() -> list[Any]:
+def _devices() -> list[dist.ProcessGroupGloo.Device]:
     """The network interfaces that torch's own gloo groups use. One device serves one group: pairs of ranks that are
     connected on demand are told apart by rank alone."""
     on_demand = True if sys.platform == "linux" else None  # gloo's other transports have no such thing
-    gloo: Any = dist.ProcessGroupGloo
+    gloo = dist.ProcessGroupGloo
     names = [n for n in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if n]
     if names:
         return [gloo.create_device(interface=name, lazy_init=on_demand) for name in names]
@@ -92,12 +92,12 @@ class Destroyed:
 DESTROYED = Destroyed()
 
 # Every process group in use, and what uses it.
-_process_groups: weakref.WeakSet[Any] = weakref.WeakSet()
+_process_groups: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
 _users: weakref.WeakSet[EndsAtExit] = weakref.WeakSet()
 _broken = False
 
 
-def register(process_group: Any, user: EndsAtExit | None) -> None:
+def register(process_group: dist.ProcessGroup, user: EndsAtExit | None) -> None:
     """Remembers a process group for the end; ``user`` lets go of it at exit."""
     _process_groups.add(process_group)
     if user is not None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,19 +21,21 @@ from ..diagnosis.calls import AGREEMENT, Call
 from ..diagnosis.store_thread import NoAnswer
 from ..diagnosis.watch import Watch
 from ..forked import LeftBehind, belongs_here
+from ..torch_types import Store
 from .agreement import Agreement
 from .call_order import ORDERED_CHANNELS, CallOrder
 from .connections import DESTROYED, connect_gloo, register, timeout_of
 from .local_reduction import Accumulate, Exchange, Finish
 from .object_collectives import ObjectsOverTensors
-from .waiting import C10dWork, Waiting
+from .waiting import C10dWork, TorchWork, Waiting
 
 OPS = {
-    ReduceOp.SUM: dist.ReduceOp.SUM,
-    ReduceOp.AVG: dist.ReduceOp.SUM,  # gloo has no AVG: divided afterwards
-    ReduceOp.MAX: dist.ReduceOp.MAX,
-    ReduceOp.MIN: dist.ReduceOp.MIN,
+    ReduceOp.SUM: dist.ReduceOp(dist.ReduceOp.SUM),
+    ReduceOp.AVG: dist.ReduceOp(dist.ReduceOp.SUM),  # gloo has no AVG: divided afterwards
+    ReduceOp.MAX: dist.ReduceOp(dist.ReduceOp.MAX),
+    ReduceOp.MIN: dist.ReduceOp(dist.ReduceOp.MIN),
 }
+Options = TypeVar("Options", dist.AllreduceOptions, dist.ReduceOptions)
 PIECE = 2**20  # most elements that a rank receives in a round
 _MAIN = "main"  # the name of what is no channel
 
@@ -52,7 +54,7 @@ _DTYPES = frozenset(
 )
 
 
-class C10dGroup(ObjectsOverTensors, Waiting):
+class C10dGroup(Waiting, ObjectsOverTensors):
     """Ranks of a torch.distributed process group.
 
     Args:
@@ -66,8 +68,8 @@ class C10dGroup(ObjectsOverTensors, Waiting):
     ends_at_exit = True
 
     def __init__(
-        self, backend: Backend, process_group: Any, ranks: Sequence[int], rank: int, name: str = _MAIN,
-        parent: C10dGroup | None = None,
+        self, backend: Backend, process_group: dist.ProcessGroup | None, ranks: Sequence[int], rank: int,
+        name: str = _MAIN, parent: C10dGroup | None = None,
     ) -> None:  # fmt: skip
         self.backend = backend
         self.process_group = process_group
@@ -121,7 +123,7 @@ class C10dGroup(ObjectsOverTensors, Waiting):
         self._subgroups.add(group)
         return group
 
-    def _meet(self, what: str, name: str, members: Sequence[int]) -> Any:
+    def _meet(self, what: str, name: str, members: Sequence[int]) -> dist.ProcessGroup | None:
         """A process group of these group ranks, known to them alone; None on the others."""
         self._meetings += 1  # for the same members may meet again
         self.barrier(label=f"connecting {what}")  # a rank that does not come shows here
@@ -131,7 +133,7 @@ class C10dGroup(ObjectsOverTensors, Waiting):
         store = PrefixStore(f"shardkit/{name}", self.process_group.get_group_store())
         return self._connect(store, name, members)
 
-    def _connect(self, store: Any, name: str, members: Sequence[int]) -> Any:
+    def _connect(self, store: Store, name: str, members: Sequence[int]) -> dist.ProcessGroup:
         """A process group of the ranks that call this."""
         return connect_gloo(store, members.index(self.rank), len(members), self._timeout)
 
@@ -179,7 +181,7 @@ class C10dGroup(ObjectsOverTensors, Waiting):
 
     # ------------------------------------------------------------ bookkeeping of calls
     def _issue(
-        self, works: list[Any], operation: str, numel: int, label: str, async_op: bool,
+        self, works: list[TorchWork], operation: str, numel: int, label: str, async_op: bool,
         after: Callable[[], None] | None = None,
     ) -> Work:  # fmt: skip
         self._sequence += 1
@@ -350,6 +352,6 @@ def _real(tensor: torch.Tensor) -> torch.Tensor:
     return torch.view_as_real(tensor.detach()).view(-1)
 
 
-def _options(options: Any, op: ReduceOp) -> Any:
+def _options(options: Options, op: ReduceOp) -> Options:
     options.reduceOp = OPS[op]
     return options

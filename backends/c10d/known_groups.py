@@ -5,15 +5,19 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import torch.distributed as dist
 
 from shardkit.backend import Backend
 from shardkit.errors import ConfigurationError
+from shardkit.types import ProcessGroup
 
+from ..arguments import size_of
 from ..forked import check_process_group
+from ..torch_types import Store
 from .group import C10dGroup
+
+MakeGroup = Callable[[Backend, "dist.ProcessGroup | None", Sequence[int], int], C10dGroup]
 
 
 class KnownGroups:
@@ -28,13 +32,11 @@ class KnownGroups:
         make: called with (backend, process group or None, global ranks, own rank).
     """
 
-    def __init__(
-        self, backend: Backend, make: Callable[[Backend, Any, Sequence[int], int], C10dGroup] = C10dGroup
-    ) -> None:
+    def __init__(self, backend: Backend, make: MakeGroup = C10dGroup) -> None:
         self._backend, self._make = backend, make
-        self._known: dict[int, tuple[weakref.ref[Any], C10dGroup]] = {}  # by id of the process group
+        self._known: dict[int, tuple[weakref.ref[Store], C10dGroup]] = {}  # by id of the process group
 
-    def of(self, process_group: Any) -> C10dGroup:
+    def of(self, process_group: ProcessGroup) -> C10dGroup:
         """The group for what a user passes.
 
         Raises:
@@ -49,8 +51,8 @@ class KnownGroups:
                 f"rank {dist.get_rank()} is no member of the process group; build sharded objects on its members only "
                 "(new_group returns this value on the other ranks)"
             )
-        if callable(getattr(process_group, "rank", None)) and callable(getattr(process_group, "size", None)):
-            size = process_group.size()
+        size = size_of(process_group)
+        if size is not None:
             if size == 1:
                 return self._make(self._backend, None, [0], 0)
             raise ConfigurationError(
@@ -61,14 +63,14 @@ class KnownGroups:
             "group or None for all ranks"
         )
 
-    def _of_torch(self, process_group: Any) -> C10dGroup:
+    def _of_torch(self, process_group: dist.ProcessGroup | None) -> C10dGroup:
         if not dist.is_initialized():
             raise ConfigurationError(
                 "no process group exists yet: call torch.distributed.init_process_group(...) first, or start the ranks "
                 "with shardkit.launch(fn, world_size)"
             )
         pg = process_group if process_group is not None else dist.group.WORLD
-        if pg not in _listed():
+        if pg is None or pg not in _listed():
             raise ConfigurationError(
                 "torch.distributed does not know this process group: it was destroyed, or made by other means than "
                 "init_process_group and new_group"
@@ -80,11 +82,11 @@ class KnownGroups:
             self._known[id(pg)] = entry, group
         return self._known[id(pg)][1]
 
-    def _end_of(self, key: int, _: weakref.ref[Any]) -> None:
+    def _end_of(self, key: int, _: weakref.ref[Store]) -> None:
         """torch has destroyed a process group."""
         self._known.pop(key)[1].close()
 
 
-def _listed() -> Mapping[Any, tuple[str, Any]]:
+def _listed() -> Mapping[dist.ProcessGroup, tuple[str, Store]]:
     """The process groups that torch knows: for each its backend's name and its store."""
     return dist.distributed_c10d._world.pg_map

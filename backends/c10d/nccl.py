@@ -6,11 +6,11 @@ import atexit
 import contextlib
 import weakref
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from ..torch_types import Store
 from .stream_group import StreamGroup
 
 _CUDA = torch.device("cuda")
@@ -21,12 +21,12 @@ class NcclGroup(StreamGroup):
 
     ends_at_exit = False  # see _end_communicators
 
-    def _connect(self, store: Any, name: str, members: Sequence[int]) -> Any:
+    def _connect(self, store: Store, name: str, members: Sequence[int]) -> dist.ProcessGroup:
         """An NCCL communicator of these group ranks, known to them alone (as for gloo: see the base)."""
-        options: Any = dist.ProcessGroupNCCL.Options()
+        options = dist.ProcessGroupNCCL.Options()
         options._timeout = self._timeout
         options.global_ranks_in_group = [self.ranks[r] for r in members]
-        options.group_name = f"shardkit/{name}"
+        options.group_name = f"shardkit/{name}"  # type: ignore[assignment]
         rank, size = members.index(self.rank), len(members)
         nccl = dist.ProcessGroupNCCL(store, rank, size, options)
         pg = dist.ProcessGroup(store, rank, size)
@@ -39,7 +39,7 @@ class NcclGroup(StreamGroup):
 
 
 # NCCL's threads have to end before the process does; torch ends only those of groups it made itself.
-_communicators: weakref.WeakSet[Any] = weakref.WeakSet()
+_communicators: weakref.WeakSet[dist.ProcessGroupNCCL] = weakref.WeakSet()
 
 
 @atexit.register

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
 from shardkit.backend import Group
 from shardkit.errors import ConfigurationError
+from shardkit.types import T
 
 from ..arguments import check_member
 
@@ -20,15 +20,15 @@ from ..arguments import check_member
 class ObjectsOverTensors(Group):
     """Object collectives of a group that carries tensors."""
 
-    process_group: Any  # None: a single rank that never communicates
+    process_group: object  # None: a single rank that never communicates
 
-    def all_gather_object(self, obj: Any, *, label: str = "") -> list[Any]:
+    def all_gather_object(self, obj: T, *, label: str = "") -> list[T]:
         if self.process_group is None:
             return [obj]
         data, sizes = _announce(self, obj, True, label)
         buffer, everything = _buffer(self, sum(sizes))
         self.all_gather_into(everything, data, sizes, label=label)
-        return _unpack(buffer, everything, sizes)
+        return _unpack(buffer, everything, sizes, obj)
 
     def all_gather_bytes(self, data: bytes, *, label: str = "") -> list[bytes]:
         if self.process_group is None:
@@ -38,7 +38,7 @@ class ObjectsOverTensors(Group):
         self.all_gather_into(everything, own.to(self.backend.device()), sizes, label=label)
         return [bytes(part) for part in _parts(buffer, everything, sizes)]
 
-    def gather_object(self, obj: Any, dst: int, *, label: str = "") -> list[Any] | None:
+    def gather_object(self, obj: T, dst: int, *, label: str = "") -> list[T] | None:
         check_member("gather_object", self.rank, self.world_size, dst)
         if self.process_group is None:
             return [obj]
@@ -47,9 +47,9 @@ class ObjectsOverTensors(Group):
         buffer, everything = _buffer(self, sum(sizes) if here else 0)
         send = [data.numel() if r == dst else 0 for r in range(world)]
         self.all_to_all(everything, data, sizes if here else [0] * world, send, label=label)
-        return _unpack(buffer, everything, sizes) if here else None
+        return _unpack(buffer, everything, sizes, obj) if here else None
 
-    def broadcast_object(self, obj: Any, src: int, *, label: str = "") -> Any:
+    def broadcast_object(self, obj: T, src: int, *, label: str = "") -> T:
         """On ``src`` the very object."""
         check_member("broadcast_object", self.rank, self.world_size, src)
         if self.process_group is None:
@@ -61,10 +61,10 @@ class ObjectsOverTensors(Group):
             return obj
         buffer, received = _buffer(self, sizes[src])
         self.broadcast(received, src, label=label)
-        return _unpack(buffer, received, [sizes[src]])[0]
+        return _unpack(buffer, received, [sizes[src]], obj)[0]
 
 
-def _announce(group: Group, obj: Any, sends: bool, label: str) -> tuple[torch.Tensor, list[int]]:
+def _announce(group: Group, obj: object, sends: bool, label: str) -> tuple[torch.Tensor, list[int]]:
     """The pickled object on the group's device, and every rank's numel.
 
     Raises:
@@ -110,7 +110,8 @@ def _buffer(group: Group, numel: int) -> tuple[bytearray, torch.Tensor]:
     return buffer, tensor if device.type == "cpu" else torch.empty_like(tensor, device=device)
 
 
-def _unpack(buffer: bytearray, received: torch.Tensor, sizes: Sequence[int]) -> list[Any]:
+def _unpack(buffer: bytearray, received: torch.Tensor, sizes: Sequence[int], like: T) -> list[T]:
+    """What was packed; each rank's is of the same kind as ``like``, this rank's own."""
     return [pickle.loads(part) for part in _parts(buffer, received, sizes)]
 
 

@@ -8,7 +8,6 @@ watchdog ends such a job after the process group's timeout.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,9 +18,9 @@ from ..arguments import check_exchange, check_member, check_op, check_parts
 from ..diagnosis.calls import Call
 from .group import OPS, C10dGroup
 from .local_reduction import Finish
-from .waiting import C10dWork
+from .waiting import C10dWork, TorchWork
 
-_OPS = {**OPS, ReduceOp.AVG: dist.ReduceOp.AVG}
+_OPS = {**OPS, ReduceOp.AVG: dist.ReduceOp(dist.ReduceOp.AVG)}
 
 
 class StreamWork(C10dWork):
@@ -53,7 +52,7 @@ class StreamGroup(C10dGroup):
         """Nothing: a send would have to be received."""
 
     def _issue(
-        self, works: list[Any], operation: str, numel: int, label: str, async_op: bool,
+        self, works: list[TorchWork], operation: str, numel: int, label: str, async_op: bool,
         after: Callable[[], None] | None = None,
     ) -> Work:  # fmt: skip
         self._sequence += 1
@@ -87,7 +86,7 @@ class StreamGroup(C10dGroup):
         check_op("reduce_scatter_into", self.rank, op, input.dtype)
         if not input.numel():
             return DONE
-        options: Any = dist.distributed_c10d.ReduceScatterOptions()
+        options = dist.distributed_c10d.ReduceScatterOptions()
         options.reduceOp = _OPS[op]
         if _even(parts):
             work = self._start(self.process_group._reduce_scatter_base, shard, input, options)
@@ -114,7 +113,7 @@ class StreamGroup(C10dGroup):
         check_op("all_reduce", self.rank, op, tensor.dtype)
         if not tensor.numel():
             return DONE
-        options: Any = dist.AllreduceOptions()
+        options = dist.AllreduceOptions()
         options.reduceOp = _OPS[op]
         wire = tensor.contiguous()
         work = self._start(self.process_group.allreduce, [wire], options)
@@ -128,7 +127,7 @@ class StreamGroup(C10dGroup):
         check_op("reduce", self.rank, op, tensor.dtype)
         if not tensor.numel():
             return DONE
-        options: Any = dist.ReduceOptions()
+        options = dist.ReduceOptions()
         options.reduceOp = _OPS[op]
         options.rootRank = dst
         wire = tensor.contiguous()

@@ -5,14 +5,15 @@ from __future__ import annotations
 import datetime
 import time
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any, NoReturn, ParamSpec, Protocol
 
 import torch
 
 from shardkit.backend import Work
 from shardkit.errors import OutOfStepError, RankLostError, ShardkitError
+from shardkit.types import T
 
-from ..diagnosis.calls import Call
+from ..diagnosis.calls import Call, CallFacts
 from ..diagnosis.thread_position import uncounted
 from ..diagnosis.watch import Watch
 from .agreement import Agreement
@@ -40,13 +41,24 @@ _LOST = (
 )
 
 
+P = ParamSpec("P")
+
+
+class TorchWork(Protocol):
+    """What torch's works have, and an agreement."""
+
+    def is_completed(self) -> bool: ...
+
+    def wait(self, timeout: datetime.timedelta = ..., /) -> object: ...
+
+
 class C10dWork(Work):
     """Collectives in flight that were issued as one call, and what is left to do on this rank afterwards."""
 
     __slots__ = ("_after", "_call", "_group", "_works")
 
     def __init__(
-        self, group: Waiting, works: list[Any], call: tuple[Any, ...], after: Callable[[], None] | None
+        self, group: Waiting, works: list[TorchWork], call: CallFacts, after: Callable[[], None] | None
     ) -> None:
         self._group, self._works, self._call, self._after = group, works, call, after
 
@@ -81,9 +93,9 @@ class Waiting:
     _timeout: datetime.timedelta
     _watch: Watch
     _root: Waiting  # all ranks of that group are connected
-    _probes: list[Any]  # works that may never end
+    _probes: list[TorchWork]  # works that may never end
 
-    def wait_on(self, work: Any, error: RuntimeError, call: Call) -> None:
+    def wait_on(self, work: TorchWork, error: RuntimeError, call: Call) -> None:
         """Goes on waiting for a work that did not come through at once."""
         began = time.monotonic() - SLICE.total_seconds()
         limit = self._timeout.total_seconds()
@@ -143,10 +155,10 @@ class Waiting:
             ) from error
         raise error
 
-    def _start(self, call: Callable[..., Any], *args: Any) -> Any:
+    def _start(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Issues on the process group; connections that broke before show here."""
         try:
-            return call(*args)
+            return call(*args, **kwargs)
         except RuntimeError as error:
             self._raise(error, Call(self._name, self._sequence + 1, "collective", 0, ""))
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-from typing import Any
 
 from torch.distributed.distributed_c10d import PrefixStore  # type: ignore[attr-defined]
 
+from shardkit.types import StateDict
+
+from ..torch_types import Store
 from .store_thread import STORE_THREAD, NoAnswer
 
 _ANSWERS = 5.0  # seconds in which the store answers
@@ -22,7 +24,7 @@ class Board:
         store: None for a group of one rank, whose board is closed.
     """
 
-    def __init__(self, store: Any, name: str) -> None:
+    def __init__(self, store: Store | None, name: str) -> None:
         self._store = PrefixStore(f"shardkit/{name}", store) if store is not None else None
 
     @property
@@ -33,7 +35,7 @@ class Board:
         """The store is let go, and with it the port of its server."""
         self._store = None
 
-    def publish(self, key: str, entry: dict[str, Any]) -> None:
+    def publish(self, key: str, entry: StateDict) -> None:
         if self._store is None:
             return
         try:
@@ -42,7 +44,7 @@ class Board:
         except (RuntimeError, ValueError):
             self._store = None
 
-    def read(self, key: str) -> dict[str, Any] | None:
+    def read(self, key: str) -> StateDict | None:
         """None where nothing is known."""
         store = self._store
         if store is None:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
+
+from shardkit.types import StateDict
 
 AGREEMENT = "(agreement on the next call)"  # ends the names of channels in which nothing is sent
 _FREE_SIZES = ("all_to_all",)  # ranks may send different numbers of elements
+
+
+CallFacts = tuple[str, int, str, int, str]  # a call as it is noted: what a Call has
 
 
 class Call(NamedTuple):
@@ -39,7 +44,7 @@ class Report(NamedTuple):
     job: int  # counts the functions it was launched for
 
     @classmethod
-    def of(cls, entry: dict[str, Any]) -> Report:
+    def of(cls, entry: StateDict) -> Report:
         waits = Call(*entry["waits"]) if entry["waits"] else None
         recent = [Call(*call) for call in entry["recent"]]
         return cls(entry["beat"], waits, entry["issued"], recent, entry["job"])

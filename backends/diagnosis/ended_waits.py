@@ -9,7 +9,6 @@ import logging
 import os
 import sys
 import time
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -72,7 +71,7 @@ def take_back(thread: int) -> None:
     _raise_in(thread, None)
 
 
-def _break(pg: Any) -> None:
+def _break(pg: dist.ProcessGroup) -> None:
     other = next((r for r in range(pg.size()) if r != pg.rank()), None)
     for device in pg._device_types:
         backend = pg._get_backend(device)
@@ -80,4 +79,4 @@ def _break(pg: Any) -> None:
             if backend.name() != "gloo":
                 backend.abort()
             elif other is not None:
-                backend.recv([torch.empty(1)], other, 0x5AFE).wait(_NOTHING)
+                backend.recv([torch.empty(1)], other, 0x5AFE).wait(_NOTHING)  # type: ignore[attr-defined]

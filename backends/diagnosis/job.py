@@ -9,7 +9,7 @@ import atexit
 import sys
 import threading
 import weakref
-from typing import Any
+from types import TracebackType
 
 from shardkit.progress import listen_to_errors, threads
 
@@ -69,12 +69,12 @@ def _publish_uncaught_errors() -> None:
     _hooked = True
     previous, previous_of_threads = sys.excepthook, threading.excepthook
 
-    def publish(kind: Any, error: BaseException, trace: Any) -> None:
+    def publish(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         previous(kind, error, trace)
         if not isinstance(error, KeyboardInterrupt):
             fail_job(error)
 
-    def publish_of_thread(args: Any) -> None:
+    def publish_of_thread(args: threading.ExceptHookArgs) -> None:
         previous_of_threads(args)
         if args.exc_value is not None and threading.get_ident() in threads():
             fail_job(args.exc_value)

@@ -10,9 +10,10 @@ import os
 import queue
 import threading
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, Generic
 
-T = TypeVar("T")
+from shardkit.types import T
+
 _AT_EXIT = 2.0  # seconds
 
 
@@ -20,11 +21,11 @@ class NoAnswer(Exception):
     """The store has not answered in time; it may do so later."""
 
 
-class _Asked:
-    def __init__(self, call: Callable[[], Any]) -> None:
+class _Asked(Generic[T]):
+    def __init__(self, call: Callable[[], T]) -> None:
         self.call = call
         self.is_done = threading.Event()
-        self.value: Any = None
+        self.value: T
         self.error: BaseException | None = None
 
     def run(self) -> None:
@@ -42,8 +43,8 @@ class StoreThread:
         self._lock = threading.Lock()
         self._process = 0
         self._thread: threading.Thread | None = None
-        self._asked: queue.SimpleQueue[_Asked | None] = queue.SimpleQueue()
-        self._overdue: _Asked | None = None
+        self._asked: queue.SimpleQueue[_Asked[Any] | None] = queue.SimpleQueue()
+        self._overdue: _Asked[Any] | None = None
 
     def ask(self, call: Callable[[], T], seconds: float, *, patient: bool = False) -> T:
         """``call()``, or its error.
@@ -70,7 +71,7 @@ class StoreThread:
             raise NoAnswer
         if asked.error is not None:
             raise asked.error
-        return asked.value  # type: ignore[no-any-return]
+        return asked.value
 
     def end(self) -> None:
         """Before the interpreter ends: a thread that comes back from the store then would abort the process."""
@@ -90,7 +91,7 @@ class StoreThread:
                 self._thread.start()
 
     @staticmethod
-    def _run(calls: queue.SimpleQueue[_Asked | None]) -> None:
+    def _run(calls: queue.SimpleQueue[_Asked[Any] | None]) -> None:
         while (asked := calls.get()) is not None:
             asked.run()
             del asked  # it holds a store

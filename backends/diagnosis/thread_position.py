@@ -47,7 +47,7 @@ class ThreadPosition(NamedTuple):
         has_ended: the program is over, and the interpreter waits for other threads.
     """
 
-    mark: tuple[Any, ...]
+    mark: tuple[object, ...]
     where: str
     operation: str
     group: str
@@ -101,22 +101,26 @@ _uncounted: Counter[str] = Counter()
 
 
 @contextlib.contextmanager
-def uncounted(pg: Any) -> Iterator[None]:
+def uncounted(pg: dist.ProcessGroup) -> Iterator[None]:
     """What this rank issues inside, alone, does not count as a collective."""
-    before = pg._get_sequence_number_for_group()
+    before = _issued_in(pg)
     yield
-    _uncounted[str(pg.group_name)] += pg._get_sequence_number_for_group() - before
+    _uncounted[str(pg.group_name)] += _issued_in(pg) - before
+
+
+def _issued_in(pg: dist.ProcessGroup) -> int:
+    return int(pg._get_sequence_number_for_group())  # type: ignore[attr-defined]
 
 
 def issued_of_torch() -> dict[str, int]:
     """How many collectives this rank has issued in each of torch's process groups, as far as torch tells."""
     counts = {}
     if dist.is_initialized():
-        known: list[Any] = list(dist.distributed_c10d._world.pg_map)
+        known = list(dist.distributed_c10d._world.pg_map)
         for pg in known:
             with contextlib.suppress(RuntimeError):
                 name = str(pg.group_name)
-                counts[name] = int(pg._get_sequence_number_for_group()) - _uncounted[name]
+                counts[name] = _issued_in(pg) - _uncounted[name]
     return counts
 
 
@@ -171,5 +175,5 @@ def _where(frames: list[FrameType]) -> str:
 
 def _handled(thread: int) -> BaseException | None:
     """The exception that a thread is handling (in an ``except`` or ``finally`` block)."""
-    found: Any = sys._current_exceptions().get(thread)
+    found: Any = sys._current_exceptions().get(thread)  # before Python 3.12 a tuple
     return found[1] if isinstance(found, tuple) else found

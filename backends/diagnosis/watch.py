@@ -24,14 +24,15 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
-from typing import Any
 
 from shardkit.errors import OutOfStepError, RankLostError
+from shardkit.types import StateDict
 
 from ..forked import belongs_here
+from ..torch_types import Store
 from . import job
 from .board import Board
-from .calls import Call, Report
+from .calls import Call, CallFacts, Report
 from .ended_waits import end_vain_wait
 from .testimony import Testimony, is_behind, testify
 from .thread_position import ThreadPosition, issued_of_torch, position_of
@@ -59,8 +60,8 @@ class Watch:
     """
 
     def __init__(
-        self, store: Any, rank: int, world_size: int, name: str, ranks: Sequence[int] | None = None
-    ) -> None:
+        self, store: Store | None, rank: int, world_size: int, name: str, ranks: Sequence[int] | None = None
+    ) -> None:  # fmt: skip
         self._board = Board(store, name)
         self._rank, self._world_size = rank, world_size
         self._ranks = tuple(ranks) if ranks is not None else tuple(range(world_size))  # their global ranks
@@ -73,11 +74,11 @@ class Watch:
         self._called = 0  # how often others have asked
         self._attentive = -math.inf  # until then, looks are published
         self._stillness = Stillness()
-        self._failures: list[tuple[int, dict[str, Any]]] = []  # other ranks, and what they published
+        self._failures: list[tuple[int, StateDict]] = []  # other ranks, and what they published
         self._known: set[str] = set()  # failures that this rank has raised an error for
         self._raised_at = -math.inf
         self.issued: dict[str, int] = {}
-        self.recent: deque[tuple[Any, ...]] = deque(maxlen=_REMEMBERED)
+        self.recent: deque[CallFacts] = deque(maxlen=_REMEMBERED)
         self._beat = 0
         self._suspects: dict[int, Report] = {}  # ranks that looked stuck, and what they had published then
         self._failed = False
@@ -255,7 +256,7 @@ class Watch:
                 end_vain_wait(self.thread, position, message)
                 return
 
-    def _new_failures(self) -> list[tuple[int, dict[str, Any]]]:
+    def _new_failures(self) -> list[tuple[int, StateDict]]:
         """Without those for which this rank has raised an error too: it may have gone on since."""
         found = self._read_failures()
         if time.monotonic() - self._raised_at < _ONE_EVENT:
@@ -263,7 +264,7 @@ class Watch:
         return [(rank, entry) for rank, entry in found if entry["failed"] not in self._known]
 
     # ------------------------------------------------------------ what is published
-    def _read_failures(self) -> list[tuple[int, dict[str, Any]]]:
+    def _read_failures(self) -> list[tuple[int, StateDict]]:
         """The other ranks that have failed, and what they published."""
         found = []
         for rank in range(self._world_size):

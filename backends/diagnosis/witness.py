@@ -13,7 +13,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 from .store_thread import NoAnswer
 from .thread_position import ThreadPosition
@@ -43,7 +43,7 @@ class Stillness:
     """For how long a thread has not moved, as far as it was looked at."""
 
     def __init__(self) -> None:
-        self._mark: tuple[Any, ...] | None = None
+        self._mark: tuple[object, ...] | None = None
         self._since = 0.0
 
     def seconds(self, position: ThreadPosition) -> float:

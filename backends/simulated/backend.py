@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Any
 
 from shardkit.backend import Backend, Group, register_rank_provider
 from shardkit.errors import ConfigurationError
+from shardkit.types import Args, ProcessGroup, T
 
+from ..arguments import is_group, size_of
 from ..host import Host
 from .group import Line, SimulatedGroup
 from .rank_threads import RankThreads
@@ -27,10 +28,10 @@ class SimulatedBackend(Host):
     def is_available(self) -> bool:
         return True
 
-    def group(self, process_group: Any = None) -> Group:
+    def group(self, process_group: ProcessGroup = None) -> Group:
         """See :meth:`shardkit.backend.Backend.group`."""
         here: SimulatedGroup | None = getattr(_rank, "group", None)
-        if callable(getattr(process_group, "all_gather_into", None)):
+        if is_group(process_group):
             return process_group
         if process_group is None:
             if here is None:
@@ -39,11 +40,12 @@ class SimulatedBackend(Host):
                     "backend='simulated') and build sharded objects inside fn"
                 )
             return here
-        if callable(getattr(process_group, "rank", None)) and callable(getattr(process_group, "size", None)):
-            if process_group.size() == 1:
+        size = size_of(process_group)
+        if size is not None:
+            if size == 1:
                 return SimulatedGroup(self, RankThreads(1), Line((0,)), 0)
             raise ConfigurationError(
-                f"a {type(process_group).__name__} of {process_group.size()} ranks can't communicate between simulated "
+                f"a {type(process_group).__name__} of {size} ranks can't communicate between simulated "
                 "ranks; pass a shardkit group (Group.new_group) or None for all ranks"
             )
         raise ConfigurationError(
@@ -52,9 +54,9 @@ class SimulatedBackend(Host):
         )
 
     def launch(
-        self, fn: Callable[..., Any], world_size: int, args: tuple[Any, ...] = (), *, timeout: float | None = None,
+        self, fn: Callable[..., T], world_size: int, args: Args = (), *, timeout: float | None = None,
         start_timeout: float | None = None,
-    ) -> list[Any]:  # fmt: skip
+    ) -> list[T]:  # fmt: skip
         """Runs ``fn(rank, *args)`` on that many threads; ``fn`` may be any function, and gets copies of ``args``.
 
         They start at once, so that ``start_timeout`` means nothing here.

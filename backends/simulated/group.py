@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 
 from shardkit.backend import Backend, ReduceOp, Work
 from shardkit.errors import OutOfStepError
+from shardkit.types import Tree
 
 from ..arguments import check_exchange, check_member, check_members, check_op, check_parts
 from ..c10d.call_order import ORDERED_CHANNELS
 from ..diagnosis.calls import Call
 from ..host_objects import ObjectsOverBytes
 from . import collectives
-from .rank_threads import Meeting, RankThreads
+from .rank_threads import Finish, Meeting, RankThreads
 
 
 class Line:
@@ -48,7 +48,7 @@ class SimulatedWork(Work):
     def wait(self) -> None:
         self._group._wait(self._meeting, self._call)
 
-    def result(self) -> Any:
+    def result(self) -> Tree:
         """What the last rank's ``finish`` returned."""
         self.wait()
         return self._meeting.result
@@ -71,8 +71,8 @@ class SimulatedGroup(ObjectsOverBytes):
         self._channels: dict[str, SimulatedGroup] = {}
 
     def _issue(
-        self, operation: str, numel: int, label: str, terms: tuple[Any, ...], brought: Any,
-        finish: Callable[[list[Any]], Any], async_op: bool = False,
+        self, operation: str, numel: int, label: str, terms: tuple[object, ...], brought: Tree,
+        finish: Finish, async_op: bool = False,
     ) -> SimulatedWork:  # fmt: skip
         self._sequence += 1
         call = Call(self._line.name, self._sequence, operation, numel, label)
@@ -114,7 +114,7 @@ class SimulatedGroup(ObjectsOverBytes):
         """[S] -> [N]"""
         parts = check_parts("all_gather_into", self.rank, self.world_size, output, shard, sizes)
 
-        def finish(brought: list[Any]) -> None:
+        def finish(brought: list[Tree]) -> None:
             outputs, shards = zip(*brought, strict=True)
             collectives.all_gather(outputs, shards, parts)
 
@@ -130,7 +130,7 @@ class SimulatedGroup(ObjectsOverBytes):
         parts = check_parts("reduce_scatter_into", self.rank, self.world_size, input, shard, sizes)
         check_op("reduce_scatter_into", self.rank, op, input.dtype)
 
-        def finish(brought: list[Any]) -> None:
+        def finish(brought: list[Tree]) -> None:
             shards, inputs = zip(*brought, strict=True)
             collectives.reduce_scatter(shards, inputs, parts, op)
 
@@ -148,7 +148,7 @@ class SimulatedGroup(ObjectsOverBytes):
             "all_to_all", self.rank, self.world_size, output, input, output_sizes, input_sizes
         )
 
-        def finish(brought: list[Any]) -> None:
+        def finish(brought: list[Tree]) -> None:
             outputs, inputs, comes, goes = zip(*brought, strict=True)
             for i, j in ((i, j) for i in range(self.world_size) for j in range(self.world_size)):
                 if goes[i][j] != comes[j][i]:

@@ -12,7 +12,6 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 
@@ -24,12 +23,14 @@ from shardkit.errors import (
     RankLostError,
     ShardkitError,
 )
+from shardkit.types import Args, T, Tree
 
 from ..diagnosis.calls import Call
 from ..diagnosis.watch import OUT_OF_STEP_HINT
 from ..forked import belongs_here, refusal
 from ..random_states import HostRandomStates, host_random_states, set_host_random_states
 
+Finish = Callable[[list[Tree]], object]  # what is done with all that ranks brought
 _LAST_WORDS = 2.0  # seconds that ranks get to unwind after a timeout
 
 
@@ -47,12 +48,12 @@ class Meeting:
 
     def __init__(self, ranks: Sequence[int]) -> None:
         self.ranks = tuple(ranks)
-        self.result: Any = None
+        self.result: object = None
         self.error: tuple[type[ShardkitError], str] | None = None
         self.done = False
         self._calls: dict[int, Call] = {}  # by global rank
-        self._terms: dict[int, Any] = {}
-        self._brought: dict[int, Any] = {}
+        self._terms: dict[int, object] = {}
+        self._brought: dict[int, Tree] = {}
 
     @property
     def over(self) -> bool:
@@ -62,9 +63,7 @@ class Meeting:
     def missing(self) -> set[int]:
         return set(self.ranks) - self._calls.keys()
 
-    def arrive(
-        self, rank: int, call: Call, terms: Any, brought: Any, finish: Callable[[list[Any]], Any]
-    ) -> None:
+    def arrive(self, rank: int, call: Call, terms: object, brought: Tree, finish: Finish) -> None:
         """``rank`` is here; the last one does the work for all.
 
         Args:
@@ -123,14 +122,14 @@ class RankThreads:
         belongs_here(self)
 
     # ------------------------------------------------------------ from the thread that starts them
-    def run(self, fn: Callable[..., Any], args: tuple[Any, ...], timeout: float | None) -> list[Any]:
+    def run(self, fn: Callable[..., T], args: Args, timeout: float | None) -> list[T]:
         """``fn(rank, *args)`` on every rank, each with a copy of ``args``; the results in rank order.
 
         Raises:
             RankFailedError: a rank raised, or the time is over. A rank that computes for ever stays a thread in the
                 background then: threads can't be ended from outside.
         """
-        results: list[Any] = [None] * self.world_size
+        results: dict[int, T] = {}
         before = host_random_states()
         self._threads = [
             threading.Thread(
@@ -159,15 +158,15 @@ class RankThreads:
         if self._failure is not None:
             rank, error, text = self._failure
             raise RankFailedError(rank, type(error).__name__, text) from error
-        return results
+        return [results[rank] for rank in range(self.world_size)]
 
     def _main(
         self,
         rank: int,
-        fn: Callable[..., Any],
-        args: tuple[Any, ...],
+        fn: Callable[..., T],
+        args: Args,
         random_states: HostRandomStates,
-        results: list[Any],
+        results: dict[int, T],
     ) -> None:
         self._gates[rank].acquire()
         try:
@@ -208,7 +207,7 @@ class RankThreads:
 
     # ------------------------------------------------------------ from a rank
     def arrive(
-        self, rank: int, meeting: Meeting, call: Call, terms: Any, brought: Any, finish: Callable[[list[Any]], Any]
+        self, rank: int, meeting: Meeting, call: Call, terms: object, brought: Tree, finish: Finish
     ) -> None:  # fmt: skip
         """``rank`` issues its part of a collective.
 

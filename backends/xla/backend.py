@@ -12,13 +12,14 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
 from shardkit.backend import Backend, Group
 from shardkit.errors import BackendError, ConfigurationError, RankFailedError
+from shardkit.types import AnyCallable, Args, ProcessGroup, T
 
 if TYPE_CHECKING:
     from .replica import Replica
@@ -45,7 +46,7 @@ class XlaBackend(Backend):
 
         return torch_xla.device()
 
-    def group(self, process_group: Any = None) -> Group:
+    def group(self, process_group: ProcessGroup = None) -> Group:
         from .groups_of_users import as_group
 
         return as_group(self, self._replica(), process_group)
@@ -95,9 +96,9 @@ class XlaBackend(Backend):
         xm.set_rng_state(int(state) % (1 << 64))
 
     def launch(
-        self, fn: Callable[..., Any], world_size: int, args: tuple[Any, ...] = (), *, timeout: float | None = None,
+        self, fn: Callable[..., T], world_size: int, args: Args = (), *, timeout: float | None = None,
         start_timeout: float | None = 180.0,
-    ) -> list[Any]:  # fmt: skip
+    ) -> list[T]:  # fmt: skip
         """Runs ``fn(rank, *args)`` on all TPU cores, or on ``world_size`` replicas if there is no TPU.
 
         Raises:
@@ -159,7 +160,7 @@ def has_accelerator() -> bool:
     )
 
 
-def _launch_on_accelerator(fn: Callable[..., Any], world_size: int, args: tuple[Any, ...]) -> list[Any]:
+def _launch_on_accelerator(fn: Callable[..., T], world_size: int, args: Args) -> list[T]:
     from torch_xla._internal import pjrt
 
     # What torch_xla.launch does, but with the results.
@@ -169,7 +170,7 @@ def _launch_on_accelerator(fn: Callable[..., Any], world_size: int, args: tuple[
     return [unpack(by_rank[rank]) for rank in sorted(by_rank)]
 
 
-def _rank_on_accelerator(fn: Callable[..., Any], world_size: int, args: tuple[Any, ...]) -> bytes:
+def _rank_on_accelerator(fn: AnyCallable, world_size: int, args: Args) -> bytes:
     import torch_xla.runtime as runtime
 
     from .objects import pack

@@ -10,8 +10,9 @@ import queue
 import sys
 import threading
 import traceback
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from shardkit.types import AnyCallable, Args
 
 if TYPE_CHECKING:
     from .cpu_replicas import ReplicaState, World
@@ -56,7 +57,7 @@ def _describe_error() -> tuple[str, str]:
     return kind.__name__ if kind else "", traceback.format_exc()
 
 
-def _work(world: World, job: bytes) -> tuple[str, Any]:
+def _work(world: World, job: bytes) -> tuple[str, object]:
     try:
         fn, args = pickle.loads(job)
     except Exception:  # noqa: BLE001 - whatever the caller's classes raise
@@ -78,8 +79,8 @@ def _work(world: World, job: bytes) -> tuple[str, Any]:
 
 def _replica(
     state: ReplicaState,
-    fn: Callable[..., Any],
-    args: tuple[Any, ...],
+    fn: AnyCallable,
+    args: Args,
     outcomes: queue.SimpleQueue[tuple[int, bytes | tuple[str, str]]],
 ) -> None:
     import torch_xla

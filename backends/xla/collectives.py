@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from types import SimpleNamespace
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 import torch_xla
@@ -30,7 +30,7 @@ import torch_xla.core.xla_model as xm
 Groups = list[list[int]]  # a partition of all replicas; the own group's rank order is the order of the list
 
 _CHANNEL = 2  # 1 is what the all-reduce below always uses
-_RUNTIME: Any = torch_xla._XLAC
+_RUNTIME = torch_xla._XLAC
 # As they are before torch_xla_api.py replaces them in a process with replicas.
 _NATIVE = SimpleNamespace(
     all_gather=xm.all_gather,

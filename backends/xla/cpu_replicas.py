@@ -18,7 +18,6 @@ the default device in autograd's device threads too, and hooks issue collectives
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 import torch_xla
@@ -29,7 +28,7 @@ from .meeting import Call, Meeting
 from .replica import Replica
 from .turn_taking import SEED, Turns
 
-_RUNTIME: Any = torch_xla._XLAC
+_RUNTIME = torch_xla._XLAC
 
 
 class ReplicaState:
@@ -61,7 +60,7 @@ class ReplicaState:
         payloads = self.meet(what, [Call(tuple(ranks), what, label)], payload)
         return [payloads[rank] for rank in ranks]
 
-    def meet(self, where: str, calls: Sequence[Call], payload: Any = None) -> dict[int, Any]:
+    def meet(self, where: str, calls: Sequence[Call], payload: bytes = b"") -> dict[int, bytes]:
         with self.world.turns.given(self.rank):
             return self.world.meeting.arrive(self.rank, where, calls, payload)
 
@@ -79,7 +78,7 @@ class ReplicaState:
         """Schedules everything recorded; see [Note: when a graph runs]."""
         self.wait()
         calls, self.calls = self.calls, []
-        members: dict[int, Any] = {}
+        members: dict[int, bytes] = {}
         if calls:
             try:
                 members = self.meet(where, calls)

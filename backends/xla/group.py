@@ -12,7 +12,6 @@ Legend: W world size of the group, S numel of one rank's part, P largest part.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
@@ -194,7 +193,7 @@ class XlaGroup(ObjectsOverBytes):
     def _exchange(self, what: str, label: str, payload: bytes) -> list[bytes]:
         return self._replica.host.exchange(self.ranks, what, label, payload)
 
-    def _pack(self, obj: Any) -> bytes:
+    def _pack(self, obj: object) -> bytes:
         """XLA tensors in it arrive on the receiver's device."""
         return pack(obj)
 

@@ -11,7 +11,6 @@ import itertools
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from shardkit.errors import OutOfStepError, RankLostError
 
@@ -34,9 +33,9 @@ class Call:
 class _Arrival:
     where: str
     calls: tuple[Call, ...]
-    payload: Any
+    payload: bytes
     error: Exception | None = None
-    payloads: dict[int, Any] | None = None
+    payloads: dict[int, bytes] | None = None
 
     @property
     def done(self) -> bool:
@@ -58,7 +57,7 @@ class Meeting:
         self._gone: dict[int, str] = {}
         self._failed = False
 
-    def arrive(self, rank: int, where: str, calls: Sequence[Call], payload: Any = None) -> dict[int, Any]:
+    def arrive(self, rank: int, where: str, calls: Sequence[Call], payload: bytes = b"") -> dict[int, bytes]:
         """Waits for every replica that the calls' groups connect; returns their payloads by rank.
 
         Raises:

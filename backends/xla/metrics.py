@@ -5,12 +5,11 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch_xla
 
-_RUNTIME: Any = torch_xla._XLAC
+_RUNTIME = torch_xla._XLAC
 _HLO_COLLECTIVE = re.compile(
     r" (all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)(?:-start)?\("
 )

@@ -10,9 +10,9 @@ import signal
 from collections.abc import Callable, Mapping
 from multiprocessing.context import SpawnProcess
 from types import TracebackType
-from typing import Any
 
 from shardkit.errors import BackendError, ConfigurationError, RankFailedError
+from shardkit.types import T
 
 from ..spawning import Name, environment
 from .child import serve
@@ -69,7 +69,7 @@ class ReplicaPool:
         self._connection: multiprocessing.connection.Connection | None = None
         self._name: Name | None = None
 
-    def run(self, fn: Callable[..., Any], *args: Any) -> list[Any]:
+    def run(self, fn: Callable[..., T], *args: object) -> list[T]:
         """``fn(rank, *args)`` on every replica; the results in rank order, their XLA tensors on the CPU.
 
         Raises:
@@ -125,7 +125,9 @@ class ReplicaPool:
             raise
         return connection
 
-    def _receive(self, connection: multiprocessing.connection.Connection, timeout: float | None) -> Any:
+    def _receive(
+        self, connection: multiprocessing.connection.Connection, timeout: float | None
+    ) -> list[bytes]:
         if not connection.poll(timeout):
             raise RankFailedError(0, "TimeoutError", f"no answer after {timeout:g} s\n{self._stacks()}")
         try:

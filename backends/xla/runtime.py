@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch_xla
 import torch_xla.core.xla_model as xm
@@ -15,7 +14,7 @@ from .collectives import NativeCollectives
 from .meeting import Call
 from .replica import Replica
 
-_RUNTIME: Any = torch_xla._XLAC
+_RUNTIME = torch_xla._XLAC
 
 
 class RuntimeHost:

@@ -12,14 +12,15 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 import torch_xla
 
+from shardkit.types import Tree
+
 from .cpu_replicas import World
 
-_RUNTIME: Any = torch_xla._XLAC
+_RUNTIME = torch_xla._XLAC
 _COLLECTIVE = re.compile(r"xla::(?:cross_replica_sum|all_reduce|all_gather|reduce_scatter|all_to_all)")
 _keep: list[torch.library.Library] = []  # registrations live as long as their library object
 
@@ -36,7 +37,7 @@ def install(world: World) -> None:
             lambda: step_marker(device, list(devices), False, reset_scope), wait=wait, where="sync"
         )
 
-    def materialize(tensors: Sequence[Any]) -> None:
+    def materialize(tensors: Sequence[object]) -> None:
         state = world.here()
         if not state.calls:
             return
@@ -61,25 +62,29 @@ def install(world: World) -> None:
     _private_checkpoint_flag(world)
 
 
-def _override_reads(materialize: Callable[[Sequence[Any]], None]) -> None:
+def _override_reads(materialize: Callable[[Sequence[object]], None]) -> None:
     library = torch.library.Library("aten", "IMPL", "XLA")
     _keep.append(library)
     kernels = {
         name: torch.library.get_kernel(f"aten::{name}", "XLA") for name in ("_to_copy", "_to_cpu", "copy_")
     }
 
-    def to_copy(keys: Any, tensor: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+    def to_copy(keys: torch._C.DispatchKeySet, tensor: torch.Tensor, **kwargs: Tree) -> torch.Tensor:
         device = kwargs.get("device")
         if device is not None and torch.device(device).type != "xla":
             materialize([tensor])
         return kernels["_to_copy"].call_boxed(keys, tensor, **kwargs)
 
-    def to_cpu(keys: Any, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    def to_cpu(keys: torch._C.DispatchKeySet, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         materialize(tensors)
         return kernels["_to_cpu"].call_boxed(keys, tensors)
 
     def copy_(
-        keys: Any, target: torch.Tensor, source: torch.Tensor, *args: Any, **kwargs: Any
+        keys: torch._C.DispatchKeySet,
+        target: torch.Tensor,
+        source: torch.Tensor,
+        *args: object,
+        **kwargs: Tree,
     ) -> torch.Tensor:
         if target.device.type != "xla":
             materialize([source])

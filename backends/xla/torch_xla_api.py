@@ -19,13 +19,15 @@ import torch.distributed.distributed_c10d
 import torch_xla.core.xla_model as xm
 from torch._C._distributed_c10d import HashStore
 
+from shardkit.types import StateDict
+
 from .collectives import Groups
 from .cpu_replicas import World
 from .meeting import Call
 from .replica import Replica
 
 Tensors = torch.Tensor | Sequence[torch.Tensor]
-_c10d: Any = torch.distributed.distributed_c10d
+_c10d = torch.distributed.distributed_c10d
 
 
 def install(world: World) -> None:
@@ -159,10 +161,10 @@ class _Collectives:
         return state.replica, full, mine
 
 
-def _stored(output: Any, result: Any) -> Any:
+def _stored(output: Tensors | None, result: Tensors) -> Tensors:
     if output is None:
         return result
-    if isinstance(output, torch.Tensor):
+    if isinstance(output, torch.Tensor) and isinstance(result, torch.Tensor):
         return output.copy_(result)
     for target, value in zip(output, result, strict=True):
         target.copy_(value)
@@ -177,18 +179,18 @@ def _private_process_groups(world: World) -> None:
     from torch_xla._internal import rendezvous
 
     original = _c10d._world
-    states: dict[tuple[int, int], dict[str, Any]] = {}  # a job may leave its group behind: each starts anew
+    states: dict[tuple[int, int], StateDict] = {}  # a job may leave its group behind: each starts anew
 
-    def state() -> dict[str, Any]:
+    def state() -> StateDict:
         return states.setdefault((world.job, world.here().rank), {})
 
     def private(name: str) -> property:
         empty = getattr(original, name)  # None, 0 or an empty container: no group exists yet
 
-        def get(_: Any) -> Any:
+        def get(_: object) -> object:
             return state().setdefault(name, copy.copy(empty))
 
-        def set_(_: Any, value: Any) -> None:
+        def set_(_: object, value: object) -> None:
             state()[name] = value
 
         return property(get, set_)
@@ -205,7 +207,7 @@ def _private_process_groups(world: World) -> None:
         # C++ keeps one registry of names a process.
         return f"{group_name(*args, **kwargs)}_job{world.job}_replica{world.here().rank}"
 
-    _c10d._process_group_name = unique_name
+    _c10d._process_group_name = unique_name  # type: ignore[assignment]
     # In place of a TCP store, whose port other pools of this machine may hold.
     rendezvous._store = HashStore()
     _meet_in_this_process()
