@@ -3,9 +3,10 @@
 Code that only imports such a name, subclasses it or asks ``isinstance`` keeps working; building one, calling one or
 reading an attribute of its class raises :class:`shardkit.errors.RedirectedError`.
 
-The names stand in the table of :mod:`shardkit.redirections`. :func:`redirected_names` gives a module of ``compat/``
-its entries. A module of fairscale's that has nothing else has no file: :func:`serve` puts a finder before all others,
-which makes such a module of its entries when it is imported.
+The names stand in the table of :mod:`shardkit.redirections`. Names that a module of fairscale's has from elsewhere, and
+that work, stand in :mod:`shardkit.reexports`. :func:`redirected_names` gives a module of ``compat/`` its entries. A
+module of fairscale's that has nothing else has no file: :func:`serve` puts a finder before all others, which makes such
+a module of its entries when it is imported.
 
 Each name is listed with its reason in tests/parity/differences.py as well (kind "redirected"), from which
 docs/PARITY.md is made.
@@ -23,7 +24,8 @@ from types import FunctionType, ModuleType
 from typing import NoReturn, TypeVar, cast
 
 from .errors import RedirectedError
-from .redirections import ALSO, REDIRECTED
+from .redirections import REDIRECTED
+from .reexports import REEXPORTED
 from .types import AnyCallable, Tree
 
 MARK = "__redirected__"
@@ -98,11 +100,18 @@ def redirected_names(module: str) -> Callable[[str], Tree]:
 
     @functools.cache  # a class is one object
     def get(name: str) -> Tree:
+        if name == "__all__":  # "import *" asks for it
+            return sorted(names.keys() | _defined_in(sys.modules[module]))
         if name not in names:
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
         return names[name]()
 
     return get
+
+
+def _defined_in(module: ModuleType) -> set[str]:
+    own = {n for n, v in vars(module).items() if getattr(v, "__module__", module.__name__) == module.__name__}
+    return {n for n in own if not n.startswith("_") and not isinstance(getattr(module, n), ModuleType)}
 
 
 def _names_of(path: str) -> dict[str, Callable[[], Tree]]:
@@ -113,7 +122,7 @@ def _names_of(path: str) -> dict[str, Callable[[], Tree]]:
             make = redirected_function if name.endswith("()") else redirected
             short = name.removesuffix("()")
             found[short] = functools.partial(make, f"{path}.{short}", instead, why=why)
-    for home, names in ALSO.get(path, {}).items():
+    for home, names in REEXPORTED.get(path, {}).items():
         for name in names.split(", "):
             there, _, here = name.partition(" as ")
             found[here or there] = functools.partial(_imported, home, there)
@@ -121,7 +130,8 @@ def _names_of(path: str) -> dict[str, Callable[[], Tree]]:
 
 
 def _imported(path: str, name: str) -> Tree:
-    return getattr(importlib.import_module(f"{_ROOT}.{path}"), name)
+    home = importlib.import_module(f"{_ROOT}.{path}")
+    return getattr(home, name) if hasattr(home, name) else importlib.import_module(f"{home.__name__}.{name}")
 
 
 def without_arguments(**gone: str) -> Callable[[_F], _F]:
@@ -149,7 +159,7 @@ def is_redirected(thing: object) -> bool:
 
 
 # ---------------------------------------------------------------- modules that have no file
-_SERVED = {f"{_ROOT}.{path}" for path in (*REDIRECTED, *ALSO)}
+_SERVED = {f"{_ROOT}.{path}" for path in (*REDIRECTED, *REEXPORTED)}
 _SERVED |= {name.rpartition(".")[0] for name in _SERVED}  # the packages they are in
 
 
@@ -182,10 +192,10 @@ class _Loader(Loader):
     def exec_module(self, module: ModuleType) -> None:
         path = module.__name__.removeprefix(f"{_ROOT}.")
         names = sorted(_names_of(path))
-        module.__doc__ = f"fairscale.{path}: its names say on use what to take instead."
-        module.__dict__.update(
-            __all__=names, __getattr__=redirected_names(module.__name__), __dir__=lambda: names
+        module.__doc__ = (
+            f"fairscale.{path}: names from elsewhere, and names that say on use what to take instead."
         )
+        module.__dict__.update(__getattr__=redirected_names(module.__name__), __dir__=lambda: names)
 
 
 _FINDER = _Finder()

@@ -2,20 +2,9 @@
 
 from torch import nn
 
-from shardkit.extra.process_groups import (
-    ProcessGroupName,
-    chunk_and_pad,
-    get_process_group_cached,
-    validate_process_group,
-)
+from shardkit.redirected import redirected_names
 
-__all__ = [
-    "ProcessGroupName",
-    "chunk_and_pad",
-    "enable_pytorch_sync_bn",
-    "get_process_group_cached",
-    "validate_process_group",
-]
+__getattr__ = redirected_names(__name__)
 
 
 def enable_pytorch_sync_bn(module: nn.Module) -> None:

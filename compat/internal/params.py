@@ -3,27 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
 
-from shardkit.extra.containers import recursive_copy_to_device
+from shardkit.redirected import redirected_names
 from shardkit.reduction.norms import local_norm
+from shardkit.types import AnyCallable
 
-__all__ = ["Workhandle", "calc_grad_norm", "get_global_rank", "recursive_copy_to_device"]
+__getattr__ = redirected_names(__name__)
 
 
 @dataclasses.dataclass
 class Workhandle:
     """A collective in flight and what to call when it is done."""
 
-    handle: Any
-    callback: Callable[..., Any] | None = None
+    handle: object
+    callback: AnyCallable | None = None
 
 
-def get_global_rank(group: Any, rank: int) -> int:
+def get_global_rank(group: dist.ProcessGroup | None, rank: int) -> int:
     """The global rank of a group's rank; None stands for all ranks."""
     if group is None or group is dist.group.WORLD:
         return rank

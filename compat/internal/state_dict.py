@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping
-from typing import Any
-
 from torch import nn
 
 from shardkit.errors import ConfigurationError
 from shardkit.flattening.keys import rename_prefix
-
-__all__ = ["find_module_instances", "replace_by_prefix_"]
+from shardkit.types import StateDict
 
 
 def find_module_instances(module: nn.Module, search_class: type[nn.Module]) -> list[tuple[str, nn.Module]]:
@@ -24,7 +20,7 @@ def find_module_instances(module: nn.Module, search_class: type[nn.Module]) -> l
     return found
 
 
-def replace_by_prefix_(state_dict: MutableMapping[str, Any], old_prefix: str, new_prefix: str) -> None:
+def replace_by_prefix_(state_dict: StateDict, old_prefix: str, new_prefix: str) -> None:
     """Keys that begin with ``old_prefix`` begin with ``new_prefix`` afterwards, in place.
 
     Raises:

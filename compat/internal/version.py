@@ -6,8 +6,6 @@ import re
 
 import torch
 
-__all__ = ["torch_version"]
-
 
 def torch_version(version: str = torch.__version__) -> tuple[int, ...]:
     """``"2.9.0+cpu"`` as ``(2, 9, 0)``; empty if it is no version."""

@@ -1,7 +1,7 @@
 """fairscale.nn."""
 
 # The module first: its name is then taken by the function, and `from shardkit.nn.auto_wrap import ...` works too.
-from . import auto_wrap as _auto_wrap  # isort: skip
+from . import auto_wrap as _auto_wrap  # type: ignore[import-not-found]  # isort: skip
 from .checkpoint import checkpoint_wrapper
 from .data_parallel import FullyShardedDataParallel, ShardedDataParallel
 from .misc import FlattenParamsWrapper

@@ -1,6 +1,7 @@
 """fairscale.optim."""
 
-from .adam import Adam, Precision
+from shardkit.extra.adam import Adam, Precision
+
 from .adascale import AdaScale, AdaScaleWrapper
 from .grad_scaler import GradScaler
 from .oss import OSS

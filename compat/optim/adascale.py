@@ -6,14 +6,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim import SGD, Optimizer
+from torch.optim.optimizer import ParamsT
+from torch.utils.hooks import RemovableHandle
 
 from shardkit.adascale import optimizer as core
 from shardkit.adascale.moving_averages import SQUARE, VARIANCE
+from shardkit.types import StateDict, Tree
 
 if TYPE_CHECKING:
     import numpy as np
-
-__all__ = ["AdaScale", "AdaScaleWrapper", "numpy_globals"]
 
 
 def numpy_globals() -> list[Any]:
@@ -62,7 +63,7 @@ class AdaScale(core.AdaScale):
         """See :meth:`shardkit.AdaScale.zero_grad`."""
         super().zero_grad()
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """The wrapped optimizer's, with ``state["adascale"]`` as fairscale has it: name -> fp64 numpy array [G].
 
         With ``weights_only=True`` such a file loads under :func:`numpy_globals`.
@@ -85,7 +86,7 @@ class AdaScale(core.AdaScale):
         return self._meter.expected
 
     @property
-    def _hook_handles(self) -> list[Any]:
+    def _hook_handles(self) -> list[RemovableHandle]:
         return self._meter.hooks.handles
 
     def _grad_sqr_avg(self, pg_idx: int | None = None) -> float:
@@ -115,14 +116,14 @@ class AdaScaleWrapper(AdaScale):
 
     def __init__(
         self,
-        params: Any,
+        params: ParamsT,
         world_size: int | None = None,
         scale: float | None = None,
         smoothing: float | None = None,
         num_gradients_to_accumulate: int = 1,
         debias_ewma: bool = True,
         optim_cls: type[Optimizer] = SGD,
-        **additional_optim_args: Any,
+        **additional_optim_args: Tree,
     ) -> None:
         # by name: fairscale passes debias_ewma where is_scaled_loss is expected
         super().__init__(

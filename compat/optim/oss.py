@@ -3,26 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import SGD, Optimizer
+from torch.optim.optimizer import ParamsT
 
-from shardkit.flattening.bucket import ParamBucket
-from shardkit.internal.params import calc_grad_norm, get_global_rank, recursive_copy_to_device
+from shardkit.internal.params import get_global_rank
 from shardkit.oss import optimizer as core
 from shardkit.oss.placement.owned_parameters import OwnedParameters
 from shardkit.oss.state import part_of_rank
-from shardkit.redirected import redirected_function
+from shardkit.redirected import redirected_function, redirected_names
+from shardkit.types import ProcessGroup, StateDict, Tree
 
-__all__ = [
-    "OSS",
-    "ParamBucket",
-    "calc_grad_norm",
-    "get_global_rank",
-    "recursive_copy_to_device",
-]
+__getattr__ = redirected_names(__name__)
 
 
 class OSS(core.OSS):
@@ -41,13 +35,13 @@ class OSS(core.OSS):
 
     def __init__(
         self,
-        params: Any,
+        params: ParamsT,
         optim: Callable[..., Optimizer] = SGD,
-        group: Any | None = None,
+        group: ProcessGroup = None,
         broadcast_buffer_size: int = -1,
         broadcast_fp16: bool = False,
         force_broadcast_object: bool = False,
-        **default: Any,
+        **default: Tree,
     ) -> None:
         self.broadcast_fp16 = broadcast_fp16
         self.force_broadcast_object = force_broadcast_object
@@ -88,11 +82,11 @@ class OSS(core.OSS):
         return [p for p in self._parameters() if self._owner[p] == self.rank and p.grad is not None]
 
     @property
-    def _partition_parameters(self) -> list[list[dict[str, Any]]]:
+    def _partition_parameters(self) -> list[list[StateDict]]:
         return self.partition_parameters()
 
     @property
-    def _all_states(self) -> list[dict[str, Any]]:
+    def _all_states(self) -> list[StateDict]:
         """Each rank's inner state dict as of the last consolidation; empty before."""
         if self._consolidated is None:
             return []
@@ -127,7 +121,7 @@ class OSS(core.OSS):
         )
     )
 
-    def local_state_dict(self) -> dict[str, Any]:
+    def local_state_dict(self) -> StateDict:
         """The state dict of the inner optimizer, which has this rank's part."""
         return self.optim.state_dict()
 

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
 
-from shardkit.internal.params import Workhandle, calc_grad_norm, get_global_rank, recursive_copy_to_device
+from shardkit.internal.params import recursive_copy_to_device
+from shardkit.redirected import redirected_names
+from shardkit.types import Tree
 
-__all__ = ["Workhandle", "broadcast_object", "calc_grad_norm", "get_global_rank", "recursive_copy_to_device"]
+__getattr__ = redirected_names(__name__)
 
 
 def broadcast_object(
-    obj: Any, src_rank: int, group: Any = None, dist_device: torch.device | None = None
-) -> Any:
+    obj: Tree,
+    src_rank: int,
+    group: dist.ProcessGroup | None = None,
+    dist_device: torch.device | None = None,
+) -> Tree:
     """The object of the (global) source rank, on every rank; its tensors are on the CPU (collective).
 
     Args:

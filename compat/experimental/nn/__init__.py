@@ -1,8 +1,8 @@
 """fairscale.experimental.nn."""
 
-from .mevo import BaselineSoftmaxNllLoss
-from .mevo import MemoryEfficientVocabOutput as MEVO
-from .offload import OffloadModel
-from .sync_batchnorm import SyncBatchNorm
+from shardkit.extra.batch_norm import SyncBatchNorm
+from shardkit.extra.offload import OffloadModel
+from shardkit.extra.vocab_output import BaselineSoftmaxNllLoss
+from shardkit.extra.vocab_output import MemoryEfficientVocabOutput as MEVO
 
 __all__ = ["MEVO", "BaselineSoftmaxNllLoss", "OffloadModel", "SyncBatchNorm"]

@@ -2,34 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import nn
 
 from shardkit.errors import ConfigurationError
-from shardkit.extra.vocab_output import (
-    BackwardTrigger,
-    BackwardTriggerFn,
-    BaselineSoftmax,
-    BaselineSoftmaxNllLoss,
-    MemoryEfficientVocabOutput,
-    lmcl_matmul,
-)
 from shardkit.redirected import redirected_names
-
-__all__ = [
-    "BackwardTrigger",
-    "BackwardTriggerFn",
-    "BaselineSoftmax",
-    "BaselineSoftmaxNllLoss",
-    "GetMaxFunction",
-    "GetSumFunction",
-    "MemoryEfficientVocabOutput",
-    "TargetScoreFunction",
-    "get_data",
-    "lmcl_matmul",
-]
 
 DEBUG = False  # fairscale's; nothing is printed here
 
@@ -40,11 +17,11 @@ def get_data(
     shape: tuple[tuple[int, int], tuple[int, int]],
     dtype: torch.dtype = torch.float16,
     device: str = "cuda",
-) -> tuple[torch.Tensor, nn.Parameter, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Random input [tokens, D], weight [words, D] and targets [tokens] of shape ((tokens, D), (D, words))."""
     (tokens, width), (same_width, words) = shape
     if width != same_width:
         raise ConfigurationError(f"shapes {shape[0]} and {shape[1]} can't be multiplied")
     input = torch.rand(tokens, width, device=device, dtype=dtype).requires_grad_(True)
-    weight: Any = nn.Linear(width, words, bias=False, device=device, dtype=dtype).weight
+    weight = nn.Linear(width, words, bias=False, device=device, dtype=dtype).weight
     return input, weight, torch.randint(words, (tokens,), device=device)

@@ -2,16 +2,7 @@
 
 from shardkit.redirected import redirected_names
 
-from .utils import Algo
-from .version import __version_tuple__
-
-__all__ = [
-    "Algo",
-    "EnergyConcentrationProfile",
-    "Repo",
-    "SignalSparsity",
-    "__version_tuple__",
-    "random_sparse_mask",
-]
+from .utils import Algo as Algo
+from .version import __version_tuple__ as __version_tuple__
 
 __getattr__ = redirected_names(__name__)

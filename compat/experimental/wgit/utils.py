@@ -2,8 +2,6 @@
 
 import enum
 
-__all__ = ["Algo", "ExitCode", "RepoStatus"]
-
 
 class ExitCode(enum.Enum):
     """How the command ended."""

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
-__all__ = ["adascale_test_data", "corr_mean_test_data"]
+from shardkit.types import StateDict
 
 _Matrix = list[list[float]]
 
@@ -16,14 +14,14 @@ def _mean(rows: _Matrix) -> list[float]:
     return torch.tensor(rows).mean(0).tolist()  # type: ignore[no-any-return]
 
 
-def _adascale(iterations: list[_Matrix], gain: float) -> dict[str, Any]:
+def _adascale(iterations: list[_Matrix], gain: float) -> StateDict:
     """One case: [iterations][2 micro-batches][2 features] and the gain after the last."""
     given = {"input": iterations[0]} if len(iterations) == 1 else {"inputs": iterations}
     grad = _mean(iterations[-1])
     return {**given, "expected_gain": gain, "expected_grad": [grad, grad], "expected_bias_grad": [1.0, 1.0]}
 
 
-adascale_test_data: list[dict[str, Any]] = [
+adascale_test_data: list[StateDict] = [
     _adascale([[[1.0, 0], [0, 1.0]]], 4.0 / 3),
     _adascale([[[1.0, 1.0], [1.0, 1.0]]], 1.0000001249999846),
     _adascale([[[-1.0, 1.0], [1.0, -1.0]]], 2.0),
@@ -38,7 +36,7 @@ _THREE: list[_Matrix] = [
     [[0.0, 1.0, 2.0], [2.0, 1.0, 0]],
     [[3.0, 1.0, 2.0], [2.0, 1.0, -1.0]],
 ]
-corr_mean_test_data: list[dict[str, Any]] = [
+corr_mean_test_data: list[StateDict] = [
     {
         "inputs": _THREE,
         "expected_grad": [_mean(rows) for rows in _THREE],

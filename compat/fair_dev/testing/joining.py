@@ -14,8 +14,6 @@ import torch.distributed as dist
 
 from shardkit.nn.model_parallel.initialize import destroy_model_parallel
 
-__all__ = ["dist_init", "make_cudnn_deterministic", "rmf", "teardown", "temp_files_ctx"]
-
 
 def make_cudnn_deterministic() -> None:
     """cuDNN and matrix products give the same bits each time: no autotuning, no TF32."""

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import nn
-
-__all__ = ["GPT2", "DeviceAndTypeCheckModule", "IdentityLayer"]
 
 
 class IdentityLayer(nn.Module):
@@ -22,7 +18,7 @@ class IdentityLayer(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(scale * torch.randn(size))
 
-    def forward(self, *_: Any, **__: Any) -> torch.Tensor:
+    def forward(self, *_: object, **__: object) -> torch.Tensor:
         """The parameter."""
         return self.weight
 
@@ -37,7 +33,7 @@ class _Block(nn.Module):
             nn.Linear(embed_dim, embed_dim * 4), nn.GELU(), nn.Linear(embed_dim * 4, embed_dim)
         )
 
-    def forward(self, *inputs: Any, **kwargs: Any) -> torch.Tensor:
+    def forward(self, *inputs: torch.Tensor, **kwargs: object) -> torch.Tensor:
         x = self.ln_1(inputs[0])  # [T, B, E]
         hidden = torch.full((len(x), len(x)), -torch.inf, device=x.device, dtype=x.dtype).triu(1)
         x = x + self.attn(x, x, x, attn_mask=hidden, need_weights=False)[0]
@@ -73,7 +69,9 @@ class GPT2(nn.Module):
         self.head = nn.Linear(embed_dim, num_vocab, bias=False)
         self.clf_head = nn.Linear(embed_dim, num_classes)
 
-    def forward(self, x: torch.Tensor, classify: bool = False) -> Any:
+    def forward(
+        self, x: torch.Tensor, classify: bool = False
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """Logits of tokens [T, B, vocabulary]; with ``classify``, logits of classes [B, classes] before them.
 
         Args:
@@ -120,11 +118,11 @@ class DeviceAndTypeCheckModule(nn.Module):
         self.register_buffer("buffer", torch.rand(5))
 
     @staticmethod
-    def _check(key: str, found: Any, expected: Any) -> None:
+    def _check(key: str, found: object, expected: object) -> None:
         if expected is not None and found != expected:
             raise AssertionError(f"{key} is {found}, expected {expected}")
 
-    def forward(self, *input: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+    def forward(self, *input: torch.Tensor, **kwargs: object) -> torch.Tensor:
         """A number, from input [B, 5]."""
         (x, *_), weight = input, self.linear.weight
         self._check("input.dtype", x.dtype, self.expected_input_dtype)

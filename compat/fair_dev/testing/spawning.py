@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any
+from multiprocessing.queues import SimpleQueue
 
 import torch
 import torch.distributed as dist
@@ -14,17 +14,9 @@ from torch.multiprocessing.spawn import spawn
 
 from shardkit.errors import ConfigurationError
 from shardkit.nn.model_parallel.initialize import initialize_model_parallel
+from shardkit.types import AnyCallable, Args, Tree
 
 from .joining import dist_init, make_cudnn_deterministic, teardown, temp_files_ctx
-
-__all__ = [
-    "get_worker_map",
-    "get_world_sizes",
-    "spawn_for_all_world_sizes",
-    "test_runner",
-    "torch_spawn",
-    "worker_process",
-]
 
 
 def get_worker_map() -> dict[int, str]:
@@ -39,10 +31,10 @@ def get_world_sizes() -> list[int]:
 
 def test_runner(
     rank: int,
-    test_func: Callable[..., Any],
+    test_func: AnyCallable,
     deterministic: bool = False,  # noqa: PT028 (no test)
-    *args: Any,
-    **kwargs: Any,
+    *args: Tree,
+    **kwargs: Tree,
 ) -> None:
     """Calls ``test_func(rank, *args, **kwargs)``, with ``deterministic`` after seeding."""
     if deterministic:
@@ -55,9 +47,9 @@ test_runner.__test__ = False  # type: ignore[attr-defined]  # where it is import
 
 
 def spawn_for_all_world_sizes(
-    test_func: Callable[..., Any],
+    test_func: AnyCallable,
     world_sizes: Sequence[int] | None = None,
-    args: Any = (),
+    args: Args = (),
     deterministic: bool = False,
 ) -> None:
     """For each world size, calls ``test_func(rank, world_size, file, file for rpc, *args)`` in a process for each rank.
@@ -78,9 +70,9 @@ def worker_process(
     world_size: int,
     filename: str,
     filename_rpc: str,
-    func: Callable[..., Any],
-    args: Any,
-    error_queue: Any,
+    func: AnyCallable,
+    args: Args,
+    error_queue: SimpleQueue[str],
 ) -> None:
     """A rank of :func:`torch_spawn`: with process groups and model parallelism of pipelines, calls ``func(*args)``."""
     if not dist_init(rank, world_size, filename, filename_rpc):
@@ -100,7 +92,7 @@ def worker_process(
 
 def torch_spawn(
     world_sizes: Sequence[int] | None = None,
-) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+) -> Callable[[AnyCallable], AnyCallable]:
     """Decorates a function that is to be tested on ranks: its module gets ``test_<name>``, which pytest collects.
 
     The function takes the test's fixtures and parameters; ``rank`` among them is not passed.
@@ -112,7 +104,7 @@ def torch_spawn(
         ConfigurationError: its name begins with ``test``: pytest would run it as it is.
     """
 
-    def prepare_test(func: Callable[..., Any]) -> Callable[..., Any]:
+    def prepare_test(func: AnyCallable) -> AnyCallable:
         if func.__name__.startswith("test"):
             raise ConfigurationError(
                 f"a function under @torch_spawn gets its test as test_{func.__name__}; its own name must not begin "
@@ -121,7 +113,7 @@ def torch_spawn(
         names = [name for name in inspect.signature(func).parameters if name != "rank"]
 
         @functools.wraps(func)
-        def replacement(**kwargs: Any) -> None:
+        def replacement(**kwargs: Tree) -> None:
             skipped = multiprocessing.get_context("spawn").SimpleQueue()
             args = tuple(kwargs[name] for name in names)
             spawn_for_all_world_sizes(worker_process, world_sizes, (func, args, skipped))

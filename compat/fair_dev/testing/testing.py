@@ -15,62 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardkit.internal.version import torch_version
-from shardkit.nn.model_parallel.initialize import (
-    destroy_model_parallel,
-    initialize_model_parallel,
-    model_parallel_is_initialized,
-)
+from shardkit.nn.model_parallel.initialize import model_parallel_is_initialized
 from shardkit.nn.model_parallel.random import model_parallel_cuda_manual_seed
 from shardkit.redirected import redirected_names
-
-from .joining import dist_init, make_cudnn_deterministic, rmf, teardown, temp_files_ctx
-from .models import GPT2, DeviceAndTypeCheckModule, IdentityLayer
-from .spawning import (
-    get_worker_map,
-    get_world_sizes,
-    spawn_for_all_world_sizes,
-    test_runner,
-    torch_spawn,
-    worker_process,
-)
-
-__all__ = [
-    "GPT2",
-    "DeviceAndTypeCheckModule",
-    "DummyProcessGroup",
-    "IdentityLayer",
-    "SGDWithPausingCompute",
-    "available_devices",
-    "check_same_model_params",
-    "check_same_models_across_ranks",
-    "destroy_model_parallel",
-    "dist_init",
-    "dump_all_tensors",
-    "filename_mpi",
-    "get_cycles_per_ms",
-    "get_smi_memory",
-    "get_worker_map",
-    "get_world_sizes",
-    "in_circle_ci",
-    "in_temporary_directory",
-    "initialize_model_parallel",
-    "make_cudnn_deterministic",
-    "model_parallel_cuda_manual_seed",
-    "objects_are_equal",
-    "rmf",
-    "set_random_seed",
-    "skip_a_test_if_in_CI",
-    "spawn_for_all_world_sizes",
-    "state_dict_norm",
-    "teardown",
-    "temp_files_ctx",
-    "test_runner",
-    "torch_cuda_version",
-    "torch_spawn",
-    "torch_version",
-    "worker_process",
-]
+from shardkit.types import Tree
 
 filename_mpi: str | None = None
 available_devices = ["cpu", *(str(d) for d in [torch.accelerator.current_accelerator()] if d is not None)]
@@ -150,8 +98,8 @@ def set_random_seed(seed: int, model_parallel: bool = True) -> None:
 
 
 def objects_are_equal(
-    a: Any,
-    b: Any,
+    a: Tree,
+    b: Tree,
     raise_exception: bool = False,
     dict_key: str | None = None,
     rtol: float | None = None,
@@ -177,7 +125,7 @@ def objects_are_equal(
     return True
 
 
-def _compare(a: Any, b: Any, path: str, rtol: float | None, atol: float | None) -> None:
+def _compare(a: Tree, b: Tree, path: str, rtol: float | None, atol: float | None) -> None:
     if type(a) is not type(b):
         raise ValueError(f"{path}: {type(a)} and {type(b)}")
     if isinstance(a, dict):
@@ -205,7 +153,10 @@ def check_same_model_params(model_a: nn.Module, model_b: nn.Module, message: str
 
 
 def check_same_models_across_ranks(
-    model: nn.Module, process_group: Any, params_should_be_equal: bool, check_broadcast_buffers: bool
+    model: nn.Module,
+    process_group: dist.ProcessGroup | None,
+    params_should_be_equal: bool,
+    check_broadcast_buffers: bool,
 ) -> None:
     """Raises AssertionError on all ranks unless their models agree (collective; fairscale: on rank 0).
 

@@ -6,8 +6,6 @@ import gc
 
 import torch
 
-__all__ = ["find_tensor_by_shape"]
-
 
 def find_tensor_by_shape(target_shape: tuple[int, ...], only_param: bool = True) -> bool:
     """Whether a tensor of this shape is alive.

@@ -4,50 +4,20 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
+from types import ModuleType
 
 import torch
 from torch import nn
 
 from shardkit.activations import checkpointing as _core
-from shardkit.activations.checkpointing import (
-    CheckpointFunction,
-    ThreadLocalCheckpointingState,
-    disable_checkpointing,
-    enable_checkpointing,
-    enable_recomputing,
-    is_checkpointing,
-    is_recomputing,
-    thread_local,
-)
-from shardkit.internal.containers import pack_kwargs, split_non_tensors, unpack_kwargs, unpack_non_tensors
+from shardkit.redirected import redirected_names
+from shardkit.types import StateDict
 
-from .checkpoint_utils import patch_batchnorm
-
-__all__ = [
-    "CheckpointFunction",
-    "ThreadLocalCheckpointingState",
-    "autocast",
-    "checkpoint_wrapper",
-    "disable_checkpointing",
-    "enable_checkpointing",
-    "enable_recomputing",
-    "get_rng_state",
-    "is_autocast_enabled",
-    "is_checkpointing",
-    "is_recomputing",
-    "pack_kwargs",
-    "patch_batchnorm",
-    "set_rng_state",
-    "split_non_tensors",
-    "thread_local",
-    "unpack_kwargs",
-    "unpack_non_tensors",
-]
+__getattr__ = redirected_names(__name__)
 
 
 def checkpoint_wrapper(
-    module: nn.Module, offload_to_cpu: bool = False, maintain_forward_counter: Any = None
+    module: nn.Module, offload_to_cpu: bool = False, maintain_forward_counter: object = None
 ) -> nn.Module:
     """As :func:`shardkit.activations.checkpointing.checkpoint_wrapper`.
 
@@ -59,12 +29,12 @@ def checkpoint_wrapper(
     return _core.checkpoint_wrapper(module, offload_to_cpu)
 
 
-def _accelerator() -> Any:
+def _accelerator() -> ModuleType | None:
     """torch's module for the accelerator, if there is one."""
     return torch.get_device_module() if torch.accelerator.is_available() else None
 
 
-def get_rng_state() -> dict[str, Any]:
+def get_rng_state() -> StateDict:
     """Random states of the CPU ("torch_rng_state") and of the current accelerator ("cuda_rng_state")."""
     state = {"torch_rng_state": torch.get_rng_state()}
     if (accelerator := _accelerator()) is not None:
@@ -72,7 +42,7 @@ def get_rng_state() -> dict[str, Any]:
     return state
 
 
-def set_rng_state(state: dict[str, Any]) -> None:
+def set_rng_state(state: StateDict) -> None:
     """Sets what :func:`get_rng_state` gave."""
     torch.set_rng_state(state["torch_rng_state"])
     if (accelerator := _accelerator()) is not None:

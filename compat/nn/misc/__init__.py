@@ -1,8 +1,9 @@
 """fairscale.nn.misc."""
 
+from shardkit.flattening.bucket import GradBucket, ParamBucket
+
 from ..checkpoint import checkpoint_wrapper
 from .flatten_params_wrapper import FlattenParamsWrapper
-from .param_bucket import GradBucket, ParamBucket
 
 __all__ = [
     "FlattenParamsWrapper",

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import nn
 
 from shardkit.moe import layer as core
-from shardkit.moe.layer import AllToAll as _AllToAll
+from shardkit.redirected import redirected_names
+from shardkit.types import ProcessGroup
 
-__all__ = ["MOELayer", "_AllToAll"]
+__getattr__ = redirected_names(__name__)
 
 
 class MOELayer(core.MOELayer):
@@ -20,7 +19,9 @@ class MOELayer(core.MOELayer):
         gate, experts, group: as there. Parameters of experts get an attribute ``expert`` that is True.
     """
 
-    def __init__(self, gate: nn.Module, experts: nn.Module | nn.ModuleList, group: Any | None = None) -> None:
+    def __init__(
+        self, gate: nn.Module, experts: nn.Module | nn.ModuleList, group: ProcessGroup = None
+    ) -> None:
         super().__init__(gate, experts, group)
         if group is None and torch.distributed.is_available() and torch.distributed.is_initialized():
             self.group = torch.distributed.group.WORLD

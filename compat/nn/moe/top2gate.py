@@ -4,8 +4,9 @@ from collections.abc import Callable
 
 import torch
 
-from shardkit.moe.gating import Top2Gate, gumbel_rsample, one_hot, top2gating
+from shardkit.redirected import redirected_names
 
-__all__ = ["Top2Gate", "gumbel_map", "gumbel_rsample", "one_hot", "top2gating"]
+__getattr__ = redirected_names(__name__)
+
 
 gumbel_map: dict[torch.device, Callable] = {}  # nothing is kept: the distribution is two numbers

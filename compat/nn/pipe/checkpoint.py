@@ -7,41 +7,11 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from shardkit.activations.checkpointing import ThreadLocalCheckpointingState as ThreadLocal
-from shardkit.activations.checkpointing import (
-    call_checkpointed,
-    enable_checkpointing,
-    enable_recomputing,
-    is_checkpointing,
-    is_recomputing,
-    thread_local,
-)
+from shardkit.activations.checkpointing import call_checkpointed
+from shardkit.pipeline.batch import Batch
 from shardkit.redirected import redirected_names
 
-from .microbatch import Batch
-from .types import TensorOrTensors, Tensors
-
-__all__ = [
-    "Batch",
-    "Checkpoint",
-    "Checkpointing",
-    "Context",
-    "Function",
-    "Recompute",
-    "TensorOrTensors",
-    "Tensors",
-    "ThreadLocal",
-    "enable_checkpointing",
-    "enable_recomputing",
-    "fork",
-    "get_phony",
-    "is_checkpointing",
-    "is_recomputing",
-    "join",
-    "restore_rng_states",
-    "save_rng_states",
-    "thread_local",
-]
+from .types import TensorOrTensors
 
 __getattr__ = redirected_names(__name__)
 

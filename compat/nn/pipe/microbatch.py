@@ -6,11 +6,12 @@ from collections.abc import Callable
 
 from shardkit.pipeline import microbatch
 from shardkit.pipeline.batch import Batch
-from shardkit.pipeline.microbatch import check
+from shardkit.redirected import redirected_names
 
-from .types import TensorOrTensors, Tensors
+from .types import TensorOrTensors
 
-__all__ = ["Batch", "Function", "TensorOrTensors", "Tensors", "check", "gather", "scatter"]
+__getattr__ = redirected_names(__name__)
+
 
 Function = Callable[[TensorOrTensors], TensorOrTensors]
 

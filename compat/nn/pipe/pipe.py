@@ -7,39 +7,9 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import nn
 
-from shardkit.internal.version import torch_version
 from shardkit.pipeline import partition
-from shardkit.pipeline.batch_norm import DeferredBatchNorm
-from shardkit.pipeline.errors import BalanceError
-from shardkit.pipeline.partition import verify_module
-from shardkit.pipeline.pipe import MOVING_DENIED, Device, Pipe
+from shardkit.pipeline.pipe import Device
 from shardkit.redirected import redirected_names
-
-from . import microbatch
-from .skip.skippable import verify_skippables
-from .types import TensorOrTensors, Tensors
-
-__all__ = [
-    "MOVING_DENIED",
-    "BalanceError",
-    "DeferredBatchNorm",
-    "Device",
-    "Devices",
-    "Module",
-    "Pipe",
-    "Pipeline",
-    "TensorOrTensors",
-    "Tensors",
-    "inspect_skip_layout",
-    "microbatch",
-    "new_stream",
-    "recommend_auto_balance",
-    "split_module",
-    "torch_version",
-    "verify_module",
-    "verify_skippables",
-    "verify_splitting",
-]
 
 __getattr__ = redirected_names(__name__)
 

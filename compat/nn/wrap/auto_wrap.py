@@ -4,26 +4,22 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Generic
 
 from torch import nn
 
+from shardkit.types import AnyCallable, Kwargs, T, Tree
 from shardkit.wrapping import context as wrapping
 from shardkit.wrapping.context import WrapContext, WrapError, auto_wrap, current_context, wrap
 from shardkit.wrapping.policies import config_auto_wrap_policy, default_auto_wrap_policy
 
 __all__ = [
-    "ConfigAutoWrap",
-    "auto_wrap",
-    "config_auto_wrap_policy",
-    "default_auto_wrap_policy",
-    "enable_wrap",
-    "wrap",
-]
+    "ConfigAutoWrap", "auto_wrap", "config_auto_wrap_policy", "default_auto_wrap_policy", "enable_wrap", "wrap"
+]  # fmt: skip
 
 
 @contextlib.contextmanager
-def enable_wrap(auto_wrap_policy: Callable[..., Any] | None = None, **wrapper_kwargs: Any) -> Iterator[None]:
+def enable_wrap(auto_wrap_policy: object = None, **wrapper_kwargs: Tree) -> Iterator[None]:
     """As :func:`shardkit.wrapping.enable_wrap`; ``move_module_cuda_half=True`` also does ``module.cuda().half()``
     before wrapping.
 
@@ -35,13 +31,13 @@ def enable_wrap(auto_wrap_policy: Callable[..., Any] | None = None, **wrapper_kw
         yield
 
 
-class _FromContext:
+class _FromContext(Generic[T]):
     """A class attribute that shows the open block's setting in this thread."""
 
-    def __init__(self, read: Callable[[WrapContext], Any], outside: Callable[[], Any]) -> None:
+    def __init__(self, read: Callable[[WrapContext], T], outside: Callable[[], T]) -> None:
         self._read, self._outside = read, outside
 
-    def __get__(self, instance: Any, owner: type) -> Any:
+    def __get__(self, instance: object, owner: type) -> T:
         context = current_context()
         return self._outside() if context is None else self._read(context)
 
@@ -58,18 +54,18 @@ class ConfigAutoWrap:
         **kwargs: ``wrapper_cls``, ``move_module_cuda_half`` and the wrapper's arguments.
     """
 
-    in_autowrap_context: Any = _FromContext(lambda c: True, lambda: False)
-    move_module_cuda_half: Any = _FromContext(lambda c: c.prepare is _to_cuda_half, lambda: False)
-    wrapper_cls: Any = _FromContext(lambda c: c.wrapper_cls, lambda: None)
-    kwargs: Any = _FromContext(lambda c: c.kwargs, dict)
-    auto_wrap_policy: Any = _FromContext(lambda c: c.policy, lambda: None)
+    in_autowrap_context = _FromContext(lambda c: True, lambda: False)
+    move_module_cuda_half = _FromContext(lambda c: c.prepare is _to_cuda_half, lambda: False)
+    wrapper_cls = _FromContext[AnyCallable | None](lambda c: c.wrapper_cls, lambda: None)
+    kwargs = _FromContext[Kwargs](lambda c: c.kwargs, dict)
+    auto_wrap_policy: object = _FromContext[object](lambda c: c.policy, lambda: None)
 
-    def __init__(self, auto_wrap_policy: Callable[..., Any] | None = None, **kwargs: Any) -> None:
+    def __init__(self, auto_wrap_policy: object = None, **kwargs: Tree) -> None:
         self.auto_wrap_policy = auto_wrap_policy
         self.kwargs = kwargs
 
     @staticmethod
-    def enable_autowrap_context(auto_wrap_policy: Callable[..., Any] | None, kwargs: dict[str, Any]) -> None:
+    def enable_autowrap_context(auto_wrap_policy: object, kwargs: Kwargs) -> None:
         """Begins a block.
 
         Raises:
@@ -97,7 +93,7 @@ class ConfigAutoWrap:
 
     @staticmethod
     def recursive_wrap(
-        module: nn.Module, auto_wrap_policy: Callable[..., Any] | None, module_is_root: bool, **kwargs: Any
+        module: nn.Module, auto_wrap_policy: object, module_is_root: bool, **kwargs: Tree
     ) -> tuple[nn.Module, int]:
         """Wraps what the policy (default: the block's) chooses in the tree of ``module``.
 

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Union
+from importlib import import_module
 
 import torch
 from torch import nn
 
 from shardkit.pipeline.balance import balance_cost as _balance_cost
+from shardkit.pipeline.balance import profile_sizes, profile_times
+from shardkit.types import Args
 
 from ..types import TensorOrTensors, Tensors
-from . import blockpartition
-from .profile import profile_sizes, profile_times
 
 __all__ = ["balance_by_size", "balance_by_time"]
+
+blockpartition = import_module(f"{__name__}.blockpartition")
 
 Device = torch.device | int | str
 

@@ -4,21 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from shardkit.pipeline.balance import layerwise_sandbox, profile_sizes, profile_times
+from shardkit.pipeline.batch import Batch
+from shardkit.redirected import redirected_names
 
-from ..microbatch import Batch
-from ..types import TensorOrTensors, Tensors
+__getattr__ = redirected_names(__name__)
 
-__all__ = [
-    "Batch",
-    "Device",
-    "TensorOrTensors",
-    "Tensors",
-    "detach",
-    "layerwise_sandbox",
-    "profile_sizes",
-    "profile_times",
-]
 
 Device = torch.device | int | str
 

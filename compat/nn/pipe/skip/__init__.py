@@ -1,6 +1,7 @@
 """fairscale.nn.pipe.skip: skip connections over partitions."""
 
-from .namespace import Namespace
+from shardkit.pipeline.skip import Namespace
+
 from .skippable import pop, skippable, stash, verify_skippables
 
 __all__ = ["Namespace", "pop", "skippable", "stash", "verify_skippables"]

@@ -5,28 +5,10 @@ from typing import TypeVar
 
 import torch
 
-from shardkit.pipeline.skip import Skippable, StashPop, pop, skippable, stash, verify_skippables
+from shardkit.pipeline.skip import Skippable, StashPop
 from shardkit.redirected import redirected_names
 
-from ..microbatch import Batch
-from ..types import TensorOrTensors, Tensors
-from .namespace import Namespace
-
-__all__ = [
-    "Batch",
-    "Namespace",
-    "Skippable",
-    "StashPop",
-    "StashPopGenerator",
-    "T",
-    "TensorOrTensors",
-    "Tensors",
-    "current_skip_tracker",
-    "pop",
-    "skippable",
-    "stash",
-    "verify_skippables",
-]
+from ..types import TensorOrTensors
 
 __getattr__ = redirected_names(__name__)
 

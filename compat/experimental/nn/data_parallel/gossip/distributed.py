@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
 
 import torch
 from torch import nn
@@ -16,42 +15,15 @@ from shardkit.extra.gossip import (
     SlowMoDataParallel,
     SlowMomentumOptions,
 )
-from shardkit.extra.gossip.gossiper import Gossiper, PushPull, PushSum
 from shardkit.extra.gossip.graphs import GraphManager
-from shardkit.extra.gossip.graphs import NPeerDynamicDirectedExponentialGraph as NPDDEGraph
-from shardkit.extra.gossip.mixing import MixingManager, UniformMixing
+from shardkit.extra.gossip.mixing import MixingManager
+from shardkit.redirected import redirected_names
+from shardkit.types import ProcessGroup
 
-from .utils.cuda_metering import EventRecorder, create_event_recorder
-from .utils.helpers import (
-    MultiProcessAdapter,
-    communicate,
-    create_process_group,
-    flatten_tensors,
-    group_by_dtype,
-    make_logger,
-    unflatten_tensors,
-)
+from .utils.helpers import MultiProcessAdapter
 
-__all__ = [
-    "EventRecorder",
-    "Gossiper",
-    "GraphManager",
-    "MixingManager",
-    "MultiProcessAdapter",
-    "NPDDEGraph",
-    "PushPull",
-    "PushSum",
-    "SlowMoBaseAlgorithm",
-    "SlowMoDistributedDataParallel",
-    "UniformMixing",
-    "communicate",
-    "create_event_recorder",
-    "create_process_group",
-    "flatten_tensors",
-    "group_by_dtype",
-    "make_logger",
-    "unflatten_tensors",
-]
+__getattr__ = redirected_names(__name__)
+
 
 HEARTBEAT_TIMEOUT = 300  # fairscale's; the group's own timeout counts here
 BROADCAST_BUCKET_SIZE = 10 * 1024 * 1024
@@ -120,9 +92,9 @@ class SlowMoDistributedDataParallel(SlowMoDataParallel):
         profile_mode: bool = False,
         process_rank: int | None = None,
         process_world_size: int | None = None,
-        global_group: Any = None,
-        master_group: Any = None,
-        local_node_group: Any = None,
+        global_group: ProcessGroup = None,
+        master_group: ProcessGroup = None,
+        local_node_group: ProcessGroup = None,
         comm_device: torch.device | None = None,
     ) -> None:
         if overlap or profile_mode:
@@ -189,7 +161,7 @@ def _check_place(nodes: Nodes, rank: int | None, world_size: int | None) -> None
         )
 
 
-def _logger(verbose: bool, rank: int) -> Any:
+def _logger(verbose: bool, rank: int) -> logging.Logger | MultiProcessAdapter:
     logger = logging.getLogger(__name__)
     if not verbose:
         return logger

@@ -2,20 +2,9 @@
 
 import enum
 
-from shardkit.extra.gossip.gossiper import Gossiper, PushPull, PushSum
+from shardkit.redirected import redirected_names
 
-from .graph_manager import GraphManager
-from .mixing_manager import MixingManager, UniformMixing
-
-__all__ = [
-    "Gossiper",
-    "GraphManager",
-    "MixingManager",
-    "PushPull",
-    "PushSum",
-    "UniformMixing",
-    "dist_backend",
-]
+__getattr__ = redirected_names(__name__)
 
 
 class dist_backend(str, enum.Enum):

@@ -1,21 +1,5 @@
 """fairscale.experimental.nn.data_parallel.gossip.utils."""
 
-from .helpers import (
-    MultiProcessAdapter,
-    communicate,
-    create_process_group,
-    flatten_tensors,
-    group_by_dtype,
-    make_logger,
-    unflatten_tensors,
-)
+from shardkit.redirected import redirected_names
 
-__all__ = [
-    "MultiProcessAdapter",
-    "communicate",
-    "create_process_group",
-    "flatten_tensors",
-    "group_by_dtype",
-    "make_logger",
-    "unflatten_tensors",
-]
+__getattr__ = redirected_names(__name__)

@@ -4,20 +4,11 @@ from __future__ import annotations
 
 from collections import deque
 from functools import partial
-from typing import Any
 
 from shardkit.redirected import redirected_names
 
-__all__ = [
-    "CudaEventRecorder",
-    "DummyCudaEventRecorder",
-    "EventRecorder",
-    "create_and_record_event",
-    "create_event_recorder",
-]
-
 MAX_LEN_DEQUEUE = 10**4
-deque_with_max_len_fixed: Any = partial(deque, maxlen=MAX_LEN_DEQUEUE)
+deque_with_max_len_fixed: partial[deque[float]] = partial(deque, maxlen=MAX_LEN_DEQUEUE)
 
 __getattr__ = redirected_names(__name__)
 
@@ -33,6 +24,6 @@ class DummyCudaEventRecorder(EventRecorder):
     """Records nothing."""
 
 
-def create_event_recorder(event_name: str, dummy: bool = False) -> Any:
+def create_event_recorder(event_name: str, dummy: bool = False) -> EventRecorder:
     """A recorder that records nothing; without ``dummy`` an error that says what to take instead."""
     return DummyCudaEventRecorder() if dummy else __getattr__("CudaEventRecorder")(event_name)

@@ -5,26 +5,19 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import MutableMapping
-from typing import Any
 
 import torch.distributed as dist
 
-from shardkit.extra.gossip.messages import communicate, flatten_tensors, group_by_dtype, unflatten_tensors
+from shardkit.redirected import redirected_names
+from shardkit.types import Tree
 
-__all__ = [
-    "MultiProcessAdapter",
-    "communicate",
-    "create_process_group",
-    "flatten_tensors",
-    "group_by_dtype",
-    "make_logger",
-    "unflatten_tensors",
-]
+__getattr__ = redirected_names(__name__)
+
 
 HANDLER_AND_LEVEL_SET: set[logging.Logger] = set()
 
 
-def create_process_group(ranks: list[int]) -> Any:
+def create_process_group(ranks: list[int]) -> dist.ProcessGroup:
     """``torch.distributed.new_group(ranks)``."""
     return dist.new_group(ranks=ranks)
 
@@ -44,7 +37,7 @@ def make_logger(rank: int, verbose: bool = True) -> logging.Logger:
 class MultiProcessAdapter(logging.LoggerAdapter):
     """Puts the number of the process in front of messages."""
 
-    def process(self, msg: str, kwargs: Any) -> tuple[str, MutableMapping[str, Any]]:
+    def process(self, msg: str, kwargs: MutableMapping[str, Tree]) -> tuple[str, MutableMapping[str, Tree]]:
         """The message with ``process_num`` of the call, or else of this adapter."""
         number = kwargs.pop("process_num", (self.extra or {}).get("process_num"))
         return f"process: {number} {msg}", kwargs

@@ -1,5 +1,0 @@
-"""fairscale.optim.adam."""
-
-from shardkit.extra.adam import Adam, Precision
-
-__all__ = ["Adam", "Precision"]
