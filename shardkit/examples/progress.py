@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import time
-from typing import Any
 
 SECONDS_BETWEEN_LINES = 5.0
 
@@ -61,7 +60,7 @@ class RichProgress(Progress):
         )
         from rich.progress import Progress as Bar
 
-        self.bar: Any = Bar(
+        self.bar = Bar(
             TextColumn("{task.description:32}"),
             BarColumn(),
             MofNCompleteColumn(),

@@ -18,7 +18,7 @@ from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -37,6 +37,8 @@ from shardkit.examples.loop import average_gradients, train_epoch
 from shardkit.examples.progress import Progress, progress_bar
 from shardkit.fsdp.local_checkpoint import consolidate
 from shardkit.wrapping.policies import size_based_auto_wrap_policy, transformer_auto_wrap_policy
+
+from ..types import Kwargs, StateDict, Tree
 
 STRATEGIES = ("native", "ddp", "sharded_ddp", "fsdp")
 BACKENDS = ("gloo", "cuda", "xla", "simulated")
@@ -66,7 +68,7 @@ class Task:
     data: Callable[[], tuple[Split, Split]]
     units: tuple[type[nn.Module], ...]
     optimizer: type[Optimizer]
-    settings: dict[str, Any]
+    settings: StateDict
 
 
 class Outcome(NamedTuple):
@@ -78,7 +80,7 @@ class Outcome(NamedTuple):
 
 
 # ------------------------------------------------------------ command line
-def make_parser(name: str, description: str, *, lr: float, **defaults: Any) -> argparse.ArgumentParser:
+def make_parser(name: str, description: str, *, lr: float, **defaults: object) -> argparse.ArgumentParser:
     """The flags that all scripts have."""
     parser = argparse.ArgumentParser(prog=f"python -m shardkit.examples.{name}", description=description)
     add = parser.add_argument
@@ -155,13 +157,13 @@ def prepare(
 def fully_sharded(task: Task, options: Namespace, device: torch.device) -> nn.Module:
     """The network with the units that the options ask for, in an outermost unit."""
     dtype = None if options.compute_dtype == "float32" else DTYPES[options.compute_dtype]
-    arguments: dict[str, Any] = {
+    arguments: Kwargs = {
         "reshard": shardkit.ReshardPolicy(after_forward=not options.no_reshard_after_forward),
         "flatten": options.flatten_parameters,
         "precision": shardkit.PrecisionPolicy(compute=dtype),
     }
 
-    def unit(module: nn.Module, **arguments: Any) -> nn.Module:
+    def unit(module: nn.Module, **arguments: Tree) -> nn.Module:
         if options.use_gradient_checkpointing:
             module = checkpoint_wrapper(module)
         return shardkit.FSDP(module.to(device), **arguments)
@@ -291,7 +293,7 @@ def save(model: nn.Module, optimizer: Optimizer, options: Namespace, prefix: str
         shardkit.save(whole, prefix + WHOLE)
 
 
-def _on_host(checkpoint: Any) -> Any:
+def _on_host(checkpoint: Tree) -> Tree:
     """Its tensors on the CPU; a read, in which every rank takes part."""
     return tree_map_only(torch.Tensor, lambda t: t.detach().cpu(), checkpoint)
 

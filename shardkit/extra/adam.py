@@ -14,16 +14,16 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Iterable
-from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.optimizer import ParamsT
 
 from shardkit.errors import ConfigurationError, LifecycleError
 
-__all__ = ["Adam", "Precision"]
+from ..types import ParamGroup, StateDict, T, Tree
 
-_Row = tuple[nn.Parameter, torch.Tensor, dict[str, Any]]  # parameter, gradient, state
+_Row = tuple[nn.Parameter, torch.Tensor, "StateDict"]  # parameter, gradient, state
 _STATE = ("exp_avg", "exp_avg_sq")
 _TOP_SCALE = 2.0**16
 
@@ -41,12 +41,20 @@ class Precision(enum.Enum):
     PURE_FP16 = enum.auto()
 
 
-def _check(group: dict[str, Any]) -> None:
+def _check(group: ParamGroup) -> None:
     for name in ("lr", "eps", "weight_decay"):
         if not group[name] >= 0.0:
             raise ConfigurationError(f"{name} is {group[name]}; it must be at least 0")
     if not all(0.0 <= beta < 1.0 for beta in group["betas"]):
         raise ConfigurationError(f"betas are {group['betas']}; both must be at least 0 and below 1")
+
+
+def _first_of(params: Iterable[Tree]) -> torch.Tensor:
+    """The first parameter of what an optimizer takes."""
+    first = next(iter(params))
+    if isinstance(first, dict):
+        return _first_of([first["params"]])
+    return first if isinstance(first, torch.Tensor) else _first_of(first)
 
 
 class Adam(torch.optim.Optimizer):
@@ -68,7 +76,7 @@ class Adam(torch.optim.Optimizer):
 
     def __init__(
         self,
-        params: Any,
+        params: ParamsT,
         lr: float | None = 1e-3,
         bias_correction: bool | None = True,
         betas: tuple[float, float] | None = (0.9, 0.999),
@@ -81,11 +89,9 @@ class Adam(torch.optim.Optimizer):
     ) -> None:
         if amsgrad:
             raise ConfigurationError("this Adam has no amsgrad; take torch.optim.Adam(amsgrad=True)")
-        params = list(params)
+        params = list(params)  # type: ignore[assignment]
         if precision is None and params:
-            first = params[0]["params"] if isinstance(params[0], dict) else params
-            first = first if isinstance(first, torch.Tensor) else next(iter(first))
-            half = first.dtype in (torch.float16, torch.bfloat16)
+            half = _first_of(params).dtype in (torch.float16, torch.bfloat16)
             precision = Precision.MIXED_PRECISION if half else Precision.FULL_PRECISION
         self.precision = precision
         self.eps_mode = 0 if eps_inside_sqrt else 1
@@ -104,7 +110,7 @@ class Adam(torch.optim.Optimizer):
         }
         super().__init__(params, defaults)
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
+    def add_param_group(self, param_group: ParamGroup) -> None:
         """See :meth:`torch.optim.Optimizer.add_param_group`.
 
         Raises:
@@ -131,7 +137,7 @@ class Adam(torch.optim.Optimizer):
             self._copies[p] = nn.Parameter(p.detach().float())
 
     @property
-    def fp32_param_groups(self) -> list[dict[str, Any]]:
+    def fp32_param_groups(self) -> list[StateDict]:
         """(MIXED_PRECISION) the groups with the fp32 copies in place of the parameters."""
         if not self.mixed_precision:
             return []
@@ -151,7 +157,7 @@ class Adam(torch.optim.Optimizer):
         """Whether there are fp32 copies of the parameters."""
         return self.precision is Precision.MIXED_PRECISION
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> StateDict:
         # torch's keeps groups and state only
         mine = (
             "precision",
@@ -164,11 +170,11 @@ class Adam(torch.optim.Optimizer):
         )
         return {**super().__getstate__(), **{name: self.__dict__[name] for name in mine}}
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """torch's, and ``"optim_scale"``."""
         return {**super().state_dict(), "optim_scale": self._optim_scale}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: StateDict) -> None:
         """Takes what :meth:`state_dict` gave; state stays in its precision (fairscale rounds it to the parameters')."""
         super().load_state_dict(state_dict)
         # Optimizers around this one (OSS) hand on torch's entries only.
@@ -188,7 +194,7 @@ class Adam(torch.optim.Optimizer):
         return torch.float64 if p.dtype is torch.float64 else self.optim_type
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def step(self, closure: Callable[[], T] | None = None) -> T | None:  # type: ignore[override]
         """Takes a step.
 
         Raises:
@@ -199,7 +205,7 @@ class Adam(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        alike: dict[Any, tuple[dict[str, Any], list[_Row]]] = {}
+        alike: dict[tuple[object, ...], tuple[ParamGroup, list[_Row]]] = {}
         for number, group in enumerate(self.param_groups):
             for p in group["params"]:
                 if p.grad is None:
@@ -221,7 +227,7 @@ class Adam(torch.optim.Optimizer):
             self._adapt_scale(any(bool(o) for o in overflows))
         return loss
 
-    def _update(self, group: dict[str, Any], rows: list[_Row]) -> torch.Tensor | None:
+    def _update(self, group: ParamGroup, rows: list[_Row]) -> torch.Tensor | None:
         """One step of parameters that have taken as many; (PURE_FP16) whether their state overflowed."""
         (beta1, beta2), eps, t = group["betas"], group["eps"], rows[0][2]["step"]
         step_size = group["lr"]

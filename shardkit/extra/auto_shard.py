@@ -13,8 +13,6 @@ from torch.fx.node import Node
 
 from shardkit.errors import ConfigurationError
 
-__all__ = ["shard_model"]
-
 
 class _ExtendedLeafTracer(torch.fx.Tracer):
     """Leaves some more modules whole."""

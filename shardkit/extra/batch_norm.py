@@ -9,7 +9,7 @@ Legend of shapes: C channels, N values a channel on all ranks together, W world 
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +19,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from ..activations.checkpointing import is_recomputing, once
 from ..backend import Group, backend_for
 from ..errors import ConfigurationError
+from ..types import Context, ProcessGroup, Tree
 
 
 class Statistics(NamedTuple):
@@ -64,12 +65,16 @@ def batch_statistics(input: torch.Tensor, group: Group) -> Statistics:
     return Statistics(mean, var, count)
 
 
+class _Normalizing(Context):
+    group: Group
+
+
 class _Normalize(torch.autograd.Function):
     """``apply(input, weight, bias, statistics, eps, group)``; backward goes through the statistics as well."""
 
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any,
+        ctx: _Normalizing,
         input: torch.Tensor,
         weight: torch.Tensor | None,
         bias: torch.Tensor | None,
@@ -78,12 +83,12 @@ class _Normalize(torch.autograd.Function):
         group: Group,
     ) -> torch.Tensor:
         mean, var, count = statistics
-        ctx.save_for_backward(input, weight, mean, torch.rsqrt(var + eps), count)
+        ctx.save_for_backward(input, weight, mean, torch.rsqrt(var + eps), count)  # type: ignore[arg-type]
         ctx.group = group
         return _normalized(input, weight, bias, statistics, eps)
 
     @staticmethod
-    def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: _Normalizing, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
         input, weight, mean, invstd, count = ctx.saved_tensors
         along = partial(_per_channel, like=input)
         dims = _reduced_dims(input)
@@ -139,7 +144,7 @@ class SyncBatchNorm(nn.BatchNorm2d):
         *args, **kwargs: as of torch.nn.BatchNorm2d.
     """
 
-    def __init__(self, *args: Any, process_group: Any = None, **kwargs: Any) -> None:
+    def __init__(self, *args: Tree, process_group: ProcessGroup = None, **kwargs: Tree) -> None:
         super().__init__(*args, **kwargs)
         self._process_group = process_group
 
@@ -183,7 +188,7 @@ class SyncBatchNorm(nn.BatchNorm2d):
         self.running_var.lerp_(unbiased.to(self.running_var.dtype), share)
 
     @classmethod
-    def convert_sync_batchnorm(cls, module: nn.Module, process_group: Any = None) -> nn.Module:
+    def convert_sync_batchnorm(cls, module: nn.Module, process_group: ProcessGroup = None) -> nn.Module:
         """Puts layers of this class in the place of all of torch's batch norms within a module.
 
         Parameters and buffers stay the same objects; so do layers that are used twice.
@@ -198,7 +203,7 @@ class SyncBatchNorm(nn.BatchNorm2d):
 
 
 def _converted(
-    cls: type[SyncBatchNorm], module: nn.Module, process_group: Any, done: dict[nn.Module, nn.Module]
+    cls: type[SyncBatchNorm], module: nn.Module, process_group: ProcessGroup, done: dict[nn.Module, nn.Module]
 ) -> nn.Module:
     if module in done:
         return done[module]

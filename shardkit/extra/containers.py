@@ -4,34 +4,31 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TypedDict
 
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
 from shardkit.errors import ConfigurationError
 
-__all__ = [
-    "apply_to_tensors",
-    "apply_to_type",
-    "from_np",
-    "pack_kwargs",
-    "recursive_copy_to_device",
-    "split_non_tensors",
-    "to_np",
-    "unpack_kwargs",
-    "unpack_non_tensors",
-]
+from ..types import Args, Kwargs, Tree
 
 
-def apply_to_type(type_fn: Callable[[Any], bool], fn: Callable[[Any], Any], container: Any) -> Any:
+class NonTensors(TypedDict):
+    """What is left of a tuple without its tensors."""
+
+    is_tensor: list[bool]
+    objects: list[object]
+
+
+def apply_to_type(type_fn: Callable[[Tree], bool], fn: Callable[[Tree], Tree], container: Tree) -> Tree:
     """A copy of nested dicts, lists, tuples and sets with ``fn(x)`` in place of each ``x`` that ``type_fn`` accepts.
 
     Keys are kept. OrderedDicts and namedtuples keep their class; of a PackedSequence the data is replaced (fairscale
     calls ``fn`` on it and returns the sequence as it was).
     """
 
-    def again(x: Any) -> Any:
+    def again(x: Tree) -> Tree:
         return apply_to_type(type_fn, fn, x)
 
     if type_fn(container):
@@ -51,15 +48,15 @@ def apply_to_type(type_fn: Callable[[Any], bool], fn: Callable[[Any], Any], cont
     return container
 
 
-def apply_to_tensors(fn: Callable[[torch.Tensor], Any], container: Any) -> Any:
+def apply_to_tensors(fn: Callable[[torch.Tensor], Tree], container: Tree) -> Tree:
     """:func:`apply_to_type` for tensors."""
     return apply_to_type(torch.is_tensor, fn, container)
 
 
-def recursive_copy_to_device(value: Any, non_blocking: bool, device: torch.device) -> Any:
+def recursive_copy_to_device(value: Tree, non_blocking: bool, device: torch.device) -> Tree:
     """Nested lists, tuples and mappings (as dicts) with their tensors on a device."""
 
-    def again(x: Any) -> Any:
+    def again(x: Tree) -> Tree:
         return recursive_copy_to_device(x, non_blocking, device)
 
     if isinstance(value, torch.Tensor):
@@ -72,26 +69,24 @@ def recursive_copy_to_device(value: Any, non_blocking: bool, device: torch.devic
     return value
 
 
-def to_np(tensor_or_container: Any) -> Any:
+def to_np(tensor_or_container: Tree) -> Tree:
     """Tensors as numpy arrays."""
     return apply_to_tensors(lambda t: t.detach().cpu().numpy(), tensor_or_container)
 
 
-def from_np(ndarray_or_container: Any) -> Any:
+def from_np(ndarray_or_container: Tree) -> Tree:
     """numpy arrays as tensors that share their memory."""
     import numpy as np  # the only use; torch runs without it
 
     return apply_to_type(lambda x: isinstance(x, np.ndarray), torch.from_numpy, ndarray_or_container)
 
 
-def pack_kwargs(*args: Any, **kwargs: Any) -> tuple[tuple[str, ...], tuple[Any, ...]]:
+def pack_kwargs(*args: Tree, **kwargs: Tree) -> tuple[tuple[str, ...], Args]:
     """The names of keyword arguments, and all values: ``pack_kwargs(1, a=2) == (("a",), (1, 2))``."""
     return tuple(kwargs), (*args, *kwargs.values())
 
 
-def unpack_kwargs(
-    kwarg_keys: tuple[str, ...], flat_args: tuple[Any, ...]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def unpack_kwargs(kwarg_keys: tuple[str, ...], flat_args: Args) -> tuple[Args, Kwargs]:
     """Arguments and keyword arguments from what :func:`pack_kwargs` returned.
 
     Raises:
@@ -106,8 +101,8 @@ def unpack_kwargs(
 
 
 def split_non_tensors(
-    mixed: torch.Tensor | tuple[Any, ...],
-) -> tuple[tuple[torch.Tensor, ...], dict[str, list[Any]] | None]:
+    mixed: torch.Tensor | Args,
+) -> tuple[tuple[torch.Tensor, ...], NonTensors | None]:
     """The tensors of a tuple, and ``{"is_tensor": one bool an element, "objects": the others}``.
 
     One tensor gives itself and None.
@@ -120,9 +115,7 @@ def split_non_tensors(
     return tensors, {"is_tensor": is_tensor, "objects": objects}
 
 
-def unpack_non_tensors(
-    tensors: tuple[torch.Tensor, ...], packed_non_tensors: dict[str, list[Any]] | None
-) -> tuple[Any, ...]:
+def unpack_non_tensors(tensors: tuple[torch.Tensor, ...], packed_non_tensors: NonTensors | None) -> Args:
     """The tuple that :func:`split_non_tensors` split.
 
     Raises:

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import enum
 import math
-from typing import Any
 
 import torch
 
 from shardkit.errors import ConfigurationError, LifecycleError
 
-__all__ = ["DynamicLossScaler", "OptState"]
+from ..types import Tree
 
 
 class OptState(enum.Enum):
@@ -60,7 +59,7 @@ class DynamicLossScaler:
         self._overflows_since_rescale = 0
         self._states: dict[int, OptState] = {}
 
-    def scale(self, outputs: Any) -> Any:
+    def scale(self, outputs: Tree) -> Tree:
         """A tensor times the scale; also tensors in lists and tuples."""
         if isinstance(outputs, (list, tuple)):
             return type(outputs)(self.scale(o) for o in outputs)
@@ -83,7 +82,7 @@ class DynamicLossScaler:
                 gradient.mul_(1.0 / self.loss_scale)
         self._states[id(optimizer)] = OptState.UNSCALED
 
-    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+    def step(self, optimizer: torch.optim.Optimizer, *args: Tree, **kwargs: Tree) -> Tree:
         """Unscales gradients, unless that was done, and steps the optimizer; skips it if they are not finite.
 
         Returns:

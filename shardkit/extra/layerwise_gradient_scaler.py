@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from shardkit.errors import ConfigurationError
 
-__all__ = ["GradientHelper", "LayerInfo", "LayerwiseGradientScaler"]
+from ..types import AnyCallable, Tree
 
 
 class LayerInfo:
@@ -46,7 +44,7 @@ class GradientHelper:
         self.inputs_multiplier = inputs_multiplier
         self.outputs_multiplier = outputs_multiplier
 
-    def scale_gradients(self, m: nn.Module, inputs: Any, outputs: Any) -> tuple[torch.Tensor | None, ...]:
+    def scale_gradients(self, m: nn.Module, inputs: Tree, outputs: Tree) -> tuple[torch.Tensor | None, ...]:
         """The hook: gradients of the layer's inputs, multiplied at once (a step between could underflow)."""
         factor = self.inputs_multiplier * self.outputs_multiplier
         return tuple(None if x is None else x * factor for x in inputs)
@@ -167,6 +165,6 @@ class LayerwiseGradientScaler:
         """All layers, in order."""
         return self.layer_info
 
-    def get_backward_hooks(self) -> list[tuple[str, Any]]:
+    def get_backward_hooks(self) -> list[tuple[str, AnyCallable]]:
         """Path of each module below the model, and its backward hooks."""
         return [(name, layer._get_backward_hooks()) for name, layer in self._model.named_modules() if name]

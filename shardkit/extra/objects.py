@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import pickle
-from typing import Any
 
 import torch
 
 from shardkit.errors import ConfigurationError
 
-__all__ = ["pyobject_to_tensor", "tensor_to_pyobject"]
+from ..types import Tree
 
 
-def pyobject_to_tensor(obj: Any, fixed_buffer_size: int = 0) -> torch.Tensor:
+def pyobject_to_tensor(obj: object, fixed_buffer_size: int = 0) -> torch.Tensor:
     """The pickled object as a uint8 tensor [numel], zeros up to ``fixed_buffer_size`` if that is given.
 
     Raises:
@@ -29,6 +28,6 @@ def pyobject_to_tensor(obj: Any, fixed_buffer_size: int = 0) -> torch.Tensor:
     return torch.nn.functional.pad(pickled, (0, missing))
 
 
-def tensor_to_pyobject(tensor: torch.Tensor) -> Any:
+def tensor_to_pyobject(tensor: torch.Tensor) -> Tree:
     """The object of :func:`pyobject_to_tensor`. It is unpickled: only for tensors from a source that is trusted."""
     return pickle.loads(bytes(tensor.cpu().tolist()))

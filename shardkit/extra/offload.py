@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -21,7 +21,7 @@ from torch.autograd import Variable
 from shardkit.activations.checkpointing import checkpoint_wrapper
 from shardkit.errors import ConfigurationError, LifecycleError
 
-__all__ = ["ModelShard", "OffloadFunction", "OffloadModel", "ShardSyncLayer", "split_layers"]
+from ..types import Args, Context, Tree
 
 
 class _Saved(NamedTuple):
@@ -31,7 +31,7 @@ class _Saved(NamedTuple):
     version: int
     size: torch.Size
     stride: tuple[int, ...]
-    offset: Any  # int
+    offset: int | torch.SymInt
 
     def again(self) -> torch.Tensor:
         if self.param._version != self.version:
@@ -68,7 +68,7 @@ class ModelShard(nn.Module):
         self.offload_device = offload_device
         self._resting: list[tuple[nn.Parameter, torch.Tensor, torch.Tensor | None]] | None = None
 
-    def forward(self, *inputs: Any) -> Any:
+    def forward(self, *inputs: Tree) -> Tree:
         if not torch.is_grad_enabled():
             return self.model_shard(*inputs)
         params = {p.untyped_storage().data_ptr(): p for p in self.model_shard.parameters() if p.numel()}
@@ -142,6 +142,11 @@ def _unpack(saved: torch.Tensor | _Saved) -> torch.Tensor:
     return saved.again() if isinstance(saved, _Saved) else saved
 
 
+class _Border(Context):
+    model: OffloadModel
+    index: int
+
+
 class ShardSyncLayer(torch.autograd.Function):
     """The border behind slice ``index`` (-1: in front of the model): hands its tensors on and moves slices.
 
@@ -151,7 +156,7 @@ class ShardSyncLayer(torch.autograd.Function):
 
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, model: OffloadModel, index: int, anchor: torch.Tensor, *tensors: torch.Tensor
+        ctx: _Border, model: OffloadModel, index: int, anchor: torch.Tensor, *tensors: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         ctx.model, ctx.index = model, index
         ctx.set_materialize_grads(False)
@@ -159,7 +164,7 @@ class ShardSyncLayer(torch.autograd.Function):
         return tuple(t.detach() for t in tensors)  # no views: layers may work on them in place
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: _Border, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
         ctx.model._backward_passes(ctx.index)
         return (None, None, None, *grads)
 
@@ -189,7 +194,7 @@ class OffloadModel(nn.Module):
 
     def __init__(
         self,
-        model: Any,
+        model: nn.Sequential | list[nn.Module],
         device: torch.device,
         offload_device: torch.device = torch.device("cpu"),  # noqa: B008
         num_slices: int = 3,
@@ -211,7 +216,7 @@ class OffloadModel(nn.Module):
         )
         self.device = torch.device(device)
         self.offload_device = torch.device(offload_device)
-        self.model_slices: list[nn.Module] = [
+        self.model_slices: list[ModelShard] = [
             ModelShard(part, self.device, self.offload_device, i) for i, part in enumerate(parts)
         ]
         if checkpoint_activation:
@@ -220,23 +225,23 @@ class OffloadModel(nn.Module):
         self._model = nn.Sequential(*self.model_slices)
         self._num_microbatches = num_microbatches
 
-    def forward(self, *inputs: Any, **_: Any) -> Any:
+    def forward(self, *inputs: Tree, **_: object) -> Tree:
         """The model's output, on the device; one tensor or a tuple."""
         anchor = torch.empty(0, device=self.device, requires_grad=torch.is_grad_enabled())
-        values: Sequence[Any] = [x.to(self.device) if isinstance(x, torch.Tensor) else x for x in inputs]
+        values: Sequence[Tree] = [x.to(self.device) if isinstance(x, torch.Tensor) else x for x in inputs]
         for index, shard in enumerate(self.model_slices):
             values = self._run(shard, self._border(index - 1, anchor, values))
         values = self._border(len(self.model_slices) - 1, anchor, values)
         return values[0] if len(values) == 1 else tuple(values)
 
-    def _border(self, index: int, anchor: torch.Tensor, values: Sequence[Any]) -> list[Any]:
+    def _border(self, index: int, anchor: torch.Tensor, values: Sequence[Tree]) -> list[Tree]:
         """The values behind a slice; tensors among them went over the border."""
         tensors = iter(
             ShardSyncLayer.apply(self, index, anchor, *(v for v in values if isinstance(v, torch.Tensor)))
         )
         return [next(tensors) if isinstance(v, torch.Tensor) else v for v in values]
 
-    def _run(self, shard: nn.Module, values: list[Any]) -> tuple[Any, ...]:
+    def _run(self, shard: nn.Module, values: list[Tree]) -> Args:
         if self._num_microbatches == 1:
             return _as_tuple(shard(*values))
         chunked = [
@@ -251,14 +256,14 @@ class OffloadModel(nn.Module):
         return tuple(torch.cat(parts) for parts in zip(*outputs, strict=True))
 
     def _forward_passes(self, index: int) -> None:
-        shards: Any = self.model_slices
+        shards = self.model_slices
         if index >= 0:
             shards[index].forward_drop()
         if index + 1 < len(shards):
             shards[index + 1].forward_load()
 
     def _backward_passes(self, index: int) -> None:
-        shards: Any = self.model_slices
+        shards = self.model_slices
         if index + 1 < len(shards):
             shards[index + 1].backward_drop()
         else:
@@ -269,12 +274,12 @@ class OffloadModel(nn.Module):
             shards[index].backward_load()
 
     def _drop_all(self) -> None:
-        shards: Any = self.model_slices
+        shards = self.model_slices
         for shard in shards:
             shard.backward_drop()
 
 
-def _as_tuple(value: Any) -> tuple[Any, ...]:
+def _as_tuple(value: Tree) -> Args:
     return tuple(value) if isinstance(value, (tuple, list)) else (value,)
 
 

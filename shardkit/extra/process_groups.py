@@ -3,21 +3,14 @@
 from __future__ import annotations
 
 import enum
+import weakref
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from shardkit.errors import BackendError
-
-__all__ = [
-    "ProcessGroupName",
-    "chunk_and_pad",
-    "get_process_group_cached",
-    "validate_process_group",
-]
 
 
 class ProcessGroupName(str, enum.Enum):
@@ -27,13 +20,15 @@ class ProcessGroupName(str, enum.Enum):
     reduce_scatter = "reduce_scatter"
 
 
-_groups: dict[tuple[ProcessGroupName, tuple[int, ...] | None], Any] = {}
-_made_for: list[Any] = [None]  # the default group under which they were made
+# By the default group under which they were made; a user may destroy that and make another one.
+_groups: weakref.WeakKeyDictionary[
+    dist.ProcessGroup, dict[tuple[ProcessGroupName, tuple[int, ...] | None], dist.ProcessGroup]
+] = weakref.WeakKeyDictionary()
 
 
 def get_process_group_cached(
     name: ProcessGroupName = ProcessGroupName.default, ranks: Sequence[int] | None = None
-) -> Any:
+) -> dist.ProcessGroup:
     """A process group of these ranks (default: all), made at the first call for a name.
 
     Every rank calls at the same point.
@@ -41,18 +36,16 @@ def get_process_group_cached(
     Raises:
         BackendError: torch.distributed is not initialized.
     """
-    if not dist.is_initialized():
+    if dist.group.WORLD is None:
         raise BackendError("get_process_group_cached needs torch.distributed; call init_process_group first")
-    if _made_for[0] is not dist.group.WORLD:
-        _groups.clear()
-        _made_for[0] = dist.group.WORLD
+    made = _groups.setdefault(dist.group.WORLD, {})
     chosen = None if ranks is None else tuple(sorted(set(ranks)))
     if chosen == tuple(range(dist.get_world_size())):
         chosen = None
     key = (ProcessGroupName(name), chosen)
-    if key not in _groups:
-        _groups[key] = dist.new_group(ranks=None if chosen is None else list(chosen))
-    return _groups[key]
+    if key not in made:
+        made[key] = dist.new_group(ranks=None if chosen is None else list(chosen))
+    return made[key]
 
 
 def chunk_and_pad(tensor: torch.Tensor, num_chunks: int) -> list[torch.Tensor]:
@@ -68,7 +61,7 @@ def chunk_and_pad(tensor: torch.Tensor, num_chunks: int) -> list[torch.Tensor]:
     return chunks
 
 
-def validate_process_group(device: torch.device, process_group: Any) -> None:
+def validate_process_group(device: torch.device, process_group: dist.ProcessGroup) -> None:
     """Checks that the group's ranks reach each other with tensors on this device (collective).
 
     Raises:

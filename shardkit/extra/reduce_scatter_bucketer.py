@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from shardkit.backend import backend_for
 from shardkit.errors import ConfigurationError, LifecycleError
 
-__all__ = ["Bucket", "ReduceScatterBucketer"]
 
-
-def _reduce_scatter(shard: torch.Tensor, rows: torch.Tensor, group: Any) -> None:
+def _reduce_scatter(shard: torch.Tensor, rows: torch.Tensor, group: dist.ProcessGroup) -> None:
     """The sum over ranks of this rank's row: shard [n], rows [W, n] (its contents are undefined afterwards)."""
     backend_for([rows]).group(group).reduce_scatter_into(
         shard, rows.reshape(-1), label="ReduceScatterBucketer"
@@ -29,11 +27,11 @@ class Bucket:
         group: process group.
     """
 
-    def __init__(self, data: torch.Tensor, group: Any) -> None:
+    def __init__(self, data: torch.Tensor, group: dist.ProcessGroup) -> None:
         self.data = data
         self.group = group
         self.offset = 0
-        self.callbacks: list[Callable[[], Any]] = []
+        self.callbacks: list[Callable[[], object]] = []
         self.output_shard = torch.zeros_like(data[0])
         self._shape = data.shape
 
@@ -77,14 +75,14 @@ class ReduceScatterBucketer:
 
     def __init__(self, bucket_cap_mb: float = 25) -> None:
         self.bucket_cap_mb = bucket_cap_mb
-        self.buckets: dict[tuple[torch.dtype, torch.device, Any], Bucket] = {}
+        self.buckets: dict[tuple[torch.dtype, torch.device, dist.ProcessGroup], Bucket] = {}
 
     @torch.no_grad()
     def reduce_scatter_async(
         self,
         input_list: list[torch.Tensor],
-        group: Any,
-        callback_fn: Callable[[torch.Tensor], Any] | None = None,
+        group: dist.ProcessGroup,
+        callback_fn: Callable[[torch.Tensor], object] | None = None,
     ) -> None:
         """Sums ``input_list[r]`` over ranks for rank ``r``, now or at a later :meth:`flush` (collective).
 
@@ -141,7 +139,7 @@ class ReduceScatterBucketer:
     def _get_shard_size(self, element_size: int, num_shards: int) -> int:
         return int(max(self.bucket_cap_mb, 0) * 2**20 // element_size // num_shards)
 
-    def _get_bucket(self, tensor: torch.Tensor, group: Any) -> Bucket:
+    def _get_bucket(self, tensor: torch.Tensor, group: dist.ProcessGroup) -> Bucket:
         key = (tensor.dtype, tensor.device, group)
         if key not in self.buckets:
             world_size = group.size()

@@ -9,12 +9,13 @@ Communication-Efficient Distributed SGD with Slow Momentum" (2020), Algorithm 1:
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from ..backend import Group, ReduceOp
 from ..errors import ConfigurationError
+from ..types import ParamGroup, StateDict
 
 BUCKET_NUMEL = 2**23
 
@@ -111,7 +112,7 @@ class SlowMomentum:
         self._outer = self._velocity = None
         for shard, start, stop in self._shards(sum(p.numel() for p in params)):
             if self._owns(shard):
-                now: list[dict[str, Any]] = [
+                now: list[StateDict] = [
                     {"params": [_laid_out_as(p, values.get(p, p)) for p in params], "lr": 0.0}
                 ]
                 self._outer = torch.cat([piece.values for piece in _pieces(now, start, stop)]).to(params[0])
@@ -162,7 +163,7 @@ class SlowMomentum:
             piece.values.copy_(outer)
 
 
-def _pieces(groups: Iterable[dict[str, Any]], start: int, stop: int) -> Iterator[_Piece]:
+def _pieces(groups: Iterable[ParamGroup], start: int, stop: int) -> Iterator[_Piece]:
     """Elements ``start`` up to ``stop`` of all parameters, as views of them."""
     offset = 0
     for group in groups:

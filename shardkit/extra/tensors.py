@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any
 
 import torch
 from torch.utils._pytree import tree_map_only
 
-__all__ = ["alloc_storage_", "cast_floats_to_right_precision", "free_storage_"]
+from ..types import Args, Kwargs, Tree
 
 
 def alloc_storage_(data: torch.Tensor, size: torch.Size) -> None:
@@ -24,8 +23,8 @@ def free_storage_(data: torch.Tensor) -> None:
 
 
 def cast_floats_to_right_precision(
-    to_fp16: bool, no_grad: bool, *args: Any, **kwargs: Any
-) -> tuple[Any, Any]:
+    to_fp16: bool, no_grad: bool, *args: Tree, **kwargs: Tree
+) -> tuple[Args, Kwargs]:
     """Arguments with fp32 tensors cast to fp16, or the other way round.
 
     Args:

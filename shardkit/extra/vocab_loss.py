@@ -11,12 +11,15 @@ Legend of shapes: T tokens, V vocabulary, D width of the model, t and v those of
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
 
 from ..errors import ConfigurationError
+from ..types import Context
+
+T = TypeVar("T")
 
 _SMALLEST_NORM = 1e-12  # as in F.normalize
 
@@ -81,12 +84,17 @@ def linear_cross_entropy(
     return loss / input.shape[0] if reduction == "mean" else loss
 
 
+class _Kept(Context):
+    tiles: _Tiles
+    margin: Margin | None
+
+
 class _LinearCrossEntropy(torch.autograd.Function):
     """``apply(input, weight, target, tiles, margin)`` -> the sum over all tokens."""
 
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any,
+        ctx: _Kept,
         input: torch.Tensor,
         weight: torch.Tensor,
         target: torch.Tensor,
@@ -107,7 +115,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return (log_sums - own).sum()
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: _Kept, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
         input, weight, target, log_sums = ctx.saved_tensors
         margin: Margin | None = ctx.margin
         features = input if margin is None else F.normalize(input)

@@ -6,7 +6,7 @@ where fairscale's code writes to ``weight.grad`` itself; hooks (of FSDP, of data
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -15,14 +15,9 @@ from torch import nn
 from shardkit.errors import ConfigurationError
 from shardkit.extra.vocab_loss import Margin, linear_cross_entropy
 
-__all__ = [
-    "BackwardTrigger",
-    "BackwardTriggerFn",
-    "BaselineSoftmax",
-    "BaselineSoftmaxNllLoss",
-    "MemoryEfficientVocabOutput",
-    "lmcl_matmul",
-]
+from ..types import Context
+
+T = TypeVar("T")
 
 
 def _rows(input: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -90,16 +85,6 @@ class BaselineSoftmax(nn.Module):
 class BaselineSoftmaxNllLoss(BaselineSoftmax):
     """:class:`BaselineSoftmax` and the sum of the negative log-likelihoods."""
 
-    def __init__(
-        self,
-        proj_weight: nn.Parameter,
-        tile_factor: int = 0,
-        log_softmax: bool = True,
-        margin: float = 0.35,
-        scale: float | None = None,
-    ) -> None:
-        super().__init__(proj_weight, tile_factor, log_softmax, margin, scale)
-
     def forward(self, input: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         """[..., D] and [...] -> []."""
         return F.nll_loss(super().forward(input, target), target.reshape(-1), reduction="sum")
@@ -109,12 +94,12 @@ class BackwardTriggerFn(torch.autograd.Function):
     """``apply(weight, trigger)`` -> the weight; backward gives the trigger a gradient of zero as well."""
 
     @staticmethod
-    def forward(ctx: Any, w: torch.Tensor, trigger_tensor: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+    def forward(ctx: Context, w: torch.Tensor, trigger_tensor: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         ctx.save_for_backward(trigger_tensor)
         return w.view_as(w)
 
     @staticmethod
-    def backward(ctx: Any, *args: Any) -> Any:
+    def backward(ctx: Context, *args: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return args[0], torch.zeros_like(ctx.saved_tensors[0])
 
 

@@ -11,7 +11,6 @@ hold the same.
 from __future__ import annotations
 
 import copy
-from typing import Any
 
 import torch
 from torch import nn
@@ -20,13 +19,18 @@ from ..backend import Backend, Group, backend_for
 from ..checks.same_everywhere import check_same_everywhere
 from ..errors import ConfigurationError
 from ..torch_seams.compiling import not_compiled
+from ..types import Context, ProcessGroup
+
+
+class _Exchange(Context):
+    group: Group
 
 
 class AllToAll(torch.autograd.Function):
     """``apply(group, tensor)``: [W * n, ...] -> the same shape; the r-th part goes to rank r, the r-th came from it."""
 
     @staticmethod
-    def forward(ctx: Any, group: Group, tensor: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+    def forward(ctx: _Exchange, group: Group, tensor: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         ctx.group = group
         sent = tensor.contiguous()
         received = torch.empty_like(sent)
@@ -34,7 +38,7 @@ class AllToAll(torch.autograd.Function):
         return received
 
     @staticmethod
-    def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[None, torch.Tensor]:  # type: ignore[override]
+    def backward(ctx: _Exchange, grad_output: torch.Tensor) -> tuple[None, torch.Tensor]:  # type: ignore[override]
         return None, AllToAll.apply(ctx.group, grad_output)
 
 
@@ -68,7 +72,7 @@ class MOELayer(nn.Module):
         self,
         gate: nn.Module,
         experts: nn.Module,
-        group: Any = None,
+        group: ProcessGroup = None,
         *,
         backend: str | Backend | None = None,
     ) -> None:
@@ -79,14 +83,14 @@ class MOELayer(nn.Module):
             raise ConfigurationError("experts is an empty ModuleList; each rank needs at least one expert")
         self.group = group
         self._backend = backend
-        self._agreed: tuple[Any, ...] | None = None  # what ranks last compared
+        self._agreed: tuple[object, ...] | None = None  # what ranks last compared
         self.world_size = self._group_of(next(self.parameters(), torch.empty(0))).world_size
         self.num_local_experts = len(self.experts)
 
     def _group_of(self, tensor: torch.Tensor) -> Group:
         return backend_for([tensor], self._backend).group(self.group)
 
-    def forward(self, *input: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+    def forward(self, *input: torch.Tensor, **kwargs: object) -> torch.Tensor:
         """[any, any, M] -> the same shape: for each token the weighted sum of its experts' outputs.
 
         Raises:
@@ -137,7 +141,7 @@ class MOELayer(nn.Module):
             )
         self._agreed = facts
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> MOELayer:
+    def __deepcopy__(self, memo: dict[int, object]) -> MOELayer:
         made = type(self).__new__(type(self))
         memo[id(self)] = made
         for name, value in vars(self).items():

@@ -7,7 +7,6 @@ import threading
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,6 +15,7 @@ from torch import nn
 from ..activations.checkpointing import patch_batchnorm
 from ..errors import ConfigurationError, LifecycleError
 from ..model_parallel.groups import get_pipeline_parallel_group
+from ..types import Tree
 from .batch_norm import DeferredBatchNorm
 from .errors import PipeTypeError
 from .link import Link
@@ -132,7 +132,7 @@ class AsyncPipe(nn.Module):
         """Layers of this rank."""
         return iter(()) if self.partition is None else iter(self.partition)
 
-    def forward(self, input: Value, *, event: Any = None) -> Any:
+    def forward(self, input: Value, *, event: object = None) -> Tree:
         """Passes the first rank's input through the layers of all ranks; called on all of them.
 
         In training mode (and grad mode) ranks other than the last run their backward here too, which waits for the last
@@ -165,7 +165,7 @@ class AsyncPipe(nn.Module):
         values = split(input, self.chunks) if self._rank == 0 else []
         return self._stage().forward(values, backward=backward)
 
-    def back_helper(self, output: Any) -> None:
+    def back_helper(self, output: Tree) -> None:
         """Nothing: forward has done it. For the loops of existing code.
 
         Raises:

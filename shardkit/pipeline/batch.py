@@ -9,8 +9,6 @@ import torch
 
 from .microbatch import Value
 
-__all__ = ["Batch"]
-
 
 class Batch:
     """A tensor or a tuple of tensors (one micro-batch), as a sequence of tensors either way.

@@ -9,12 +9,12 @@ from __future__ import annotations
 import datetime
 import json
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from ..errors import ConfigurationError, RankLostError
+from ..types import StateDict
 
 _HEADER_BYTES = 1024
 
@@ -34,9 +34,9 @@ class Link:
         direct = served.get(device.type, "gloo") != "gloo"
         self._wire = device if direct else torch.device("cpu")
         self.failed: set[int] = set()  # ranks that said so
-        self._sending: list[tuple[Any, torch.Tensor]] = []  # works, and the bytes they read
+        self._sending: list[tuple[dist.Work, torch.Tensor]] = []  # works, and the bytes they read
 
-    def send(self, dst: int, facts: dict[str, Any], tensors: Sequence[torch.Tensor] = ()) -> None:
+    def send(self, dst: int, facts: StateDict, tensors: Sequence[torch.Tensor] = ()) -> None:
         """Sends to a rank of the group, without waiting.
 
         Args:
@@ -57,7 +57,9 @@ class Link:
                 self._send(dst, flat.view(torch.uint8))
 
     def _send(self, dst: int, data: torch.Tensor) -> None:
-        self._sending.append((dist.isend(data, group=self._group, group_dst=dst), data))
+        work = dist.isend(data, group=self._group, group_dst=dst)
+        if work is not None:  # this rank is in the group
+            self._sending.append((work, data))
 
     def flush(self, seconds: float | None = None) -> None:
         """Waits for what is being sent; raises RuntimeError if that takes longer than the seconds given."""
@@ -69,7 +71,7 @@ class Link:
         """Forgets what is being sent."""
         self._sending.clear()
 
-    def receive(self, src: int) -> tuple[dict[str, Any], list[torch.Tensor]]:
+    def receive(self, src: int) -> tuple[StateDict, list[torch.Tensor]]:
         """What a rank of the group sent: facts and tensors.
 
         Raises:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from ..errors import ConfigurationError
@@ -12,7 +10,7 @@ from .errors import PipeTypeError
 Value = torch.Tensor | tuple[torch.Tensor, ...]
 
 
-def check(input: Any) -> None:
+def check(input: object) -> None:
     """Refuses what is neither a tensor nor a tuple of tensors.
 
     Raises:

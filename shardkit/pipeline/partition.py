@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import torch
 from torch import nn
@@ -33,7 +32,7 @@ def verify_module(module: nn.Module) -> None:
     verify_distinct(module)
 
 
-def verify_distinct(layers: Iterable[Any]) -> None:
+def verify_distinct(layers: Iterable[object]) -> None:
     """Raises ConfigurationError (a ValueError) for a layer that is there twice."""
     ids = [id(layer) for layer in layers]
     if len(set(ids)) != len(ids):

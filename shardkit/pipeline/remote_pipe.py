@@ -6,7 +6,6 @@ Calls and the output travel over RPC; micro-batches and gradients go from stage 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,6 +14,7 @@ from torch.distributed import rpc
 
 from ..errors import ConfigurationError, LifecycleError
 from ..model_parallel.groups import get_pipeline_parallel_group
+from ..types import AnyCallable, Args, Context, Kwargs, Tree
 from .async_pipe import AsyncPipe
 from .microbatch import Value, split
 from .schedule import move
@@ -43,17 +43,17 @@ def _own_device() -> torch.device:
     return torch.device(kind.type, dist.get_rank() % torch.accelerator.device_count())
 
 
-def _make_stage(args: tuple[Any, ...], kwargs: dict[str, Any]) -> AsyncPipe:
+def _make_stage(args: Args, kwargs: Kwargs) -> AsyncPipe:
     device = _own_device()
     group = get_pipeline_parallel_group()
     return AsyncPipe(*args, **{**kwargs, "group": group, "input_device": device}).to(device)
 
 
-def _serve_stage(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _serve_stage(args: Args, kwargs: Kwargs) -> None:
     _served.model = _make_stage(args, kwargs)
 
 
-def _serve_callback(callback: Callable[[Any, AsyncPipe], Any], ctx: Any) -> None:
+def _serve_callback(callback: Callable[[Tree, AsyncPipe], object], ctx: Tree) -> None:
     model = _model()
     with model.lock:
         callback(ctx, model)
@@ -85,17 +85,23 @@ def _detached(value: Value) -> Value:
     return tuple(t.detach() for t in value) if isinstance(value, tuple) else value.detach()
 
 
+class _Running(Context):
+    run: Callable[..., None]
+
+
 class _Backward(torch.autograd.Function):
     """Outputs as they are; their gradients go to the last stage, and backward of all stages runs."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: torch.Tensor, run: Callable[..., None], *outputs: torch.Tensor) -> Any:  # type: ignore[override]
+    def forward(
+        ctx: _Running, anchor: torch.Tensor, run: Callable[..., None], *outputs: torch.Tensor
+    ) -> Tree:  # type: ignore[override]
         ctx.run = run
         ctx.mark_non_differentiable(*(t for t in outputs if not t.is_floating_point()))
         return tuple(t.view_as(t) for t in outputs)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:  # type: ignore[override]
+    def backward(ctx: _Running, *gradients: torch.Tensor | None) -> tuple[None, ...]:  # type: ignore[override]
         ctx.run(tuple(None if g is None else g.cpu() for g in gradients))
         return (None, None, *(None for _ in gradients))
 
@@ -119,7 +125,7 @@ class PipeRPCWrapper(nn.Module):
             ``get_pipeline_parallel_group()``.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: Tree, **kwargs: Tree) -> None:
         super().__init__()
         self.group = kwargs.pop("group", None) or get_pipeline_parallel_group()
         if self.group.rank() != 0:
@@ -137,16 +143,16 @@ class PipeRPCWrapper(nn.Module):
         self._foreach_worker(_serve_stage, (args, kwargs))
         self.model = _make_stage(args, kwargs)
 
-    def _call(self, rank: int, function: Callable[..., Any], args: Any) -> Any:
+    def _call(self, rank: int, function: AnyCallable, args: Args) -> torch.futures.Future[Tree]:
         name = self.worker_map[dist.get_global_rank(self.group, rank)]
         return rpc.rpc_async(name, function, args=args)
 
-    def _foreach_worker(self, function: Callable[..., Any], args: Any) -> None:
+    def _foreach_worker(self, function: AnyCallable, args: Args) -> None:
         for future in [self._call(rank, function, args) for rank in range(1, self.group.size())]:
             future.wait()
 
     def foreach_worker(
-        self, callback: Callable[[Any, AsyncPipe], None], ctx: Any = None, *, include_self: bool = False
+        self, callback: Callable[[Tree, AsyncPipe], object], ctx: Tree = None, *, include_self: bool = False
     ) -> None:
         """Runs ``callback(ctx, stage)`` on the other ranks, and on this one if asked to.
 

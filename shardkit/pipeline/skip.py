@@ -14,12 +14,13 @@ import dataclasses
 import threading
 import uuid
 from collections.abc import Callable, Generator, Iterable, Iterator
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import nn
 
 from ..errors import LifecycleError
+from ..types import Tree
 from .errors import PipeTypeError
 from .microbatch import Value
 
@@ -89,7 +90,7 @@ class Skippable(nn.Module):
     stashable_names: ClassVar[frozenset[str]]
     poppable_names: ClassVar[frozenset[str]]
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: Tree, **kwargs: Tree) -> None:
         super().__init__()
         self.module = self.module_cls(*args, **kwargs)
         self.namespaces: dict[str, Namespace] = {}

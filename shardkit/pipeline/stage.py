@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch
 from torch import nn
 
 from ..errors import LifecycleError, RankLostError, RankMismatchError
+from ..types import StateDict
 from .batch_norm import expect_micro_batches
 from .link import Link
 from .microbatch import Value
@@ -147,7 +147,7 @@ class Stage:
         try:
             yield
         except Exception as error:
-            facts: dict[str, Any] = {"error": str(error)[:600]}
+            facts: StateDict = {"error": str(error)[:600]}
             if not isinstance(error, RankLostError):
                 told = f"stage {self._index} of the pipeline failed: {type(error).__name__}: {error}"
                 facts = {"error": told[:600]}

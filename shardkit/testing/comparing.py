@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
+
+from ..types import StateDict, Tree
 
 
 @dataclass(frozen=True)
@@ -120,7 +121,7 @@ def check_named(
             check_tensor(f"{where} of {name}", value, expected, tolerance)
 
 
-def check_value(where: str, got: Any, want: Any, tolerance: Tolerance) -> None:
+def check_value(where: str, got: Tree, want: Tree, tolerance: Tolerance) -> None:
     """The same for nested dicts, lists and tuples of tensors and plain values, such as state dicts."""
     if isinstance(want, dict):
         if not isinstance(got, dict) or set(got) != set(want):
@@ -142,9 +143,7 @@ def check_value(where: str, got: Any, want: Any, tolerance: Tolerance) -> None:
         raise Difference(where, f"{got!r:.300} instead of {want!r:.300}")
 
 
-def check_optimizer_state(
-    where: str, got: dict[str, Any], want: dict[str, Any], tolerance: Tolerance
-) -> None:
+def check_optimizer_state(where: str, got: StateDict, want: StateDict, tolerance: Tolerance) -> None:
     """The same for optimizer state dicts in torch's format, whose states have to come in the order of parameters."""
     if set(got) != set(want):
         raise Difference(where, f"keys {sorted(got)} instead of {sorted(want)}")

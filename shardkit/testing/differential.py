@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import importlib.util
 import pickle
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import get_args
 
 import torch
 
 from shardkit.backends.processes import RankPool
 from shardkit.errors import ConfigurationError, RankFailedError
 
+from ..types import Kwargs, SavedState
 from .comparing import Tolerance, tolerance_of
 from .experiment import Experiment, load_experiment, target_of
 from .on_ranks import Library, Strategy, run_on_ranks
@@ -95,7 +96,7 @@ class _Task:
     strategy: Strategy
     world_size: int
     steps: int
-    options: dict[str, Any]
+    options: Kwargs
 
 
 class Verifier:
@@ -129,7 +130,7 @@ class Verifier:
         *,
         strategy: Strategy = "fsdp",
         steps: int = 3,
-        options: Mapping[str, Any] | None = None,
+        options: SavedState | None = None,
         tolerance: Tolerance | None = None,
     ) -> Report:
         """:func:`verify` in these processes."""
@@ -161,7 +162,7 @@ def verify(
     strategy: Strategy = "fsdp",
     world_size: int = 2,
     steps: int = 3,
-    options: Mapping[str, Any] | None = None,
+    options: SavedState | None = None,
     tolerance: Tolerance | None = None,
 ) -> Report:
     """Trains a few steps in one process, with shardkit, and with fairscale if installed, and compares what they saw.
@@ -194,7 +195,7 @@ def _side(library: str, got: Trace, truth: Trace, tolerance: Tolerance) -> Side:
     return Side(library, parting, largest_difference(got, truth) if parting is None else None)
 
 
-def _dtype(truth: Trace, options: Mapping[str, Any]) -> torch.dtype:
+def _dtype(truth: Trace, options: SavedState) -> torch.dtype:
     """The least precise floating-point type that takes part."""
     found = {t.dtype for t in truth[0].parameters.values() if t.is_floating_point()}
     if options.get("mixed_precision"):

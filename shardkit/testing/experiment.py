@@ -5,15 +5,17 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from types import ModuleType
 
 import torch
 from torch import nn
 
 from shardkit.errors import ConfigurationError
+
+from ..types import SavedState, Tree
 
 Unit = Callable[[nn.Module], nn.Module]
 
@@ -36,10 +38,10 @@ class Experiment:
     """
 
     model: Callable[[], nn.Module]
-    batch: Callable[[int, int], Any]
-    loss: Callable[[nn.Module, Any], torch.Tensor]
+    batch: Callable[[int, int], Tree]
+    loss: Callable[[nn.Module, Tree], torch.Tensor]
     optimizer: type[torch.optim.Optimizer] = torch.optim.SGD
-    optimizer_options: Mapping[str, Any] = field(default_factory=lambda: {"lr": 0.1})
+    optimizer_options: SavedState = field(default_factory=lambda: {"lr": 0.1})
     wrap: Callable[[nn.Module, Unit], None] | None = None
     clip: float | None = None
     seed: int = 0
@@ -76,7 +78,7 @@ def load_experiment(target: str) -> Experiment:
     source, colon, name = target.rpartition(":")
     if not colon or not source or not name:
         raise ConfigurationError(f"{target!r} has to be script.py:name or package.module:name")
-    found: Any = _module(source)
+    found = _module(source)
     for part in name.split("."):
         if not hasattr(found, part):
             raise ConfigurationError(f"{source} has no {name!r}; name a function that returns an Experiment")
@@ -89,7 +91,7 @@ def load_experiment(target: str) -> Experiment:
     return made
 
 
-def _module(source: str) -> Any:
+def _module(source: str) -> ModuleType:
     if not source.endswith(".py"):
         try:
             return importlib.import_module(source)

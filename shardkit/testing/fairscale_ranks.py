@@ -13,17 +13,18 @@ import contextlib
 import functools
 import logging
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from ..types import AnyCallable, Tree
+
 
 class NoStream:
     """A stream, or an event, on which everything has happened already."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+    def __init__(self, *args: object, **kwargs: object) -> None: ...
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, NoStream)  # fairscale asserts that it is on a stream of its own
@@ -31,19 +32,19 @@ class NoStream:
     def __hash__(self) -> int:
         return 0
 
-    def wait_stream(self, other: Any) -> None: ...
+    def wait_stream(self, other: object) -> None: ...
 
-    def wait_event(self, event: Any) -> None: ...
+    def wait_event(self, event: object) -> None: ...
 
     def synchronize(self) -> None: ...
 
-    def record_event(self, event: Any = None) -> NoStream:
+    def record_event(self, event: object = None) -> NoStream:
         return self
 
-    def record(self, stream: Any = None) -> None: ...
+    def record(self, stream: object = None) -> None: ...
 
 
-def _returning(value: Any) -> Callable[..., Any]:
+def _returning(value: object) -> AnyCallable:
     return lambda *args, **kwargs: value
 
 
@@ -81,7 +82,7 @@ def _flat_operands(name: str) -> None:
     original = getattr(dist, name)
 
     @functools.wraps(original)
-    def flat(output: torch.Tensor, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def flat(output: torch.Tensor, tensor: torch.Tensor, *args: Tree, **kwargs: Tree) -> Tree:
         return original(output.view(-1), tensor.reshape(-1), *args, **kwargs)
 
     setattr(dist, name, flat)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from ..types import Kwargs, SavedState, Tree
 from .experiment import Experiment
 from .one_process import persistent_buffers
 from .trace import Moment, Tensors, Trace
@@ -19,7 +19,7 @@ Library = Literal["fairscale", "shardkit"]
 
 
 def run_on_ranks(
-    experiment: Experiment, library: Library, strategy: Strategy, options: Mapping[str, Any], steps: int
+    experiment: Experiment, library: Library, strategy: Strategy, options: SavedState, steps: int
 ) -> Trace:
     """What the ranks saw, the same on each of them. Needs a process group.
 
@@ -45,9 +45,7 @@ def run_on_ranks(
 class _Wholes:
     """OSS under DistributedDataParallel or ShardedDataParallel: whole parameters, each with an owner."""
 
-    def __init__(
-        self, experiment: Experiment, library: str, strategy: Strategy, options: dict[str, Any]
-    ) -> None:
+    def __init__(self, experiment: Experiment, library: str, strategy: Strategy, options: Kwargs) -> None:
         self.module = experiment.build()
         oss = importlib.import_module(f"{library}.optim.oss").OSS
         more = options if strategy == "oss" else {}
@@ -84,9 +82,7 @@ class _Wholes:
 class _Shards:
     """FullyShardedDataParallel: nothing is whole but while it computes."""
 
-    def __init__(
-        self, experiment: Experiment, library: str, strategy: Strategy, options: dict[str, Any]
-    ) -> None:
+    def __init__(self, experiment: Experiment, library: str, strategy: Strategy, options: Kwargs) -> None:
         plain = experiment.build()
         self._parameters = [n for n, _ in plain.named_parameters()]
         self._buffers = list(persistent_buffers(plain))
@@ -137,14 +133,14 @@ def _plain(t: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(t, device="cpu").copy_(t.detach())
 
 
-def _of_all(value: Any) -> list[Any]:
+def _of_all(value: object) -> list[Tree]:
     """Each rank's value."""
-    values: list[Any] = [None] * dist.get_world_size()
+    values: list[object] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
 
 
 def _of_rank_0(tensors: Tensors) -> Tensors:
-    box: list[Any] = [tensors]
+    box = [tensors]
     dist.broadcast_object_list(box)
     return box[0]

@@ -132,7 +132,7 @@ FAULTS = [
         "redirected names",
         "entries of the table that stand for others' modules are not served",
         "shardkit/redirected.py",
-        "    for home, names in ALSO.get(path, {}).items():",
+        "    for home, names in REEXPORTED.get(path, {}).items():",
         "    for home, names in ():",
         (f"{_REDIRECTED}::test_the_table_is_served",),
     ),

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
+
 import pytest
 
 from shardkit.errors import ConfigurationError
 from shardkit.extra.gossip import graphs
 
-GRAPHS = [getattr(graphs, name) for name in graphs.__all__ if name not in ("Edge", "GraphManager")]
+GRAPHS = [
+    g for n, g in vars(graphs).items() if isinstance(g, type) and not inspect.isabstract(g) and "Graph" in n
+]
 
 
 def _nodes(graph: type[graphs.GraphManager], world_size: int, peers: int) -> list[graphs.GraphManager]:

@@ -6,7 +6,7 @@ import functools
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +21,7 @@ from shardkit.examples.loop import average_gradients, train_epoch
 from shardkit.examples.progress import Progress, progress_bar
 from shardkit.wrapping.policies import transformer_auto_wrap_policy
 
+from ...types import Kwargs
 from .model import Block, DigitTransformer
 
 STRATEGIES = ("ddp", "oss", "sharded_ddp", "fsdp")
@@ -64,7 +65,7 @@ class Outcome:
 
 def wrap(strategy: str, model: nn.Module, job: Job, backend: Backend) -> tuple[nn.Module, Optimizer]:
     """The model and the optimizer as the strategy has them; this is all that differs between strategies."""
-    arguments: dict[str, Any] = {"lr": job.lr, "weight_decay": job.weight_decay}
+    arguments: Kwargs = {"lr": job.lr, "weight_decay": job.weight_decay}
     optimizer: Optimizer
     if strategy == "fsdp":
         model = nested_fsdp(model)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import enum
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import nn
@@ -15,10 +14,9 @@ from shardkit.extra.slow_momentum import SlowMomentum, average_gradients, averag
 from shardkit.sharded_ddp.buffers import BufferSync, broadcast_module, broadcast_together
 from shardkit.torch_seams.hooks import BackwardState, tensors_of, watch_outputs
 
+from ...types import StateDict, Tree
 from .nodes import Nodes
 from .push import GossipOptions, StochasticGradientPush
-
-__all__ = ["SlowMoBaseAlgorithm", "SlowMoDataParallel", "SlowMomentumOptions"]
 
 
 class SlowMoBaseAlgorithm(str, enum.Enum):
@@ -116,7 +114,7 @@ class SlowMoDataParallel(nn.Module):
         self._start = [p.detach().to("cpu", copy=True) for p in params]
 
     # -------------------------------------------------------------------------------------- training
-    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+    def forward(self, *inputs: Tree, **kwargs: Tree) -> Tree:
         """The module's output."""
         if self._push is not None:
             self._push.unbias()
@@ -135,7 +133,7 @@ class SlowMoDataParallel(nn.Module):
             self._push.weigh()
 
     @torch.no_grad()
-    def perform_slowmo(self, optimizer: torch.optim.Optimizer, fp32_params: Any = None) -> None:
+    def perform_slowmo(self, optimizer: torch.optim.Optimizer, fp32_params: Tree = None) -> None:
         """To be called after each ``optimizer.step()``, on all ranks: averages and slow momentum, when they are due.
 
         Args:
@@ -183,15 +181,15 @@ class SlowMoDataParallel(nn.Module):
         return dict(zip(copies or self.module.parameters(), self._start, strict=True))
 
     # -------------------------------------------------------------------------------------- checkpoints
-    def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
+    def state_dict(self) -> StateDict:  # type: ignore[override]
         """The module's, and for SGP the weight of push-sum; slow momentum is not in it."""
-        state: dict[str, Any] = super().state_dict()
+        state: StateDict = super().state_dict()
         if self._push is not None:
             state["ps_weight"] = self._push.weight.cpu()
             state["is_sgp_ps_numerator"] = self._push.is_weighed
         return state
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # type: ignore[override]
+    def load_state_dict(self, state_dict: StateDict) -> None:  # type: ignore[override]
         """Takes the state over; slow momentum begins anew from there. The argument is left alone."""
         state = dict(state_dict)
         if self._push is not None:
@@ -201,7 +199,7 @@ class SlowMoDataParallel(nn.Module):
         self._begin()
 
 
-def _copies(fp32_params: Any) -> list[torch.Tensor]:
+def _copies(fp32_params: Tree) -> list[torch.Tensor]:
     if isinstance(fp32_params, dict):
         if len(fp32_params) != 1:
             raise ConfigurationError(f"fp32_params is a dict of {len(fp32_params)}; there must be one entry")

@@ -17,8 +17,6 @@ from shardkit.errors import ConfigurationError
 from .graphs import GraphManager
 from .mixing import MixingManager, UniformMixing
 
-__all__ = ["Gossiper", "PushPull", "PushSum"]
-
 
 class Gossiper:
     """Sends shares of a vector to peers and sums what comes from others.

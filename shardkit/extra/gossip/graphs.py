@@ -13,17 +13,6 @@ from collections.abc import Iterable
 
 from shardkit.errors import ConfigurationError
 
-__all__ = [
-    "DynamicBipartiteExponentialGraph",
-    "DynamicBipartiteLinearGraph",
-    "DynamicDirectedExponentialGraph",
-    "DynamicDirectedLinearGraph",
-    "Edge",
-    "GraphManager",
-    "NPeerDynamicDirectedExponentialGraph",
-    "RingGraph",
-]
-
 
 class Edge:
     """A way from the rank ``src`` to the rank ``dest``.

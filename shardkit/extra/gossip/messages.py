@@ -3,16 +3,10 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
 
 import torch
 
-__all__ = [
-    "communicate",
-    "flatten_tensors",
-    "group_by_dtype",
-    "unflatten_tensors",
-]
+from ...types import AnyCallable
 
 
 def flatten_tensors(tensors: list[torch.Tensor]) -> torch.Tensor:
@@ -35,7 +29,9 @@ def group_by_dtype(tensors: list[torch.Tensor]) -> dict[torch.dtype, list[torch.
 
 
 def communicate(
-    tensors: list[torch.Tensor], communication_op: Any, logger: logging.Logger | None = None
+    tensors: list[torch.Tensor],
+    communication_op: AnyCallable,
+    logger: logging.Logger | None = None,
 ) -> None:
     """Calls ``communication_op(tensor=flat)`` once for each dtype and writes back what it made of ``flat``."""
     for same in group_by_dtype(tensors).values():

@@ -8,8 +8,6 @@ import torch
 
 from .graphs import GraphManager
 
-__all__ = ["MixingManager", "UniformMixing"]
-
 
 class MixingManager(ABC):
     """A column of the mixing matrix: what this rank keeps ("lo") and what it sends to each peer; they sum to 1.

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 from torch import nn
 
 from shardkit.backend import Group, backend_for
 from shardkit.errors import ConfigurationError
 
-__all__ = ["Nodes"]
+from ...types import ProcessGroup
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +45,12 @@ class Nodes:
 
     @classmethod
     def of(
-        cls, module: nn.Module, ranks: int, world: Any = None, masters: Any = None, own: Any = None
+        cls,
+        module: nn.Module,
+        ranks: int,
+        world: ProcessGroup = None,
+        masters: ProcessGroup = None,
+        own: ProcessGroup = None,
     ) -> Nodes:
         """Nodes of so many ranks, over the backend that serves the module's parameters (collective).
 

@@ -19,8 +19,6 @@ from .messages import flatten_tensors, unflatten_tensors
 from .mixing import MixingManager, UniformMixing
 from .nodes import Nodes
 
-__all__ = ["GossipOptions", "StochasticGradientPush"]
-
 
 @dataclasses.dataclass(frozen=True)
 class GossipOptions:

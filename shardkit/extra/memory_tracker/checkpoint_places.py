@@ -7,8 +7,6 @@ from itertools import accumulate
 
 from .traces import LayerMemoryTrace
 
-__all__ = ["SuggestedCheckpoints", "find_best_reset_points", "suggest_checkpoint_location"]
-
 
 def find_best_reset_points(activation_sizes: list[int], num_checkpoints: int) -> tuple[int, list[int]]:
     """Cuts layers into chunks so that the largest chunk is as small as can be.

@@ -10,14 +10,12 @@ from typing import Any
 
 from .traces import LayerMemoryTrace
 
-__all__ = ["compare_memory_traces_in_plot", "matplotlib_figure_to_image"]
-
 
 def compare_memory_traces_in_plot(
     memory_traces_by_job: dict[str, list[LayerMemoryTrace]],
     figsize: tuple[int, int] = (16, 20),
     capture: bool = False,
-) -> Any | None:
+) -> Any:
     """Six plots of the memory over the traces, solid in forwards and dotted in backwards; needs matplotlib.
 
     Args:

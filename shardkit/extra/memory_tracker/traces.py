@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-__all__ = ["LayerMemoryTrace", "LayerwiseMemoryTrackerSummary", "TraceBackwardEvent", "TraceForwardEvent"]
+from ...types import SavedState, StateDict
 
 
 class TraceForwardEvent(NamedTuple):
@@ -14,12 +14,12 @@ class TraceForwardEvent(NamedTuple):
     memory_diff: int
     memory_activations: int
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> StateDict:
         """For JSON."""
         return self._asdict()
 
     @classmethod
-    def from_dict(cls, serialized: dict[str, Any]) -> TraceForwardEvent:
+    def from_dict(cls, serialized: SavedState) -> TraceForwardEvent:
         """The reverse of :meth:`to_dict`."""
         return cls(**serialized)
 
@@ -29,12 +29,12 @@ class TraceBackwardEvent(NamedTuple):
 
     memory_activations: int
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> StateDict:
         """For JSON."""
         return self._asdict()
 
     @classmethod
-    def from_dict(cls, serialized: dict[str, Any]) -> TraceBackwardEvent:
+    def from_dict(cls, serialized: SavedState) -> TraceBackwardEvent:
         """The reverse of :meth:`to_dict`."""
         return cls(**serialized)
 
@@ -62,12 +62,12 @@ class LayerMemoryTrace(NamedTuple):
     cumul_all_gathered: int
     event: TraceForwardEvent | TraceBackwardEvent
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> StateDict:
         """For JSON."""
         return {**self._asdict(), "event": self.event._asdict()}
 
     @classmethod
-    def from_dict(cls, serialized: dict[str, Any]) -> LayerMemoryTrace:
+    def from_dict(cls, serialized: SavedState) -> LayerMemoryTrace:
         """The reverse of :meth:`to_dict`."""
         event = TraceForwardEvent if serialized["is_forward"] else TraceBackwardEvent
         return cls(**{**serialized, "event": event.from_dict(serialized["event"])})

@@ -9,7 +9,6 @@ from __future__ import annotations
 import enum
 import json
 import zlib
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,10 +23,9 @@ from shardkit.errors import ConfigurationError, DamagedFileError
 from shardkit.fsdp.state import state_of
 from shardkit.torch_seams.live_memory import LiveTensors
 
+from ...types import AnyCallable, ProcessGroup, StateDict, Tree
 from .plots import compare_memory_traces_in_plot
 from .traces import LayerMemoryTrace, LayerwiseMemoryTrackerSummary, TraceBackwardEvent, TraceForwardEvent
-
-__all__ = ["LayerwiseMemoryTracker", "ProcessGroupTracker", "ProcessGroupTrackingEvent"]
 
 
 class ProcessGroupTrackingEvent(enum.Enum):
@@ -44,7 +42,7 @@ class ProcessGroupTracker:
         listener: what is called.
     """
 
-    def __init__(self, group: Any, listener: Callable[..., Any] | None = None) -> None:
+    def __init__(self, group: ProcessGroup, listener: AnyCallable | None = None) -> None:
         self.group = group
         self.listener = listener
 
@@ -54,24 +52,22 @@ class ProcessGroupTracker:
             return partial(self._call, found)
         return found
 
-    def _call(
-        self, function: Callable[..., Any], outputs: Any, inputs: Any, *args: Any, **kwargs: Any
-    ) -> Any:
+    def _call(self, function: AnyCallable, outputs: Tree, inputs: Tree, *args: Tree, **kwargs: Tree) -> Tree:
         if self.listener is not None:
             self.listener(ProcessGroupTrackingEvent.allgather, outputs, inputs)
         return function(outputs, inputs, *args, **kwargs)
 
 
-def _checksum(traces: list[dict[str, Any]]) -> int:
+def _checksum(traces: list[StateDict]) -> int:
     return zlib.crc32(json.dumps(traces).encode())
 
 
-def _size(tensors: Any) -> int:
+def _size(tensors: Tree) -> int:
     """Bytes of the tensors in any nesting of containers."""
     return sum(t.numel() * t.element_size() for t in tree_leaves(tensors) if isinstance(t, torch.Tensor))
 
 
-def _without_views_of(inputs: Any, outputs: Any) -> list[torch.Tensor]:
+def _without_views_of(inputs: Tree, outputs: Tree) -> list[torch.Tensor]:
     """Outputs that have memory of their own."""
     old = {t.untyped_storage().data_ptr() for t in tree_leaves(inputs) if isinstance(t, torch.Tensor)}
     found = [t for t in tree_leaves(outputs) if isinstance(t, torch.Tensor)]
@@ -187,7 +183,7 @@ class LayerwiseMemoryTracker:
         """The forwards with the largest outputs."""
         return sorted(self.forward_traces, key=lambda t: t.event.memory_activations, reverse=True)[:top]
 
-    def show_plots(self, figsize: tuple[int, int] = (16, 20), capture: bool = False) -> Any | None:
+    def show_plots(self, figsize: tuple[int, int] = (16, 20), capture: bool = False) -> Any:
         """As :func:`compare_memory_traces_in_plot`, of this run alone."""
         return compare_memory_traces_in_plot({"run": self.memory_traces}, figsize=figsize, capture=capture)
 
@@ -223,13 +219,13 @@ class LayerwiseMemoryTracker:
             self._device
         )
 
-    def _before_forward(self, name: str, module: nn.Module, inputs: Any) -> None:
+    def _before_forward(self, name: str, module: nn.Module, inputs: Tree) -> None:
         self._entered = name
         self._before, _ = self._memory()
         if state_of(module) is not None:
             self._gathered_by_unit.append(0)
 
-    def _after_forward(self, name: str, module: nn.Module, inputs: Any, outputs: Any) -> None:
+    def _after_forward(self, name: str, module: nn.Module, inputs: Tree, outputs: Tree) -> None:
         if state_of(module) is not None:
             self._gathered_by_unit.pop()
         if self._entered == name:  # no other module ran inside of it
@@ -239,16 +235,16 @@ class LayerwiseMemoryTracker:
             self._watch_backward(name, module, inputs, outputs)
         self._entered = None
 
-    def _watch_backward(self, name: str, module: nn.Module, inputs: Any, outputs: Any) -> None:
+    def _watch_backward(self, name: str, module: nn.Module, inputs: Tree, outputs: Tree) -> None:
         """Traces the layer's backward when the gradient of an input is there; where none is made, when it began."""
 
         def on_gradient(grad: torch.Tensor) -> None:
             self._trace(name, module, 0, TraceBackwardEvent(_size(grad)))
 
-        def on_node(*_: Any) -> None:
+        def on_node(*_: object) -> None:
             self._trace(name, module, 0, TraceBackwardEvent(0))
 
-        def first(tensors: Any) -> torch.Tensor | None:
+        def first(tensors: Tree) -> torch.Tensor | None:
             found = (t for t in tree_leaves(tensors) if isinstance(t, torch.Tensor) and t.requires_grad)
             return next(found, None)
 
@@ -281,7 +277,7 @@ class LayerwiseMemoryTracker:
             self._channels.append(channel)
             channel.all_gather_into = ProcessGroupTracker(channel, self._on_group_call).all_gather_into
 
-    def _on_group_call(self, event: ProcessGroupTrackingEvent, *args: Any) -> None:
+    def _on_group_call(self, event: ProcessGroupTrackingEvent, *args: object) -> None:
         outputs, _ = args
         self._gathered += _size(outputs)
         if self._gathered_by_unit:
