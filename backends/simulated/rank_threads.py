@@ -43,6 +43,7 @@ class Meeting:
     Attributes:
         done: all have arrived, and the result is there.
         error: why it can't be done any more: an exception's class and message.
+        given_up: how often each rank that has arrived had given up before.
         result: what ``finish`` returned on the last rank to arrive.
     """
 
@@ -51,6 +52,7 @@ class Meeting:
         self.result: object = None
         self.error: tuple[type[ShardkitError], str] | None = None
         self.done = False
+        self.given_up: dict[int, int] = {}
         self._calls: dict[int, Call] = {}  # by global rank
         self._terms: dict[int, object] = {}
         self._brought: dict[int, Tree] = {}
@@ -116,6 +118,7 @@ class RankThreads:
         self._open: dict[int, Meeting] = {}  # by id: those that not all members have reached
         self._finished: set[int] = set()
         self._failure: tuple[int, BaseException, str] | None = None
+        self._given_up = [0] * world_size  # how often
         self._ended = ""  # why ranks have to stop
         self._all_done = threading.Event()
         self._is_left_behind = False
@@ -221,6 +224,7 @@ class RankThreads:
                 "that runs a simulated rank can communicate"
             )
         self._check_alive(rank, call)
+        meeting.given_up[rank] = self._given_up[rank]
         meeting.arrive(rank, call, terms, brought, finish)
         missing = meeting.missing()
         if not missing:
@@ -254,12 +258,14 @@ class RankThreads:
             raise kind(text)
 
     def give_up(self, rank: int, why: str) -> None:
-        """Nobody has to wait for ``rank`` in what is in flight."""
-        self._fail_without(rank, f"gave up: {why}")
+        """Nobody waits for ``rank`` in what is in flight, but for ranks that gave up as often and have gone on."""
+        self._given_up[rank] += 1
+        times = self._given_up[rank]
+        self._fail_without(rank, f"gave up: {why}", lambda m: any(n < times for n in m.given_up.values()))
 
-    def _fail_without(self, rank: int, why: str) -> None:
+    def _fail_without(self, rank: int, why: str, which: Callable[[Meeting], bool] = lambda _: True) -> None:
         for meeting in self._open.values():
-            if rank in meeting.missing() and meeting.error is None:
+            if rank in meeting.missing() and meeting.error is None and which(meeting):
                 waiting, call = next(iter(meeting._calls.items()))
                 meeting.fail(f"rank {waiting} is in {call.describe()}, but rank {rank} {why}")
 

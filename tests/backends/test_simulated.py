@@ -300,6 +300,18 @@ def test_giving_up() -> None:
         assert "(together), call 1 of channel 'main', but rank 1 gave up" in text
 
 
+def _all_give_up_and_go_on(rank: int) -> float:
+    total = torch.ones(1)
+    for _ in range(2):  # a lower rank is in the next call before a higher one has given up
+        group().abort("its forward raised")
+        group().all_reduce(total)
+    return float(total)
+
+
+def test_ranks_that_all_gave_up_go_on_together() -> None:
+    assert launch(_all_give_up_and_go_on, 3) == [9.0] * 3
+
+
 def test_only_a_ranks_own_thread_communicates() -> None:
     def work(rank: int) -> str:
         g, texts = group(), []
