@@ -54,11 +54,12 @@ class SimulatedPool:
 
     def __init__(self, world_size: int) -> None:
         self._world_size = world_size
+        self.timeout = 120.0
 
     def run(self, fn: Callable[..., Any], *args: Any) -> list[Any]:
         from shardkit.backend import get_backend
 
-        return get_backend("simulated").launch(fn, self._world_size, args, timeout=120)
+        return get_backend("simulated").launch(fn, self._world_size, args, timeout=self.timeout)
 
     def close(self) -> None:
         """Nothing to end."""

@@ -2,7 +2,7 @@
 
 fairscale runs in rank processes of its own, on a CPU that it takes for a CUDA device. It is what shardkit is compared
 with *and* held to the truth itself, so that a program on which fairscale is wrong shows as a missing rule in
-:mod:`tests.fsdp_programs.legality`, not as a failure of shardkit.
+:mod:`tests.programs.fairscale_limits`, not as a failure of shardkit.
 """
 
 from __future__ import annotations
@@ -12,12 +12,22 @@ import dataclasses
 import pytest
 from hypothesis import assume, given
 
-from tests.fsdp_programs.legality import fairscale_limit
-from tests.fsdp_programs.running import check_resumed, check_three_ways
-from tests.fsdp_programs.spec import Inspect, Look, ModelSpec, Node, Options, Program
-from tests.fsdp_programs.strategies import programs
-from tests.programs.running import examples
-from tests.programs.spec import Clip, OptimizerSpec, Step, Train, ZeroGrad
+from tests.programs.fairscale_limits import fairscale_limit
+from tests.programs.running import check_resumed, check_three_ways, examples
+from tests.programs.spec import (
+    Clip,
+    Inspect,
+    Look,
+    ModelSpec,
+    Node,
+    OptimizerSpec,
+    Program,
+    Step,
+    Train,
+    Unit,
+    ZeroGrad,
+)
+from tests.programs.strategies import unit_programs
 
 pytest.importorskip("fairscale.nn.data_parallel")
 pytestmark = [pytest.mark.oracle, pytest.mark.timeout(600)]
@@ -25,10 +35,10 @@ pytestmark = [pytest.mark.oracle, pytest.mark.timeout(600)]
 ROUND = (ZeroGrad(), Train(no_sync=True), Train(), Clip(0.5), Step(), Look())
 
 
-FLAT, EACH = Options(), Options(flatten_parameters=False)
+FLAT, EACH = Unit(), Unit(flatten_parameters=False)
 
 
-def model(options: Options = FLAT) -> ModelSpec:
+def model(options: Unit = FLAT) -> ModelSpec:
     """Nested units, leftovers for the root, buffers, sizes that no number of ranks divides."""
     block = Node("residual", (Node("mlp", unit=options), Node("norm")), options)
     # a CPU has no batch norm of half inputs with buffers in full precision
@@ -39,14 +49,14 @@ def model(options: Options = FLAT) -> ModelSpec:
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 @examples(20)
-@given(program=programs(plain=True, dtype="float32"))
+@given(program=unit_programs(plain=True, dtype="float32"))
 def test_same_as_fairscale(world_size: int, program: Program) -> None:
     assume(fairscale_limit(program, world_size) is None)
     check_three_ways(program, world_size)
 
 
 @examples(20)
-@given(programs(plain=True, dtype="float32", low=("float16",)))
+@given(unit_programs(plain=True, dtype="float32", low=("float16",)))
 def test_same_as_fairscale_in_mixed_precision(program: Program) -> None:
     assume(fairscale_limit(program, 2) is None)
     check_three_ways(program, 2)
@@ -88,14 +98,14 @@ def test_formats(name: str, world_size: int) -> None:
 
 
 OPTIONS = {
-    "parameters on cpu": Options(move_params_to_cpu=True),
-    "no reshard": Options(reshard_after_forward=False),
-    "no buckets": Options(bucket_cap_mb=0),
-    "divide before": Options(gradient_predivide_factor=2.0),
-    "state on rank 0": Options(state_dict_on_rank_0_only=True),
-    "optimizer state stays": Options(no_broadcast_optim_state=True),
-    "half": Options(mixed_precision=True),
-    "half, reduced in fp32": Options(mixed_precision=True, fp32_reduce_scatter=True),
+    "parameters on cpu": Unit(move_params_to_cpu=True),
+    "no reshard": Unit(reshard_after_forward=False),
+    "no buckets": Unit(bucket_cap_mb=0),
+    "divide before": Unit(gradient_predivide_factor=2.0),
+    "state on rank 0": Unit(state_dict_on_rank_0_only=True),
+    "optimizer state stays": Unit(no_broadcast_optim_state=True),
+    "half": Unit(mixed_precision=True),
+    "half, reduced in fp32": Unit(mixed_precision=True, fp32_reduce_scatter=True),
 }
 
 

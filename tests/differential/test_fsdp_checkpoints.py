@@ -8,12 +8,10 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from tests.fsdp_programs.legality import fairscale_limit
-from tests.fsdp_programs.running import check_resumed
-from tests.fsdp_programs.spec import Inspect, Look, Program, Reload
-from tests.fsdp_programs.strategies import programs
-from tests.programs.running import examples
-from tests.programs.spec import OptimizerSpec, Step, Train, ZeroGrad
+from tests.programs.fairscale_limits import fairscale_limit
+from tests.programs.running import check_resumed, examples
+from tests.programs.spec import Inspect, Look, OptimizerSpec, Program, Reload, Step, Train, ZeroGrad
+from tests.programs.strategies import unit_programs
 
 pytest.importorskip("fairscale.nn.data_parallel")
 pytestmark = [pytest.mark.oracle, pytest.mark.timeout(600)]
@@ -32,7 +30,7 @@ WAYS = [
 @pytest.mark.parametrize(("writer", "before", "reader", "after", "form"), WAYS)
 @examples(10)
 @given(
-    program=programs(plain=True, dtype="float32"),
+    program=unit_programs(plain=True, dtype="float32"),
     optimizer=st.sampled_from(["momentum", "adamw_loop", "rmsprop", "adagrad"]),
 )
 def test_training_goes_on(

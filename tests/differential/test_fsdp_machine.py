@@ -1,6 +1,6 @@
 """One model taken through any legal order of moves, compared with the plain model after each move.
 
-The ranks keep the model between moves; what is legal, :class:`tests.fsdp_programs.legality.Ledger` says.
+The ranks keep the model between moves; what is legal, :class:`tests.programs.legality.Ledger` says.
 """
 
 from __future__ import annotations
@@ -15,15 +15,28 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from tests.differential.keeping import keep
-from tests.fsdp_programs.legality import STEPLESS, Ledger, meaningful
-from tests.fsdp_programs.ranks import keep_rank, move_rank
-from tests.fsdp_programs.result import compare_moment, tolerance_for
-from tests.fsdp_programs.running import check_against_truth, pool_for
-from tests.fsdp_programs.spec import AnyStep, Evaluate, Fail, Inspect, Look, Peek, Program, Reload, Summon
-from tests.fsdp_programs.strategies import PEEKS, clips, freezings, models, modes, options
-from tests.fsdp_programs.truth import Truth
-from tests.programs.running import FUZZ, examples
-from tests.programs.spec import OptimizerSpec, Step, Train, ZeroGrad
+from tests.pools import rank_pool
+from tests.programs.legality import Ledger, meaningful
+from tests.programs.optimizers import STEPLESS
+from tests.programs.result import compare_moment, tolerance_for
+from tests.programs.running import FUZZ, check_against_truth, examples, keep_rank, move_rank
+from tests.programs.spec import (
+    AnyStep,
+    Evaluate,
+    Fail,
+    Inspect,
+    Look,
+    OptimizerSpec,
+    Peek,
+    Program,
+    Reload,
+    Step,
+    Summon,
+    Train,
+    ZeroGrad,
+)
+from tests.programs.strategies import PEEKS, clips, freezings, modes, trees, unit_options
+from tests.programs.truth import Truth
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -35,16 +48,16 @@ class Machine(RuleBasedStateMachine):
 
     @initialize(data=st.data())
     def build(self, data: st.DataObject) -> None:
-        root = data.draw(options())
-        model = data.draw(models(root, plain=False, dtype="float64"))
+        root = data.draw(unit_options())
+        model = data.draw(trees(root, plain=False, dtype="float64"))
         optimizer = OptimizerSpec(data.draw(st.sampled_from(STEPLESS)))
         routing = data.draw(st.sampled_from(["same", "by_rank", "rank_0"]))
         self.program = Program(model, root, optimizer, routing=routing)
         assume(meaningful(self.program))
         self.steps: list[AnyStep] = []
-        self.ledger = Ledger(model.kinds)
+        self.ledger = Ledger(model.kinds, root)
         self.truth = Truth(self.program, self.world_size)
-        self.pool: Any = pool_for("shardkit", self.world_size)
+        self.pool: Any = rank_pool(self.world_size)
         self.pool.run(keep_rank, "shardkit", self.program)
 
     def move(self, step: AnyStep) -> None:
@@ -66,7 +79,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule(data=st.data(), no_sync=st.booleans())
     def train(self, data: st.DataObject, no_sync: bool) -> None:
-        self.move(Train(data.draw(modes(self.program.model.kinds)), no_sync))
+        self.move(Train(data.draw(modes(self.program.model.kinds, self.program.options)), no_sync))
 
     @precondition(lambda self: self.ledger.reduced and not self.ledger.waiting)
     @rule(zero=st.sampled_from([None, ZeroGrad(), ZeroGrad("optimizer", False)]), closure=st.booleans())

@@ -7,12 +7,25 @@ import dataclasses
 import pytest
 from hypothesis import given
 
-from tests.fsdp_programs.legality import COUNTING, STEPLESS
-from tests.fsdp_programs.running import check_against_truth
-from tests.fsdp_programs.spec import Evaluate, Look, ModelSpec, Node, Options, Program, Reload, Summon
-from tests.fsdp_programs.strategies import programs
-from tests.programs.running import examples
-from tests.programs.spec import Clip, OptimizerSpec, Reset, Step, Train, ZeroGrad
+from tests.programs.optimizers import COUNTING, STEPLESS
+from tests.programs.running import check_against_truth, examples
+from tests.programs.spec import (
+    Clip,
+    Evaluate,
+    Look,
+    ModelSpec,
+    Node,
+    OptimizerSpec,
+    Program,
+    Reload,
+    Reset,
+    Step,
+    Summon,
+    Train,
+    Unit,
+    ZeroGrad,
+)
+from tests.programs.strategies import unit_programs
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -20,7 +33,7 @@ ROUND = (ZeroGrad(), Train(no_sync=True), Train(), Clip(0.5), Step(), Look())
 RICH = (Summon(), *ROUND, Evaluate(), *ROUND, Reload(), *ROUND)
 
 
-def model(options: Options, dtype: str = "float64") -> ModelSpec:
+def model(options: Unit, dtype: str = "float64") -> ModelSpec:
     """Nested units, leftovers for the root, sizes that no number of ranks divides."""
     inner = dataclasses.replace(options, state_dict_on_rank_0_only=False)
     block = Node("residual", (Node("mlp", unit=inner), Node("norm")), inner)
@@ -28,43 +41,43 @@ def model(options: Options, dtype: str = "float64") -> ModelSpec:
 
 
 @examples(50)
-@given(programs())
+@given(unit_programs())
 def test_any_program_on_two_ranks(program: Program) -> None:
     check_against_truth(program, 2)
 
 
 @pytest.mark.parametrize("world_size", [1, 3, 4])
 @examples(25)
-@given(program=programs())
+@given(program=unit_programs())
 def test_any_program_on_other_numbers_of_ranks(world_size: int, program: Program) -> None:
     check_against_truth(program, world_size)
 
 
 @examples(25)
-@given(programs(dtype="float32", low=("float16", "bfloat16")))
+@given(unit_programs(dtype="float32", low=("float16", "bfloat16")))
 def test_mixed_precision(program: Program) -> None:
     check_against_truth(program, 2)
 
 
 OPTIONS = {
-    "default": Options(),
-    "without vectors": Options(flatten_parameters=False),
-    "no reshard": Options(reshard_after_forward=False),
-    "reshard root": Options(disable_reshard_on_root=False),
-    "parameters on cpu": Options(move_params_to_cpu=True),
-    "old name of offload": Options(cpu_offload=True),
-    "gradients on cpu": Options(move_grads_to_cpu=True),
-    "no buckets": Options(bucket_cap_mb=0),
-    "tiny buckets": Options(bucket_cap_mb=0.0001),
-    "divide before": Options(gradient_predivide_factor=3.0),
-    "state on rank 0": Options(state_dict_on_rank_0_only=True),
-    "clear autocast cache": Options(clear_autocast_cache=True),
-    "inputs to fp32": Options(force_input_to_fp32=True),
-    "verbose": Options(verbose=True),
-    "half": Options(mixed_precision=True),
-    "half, reduced in fp32": Options(mixed_precision=True, fp32_reduce_scatter=True),
-    "bfloat16": Options(mixed_precision=True, compute_dtype="bfloat16"),
-    "mixed precision that is not": Options(mixed_precision=True, compute_dtype="float32"),
+    "default": Unit(),
+    "without vectors": Unit(flatten_parameters=False),
+    "no reshard": Unit(reshard_after_forward=False),
+    "reshard root": Unit(disable_reshard_on_root=False),
+    "parameters on cpu": Unit(move_params_to_cpu=True),
+    "old name of offload": Unit(cpu_offload=True),
+    "gradients on cpu": Unit(move_grads_to_cpu=True),
+    "no buckets": Unit(bucket_cap_mb=0),
+    "tiny buckets": Unit(bucket_cap_mb=0.0001),
+    "divide before": Unit(gradient_predivide_factor=3.0),
+    "state on rank 0": Unit(state_dict_on_rank_0_only=True),
+    "clear autocast cache": Unit(clear_autocast_cache=True),
+    "inputs to fp32": Unit(force_input_to_fp32=True),
+    "verbose": Unit(verbose=True),
+    "half": Unit(mixed_precision=True),
+    "half, reduced in fp32": Unit(mixed_precision=True, fp32_reduce_scatter=True),
+    "bfloat16": Unit(mixed_precision=True, compute_dtype="bfloat16"),
+    "mixed precision that is not": Unit(mixed_precision=True, compute_dtype="float32"),
 }
 
 
@@ -72,26 +85,27 @@ OPTIONS = {
 @pytest.mark.parametrize("name", OPTIONS)
 def test_every_option(name: str, world_size: int) -> None:
     options = OPTIONS[name]
-    check_against_truth(Program(model(options, "float32"), options, steps=RICH), world_size)
+    backend = "gloo" if world_size == 2 else "simulated"
+    check_against_truth(Program(model(options, "float32"), options, steps=RICH), world_size, backend=backend)
 
 
 @pytest.mark.parametrize("name", [*STEPLESS, *COUNTING, "asgd", "rprop"])
 def test_every_optimizer_keeps_its_course_over_a_reload(name: str) -> None:
     steps = (*ROUND, Reload("full", "full"), *ROUND, Reload("local", "local"), *ROUND)
-    for options in (Options(), Options(flatten_parameters=False)):
+    for options in (Unit(), Unit(flatten_parameters=False)):
         check_against_truth(Program(model(options), options, OptimizerSpec(name), steps), 2)
 
 
 @pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
 def test_dtypes_of_parameters(dtype: str) -> None:
     steps = (*ROUND, Evaluate(), *ROUND)
-    check_against_truth(Program(model(Options(), dtype), Options(), steps=steps), 2)
+    check_against_truth(Program(model(Unit(), dtype), Unit(), steps=steps), 2)
 
 
 @pytest.mark.parametrize("flatten", [True, False])
 @pytest.mark.parametrize("who", ["wrapper", "optimizer"])
 def test_gradients_thrown_away_before_ranks_combined_them(who: Reset, flatten: bool) -> None:
-    options = Options(flatten_parameters=flatten)
+    options = Unit(flatten_parameters=flatten)
     clear = ZeroGrad(who)
     steps = (Train(no_sync=True), clear, Train(), Step(), Look(), Train(no_sync=True), clear, *ROUND)
     check_against_truth(Program(model(options), options, steps=steps), 2)
@@ -99,21 +113,21 @@ def test_gradients_thrown_away_before_ranks_combined_them(who: Reset, flatten: b
 
 @pytest.mark.parametrize("flatten", [True, False])
 def test_several_groups_of_parameters(flatten: bool) -> None:
-    options = Options(flatten_parameters=flatten)
-    optimizer = OptimizerSpec("adam", groups=2)
+    options = Unit(flatten_parameters=flatten)
+    optimizer = OptimizerSpec("adam", groups=2, form="even_groups")
     steps = (*ROUND, Reload("consolidated"), *ROUND)
     check_against_truth(Program(model(options), options, optimizer, steps), 3)
 
 
-EACH = Options(flatten_parameters=False)
+EACH = Unit(flatten_parameters=False)
 FOUND = {
     # the unit's own gradients were all there while its frozen layer was still needed for those of the unit below
     "a frozen layer above a unit": Program(
-        ModelSpec((Node("linear", unit=Options()), Node("frozen"))), steps=(Train(), Step(), Look())
+        ModelSpec((Node("linear", unit=Unit()), Node("frozen"))), steps=(Train(), Step(), Look())
     ),
     # the second backward did not notice that it was inside of the unit
     "a partly frozen unit, backward twice": Program(
-        ModelSpec((Node("linear"), Node("attention", unit=Options(), frozen="weight"))),
+        ModelSpec((Node("linear"), Node("attention", unit=Unit(), frozen="weight"))),
         steps=(Train("twice"), Step(), Look()),
     ),
     # after the full state, the unit that borrows the weight listed it too
@@ -122,7 +136,7 @@ FOUND = {
     ),
     # the rank that detaches the unit's output did not gather it in backward, and the other one waited
     "a unit whose output one rank detaches": Program(
-        ModelSpec((Node("linear"), Node("cut", (Node("linear"),), Options()), Node("shared"))),
+        ModelSpec((Node("linear"), Node("cut", (Node("linear"),), Unit()), Node("shared"))),
         steps=(Train(), Train(), Clip(0.3), Step(), Look()),
         routing="by_rank",
     ),
@@ -130,9 +144,9 @@ FOUND = {
     "a shared weight, two forwards, one cut off on one rank": Program(
         ModelSpec(
             (
-                Node("shared", unit=Options()),
-                Node("cut", (Node("embedding", unit=Options()),), Options()),
-                Node("shared", unit=Options()),
+                Node("shared", unit=Unit()),
+                Node("cut", (Node("embedding", unit=Unit()),), Unit()),
+                Node("shared", unit=Unit()),
             )
         ),
         steps=(Train("sum", no_sync=True), Train("sum"), Step(), Look()),
@@ -147,4 +161,4 @@ FOUND = {
 
 @pytest.mark.parametrize("name", FOUND)
 def test_programs_that_once_went_wrong(name: str) -> None:
-    check_against_truth(FOUND[name], 2)
+    check_against_truth(FOUND[name], 2, backend="gloo")

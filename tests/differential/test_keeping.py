@@ -11,7 +11,7 @@ import torch
 from hypothesis import strategies as st
 
 from tests.differential import keeping
-from tests.programs.spec import ModelSpec, Options, Program, Step, Train
+from tests.programs.spec import Program, Sharded, Step, Train, stack
 
 
 def check(program: Program, dtype: torch.dtype, limit: float) -> None:
@@ -20,7 +20,7 @@ def check(program: Program, dtype: torch.dtype, limit: float) -> None:
 
 
 STEPS = st.lists(st.sampled_from([Train(), Train("sum"), Step()]), max_size=4).map(tuple)
-PROGRAMS = st.builds(Program, st.just(ModelSpec(("linear", "norm"))), options=st.just(Options()), steps=STEPS)
+PROGRAMS = st.builds(Program, st.just(stack("linear", "norm")), options=st.just(Sharded()), steps=STEPS)
 
 
 def test_a_failure_is_kept_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -37,7 +37,7 @@ def test_a_failure_is_kept_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         draw()
     (path,) = (tmp_path / "found").glob("test_*.py")
     text = path.read_text()
-    assert text.count("Train(mode='once'") == 2  # the smallest that fails
+    assert text.count("Train()") == 2  # the smallest that fails
     found = runpy.run_path(str(path))
     with pytest.raises(AssertionError, match="float16"):
         found["test_found"]()
@@ -46,5 +46,5 @@ def test_a_failure_is_kept_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_nothing_is_kept_in_a_normal_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(keeping, "FOUND", tmp_path / "found")
     with pytest.raises(AssertionError):
-        keeping.kept(check)(Program(ModelSpec(("linear",)), steps=(Train(), Step())), torch.float16, 1.0)
+        keeping.kept(check)(Program(stack("linear"), steps=(Train(), Step())), torch.float16, 1.0)
     assert not (tmp_path / "found").exists()

@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 
 from tests.differential.keeping import kept
 from tests.pools import rank_pool
-from tests.programs.legality import SCALAR_STATE, fairscale_limit
+from tests.programs.fairscale_limits import SCALAR_STATE, fairscale_limit
 from tests.programs.optimizers import OPTIMIZERS
 from tests.programs.result import Checkpoint, RankRun, compare, tolerance_for
 from tests.programs.running import examples, run_ranks
-from tests.programs.spec import ModelSpec, OptimizerSpec, Options, Program, Schedule, Step, Train, ZeroGrad
-from tests.programs.strategies import DENSE_OPTIMIZERS, PLAIN_BLOCKS, models, optimizers
+from tests.programs.spec import OptimizerSpec, Program, Schedule, Sharded, Step, Train, ZeroGrad, stack
+from tests.programs.strategies import DENSE_OPTIMIZERS, PLAIN_LEAVES, optimizers, stacks
 from tests.programs.truth import run_truth
 
 pytest.importorskip("fairscale.optim.oss")
@@ -27,15 +27,15 @@ ITERATION = (ZeroGrad(), Train(), Step())
 
 
 def run_with(
-    library: str, program: Program, world_size: int, start: Checkpoint | None = None
+    library: str, program: Program, world_size: int, start: Checkpoint | None = None, writer: str = ""
 ) -> tuple[list[RankRun], Checkpoint]:
     """A run with "torch" (one process), "fairscale" or "shardkit", and the checkpoint that rank 0 leaves."""
     if library == "torch":
         runs = run_truth(program, world_size, start)
     else:
-        runs = run_ranks(library, program, world_size, start)
-    checkpoint = runs[0].checkpoint
-    assert checkpoint is not None
+        runs = run_ranks(library, program, world_size, start, writer=writer)
+    checkpoint = runs[0].saved
+    assert isinstance(checkpoint, Checkpoint)
     # through bytes, as through a file
     return runs, pickle.loads(pickle.dumps(checkpoint))
 
@@ -43,12 +43,12 @@ def run_with(
 # ------------------------------------------------------------------------------------------------ owners
 def owners(rank: int, library: str, sizes: list[tuple[int, bool]], groups: int) -> list[list[list[int]]]:
     """Per rank and group the indices of the parameters it owns."""
-    from tests.programs.ranks import library as load
+    from tests.programs.owning_ranks import library as load
 
     params = [torch.nn.Parameter(torch.zeros(n), requires_grad=trainable) for n, trainable in sizes]
     index = {id(p): i for i, p in enumerate(params)}
     parts: list[Any] = [{"params": params[i::groups]} for i in range(groups)]
-    optimizer = load(library).oss(Options(), torch.optim.SGD, parts, {"lr": 0.1})
+    optimizer = load(library).oss(Sharded(), torch.optim.SGD, parts, {"lr": 0.1})
     return [[[index[id(p)] for p in g["params"]] for g in part] for part in optimizer.partition_parameters()]
 
 
@@ -77,7 +77,7 @@ def check_owners(world_size: int, sizes: list[tuple[int, bool]], groups: int) ->
 def test_every_optimizer_same_as_fairscale(name: str, wrapper: str) -> None:
     spec = OptimizerSpec(name, groups=2, form="groups", scheduler="step")
     steps = (*ITERATION, Schedule()) * 3
-    program = Program(ModelSpec(("mlp", "odd", "conv")), spec, Options(wrapper=wrapper), steps)
+    program = Program(stack("mlp", "odd", "conv"), Sharded(wrapper=wrapper), spec, steps)
     assert fairscale_limit(program, 2) is None
     theirs = run_ranks("fairscale", program, 2)
     compare(run_ranks("shardkit", program, 2), theirs, tolerance_for(program), buffers_of=[0], partition=True)
@@ -90,11 +90,11 @@ def checkpointed(draw: st.DrawFn) -> Program:
 
     Without "odd": fairscale makes parameters contiguous, and then hands fused kernels state that is not.
     """
-    model = draw(models(tuple(b for b in PLAIN_BLOCKS if b not in ("running_mean", "odd"))))
+    model = draw(stacks(tuple(b for b in PLAIN_LEAVES if b not in ("running_mean", "odd"))))
     spec = draw(optimizers(model, tuple(n for n in DENSE_OPTIMIZERS if n not in SCALAR_STATE), True))
-    options = Options(optimizers=draw(st.sampled_from([1, 2])))
+    options = Sharded(optimizers=draw(st.sampled_from([1, 2])))
     spec = dataclasses.replace(spec, scheduler="")
-    return Program(model, spec, options, ITERATION * draw(st.integers(1, 2)), draw(st.integers(0, 9)))
+    return Program(model, options, spec, ITERATION * draw(st.integers(1, 2)), draw(st.integers(0, 9)))
 
 
 WAYS = [
@@ -121,7 +121,7 @@ def test_state_dicts_travel(writer: str, before: int, reader: str, after: int, p
 def check_travel(writer: str, before: int, reader: str, after: int, program: Program) -> None:
     _, checkpoint = run_with(writer, program, before)
     _, true_checkpoint = run_with("torch", program, before)
-    runs, _ = run_with(reader, program, after, checkpoint)
+    runs, _ = run_with(reader, program, after, checkpoint, f"{writer} {before}")
     true_runs, _ = run_with("torch", program, after, true_checkpoint)
     compare(runs, true_runs, tolerance_for(program), buffers_of=[0])
 
@@ -130,7 +130,7 @@ def check_travel(writer: str, before: int, reader: str, after: int, program: Pro
 @pytest.mark.parametrize("name", ["adamw_fused", "adam_foreach", "sgd_fused"])
 def test_state_of_parameters_that_are_not_contiguous(name: str, writer: str) -> None:
     """fairscale's state is contiguous even if the parameter is not; fused kernels walk memory."""
-    program = Program(ModelSpec(("odd",)), OptimizerSpec(name), steps=ITERATION * 2)
+    program = Program(stack("odd"), Sharded(), OptimizerSpec(name), ITERATION * 2)
     _, checkpoint = run_with(writer, program, 2)
     _, true_checkpoint = run_with("torch", program, 2)
     compare(

@@ -7,18 +7,8 @@ from hypothesis import given
 
 from tests.programs.optimizers import OPTIMIZERS
 from tests.programs.running import check_against_truth, examples
-from tests.programs.spec import (
-    Clip,
-    ModelSpec,
-    OptimizerSpec,
-    Options,
-    Program,
-    Reload,
-    Step,
-    Train,
-    ZeroGrad,
-)
-from tests.programs.strategies import PLAIN_BLOCKS, programs
+from tests.programs.spec import Clip, OptimizerSpec, Program, Reload, Sharded, Step, Train, ZeroGrad, stack
+from tests.programs.strategies import PLAIN_LEAVES, programs
 
 pytestmark = pytest.mark.timeout(600)
 WHOLE = (ZeroGrad(), Train(no_sync=True), Train(), Clip(), Step())
@@ -44,7 +34,7 @@ def test_own_api_with_balanced_owners(program: Program) -> None:
 
 
 @examples(15)
-@given(programs(plain=True, wrapper="ddp", blocks=tuple(b for b in PLAIN_BLOCKS if b != "running_mean")))
+@given(programs(plain=True, wrapper="ddp", leaves=tuple(b for b in PLAIN_LEAVES if b != "running_mean")))
 def test_oss_alone_under_ddp(program: Program) -> None:
     check_against_truth(program, 2)
 
@@ -63,34 +53,22 @@ def test_every_optimizer_keeps_its_course_over_a_reload(name: str) -> None:
     spec = OptimizerSpec(
         name, groups=1 if name == "lbfgs" else 2, form="parameters" if name == "lbfgs" else "groups"
     )
-    blocks = (
-        ("linear", "conv") if name == "lbfgs" else ("linear", "odd", "conv")
-    )  # LBFGS: contiguous gradients only
-    check_against_truth(Program(ModelSpec(blocks), spec, steps=steps), 2)
+    kinds = ("linear", "conv") if name == "lbfgs" else ("linear", "odd", "conv")  # contiguous gradients only
+    check_against_truth(Program(stack(*kinds), Sharded(), spec, steps), 2)
 
 
 @pytest.mark.parametrize("wrapper", ["sharded", "ddp"])
 def test_sparse_gradients_with_the_optimizers_that_take_them(wrapper: str) -> None:
     for name in ("sgd", "adagrad"):
-        program = Program(
-            ModelSpec(("sparse", "linear")),
-            OptimizerSpec(name),
-            Options(wrapper=wrapper),
-            (*WHOLE[:-2], Step()) * 2,
-        )
-        check_against_truth(program, 2)
+        options, steps = Sharded(wrapper=wrapper), (*WHOLE[:-2], Step()) * 2
+        check_against_truth(Program(stack("sparse", "linear"), options, OptimizerSpec(name), steps), 2)
 
 
 @pytest.mark.parametrize("bucket", [0, 2**23])
 @pytest.mark.parametrize("half", ["reduce", "broadcast"])
 def test_half_precision_on_the_wire_stays_near_the_truth(half: str, bucket: int) -> None:
-    options = Options(
+    options = Sharded(
         reduce_buffer_size=bucket, reduce_fp16=half == "reduce", broadcast_fp16=half == "broadcast"
     )
-    program = Program(
-        ModelSpec(("linear", "mlp"), dtype="float32"),
-        OptimizerSpec("momentum"),
-        options,
-        (ZeroGrad(), Train(), Step()) * 3,
-    )
-    check_against_truth(program, 2)
+    model = stack("linear", "mlp", dtype="float32")
+    check_against_truth(Program(model, options, steps=(ZeroGrad(), Train(), Step()) * 3), 2)

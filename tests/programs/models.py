@@ -1,210 +1,141 @@
-"""The models programs train: stacks of small blocks, each with a trait that sharding has to survive.
+"""Models of programs, and their batches: trees of leaves (:mod:`tests.programs.leaves`) and composites with children.
 
-Every block maps features [B, D] to features [B, D]. ``route`` picks a branch and may differ between ranks.
+Modules take (features, route). Some composites return more than a tensor, as models do whose outputs are dicts,
+tuples or dataclasses; whoever calls them opens that.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from .spec import ModelSpec
+from shardkit.activations.checkpointing import checkpoint_wrapper
+
+from .leaves import LEAVES, SharedLinear
+from .spec import ModelSpec, Node, Path
 
 BATCH = 3
-VOCABULARY = 5
 
 
-class Odd(nn.Module):
-    """Parameters of awkward sizes: 0-dim, one element, seven elements, a transposed (non-contiguous) matrix."""
+@dataclass
+class Outputs:
+    """What a module with a dataclass as output returns; ``parts`` add up to the features."""
 
-    def __init__(self, width: int) -> None:
+    parts: list[torch.Tensor]
+    name: str = "outputs"
+
+
+def opened(outputs: Any) -> torch.Tensor:
+    """Features of whatever a module returned."""
+    if isinstance(outputs, torch.Tensor):
+        return outputs
+    if isinstance(outputs, Outputs):
+        return opened(outputs.parts)
+    parts = list(outputs.values()) if isinstance(outputs, dict) else list(outputs)
+    total = opened(parts[0])
+    for part in parts[1:]:
+        total = total + opened(part)
+    return total
+
+
+class Composite(nn.Module):
+    def __init__(self, children: list[nn.Module]) -> None:
         super().__init__()
-        self.scalar = nn.Parameter(torch.tensor(1.1))
-        self.single = nn.Parameter(torch.tensor([0.9]))
-        self.seven = nn.Parameter(torch.randn(7) * 0.1)
-        self.transposed = nn.Parameter((torch.randn(width, 3) * 0.1).t())
+        self.inner = nn.ModuleList(children)
 
-    def forward(self, x: torch.Tensor, route: int) -> torch.Tensor:
-        return x * self.scalar + self.single + self.seven.sum() + self.transposed.sum(0)
-
-
-class Empty(nn.Module):
-    """A parameter without elements beside a usual one."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.nothing = nn.Parameter(torch.empty(0))
-        self.bias = nn.Parameter(torch.randn(width) * 0.1)
-
-    def forward(self, x: torch.Tensor, route: int) -> torch.Tensor:
-        return x + self.bias + self.nothing.sum()
-
-
-class Convolution(nn.Module):
-    """Convolution and batch norm over the features as a line of pixels."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.conv = nn.Conv1d(1, 2, 3, padding=1)
-        self.norm = nn.BatchNorm1d(2)
-
-    def forward(self, x: torch.Tensor, route: int) -> torch.Tensor:
-        return x + self.norm(self.conv(x.unsqueeze(1))).mean(1)
-
-
-class BatchNorm(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm1d(width)
-
-    def forward(self, x: torch.Tensor, route: int) -> torch.Tensor:
-        return self.norm(x)
-
-
-class RunningMean(nn.Module):
-    """Training itself depends on buffers: one floating, one counter, one that state dicts leave out."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(width) * 0.1)
-        self.register_buffer("mean", torch.zeros(width))
-        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
-        self.register_buffer("fixed", torch.ones(2), persistent=False)
-        self.mean: torch.Tensor
-        self.count: torch.Tensor
-        self.fixed: torch.Tensor
-
-    def forward(self, x: torch.Tensor, route: int) -> torch.Tensor:
-        y = x + self.weight * (1 + self.mean) * self.fixed.mean() + 0.01 * self.count
-        if self.training:
-            with torch.no_grad():
-                self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
-                self.count += 1
-        return y
-
-
-class Embedded(nn.Module):
-    """Adds rows of a table; which rows depends on the data. Gradients may be sparse."""
-
-    def __init__(self, width: int, sparse: bool) -> None:
-        super().__init__()
-        self.table = nn.Embedding(VOCABULARY, width, sparse=sparse)
-
-    def forward(self, x: torch.Tensor, route: int) -> torch.Tensor:
-        index = (x.detach().abs().sum(1) * 7).long() % VOCABULARY
-        return x + self.table(index)
-
-
-class Tied(nn.Module):
-    """One weight under two names, used twice."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.encode = nn.Linear(width, width, bias=False)
-        self.decode = nn.Linear(width, width)
-        self.decode.weight = self.encode.weight
-
-    def forward(self, x: torch.Tensor, route: int) -> torch.Tensor:
-        return self.decode(torch.tanh(self.encode(x)))
-
-
-class Attention(nn.Module):
-    """Self-attention over three shifted copies of the features."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.attention = nn.MultiheadAttention(width, 1, batch_first=True)
-
-    def forward(self, x: torch.Tensor, route: int) -> torch.Tensor:
-        tokens = torch.stack([x, x.roll(1, 1), x.roll(2, 1)], 1)
-        return x + self.attention(tokens, tokens, tokens, need_weights=False)[0].mean(1)
-
-
-class Branch(nn.Module):
-    """Two ways, of which a forward takes one."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.ways = nn.ModuleList([nn.Linear(width, width), nn.Linear(width, width)])
-
-    def forward(self, x: torch.Tensor, route: int) -> torch.Tensor:
-        return self.ways[route](x)
-
-
-class Unused(nn.Module):
-    """Holds a layer that no forward uses."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.never = nn.Linear(width, 2)
-
-    def forward(self, x: torch.Tensor, route: int) -> torch.Tensor:
+    def run(self, x: torch.Tensor, route: int) -> torch.Tensor:
+        for module in self.inner:
+            x = opened(module(x, route))
         return x
 
 
-class Checkpointed(nn.Module):
-    """Activation checkpointing, either kind, around a layer with dropout."""
+class Chain(Composite):
+    def forward(self, x: torch.Tensor, route: int) -> Any:
+        return self.run(x, route)
 
-    def __init__(self, width: int, reentrant: bool) -> None:
-        super().__init__()
-        self.body = nn.Sequential(nn.Linear(width, width), nn.Dropout(0.2), nn.Tanh())
-        self.reentrant = reentrant
 
-    def forward(self, x: torch.Tensor, route: int) -> torch.Tensor:
+class Residual(Composite):
+    def forward(self, x: torch.Tensor, route: int) -> Any:
+        return x + 0.5 * torch.tanh(self.run(x, route))
+
+
+class Twice(Composite):
+    """Calls its children twice in a forward."""
+
+    def forward(self, x: torch.Tensor, route: int) -> Any:
+        return self.run(torch.tanh(self.run(x, route)), route)
+
+
+class Recomputed(Composite):
+    """Activation checkpointing around its children, which may be units."""
+
+    reentrant = False
+
+    def forward(self, x: torch.Tensor, route: int) -> Any:
         if self.reentrant and not x.requires_grad and torch.is_grad_enabled():
-            x = x.detach().requires_grad_()  # the reentrant kind needs an input that asks for a gradient
-        return checkpoint(self.body, x, use_reentrant=self.reentrant)
+            x = x.detach().requires_grad_()  # the re-entrant kind needs an input that asks for a gradient
+        return checkpoint(self.run, x, route, use_reentrant=self.reentrant)
 
 
-class Plain(nn.Module):
-    """A layer with the call of a block."""
-
-    def __init__(self, *layers: nn.Module) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(*layers)
-
-    def forward(self, x: torch.Tensor, route: int) -> torch.Tensor:
-        return self.layers(x)
+class RecomputedReentrant(Recomputed):
+    reentrant = True
 
 
-class HalfPrecision(nn.Module):
-    """Parameters of another dtype than the rest."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(width, dtype=torch.float32))
-
-    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
-        return self  # stays in fp32 when the model is cast
-
-    def forward(self, x: torch.Tensor, route: int) -> torch.Tensor:
-        return x * self.scale.to(x.dtype)
+def checkpointed(children: list[nn.Module]) -> nn.Module:
+    """This library's activation checkpointing around children, which may be units and may change buffers."""
+    return checkpoint_wrapper(Chain(children))
 
 
-BLOCKS: dict[str, Callable[[int], nn.Module]] = {
-    "linear": lambda d: Plain(nn.Linear(d, d), nn.Tanh()),
-    "no_bias": lambda d: Plain(nn.Linear(d, d, bias=False)),
-    "norm": lambda d: Plain(nn.LayerNorm(d)),
-    "mlp": lambda d: Plain(nn.Linear(d, 3 * d + 1), nn.GELU(), nn.Linear(3 * d + 1, d)),
-    "dropout": lambda d: Plain(nn.Linear(d, d), nn.Dropout(0.3)),
-    "frozen": lambda d: Plain(nn.Linear(d, d)).requires_grad_(False),
-    "odd": Odd,
-    "empty": Empty,
-    "conv": Convolution,
-    "batch_norm": BatchNorm,
-    "running_mean": RunningMean,
-    "embedding": lambda d: Embedded(d, sparse=False),
-    "sparse": lambda d: Embedded(d, sparse=True),
-    "tied": Tied,
-    "attention": Attention,
-    "branch": Branch,
-    "unused": Unused,
-    "checkpoint": lambda d: Checkpointed(d, reentrant=False),
-    "checkpoint_reentrant": lambda d: Checkpointed(d, reentrant=True),
-    "mixed_dtype": HalfPrecision,
+class AsTuple(Composite):
+    def forward(self, x: torch.Tensor, route: int) -> Any:
+        x = self.run(x, route)
+        return 0.25 * x, (0.75 * x,)
+
+
+class AsDict(Composite):
+    def forward(self, x: torch.Tensor, route: int) -> Any:
+        x = self.run(x, route)
+        return {"a": 0.25 * x, "b": [0.75 * x]}
+
+
+class AsDataclass(Composite):
+    def forward(self, x: torch.Tensor, route: int) -> Any:
+        x = self.run(x, route)
+        return Outputs([0.25 * x, 0.75 * x])
+
+
+class Detached(Composite):
+    """Keeps what comes in, beside children that see none of its gradient."""
+
+    def forward(self, x: torch.Tensor, route: int) -> Any:
+        return x + self.run(x.detach(), route)
+
+
+class Cut(Composite):
+    """On the second route no gradient comes through, to its children nor to what is before it."""
+
+    def forward(self, x: torch.Tensor, route: int) -> Any:
+        x = self.run(x, route)
+        return x.detach() if route else x
+
+
+COMPOSITES: dict[str, Callable[[list[nn.Module]], nn.Module]] = {
+    "chain": Chain,
+    "residual": Residual,
+    "twice": Twice,
+    "recomputed": Recomputed,
+    "recomputed_reentrant": RecomputedReentrant,
+    "checkpointed": checkpointed,
+    "tuple": AsTuple,
+    "dict": AsDict,
+    "dataclass": AsDataclass,
+    "detached": Detached,
+    "cut": Cut,
 }
 
 
@@ -217,27 +148,78 @@ def _fail(grad: torch.Tensor) -> None:
 
 
 class Model(nn.Module):
-    """The stack of blocks and a head to one number; forward returns a dict, as models of hubs do."""
+    """The chain of nodes and a head to one number; forward returns a dict."""
 
-    def __init__(self, spec: ModelSpec) -> None:
+    def __init__(self, nodes: list[nn.Module], width: int) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList([BLOCKS[name](spec.width) for name in spec.blocks])
-        self.head = nn.Linear(spec.width, 1)
-        self.fail = False
+        self.nodes = nn.ModuleList(nodes)
+        self.head = nn.Linear(width, 1)
+        self.fail = ""
 
     def forward(self, x: torch.Tensor, *, route: int = 0) -> dict[str, torch.Tensor]:
-        for block in self.blocks:
-            x = block(x, route)
+        for node in self.nodes:
+            x = opened(node(x, route))
+        if self.fail == "forward":
+            raise Deliberate
         out = self.head(x).squeeze(1)
-        if self.fail:  # in backward, after the head's gradients if there are others
+        if self.fail and out.requires_grad:  # in backward, after the head's gradients if there are others
             (x if x.requires_grad else out).register_hook(_fail)
         return {"out": out}
 
 
-def build_model(spec: ModelSpec, seed: int | None = None) -> Model:
-    """The model with start values from ``seed`` (default: the spec's)."""
-    torch.manual_seed(spec.seed if seed is None else seed)
-    return Model(spec).to(getattr(torch, spec.dtype))
+class Tree:
+    """A model, with its modules by path.
+
+    Attributes:
+        modules: the module of each node; they stay the same when units are wrapped around them.
+    """
+
+    def __init__(self, spec: ModelSpec, seed: int | None = None) -> None:
+        torch.manual_seed(spec.seed if seed is None else seed)
+        self.spec = spec
+        self.modules: dict[Path, nn.Module] = {}
+        model = Model([self._make((i,), node) for i, node in enumerate(spec.nodes)], spec.width)
+        self.model: nn.Module = model.to(getattr(torch, spec.dtype))
+        self.modules[()] = self.model
+        self._share()
+        self.attributes = {m: [n for n, _ in m.named_parameters(recurse=False)] for m in self.model.modules()}
+        self._raw = {path: list(m.modules()) for path, m in self.modules.items()}
+        for path, node in spec.walk():
+            self.set_trainable(path, node.frozen, False)
+        model.head.requires_grad_(not spec.head_frozen)
+
+    def _make(self, path: Path, node: Node) -> nn.Module:
+        if node.kind in COMPOSITES:
+            children = [self._make((*path, i), child) for i, child in enumerate(node.children)]
+            module: nn.Module = COMPOSITES[node.kind](children)
+        else:
+            module = LEAVES[node.kind](self.spec.width)
+        self.modules[path] = module
+        return module
+
+    def _share(self) -> None:
+        shared = [m for m in self.model.modules() if isinstance(m, SharedLinear)]
+        for other in shared[1:]:
+            other.linear.weight = shared[0].linear.weight
+
+    def set_trainable(self, path: Path, names: str, trainable: bool) -> None:
+        """Sets ``requires_grad`` of a node's parameters that ``names`` ("", "all" or an end) means.
+
+        Reaches them as attributes of their modules, which is where they are before and after wrapping.
+        """
+        for module in self._raw[path]:
+            for name in self.attributes[module]:
+                if names == "all" or (names and name.endswith(names)):
+                    getattr(module, name).requires_grad_(trainable)
+
+    def wrap(self, path: Path, wrapper: Callable[[nn.Module], nn.Module]) -> nn.Module:
+        """Puts a wrapper around a node and into its parent."""
+        wrapped = wrapper(self.modules[path])
+        if path:
+            parent = self.modules[path[:-1]]
+            siblings = parent.nodes if isinstance(parent, Model) else parent.inner
+            siblings[path[-1]] = wrapped  # type: ignore[index,operator,assignment]
+        return wrapped
 
 
 def batch(spec: ModelSpec, seed: int, count: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -85,6 +85,11 @@ OPTIMIZERS: dict[str, Choice] = {
     "trust_ratio": Choice(TrustRatio, {}),
 }
 
+# No count of steps in their state: a vector has one count for all of its parameters. (torch's fused SGD fails where
+# a parameter has its first gradient later than others.) The first is drawn most: it moves what has no gradient, too.
+STEPLESS = ("momentum", "sgd", "rmsprop", "adagrad", "adadelta")
+COUNTING = ("sgd_fused", "adam", "adam_foreach", "adam_fused", "adamw_fused", "adamw_loop", "radam", "adamax")
+
 SCHEDULERS: dict[str, Callable[[optim.Optimizer, float], LRScheduler]] = {
     "step": lambda o, lr: StepLR(o, 1, gamma=0.7),
     "cosine": lambda o, lr: CosineAnnealingLR(o, T_max=5),
@@ -118,13 +123,19 @@ def arguments_of(spec: OptimizerSpec, params: Iterable[tuple[str, nn.Parameter]]
     if spec.form == "named":
         return named
     count = max(1, min(spec.groups, len(named)))
+    # which parameters share a group depends on how FSDP flattens them: there, all groups have one rate
+    rates = (
+        [spec.lr] * count
+        if spec.form == "even_groups"
+        else [group_options(spec, i)["lr"] for i in range(count)]
+    )
     groups: list[dict[str, Any]] = []
     for i in range(count):
         members = named[i::count]
         groups.append(
             {
                 "params": members if spec.form == "named_groups" else [p for _, p in members],
-                **group_options(spec, i),
+                "lr": rates[i],
             }
         )
     if spec.form == "empty_group":

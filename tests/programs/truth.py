@@ -1,35 +1,39 @@
 """Runs a program in one process with plain torch: the truth that sharded runs are compared with.
 
-All ranks' models share their parameters and have buffers of their own. Where ranks would talk, this adds up:
-a gradient is the mean over ranks, buffers are rank 0's (as DistributedDataParallel keeps them).
+All ranks' models share their parameters and have buffers of their own. Where ranks would talk, this adds up: a gradient
+is the mean over ranks; a parameter that no rank used has none; with ShardedDataParallel, buffers are rank 0's (as
+DistributedDataParallel keeps them). In FSDP's mixed precision, each forward casts the parameters once, and the cast's
+own derivative brings the gradient back to full precision.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
 
-from .build import Course, build_optimizers, late_names, scheduler_for
-from .models import Model, batch, build_model, loss_of, route
+from .course import Course, backward, evaluation, forwards
+from .models import Deliberate, Tree
 from .result import Checkpoint, Moment, RankRun, Tensors
 from .spec import (
     AddGroup,
     AnyStep,
     Clip,
     Evaluate,
-    FailInBackward,
-    FailInNoSync,
+    Fail,
+    Look,
     Program,
     Reload,
     Save,
     Schedule,
     SetTrainable,
     Step,
+    Summon,
     Train,
+    Unit,
     ZeroGrad,
 )
 
@@ -37,46 +41,71 @@ Grads = dict[str, torch.Tensor | None]
 
 
 class Truth(Course):
-    """The course of a program over W simulated ranks."""
+    """The course of a program over W simulated ranks.
+
+    Attributes:
+        trees: each rank's model.
+        mean: gradients that ranks have combined.
+        local: each rank's gradients that wait for that.
+    """
 
     def __init__(self, program: Program, world_size: int, start: Checkpoint | None = None) -> None:
         super().__init__(program)
         self.world_size = world_size
+        self.low = program.low_dtype
         self._build(start)
 
     def _build(self, start: Checkpoint | None) -> None:
-        model = build_model(self.program.model)
+        tree = Tree(self.program.model)
         if start is not None:
-            model.load_state_dict(start.model)
-        self.named = dict(model.named_parameters())
-        shared = {id(p): p for p in model.parameters()}
-        self.models: list[Model] = [copy.deepcopy(model, dict(shared)) for _ in range(self.world_size)]
-        late = late_names(self.program, model)
-        if self.program.options.late == "frozen":
-            for name in late:
-                self.named[name].requires_grad_(False)
-        self.apply_trainable(model)
-        self.optimizers: list[Optimizer] = build_optimizers(
-            self.program, model, lambda cls, p, kw: cls(p, **kw)
-        )
-        self.schedulers = [scheduler_for(self.program, o) for o in self.optimizers]
+            tree.model.load_state_dict(start.model)
+        self.named = dict(tree.model.named_parameters())
+        shared = {id(p): p for p in self.named.values()}
+        self.trees = [copy.deepcopy(tree, dict(shared)) for _ in range(self.world_size)]
+        self._cast_buffers()
+        self.freeze_late(self.named)
+        for step in self.frozen_later:
+            tree.set_trainable(step.path, step.names, step.trainable)
+        self.make_optimizers(self.named, lambda cls, params, arguments: cls(params, **arguments))
         if start is not None:
             if start.late_added:
-                self._add_late()
+                self.add_late(self.named)
             for optimizer, state in zip(self.optimizers, start.optimizers, strict=True):
                 optimizer.load_state_dict(copy.deepcopy(state))
         self.mean: Grads = dict.fromkeys(self.named)
-        self.local: list[Grads] = [dict.fromkeys(self.named) for _ in range(self.world_size)]
+        self.local: list[Grads] = [dict.fromkeys(self.named) for _ in self.trees]
 
-    # ------------------------------------------------------------------ gradients and buffers
-    def _sync_buffers(self) -> None:
-        if not self.program.options.broadcast_buffers:
+    # ------------------------------------------------------------------ forward
+    def _cast_buffers(self) -> None:
+        if self.low is None or not isinstance(self.program.options, Unit):
             return
-        source = dict(self.models[0].named_buffers())
-        for other in self.models[1:]:
-            for name, b in other.named_buffers():
+        dtype = getattr(torch, self.program.options.buffer_dtype, self.low)
+        for tree in self.trees:
+            for module in tree.model.modules():
+                for name, b in module.named_buffers(recurse=False):
+                    setattr(module, name, b.to(dtype) if b.is_floating_point() else b)
+
+    def _sync_buffers(self) -> None:
+        if self.sharded is not None and self.sharded.broadcast_buffers:
+            self._buffers_of_rank_0()
+
+    def _buffers_of_rank_0(self) -> None:
+        source = dict(self.trees[0].model.named_buffers())
+        for tree in self.trees[1:]:
+            for name, b in tree.model.named_buffers():
                 b.data.copy_(source[name])
 
+    def _call(self, rank: int) -> Callable[..., Any]:
+        model = self.trees[rank].model
+        if self.low is None:
+            return model
+        low = {n: p.to(self.low) for n, p in self.named.items()}
+        return lambda *args, **kwargs: torch.func.functional_call(model, low, args, kwargs)
+
+    def _forward(self, rank: int, count: int) -> torch.Tensor:
+        return self.loss(self._call(rank), count, rank, self.low)
+
+    # ------------------------------------------------------------------ gradients
     def _collect(self, rank: int) -> None:
         """Moves what a backward left in ``grad`` to the rank's local gradients."""
         for name, p in self.named.items():
@@ -86,17 +115,15 @@ class Truth(Course):
                 p.grad = None
 
     def _reduce(self) -> None:
-        for name in self.named:
-            parts = [g[name] for g in self.local]
-            present = [g for g in parts if g is not None]
+        for name, p in self.named.items():
+            present = [g for g in (local[name] for local in self.local) if g is not None]
             if present:
-                total = present[0].clone()
-                for g in present[1:]:
-                    total = total + g
-                mean = total / self.world_size
+                mean = sum(present[1:], present[0]) / self.world_size
                 held = self.mean[name]
+                if held is None and not mean.is_sparse:
+                    held = torch.zeros_like(p)  # with the parameter's strides: fused optimizers walk memory
                 self.mean[name] = mean if held is None else held + mean
-        self.local = [dict.fromkeys(self.named) for _ in range(self.world_size)]
+        self.local = [dict.fromkeys(self.named) for _ in self.local]
 
     def _show(self) -> None:
         for name, p in self.named.items():
@@ -106,117 +133,102 @@ class Truth(Course):
         for p in self.named.values():
             p.grad = None
 
-    def _forward(self, rank: int, count: int) -> torch.Tensor:
-        x, y = batch(self.program.model, self.program.data_seed, count, rank)
-        self.seed(count, rank)
-        return loss_of(self.models[rank](x, route=route(self.program.routing, count, rank)), y)
-
-    # ------------------------------------------------------------------ steps
+    # ------------------------------------------------------------------ what ranks see
     def run(self) -> list[RankRun]:
         """Each rank's course."""
-        runs = [RankRun([], []) for _ in range(self.world_size)]
-        for index, step in enumerate(self.program.steps):
-            moments = [Moment(index, type(step).__name__) for _ in range(self.world_size)]
-            self._step(step, moments)
-            for run, moment in zip(runs, moments, strict=True):
-                run.moments.append(moment)
-        states = [copy.deepcopy(o.state_dict()) for o in self.optimizers]
-        for rank, run in enumerate(runs):
-            last = Moment(len(self.program.steps), "end")
-            last.params, last.buffers, last.states = self._params(), self._buffers(rank), states
-            run.moments.append(last)
-            run.checkpoint = self._checkpoint()
+        steps = [self.do(step) for step in self.program.steps]
+        runs = [RankRun([moments[rank] for moments in steps]) for rank in range(self.world_size)]
+        if self.sharded is not None:
+            saved = self._checkpoint()
+            for rank, run in enumerate(runs):
+                last = Moment(len(steps), "end", params=self._params(), buffers=self._buffers(rank))
+                last.states = saved.optimizers
+                run.moments.append(last)
+                run.saved = saved
         return runs
 
     def _params(self) -> Tensors:
         return {n: p.detach().clone() for n, p in self.named.items()}
 
     def _buffers(self, rank: int) -> Tensors:
-        return {n: b.detach().clone() for n, b in self.models[rank].named_buffers()}
+        return {n: b.detach().clone() for n, b in self.trees[rank].model.named_buffers()}
+
+    def _states(self) -> list[dict[str, Any]]:
+        return [copy.deepcopy(o.state_dict()) for o in self.optimizers]
 
     def _checkpoint(self) -> Checkpoint:
-        model = {k: v.detach().clone() for k, v in self.models[0].state_dict().items()}
-        return Checkpoint(model, [copy.deepcopy(o.state_dict()) for o in self.optimizers], self.late_added)
+        model = {k: v.detach().clone() for k, v in self.trees[0].model.state_dict().items()}
+        return Checkpoint(model, self._states(), self.late_added)
 
-    def _step(self, step: AnyStep, moments: list[Moment]) -> None:
+    def _state(self, rank: int) -> Tensors:
+        options = self.program.options
+        if rank != 0 and isinstance(options, Unit) and options.state_dict_on_rank_0_only:
+            return {}
+        full = self.trees[rank].model.state_dict()
+        wide = self.low is not None
+        return {
+            n: t.detach().to(torch.float32 if wide and t.is_floating_point() else t.dtype, copy=True)
+            for n, t in full.items()
+        }
+
+    # ------------------------------------------------------------------ steps
+    def do(self, step: AnyStep) -> list[Moment]:
+        """One step; what each rank saw."""
+        index = self.next_index()
+        moments = [Moment(index, type(step).__name__) for _ in self.trees]
         if isinstance(step, Train):
             self._train(step, moments)
-        elif isinstance(step, FailInNoSync):
-            pass
-        elif isinstance(step, FailInBackward):
-            self._fail_in_backward()
-        elif isinstance(step, ZeroGrad):
-            self._zero_grad(step)
-        elif isinstance(step, Step):
-            self._optimize(step, moments)
-        elif isinstance(step, Clip):
-            self._clip(step, moments)
-        elif isinstance(step, SetTrainable):
-            self.set_trainable(self.models[0], step)
-        elif isinstance(step, AddGroup):
-            self._add_late()
         elif isinstance(step, Evaluate):
             self._evaluate(step, moments)
+        elif isinstance(step, Fail):
+            self._fail(step)
+        elif isinstance(step, ZeroGrad):
+            self._zero_grad(step)
+        elif isinstance(step, Clip):
+            self._clip(step, moments)
+        elif isinstance(step, Step):
+            self._step(step, moments)
+        elif isinstance(step, SetTrainable):
+            self.frozen_later.append(step)
+            self.trees[0].set_trainable(step.path, step.names, step.trainable)
+        elif isinstance(step, AddGroup):
+            self.add_late(self.named)
         elif isinstance(step, Save):
             for rank, moment in enumerate(moments):
-                if step.recipient in (-1, rank):
-                    moment.states = [copy.deepcopy(o.state_dict()) for o in self.optimizers]
-        elif isinstance(step, Reload):
-            self._reload()
+                moment.states = self._states() if step.recipient in (-1, rank) else None
         elif isinstance(step, Schedule):
-            for scheduler in self.schedulers:
-                if scheduler is not None:
-                    scheduler.step()
+            rates = self.schedule()
             for moment in moments:
-                moment.lrs = [g["lr"] for o in self.optimizers for g in o.param_groups]
+                moment.lrs = rates
+        elif isinstance(step, Reload):
+            self._reload(step)
+        elif isinstance(step, Summon):
+            self._summon(step, moments)
+        if self.sharded is None and isinstance(step, (Look, Reload)):
+            for rank, moment in enumerate(moments):
+                moment.state = self._state(rank)
+        return moments
 
     def _train(self, step: Train, moments: list[Moment]) -> None:
-        forwards = 2 if step.mode in ("two", "sum") else 1
-        counts = [self.next_count() for _ in range(forwards)]
-        self._hide()
         losses: list[list[torch.Tensor]] = [[] for _ in moments]
-        for count in counts:
+        for count in [self.next_count() for _ in range(forwards(step))]:
             if not step.no_sync:
                 self._sync_buffers()
-            for rank, moment in enumerate(moments):
-                losses[rank].append(self._forward(rank, count))
-                moment.losses.append(losses[rank][-1].item())
-        for rank, (own, _) in enumerate(zip(losses, moments, strict=True)):
-            if step.mode == "sum":
-                (own[0] + own[1]).backward()
-            elif step.mode == "twice":
-                own[0].backward(retain_graph=True)
-                own[0].backward()
-            else:
-                for loss in own:
-                    loss.backward()
+            for rank, own in enumerate(losses):
+                own.append(self._forward(rank, count))
+        for rank, (own, moment) in enumerate(zip(losses, moments, strict=True)):
+            backward(step, own)
             self._collect(rank)
+            moment.losses = [loss.item() for loss in own]
         if not step.no_sync:
             self._reduce()
             self._sync_buffers()
-            grads = {n: None if g is None else g.clone() for n, g in self.mean.items()}
-            for moment in moments:
-                moment.grads = grads
+            if self.sharded is not None:
+                grads = {n: None if g is None else g.clone() for n, g in self.mean.items()}
+                for moment in moments:
+                    moment.grads = grads
 
-    def _fail_in_backward(self) -> None:
-        count = self.next_count()
-        self._sync_buffers()
-        for rank in range(self.world_size):
-            self._forward(rank, count)
-        self._zero_grad(ZeroGrad("wrapper", True))
-
-    def _zero_grad(self, step: ZeroGrad) -> None:
-        names = set(self.named)
-        if step.target == "optimizer":
-            owned = {p for o in self.optimizers for g in o.param_groups for p in g["params"]}
-            names = {n for n, p in self.named.items() if p in owned}
-        for name in names:
-            for grads in [self.mean, *self.local]:
-                held = grads[name]
-                if held is not None:
-                    grads[name] = None if step.set_to_none else torch.zeros_like(held)
-
-    def _optimize(self, step: Step, moments: list[Moment]) -> None:
+    def _step(self, step: Step, moments: list[Moment]) -> None:
         if step.closure:
             count = self.next_count()
             for optimizer in self.optimizers:
@@ -228,13 +240,14 @@ class Truth(Course):
                 optimizer.step()
         self._hide()
         self._sync_buffers()
-        for rank, moment in enumerate(moments):
-            moment.params, moment.buffers = self._params(), self._buffers(rank)
+        if self.sharded is not None:
+            for rank, moment in enumerate(moments):
+                moment.params, moment.buffers = self._params(), self._buffers(rank)
 
     def _closure(self, count: int, moments: list[Moment]) -> Callable[[], torch.Tensor]:
         def closure() -> torch.Tensor:
             self._hide()
-            self._zero_grad(ZeroGrad("wrapper", True))
+            self._zero_grad(ZeroGrad())
             self._sync_buffers()
             losses = []
             for rank, moment in enumerate(moments):
@@ -250,6 +263,42 @@ class Truth(Course):
 
         return closure
 
+    def _evaluate(self, step: Evaluate, moments: list[Moment]) -> None:
+        count = self.next_count()
+        self._sync_buffers()
+        for rank, moment in enumerate(moments):
+            if rank == 0 or not step.only_rank_0:
+                with evaluation(step, self.trees[rank].model):
+                    moment.losses = [self._forward(rank, count).item()]
+
+    def _fail(self, step: Fail) -> None:
+        if step.where == "no_sync":
+            return
+        count = self.next_count()
+        self._sync_buffers()
+        for rank, tree in enumerate(self.trees):
+            model: Any = tree.model
+            model.fail = step.where
+            try:
+                self._forward(rank, count).backward()
+            except Deliberate:
+                pass
+            finally:
+                model.fail = ""
+        self._hide()
+        self._zero_grad(ZeroGrad())
+
+    def _zero_grad(self, step: ZeroGrad) -> None:
+        names = set(self.named)
+        if step.target == "optimizer":
+            owned = {p for o in self.optimizers for g in o.param_groups for p in g["params"]}
+            names = {n for n, p in self.named.items() if p in owned}
+        for name in names:
+            for grads in [self.mean, *self.local]:
+                held = grads[name]
+                if held is not None:
+                    grads[name] = None if step.set_to_none else torch.zeros_like(held)
+
     def _clip(self, step: Clip, moments: list[Moment]) -> None:
         self._show()
         for optimizer in self.optimizers:
@@ -259,27 +308,40 @@ class Truth(Course):
                 moment.norms.append(norm)
         self._hide()
 
-    def _add_late(self) -> None:
-        self.add_late(self.models[0], self.optimizers)
-
-    def _evaluate(self, step: Evaluate, moments: list[Moment]) -> None:
-        count = self.next_count()
-        self._sync_buffers()
-        for rank, moment in enumerate(moments):
-            if step.only_rank_0 and rank != 0:
-                continue
-            self.models[rank].eval()
+    def _summon(self, step: Summon, moments: list[Moment]) -> None:
+        for moment in moments:
+            moment.summoned = self._params()
+        if step.write:
             with torch.no_grad():
-                moment.losses.append(self._forward(rank, count).item())
-            self.models[rank].train()
+                for p in self.named.values():
+                    p.add_(0.01)
 
-    def _reload(self) -> None:
-        checkpoint = self._checkpoint()
-        states = [None if s is None else s.state_dict() for s in self.schedulers]
-        self._build(checkpoint)
-        for scheduler, state in zip(self.schedulers, states, strict=True):
-            if scheduler is not None and state is not None:
-                scheduler.load_state_dict(state)
+    # ------------------------------------------------------------------ saving and loading
+    def _reload(self, step: Reload) -> None:
+        if isinstance(
+            self.program.options, Unit
+        ):  # ranks keep their own, but for gradients and rank 0's state
+            self._zero_grad(ZeroGrad())
+            if step.form == "consolidated" or (
+                step.form == "full" and self.program.options.state_dict_on_rank_0_only
+            ):
+                self._buffers_of_rank_0()
+            return
+        states = self.scheduler_states()
+        self._build(self._checkpoint())
+        self.load_schedulers(states)
+
+    def go_on_from(self, other: Truth, own_buffers: bool) -> None:
+        """Takes over values, optimizer state and counters of a run with maybe another number of ranks.
+
+        Args:
+            own_buffers: each rank gets the buffers of the same rank, not those of rank 0.
+        """
+        for rank, tree in enumerate(self.trees):
+            tree.model.load_state_dict(other.trees[rank if own_buffers else 0].model.state_dict())
+        for mine, theirs in zip(self.optimizers, other.optimizers, strict=True):
+            mine.load_state_dict(copy.deepcopy(theirs.state_dict()))
+        self.count = other.count
 
 
 def run_truth(program: Program, world_size: int, start: Checkpoint | None = None) -> list[RankRun]:

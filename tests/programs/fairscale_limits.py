@@ -1,117 +1,124 @@
-"""Which programs a library can be held to.
+"""What fairscale 0.4.13 gets wrong: why it can't be the reference for a program.
 
-Two kinds of rules. :class:`Ledger` and :func:`meaningful` keep programs whose result plain torch defines.
-:func:`fairscale_limit` names why a program is outside of what fairscale 0.4.13 does right; what it names is what
-shardkit does better, and is compared with the truth alone.
+What is named here is what shardkit does better; such programs are compared with the truth alone. A program on which
+fairscale is wrong shows as a missing rule, as fairscale is held to the truth, too.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 import torch
 from torch import nn
 
-from tests.programs.spec import Clip, Step, Train, ZeroGrad
-
+from .legality import UNEVENLY_USED, Ledger
 from .models import Tree
-from .spec import AnyStep, Fail, Inspect, Node, Path, Peek, Program, Reload, SetTrainable
+from .optimizers import OPTIMIZERS
+from .spec import (
+    Clip,
+    Evaluate,
+    Fail,
+    Inspect,
+    Path,
+    Peek,
+    Program,
+    Reload,
+    SetTrainable,
+    Sharded,
+    Step,
+    Train,
+    ZeroGrad,
+)
 
-UNEVENLY_USED = {"branch", "unused", "cut"}
-REENTRANT = {"checkpoint_reentrant", "recomputed_reentrant", "checkpointed"}
-RECOMPUTING = {"checkpoint", "recomputed", *REENTRANT}
-# No count of steps in their state: a vector has one count for all of its parameters. (torch's fused SGD fails where
-# a parameter has its first gradient later than others.)
-STEPLESS = ("sgd", "momentum", "rmsprop", "adagrad", "adadelta")
-COUNTING = ("sgd_fused", "adam", "adam_foreach", "adam_fused", "adamw_fused", "adamw_loop", "radam", "adamax")
-
-
-class Ledger:
-    """What gradients exist between the steps of a program.
-
-    Attributes:
-        waiting: gradients of ranks that have not been combined.
-        reduced: gradients that have been.
-    """
-
-    def __init__(self, kinds: set[str]) -> None:
-        self._kinds = kinds
-        self.waiting = self.reduced = False
-
-    def allows(self, step: AnyStep) -> bool:
-        """Whether one process defines what comes of it."""
-        if isinstance(step, Train):
-            return self._trains(step)
-        if isinstance(step, Clip) and step.norm_type == math.inf and "empty" in self._kinds:
-            return False  # torch: no maximum of nothing
-        if isinstance(step, Fail) and step.where == "backward" and "cut" in self._kinds:
-            return False  # ranks that fail in different places of backward are out of step
-        if isinstance(step, SetTrainable):
-            # what a frozen parameter does with the gradient that it still has is nobody's promise
-            return not self.waiting and not self.reduced
-        if self.waiting:
-            if isinstance(step, ZeroGrad):
-                return step.set_to_none
-            return not isinstance(step, (Step, Clip))  # nobody looks at what ranks have not combined
-        return True
-
-    def _trains(self, step: Train) -> bool:
-        if step.mode == "twice" and self._kinds & RECOMPUTING:
-            return False  # torch frees what it computed anew
-        # DistributedDataParallel refuses that, too: one backward runs several of them for the same parameters
-        return not (self._kinds & REENTRANT and step.mode == "sum")
-
-    def note(self, step: AnyStep) -> None:
-        if isinstance(step, Train):
-            self.waiting = step.no_sync
-            self.reduced = self.reduced or not step.no_sync
-        elif isinstance(step, Step) and step.closure:
-            self.reduced = True
-        elif isinstance(step, ZeroGrad):
-            if step.set_to_none:
-                self.waiting = self.reduced = False
-        elif isinstance(step, Reload) or (isinstance(step, Fail) and step.where != "no_sync"):
-            self.waiting = self.reduced = False
+SCALAR_STATE = {"asgd", "nadam"}
 
 
-def meaningful(program: Program) -> bool:
-    """Whether one process defines the outcome of every step."""
-    kinds = program.model.kinds
-    if any(_repeats_reentrant(node) for node in program.model.nodes):
-        return False
-    if program.model.head_frozen and "cut" in kinds:
-        return False  # a backward of nothing
-    if uneven(program) and program.optimizer.name not in STEPLESS:
-        return False
-    ledger = Ledger(kinds)
+def _has(program: Program, *kinds: type) -> bool:
+    return any(isinstance(s, kinds) for s in program.steps)
+
+
+# ------------------------------------------------------------------------------------ OSS and ShardedDataParallel
+def _bucketed(program: Program, options: Sharded, world_size: int) -> bool:
+    return options.reduce_buffer_size > 0 and world_size > 1
+
+
+def _zeroed_behind_its_back(program: Program, options: Sharded, world_size: int) -> bool:
+    return _bucketed(program, options, world_size) and any(
+        isinstance(s, ZeroGrad) and s.target != "wrapper" and s.set_to_none for s in program.steps
+    )
+
+
+def _adds_to_reduced(program: Program, options: Sharded, world_size: int) -> bool:
+    grown = False  # gradients are there that have been reduced
     for step in program.steps:
-        if not ledger.allows(step):
-            return False
+        if isinstance(step, Train):
+            if grown or step.mode in ("two", "twice"):
+                return True
+            grown = not step.no_sync
+        elif isinstance(step, ZeroGrad):
+            grown = grown and step.target == "optimizer" and bool(options.late)
+        elif isinstance(step, Reload) or step == Fail("backward"):
+            grown = False
+        elif isinstance(step, Step) and step.closure:
+            grown = True
+    return False
+
+
+def _stale_buffers(program: Program, options: Sharded, world_size: int) -> bool:
+    """Its buffers are brought around at the next forward outside of no_sync, so one inside starts with old ones."""
+    return (
+        options.broadcast_buffers
+        and "running_mean" in program.model.kinds
+        and any(isinstance(s, Train) and s.no_sync for s in program.steps)
+    )
+
+
+def _eval_with_gradients(program: Program, options: Sharded, world_size: int) -> bool:
+    """Eval rebuilds the buckets: gradients that are there no longer belong to them."""
+    ledger = Ledger(program.model.kinds, options)
+    for step in program.steps:
+        if isinstance(step, Evaluate) and ledger.reduced:
+            return True
         ledger.note(step)
-    return True
+    return False
 
 
-def _repeats_reentrant(node: Node, twice: bool = False) -> bool:
-    """Whether one backward runs a re-entrant checkpoint twice whose parameters belong to a unit around it.
-
-    Each run ends as if all gradients of the unit were there; DistributedDataParallel refuses that, too.
-    """
-
-    def outside(n: Node) -> bool:
-        return n.unit is None and (not n.children or any(outside(c) for c in n.children))
-
-    if twice and node.kind in REENTRANT and (not node.children or any(outside(c) for c in node.children)):
-        return True
-    return any(_repeats_reentrant(c, twice or node.kind == "twice") for c in node.children)
+def _clip_remembers(program: Program, options: Sharded, world_size: int) -> bool:
+    """The first clipping decides for good which parameters count."""
+    return _has(program, Clip) and bool(program.model.kinds & UNEVENLY_USED)
 
 
-def uneven(program: Program) -> bool:
-    """Whether a parameter may have no gradient while its neighbours have one."""
-    return bool(program.model.kinds & UNEVENLY_USED) or _has(program, SetTrainable)
+SHARDED: dict[str, Callable[[Program, Sharded, int], bool]] = {
+    "zero_grad to None of the optimizer or the inner module, with buckets": _zeroed_behind_its_back,
+    "adds to gradients that were reduced already": _adds_to_reduced,
+    "an exception in no_sync or in backward": lambda p, o, w: _has(p, Fail),
+    "freezing after construction": lambda p, o, w: _has(p, SetTrainable),
+    "parameters outside of the optimizer, or added later": lambda p, o, w: bool(o.late),
+    # Without buckets it hangs; with them ranks may send two buckets in different orders, and what nobody used gets a
+    # gradient of zeros in place of none.
+    "parameters that not all ranks use": lambda p, o, w: bool(p.model.kinds & UNEVENLY_USED),
+    "eval on one rank": lambda p, o, w: any(isinstance(s, Evaluate) and s.only_rank_0 for s in p.steps),
+    "eval while gradients exist": _eval_with_gradients,
+    "named or empty groups": lambda p, o, w: p.optimizer.form in ("named", "named_groups", "empty_group"),
+    "schedulers that read defaults": lambda p, o, w: p.optimizer.scheduler in ("one_cycle", "cyclic"),
+    "LBFGS": lambda p, o, w: p.optimizer.name == "lbfgs",
+    "sparse gradients": lambda p, o, w: (
+        "sparse" in p.model.kinds or OPTIMIZERS[p.optimizer.name].sparse == "must"
+    ),
+    "several dtypes": lambda p, o, w: "mixed_dtype" in p.model.kinds,
+    "re-entrant checkpoints": lambda p, o, w: "checkpoint_reentrant" in p.model.kinds,
+    "parameters without elements": lambda p, o, w: "empty" in p.model.kinds,
+    "buffers inside no_sync": _stale_buffers,
+    "clipping when gradients come and go": _clip_remembers,
+    "clipping in double": lambda p, o, w: _has(p, Clip) and p.model.dtype == "float64",
+    # torch casts floating state to the parameter's dtype, fairscale keeps what it is given
+    "scalar state after loading": lambda p, o, w: p.optimizer.name in SCALAR_STATE and _has(p, Reload),
+    "the wrapper's own options": lambda p, o, w: bool(o.partition),
+    "broadcast_fp16 with other than fp32": lambda p, o, w: o.broadcast_fp16 and p.model.dtype != "float32",
+}
 
 
-# ------------------------------------------------------------------------------------ units
+# ------------------------------------------------------------------------------------ FSDP
 class Units:
     """What a program's units hold, with their options.
 
@@ -141,11 +148,6 @@ class Units:
         """Whether two units use one parameter."""
         sets = [set(p.values()) for p in self.params.values()]
         return sum(map(len, sets)) > len(set().union(*sets))
-
-
-# ------------------------------------------------------------------------------------ what fairscale gets wrong
-def _has(program: Program, *kinds: type) -> bool:
-    return any(isinstance(s, kinds) for s in program.steps)
 
 
 def _trains_again(program: Program) -> bool:
@@ -178,8 +180,7 @@ def _steps_after_gathering(program: Program, units: Units, world_size: int) -> b
     )
 
 
-Limit = Callable[[Program, Units, int], bool]
-LIMITS: dict[str, Limit] = {
+FULLY_SHARDED: dict[str, Callable[[Program, Units, int], bool]] = {
     "reading parameters between steps": lambda p, u, w: _has(p, Peek),
     "this library's checkpoints": lambda p, u, w: "checkpointed" in p.model.kinds,
     "dtypes": lambda p, u, w: p.model.dtype != "float32" or "mixed_dtype" in p.model.kinds,
@@ -243,8 +244,8 @@ LIMITS: dict[str, Limit] = {
 
 def fairscale_limit(program: Program, world_size: int) -> str | None:
     """Why fairscale can't be the reference for this program; None if it can."""
+    if isinstance(program.options, Sharded):
+        options = program.options
+        return next((why for why, holds in SHARDED.items() if holds(program, options, world_size)), None)
     units = Units(program)
-    for why, holds in LIMITS.items():
-        if holds(program, units, world_size):
-            return why
-    return None
+    return next((why for why, holds in FULLY_SHARDED.items() if holds(program, units, world_size)), None)
