@@ -4,8 +4,9 @@
 #   make test    all tests: newest torch, then oldest supported torch with the XLA backend
 #   make quick   some tests of every part, newest torch only: for the daily loop, under 2 minutes
 #   make check   ruff, mypy, import-linter
-#   make fuzz     damages and forges 10,000 files; draws new programs for MINUTES=10, keeps what fails as tests
-#   make faults  puts some 150 faults into a copy of the source, one after the other: tests have to notice each
+#   make fuzz     damages and forges 10,000 files; draws new programs for MINUTES=10, keeps what fails as tests; records
+#                 fairscale's traces anew
+#   make faults   puts some 150 faults into a copy of the source, one after the other: tests have to notice each
 #   make bench   shardkit, fairscale, DDP, FSDP1, FSDP2 and others interleaved in one run
 #   make docs    HTML documentation in docs/_build/html
 
@@ -73,7 +74,7 @@ NEWEST_ONLY := $(addprefix tests/,differential figures cli migration parity test
   $(addprefix fsdp/test_,large.py one_order.py) backends/test_out_of_step.py border/test_same_bits.py \
   $(addprefix test_,deliberate_faults.py docs.py launch.py logging.py packaging.py))
 NEWEST_ONLY_TESTS := $(addprefix tests/examples/test_examples.py::test_,full_runs_reach_97_percent under_torchrun \
-  all_strategies_on_four_ranks on_simulated_ranks torchrun_with_another_number_of_ranks_is_refused readme_example) \
+  all_strategies_on_four_ranks torchrun_with_another_number_of_ranks_is_refused readme_example) \
   $(addprefix tests/,test_bad_input.py::test_a_rank_that_dies_during_backward \
   moe/test_moe.py::test_inputs_that_change_on_one_rank extra/test_slow_momentum.py::test_nodes_of_several_ranks \
   extra/test_adam.py::test_within_oss backends/test_group_lifetime.py::test_sockets_of_a_rank \
@@ -113,6 +114,7 @@ format: $(CORE)/.ready
 MINUTES ?= 10
 fuzz: $(CORE)/.ready
 	@$(CORE)/bin/python -m tests.file_mutations --count 10000
+	@$(CORE)/bin/python -m tests.programs.records
 	@$(CORE)/bin/python -m tests.differential.fuzz --minutes $(MINUTES)
 
 ONLY ?=

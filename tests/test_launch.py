@@ -22,15 +22,26 @@ from shardkit.optim.oss import OSS
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def _sum_of_ranks(rank: int, extra: int) -> tuple[int, float]:
+def _sum_of_ranks(rank: int, extra: int) -> tuple[int, float, dict[str, str]]:
     total = torch.tensor([float(rank)])
     torch.distributed.all_reduce(total)
-    return rank, total.item() + extra
+    return rank, total.item() + extra, dict(os.environ)
 
 
 def test_results_of_every_rank() -> None:
-    assert shardkit.launch(_sum_of_ranks, 2, args=(10,)) == [(0, 11.0), (1, 11.0)]
+    """Ranks find what torchrun sets."""
+    results = shardkit.launch(_sum_of_ranks, 2, args=(10,))
+    assert [r[:2] for r in results] == [(0, 11.0), (1, 11.0)]
     assert not torch.distributed.is_initialized()
+    for rank, (_, _, variables) in enumerate(results):
+        for name in ("RANK", "LOCAL_RANK", "ROLE_RANK"):
+            assert variables[name] == str(rank)
+        for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE"):
+            assert variables[name] == "2"
+        assert variables["GROUP_RANK"] == "0"
+        assert variables["GROUP_WORLD_SIZE"] == "1"
+        assert variables["MASTER_ADDR"]
+        assert 0 < int(variables["MASTER_PORT"]) < 65536
 
 
 def _one_raises(rank: int) -> None:
@@ -179,7 +190,7 @@ def test_ranks_that_end_right_after_a_collective(tmp_path: Path) -> None:
             del tensors, process_group
             dist.destroy_process_group()
 
-        for attempt in range(5):
+        for attempt in range(3):
             ranks = []
             for rank in range(2):
                 process = os.fork()
@@ -193,7 +204,7 @@ def test_ranks_that_end_right_after_a_collective(tmp_path: Path) -> None:
     done = subprocess.run(
         [*command, str(tmp_path)], env=_environment(), check=True, timeout=200, capture_output=True, text=True
     )
-    assert [line for line in done.stdout.splitlines() if line.startswith("[0")] == ["[0, 0]"] * 5, done.stderr
+    assert [line for line in done.stdout.splitlines() if line.startswith("[0")] == ["[0, 0]"] * 3, done.stderr
 
 
 def test_torchrun(tmp_path: Path) -> None:
@@ -245,22 +256,6 @@ def test_late_ranks_are_ended_and_say_where_they_are(tmp_path: Path) -> None:
     assert "TimeoutError" in done.stdout
     assert "start_timeout" in done.stdout
     assert "heavy_import" in done.stdout, done.stdout
-
-
-def _variables(rank: int) -> dict[str, str]:
-    return dict(os.environ)
-
-
-def test_ranks_find_what_torchrun_sets() -> None:
-    for rank, variables in enumerate(shardkit.launch(_variables, 2)):
-        for name in ("RANK", "LOCAL_RANK", "ROLE_RANK"):
-            assert variables[name] == str(rank)
-        for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE"):
-            assert variables[name] == "2"
-        assert variables["GROUP_RANK"] == "0"
-        assert variables["GROUP_WORLD_SIZE"] == "1"
-        assert variables["MASTER_ADDR"]
-        assert 0 < int(variables["MASTER_PORT"]) < 65536
 
 
 def test_functions_that_can_not_travel() -> None:

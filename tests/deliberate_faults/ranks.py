@@ -38,7 +38,7 @@ FAULTS = [
         "backends/processes.py",
         "    os.environ.update(variables)\n",
         "",
-        ("tests/test_launch.py::test_ranks_find_what_torchrun_sets",),
+        ("tests/test_launch.py::test_results_of_every_rank",),
     ),
     Fault(
         "groups",

@@ -68,20 +68,18 @@ def check_bytes(output: str, ranks: int) -> None:
 
 
 def test_full_runs_reach_97_percent() -> None:
-    """The exit code says that the losses of all of them are those of one process."""
-    output = run_digits()
+    """The exit code says that all losses are those of one process; the other strategies run one epoch."""
+    output = run_digits("--strategy", "fsdp")
     reached = accuracies(output)
-    assert list(reached) == ["one process", *STRATEGIES]
+    assert list(reached) == ["one process", "fsdp"]
     assert min(reached.values()) >= 97.0
     check_bytes(output, ranks=2)
 
 
 def test_all_strategies_on_four_ranks() -> None:
-    check_bytes(run_digits("--strategy", "fsdp", "--epochs", "1", "--ranks", "4"), ranks=4)
-
-
-def test_on_simulated_ranks() -> None:
-    check_bytes(run_digits("--backend", "simulated", "--strategy", "ddp", "--epochs", "1"), ranks=2)
+    output = run_digits("--backend", "simulated", "--epochs", "1", "--ranks", "4")
+    assert list(accuracies(output)) == ["one process", *STRATEGIES]
+    check_bytes(output, ranks=4)
 
 
 def _under_torchrun(*args: str) -> subprocess.CompletedProcess[str]:

@@ -75,11 +75,11 @@ def build(name: str) -> nn.Module:
     return {"gpt": GPT, "tinymlp": TinyMLP}[name]()
 
 
-def loss(name: str, model: nn.Module, count: int, rank: int) -> torch.Tensor:
-    """The loss of a rank's ``count``-th batch."""
+def loss(name: str, model: nn.Module, count: int, rank: int, length: int = 0) -> torch.Tensor:
+    """The loss of a rank's ``count``-th batch, with so many tokens (0: LENGTH)."""
     generator = torch.Generator().manual_seed(count * 131 + rank)
     if name == "gpt":
-        tokens = torch.randint(0, VOCABULARY, (BATCH, LENGTH + 1), generator=generator)
+        tokens = torch.randint(0, VOCABULARY, (BATCH, (length or LENGTH) + 1), generator=generator)
         logits = model(tokens[:, :-1])
         return functional.cross_entropy(logits.reshape(-1, VOCABULARY), tokens[:, 1:].reshape(-1))
     x = torch.randn(16, 32, generator=generator)

@@ -13,46 +13,63 @@ from typing import Any
 
 from tests.figures.network import enter_private_network, loopback_bytes
 
-WARM, WIRE_STEPS = 2, 3
+WARM, WIRE_STEPS = 2, 2
+SHORT = 16  # tokens: calls and bytes that are sent depend on parameters alone
+MEMORY_ALONE = ("torch_fsdp2",)  # what is only the measure of another's memory
 
 
-def _train_step(trainer: Any, model_name: str, count: int, rank: int) -> None:
+def _train_step(trainer: Any, model_name: str, count: int, rank: int, length: int) -> None:
     from tests.figures.gpt import loss
 
-    loss(model_name, trainer.model, count, rank).backward()
+    loss(model_name, trainer.model, count, rank, length).backward()
     trainer.optimizer.step()
     trainer.zero_grad()
 
 
-def _wire_of_step(trainer: Any, model_name: str, rank: int) -> int:
+def _wire_of_step(trainer: Any, model_name: str, rank: int, length: int) -> int:
     """Bytes that all ranks send in a step."""
     import torch.distributed as dist
 
     dist.barrier()
     before = loopback_bytes()
     dist.barrier()
-    _train_step(trainer, model_name, WARM, rank)
+    _train_step(trainer, model_name, WARM, rank, length)
     dist.barrier()
     return loopback_bytes() - before
 
 
-def count_step(rank: int, implementation: str, model_name: str, wire: bool) -> dict[str, Any]:
-    """The figures of one rank."""
+def memory_of_step(rank: int, implementation: str, model_name: str) -> dict[str, int]:
+    """Bytes that one rank holds, with batches as the benchmarks have."""
+    from tests.figures.counters import memory_of
+    from tests.figures.gpt import build
+    from tests.figures.implementations import IMPLEMENTATIONS
+
+    memory = memory_of(
+        lambda: IMPLEMENTATIONS[implementation](build(model_name)),
+        lambda trainer, count: _train_step(trainer, model_name, count, rank, 0),
+    )
+    return {"resident": memory.resident, "peak": memory.peak}
+
+
+def count_step(
+    rank: int, implementation: str, model_name: str, wire: bool, length: int = 0
+) -> dict[str, Any]:
+    """The figures of one rank; all but memory with sequences of so many tokens (0: as the benchmarks have)."""
     import torch.distributed as dist
 
-    from tests.figures.counters import CallCounter, OperationCounter, memory_of, quiet_collector
+    from tests.figures.counters import CallCounter, OperationCounter, quiet_collector
     from tests.figures.gpt import build
     from tests.figures.implementations import IMPLEMENTATIONS
 
     make, world_size = IMPLEMENTATIONS[implementation], dist.get_world_size()
     trainer = make(build(model_name))
     for count in range(WARM):
-        _train_step(trainer, model_name, count, rank)
+        _train_step(trainer, model_name, count, rank, length)
     with quiet_collector():
         with OperationCounter(world_size) as operations:
-            _train_step(trainer, model_name, WARM, rank)
+            _train_step(trainer, model_name, WARM, rank, length)
         with CallCounter() as calls:
-            _train_step(trainer, model_name, WARM + 1, rank)
+            _train_step(trainer, model_name, WARM + 1, rank, length)
     figures: dict[str, Any] = {
         "operations": operations.operations,
         "calls": calls.calls,
@@ -62,15 +79,11 @@ def count_step(rank: int, implementation: str, model_name: str, wire: bool) -> d
     }
     if wire:
         # The least of some steps: on a busy machine the kernel now and then sends a packet twice.
-        figures["wire"] = (
-            min(_wire_of_step(trainer, model_name, rank) for _ in range(WIRE_STEPS)) / world_size
-        )
+        steps = [_wire_of_step(trainer, model_name, rank, length) for _ in range(WIRE_STEPS)]
+        figures["wire"] = min(steps) / world_size
     del trainer
     gc.collect()
-    memory = memory_of(
-        lambda: make(build(model_name)), lambda t, count: _train_step(t, model_name, count, rank)
-    )
-    figures.update(resident=memory.resident, peak=memory.peak)
+    figures |= memory_of_step(rank, implementation, model_name)
     dist.barrier()
     return figures
 
@@ -92,9 +105,7 @@ def wire_of_collectives(rank: int, sizes: list[int]) -> dict[str, float]:
     found = {}
     for name in ("reduce_scatter", "all_gather"):
         least = float("inf")
-        for _ in range(
-            5
-        ):  # the first call may open connections, and any may be cut into more packets than needed
+        for _ in range(3):  # the first may open connections, and any may be cut into more packets than needed
             dist.barrier()
             before = loopback_bytes()
             dist.barrier()
@@ -119,7 +130,7 @@ def growth(rank: int, implementation: str, steps: int) -> dict[str, int]:
 
     def run(count: int) -> tuple[int, int]:
         for i in range(count):
-            _train_step(trainer, "tinymlp", i, rank)
+            _train_step(trainer, "tinymlp", i, rank, 0)
         return live_tensor_bytes(), len(gc.get_objects())
 
     before, after = run(10), run(steps)
@@ -142,7 +153,10 @@ def main() -> None:
     found: dict[str, Any] = {"no_wire": no_wire, "figures": {}}
     with RankPool(options.world_size, timeout=300, environment={"OMP_NUM_THREADS": "1"}) as pool:
         for name in options.implementations.split(","):
-            found["figures"][name] = pool.run(count_step, name, options.model, not no_wire)
+            if name in MEMORY_ALONE:
+                found["figures"][name] = pool.run(memory_of_step, name, options.model)
+            else:
+                found["figures"][name] = pool.run(count_step, name, options.model, not no_wire, SHORT)
         if options.extras:
             if options.world_size == 2:
                 found["growth"] = {name: pool.run(growth, name, 50) for name in ("shardkit", "fsdp")}

@@ -177,7 +177,7 @@ def check(world_size: int, chain: Chain) -> None:
                 assert other == first
 
 
-@examples(150)
+@examples(80)
 @given(chains(2))
 @example(Chain(("plain",) * 8, cuts=frozenset({(0, 7)})))
 @example(Chain(("plain",) * 8, ((2, 5, "torch"), (5, 8, "reentrant")), frozenset({(0, 7)})))
@@ -188,7 +188,7 @@ def test_two_ranks(chain: Chain) -> None:
     check(2, chain)
 
 
-@examples(50)
+@examples(30)
 @given(chains(3, 6))
 def test_three_ranks(chain: Chain) -> None:
     check(3, chain)
