@@ -55,6 +55,9 @@ def _on_parameter(parent: nn.Module, name: str, param: nn.Parameter | None) -> N
     if param is None or parent not in _taken:
         return
     before = parent._parameters.get(name)
+    flat = managing(param)
+    if flat is not None and any(o.param is param and (parent, name) in o.places for o in flat.originals):
+        return  # torch puts back what it replaced for a call; the next forward hides it again
     if before is None or managing(before) is None:  # else it is summoned, and takes another one's values
         raise ConfigurationError(_too_late(parent, name))
 

@@ -16,7 +16,9 @@ from .backward import Watcher
 from .calls import lends_memory, without_lent_memory
 from .engine import Engine
 from .names import clean
+from .originals import Place
 from .refusals import replaced_original, replaced_shard
+from .registries import hide
 from .state import ShardingState, state_of
 from .threads import NO_THREAD, check_one_thread, this_thread
 from .tracing import COMPILED_AUTOGRAD, check_forward, jit_tracing, transform_level
@@ -79,7 +81,9 @@ def enter(state: ShardingState, args: Args, kwargs: Kwargs) -> Entered:
                 if found is not flat.param and (
                     found is not None or module.__dict__.get(name) is not original.param
                 ):
-                    raise replaced_original(original.param, flat.group.rank)
+                    if found is not original.param:
+                        raise replaced_original(original.param, flat.group.rank)
+                    hide(Place(module, name), original.param)  # it was put back, see ``registrations.py``
     in_backward = current_backward() != NO_BACKWARD
     is_outermost = bool(state.is_root) and engine.forwards == 0 and not in_backward
     if not in_backward:
