@@ -16,18 +16,17 @@ import dataclasses
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.utils.rnn import PackedSequence
-from torch.utils._pytree import tree_map
 from torch.utils.hooks import RemovableHandle
 
 from ..backend import backend_for
 from ..errors import LifecycleError
 from ..torch_seams.compiling import not_compiled
+from .tensors_within import put_tensors, take_tensors
 
 _T = TypeVar("_T")
 
@@ -131,63 +130,6 @@ def _suspend_tracking(module: nn.Module, inputs: Any) -> None:
 def _resume_tracking(module: nn.Module, inputs: Any, output: Any) -> None:
     if module.__dict__.pop("_tracking_suspended", False):
         module.track_running_stats = True  # type: ignore[assignment]
-
-
-# ------------------------------------------------------------------------------------------ tensors within values
-class _Slot:
-    """Stands for the tensor with this index."""
-
-    __slots__ = ("index",)
-
-    def __init__(self, index: int) -> None:
-        self.index = index
-
-
-class _Packed(NamedTuple):
-    """Stands for a PackedSequence, which is a tuple that can't hold slots."""
-
-    data: Any
-    batch_sizes: Any
-    sorted_indices: Any
-    unsorted_indices: Any
-
-
-def _take_tensors(value: Any, tensors: list[torch.Tensor]) -> Any:
-    """The value with slots in place of tensors, which go into the list; within containers and dataclasses."""
-
-    def take(leaf: Any) -> Any:
-        if isinstance(leaf, torch.Tensor):
-            tensors.append(leaf)
-            return _Slot(len(tensors) - 1)
-        if isinstance(leaf, PackedSequence):
-            return _Packed(*(_take_tensors(part, tensors) for part in leaf))
-        return _in_fields(lambda field: _take_tensors(field, tensors), leaf)
-
-    return tree_map(take, value, is_leaf=lambda x: isinstance(x, PackedSequence))
-
-
-def _put_tensors(value: Any, tensors: Sequence[torch.Tensor]) -> Any:
-    """The reverse of :func:`_take_tensors`."""
-
-    def put(leaf: Any) -> Any:
-        if isinstance(leaf, _Slot):
-            return tensors[leaf.index]
-        if isinstance(leaf, _Packed):
-            return PackedSequence(*(_put_tensors(part, tensors) for part in leaf))
-        return _in_fields(lambda field: _put_tensors(field, tensors), leaf)
-
-    return tree_map(put, value, is_leaf=lambda x: isinstance(x, _Packed))
-
-
-def _in_fields(function: Callable[[Any], Any], leaf: Any) -> Any:
-    """A dataclass with the function applied to its fields; other objects as they are."""
-    if not dataclasses.is_dataclass(leaf) or isinstance(leaf, type):
-        return leaf
-    made = copy.copy(leaf)
-    for field in dataclasses.fields(leaf):
-        if hasattr(leaf, field.name):
-            object.__setattr__(made, field.name, function(getattr(leaf, field.name)))
-    return made
 
 
 # ------------------------------------------------------------------------------------------ surroundings of a run
@@ -307,13 +249,13 @@ class _Run:
 
     def __init__(self, call: Callable[..., Any], args: Any, kwargs: Any, tensors: list[torch.Tensor]) -> None:
         self._call = call
-        self._arguments = _take_tensors((args, kwargs), tensors)
+        self._arguments = take_tensors((args, kwargs), tensors)
         self.output: Any = None
 
     def __call__(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        args, kwargs = _put_tensors(self._arguments, tensors)
+        args, kwargs = put_tensors(self._arguments, tensors)
         returned: list[torch.Tensor] = []
-        output = _take_tensors(self._call(*args, **kwargs), returned)
+        output = take_tensors(self._call(*args, **kwargs), returned)
         if is_checkpointing():
             self.output = output
         return tuple(returned)
@@ -346,7 +288,7 @@ def call_checkpointed(
     anchor = torch.empty(0, requires_grad=True)
     outputs = CheckpointFunction.apply(anchor, run, offload_to_cpu, Surroundings(around), *tensors)
     output, run.output = run.output, None
-    return _put_tensors(output, outputs)
+    return put_tensors(output, outputs)
 
 
 class _CheckpointedForward:

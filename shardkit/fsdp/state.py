@@ -172,6 +172,12 @@ class ShardingState:
         """The flat parameters of these."""
         return [flat for state in self.states() for flat in state.flats]
 
+    def forget_root(self) -> None:
+        """The next forward finds the units anew; a root alone can forget, since units below are run by its engine."""
+        if self.is_root:
+            for state in self.states():
+                state.engine = state.is_root = None
+
     def cast_buffers(self) -> None:
         """Buffers outside of other units take the dtype that was asked for, once."""
         dtype = self.options.precision.buffers

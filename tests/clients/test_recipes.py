@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
+import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
+from shardkit.errors import LifecycleError
+from shardkit.experimental.tooling.layer_memory_tracker import ProcessGroupTracker
 from shardkit.nn.data_parallel import FullyShardedDataParallel as FSDP
 from shardkit.nn.wrap import enable_wrap, wrap
 from tests.pools import rank_pool
@@ -68,3 +73,58 @@ def test_inference_with_parameters_on_the_host() -> None:
             with torch.no_grad():
                 expected = plain(torch.tensor([[0, 4, 5 + rank, 2], [0, 3, 2, 1]]), repr_layers=(1, 2))
             torch.testing.assert_close(found, expected, **close)
+
+
+class Trunk(nn.Module):
+    """Asks its unit to begin anew in forward, where it can't."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.unit: list[FSDP] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.unit:
+            with pytest.raises(LifecycleError, match="expected to be in states"):
+                self.unit[0]._reset_lazy_init()
+        return self.layer(x)
+
+
+def _assembled_later(rank: int, world_size: int) -> None:
+    """A trunk trains alone, then with a head around both; its group is a tracker that is read back."""
+    torch.manual_seed(0)
+    trunk, head = Trunk(), nn.Linear(4, 2)
+    plain_trunk, plain_head = copy.deepcopy(trunk), copy.deepcopy(head)
+    group = ProcessGroupTracker(dist.group.WORLD)
+    own = FSDP(trunk, process_group=group, compute_device=torch.device("cpu"))
+    assert own.process_group is group
+    values = torch.randn(world_size, 3, 4, generator=torch.Generator().manual_seed(1))
+
+    def train(ours: FSDP, plain: nn.Module) -> None:
+        for model, batches in ((ours, values[rank]), (plain, values.flatten(0, 1))):
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            model(batches).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    trunk.unit.append(own)
+    train(own, plain_trunk)
+    trunk.unit.clear()
+    for module in own.modules():
+        if isinstance(module, FSDP):
+            module._reset_lazy_init()
+    assert own._is_root is None
+    both = FSDP(nn.Sequential(own, head), process_group=group, compute_device=torch.device("cpu"))
+    plain = nn.Sequential(plain_trunk, plain_head)
+    for _ in range(2):
+        train(both, plain)
+        both._reset_lazy_init()
+    assert own._is_root is None
+    with both.summon_full_params():
+        for mine, want in zip(both.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(mine, want)
+
+
+def test_a_trunk_that_is_assembled_later() -> None:
+    """VISSL's and AllenNLP's: units made one after the other, `_reset_lazy_init`, a group that tracks."""
+    rank_pool(2).run(_assembled_later, 2)

@@ -149,6 +149,15 @@ class FairscaleFacts(Door):
         if flat_of_registered(p) is None:
             raise ConfigurationError("append_shared_param takes a parameter that another FSDP module owns")
 
+    def _reset_lazy_init(self) -> None:
+        """The next forward finds out anew which modules are below this one; its units keep what they have.
+
+        Raises:
+            LifecycleError: its forward or backward is under way.
+        """
+        self.assert_state(TrainingState.IDLE)
+        self._state.forget_root()
+
     def assert_state(self, state: TrainingState | list[TrainingState]) -> None:
         """Raises unless the module is in one of these states.
 

@@ -100,9 +100,9 @@ class FullyShardedDataParallel(FairscaleFacts):
         allow_reset_parameters: bool = False,
     ) -> None:
         given = dict(locals())
-        self._process_group = getattr(process_group, "group", process_group)  # of a ProcessGroupTracker
+        self._process_group = process_group
         options = Options(
-            group=self._process_group,
+            group=getattr(process_group, "group", process_group),  # of a ProcessGroupTracker
             precision=_precision(mixed_precision, compute_dtype, buffer_dtype, force_input_to_fp32),
             reshard=ReshardPolicy(
                 after_forward=bool(reshard_after_forward), root=not disable_reshard_on_root
