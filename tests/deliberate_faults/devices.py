@@ -46,15 +46,6 @@ FAULTS = [
         XLA,
     ),
     Fault(
-        "XLA replicas",
-        "what was issued in one graph orders the next",
-        "backends/xla/collectives.py",
-        "        self._previous = None\n\n    def _irregular",
-        "        pass\n\n    def _irregular",
-        (f"{_XLA}::test_training_equals_one_process_with_one_compile",),
-        XLA,
-    ),
-    Fault(
         "XLA collectives",
         "means are sums",
         "backends/xla/group.py",

@@ -176,7 +176,7 @@ FAULTS = [
         "shardkit/fsdp/construct.py",
         "groups.setdefault((p.dtype, p.requires_grad), []).append(i)",
         "groups.setdefault((p.dtype, True), []).append(i)",
-        ("tests/fsdp/test_fairscale_faults.py::test_part_of_a_unit_frozen_before_wrapping",),
+        (f"{_TRAINS}[adapted-flat-2]",),
     ),
     Fault(
         "FSDP",
@@ -220,11 +220,11 @@ FAULTS = [
     ),
     Fault(
         "FSDP",
-        "a gradient that stands for nothing marks parameters as used",
+        "zeros that stand for gradients which `no_sync` keeps are stepped with",
         "shardkit/fsdp/local_gradients.py",
         "            pack.clear_unused()\n",
         "            pass\n",
-        ("tests/border/test_fsdp_unfrozen.py::test_members_without_gradients_in_some_steps",),
+        (f"{_ORDER}::test_a_layer_that_a_whole_step_of_several_batches_leaves_out",),
     ),
     Fault(
         "FSDP",
@@ -244,11 +244,11 @@ FAULTS = [
     ),
     Fault(
         "FSDP",
-        "a rank that overflows clips alone: `no_sync` is never left",
+        "`no_sync` is not left",
         "shardkit/fsdp/sharded_api.py",
         "            engine.set_accumulating(before)",
         "            pass",
-        (f"{_FSDP}::test_training_goes_on_after_an_error_in_forward_or_backward",),
+        (f"{_TRAINS}[tied_inside-flat-2]",),
     ),
     Fault(
         "wrappers",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import torch
 from torch import nn
 
@@ -80,3 +82,38 @@ def _dropped(rank: int, world_size: int) -> None:
 
 def test_a_forward_without_backward_leaves_nothing_old() -> None:
     rank_pool(2).run(_dropped, 2)
+
+
+class Switched(nn.Module):
+    """Two layers, of which one is used now and then."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.always, self.sometimes = (nn.Linear(WIDTH, WIDTH) for _ in range(2))
+        self.both = True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.always(x) + self.sometimes(x) if self.both else self.always(x)
+
+
+def _left_out(rank: int, world_size: int) -> None:
+    plain, model = build(Switched), FSDP(build(Switched))
+    options = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.5}
+    first, second = (torch.optim.SGD(m.parameters(), **options) for m in (plain, model))
+    for step in range(3):
+        plain.both = model.module.both = step != 1
+        first.zero_grad()
+        second.zero_grad()
+        for micro in range(2):
+            xs = batch(2 * step + micro, world_size)
+            with model.no_sync() if micro == 0 else contextlib.nullcontext():
+                model(xs[rank]).pow(2).mean().backward()
+            torch.stack([plain(x).pow(2).mean() for x in xs]).mean().backward()
+        first.step()
+        second.step()
+        _same(model, plain)
+
+
+def test_a_layer_that_a_whole_step_of_several_batches_leaves_out() -> None:
+    """While gradients wait under no_sync, zeros stand in their place, which are no gradient of that layer."""
+    rank_pool(2).run(_left_out, 2)
