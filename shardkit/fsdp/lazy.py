@@ -20,6 +20,7 @@ from typing import NamedTuple
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
+from ..types import Tree
 from .originals import GatheredParameter
 
 
@@ -36,8 +37,11 @@ def _is_transposed(view: torch.Tensor, base: torch.Tensor) -> bool:
     return node is not None and node.name() == "TBackward0" and _variable(node.next_functions[0][0]) is base
 
 
-def _variable(node: object) -> object:
-    return getattr(node, "variable", None)
+def _variable(node: Tree) -> object:
+    try:
+        return node.variable
+    except AttributeError:
+        return None
 
 
 def _pack(tensor: torch.Tensor) -> torch.Tensor | SavedView:

@@ -38,6 +38,9 @@ _ACCESSORS = {"__get__": "get", "__set__": "set", "__delete__": "delete"}
 
 def name_of(func: AnyCallable) -> str:
     """A function's own name, or "get", "set" or "delete" and an attribute's."""
-    name = getattr(func, "__name__", str(func))
+    try:
+        name = func.__name__
+    except AttributeError:
+        name = str(func)
     accessor = _ACCESSORS.get(name)
     return name if accessor is None else f"{accessor} {func.__self__.__name__}"  # type: ignore[attr-defined]

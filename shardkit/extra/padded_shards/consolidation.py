@@ -112,7 +112,9 @@ def consolidate_sharded_state_dicts(
 
 def _facts(checkpoint: ShardCheckpoint) -> tuple[dict[str, object], dict[str, object]]:
     """What is the same in the files of all ranks."""
-    kinds = {k: getattr(v, "dtype", type(v)) for k, v in checkpoint["model"].items()}
+    kinds: dict[str, object] = {
+        k: v.dtype if isinstance(v, torch.Tensor) else type(v) for k, v in checkpoint["model"].items()
+    }
     return kinds, {k: v for k, v in checkpoint["shard_metadata"].items() if k != "rank"}
 
 
