@@ -98,6 +98,9 @@ class AdaScale(core.AdaScale):
     def _average(self, name: str, pg_idx: int | None) -> float:
         return float(self._averages[name][slice(None) if pg_idx is None else pg_idx].sum())
 
+    def _gather_flat_grad(self) -> torch.Tensor:
+        return self._averaging.flat_gradient(self._meter.like)
+
     def _compute_intra_grad_corr_mean(self) -> torch.Tensor:
         return self.gradient_correlation()
 

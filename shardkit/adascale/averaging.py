@@ -139,18 +139,22 @@ class Averaging:
         for gradient in gradients.values():
             gradient.div_(by)
 
-    def correlation(self, like: torch.Tensor) -> torch.Tensor:
-        """Mean correlation of the gradients that pairs of ranks hold now, 0-dim (collective)."""
-        group = self._find_group()
-        if group is None or self.world_size == 1:
-            raise ConfigurationError("a correlation of ranks' gradients needs several ranks")
+    def flat_gradient(self, like: torch.Tensor) -> torch.Tensor:
+        """All gradients in one tensor [P] with the dtype and device of ``like``; zeros where there is none."""
         flat = [
             (torch.zeros_like(p) if p.grad is None else p.grad.to_dense() if p.grad.is_sparse else p.grad)
             .reshape(-1)
             .to(like)
             for p in self.parameters()
         ]
-        own = torch.cat(flat)  # [P]
+        return torch.cat(flat)
+
+    def correlation(self, like: torch.Tensor) -> torch.Tensor:
+        """Mean correlation of the gradients that pairs of ranks hold now, 0-dim (collective)."""
+        group = self._find_group()
+        if group is None or self.world_size == 1:
+            raise ConfigurationError("a correlation of ranks' gradients needs several ranks")
+        own = self.flat_gradient(like)
         everybody = own.new_empty(self.world_size, own.numel())
         group.channel("control").all_gather_into(everybody.view(-1), own, label="AdaScale: correlation")
         correlation = torch.corrcoef(everybody)  # [N, N]

@@ -645,6 +645,8 @@ def _correlation(rank: int) -> float:
     p, q = (nn.Parameter(torch.zeros(n)) for n in (3, 1))
     optimizer = AdaScale(SGD([p, q], lr=0.1))
     p.grad = torch.tensor([1.0, 2.0, 3.0 + rank])
+    gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in optimizer._averaging.parameters()]
+    torch.testing.assert_close(optimizer._gather_flat_grad(), torch.cat([g.flatten() for g in gradients]))
     return float(optimizer._compute_intra_grad_corr_mean())
 
 
