@@ -172,14 +172,6 @@ FAULTS = [
     ),
     Fault(
         "FSDP",
-        "frozen and trainable parameters share a flat parameter",
-        "shardkit/fsdp/construct.py",
-        "groups.setdefault((p.dtype, p.requires_grad), []).append(i)",
-        "groups.setdefault((p.dtype, True), []).append(i)",
-        (f"{_TRAINS}[adapted-flat-2]",),
-    ),
-    Fault(
-        "FSDP",
         "a parameter found in two places is flattened twice",
         "shardkit/fsdp/construct.py",
         "                elif p in by_param:\n                    self.originals[by_param[p]].places.append(Place(m, name))\n",
