@@ -48,11 +48,16 @@ def _arguments(function: Any) -> list[tuple[str, Any, Any]]:
     return [(p.name, p.kind, p.default) for p in inspect.signature(function).parameters.values()]
 
 
+# what fairscale's head has, after 0.4.13
+LATER = {"initialize_model_parallel": {"context_parallel_size", "cp_backend", "timeout"}}
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_names_and_signatures(name: str) -> None:
     for key, value in _public(theirs(name)).items():
         own = getattr(mine(name), key)
-        assert _arguments(own) == _arguments(value), key
+        later = LATER.get(key, set())
+        assert [a for a in _arguments(own) if a[0] not in later] == _arguments(value), key
         if inspect.isclass(value):
             assert {b.__name__ for b in value.__mro__} <= {b.__name__ for b in own.__mro__}
             for method, function in vars(value).items():
