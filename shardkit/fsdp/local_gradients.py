@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
-import torch
+import threading
+import weakref
 
+import torch
+from torch.optim import Optimizer
+
+from ..errors import LifecycleError
+from ..optimizers.stepping import take_part
 from ..reduction.clearing import StandingGradient
 from .flat_param import FlatParam
 from .gradients import GradientPack
@@ -25,13 +31,31 @@ class LocalGradients:
     def note(self, pack: GradientPack) -> None:
         """A backward inside ``no_sync`` has ended; ``pack`` would have reduced the gradients."""
         flat = self._flat
-        with as_tensors():
-            if all(m.param.grad is None for m in flat.originals):
-                return
+        if not self._are_there():
+            return
         if flat.param.grad is None:
             flat.param.grad = torch.zeros_like(flat.param, requires_grad=False)
             pack.clear_unused()
         self._standing.stand(flat.param, flat.param.grad)
+        _refuse_steps.note(self)
+
+    def _are_there(self) -> bool:
+        with as_tensors():
+            return any(m.param.grad is not None for m in self._flat.originals)
+
+    def are_waiting(self) -> bool:
+        """Whether gradients of this rank wait for a reduction, and nobody has cleared them."""
+        return not self._standing.was_touched(self._flat.param) and self._are_there()
+
+    def check_step(self, stepped: set[int]) -> None:
+        """Raises LifecycleError if the shard's id is among these: such a step would leave the gradients out."""
+        flat = self._flat
+        if id(flat.param) in stepped and self.are_waiting():
+            raise LifecycleError(
+                f"rank {flat.group.ranks[flat.group.rank]}: step() comes after a backward inside of no_sync(): "
+                f"gradients of {flat.label or 'an FSDP module'} are this rank's own, were not reduced, and the step "
+                "would leave them out. Run the last backward before a step outside of no_sync(), or call zero_grad()"
+            )
 
     def forget_if_cleared(self) -> None:
         """Before anything is added: clears the original parameters' gradients if the shard's was cleared."""
@@ -43,3 +67,33 @@ class LocalGradients:
             with as_tensors():
                 for m in self._flat.originals:
                     m.param.grad = None
+
+
+class _RefuseSteps:
+    """Takes part in steps while there are gradients that ``no_sync`` keeps."""
+
+    def __init__(self) -> None:
+        self._waiting: weakref.WeakSet[LocalGradients] = weakref.WeakSet()
+        self._lock = threading.Lock()  # ranks may be threads of one process
+
+    def note(self, local: LocalGradients) -> None:
+        """It has gradients that are not reduced."""
+        take_part(self)
+        with self._lock:
+            self._waiting.add(local)
+
+    def before(self, optimizer: Optimizer) -> None:
+        if not self._waiting:
+            return
+        stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        with self._lock:
+            waiting = list(self._waiting)
+            self._waiting.difference_update([local for local in waiting if not local.are_waiting()])
+        for local in waiting:
+            local.check_step(stepped)
+
+    def after(self, optimizer: Optimizer) -> None:
+        """Nothing was done before."""
+
+
+_refuse_steps = _RefuseSteps()

@@ -220,6 +220,14 @@ FAULTS = [
     ),
     Fault(
         "FSDP",
+        "a step that leaves out what `no_sync` keeps goes through",
+        "shardkit/fsdp/local_gradients.py",
+        "if id(flat.param) in stepped and self.are_waiting():",
+        "if False:",
+        (f"{_ORDER}::test_a_step_that_leaves_out_what_no_sync_keeps_is_refused",),
+    ),
+    Fault(
+        "FSDP",
         "original parameters that were used before zero_grad stay used",
         "shardkit/fsdp/unused.py",
         "        if is_new:\n            self.originals = list(map(not_, had))\n        elif",

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 
+import pytest
 import torch
 from torch import nn
 
-from shardkit import FSDP
+from shardkit import FSDP, fully_shard, sharding_of
+from shardkit.errors import LifecycleError
 from tests.fsdp_models import WIDTH, batch, build
 from tests.pools import rank_pool
 
@@ -30,7 +32,7 @@ def _units(model: Cut) -> FSDP:
     return FSDP(model)
 
 
-def _same(sharded: FSDP, plain: nn.Module) -> None:
+def _same(sharded: nn.Module, plain: nn.Module) -> None:
     for (name, mine), truth in zip(sharded.state_dict().items(), plain.state_dict().values(), strict=True):
         torch.testing.assert_close(mine, truth, msg=lambda m, n=name: f"{n}: {m}")
 
@@ -117,3 +119,34 @@ def _left_out(rank: int, world_size: int) -> None:
 def test_a_layer_that_a_whole_step_of_several_batches_leaves_out() -> None:
     """While gradients wait under no_sync, zeros stand in their place, which are no gradient of that layer."""
     rank_pool(2).run(_left_out, 2)
+
+
+def _stepped_too_early(rank: int, world_size: int) -> None:
+    for shard in (FSDP, fully_shard):
+        plain, model = build(Switched), build(Switched)
+        model = shard(model)
+        sharded = model if shard is FSDP else sharding_of(model)
+        first, second = (torch.optim.AdamW(m.parameters(), lr=0.1) for m in (plain, model))
+        xs = batch(0, world_size)
+        with sharded.no_sync():
+            model(xs[rank]).pow(2).mean().backward()
+        for _ in range(2):
+            with pytest.raises(LifecycleError, match="inside of no_sync"):
+                second.step()
+        model(xs[rank]).pow(2).mean().backward()  # adds to what was kept, and reduces both
+        for _ in range(2):
+            torch.stack([plain(x).pow(2).mean() for x in xs]).mean().backward()
+        first.step()
+        second.step()
+        _same(model, plain)
+        second.zero_grad()
+        with sharded.no_sync():
+            model(xs[rank]).pow(2).mean().backward()
+        second.zero_grad()
+        second.step()  # nothing to step with, and nothing left out
+        _same(model, plain)
+
+
+def test_a_step_that_leaves_out_what_no_sync_keeps_is_refused() -> None:
+    """fairscale steps with nothing, silently: weight decay and counts of steps go on."""
+    rank_pool(2).run(_stepped_too_early, 2)
