@@ -101,7 +101,7 @@ def redirected_names(module: str) -> Callable[[str], Tree]:
     @functools.cache  # a class is one object
     def get(name: str) -> Tree:
         if name == "__all__":  # "import *" asks for it
-            return sorted(names.keys() | _defined_in(sys.modules[module]))
+            return sorted({n for n in names if not n.startswith("_")} | _defined_in(sys.modules[module]))
         if name not in names:
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
         return names[name]()

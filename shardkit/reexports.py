@@ -87,7 +87,9 @@ REEXPORTED: dict[str, dict[str, str]] = {
         "extra.vocab_output": "BackwardTrigger, BackwardTriggerFn, BaselineSoftmax, BaselineSoftmaxNllLoss, "
         "MemoryEfficientVocabOutput, lmcl_matmul",
     },
-    "experimental.nn.offload": {"extra.offload": "ModelShard, OffloadFunction, OffloadModel, ShardSyncLayer"},
+    "experimental.nn.offload": {
+        "extra.offload": "ModelShard, OffloadFunction, OffloadModel, ShardSyncLayer, split_layers as _split",
+    },
     "experimental.nn.sync_batchnorm": {
         "activations.checkpointing": "is_checkpointing, is_recomputing",
         "extra.batch_norm": "SyncBatchNorm",
