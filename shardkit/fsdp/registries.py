@@ -19,12 +19,13 @@ _ORDER = "_written_parameters"  # an attribute, so that copies and pickles of th
 def register(place: Place, param: nn.Parameter) -> None:
     """A module registers a parameter under one of the names it was written with, where that was among the others."""
     module, name = place
-    registered = module._parameters
-    if name not in registered:
-        order = written_names(module)
+    registered, order = module._parameters, _order(module)
+    if name not in registered and name in order:
+        last = next(reversed(registered), name)
+        behind = order.get(last, len(order)) > order[name]
         registered[name] = param
-        for later in order[order.index(name) + 1 :] if name in order else ():
-            if later in registered:
+        for later in [*registered] if behind else ():
+            if order.get(later, len(order)) > order[name]:
                 registered[later] = registered.pop(later)
     registered[name] = param
 
@@ -32,7 +33,8 @@ def register(place: Place, param: nn.Parameter) -> None:
 def unregister(place: Place) -> None:
     """A module forgets a name; :func:`register` knows where it was."""
     module, name = place
-    module.__dict__[_ORDER] = tuple(written_names(module))
+    if name not in _order(module):
+        module.__dict__[_ORDER] = {written: k for k, written in enumerate(written_names(module))}
     module._parameters.pop(name, None)
 
 
@@ -50,12 +52,18 @@ def show(place: Place, param: nn.Parameter) -> None:
 
 def written_names(module: nn.Module) -> list[str]:
     """Names of a module's parameters in order, those that a unit has taken included."""
-    order: tuple[str, ...] = module.__dict__.get(_ORDER, ())
+    order = _order(module)
     return [*order, *(name for name in module._parameters if name not in order)]
 
 
 def hidden(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """Parameters that are attributes of a module, and in no registry."""
-    for name in module.__dict__.get(_ORDER, ()):
+    for name in _order(module):
         if name not in module._parameters and isinstance(module.__dict__.get(name), nn.Parameter):
             yield name, module.__dict__[name]
+
+
+def _order(module: nn.Module) -> dict[str, int]:
+    """Places of names among those that a module was written with."""
+    order: dict[str, int] = module.__dict__.get(_ORDER, {})
+    return order

@@ -13,7 +13,7 @@ from typing import Any
 
 from tests.figures.network import enter_private_network, loopback_bytes
 
-WARM, WIRE_STEPS = 2, 2
+WARM, WIRE_STEPS = 2, 4
 SHORT = 16  # tokens: calls and bytes that are sent depend on parameters alone
 MEMORY_ALONE = ("torch_fsdp2",)  # what is only the measure of another's memory
 

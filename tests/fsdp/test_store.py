@@ -51,10 +51,11 @@ def _units(**options: object) -> FSDP:
 def _train(model: FSDP, rank: int, steps: int) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(steps):
-        optimizer.zero_grad()
         with model.no_sync() if step == 1 else contextlib.nullcontext():
             model(batch(step, 4)[rank]).pow(2).mean().backward()
-        optimizer.step()
+        if step != 1:
+            optimizer.step()
+            optimizer.zero_grad()
 
 
 def _transitions(rank: int, world_size: int) -> set[tuple[str, str]]:
