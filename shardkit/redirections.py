@@ -170,25 +170,11 @@ REDIRECTED: dict[str, tuple[Names, ...]] = {
             "torch orders copies between devices, in backward too",
         ),
     ),
-    "nn.pipe.dependency": (
-        Names(
-            "Fork Join fork() join()",
-            "shardkit.nn.pipe.Pipe",
-            "autograd takes what is ready latest first, which is the order of backward",
-        ),
-    ),
     "nn.pipe.messages": (
         Names(
             "RpcTransport SendRecvTransport Transport MESSAGE_TENSOR_SIZE MessageQueues "
             "MakeTransport() rpc_push_queue() to_input_device()",
             *_STAGES_SEND,
-        ),
-    ),
-    "nn.pipe.phony": (
-        Names(
-            "get_phony()",
-            "shardkit.nn.pipe.Pipe",
-            "skip tensors are arguments and results, and autograd takes what is ready latest first",
         ),
     ),
     "nn.pipe.pipeline": (
@@ -207,28 +193,12 @@ REDIRECTED: dict[str, tuple[Names, ...]] = {
         ),
         Names("get_global_ranks_from_group()", "torch.distributed.get_process_group_ranks", "torch has it"),
     ),
-    "nn.pipe.skip.layout": (
-        Names(
-            "SkipLayout inspect_skip_layout()",
-            "shardkit.nn.pipe.skip.verify_skippables",
-            "a skip tensor is sent where a partition pops it",
-        ),
-    ),
     "nn.pipe.skip.portal": (Names("Context Portal PortalBlue PortalCopy PortalOrange", *_SKIPS),),
     "nn.pipe.skip.tracker": (
         Names(
             "SkipTracker SkipTrackerThroughPotals ThreadLocal thread_local current_skip_tracker() "
             "use_skip_tracker()",
             *_SKIPS,
-        ),
-    ),
-    "nn.pipe.stream": (
-        Names(
-            "CPUStreamType AbstractStream CPUStream as_cuda() current_stream() default_stream() "
-            "get_device() is_cuda() new_stream() record_stream() use_device() use_stream() "
-            "wait_stream()",
-            "torch.Stream and torch.accelerator",
-            "torch has streams that don't name the device",
         ),
     ),
     "nn.pipe.types": (
