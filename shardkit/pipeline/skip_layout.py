@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from torch import nn
 
-from ..pipeline.skip import Key, Namespace, Skippable
+from .skip import Key, Namespace, Skippable
 
 
 class SkipLayout:
