@@ -72,7 +72,7 @@ test-core: $(CORE)/.ready
 # torch's version, what is drawn at random, and how processes start, get lost and end.
 NEWEST_ONLY := $(addprefix tests/,differential figures cli migration parity testing faults compat checkpoint/test_files.py \
   $(addprefix fsdp/test_,large.py one_order.py) backends/test_out_of_step.py border/test_same_bits.py \
-  $(addprefix test_,deliberate_faults.py docs.py launch.py logging.py packaging.py))
+  clients/test_torchrun.py $(addprefix test_,deliberate_faults.py docs.py launch.py logging.py packaging.py))
 NEWEST_ONLY_TESTS := $(addprefix tests/examples/test_examples.py::test_,full_runs_reach_97_percent under_torchrun \
   all_strategies_on_four_ranks torchrun_with_another_number_of_ranks_is_refused readme_example) \
   $(addprefix tests/,test_bad_input.py::test_a_rank_that_dies_during_backward \

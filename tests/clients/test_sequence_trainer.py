@@ -53,6 +53,13 @@ def alone(config: Config, world: int, steps: int) -> dict[str, Any]:
     }
 
 
+def check(results: list[dict[str, Any]], config: Config, steps: int) -> None:
+    """Two ranks' results are those of one process."""
+    expected = alone(config, 2, steps)
+    for result in results:
+        torch.testing.assert_close(result, expected, rtol=1e-4, atol=2e-5)
+
+
 CONFIGS = [
     Config(),
     Config(no_reshard_after_forward=True, checkpoint_activations=False),
@@ -64,9 +71,7 @@ CONFIGS = [
 @pytest.mark.parametrize("number", range(len(CONFIGS)))
 def test_full_precision(number: int, tmp_path: Path) -> None:
     config = CONFIGS[number]
-    expected = alone(config, 2, 4)
-    for result in rank_pool(2).run(run, config, str(tmp_path), 4):
-        torch.testing.assert_close(result, expected, rtol=1e-4, atol=2e-5)
+    check(rank_pool(2).run(run, config, str(tmp_path), 4), config, 4)
     if config.use_sharded_state:
         whole = consolidate(str(tmp_path), 2)
         trainer = Trainer(dataclasses.replace(config, ddp_backend="none"))

@@ -1,4 +1,4 @@
-"""The trainer in the manner of transformers 4.28 on ranks, resumed halfway, against itself in one process."""
+"""The trainer in the manner of transformers 4.28 and 4.30 on ranks, resumed halfway, against itself in one process."""
 
 from __future__ import annotations
 
@@ -52,6 +52,7 @@ def _rank(rank: int, args: Arguments, world: int, folder: str) -> dict[str, Any]
 CASES = [
     Arguments(frozenset({"simple"})),
     Arguments(frozenset({"simple"}), fp16=True, accumulation=2),
+    Arguments(frozenset({"simple"}), accelerated=True, accumulation=2, max_grad_norm=0.2),
     Arguments(frozenset({"zero_dp_2"}), accumulation=2),
     Arguments(frozenset({"zero_dp_3"})),
     Arguments(frozenset({"zero_dp_3", "auto_wrap"}), accumulation=2),
@@ -60,21 +61,28 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(
-    "args", CASES, ids=lambda a: " ".join(sorted(a.sharded)) + (" fp16" if a.fp16 else "")
-)
-def test_trains_as_one_process(args: Arguments, tmp_path: Path) -> None:
-    (tmp_path / "ranks").mkdir()
-    (tmp_path / "alone").mkdir()
-    results = rank_pool(2).run(_rank, args, 2, str(tmp_path / "ranks"))
+def check(results: list[dict[str, Any]], args: Arguments, folder: Path) -> None:
+    """Two ranks' results are those of one process, which writes into the folder."""
     is_simple = "simple" in args.sharded
     plain = dataclasses.replace(
         args, sharded=frozenset(), fp16=False, weight_decay=args.weight_decay * is_simple
     )
-    truth = train(plain, 2, None, tmp_path / "alone")
+    truth = train(plain, 2, None, folder)
     close = {"rtol": 0.05, "atol": 0.02} if args.fp16 else {"rtol": 1e-4, "atol": 2e-5}
     mean = torch.tensor([r["losses"] for r in results]).mean(dim=0)
     torch.testing.assert_close(mean, torch.tensor(truth["losses"]), **close)
     for result in results:
         torch.testing.assert_close(result["logits"], truth["logits"], **close)
         torch.testing.assert_close(dict(result["state"]), dict(truth["state"]), **close)
+
+
+@pytest.mark.parametrize(
+    "args",
+    CASES,
+    ids=lambda a: " ".join(sorted(a.sharded)) + " fp16" * a.fp16 + " accelerated" * a.accelerated,
+)
+def test_trains_as_one_process(args: Arguments, tmp_path: Path) -> None:
+    (tmp_path / "ranks").mkdir()
+    (tmp_path / "alone").mkdir()
+    results = rank_pool(2).run(_rank, args, 2, str(tmp_path / "ranks"))
+    check(results, args, tmp_path / "alone")
