@@ -46,7 +46,8 @@ class AcceleratorBackend(EagerBackend):
         return hasattr(torch, self.device_type) and self._module.is_available() and dist.is_available()
 
     def device(self) -> torch.device:
-        """The current device; the first call selects the one of ``LOCAL_RANK``, unless the caller chose another.
+        """The current device. The first call selects the one of ``LOCAL_RANK``, unless the caller chose another, or
+        sharded parameters are on another.
 
         Raises:
             BackendError: there is no such device.
@@ -63,6 +64,14 @@ class AcceleratorBackend(EagerBackend):
             self._selected = True
             self._select_device()
         return torch.device(self.device_type, module.current_device())
+
+    def settle(self, device: torch.device) -> None:
+        """As ``model.to(rank)`` without ``set_device`` has it: collectives on device 0 of all ranks would never end."""
+        if self._selected:
+            return
+        self._selected = True
+        if device.index and self._module.current_device() == 0:
+            self._module.set_device(device.index)
 
     def _select_device(self) -> None:
         local_rank, module = os.environ.get("LOCAL_RANK"), self._module
@@ -101,7 +110,7 @@ class AcceleratorBackend(EagerBackend):
         return tensor.detach().cpu().pin_memory()
 
     def synchronize(self) -> None:
-        self._module.synchronize()
+        self._module.synchronize(self.device())
 
     def rng_state(self) -> torch.Tensor:
         return self._module.get_rng_state(self.device())

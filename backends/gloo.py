@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
+import torch
 import torch.distributed as dist
 
+from shardkit.backend import Backend
+from shardkit.errors import ConfigurationError
 from shardkit.types import Args, ProcessGroup, T
 
 from .c10d.group import C10dGroup
@@ -21,7 +24,7 @@ class GlooBackend(Host):
     process_group_backend = "gloo"
 
     def __init__(self) -> None:
-        self._groups = KnownGroups(self)
+        self._groups = KnownGroups(self, _make_group)
 
     def is_available(self) -> bool:
         return dist.is_available() and dist.is_gloo_available()
@@ -34,3 +37,18 @@ class GlooBackend(Host):
         start_timeout: float | None = START_SECONDS,
     ) -> list[T]:  # fmt: skip
         return launch_processes(fn, world_size, args, "gloo", timeout, start_timeout)
+
+
+def _make_group(
+    backend: Backend, process_group: dist.ProcessGroup | None, ranks: Sequence[int], rank: int
+) -> C10dGroup:
+    if process_group is not None:
+        try:
+            process_group._get_backend(torch.device("cpu"))
+        except RuntimeError as error:
+            raise ConfigurationError(
+                f"rank {rank}: the process group can't carry CPU tensors ({error}), and the module is on the CPU; move "
+                "it to the device before it is wrapped (or pass device=, where there is such an argument), or make the "
+                "group with backend 'cpu:gloo,cuda:nccl'"
+            ) from error
+    return C10dGroup(backend, process_group, ranks, rank)

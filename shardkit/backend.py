@@ -219,6 +219,10 @@ class Backend(abc.ABC):
     def device(self) -> torch.device:
         """This rank's device."""
 
+    def settle(self, device: torch.device) -> None:
+        """Parameters of this rank are on ``device``: it becomes the rank's, where none has been selected yet."""
+        return
+
     @abc.abstractmethod
     def group(self, process_group: ProcessGroup = None) -> Group:
         """The :class:`Group` for what a user passes as ``process_group``: None (all ranks), a
@@ -290,6 +294,7 @@ _BUILT_IN = {
     "simulated": "shardkit.backends.simulated:SimulatedBackend",
 }
 _ENTRY_POINTS = "shardkit.backends"
+_CPU = torch.device("cpu")
 _instances: dict[str, Backend] = {}
 # A backend whose ranks share one process (threads) puts a function here that returns the backend of the
 # calling rank, or None outside of its ranks; it then wins over the device of the parameters.
@@ -331,11 +336,18 @@ def backend_for(tensors: Iterable[torch.Tensor], name: str | Backend | None = No
     Raises:
         BackendError: tensors of a device type that no backend serves.
     """
+    device = next((t.device for t in tensors), _CPU)
+    chosen = _chosen(device.type, name)
+    if device.index is not None and device.type == chosen.device_type:
+        chosen.settle(device)
+    return chosen
+
+
+def _chosen(device_type: str, name: str | Backend | None) -> Backend:
     if isinstance(name, str):
         return get_backend(name)
     if name is not None:
         return name
-    device_type = next((t.device.type for t in tensors), "cpu")
     for provider in _current:
         backend = provider()
         if backend is not None and backend.device_type == device_type:

@@ -11,6 +11,7 @@ process groups are kept from being destroyed, and the process can end.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import ctypes
 import datetime
 import os
@@ -125,8 +126,9 @@ def _end_threads() -> None:
     """
     if not _broken:
         helper = threading.Thread(target=_let_go, name="shardkit-exit", daemon=True)
-        helper.start()
-        helper.join(_EXIT_SECONDS)
+        with contextlib.suppress(RuntimeError):  # Python 3.12.0 and 3.12.1 start no thread at exit
+            helper.start()
+            helper.join(_EXIT_SECONDS)
     never_destroy()
 
 

@@ -28,6 +28,7 @@ from .connections import DESTROYED, connect_gloo, register, timeout_of
 from .local_reduction import Accumulate, Exchange, Finish
 from .object_collectives import ObjectsOverTensors
 from .waiting import C10dWork, TorchWork, Waiting
+from .wire import as_bytes, as_real
 
 OPS = {
     ReduceOp.SUM: dist.ReduceOp(dist.ReduceOp.SUM),
@@ -217,7 +218,7 @@ class C10dGroup(Waiting, ObjectsOverTensors):
         ):
             self._turn(key)
         if output.is_complex():
-            pieces = tuple(_real(p) for p in pieces)
+            pieces = tuple(as_real(p) for p in pieces)
         broadcast = self.process_group.broadcast
         works = [broadcast(piece, r) for r, piece in enumerate(pieces) if counts[r]]
         return self._issue(works, "all_gather_into", output.numel(), label, async_op)
@@ -232,7 +233,7 @@ class C10dGroup(Waiting, ObjectsOverTensors):
         if input.is_complex():
             doubled = [2 * c for c in counts]
             return self.reduce_scatter_into(
-                _real(shard), _real(input), doubled, op=op, async_op=async_op, label=label
+                as_real(shard), as_real(input), doubled, op=op, async_op=async_op, label=label
             )
         if shard.requires_grad or input.requires_grad:
             shard, input = shard.detach(), input.detach()
@@ -298,7 +299,7 @@ class C10dGroup(Waiting, ObjectsOverTensors):
             return DONE
         if input.is_complex():
             receive, send = [2 * n for n in receive], [2 * n for n in send]
-            output, input = _real(output), _real(input)
+            output, input = as_real(output), as_real(input)
         work = self._start(self.process_group.alltoall_base, output, input, receive, send)
         return self._issue([work], "all_to_all", input.numel(), label, async_op)
 
@@ -311,7 +312,7 @@ class C10dGroup(Waiting, ObjectsOverTensors):
         if self._order is not None and not self._order.expects(key := ("all_reduce", tensor.numel(), label)):
             self._turn(key)
         wire = tensor if tensor.is_contiguous() else tensor.contiguous()
-        sent = _real(wire) if wire.is_complex() else wire
+        sent = as_real(wire) if wire.is_complex() else wire
         work = self._start(self.process_group.allreduce, [sent], _options(dist.AllreduceOptions(), op))
         after = Finish(tensor, wire, self.world_size if op is ReduceOp.AVG else 1)
         return self._issue([work], "all_reduce", tensor.numel(), label, async_op, after)
@@ -326,7 +327,7 @@ class C10dGroup(Waiting, ObjectsOverTensors):
         options = _options(dist.ReduceOptions(), op)
         options.rootRank = dst
         wire = tensor if tensor.is_contiguous() else tensor.contiguous()
-        sent = _real(wire) if wire.is_complex() else wire
+        sent = as_real(wire) if wire.is_complex() else wire
         work = self._start(self.process_group.reduce, [sent], options)
         after = Finish(tensor, wire, self.world_size if op is ReduceOp.AVG else 1)
         return self._issue([work], f"reduce(dst={dst})", tensor.numel(), label, async_op, after)
@@ -336,7 +337,7 @@ class C10dGroup(Waiting, ObjectsOverTensors):
         if self.process_group is None:
             return DONE
         wire = tensor if tensor.is_contiguous() else tensor.contiguous()
-        sent = wire if wire.dtype in _DTYPES else wire.detach().view(-1).view(torch.uint8)
+        sent = wire if wire.dtype in _DTYPES else as_bytes(wire)
         work = self._start(self.process_group.broadcast, sent, src)
         return self._issue(
             [work], f"broadcast(src={src})", tensor.numel(), label, async_op, Finish(tensor, wire, 1)
@@ -345,11 +346,6 @@ class C10dGroup(Waiting, ObjectsOverTensors):
     def barrier(self, *, label: str = "") -> None:
         if self.process_group is not None:
             self._issue([self._start(self.process_group.barrier)], "barrier", 0, label, False)
-
-
-def _real(tensor: torch.Tensor) -> torch.Tensor:
-    """Complex numbers as pairs of real ones, [2 * numel], in the same memory: gloo knows no complex numbers."""
-    return torch.view_as_real(tensor.detach()).view(-1)
 
 
 def _options(options: Options, op: ReduceOp) -> Options:

@@ -13,14 +13,31 @@ import torch
 import torch.distributed as dist
 
 from shardkit.backend import DONE, ReduceOp, Work
+from shardkit.errors import ConfigurationError
 
 from ..arguments import check_exchange, check_member, check_op, check_parts
 from ..diagnosis.calls import Call
 from .group import OPS, C10dGroup
 from .local_reduction import Finish
 from .waiting import C10dWork, TorchWork
+from .wire import as_bytes, as_real
 
 _OPS = {**OPS, ReduceOp.AVG: dist.ReduceOp(dist.ReduceOp.AVG)}
+
+# What NCCL adds up. Everything else (int16, unsigned 16 to 64 bits, float8, complex numbers) travels as bytes.
+_DTYPES = frozenset(
+    {
+        torch.float32,
+        torch.float64,
+        torch.bfloat16,
+        torch.float16,
+        torch.int64,
+        torch.int32,
+        torch.uint8,
+        torch.int8,
+        torch.bool,
+    }
+)
 
 
 class StreamWork(C10dWork):
@@ -70,12 +87,16 @@ class StreamGroup(C10dGroup):
         parts = check_parts("all_gather_into", self.rank, self.world_size, output, shard, sizes)
         if not output.numel():
             return DONE
+        numel = output.numel()
+        if output.dtype not in _DTYPES:
+            parts = [n * output.element_size() for n in parts]
+            output, shard = as_bytes(output), as_bytes(shard)
         if _even(parts):
             work = self._start(self.process_group._allgather_base, output, shard)
         else:
             pieces = list(torch.split_with_sizes(output, parts))
             work = self._start(self.process_group.allgather, [pieces], [shard])
-        return self._issue([work], "all_gather_into", output.numel(), label, async_op)
+        return self._issue([work], "all_gather_into", numel, label, async_op)
 
     def reduce_scatter_into(
         self, shard: torch.Tensor, input: torch.Tensor, sizes: Sequence[int] | None = None, *,
@@ -84,6 +105,10 @@ class StreamGroup(C10dGroup):
         """[N] -> [S]; one reduce-scatter, or for uneven sizes one reduce a rank, grouped (and input is lost)."""
         parts = check_parts("reduce_scatter_into", self.rank, self.world_size, input, shard, sizes)
         check_op("reduce_scatter_into", self.rank, op, input.dtype)
+        if input.is_complex():
+            parts = [2 * n for n in parts]
+            shard, input = as_real(shard), as_real(input)
+        self._check_sum("reduce_scatter_into", input)
         if not input.numel():
             return DONE
         options = dist.distributed_c10d.ReduceScatterOptions()
@@ -103,20 +128,27 @@ class StreamGroup(C10dGroup):
         come, go = check_exchange(
             "all_to_all", self.rank, self.world_size, output, input, output_sizes, input_sizes
         )
+        numel = input.numel()
+        if input.dtype not in _DTYPES:
+            size = input.element_size()
+            come, go = [n * size for n in come], [n * size for n in go]
+            output, input = as_bytes(output), as_bytes(input)
         work = self._start(self.process_group.alltoall_base, output, input, come, go)
-        return self._issue([work], "all_to_all", input.numel(), label, async_op)
+        return self._issue([work], "all_to_all", numel, label, async_op)
 
     def all_reduce(
         self, tensor: torch.Tensor, *, op: ReduceOp = ReduceOp.SUM, async_op: bool = False, label: str = ""
     ) -> Work:
         """In place, any shape."""
         check_op("all_reduce", self.rank, op, tensor.dtype)
+        wire = tensor.contiguous()
+        sent = as_real(wire) if wire.is_complex() else wire
+        self._check_sum("all_reduce", sent)
         if not tensor.numel():
             return DONE
         options = dist.AllreduceOptions()
         options.reduceOp = _OPS[op]
-        wire = tensor.contiguous()
-        work = self._start(self.process_group.allreduce, [wire], options)
+        work = self._start(self.process_group.allreduce, [sent], options)
         return self._issue([work], "all_reduce", tensor.numel(), label, async_op, _copy_back(tensor, wire))
 
     def reduce(
@@ -125,13 +157,15 @@ class StreamGroup(C10dGroup):
         """In place on ``dst``."""
         check_member("reduce", self.rank, self.world_size, dst)
         check_op("reduce", self.rank, op, tensor.dtype)
+        wire = tensor.contiguous()
+        sent = as_real(wire) if wire.is_complex() else wire
+        self._check_sum("reduce", sent)
         if not tensor.numel():
             return DONE
         options = dist.ReduceOptions()
         options.reduceOp = _OPS[op]
         options.rootRank = dst
-        wire = tensor.contiguous()
-        work = self._start(self.process_group.reduce, [wire], options)
+        work = self._start(self.process_group.reduce, [sent], options)
         return self._issue(
             [work], f"reduce(dst={dst})", tensor.numel(), label, async_op, _copy_back(tensor, wire)
         )
@@ -142,7 +176,8 @@ class StreamGroup(C10dGroup):
         if not tensor.numel():
             return DONE
         wire = tensor.contiguous()
-        work = self._start(self.process_group.broadcast, wire, src)
+        sent = wire if wire.dtype in _DTYPES else as_bytes(wire)
+        work = self._start(self.process_group.broadcast, sent, src)
         return self._issue(
             [work], f"broadcast(src={src})", tensor.numel(), label, async_op, _copy_back(tensor, wire)
         )
@@ -152,7 +187,15 @@ class StreamGroup(C10dGroup):
         # not the library's own barrier: NCCL's guesses a device from the rank
         here = torch.zeros(1, device=self.backend.device())
         self.all_reduce(here, label=label or "barrier")
-        torch.accelerator.current_stream().synchronize()
+        torch.accelerator.current_stream(here.device).synchronize()
+
+    def _check_sum(self, operation: str, tensor: torch.Tensor) -> None:
+        """Raises ConfigurationError for what the library can carry but not add up."""
+        if tensor.dtype not in _DTYPES:
+            raise ConfigurationError(
+                f"rank {self.rank}: {operation} of {tensor.dtype} is not possible on {self.backend.device_type}: its "
+                "library does not add up such numbers; convert them to int32, int64 or a floating point dtype first"
+            )
 
 
 def _even(parts: Sequence[int]) -> bool:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
+import pytest
 import torch
 import torch.distributed as dist
 
 from shardkit.backend import DONE, get_backend
 from shardkit.backends.c10d.stream_group import StreamGroup, StreamWork
+from shardkit.errors import ConfigurationError
 from tests.pools import rank_pool
 
 
@@ -46,3 +50,50 @@ def _collectives(rank: int) -> None:
 
 def test_collectives_on_streams() -> None:
     rank_pool(2).run(_collectives)
+
+
+def _other_dtypes(rank: int) -> None:
+    """What the library has no name for travels as bytes, complex numbers are added as pairs, the rest is refused."""
+    group = StreamGroup(get_backend("gloo"), dist.group.WORLD, (0, 1), rank)
+    for dtype in (torch.int16, torch.uint16, torch.float8_e5m2, torch.complex64):
+        own = torch.full((2,), rank + 1.0).to(dtype)
+        gathered = torch.zeros(4).to(dtype)
+        group.all_gather_into(gathered, own)
+        assert gathered.to(torch.complex64).real.tolist() == [1, 1, 2, 2]
+        exchanged = torch.zeros(2).to(dtype)
+        group.all_to_all(exchanged, own)
+        assert exchanged.to(torch.complex64).real.tolist() == [1, 2]
+        sent = torch.full((3, 2), float(rank)).to(dtype).t()
+        group.broadcast(sent, 1)
+        assert sent.to(torch.complex64).real.unique().tolist() == [1]
+        if dtype.is_complex:
+            continue
+        for call in (
+            group.all_reduce,
+            lambda t: group.reduce(t, 0),
+            lambda t: group.reduce_scatter_into(t[:1], t),
+        ):
+            with pytest.raises(
+                ConfigurationError, match=f"{dtype} is not possible on cpu: .* convert them to int32"
+            ):
+                call(own)
+    uneven = torch.zeros(3, dtype=torch.int16)
+    if rank == 0:  # gloo itself gathers even parts only
+        parts = mock.Mock(wait=lambda: None)
+        with mock.patch.object(group, "_start", lambda call, *args: parts.tensors(*args) and parts):
+            group.all_gather_into(uneven, uneven[:1], [1, 2])
+        (pieces,), _ = parts.tensors.call_args.args
+        assert [(p.dtype, p.numel()) for p in pieces] == [(torch.uint8, 2), (torch.uint8, 4)]
+
+    numbers = torch.full((2, 2), complex(1, rank))
+    group.all_reduce(numbers)
+    assert numbers.tolist() == [[complex(2, 1)] * 2] * 2
+    group.reduce(numbers, 0)
+    assert rank == 1 or numbers.tolist() == [[complex(4, 2)] * 2] * 2
+    part = torch.zeros(1, dtype=torch.complex64)
+    group.reduce_scatter_into(part, torch.full((2,), complex(rank, 1)))
+    assert part.tolist() == [complex(1, 2)]
+
+
+def test_other_dtypes() -> None:
+    rank_pool(2).run(_other_dtypes)

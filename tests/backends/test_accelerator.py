@@ -1,0 +1,101 @@
+"""Which device a rank takes, over a module like torch.cuda that stands for a machine with some devices."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+import shardkit.backend as registry
+from shardkit.backend import backend_for
+from shardkit.backends.accelerator import AcceleratorBackend
+from shardkit.errors import ConfigurationError
+
+
+class _Module:
+    """Of torch.cuda."""
+
+    def __init__(self, devices: int, current: int) -> None:
+        self.devices, self.current = devices, current
+        self.synchronized: list[torch.device] = []
+
+    def is_available(self) -> bool:
+        return True
+
+    def is_initialized(self) -> bool:
+        return True
+
+    def device_count(self) -> int:
+        return self.devices
+
+    def current_device(self) -> int:
+        return self.current
+
+    def set_device(self, device: int) -> None:
+        self.current = device
+
+    def synchronize(self, device: torch.device) -> None:
+        self.synchronized.append(device)
+
+
+class _Backend(AcceleratorBackend):
+    name = device_type = "cuda"
+    process_group_backend = "nccl"
+    group_types: ClassVar = {}
+
+    def __init__(self, devices: int, current: int = 0) -> None:
+        super().__init__()
+        self.module = _Module(devices, current)
+
+    @property
+    def _module(self) -> Any:
+        return self.module
+
+
+class _On:
+    """A tensor on a device that is not there."""
+
+    def __init__(self, device: str) -> None:
+        self.device = torch.device(device)
+
+
+@pytest.mark.parametrize(
+    ("local_rank", "devices", "current", "parameters", "expected"),
+    [
+        (None, 4, 0, None, 0),
+        (2, 4, 0, None, 2),
+        (2, 4, 3, None, 3),  # the caller's choice
+        (2, 1, 0, None, 0),  # CUDA_VISIBLE_DEVICES shows each process its own
+        (None, 4, 0, "cuda:3", 3),  # model.to(rank), and no set_device
+        (2, 4, 0, "cuda:3", 3),
+        (None, 4, 2, "cuda:3", 2),
+        (2, 4, 0, "cuda:0", 0),  # the model is there, whatever LOCAL_RANK says
+    ],
+)
+def test_device_of_a_rank(
+    monkeypatch: pytest.MonkeyPatch, local_rank: int | None, devices: int, current: int, parameters: str | None,
+    expected: int,
+) -> None:  # fmt: skip
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    if local_rank is not None:
+        monkeypatch.setenv("LOCAL_RANK", str(local_rank))
+    backend = _Backend(devices, current)
+    monkeypatch.setattr(registry, "_instances", {"cuda": backend})
+    if parameters is not None:
+        tensors: Any = [_On(parameters)]
+        assert backend_for(tensors) is backend
+        assert backend_for(tensors, backend) is backend
+    assert backend.device() == torch.device("cuda", expected)
+    backend.synchronize()
+    assert backend.module.synchronized == [torch.device("cuda", expected)]
+    backend.module.set_device(devices - 1)  # later, by the caller: it is followed
+    assert backend.device() == torch.device("cuda", devices - 1)
+    backend.settle(torch.device("cuda", 0))
+    assert backend.device() == torch.device("cuda", devices - 1)
+
+
+def test_more_ranks_than_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    with pytest.raises(ConfigurationError, match="LOCAL_RANK is 2, but only 2 CUDA devices are visible"):
+        _Backend(2).device()
