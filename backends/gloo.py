@@ -47,8 +47,8 @@ def _make_group(
             process_group._get_backend(torch.device("cpu"))
         except RuntimeError as error:
             raise ConfigurationError(
-                f"rank {rank}: the process group can't carry CPU tensors ({error}), and the module is on the CPU; move "
-                "it to the device before it is wrapped (or pass device=, where there is such an argument), or make the "
-                "group with backend 'cpu:gloo,cuda:nccl'"
+                f"rank {rank}: the process group can't carry CPU tensors ({error}), and nothing here is on another "
+                "device; move the module to the device before it is wrapped, or pass device= or backend= where there "
+                "is such an argument, or make the group with backend 'cpu:gloo,cuda:nccl'"
             ) from error
     return C10dGroup(backend, process_group, ranks, rank)

@@ -355,6 +355,17 @@ def _chosen(device_type: str, name: str | Backend | None) -> Backend:
     return backend_for_device(device_type)
 
 
+def backend_of_job() -> Backend:
+    """The backend for what has no tensors: of the device that the default process group serves, else the CPU's."""
+    dist = torch.distributed
+    if dist.is_available() and dist.is_initialized():
+        serves = dict(pair.split(":") for pair in dist.get_backend_config().split(","))
+        for device_type, library in serves.items():  # gloo alone serves several
+            if device_type in _BUILT_IN and library != serves.get("cpu"):
+                return backend_for_device(device_type)
+    return backend_for([])
+
+
 def backend_for_device(device_type: str) -> Backend:
     """The backend that serves a device type ("cpu" and "meta": gloo)."""
     if device_type in ("cpu", "meta"):

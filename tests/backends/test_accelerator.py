@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from typing import Any, ClassVar
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import shardkit.backend as registry
-from shardkit.backend import backend_for
+from shardkit.backend import backend_for, backend_of_job
 from shardkit.backends.accelerator import AcceleratorBackend
 from shardkit.errors import ConfigurationError
 
@@ -99,3 +101,22 @@ def test_more_ranks_than_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_RANK", "2")
     with pytest.raises(ConfigurationError, match="LOCAL_RANK is 2, but only 2 CUDA devices are visible"):
         _Backend(2).device()
+
+
+@pytest.mark.parametrize(
+    ("serves", "name"),
+    [
+        ("cuda:nccl", "cuda"),
+        ("cpu:gloo,cuda:nccl", "cuda"),
+        ("cpu:gloo,cuda:gloo,mps:gloo", "gloo"),
+        ("cpu:gloo", "gloo"),
+        ("cpu:gloo,hpu:hccl", "gloo"),
+        (None, "gloo"),
+    ],
+)
+def test_backend_of_what_has_no_tensors(serves: str | None, name: str) -> None:
+    with (
+        mock.patch.object(dist, "is_initialized", return_value=serves is not None),
+        mock.patch.object(dist, "get_backend_config", return_value=serves),
+    ):
+        assert backend_of_job().name == name

@@ -127,7 +127,7 @@ def _only_for_a_device(rank: int) -> None:
     """A group that carries nothing on the CPU, as "nccl" alone is."""
     group = dist.new_group([0, 1], backend="cuda:gloo")
     with pytest.raises(
-        ConfigurationError, match=r"can't carry CPU tensors .* before it is wrapped .* 'cpu:gloo,cuda:nccl'"
+        ConfigurationError, match=r"can't carry CPU tensors .* before it is wrapped.*'cpu:gloo,cuda:nccl'"
     ):
         get_backend("gloo").group(group)
     import shardkit
