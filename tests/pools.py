@@ -57,15 +57,21 @@ class TidyPool(RankPool):
     """Ends groups of ranks that tests leave behind.
 
     Each gloo group has a thread that wakes up a hundred times a second: the hundreds that a session's tests make would
-    take a fifth of two cores. It is done before the next call, when no rank is inside of a collective any more.
+    take a fifth of two cores. It is done before the first call of another file, when no rank is inside of a collective
+    any more, and no test comes back to them.
     """
 
     def run(self, fn: Callable[..., Any], *args: Any) -> list[Any]:
         return super().run(_after_tidying, fn, *args)
 
 
+_file = ""  # of this rank's last call
+
+
 def _after_tidying(rank: int, fn: Callable[..., Any], *args: Any) -> Any:
-    if len(os.listdir("/proc/self/task")) > MANY_THREADS:
+    global _file
+    before, _file = _file, fn.__module__
+    if before != _file and len(os.listdir("/proc/self/task")) > MANY_THREADS:
         import torch.distributed as dist
 
         from shardkit.extra.process_groups import _groups
