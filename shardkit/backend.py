@@ -292,6 +292,7 @@ _BUILT_IN = {
     "cuda": "shardkit.backends.cuda:CudaBackend",
     "xla": "shardkit.backends.xla:XlaBackend",
     "simulated": "shardkit.backends.simulated:SimulatedBackend",
+    "streams": "shardkit.backends.streams:StreamsBackend",
 }
 _ENTRY_POINTS = "shardkit.backends"
 _CPU = torch.device("cpu")

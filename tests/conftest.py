@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 from hypothesis import settings
 
-from tests.pools import XLA_FLAGS, close_pools
+from tests.pools import DEVICE, XLA_FLAGS, close_pools
 
 # The same examples in every run, so that a change is judged and not its luck; ``make fuzz`` draws new ones.
 settings.register_profile(
@@ -19,6 +19,17 @@ settings.register_profile(
 )
 settings.load_profile("repeatable")
 os.environ.setdefault("XLA_FLAGS", XLA_FLAGS)  # for every process that a test starts
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--device", choices=["plain", "streams"], default="plain",
+        help="streams: gloo's and simulated ranks have a simulated device with streams",
+    )  # fmt: skip
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    DEVICE["name"] = config.getoption("--device")
 
 
 @pytest.fixture(scope="session", autouse=True)

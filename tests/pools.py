@@ -8,7 +8,7 @@ import socket
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from shardkit.backends.processes import RankPool
+from shardkit.backends.processes import RankPool, join_ranks
 
 MANY_THREADS = 40  # of a rank; those of the default group and of torch are about 25
 
@@ -18,6 +18,10 @@ XLA_FLAGS = (
     "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true "
     "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
 )
+
+
+# "streams": ranks have a simulated device with streams, which finds what CUDA and NCCL would not forgive.
+DEVICE = {"name": "plain"}
 
 
 class Pool(Protocol):
@@ -44,12 +48,18 @@ def _make(world_size: int, backend: str) -> Pool:
         from shardkit.backends.xla.pool import ReplicaPool
 
         return ReplicaPool(world_size, environment=environment)
-    if backend == "simulated":
-        return SimulatedPool(world_size)
+    if backend in ("simulated", "streams"):
+        return SimulatedPool(world_size, backend)
     if backend == "fairscale":
         from shardkit.testing.fairscale_ranks import start_rank
 
         return RankPool(world_size, "gloo", start=start_rank, timeout=120, environment=environment)
+    if backend != "gloo":
+        return RankPool(world_size, backend, timeout=120, environment=environment)
+    if DEVICE["name"] == "streams":
+        return StreamsPool(
+            world_size, backend, start=_start_with_streams, timeout=120, environment=environment
+        )
     return TidyPool(world_size, backend, timeout=120, environment=environment)
 
 
@@ -85,17 +95,48 @@ def _after_tidying(rank: int, fn: Callable[..., Any], *args: Any) -> Any:
     return fn(rank, *args)
 
 
+class StreamsPool(RankPool):
+    """Ranks that have a simulated device each for the time of a call."""
+
+    def run(self, fn: Callable[..., Any], *args: Any) -> list[Any]:
+        from shardkit.backends.streams.backend import check_order
+
+        answers = super().run(_on_streams, fn, *args)
+        check_order([device for _, device in answers])
+        return [result for result, _ in answers]
+
+
+def _start_with_streams(rank: int, world_size: int, rendezvous: str, backend: str) -> None:
+    from shardkit import backend as backends
+    from shardkit.backends.streams import StreamsOverGloo
+
+    backends._instances["gloo"] = StreamsOverGloo()
+    join_ranks(rank, world_size, rendezvous, backend)
+
+
+def _on_streams(rank: int, fn: Callable[..., Any], *args: Any) -> tuple[Any, Any]:
+    from shardkit.backends.streams import Device
+    from shardkit.backends.streams.backend import watched
+
+    with watched(rank) as device:
+        result = _after_tidying(rank, fn, *args)
+    seen = Device(rank)
+    seen.issued = device.issued
+    return result, seen
+
+
 class SimulatedPool:
     """Threads of this process; nothing to keep alive."""
 
-    def __init__(self, world_size: int) -> None:
+    def __init__(self, world_size: int, backend: str) -> None:
         self._world_size = world_size
+        self._backend = "streams" if DEVICE["name"] == "streams" else backend
         self.timeout = 120.0
 
     def run(self, fn: Callable[..., Any], *args: Any) -> list[Any]:
         from shardkit.backend import get_backend
 
-        return get_backend("simulated").launch(fn, self._world_size, args, timeout=self.timeout)
+        return get_backend(self._backend).launch(fn, self._world_size, args, timeout=self.timeout)
 
     def close(self) -> None:
         """Nothing to end."""

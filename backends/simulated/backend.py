@@ -30,7 +30,7 @@ class SimulatedBackend(Host):
 
     def group(self, process_group: ProcessGroup = None) -> Group:
         """See :meth:`shardkit.backend.Backend.group`."""
-        here: SimulatedGroup | None = getattr(_rank, "group", None)
+        here: Group | None = getattr(_rank, "group", None)
         if is_group(process_group):
             return process_group
         if process_group is None:
@@ -66,14 +66,19 @@ class SimulatedBackend(Host):
         """
 
         def enter(rank: int) -> None:
-            _rank.group = SimulatedGroup(self, threads, line, rank)
+            enter_group(SimulatedGroup(self, threads, line, rank))
 
         threads, line = RankThreads(world_size, enter), Line(range(world_size))
         return threads.run(fn, args, timeout)
 
 
+def enter_group(group: Group) -> None:
+    """The calling thread is a rank, and this group is what it finds when it asks for all ranks."""
+    _rank.group = group
+
+
 def _backend_here() -> Backend | None:
-    group: SimulatedGroup | None = getattr(_rank, "group", None)
+    group: Group | None = getattr(_rank, "group", None)
     return None if group is None else group.backend
 
 

@@ -8,7 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-WORLD_SIZES = {"gloo": (1, 2, 3, 4), "simulated": (1, 2, 3, 4), "cuda": (1, 2, 4), "xla": (2, 4)}
+WORLD_SIZES = {
+    "gloo": (1, 2, 3, 4),
+    "simulated": (1, 2, 3, 4),
+    "streams": (1, 3),
+    "cuda": (1, 2, 4),
+    "xla": (2, 4),
+}
 
 
 def _marks(backend: str, world_size: int) -> list[Any]:

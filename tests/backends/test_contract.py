@@ -147,7 +147,7 @@ def test_installed_packages_add_backends() -> None:
     assert backend_for_device("vulkan") is backend
     ranks = shardkit.launch(_ranks_of, 3, backend="thirdparty", args=("thirdparty",))
     assert ranks == [(0, 3), (1, 3), (2, 3)]
-    with pytest.raises(BackendError, match="there are: gloo, cuda, xla, simulated, thirdparty"):
+    with pytest.raises(BackendError, match="there are: gloo, cuda, xla, simulated, streams, thirdparty"):
         get_backend("unknown")
 
 
