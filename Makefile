@@ -7,6 +7,7 @@
 #   make fuzz     damages and forges 10,000 files; draws new programs for MINUTES=10, keeps what fails as tests; records
 #                 fairscale's traces anew
 #   make faults   puts some 150 faults into a copy of the source, one after the other: tests have to notice each
+#   make streams  contract, wrappers, optimizers and drawn programs on ranks with a simulated device that has streams
 #   make bench   shardkit, fairscale, DDP, FSDP1, FSDP2 and others interleaved in one run
 #   make docs    HTML documentation in docs/_build/html
 
@@ -23,7 +24,7 @@ PIP_FLAGS := --quiet --disable-pip-version-check --no-input
 export OMP_NUM_THREADS ?= 1
 export PYTHONUNBUFFERED := 1
 
-.PHONY: help demo demo-xla test test-core test-xla quick fuzz faults check format bench docs clean
+.PHONY: help demo demo-xla test test-core test-xla quick streams fuzz faults check format bench docs clean
 .DELETE_ON_ERROR:
 
 help:
@@ -120,6 +121,11 @@ fuzz: $(CORE)/.ready
 ONLY ?=
 faults: $(CORE)/.ready $(XLA)/.ready
 	@$(CORE)/bin/python -m tests.deliberate_faults $(if $(ONLY),--only '$(ONLY)')
+
+STREAMS := $(addprefix tests/,backends/test_contract.py fsdp sharded_ddp oss adascale model_parallel pipeline moe \
+  evaluation clients test_grad_scaler.py differential/test_fsdp_truth.py differential/test_sharded_ddp_truth.py)
+streams: $(CORE)/.ready
+	@$(CORE)/bin/python -m pytest -q -m "not xla and not oracle" --device streams $(STREAMS)
 
 bench: $(CORE)/.ready
 	@$(CORE)/bin/python tests/benchmarks/compare.py $(BENCH)

@@ -33,6 +33,7 @@ class AcceleratorBackend(EagerBackend):
     """
 
     group_types: ClassVar[Mapping[str, type[C10dGroup]]]
+    one_order = True
 
     def __init__(self) -> None:
         self._groups = KnownGroups(self, self._make_group)

@@ -200,6 +200,8 @@ class Backend(abc.ABC):
         device_type: ``torch.device(...).type`` of the tensors it serves.
         even_shards_only: shards of a collective have one size, and every rank must issue the same operations on the
             same shapes (a compiled graph that all ranks share).
+        one_order: collectives of different groups and channels may wait for each other (NCCL's kernels do, for room on
+            the device): all ranks must issue those of all groups and channels in one order.
         has_storage: tensors own memory that can be viewed, taken and released (false for lazy tensors).
         process_group_backend: what ``torch.distributed.init_process_group`` calls it; None where ranks have no process
             group of torch's.
@@ -208,6 +210,7 @@ class Backend(abc.ABC):
     name: str
     device_type: str
     even_shards_only: bool = False
+    one_order: bool = False
     has_storage: bool = True
     process_group_backend: str | None = None
 

@@ -22,6 +22,8 @@ from .watching import Watching, spoil
 class _WatchedMemory(EagerBackend):
     """Memory that is taken has no values, and memory that is given back must not be in use."""
 
+    one_order = True
+
     def take_storage(self, tensor: torch.Tensor) -> None:
         with quiet():
             super().take_storage(tensor)
@@ -93,7 +95,7 @@ class StreamsBackend(_WatchedMemory, SimulatedBackend):
 class StreamsOverGloo(_WatchedMemory, GlooBackend):
     """CPU tensors, one process a rank, under the rules of a device with streams within :func:`watched`."""
 
-    name = "streams over gloo"
+    name = "gloo"
 
     def __init__(self) -> None:
         super().__init__()

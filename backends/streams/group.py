@@ -57,6 +57,7 @@ class StreamsGroup(Group):
     def __init__(self, backend: Backend, below: Group, device: Device, name: str = "main") -> None:
         self.backend, self.below, self.device = backend, below, device
         self.rank, self.world_size, self.ranks = below.rank, below.world_size, below.ranks
+        self.process_group = getattr(below, "process_group", None)  # torch's, where there is one
         self._name = name
         self._communicator = f"{name} {self.ranks}"
         self._channels: dict[str, StreamsGroup] = {}

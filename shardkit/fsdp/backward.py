@@ -3,7 +3,8 @@
 [Note: several forwards] One backward may go through several forwards of the root (two views of a batch, the two losses
 of a discriminator). A parameter's gradient is there when it has come back from all of them, so that leaving a unit says
 nothing. Then gathers keep their order and so do reductions, but a unit is reduced when it is complete, and nobody waits
-for a reduction before the end of backward: waiting for it in between could be for a rank that waits for a gather.
+for a reduction before the end of backward: waiting for it in between could be for a rank that waits for a gather. Where
+collectives of all channels need one order, none is issued before the end either.
 """
 
 from __future__ import annotations
@@ -96,6 +97,7 @@ class Backward:
         self._in_flight: list[Unit] = []
         self._kept: list[FlatParam] = []  # gathered until backward ends
         self._locked: list[FlatParam] = []  # gathered from the end of forward for backward
+        self._needs_one_order = any(f.group.backend.one_order for u in self.units for f in u.flats)
         self.is_lazy = any(not f.group.backend.has_storage for u in self.units for f in u.flats)
         self.after: list[torch.Tensor] = []
         self._last_reduced: list[torch.Tensor] = []
@@ -194,6 +196,8 @@ class Backward:
             self._send_ready()
 
     def _send_ready(self) -> None:
+        if not self._is_planned and self._needs_one_order:
+            return
         order, due, following = self._plan.reductions, self._plan.due, self._passed + 1
         limit = due[following] if self._is_planned and following < len(due) else len(order)
         while self._next_reduction < limit:
@@ -216,7 +220,8 @@ class Backward:
     def _make_room(self, unit: Unit) -> None:
         """One reduction is in flight at a time; see [Note: several forwards] for more than one."""
         while self._in_flight:
-            if not self._is_planned and unit not in self._in_flight and not self._in_flight[0].is_reduced():
+            may_wait = self._is_planned or self._needs_one_order or unit in self._in_flight
+            if not may_wait and not self._in_flight[0].is_reduced():
                 return
             self._receive()
 

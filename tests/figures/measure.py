@@ -15,6 +15,7 @@ from tests.figures.network import enter_private_network, loopback_bytes
 
 WARM, WIRE_STEPS = 2, 4
 SHORT = 16  # tokens: calls and bytes that are sent depend on parameters alone
+GROWING = 20  # layers in which something would grow
 MEMORY_ALONE = ("torch_fsdp2",)  # what is only the measure of another's memory
 
 
@@ -126,7 +127,9 @@ def growth(rank: int, implementation: str, steps: int) -> dict[str, int]:
     from tests.figures.gpt import build
     from tests.figures.implementations import IMPLEMENTATIONS
 
-    trainer = IMPLEMENTATIONS[implementation](build("tinymlp"))
+    model: Any = build("tinymlp")
+    model.layers = model.layers[:GROWING]
+    trainer = IMPLEMENTATIONS[implementation](model)
 
     def run(count: int) -> tuple[int, int]:
         for i in range(count):

@@ -1,0 +1,150 @@
+"""What a step would cost on a device with streams: how often the host waits, and how far collectives run ahead."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import shardkit
+from shardkit import FSDP, OSS, ReducePolicy, ReshardPolicy, ShardedDDP, fully_shard, sharding_of
+from shardkit.backend import get_backend
+from shardkit.backends.streams import StreamsBackend, current_device
+
+pytestmark = pytest.mark.timeout(60)
+UNITS, WIDTH = 5, 16
+STEPS = 3
+Parts = tuple[Any, Any, Any, Any]  # what is called, its no_sync, the optimizer, and what clips
+READS = {"tolist", "numpy", "cpu", "item"}  # the others are operations of torch's, which the device counts
+
+
+class Block(nn.Module):
+    """Two layers, of which the second one may be left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.skips = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(self.first(x))
+        return x if self.skips else torch.tanh(self.second(x))
+
+
+@contextmanager
+def host_reads(found: Counter[str]) -> Iterator[None]:
+    """Counts where shardkit reads values of tensors."""
+
+    def profile(frame: FrameType, event: str, called: Any) -> None:
+        if event == "c_call" and called.__name__ in READS and isinstance(called.__self__, torch.Tensor):
+            found[f"{frame.f_code.co_qualname} {called.__name__}"] += "/shardkit/" in frame.f_code.co_filename
+
+    device = current_device()
+    assert device is not None
+    before = Counter(device.host_waits)
+    sys.setprofile(profile)
+    try:
+        yield
+    finally:
+        sys.setprofile(None)
+        found.update(device.host_waits - before)
+        for name in [name for name, count in found.items() if not count]:
+            del found[name]
+
+
+def _train(
+    rank: int,
+    build: Callable[[nn.Module], Parts],
+    skips: Callable[[int], bool],
+    accumulate: bool,
+) -> Counter[str]:
+    torch.manual_seed(0)
+    blocks = [Block() for _ in range(UNITS)]
+    blocks[1].skips = skips(rank)
+    net, no_sync, optimizer, clip = build(nn.Sequential(*blocks))
+    found: Counter[str] = Counter()
+    for step in range(STEPS + 1):
+        with host_reads(found) if step else nullcontext():  # the first one makes buffers and plans
+            if accumulate:
+                with no_sync():
+                    net(torch.randn(3, WIDTH)).square().mean().backward()
+            net(torch.randn(3, WIDTH)).square().mean().backward()
+            clip(1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+    return found
+
+
+def fsdp(net: nn.Module, **options: Any) -> Parts:
+    model = FSDP(nn.Sequential(*(FSDP(block, **options) for block in net)), **options)  # type: ignore[arg-type]
+    return model, model.no_sync, torch.optim.SGD(model.parameters(), lr=0.1), model.clip_grad_norm_
+
+
+def kept(net: nn.Module) -> Parts:
+    return fsdp(net, reshard=ReshardPolicy(after_forward=False))
+
+
+def in_place(net: nn.Module) -> Parts:
+    for block in net:  # type: ignore[attr-defined]
+        fully_shard(block)
+    sharding = sharding_of(fully_shard(net))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    return net, sharding.no_sync, optimizer, sharding.clip_grad_norm_
+
+
+def sharded_ddp(net: nn.Module) -> Parts:
+    optimizer = OSS(net.parameters(), torch.optim.SGD, lr=0.1)
+    model = ShardedDDP(net, optimizer, reduce=ReducePolicy(bucket_numel=600))
+    return model, model.no_sync, optimizer, optimizer.clip_grad_norm
+
+
+def _nobody(rank: int) -> bool:
+    return False
+
+
+def _first(rank: int) -> bool:
+    return rank == 0
+
+
+def _reads(
+    build: Any, skips: Callable[[int], bool] = _nobody, accumulate: bool = False
+) -> list[Counter[str]]:
+    return shardkit.launch(_train, 2, backend="streams", args=(build, skips, accumulate), timeout=30)
+
+
+@pytest.mark.parametrize("accumulate", [False, True], ids=["", "accumulate"])
+@pytest.mark.parametrize("build", [fsdp, kept, sharded_ddp, in_place])
+def test_the_host_never_waits(build: Any, accumulate: bool) -> None:
+    """Clipping by the global norm included."""
+    assert _reads(build, accumulate=accumulate) == [{}, {}]
+
+
+@pytest.mark.parametrize(("build", "most"), [(fsdp, 1), (sharded_ddp, 2)])
+def test_the_host_waits_where_a_gradient_is_missing(build: Any, most: int) -> None:
+    """The rank without it asks once a unit or bucket what the others had; the others ask nothing."""
+    without, others = _reads(build, _first)
+    assert 1 <= sum(without.values()) <= most * STEPS, without
+    assert not others
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 2])
+def test_collectives_run_ahead_by_as_many_units_as_are_prefetched(prefetch: int) -> None:
+    """However far the host is ahead of the device: memory is taken as the host issues, so this bounds it."""
+
+    def build(net: nn.Module) -> Parts:
+        return fsdp(net, reshard=ReshardPolicy(prefetch=prefetch))
+
+    _reads(build)
+    backend = get_backend("streams")
+    assert isinstance(backend, StreamsBackend)
+    size = 4 * 2 * (WIDTH + 1) * WIDTH
+    reduction = 1.5 * 1.01  # packed gradients with flags, and the shard of their sum
+    for device in backend.devices:
+        assert device.most_in_flight <= (1 + prefetch + reduction) * size
