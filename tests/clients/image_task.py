@@ -175,6 +175,7 @@ class Options:
     zero: bool = True
     optimizer: str = "sgd"
     amp: torch.dtype | None = None
+    init_scale: float = 2.0**8
     clip_grad_norm: float | None = None
     optimizer_period: int = 1
 
@@ -204,17 +205,15 @@ class Task:
         self.phase = self.updates = 0
         self.losses: list[float] = []
         self.rates: list[list[float]] = []
+        self.scales: list[float] = []
         torch.manual_seed(3)
         self.base_model = Net()
         self.optimizer = self.make_optimizer()
         self.optimizer.prepare(self.groups())
         self.scaler: Any = None
         if options.amp is not None:
-            self.scaler = (
-                ShardedGradScaler(init_scale=256.0)
-                if options.zero
-                else torch.amp.GradScaler("cpu", init_scale=256.0)
-            )
+            scale: dict[str, Any] = {"init_scale": options.init_scale, "backoff_factor": 2.0**-14}
+            self.scaler = ShardedGradScaler(**scale) if options.zero else torch.amp.GradScaler("cpu", **scale)
         self.model: Any = self.base_model
         if options.zero:
             self.model = ShardedDataParallel(self.base_model, sharded_optimizer=self.optimizer.optimizer)
@@ -283,6 +282,7 @@ class Task:
             nn.utils.clip_grad_norm_(self.optimizer.parameters(), self.options.clip_grad_norm)
         self.optimizer.step(where, self.scaler)
         self.rates.append([group["lr"] for group in self.optimizer.optimizer.param_groups])
+        self.scales.append(0.0 if self.scaler is None else self.scaler.get_scale())
         self.updates += 1
         for hook in self.hooks:
             hook.on_step(self)

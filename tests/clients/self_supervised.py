@@ -225,7 +225,10 @@ class Task:
         """Of the trunk alone, which is a root for the time; the whole model goes on training afterwards."""
         self.reset_units()
         self.model.eval()
-        features: torch.Tensor = self.base_model.trunk(images)
+        trunk: Any = self.base_model.trunk
+        features: torch.Tensor = trunk(images)
+        if self.config.fsdp and (not trunk._is_root or self.model._is_root is not None):
+            raise RuntimeError("the trunk was to be a root")
         self.reset_units()
         return features.float()
 

@@ -60,6 +60,8 @@ def train(kind: type[Task], options: Options, folder: Path, rank: int | None, wo
     folder.mkdir(exist_ok=True)
     losses: list[float] = []
     rates: list[list[float]] = []
+    scales: list[float] = []
+    kept: list[dict[str, torch.Tensor]] = []
     state = None
     for phases in ([0], [1, 2], [3]):
         average = AverageOfWeights(0.8)
@@ -75,15 +77,12 @@ def train(kind: type[Task], options: Options, folder: Path, rank: int | None, wo
             task.run_phase(batches, 2 * BATCHES // options.optimizer_period)
         losses += task.losses
         rates += task.rates
+        scales += task.scales
+        kept += [{k: v.clone() for k, v in task.base_model.state_dict().items()}, average.average]
         if rank is not None:
             torch.distributed.barrier()  # rank 0 has written it
         state = torch.load(folder / f"phase{phases[-1] // 2 * 2}.pt")
-    return {
-        "losses": losses,
-        "rates": rates,
-        "state": task.base_model.state_dict(),
-        "average": average.average,
-    }
+    return {"losses": losses, "rates": rates, "scales": scales, "models and averages": kept}
 
 
 def _rank(rank: int, options: Options, folder: Path, world: int) -> dict[str, Any]:
@@ -93,7 +92,12 @@ def _rank(rank: int, options: Options, folder: Path, world: int) -> dict[str, An
 CASES = [
     (2, Options(clip_grad_norm=0.5)),
     (3, Options(optimizer="adamw", optimizer_period=2)),
-    (2, Options(optimizer="adamw", optimizer_period=2, clip_grad_norm=0.3, amp=torch.float16)),
+    (
+        2,
+        Options(
+            optimizer="adamw", optimizer_period=2, clip_grad_norm=0.3, amp=torch.float16, init_scale=2.0**24
+        ),
+    ),
     (2, Options(amp=torch.bfloat16)),
 ]
 
@@ -106,6 +110,8 @@ def check(results: list[dict[str, Any]], folder: Path, options: Options, world: 
     truth = train(AloneTaskOf3 if world == 3 else AloneTask, options, folder / "alone", None, world)
     losses = torch.tensor([r.pop("losses") for r in results]).mean(dim=0)
     torch.testing.assert_close(losses, torch.tensor(truth.pop("losses")), **close)
+    if options.init_scale > 2**20:  # the first step overflows, no other does
+        assert truth["scales"] == [2.0**10] * 4
     for result in results:
         torch.testing.assert_close(result, truth, **close)
     many, one = (torch.load(folder / part / "phase2.pt") for part in ("ranks", "alone"))
