@@ -9,6 +9,8 @@
 #   make faults   puts some 150 faults into a copy of the source, one after the other: tests have to notice each
 #   make streams  contract, wrappers, optimizers and drawn programs on ranks with a simulated device that has streams
 #   make bench   shardkit, fairscale, DDP, FSDP1, FSDP2 and others interleaved in one run
+#   make gpu     on a machine with GPUs: tests and benchmarks there, at most 25 minutes; writes docs/GPU.md
+#                (GPU='--only "bench 124M"' for a part of it)
 #   make docs    HTML documentation in docs/_build/html
 
 PYTHON ?= python3
@@ -24,7 +26,7 @@ PIP_FLAGS := --quiet --disable-pip-version-check --no-input
 export OMP_NUM_THREADS ?= 1
 export PYTHONUNBUFFERED := 1
 
-.PHONY: help demo demo-xla test test-core test-xla quick streams fuzz faults check format bench docs clean
+.PHONY: help demo demo-xla test test-core test-xla quick streams fuzz faults check format bench gpu docs clean
 .DELETE_ON_ERROR:
 
 help:
@@ -71,7 +73,7 @@ test-core: $(CORE)/.ready
 
 # The oldest torch runs the contract, what is compared with one process, and XLA. Left out there: what doesn't depend on
 # torch's version, what is drawn at random, and how processes start, get lost and end.
-NEWEST_ONLY := $(addprefix tests/,differential figures cli migration parity testing faults compat checkpoint/test_files.py \
+NEWEST_ONLY := $(addprefix tests/,differential figures gpu cli migration parity testing faults compat checkpoint/test_files.py \
   $(addprefix fsdp/test_,large.py one_order.py) backends/test_out_of_step.py border/test_same_bits.py \
   clients/test_torchrun.py $(addprefix test_,deliberate_faults.py docs.py launch.py logging.py packaging.py))
 NEWEST_ONLY_TESTS := $(addprefix tests/examples/test_examples.py::test_,full_runs_reach_97_percent under_torchrun \
@@ -129,6 +131,10 @@ streams: $(CORE)/.ready
 
 bench: $(CORE)/.ready
 	@$(CORE)/bin/python tests/benchmarks/compare.py $(BENCH)
+
+GPU ?=
+gpu: $(CORE)/.ready
+	@$(CORE)/bin/python -m tests.gpu $(GPU)
 
 docs: $(CORE)/.ready
 	@$(CORE)/bin/python -m pip install $(PIP_FLAGS) --editable '.[docs]'

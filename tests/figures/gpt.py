@@ -19,35 +19,39 @@ ROOT = P - DEPTH * BLOCK  # bytes of what is in no block
 
 
 class Block(nn.Module):
-    """Pre-norm transformer block."""
+    """Pre-norm transformer block. x is [B, T, width]."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = WIDTH, heads: int = HEADS) -> None:
         super().__init__()
-        self.norm1 = nn.LayerNorm(WIDTH)
-        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
-        self.proj = nn.Linear(WIDTH, WIDTH)
-        self.norm2 = nn.LayerNorm(WIDTH)
-        self.fc = nn.Linear(WIDTH, 4 * WIDTH)
-        self.out = nn.Linear(4 * WIDTH, WIDTH)
+        self.heads = heads
+        self.norm1 = nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.proj = nn.Linear(width, width)
+        self.norm2 = nn.LayerNorm(width)
+        self.fc = nn.Linear(width, 4 * width)
+        self.out = nn.Linear(4 * width, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        b, t, _ = x.shape
-        qkv = self.qkv(self.norm1(x)).view(b, t, 3, HEADS, WIDTH // HEADS).permute(2, 0, 3, 1, 4)
+        b, t, width = x.shape
+        qkv = self.qkv(self.norm1(x)).view(b, t, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
         y = functional.scaled_dot_product_attention(qkv[0], qkv[1], qkv[2], is_causal=True)
-        x = x + self.proj(y.transpose(1, 2).reshape(b, t, WIDTH))
+        x = x + self.proj(y.transpose(1, 2).reshape(b, t, width))
         return x + self.out(functional.gelu(self.fc(self.norm2(x))))
 
 
 class GPT(nn.Module):
-    """13,842,432 parameters: tok, pos, 6 blocks, ln, head (untied, without bias)."""
+    """By default 13,842,432 parameters: tok, pos, 6 blocks, ln, head (untied, without bias)."""
 
-    def __init__(self) -> None:
+    def __init__(
+        self, vocabulary: int = VOCABULARY, context: int = CONTEXT, width: int = WIDTH, depth: int = DEPTH,
+        heads: int = HEADS, block: type[Block] = Block,
+    ) -> None:  # fmt: skip
         super().__init__()
-        self.tok = nn.Embedding(VOCABULARY, WIDTH)
-        self.pos = nn.Embedding(CONTEXT, WIDTH)
-        self.blocks = nn.ModuleList([Block() for _ in range(DEPTH)])
-        self.ln = nn.LayerNorm(WIDTH)
-        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.tok = nn.Embedding(vocabulary, width)
+        self.pos = nn.Embedding(context, width)
+        self.blocks = nn.ModuleList([block(width, heads) for _ in range(depth)])
+        self.ln = nn.LayerNorm(width)
+        self.head = nn.Linear(width, vocabulary, bias=False)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.tok(tokens) + self.pos.weight[: tokens.shape[1]]

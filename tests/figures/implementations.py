@@ -72,12 +72,20 @@ def units(model: nn.Module) -> list[tuple[nn.Module, str]]:
     return [(blocks, name) for name in list(blocks._modules)]
 
 
-def fsdp(model: nn.Module, reshard: bool = True, library: str = "shardkit") -> Trainer:
+def _device(model: nn.Module) -> torch.device:
+    return next(model.parameters()).device
+
+
+def fsdp(
+    model: nn.Module, reshard: bool = True, library: str = "shardkit", compute: torch.dtype | None = None
+) -> Trainer:
     """FullyShardedDataParallel through fairscale's API, one unit a block."""
     kit = importlib.import_module(f"{library}.nn").FullyShardedDataParallel
     options: dict[str, Any] = {"reshard_after_forward": reshard}
+    if compute is not None:
+        options |= {"mixed_precision": True, "compute_dtype": compute}
     if library == "fairscale":
-        options["compute_device"] = torch.device("cpu")
+        options["compute_device"] = _device(model)
     for parent, name in units(model):
         setattr(parent, name, kit(getattr(parent, name), **options))
     wrapped = kit(model, **options)
@@ -85,28 +93,44 @@ def fsdp(model: nn.Module, reshard: bool = True, library: str = "shardkit") -> T
     return Trainer(wrapped, optimizer, optimizer.zero_grad)
 
 
-def torch_fsdp1(model: nn.Module, reshard: bool = True) -> Trainer:
-    from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
-
-    strategy = ShardingStrategy.FULL_SHARD if reshard else ShardingStrategy.SHARD_GRAD_OP
+def fully_shard(model: nn.Module, compute: torch.dtype | None = None) -> Trainer:
+    """shardkit's FSDP in place."""
+    kit = importlib.import_module("shardkit")
     for parent, name in units(model):
-        wrapped = FullyShardedDataParallel(
-            getattr(parent, name), sharding_strategy=strategy, device_id=torch.device("cpu")
-        )
-        setattr(parent, name, wrapped)
-    root = FullyShardedDataParallel(model, sharding_strategy=strategy, device_id=torch.device("cpu"))
+        kit.fully_shard(getattr(parent, name), precision=kit.PrecisionPolicy(compute=compute))
+    kit.fully_shard(model, precision=kit.PrecisionPolicy(compute=compute))
+    optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
+    return Trainer(model, optimizer, optimizer.zero_grad)
+
+
+def torch_fsdp1(model: nn.Module, reshard: bool = True, compute: torch.dtype | None = None) -> Trainer:
+    from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
+
+    options: dict[str, Any] = {
+        "sharding_strategy": ShardingStrategy.FULL_SHARD if reshard else ShardingStrategy.SHARD_GRAD_OP,
+        "device_id": _device(model),
+    }
+    if compute is not None:
+        options["mixed_precision"] = MixedPrecision(param_dtype=compute, reduce_dtype=compute)
+    for parent, name in units(model):
+        setattr(parent, name, FullyShardedDataParallel(getattr(parent, name), **options))
+    root = FullyShardedDataParallel(model, **options)
     optimizer = torch.optim.AdamW(root.parameters(), **ADAMW)
     return Trainer(root, optimizer, optimizer.zero_grad)
 
 
-def torch_fsdp2(model: nn.Module, reshard: bool = True) -> Trainer:
+def torch_fsdp2(model: nn.Module, reshard: bool = True, compute: torch.dtype | None = None) -> Trainer:
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    options: dict[str, Any] = {
+        "mesh": init_device_mesh(_device(model).type, (torch.distributed.get_world_size(),)),
+        "reshard_after_forward": reshard,
+        "mp_policy": MixedPrecisionPolicy(param_dtype=compute),
+    }
     for parent, name in units(model):
-        fully_shard(getattr(parent, name), mesh=mesh, reshard_after_forward=reshard)
-    fully_shard(model, mesh=mesh, reshard_after_forward=reshard)
+        fully_shard(getattr(parent, name), **options)
+    fully_shard(model, **options)
     optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
     return Trainer(model, optimizer, optimizer.zero_grad)
 
@@ -140,6 +164,7 @@ IMPLEMENTATIONS: dict[str, Callable[[nn.Module], Trainer]] = {
     "shardkit": lambda m: _sharded("shardkit", m),
     "balanced": balanced,
     "fsdp": fsdp,
+    "fully_shard": fully_shard,
     "fsdp_keep": lambda m: fsdp(m, reshard=False),
     "torch_fsdp1": torch_fsdp1,
     "torch_fsdp1_keep": lambda m: torch_fsdp1(m, reshard=False),

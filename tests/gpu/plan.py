@@ -1,0 +1,71 @@
+"""What is run, in which order and for how long at most."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+ROW = "ROW "  # a line of a phase's output that is data
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A process of its own.
+
+    Attributes:
+        kind: a function of tests.gpu.phase.
+        limit: seconds; then it is ended, and what it has found so far counts.
+        arguments: of the function.
+    """
+
+    name: str
+    kind: str
+    limit: float
+    arguments: dict[str, str] = field(default_factory=dict)
+
+
+_CONTRACT = "tests/backends/test_contract.py"
+_CUDA_TESTS = "tests/backends tests/fsdp tests/sharded_ddp tests/model_parallel tests/activations"
+# (size, variant, seconds), the most telling first: time may run out
+_BENCHMARKS = (
+    ("1.3B", "plain", 110), ("124M", "plain", 70), ("7B", "checkpointed", 130), ("1.3B", "mixed", 90),
+    ("124M", "compiled", 110), ("1.3B", "compiled", 150), ("124M", "checkpointed", 60), ("1.3B", "checkpointed", 100),
+    ("1.3B", "both", 150), ("7B", "plain", 130), ("124M", "mixed", 60), ("7B", "mixed", 130), ("124M", "both", 110),
+)  # fmt: skip
+
+
+def plan(device: str, devices: int) -> tuple[list[Phase], list[str]]:
+    """The phases, and a line for each thing that needs more devices than there are."""
+    if device == "cpu":
+        return _trial(), []
+    phases = [
+        Phase("environment", "environment", 60),
+        Phase("contract", "tests", 200, {"paths": _CONTRACT, "select": "cuda"}),
+        Phase("alignment", "alignment", 60),
+        Phase("channels", "channels", 90),
+        *(Phase(f"bench {s} {v}", "bench", t, {"size": s, "variant": v}) for s, v, t in _BENCHMARKS[:4]),
+        Phase("tests", "tests", 300, {"paths": _CUDA_TESTS, "select": "cuda", "without": _CONTRACT}),
+        *(Phase(f"bench {s} {v}", "bench", t, {"size": s, "variant": v}) for s, v, t in _BENCHMARKS[4:]),
+    ]
+    skipped = []
+    for needed, what in (
+        (2, "NCCL between devices, exposed communication, uneven parts, late ranks (1 device: world size 1, and two "
+            "ranks on one device, over gloo and over NCCL's sockets)"),
+        (4, "the contract on 4 ranks, groups in groups"),
+    ):  # fmt: skip
+        if devices < needed:
+            skipped.append(f"needs {needed} devices: {what}")
+    return phases, skipped
+
+
+def _trial() -> list[Phase]:
+    """The same program at the smallest size, over gloo: it shows that all of it runs, and no times."""
+    return [
+        Phase("environment", "environment", 60),
+        Phase("contract", "tests", 120, {"paths": _CONTRACT, "words": "simulated2 and test_contract"}),
+        Phase("alignment", "alignment", 60),
+        Phase("channels", "channels", 60),
+        *(
+            Phase(f"bench tiny {v}", "bench", 60, {"size": "tiny", "variant": v})
+            for v in ("plain", "both", "mixed")
+        ),
+    ]
