@@ -29,7 +29,7 @@ from .first_steps import check_first_steps
 from .originals import OriginalParameter, Place, as_tensors, note_original
 from .refusals import backward_when_summoned
 from .registered_shard import note_registered
-from .store import FULL, SUMMONED, Store, own_part, store_for
+from .store import FULL, SUMMONED, Hears, Store, own_part, store_for
 from .unused import Unused
 
 _set_versions = torch._C._autograd._unsafe_set_version_counter
@@ -58,6 +58,7 @@ class FlatParam:
         unused: which original parameters have had no gradient on any rank since the gradient was last cleared.
         written: numbers of original parameters that were written to in the last time that they had values; such writes
             are lost.
+        hears: is told of all-gathers of the values before they start, see :meth:`tell`.
     """
 
     store: Store
@@ -77,6 +78,7 @@ class FlatParam:
         self.is_borrowed = False
         self.unused = Unused(len(self.originals))
         self.written: list[int] = []
+        self.hears: Hears | None = None
         self.post_forward_mesh = post_forward_mesh
         self.modules: Sequence[nn.Module] = ()
         self._compute_dtype = compute_dtype
@@ -130,6 +132,11 @@ class FlatParam:
             change).
         """
         return self._settle(self.store)
+
+    def tell(self, hears: Hears) -> None:
+        """From now on ``hears(output, shard)`` is called before each all-gather, of copies too."""
+        self.hears = hears
+        self.store.tell(hears)
 
     def _settle(self, before: Store | None) -> bool:
         self._users = 0

@@ -11,7 +11,7 @@ watch what is done with them, and take the path through the modules then.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, SupportsIndex
 
@@ -133,6 +133,7 @@ class FlatParamLike(Protocol):
     modules: Sequence[nn.Module]
     unused: Unused
     written: list[int]
+    hears: Callable[[torch.Tensor, torch.Tensor], object] | None
 
     @property
     def compute_dtype(self) -> torch.dtype: ...

@@ -18,7 +18,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from shardkit.experimental.tooling.layer_memory_tracker import LayerwiseMemoryTracker, ProcessGroupTracker
+from shardkit.experimental.tooling.layer_memory_tracker import (
+    LayerwiseMemoryTracker,
+    ProcessGroupTracker,
+    ProcessGroupTrackingEvent,
+)
 from shardkit.nn.checkpoint import checkpoint_wrapper
 from shardkit.nn.data_parallel import FullyShardedDataParallel as FSDP
 from shardkit.nn.data_parallel import auto_wrap_bn
@@ -45,10 +49,16 @@ class Config:
 
 
 class Tracker(ProcessGroupTracker):
-    """All ranks, as a group of which a memory tracker hears what is gathered."""
+    """All ranks, as a group that counts the elements which are gathered."""
 
     def __init__(self) -> None:
-        super().__init__(dist.group.WORLD)
+        super().__init__(dist.group.WORLD, self._count)
+        self.gathered = 0
+
+    def _count(self, event: ProcessGroupTrackingEvent, output: torch.Tensor, shard: torch.Tensor) -> None:
+        if event is not ProcessGroupTrackingEvent.allgather or output.numel() != shard.numel() * self.size():
+            raise RuntimeError(f"no all-gather: {event}, {output.shape} of {shard.shape}")
+        self.gathered += output.numel()
 
 
 class Wrapping:

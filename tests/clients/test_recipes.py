@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -128,3 +129,38 @@ def _assembled_later(rank: int, world_size: int) -> None:
 def test_a_trunk_that_is_assembled_later() -> None:
     """VISSL's and AllenNLP's: units made one after the other, `_reset_lazy_init`, a group that tracks."""
     rank_pool(2).run(_assembled_later, 2)
+
+
+def _momentum_encoder(rank: int, world_size: int) -> None:
+    """A copy follows the trained one, each rank averaging its own shards; both have the group that was passed."""
+    values = torch.randn(3, world_size, 4, 4, generator=torch.Generator().manual_seed(1))
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2))
+    for group in (dist.group.WORLD, ProcessGroupTracker(dist.group.WORLD)):
+        online = FSDP(copy.deepcopy(plain), process_group=group, compute_device=torch.device("cpu"))
+        results = []
+        for model, own in ((online, [rank]), (copy.deepcopy(plain), list(range(world_size)))):
+            momentum = copy.deepcopy(model).requires_grad_(False)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+            outputs = []
+            for batch in values:
+                x = batch[own].flatten(0, 1)
+                with torch.no_grad():
+                    target = momentum(x)
+                (model(x) - target - 1).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                with torch.no_grad():
+                    for theirs, mine in zip(momentum.parameters(), model.parameters(), strict=True):
+                        theirs.lerp_(mine, 0.2)
+                    outputs.append(momentum(values[0].flatten(0, 1)))
+            results.append(torch.stack(outputs))
+        torch.testing.assert_close(*results)
+        assert copy.deepcopy(online).process_group is group
+        pickled = pickle.loads(pickle.dumps(online))
+        torch.testing.assert_close(pickled(values[0, rank]), online(values[0, rank]))
+
+
+def test_a_momentum_encoder() -> None:
+    """MoCo's and BYOL's in VISSL: a deep copy of units to which a process group was passed."""
+    rank_pool(2).run(_momentum_encoder, 2)

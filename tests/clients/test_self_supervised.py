@@ -81,6 +81,7 @@ def run(rank: int, config: Config, folder: Path) -> dict[str, Any]:
     torch.testing.assert_close(steps(last, rank, 2), stats[3:], rtol=1e-5, atol=1e-6)
     if again.wrapping.tracker is not None:
         assert again.model.process_group is again.wrapping.tracker
+        assert again.wrapping.tracker.gathered > 0
     assert gathered > 0
     buffers = [b.clone() for b in again.model.buffers()]
     return {"stats": stats, "middle": middle, "parameters": whole(again), "buffers": buffers}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 from itertools import combinations, pairwise
 from pathlib import Path
@@ -136,6 +137,36 @@ def test_process_group_tracker_reports_gathers() -> None:
     assert seen == [(ProcessGroupTrackingEvent.allgather, [1], [2])]
     with pytest.raises(AttributeError):
         _ = tracker.nothing
+
+
+def _heard_by_listener(rank: int) -> None:
+    """A unit's tracker hears of its gathers, each with all values and this rank's part; copies tell as well."""
+    heard: list[tuple[torch.Size, torch.Size]] = []
+
+    def listener(event: ProcessGroupTrackingEvent, output: torch.Tensor, shard: torch.Tensor) -> None:
+        assert event is ProcessGroupTrackingEvent.allgather
+        heard.append((output.shape, shard.shape))
+
+    group = ProcessGroupTracker(torch.distributed.group.WORLD)
+    inner = FullyShardedDataParallel(nn.Linear(4, 6, bias=False), process_group=group)
+    model = FullyShardedDataParallel(nn.Sequential(inner, nn.Linear(6, 3, bias=False)))
+    model(torch.ones(2, 4)).sum().backward()
+    assert heard == []
+    group.listener = listener
+    for dtype in (torch.float, torch.double):  # the latter's shards are gathered in another way
+        model.to(dtype)(torch.ones(2, 4, dtype=dtype)).sum().backward()
+        model.zero_grad()
+        with inner.summon_full_params():
+            pass
+    # in forward and summoned: what was called last stays gathered until backward; the root has no tracker
+    assert heard == [((24,), (12,))] * 4
+    twin = copy.deepcopy(inner)
+    twin(torch.ones(2, 4, dtype=torch.double))
+    assert len(heard) == 5
+
+
+def test_the_own_listener_of_a_tracker_hears_of_gathers() -> None:
+    rank_pool(2).run(_heard_by_listener)
 
 
 def _gathers(rank: int) -> None:

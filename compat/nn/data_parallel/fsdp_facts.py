@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -11,7 +12,7 @@ from shardkit.errors import ConfigurationError, LifecycleError
 from shardkit.fsdp.door import Door
 from shardkit.fsdp.registered_shard import flat_of_registered
 from shardkit.torch_seams.hooks import NO_BACKWARD
-from shardkit.types import ProcessGroup, StateDict
+from shardkit.types import Memo, ProcessGroup, StateDict
 
 
 class TrainingState(enum.Enum):
@@ -24,15 +25,42 @@ class TrainingState(enum.Enum):
     SUMMON_FULL_PARAMS = enum.auto()
 
 
+class PassedGroup:
+    """What was passed as a process group: copies of a module have the same, pickled ones have none.
+
+    Called with the output and this rank's shard of an all-gather, it tells a ProcessGroupTracker.
+    """
+
+    def __init__(self, value: ProcessGroup = None) -> None:
+        self.value = value
+        self._tell: Callable[[torch.Tensor, torch.Tensor], None] | None = getattr(
+            value, "hear_of_gathering", None
+        )
+
+    @property
+    def is_told(self) -> bool:
+        return self._tell is not None
+
+    def __call__(self, output: torch.Tensor, shard: torch.Tensor) -> None:
+        if self._tell is not None:
+            self._tell(output, shard)
+
+    def __deepcopy__(self, memo: Memo) -> PassedGroup:
+        return self
+
+    def __reduce__(self) -> tuple[type[PassedGroup], tuple[()]]:
+        return PassedGroup, ()
+
+
 class FairscaleFacts(Door):
     """A wrapper's state, under fairscale's names.
 
     Attributes:
-        _process_group: as it was passed.
+        _passed_group: as it was passed.
         flatten_parameters, move_params_to_cpu: as they were passed.
     """
 
-    _process_group: ProcessGroup
+    _passed_group: PassedGroup
     flatten_parameters: bool
     move_params_to_cpu: bool
 
@@ -68,8 +96,8 @@ class FairscaleFacts(Door):
     @property
     def process_group(self) -> ProcessGroup:
         """The group as it was passed, or as torch knows it."""
-        if self._process_group is not None:
-            return self._process_group
+        if self._passed_group.value is not None:
+            return self._passed_group.value
         return getattr(self._state.group, "process_group", None) or torch.distributed.group.WORLD
 
     @property

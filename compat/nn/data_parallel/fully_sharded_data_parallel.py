@@ -19,7 +19,7 @@ from shardkit.policy import OffloadPolicy, PrecisionPolicy, ReducePolicy, Reshar
 from shardkit.redirected import redirected, redirected_names, without_arguments
 from shardkit.types import Kwargs, ProcessGroup, Tree
 
-from .fsdp_facts import FairscaleFacts
+from .fsdp_facts import FairscaleFacts, PassedGroup
 
 __getattr__ = redirected_names(__name__)
 
@@ -100,7 +100,7 @@ class FullyShardedDataParallel(FairscaleFacts):
         allow_reset_parameters: bool = False,
     ) -> None:
         given = dict(locals())
-        self._process_group = process_group
+        self._passed_group = PassedGroup(process_group)
         options = Options(
             group=getattr(process_group, "group", process_group),  # of a ProcessGroupTracker
             precision=_precision(mixed_precision, compute_dtype, buffer_dtype, force_input_to_fp32),
@@ -117,6 +117,9 @@ class FullyShardedDataParallel(FairscaleFacts):
             keeps_optimizer_state=bool(no_broadcast_optim_state),
         )
         self._shard(module, self._adapted(options))
+        if self._passed_group.is_told:
+            for flat in self._state.flats:
+                flat.tell(self._passed_group)
         self.__dict__.update({name: given[name] for name in _SHOWN})
         self._orig_reshard_after_forward = reshard_after_forward
         self.move_params_to_cpu = options.offload.parameters

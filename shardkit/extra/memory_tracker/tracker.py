@@ -37,6 +37,8 @@ class ProcessGroupTrackingEvent(enum.Enum):
 class ProcessGroupTracker:
     """A process group that reports all-gathers to a listener, ``listener(event, outputs, inputs)``.
 
+    All-gathers of FSDP's parameters, which go over connections of FSDP's own, are reported as well.
+
     Args:
         group: the process group; what is not reported goes to it.
         listener: what is called.
@@ -52,9 +54,13 @@ class ProcessGroupTracker:
             return partial(self._call, found)
         return found
 
-    def _call(self, function: AnyCallable, outputs: Tree, inputs: Tree, *args: Tree, **kwargs: Tree) -> Tree:
+    def hear_of_gathering(self, outputs: Tree, inputs: Tree) -> None:
+        """Reports an all-gather; whoever has this object as its group calls it."""
         if self.listener is not None:
             self.listener(ProcessGroupTrackingEvent.allgather, outputs, inputs)
+
+    def _call(self, function: AnyCallable, outputs: Tree, inputs: Tree, *args: Tree, **kwargs: Tree) -> Tree:
+        self.hear_of_gathering(outputs, inputs)
         return function(outputs, inputs, *args, **kwargs)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ..originals import FlatParamLike
 from .base import Gather, Store, is_whole, own_part
+from .channels import Hears
 from .deferred import Deferred
 from .lazy import Lazy
 from .states import FULL, GATHERED, GATHERING, KEPT, LOCKED, RELEASED, SUMMONED, TRANSITIONS, State
@@ -21,6 +22,7 @@ __all__ = [
     "TRANSITIONS",
     "Deferred",
     "Gather",
+    "Hears",
     "Lazy",
     "State",
     "Store",

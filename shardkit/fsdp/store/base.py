@@ -14,6 +14,7 @@ import torch
 
 from ...backend import Group, Work
 from ..originals import FlatParamLike, ReleasedParameter
+from .channels import Gathers, HeardChannel, Hears
 from .states import FULL, GATHERED, GATHERING, LOCKED, RELEASED, SUMMONED, State
 
 _version_of = attrgetter("param._version")
@@ -52,7 +53,9 @@ class Store(ABC):
         self._layout = flat.layout
         self._group = flat.group
         self._backend = flat.group.backend
-        self._channel = flat.group.channel("parameters")
+        self._channel: Gathers = flat.group.channel("parameters")
+        if flat.hears is not None:
+            self.tell(flat.hears)
         self._dtype, self._device = flat.compute_dtype, flat.compute_device
         self._versions: list[int] = []  # of original parameters, when they got their values
         self.is_whole = is_whole(flat)
@@ -60,6 +63,10 @@ class Store(ABC):
         self.memory = 0
         self.summoned: torch.Tensor | None = None
         self.in_flight: Gather | None = None
+
+    def tell(self, hears: Hears) -> None:
+        """Calls ``hears(output, shard)`` before each all-gather."""
+        self._channel = HeardChannel(self._group.channel("parameters"), hears)
 
     def fits(self) -> bool:
         """Whether it can serve on after the shard's device or dtype, or the group, may have changed."""
