@@ -50,6 +50,11 @@ def _make(world_size: int, backend: str) -> Pool:
         return ReplicaPool(world_size, environment=environment)
     if backend in ("simulated", "streams"):
         return SimulatedPool(world_size, backend)
+    if backend.startswith("one device over "):  # all ranks are on the first
+        from tests.backends import cuda_programs
+
+        start = getattr(cuda_programs, f"over_{backend.rpartition(' ')[2]}")
+        return RankPool(world_size, "cuda", start=start, timeout=120, environment=environment)
     if backend == "fairscale":
         from shardkit.testing.fairscale_ranks import start_rank
 

@@ -526,3 +526,24 @@ def random_numbers(rank: Rank, backend: str) -> tuple[list[float], list[float]]:
     assert torch.rand(3, device=b.device()).tolist() == second
     assert first != second
     return first, second
+
+
+CONTRACT: tuple[Callable[[Rank, str], object], ...] = (
+    all_gather,
+    reduce_scatter,
+    large,
+    all_to_all,
+    all_reduce,
+    reduce_and_broadcast,
+    in_flight,
+    autograd_is_left_alone,
+    objects,
+    sub_groups,
+    channels,
+    group_arguments,
+    refusals,
+    device,
+    storage,
+    random_numbers,
+    signatures,
+)

@@ -26,25 +26,7 @@ everywhere = pytest.mark.parametrize(("backend", "world_size"), environments())
 @everywhere
 @pytest.mark.parametrize(
     "program",
-    [
-        programs.all_gather,
-        programs.reduce_scatter,
-        programs.large,
-        programs.all_to_all,
-        programs.all_reduce,
-        programs.reduce_and_broadcast,
-        programs.in_flight,
-        programs.autograd_is_left_alone,
-        programs.objects,
-        programs.sub_groups,
-        programs.channels,
-        programs.group_arguments,
-        programs.refusals,
-        programs.device,
-        programs.storage,
-        programs.random_numbers,
-        programs.signatures,
-    ],
+    programs.CONTRACT,
     ids=lambda program: program.__name__,
 )
 def test_contract(backend: str, world_size: int, program: Callable[..., Any]) -> None:

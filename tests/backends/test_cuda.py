@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from shardkit.backend import ReduceOp, get_backend
+from shardkit.backends.processes import RankPool
+from tests.backends import cuda_programs as programs
 from tests.pools import rank_pool
-from tests.scenarios import compare, square_loss
 
 pytestmark = [
     pytest.mark.cuda,
@@ -69,22 +67,18 @@ def test_waiting_does_not_block_the_host() -> None:
     assert max(rank_pool(2, "cuda").run(_waits)) < 0.3
 
 
-def _steps(engine: Any) -> Iterator[str]:
-    for step in range(3):
-        engine.zero_grad("wrapper")
-        engine.backward(square_loss(step))
-        engine.clip(0.5)
-        engine.optimizer.step()
-        yield "step"
-
-
-def _mlp() -> nn.Module:
-    return nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 11, bias=False), nn.Linear(11, 3))
-
-
-def _train(rank: int) -> None:
-    compare(rank, 2, _mlp, _steps, backend="cuda", tolerance=1e-5)
-
-
 def test_training_equals_one_process() -> None:
-    rank_pool(2, "cuda").run(_train)
+    rank_pool(2, "cuda").run(programs.train_sharded_ddp)
+
+
+def test_one_rank_leaves_a_parameter_out() -> None:
+    rank_pool(2, "cuda").run(programs.one_rank_leaves_a_parameter_out)
+
+
+def test_a_late_rank() -> None:
+    rank_pool(2, "cuda").run(programs.a_late_rank, 5.0)
+
+
+def test_nobody_has_set_a_device() -> None:
+    with RankPool(2, "cuda", start=programs.without_a_device, timeout=60) as pool:
+        assert pool.run(programs.as_in_the_tutorial) == ["cuda:0", "cuda:1"]

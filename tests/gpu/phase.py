@@ -65,7 +65,7 @@ def _driver() -> str:
     return asked.stdout.split("\n")[0].strip()
 
 
-def run_pytest(device: str, paths: str, select: str = "", words: str = "", without: str = "") -> None:
+def run_pytest(device: str, paths: str, select: str = "", words: str = "") -> None:
     """pytest; a row with its last line, and one for each failure."""
     command = [
         sys.executable,
@@ -80,7 +80,6 @@ def run_pytest(device: str, paths: str, select: str = "", words: str = "", witho
     ]
     command += ["-m", select] if select else []
     command += ["-k", words] if words else []
-    command += ["--ignore", without] if without else []
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         assert process.stdout is not None
         for line in process.stdout:

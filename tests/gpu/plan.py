@@ -24,7 +24,9 @@ class Phase:
 
 
 _CONTRACT = "tests/backends/test_contract.py"
-_CUDA_TESTS = "tests/backends tests/fsdp tests/sharded_ddp tests/model_parallel tests/activations"
+_ONE_DEVICE = "tests/backends/test_cuda_one_device.py"
+_IN_CONTRACT = "test_contract or test_groups_in_groups"
+_CUDA_TESTS = "tests/backends"  # all that are marked
 # (size, variant, seconds), the most telling first: time may run out
 _BENCHMARKS = (
     ("1.3B", "plain", 110), ("124M", "plain", 70), ("7B", "checkpointed", 130), ("1.3B", "mixed", 90),
@@ -39,11 +41,18 @@ def plan(device: str, devices: int) -> tuple[list[Phase], list[str]]:
         return _trial(), []
     phases = [
         Phase("environment", "environment", 60),
-        Phase("contract", "tests", 200, {"paths": _CONTRACT, "select": "cuda"}),
+        Phase(
+            "contract",
+            "tests",
+            240,
+            {"paths": f"{_CONTRACT} {_ONE_DEVICE}", "select": "cuda", "words": _IN_CONTRACT},
+        ),
         Phase("alignment", "alignment", 60),
         Phase("channels", "channels", 90),
         *(Phase(f"bench {s} {v}", "bench", t, {"size": s, "variant": v}) for s, v, t in _BENCHMARKS[:4]),
-        Phase("tests", "tests", 300, {"paths": _CUDA_TESTS, "select": "cuda", "without": _CONTRACT}),
+        Phase(
+            "tests", "tests", 300, {"paths": _CUDA_TESTS, "select": "cuda", "words": f"not ({_IN_CONTRACT})"}
+        ),
         *(Phase(f"bench {s} {v}", "bench", t, {"size": s, "variant": v}) for s, v, t in _BENCHMARKS[4:]),
     ]
     skipped = []

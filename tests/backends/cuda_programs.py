@@ -1,0 +1,271 @@
+"""What CUDA tests run on each rank; what needs no GPU takes the backend's name, so that it can be tried on others."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from shardkit import FSDP, OSS, OffloadPolicy, PrecisionPolicy, ReducePolicy, ReshardPolicy, ShardedDDP
+from shardkit.backend import get_backend
+from tests.fsdp_models import MODELS, batch, build
+from tests.scenarios import compare, square_loss
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "kept": {"reshard": ReshardPolicy(after_forward=False)},
+    "two ahead": {"reshard": ReshardPolicy(prefetch=2)},
+    "offloaded": {"offload": OffloadPolicy(parameters=True)},
+    "bf16": {
+        "precision": PrecisionPolicy(compute=torch.bfloat16),
+        "reduce": ReducePolicy(dtype=torch.float32),
+    },
+}
+
+
+# ------------------------------------------------------------------ two ranks on one device
+def over_gloo(rank: int, world_size: int, rendezvous: str, backend: str) -> None:
+    """Starts a rank on the first device; gloo carries the tensors."""
+    _start_on_first_device("gloo", rank, world_size, rendezvous)
+
+
+def over_nccl(rank: int, world_size: int, rendezvous: str, backend: str) -> None:
+    """Starts a rank on the first device; NCCL takes the ranks for machines of their own and uses sockets."""
+    os.environ |= {
+        "NCCL_HOSTID": f"host{rank}", "NCCL_SOCKET_IFNAME": "lo", "NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1",
+    }  # fmt: skip
+    _start_on_first_device("nccl", rank, world_size, rendezvous)
+
+
+def sanitized(rank: int, world_size: int, rendezvous: str, backend: str) -> None:
+    """As :func:`over_nccl`; torch looks for accesses that no stream orders, and raises."""
+    import torch.cuda._sanitizer as sanitizer
+
+    sanitizer.enable_cuda_sanitizer()
+    over_nccl(rank, world_size, rendezvous, backend)
+
+
+def _start_on_first_device(library: str, rank: int, world_size: int, rendezvous: str) -> None:
+    os.environ["LOCAL_RANK"] = "0"
+    if torch.cuda.is_available():
+        torch.cuda.set_device(0)
+    host, _, port = rendezvous.rpartition(":")
+    store = dist.TCPStore(host, int(port), world_size, is_master=False, wait_for_workers=False)
+    dist.init_process_group(library, store=store, rank=rank, world_size=world_size)
+
+
+# ------------------------------------------------------------------ training
+def train_fsdp(rank: int, world_size: int, name: str, options: str, backend: str = "cuda") -> None:
+    """Against one process on the CPU."""
+    device = get_backend(backend).device()
+    make, wrap = MODELS[name]
+    plain = build(make)
+    given = dict(OPTIONS[options])
+    if options == "offloaded":
+        given["device"] = device
+    model = build(make).to(device)
+    if name.startswith("tied"):
+        model.head.weight = model.embed.weight
+    model = wrap(model, lambda m: FSDP(m, **given))
+    first = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
+    second = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for step in range(4):
+        xs = batch(step, world_size)
+        first.zero_grad()
+        second.zero_grad()
+        torch.stack([plain(x).pow(2).mean() for x in xs]).mean().backward()
+        model(xs[rank].to(device)).float().pow(2).mean().backward()
+        nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+        model.clip_grad_norm_(0.5)
+        first.step()
+        second.step()
+    tolerance = 3e-2 if options == "bf16" else 1e-4
+    for key, value in plain.state_dict().items():
+        torch.testing.assert_close(
+            model.state_dict()[key].cpu(),
+            value,
+            rtol=tolerance,
+            atol=tolerance,
+            msg=lambda m, k=key: f"{k}: {m}",
+        )
+
+
+def _steps(engine: Any) -> Iterator[str]:
+    for step in range(3):
+        engine.zero_grad("wrapper")
+        engine.backward(square_loss(step))
+        engine.clip(0.5)
+        engine.optimizer.step()
+        yield "step"
+
+
+def _mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 11, bias=False), nn.Linear(11, 3))
+
+
+def train_sharded_ddp(rank: int, backend: str = "cuda") -> None:
+    """Against one process, on 2 ranks."""
+    compare(rank, 2, _mlp, _steps, backend=backend, tolerance=1e-5)
+
+
+def _layers(count: int, width: int, device: torch.device) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*[nn.Linear(width, width) for _ in range(count)]).to(device)
+
+
+def _sharded_layers(count: int, width: int, where: torch.device, **options: Any) -> FSDP:
+    model = _layers(count, width, where)
+    for i in range(count):
+        model[i] = FSDP(model[i], **options)
+    return FSDP(model, **options)
+
+
+class _Two(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.skip = nn.Linear(16, 16), nn.Linear(16, 16), False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.a(x) if self.skip else self.a(x) + self.b(x))
+
+
+def one_rank_leaves_a_parameter_out(rank: int, backend: str = "cuda") -> None:
+    """Communicators are used in one order all the same."""
+    device = get_backend(backend).device()
+    torch.manual_seed(0)
+    blocks = [_Two().to(device) for _ in range(4)]
+    blocks[3].skip = rank == 0
+    model = FSDP(nn.Sequential(*[FSDP(b) for b in blocks]))
+    for _ in range(3):
+        model(torch.randn(4, 16, device=device)).pow(2).mean().backward()
+    get_backend(backend).synchronize()
+
+
+def a_late_rank(rank: int, seconds: float, backend: str = "cuda") -> None:
+    """Communicators are connected while the other rank waits."""
+    device = get_backend(backend).device()
+    model = _layers(2, 16, device)
+    if rank:
+        time.sleep(seconds)
+    group = dist.new_group()
+    wrapped = ShardedDDP(model, OSS(model.parameters(), torch.optim.SGD, lr=0.1, group=group), group=group)
+    wrapped(torch.randn(4, 16, device=device)).sum().backward()
+
+
+def as_in_the_tutorial(rank: int) -> str:
+    """``.to(rank)``, and nobody calls set_device."""
+    os.environ.pop("LOCAL_RANK", None)
+    model = _layers(2, 16, torch.device("cuda", rank))
+    optimizer = OSS(model.parameters(), torch.optim.SGD, lr=0.1)
+    wrapped = ShardedDDP(model, optimizer)
+    wrapped(torch.randn(4, 16).to(rank)).sum().backward()
+    optimizer.step()
+    return str(get_backend("cuda").device())
+
+
+def without_a_device(rank: int, world_size: int, rendezvous: str, backend: str) -> None:
+    """Starts a rank that has chosen no device."""
+    os.environ.pop("LOCAL_RANK", None)
+    host, _, port = rendezvous.rpartition(":")
+    store = dist.TCPStore(host, int(port), world_size, is_master=False, wait_for_workers=False)
+    dist.init_process_group("nccl", store=store, rank=rank, world_size=world_size)
+
+
+# ------------------------------------------------------------------ one rank on one device
+def memory_when_the_host_runs_ahead(rank: int) -> None:
+    """It is that of a run in which the host waits after every step."""
+    device = get_backend("cuda").device()
+    # alone, a rank gathers nothing unless the dtype differs
+    model = _sharded_layers(8, 2048, device, precision=PrecisionPolicy(compute=torch.bfloat16))
+    x, peak = torch.randn(64, 2048, device=device), {}
+    for waits in (True, False):
+        for step in range(6):
+            if step == 2:
+                torch.cuda.reset_peak_memory_stats()
+            if not waits:
+                torch.cuda._sleep(100_000_000)
+            model(x).float().pow(2).mean().backward()
+            model.zero_grad()
+            if waits:
+                torch.cuda.synchronize()
+        torch.cuda.synchronize()
+        peak[waits] = torch.cuda.max_memory_allocated()
+    assert peak[False] < 1.02 * peak[True], peak
+
+
+def offloaded_shards(rank: int) -> None:
+    """They are pinned, and a step over them is issued while the device is busy."""
+    device = get_backend("cuda").device()
+    options: dict[str, Any] = {"offload": OffloadPolicy(parameters=True), "device": device}
+    model = _sharded_layers(2, 1024, device, **options)
+    assert all(p.is_pinned() for p in model.parameters())
+    x = torch.randn(8, 1024, device=device)
+    with torch.no_grad():
+        model(x)
+        torch.cuda.synchronize()
+        torch.cuda._sleep(2_000_000_000)  # cycles: about a second
+        began = time.monotonic()
+        model(x)
+        issued = time.monotonic() - began
+    torch.cuda.synchronize()
+    assert issued < 0.5 * (time.monotonic() - began), issued
+
+
+def a_step_without_host_synchronization(rank: int) -> None:
+    """torch raises at the first one."""
+    device = get_backend("cuda").device()
+    sharded = _sharded_layers(3, 256, device, precision=PrecisionPolicy(compute=torch.bfloat16))
+    plain = _layers(3, 256, device)
+    optimizer = OSS(plain.parameters(), torch.optim.AdamW, lr=1e-3, fused=True)
+    for model, steps in (
+        (sharded, torch.optim.AdamW(sharded.parameters(), lr=1e-3, fused=True)),
+        (ShardedDDP(plain, optimizer), optimizer),
+    ):
+        x = torch.randn(8, 256, device=device)
+        for step in range(4):
+            if step == 2:
+                torch.cuda.synchronize()
+                torch.cuda.set_sync_debug_mode("error")
+            try:
+                model(x).float().pow(2).mean().backward()
+                steps.step()
+                steps.zero_grad()
+            finally:
+                if step == 3:
+                    torch.cuda.set_sync_debug_mode("default")
+
+
+def scaled_checkpointed_compiled(rank: int) -> None:
+    """autocast, the gradient scaler, checkpoints (offloaded, too), clipping, a fused optimizer, torch.compile."""
+    from shardkit.nn import checkpoint_wrapper
+    from shardkit.optim.grad_scaler import ShardedGradScaler
+
+    device = get_backend("cuda").device()
+    model = _layers(4, 128, device)
+    for i in range(4):
+        inner = nn.Sequential(model[i], nn.Dropout(0.1))
+        model[i] = FSDP(checkpoint_wrapper(inner, offload_to_cpu=i % 2 == 0))
+    wrapped = FSDP(model)
+    optimizer, scaler = torch.optim.AdamW(wrapped.parameters(), lr=1e-3, fused=True), ShardedGradScaler()
+    losses = []
+    for step in range(8):
+        optimizer.zero_grad()
+        torch.manual_seed(step)
+        with torch.autocast("cuda", dtype=torch.float16):
+            loss = wrapped(torch.randn(64, 128, device=device)).float().pow(2).mean()
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        wrapped.clip_grad_norm_(1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0], losses
+    compiled = FSDP(torch.compile(_layers(2, 128, device)))
+    out = compiled(torch.randn(8, 128, device=device))
+    out.sum().backward()
+    assert bool(torch.isfinite(out).all())
