@@ -13,6 +13,7 @@ from torch import nn
 
 from shardkit import FSDP, OSS, OffloadPolicy, PrecisionPolicy, ReducePolicy, ReshardPolicy, ShardedDDP
 from shardkit.backend import get_backend
+from shardkit.nn import FullyShardedDataParallel
 from tests.fsdp_models import MODELS, batch, build
 from tests.scenarios import compare, square_loss
 
@@ -214,6 +215,10 @@ def offloaded_shards(rank: int) -> None:
         issued = time.monotonic() - began
     torch.cuda.synchronize()
     assert issued < 0.5 * (time.monotonic() - began), issued
+    # fairscale's way: the module stays on the CPU
+    fairscales = FullyShardedDataParallel(nn.Linear(8, 8), move_params_to_cpu=True)
+    assert fairscales(x[:, :8]).device == device
+    assert next(fairscales.parameters()).device.type == "cpu"
 
 
 def a_step_without_host_synchronization(rank: int) -> None:

@@ -8,11 +8,13 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 import shardkit.backend as registry
 from shardkit.backend import backend_for, backend_of_job
 from shardkit.backends.accelerator import AcceleratorBackend
 from shardkit.errors import ConfigurationError
+from shardkit.nn.data_parallel.fully_sharded_data_parallel import _compute_device
 
 
 class _Module:
@@ -101,6 +103,22 @@ def test_more_ranks_than_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_RANK", "2")
     with pytest.raises(ConfigurationError, match="LOCAL_RANK is 2, but only 2 CUDA devices are visible"):
         _Backend(2).device()
+
+
+def test_offloaded_modules_are_computed_on_the_device_of_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As fairscale does it for ``FullyShardedDataParallel(module, move_params_to_cpu=True)``."""
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    monkeypatch.setattr(
+        registry, "_instances", {"cuda": _Backend(4, 3), "gloo": registry.get_backend("gloo")}
+    )
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    module, meta = nn.Linear(2, 2), nn.Linear(2, 2, device="meta")
+    for serves, expected in (("cuda:nccl", torch.device("cuda", 3)), ("cpu:gloo", None)):
+        monkeypatch.setattr(dist, "get_backend_config", lambda serves=serves: serves)
+        assert _compute_device(module, None, True) == expected
+        assert _compute_device(module, None, False) is None
+        assert _compute_device(meta, None, True) is None
+        assert _compute_device(module, torch.device("cpu"), True) == torch.device("cpu")
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
+from shardkit.backend import backend_of_job
 from shardkit.errors import ConfigurationError
 from shardkit.fsdp.gradients import predivide_factor
 from shardkit.fsdp.names import clean
@@ -56,7 +57,8 @@ class FullyShardedDataParallel(FairscaleFacts):
         buffer_dtype: ``compute_dtype`` by default.
         move_grads_to_cpu: ``move_params_to_cpu`` by default.
         bucket_cap_mb: accepted; a unit's gradients travel together.
-        compute_device: by default where the parameters are.
+        compute_device: by default where the parameters are; with ``move_params_to_cpu`` and parameters on the CPU the
+            device that the job's process group serves.
         no_broadcast_optim_state: leave this wrapper out of ``gather_full_optim_state_dict``.
         state_dict_device: where full state dicts are made; by default where the parameters are.
         clear_autocast_cache: clear it after forward.
@@ -110,7 +112,7 @@ class FullyShardedDataParallel(FairscaleFacts):
             offload=_offload(move_params_to_cpu or cpu_offload, move_grads_to_cpu),
             reduce=_reduction(mixed_precision, fp32_reduce_scatter, gradient_predivide_factor),
             flatten=flatten_parameters,
-            device=None if compute_device is None else torch.device(compute_device),
+            device=_compute_device(module, compute_device, move_params_to_cpu or cpu_offload),
             state_dict_device=state_dict_device,
             state_dict_on_rank_0_only=state_dict_on_rank_0_only,
             clears_autocast_cache=clear_autocast_cache,
@@ -191,6 +193,16 @@ class FullyShardedDataParallel(FairscaleFacts):
                 f"clear_autocast_cache={self.clear_autocast_cache}, force_input_to_fp32={self.force_input_to_fp32}, "
             )
         return text
+
+
+def _compute_device(module: nn.Module, given: torch.device | None, offloads: bool) -> torch.device | None:
+    """As fairscale has it: a module that stays on the CPU is computed on the GPU, where the job has some."""
+    if given is not None:
+        return torch.device(given)
+    if not offloads or any(p.device.type != "cpu" for p in module.parameters()):
+        return None
+    backend = backend_of_job()
+    return backend.device() if backend.device_type != "cpu" and backend.has_storage else None
 
 
 def _precision(
