@@ -103,7 +103,7 @@ class AcceleratorBackend(EagerBackend):
         except RuntimeError as error:
             raise ConfigurationError(
                 f"rank {rank}: the process group can't carry {kind.upper()} tensors ({error}); make it with backend "
-                f"'{own}' or 'cpu:gloo,{kind}:{own}', or keep the module on the CPU"
+                f"'{own}', or keep the module on the CPU"
             ) from error
         return self.group_types.get(serves, C10dGroup)(backend, process_group, ranks, rank)
 

@@ -13,5 +13,5 @@ class CudaBackend(AcceleratorBackend):
 
     name = "cuda"
     device_type = "cuda"
-    process_group_backend = "nccl"
+    process_group_backend = "cpu:gloo,cuda:nccl"  # torch saves checkpoints in the background over gloo
     group_types: ClassVar = {"nccl": NcclGroup}

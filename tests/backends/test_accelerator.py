@@ -13,6 +13,7 @@ from torch import nn
 import shardkit.backend as registry
 from shardkit.backend import backend_for, backend_of_job
 from shardkit.backends.accelerator import AcceleratorBackend
+from shardkit.backends.cuda import CudaBackend
 from shardkit.errors import ConfigurationError
 from shardkit.nn.data_parallel.fully_sharded_data_parallel import _compute_device
 
@@ -103,6 +104,13 @@ def test_more_ranks_than_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_RANK", "2")
     with pytest.raises(ConfigurationError, match="LOCAL_RANK is 2, but only 2 CUDA devices are visible"):
         _Backend(2).device()
+
+
+def test_launched_ranks_have_a_group_for_the_host_too() -> None:
+    """torch's dcp.async_save needs one."""
+    library = dist.Backend(CudaBackend.process_group_backend)
+    served = dist.distributed_c10d.BackendConfig(library).get_device_backend_map()
+    assert served == {"cpu": "gloo", "cuda": "nccl"}
 
 
 def test_offloaded_modules_are_computed_on_the_device_of_the_job(monkeypatch: pytest.MonkeyPatch) -> None:

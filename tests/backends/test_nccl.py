@@ -130,6 +130,11 @@ def _only_for_a_device(rank: int) -> None:
         ConfigurationError, match=r"can't carry CPU tensors .* before it is wrapped.*'cpu:gloo,cuda:nccl'"
     ):
         get_backend("gloo").group(group)
+    host = dist.new_group([0, 1], backend="cpu:gloo")
+    with pytest.raises(
+        ConfigurationError, match=r"can't carry CUDA tensors .* make it with backend 'cpu:gloo,cuda:nccl'"
+    ):
+        get_backend("cuda").group(host)
     import shardkit
 
     for wrap in (shardkit.FSDP, lambda m, **kw: shardkit.OSS(m.parameters(), torch.optim.SGD, lr=0.1, **kw)):
