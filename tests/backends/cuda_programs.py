@@ -221,6 +221,16 @@ def offloaded_shards(rank: int) -> None:
     assert next(fairscales.parameters()).device.type == "cpu"
 
 
+def moved_after_wrapping(rank: int) -> None:
+    """The module gets the device's groups with it."""
+    device = get_backend("cuda").device()
+    model = _sharded_layers(2, 16, torch.device("cpu"))
+    assert model._state.group.backend.name == "gloo"
+    model.to(device)
+    model(torch.randn(4, 16, device=device)).sum().backward()
+    assert model._state.group.backend.name == "cuda"
+
+
 def a_step_without_host_synchronization(rank: int) -> None:
     """torch raises at the first one."""
     device = get_backend("cuda").device()

@@ -31,7 +31,7 @@ libraries = pytest.mark.parametrize(
     ],
 )
 alone = pytest.mark.parametrize("program", [pytest.param(p, marks=needs_a_device, id=p.__name__) for p in (
-    programs.memory_when_the_host_runs_ahead, programs.offloaded_shards,
+    programs.memory_when_the_host_runs_ahead, programs.offloaded_shards, programs.moved_after_wrapping,
     programs.a_step_without_host_synchronization, programs.scaled_checkpointed_compiled,
 )])  # fmt: skip
 pytestmark = pytest.mark.timeout(120)
