@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+_ALIGNED = 16  # bytes: one load of a device's thread
+
 
 def greedy_owners(numels: Sequence[int], trainable: Sequence[bool], loads: list[int]) -> list[int]:
     """The rank of each parameter: always the one with the least load so far (the lowest rank on a tie).
@@ -37,6 +39,11 @@ def balanced_owners(numels: Sequence[int], trainable: Sequence[bool], loads: lis
     for i, rank in zip(order, placed, strict=True):
         owners[i] = rank
     return owners
+
+
+def rounded_up(numel: int, step: int) -> int:
+    """The next multiple of a step."""
+    return -(-numel // step) * step
 
 
 @dataclass(frozen=True)
@@ -75,8 +82,13 @@ class SegmentLayout:
         return [p.item for p in self.pieces if p.rank == rank]
 
 
+def alignment(itemsize: int) -> int:
+    """Elements of so many bytes between addresses at which devices copy and compute fastest."""
+    return max(1, _ALIGNED // itemsize)
+
+
 def segment_layout(
-    numels: Sequence[int], owners: Sequence[int], world_size: int, *, even: bool = False
+    numels: Sequence[int], owners: Sequence[int], world_size: int, *, even: bool = False, step: int = 1
 ) -> SegmentLayout:
     """Lays items out by owner, in item order within an owner's segment.
 
@@ -85,12 +97,13 @@ def segment_layout(
         owners: rank of each item.
         world_size: W.
         even: pad every segment at its end to the size of the largest.
+        step: items and segments begin at multiples of it.
     """
     sizes = [0] * world_size
     pieces = []
     for item, (numel, rank) in enumerate(zip(numels, owners, strict=True)):
         pieces.append(Piece(item, 0, rank, sizes[rank], numel))
-        sizes[rank] += numel
+        sizes[rank] += rounded_up(numel, step)
     return SegmentLayout(tuple(pieces), tuple([max(sizes)] * world_size if even else sizes))
 
 

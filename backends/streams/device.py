@@ -74,7 +74,7 @@ class Device:
 
     Attributes:
         issued: all collectives in order.
-        misaligned: how often buffers began, or parts of them ended, at no multiple of 16 bytes, by what they were.
+        misaligned: how many parts of collectives' buffers began at no multiple of 16 bytes, by what they were.
         most_in_flight: the most bytes that collectives in flight wrote at once.
         host_waits: how often the host waited for the device, by what for.
     """
@@ -175,10 +175,10 @@ class Device:
                     )
 
     # ------------------------------------------------------------ what costs time
-    def measure(self, what: str, tensors: Iterable[torch.Tensor]) -> None:
-        """Counts buffers that a device takes more slowly."""
-        for tensor in tensors:
-            if tensor.numel() and any(b % ALIGNED for b in bytes_of(tensor)):
+    def measure(self, what: str, parts: Iterable[torch.Tensor]) -> None:
+        """Counts parts of buffers that begin where a device copies more slowly."""
+        for part in parts:
+            if part.numel() and int(part.storage_offset()) * part.element_size() % ALIGNED:
                 self.misaligned[what] += 1
 
 

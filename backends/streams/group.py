@@ -72,10 +72,12 @@ class StreamsGroup(Group):
         numel = max((t.numel() for t in (*reads, *writes)), default=0)
         work = StreamsWork(self.device, self.below, call, flight)
         self.device.issue(flight, Issued((self._communicator, operation, numel, label)))
-        self.device.measure(f"{operation} ({self._name})", {id(t): t for t in (*reads, *writes)}.values())
         if not async_op:
             work.wait()
         return work
+
+    def _measure(self, operation: str, parts: Sequence[torch.Tensor]) -> None:
+        self.device.measure(f"{operation} ({self._name})", parts)
 
     def _now(self) -> Group:
         """The group below, after all that was issued before."""
@@ -101,7 +103,8 @@ class StreamsGroup(Group):
         async_op: bool = False, label: str = "",
     ) -> Work:  # fmt: skip
         """[S] -> [N]"""
-        check_parts("all_gather_into", self.rank, self.world_size, output, shard, sizes)
+        counts = check_parts("all_gather_into", self.rank, self.world_size, output, shard, sizes)
+        self._measure("all_gather_into", [shard, *torch.split_with_sizes(output.detach(), counts)])
         with quiet(), torch.no_grad():
             is_inside = output.untyped_storage()._cdata == shard.untyped_storage()._cdata
             mine = shard.clone() if is_inside else None
@@ -119,7 +122,8 @@ class StreamsGroup(Group):
         op: ReduceOp = ReduceOp.SUM, async_op: bool = False, label: str = "",
     ) -> Work:  # fmt: skip
         """[N] -> [S]"""
-        check_parts("reduce_scatter_into", self.rank, self.world_size, input, shard, sizes)
+        counts = check_parts("reduce_scatter_into", self.rank, self.world_size, input, shard, sizes)
+        self._measure("reduce_scatter_into", [shard, *torch.split_with_sizes(input.detach(), counts)])
         check_op("reduce_scatter_into", self.rank, op, input.dtype)
         with quiet():
             spoil(shard)
@@ -148,6 +152,7 @@ class StreamsGroup(Group):
     ) -> Work:
         """In place, any shape."""
         check_op("all_reduce", self.rank, op, tensor.dtype)
+        self._measure("all_reduce", [tensor])
         return self._later(
             "all_reduce",
             lambda below: below.all_reduce(tensor, op=op, async_op=True, label=label),

@@ -20,7 +20,7 @@ from operator import attrgetter
 
 import torch
 
-from ..layout import Piece, gaps_between
+from ..layout import Piece, gaps_between, rounded_up
 
 _NOTHING = -1  # in place of a gradient's number
 
@@ -37,6 +37,7 @@ class PackedForm:
         pieces: what each rank gets of which gradient.
         sizes: numel of each rank's part without flags, [W].
         even: all ranks have room for as many flags as the one that needs most.
+        step: parts begin at multiples of it.
 
     Attributes:
         items: for each rank the gradients that it gets something of, in the order of their flags.
@@ -44,7 +45,7 @@ class PackedForm:
         starts: where each rank's part begins, and N, [W + 1].
     """
 
-    def __init__(self, pieces: Sequence[Piece], sizes: Sequence[int], *, even: bool) -> None:
+    def __init__(self, pieces: Sequence[Piece], sizes: Sequence[int], *, even: bool, step: int = 1) -> None:
         self.pieces = list(pieces)
         self.first_flag = list(sizes)  # in each rank's part, [W]
         self.items: list[list[int]] = [[] for _ in sizes]
@@ -52,7 +53,7 @@ class PackedForm:
             self.items[p.rank].append(p.item)
         counts = [len(items) for items in self.items]
         self.flags = [max(counts)] * len(counts) if even else counts  # F of each rank
-        self.sizes = [size + flags for size, flags in zip(sizes, self.flags, strict=True)]
+        self.sizes = [rounded_up(size + flags, step) for size, flags in zip(sizes, self.flags, strict=True)]
         self.starts = list(accumulate(self.sizes, initial=0))
 
     def anywhere(self, had: Sequence[bool], part: torch.Tensor, rank: int) -> list[bool]:
@@ -99,6 +100,8 @@ class WrittenPack:
         for rank, items in enumerate(form.items):
             at = form.starts[rank] + form.first_flag[rank]
             filled.append((at, len(items)))
+            end = at + form.flags[rank]
+            filled.append((end, form.starts[rank + 1] - end))  # up to the next part; says nothing
             if items:
                 self._flags.append((items, packed[at : at + len(items)]))
         self.whole = self._targets.copy()

@@ -29,7 +29,7 @@ from torch import nn
 
 from ..backend import Group, ReduceOp, Work
 from ..errors import LifecycleError
-from ..layout import buckets_by_numel, segment_layout
+from ..layout import alignment, buckets_by_numel, segment_layout
 from ..policy import ReducePolicy
 from ..reduction.packing import PackedForm, WrittenPack, has_mean
 from ..torch_seams.hooks import NO_BACKWARD, BackwardState, GradientHook, current_backward
@@ -62,8 +62,9 @@ class Bucket:
         self.params = [params[i] for i in indices]
         self.waiting = len(self.indices)
         self._numels = [p.numel() for p in self.params]
-        layout = segment_layout(self._numels, [owners[i] for i in indices], group.world_size)
-        self.form = PackedForm(layout.pieces, layout.sizes, even=False)
+        step = alignment(wire.itemsize)
+        layout = segment_layout(self._numels, [owners[i] for i in indices], group.world_size, step=step)
+        self.form = PackedForm(layout.pieces, layout.sizes, even=False, step=step)
         self.sizes = self.form.sizes
         self.nbytes = self.form.starts[-1] * wire.itemsize
         self.owned = layout.items_of(group.rank)

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 
 from ...backend import Group, ReduceOp, Work
+from ...layout import alignment
 from ...reduction.packing import PackedForm, has_mean
 from ...reduction.shard_gradients import gradient_class
 from ..flat_param import FlatParam
@@ -62,7 +63,9 @@ class GradientPack(ABC):
         self._in_flight: Reduction | None = None
         self.trainable = [m.param.requires_grad for m in flat.originals]
         pieces = [p for p in flat.layout.pieces() if self.trainable[p.item]]
-        self._form = PackedForm(pieces, [flat.layout.shard_numel] * group.world_size, even=True)
+        step = alignment(self._dtype.itemsize) if group.backend.has_storage else 1
+        sizes = [flat.layout.shard_numel] * group.world_size
+        self._form = PackedForm(pieces, sizes, even=True, step=step)
         self._here = self._form.items[group.rank]
         self._like = torch.empty(0, dtype=self._dtype, device=self._device)
         self._lay_out()

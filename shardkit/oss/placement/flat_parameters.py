@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from ...backend import Group, Work
-from ...layout import segment_layout
+from ...layout import alignment, segment_layout
 from ...torch_seams.strided_views import strided_view
 
 
@@ -25,7 +25,8 @@ class FlatParameters:
     def __init__(self, params: Sequence[nn.Parameter], owners: Sequence[int], group: Group) -> None:
         self.params = list(params)
         self._group = group
-        self._layout = segment_layout([p.numel() for p in params], owners, group.world_size)
+        step = alignment(params[0].element_size())
+        self._layout = segment_layout([p.numel() for p in params], owners, group.world_size, step=step)
         self._pointers: list[int] = []
         self._build()
 
