@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import weakref
 
-import torch
-
-from ..backend import Backend, Group, backend_for
+from ..backend import Backend, Group, backend_for, backend_of_job
 from ..errors import ConfigurationError
 from ..types import ProcessGroup
 
@@ -51,7 +49,7 @@ def hybrid_groups(
     Args:
         shard_size: how many consecutive ranks share one copy.
         group: all ranks that take part; None for all of the job.
-        backend: name or instance of the backend; by default the CPU's.
+        backend: name or instance of the backend; by default that of the device which the job's process group serves.
 
     Returns:
         The group to shard over and the group of replicas.
@@ -61,7 +59,8 @@ def hybrid_groups(
 
     Source: hybrid sharding of PyTorch FSDP (arXiv 2304.11277, section 3.2).
     """
-    everyone = backend_for([torch.empty(0)], backend).group(group)
+    chosen = backend_of_job() if backend is None else backend_for((), backend)
+    everyone = chosen.group(group)
     shards = post_forward_mesh(everyone, shard_size)
     replicas = None
     for offset in range(shard_size):

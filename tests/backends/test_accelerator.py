@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+import shardkit
 import shardkit.backend as registry
 from shardkit.backend import backend_for, backend_of_job
 from shardkit.backends.accelerator import AcceleratorBackend
@@ -127,6 +128,23 @@ def test_offloaded_modules_are_computed_on_the_device_of_the_job(monkeypatch: py
         assert _compute_device(module, None, False) is None
         assert _compute_device(meta, None, True) is None
         assert _compute_device(module, torch.device("cpu"), True) == torch.device("cpu")
+
+
+def test_hybrid_groups_are_of_the_device_of_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = _Backend(4, 3)
+    asked: list[object] = []
+
+    def group(process_group: object) -> object:
+        asked.append(process_group)
+        raise LookupError("the device's")
+
+    monkeypatch.setattr(backend, "group", group)
+    monkeypatch.setattr(registry, "_instances", {"cuda": backend})
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_backend_config", lambda: "cpu:gloo,cuda:nccl")
+    with pytest.raises(LookupError):
+        shardkit.hybrid_groups(2)
+    assert asked == [None]
 
 
 @pytest.mark.parametrize(
