@@ -2,9 +2,8 @@
 
 Legend of shapes: W world size, S one rank's shard numel, N = sum of all shards' numel.
 
-The core knows devices only through these classes. A backend is picked by the device of the
-parameters or by name; third parties add one through the entry-point group ``shardkit.backends``
-(name -> a callable without arguments that returns a :class:`Backend`).
+The core knows devices only through these classes. A backend is picked by the device of the parameters or by name; third
+parties add one by entry point ``shardkit.backends`` (name -> a callable without arguments that returns a Backend).
 """
 
 from __future__ import annotations
@@ -200,8 +199,7 @@ class Backend(abc.ABC):
         device_type: ``torch.device(...).type`` of the tensors it serves.
         even_shards_only: shards of a collective have one size, and every rank must issue the same operations on the
             same shapes (a compiled graph that all ranks share).
-        one_order: collectives of different groups and channels may wait for each other (NCCL's kernels do, for room on
-            the device): all ranks must issue those of all groups and channels in one order.
+        one_order: all ranks must issue the collectives of all groups in one order, for they may wait for each other.
         has_storage: tensors own memory that can be viewed, taken and released (false for lazy tensors).
         process_group_backend: what ``torch.distributed.init_process_group`` calls it; None where ranks have no process
             group of torch's.

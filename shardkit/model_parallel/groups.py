@@ -103,9 +103,8 @@ def initialize_model_parallel(
     """Makes the groups of model, context, pipeline and data parallelism (collective).
 
     torch.distributed is initialized before. With 8 ranks and a model-parallel size of 2 the model-parallel groups are
-    (0, 1), (2, 3), (4, 5), (6, 7), the data-parallel ones (0, 2, 4, 6), (1, 3, 5, 7).
-
-    Nothing is sent over the default group, so devices may be selected afterwards.
+    (0, 1), (2, 3), (4, 5), (6, 7), the data-parallel ones (0, 2, 4, 6), (1, 3, 5, 7). Nothing is sent over the
+    default group, so devices may be selected afterwards.
 
     Args:
         model_parallel_size_: ranks that share a model, at most all there are.
@@ -117,29 +116,18 @@ def initialize_model_parallel(
         ddp_backend: the same for the ranks that hold the same part.
         timeout: of collectives in these groups; default: the backend's.
 
-    Source: fairscale 0.4.13, and its later head for context parallelism and the timeout.
-
     Raises:
         GroupsError: torch.distributed is not initialized, or these groups exist already.
         PartitionError: the sizes don't divide the world size.
         RankMismatchError: ranks called with different sizes; raised on all ranks.
+
+    Source: fairscale 0.4.13, and its later head for context parallelism and the timeout.
     """
     global _current
-    if not dist.is_initialized():
-        raise GroupsError(
-            "initialize_model_parallel needs torch.distributed; call torch.distributed.init_process_group(...) first, "
-            "or start the ranks with shardkit.launch(fn, world_size)"
-        )
-    if model_parallel_is_initialized():
-        raise GroupsError(
-            f"rank {dist.get_rank()}: model parallel groups of size {get_model_parallel_world_size()} exist already; "
-            "call destroy_model_parallel() before you make others"
-        )
+    _check_that_none_exist()
     world_size = dist.get_world_size()
     size = int(min(model_parallel_size_, world_size))
-    _check_agreement(
-        f"model_parallel_size_={size}, pipeline_length={pipeline_length}, {context_parallel_size=}"
-    )
+    _check_agreement(f"model_parallel_size_={size}, {pipeline_length=}, {context_parallel_size=}")
     all_groups = grid(world_size, size, pipeline_length, context_parallel_size)
     _current = _Groups(
         dist.group.WORLD,
@@ -151,6 +139,19 @@ def initialize_model_parallel(
     if dist.get_rank() == 0:
         counts = (size, context_parallel_size, pipeline_length, len(all_groups.data[0]))
         _log.info("model parallel size %d, context %d, pipeline length %d, data parallel size %d", *counts)
+
+
+def _check_that_none_exist() -> None:
+    if not dist.is_initialized():
+        raise GroupsError(
+            "initialize_model_parallel needs torch.distributed; call torch.distributed.init_process_group(...) first, "
+            "or start the ranks with shardkit.launch(fn, world_size)"
+        )
+    if model_parallel_is_initialized():
+        raise GroupsError(
+            f"rank {dist.get_rank()}: model parallel groups of size {get_model_parallel_world_size()} exist already; "
+            "call destroy_model_parallel() before you make others"
+        )
 
 
 def _check_agreement(arguments: str) -> None:

@@ -6,7 +6,7 @@ from tests.deliberate_faults.fault import XLA, Fault
 
 _XLA, _MEETING = "tests/backends/test_xla.py", "tests/backends/test_xla_meeting.py"
 _TRAINING, _FSDP = "tests/backends/test_xla_training.py", "tests/backends/test_xla_fsdp.py"
-_BORDER = "tests/xla/test_border.py"
+_BORDER, _STREAMS = "tests/xla/test_border.py", "tests/backends/test_streams.py"
 
 FAULTS = [
     Fault(
@@ -107,6 +107,38 @@ FAULTS = [
         "",
         (f"{_FSDP}::test_a_compiler_finds_no_gather_that_it_can_drop_or_merge",),
         XLA,
+    ),
+    Fault(
+        "streams",
+        "memory may be given back while a collective uses it",
+        "backends/streams/device.py",
+        "        if self._storages[storage._cdata] and storage.nbytes():",
+        "        if False:",
+        (f"{_STREAMS}::test_what_nothing_orders_is_a_race[release]", f"{_STREAMS}::test_faults_are_found"),
+    ),
+    Fault(
+        "streams",
+        "what a collective reads may be written",
+        "backends/streams/device.py",
+        '("reads", self.reads if writes else ())',
+        '("reads", ())',
+        (f"{_STREAMS}::test_what_nothing_orders_is_a_race[write what is read]",),
+    ),
+    Fault(
+        "streams",
+        "storages count, not bytes",
+        "backends/streams/device.py",
+        "if first < end and begin < last:",
+        "if True:",
+        (f"{_STREAMS}::test_parts_of_memory_and_order_within_a_communicator",),
+    ),
+    Fault(
+        "streams",
+        "what is on its way has its old values",
+        "backends/streams/group.py",
+        "        with quiet():\n            spoil(shard)\n",
+        "",
+        (f"{_STREAMS}::test_values_that_are_not_there_yet",),
     ),
     Fault(
         "simulated ranks",

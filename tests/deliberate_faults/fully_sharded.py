@@ -91,6 +91,14 @@ FAULTS = [
     ),
     Fault(
         "FSDP",
+        "with several forwards, devices too reduce a unit when it is complete",
+        "shardkit/fsdp/backward.py",
+        "        if not self._is_planned and self._needs_one_order:\n            return\n",
+        "",
+        ("tests/fsdp/test_one_order.py::test_two_ranks",),
+    ),
+    Fault(
+        "FSDP",
         "with several forwards, a reduction is waited for in backward",
         "shardkit/fsdp/backward.py",
         "            if not may_wait and not self._in_flight[0].is_reduced():\n                return\n",

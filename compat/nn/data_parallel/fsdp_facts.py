@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import nn
 
 from shardkit.errors import ConfigurationError, LifecycleError
 from shardkit.fsdp.door import Door
+from shardkit.fsdp.flat_param import FlatParam
 from shardkit.fsdp.registered_shard import flat_of_registered
 from shardkit.torch_seams.hooks import NO_BACKWARD
 from shardkit.types import Memo, ProcessGroup, StateDict
@@ -37,9 +38,11 @@ class PassedGroup:
             value, "hear_of_gathering", None
         )
 
-    @property
-    def is_told(self) -> bool:
-        return self._tell is not None
+    def hear(self, flats: Iterable[FlatParam]) -> None:
+        """Is told of what these gather, if there is a tracker to tell."""
+        if self._tell is not None:
+            for flat in flats:
+                flat.tell(self)
 
     def __call__(self, output: torch.Tensor, shard: torch.Tensor) -> None:
         if self._tell is not None:

@@ -101,31 +101,27 @@ class FullyShardedDataParallel(FairscaleFacts):
         gradient_predivide_factor: float | None = None,
         allow_reset_parameters: bool = False,
     ) -> None:
-        given = dict(locals())
+        given, offloads = dict(locals()), move_params_to_cpu or cpu_offload
         self._passed_group = PassedGroup(process_group)
         options = Options(
             group=getattr(process_group, "group", process_group),  # of a ProcessGroupTracker
             precision=_precision(mixed_precision, compute_dtype, buffer_dtype, force_input_to_fp32),
-            reshard=ReshardPolicy(
-                after_forward=bool(reshard_after_forward), root=not disable_reshard_on_root
-            ),
-            offload=_offload(move_params_to_cpu or cpu_offload, move_grads_to_cpu),
+            reshard=ReshardPolicy(bool(reshard_after_forward), root=not disable_reshard_on_root),
+            offload=_offload(offloads, move_grads_to_cpu),
             reduce=_reduction(mixed_precision, fp32_reduce_scatter, gradient_predivide_factor),
             flatten=flatten_parameters,
-            device=_compute_device(module, compute_device, move_params_to_cpu or cpu_offload),
+            device=_compute_device(module, compute_device, offloads),
             state_dict_device=state_dict_device,
             state_dict_on_rank_0_only=state_dict_on_rank_0_only,
             clears_autocast_cache=clear_autocast_cache,
             keeps_optimizer_state=bool(no_broadcast_optim_state),
         )
         self._shard(module, self._adapted(options))
-        if self._passed_group.is_told:
-            for flat in self._state.flats:
-                flat.tell(self._passed_group)
+        self._passed_group.hear(self._state.flats)
         self.__dict__.update({name: given[name] for name in _SHOWN})
         self._orig_reshard_after_forward = reshard_after_forward
-        self.move_params_to_cpu = options.offload.parameters
-        self.move_grads_to_cpu = move_grads_to_cpu or self.move_params_to_cpu
+        self.move_params_to_cpu = offloads
+        self.move_grads_to_cpu = move_grads_to_cpu or offloads
         self.no_broadcast_optim_state = options.keeps_optimizer_state
         self.gradient_predivide_factor, self.gradient_postdivide_factor = self._state.divisors
 
