@@ -107,6 +107,21 @@ def test_process_groups_that_do_not_fit() -> None:
     rank_pool(2).run(_groups)
 
 
+def _moved_after_wrapping(rank: int) -> None:
+    net = nn.Linear(6, 2)
+    optimizer = OSS(net.parameters(), lr=0.1)
+    model = shardkit.ShardedDDP(net, optimizer)
+    with pytest.raises(
+        shardkit.ConfigurationError, match=r"weight was moved to meta after .* wrapped on cpu"
+    ):
+        model.to("meta")
+
+
+def test_a_module_that_moves_to_another_kind_of_device_after_wrapping() -> None:
+    """Its gradients would travel over the host's connections: slowly, and nobody would know why."""
+    rank_pool(2).run(_moved_after_wrapping)
+
+
 def test_no_process_group() -> None:
     with pytest.raises(shardkit.ConfigurationError, match="init_process_group"):
         OSS(nn.Linear(3, 2).parameters(), lr=0.1)

@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from ..backend import Group, ReduceOp
-from ..errors import LifecycleError
+from ..errors import ConfigurationError, LifecycleError
 from ..oss.optimizer import OSS
 from ..oss.placement.flat_segment import FlatSegment
 from ..policy import ReducePolicy
@@ -64,6 +64,7 @@ class GradientExchange:
     ) -> None:
         self.state = BackwardState(self._end_of_backward)
         self._module = module
+        self._device_type = next((p.device.type for p in module.parameters()), "")
         self._optimizers = list(optimizers)
         self._group = group
         self._channel = group.channel("gradients")
@@ -155,6 +156,7 @@ class GradientExchange:
 
     def refresh(self) -> None:
         """Rebuilds from what is trainable now; gradients that were reduced already stay so."""
+        self.check_device()
         for optimizer in self._optimizers:
             optimizer.refresh_trainable()
         for p in self._watched:
@@ -165,6 +167,16 @@ class GradientExchange:
         for part in self._parts:
             if isinstance(part, Reducer):
                 part.adopt_means(means)
+
+    def check_device(self) -> None:
+        """Raises ConfigurationError if the module was moved to a device of another type."""
+        for name, param in self._module.named_parameters():
+            if param.device.type != self._device_type:
+                raise ConfigurationError(
+                    f"rank {self._group.rank}: {name} was moved to {param.device} after the module was wrapped on "
+                    f"{self._device_type}, where its ranks are connected and the optimizer's state lies; move the "
+                    "module before you build OSS and ShardedDDP"
+                )
 
     # ------------------------------------------------------------ a step's course
     def begin_forward(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol, runtime_checkable
 
@@ -148,6 +148,13 @@ class ShardedDDP(PreparedForAccelerate, nn.Module):
         if training:
             exchange.end_forward(outputs)
         return outputs
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> ShardedDDP:
+        """What ``to``, ``cuda``, ``half`` and the like do."""
+        super()._apply(fn, recurse)
+        if self._exchange is not None:
+            self._exchange.check_device()
+        return self
 
     def _connected(self) -> GradientExchange:
         if self._exchange is None:
