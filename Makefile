@@ -58,11 +58,15 @@ demo: $(CORE)/.ready
 demo-xla: $(XLA)/.ready
 	@$(XLA)/bin/python -m shardkit.examples.digits --backend xla
 
-# Both runs are made and reported, whatever the first one gives.
+# Both runs at once, for half of each is waiting; both are reported, whatever they give. The second one's report comes
+# from a file, when the first one is through.
 test: $(CORE)/.ready $(XLA)/.ready
-	@core=0; xla=0; \
+	@core=0; xla=0; log=$$(mktemp); \
+	$(MAKE) --no-print-directory test-xla >$$log 2>&1 & other=$$!; \
+	trap 'kill $$other; exit 130' INT TERM; \
 	$(MAKE) --no-print-directory test-core || core=$$?; \
-	$(MAKE) --no-print-directory test-xla || xla=$$?; \
+	wait $$other || xla=$$?; \
+	cat $$log; rm -f $$log; \
 	test $$core -eq 0 || echo "make test: the run in $(CORE) ($(TORCH)) failed"; \
 	test $$xla -eq 0 || echo "make test: the run in $(XLA) ($(TORCH_XLA)) failed"; \
 	test $$core -eq 0 -a $$xla -eq 0
