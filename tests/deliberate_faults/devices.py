@@ -110,14 +110,6 @@ FAULTS = [
     ),
     Fault(
         "streams",
-        "memory may be given back while a collective uses it",
-        "backends/streams/device.py",
-        "        if self._storages[storage._cdata] and storage.nbytes():",
-        "        if False:",
-        (f"{_STREAMS}::test_what_nothing_orders_is_a_race[release]", f"{_STREAMS}::test_faults_are_found"),
-    ),
-    Fault(
-        "streams",
         "what a collective reads may be written",
         "backends/streams/device.py",
         '("reads", self.reads if writes else ())',
