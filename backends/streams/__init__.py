@@ -1,7 +1,7 @@
 """A device with streams that exists in its rules alone: what CUDA and NCCL leave to the caller, checked on the CPU."""
 
 from .backend import StreamsBackend, StreamsOverGloo
-from .device import Device, RaceError, current_device
+from .device import Device, current_device
 from .group import StreamsGroup
 
-__all__ = ["Device", "RaceError", "StreamsBackend", "StreamsGroup", "StreamsOverGloo", "current_device"]
+__all__ = ["Device", "StreamsBackend", "StreamsGroup", "StreamsOverGloo", "current_device"]

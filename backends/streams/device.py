@@ -18,15 +18,11 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
-from shardkit.errors import ShardkitError
+from shardkit.errors import RaceError
 
 ALIGNED = 16  # bytes; what copies of NCCL and kernels take in one piece
 _PLACES = 4  # frames that a report shows
 _OWN = ("/backends/streams/", "/torch/", "/contextlib.py", "/functools.py")
-
-
-class RaceError(ShardkitError):
-    """Two accesses to the same memory, one of them a write, on streams that nothing orders."""
 
 
 class Issued(tuple[str, str, int, str]):

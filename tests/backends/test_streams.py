@@ -12,9 +12,9 @@ from torch import nn
 import shardkit
 from shardkit import FSDP, OSS, ReducePolicy, ShardedDDP
 from shardkit.backend import get_backend
-from shardkit.backends.streams import RaceError, StreamsBackend, StreamsGroup, current_device
+from shardkit.backends.streams import StreamsBackend, StreamsGroup, current_device
 from shardkit.backends.streams.device import Device
-from shardkit.errors import OutOfStepError, RankFailedError
+from shardkit.errors import OutOfStepError, RaceError, RankFailedError
 from shardkit.fsdp.gradients.pack import GradientPack
 from shardkit.fsdp.gradients.stored import StoredPack
 from shardkit.fsdp.store.base import Store
