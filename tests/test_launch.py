@@ -50,6 +50,13 @@ def _one_raises(rank: int) -> None:
     torch.distributed.barrier()  # would wait for ever
 
 
+def _one_hears_of_it_first(rank: int) -> None:
+    if rank == 0:
+        raise shardkit.RankLostError("rank 1 is not there any more")
+    time.sleep(0.3)
+    raise KeyError("the reason")
+
+
 def _one_is_killed(rank: int) -> None:
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -69,6 +76,7 @@ def test_failures_come_back_at_once() -> None:
         first = pool.run(_pid)
         for fn, kind, text in (
             (_one_raises, "KeyError", "the reason"),
+            (_one_hears_of_it_first, "KeyError", "the reason"),
             (_one_is_killed, "SIGKILL", "rank 1"),
         ):
             began = time.monotonic()

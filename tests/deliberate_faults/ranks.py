@@ -21,8 +21,8 @@ FAULTS = [
         "the error of a rank that heard of the cause is reported, not the cause",
         "backends/processes.py",
         "cause = next((f for f in failures if f[1] not in _CONSEQUENCES), failures[0])",
-        "cause = failures[-1]",
-        (f"{_OUT_OF_STEP}::test_a_rank_that_dies_in_backward",),
+        "cause = failures[0]",
+        ("tests/test_launch.py::test_failures_come_back_at_once",),
     ),
     Fault(
         "launch",
