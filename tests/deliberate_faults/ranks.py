@@ -164,8 +164,10 @@ FAULTS = [
         "waits",
         "a work that comes through just after its slice of time counts as failed",
         "backends/c10d/waiting.py",
-        "            if work.is_completed():  # it came through, or failed, just after its slice of time",
-        "            if False:",
+        "                try:\n                    work.wait()\n                    self._watch.arrived()\n"
+        "                    return\n                except RuntimeError as final:\n"
+        "                    self._raise(final, call)\n",
+        "                self._raise(error, call)\n",
         ("tests/backends/test_gloo.py::test_a_work_that_comes_through_as_its_slice_of_time_ends",),
     ),
 ]
