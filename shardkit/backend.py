@@ -2,8 +2,8 @@
 
 Legend of shapes: W world size, S one rank's shard numel, N = sum of all shards' numel.
 
-The core knows devices only through these classes. A backend is picked by the device of the parameters or by name; third
-parties add one by entry point ``shardkit.backends`` (name -> a callable without arguments that returns a Backend).
+The core knows devices only through these classes. A backend is picked by the device of the parameters or by name;
+others add one by entry point ``shardkit.backends`` (name -> a callable that returns a Backend).
 """
 
 from __future__ import annotations
@@ -357,8 +357,10 @@ def _chosen(device_type: str, name: str | Backend | None) -> Backend:
     return backend_for_device(device_type)
 
 
-def backend_of_job() -> Backend:
-    """The backend for what has no tensors: of the device that the default process group serves, else the CPU's."""
+def backend_of_job(name: str | Backend | None = None) -> Backend:
+    """For what has no tensors: the named one, or that of the device which the default group serves, else the CPU's."""
+    if name is not None:
+        return backend_for((), name)
     dist = torch.distributed
     if dist.is_available() and dist.is_initialized():
         serves = dict(pair.split(":") for pair in dist.get_backend_config().split(","))
@@ -387,12 +389,8 @@ def backend_for_device(device_type: str) -> Backend:
 def _be_heard(_: BaseException) -> None:
     """An error is noted before the first object of ours exists: others may wait in that one's construction."""
     dist = torch.distributed
-    if (
-        "gloo" not in _instances
-        and dist.is_available()
-        and dist.is_initialized()
-        and dist.get_backend() == "gloo"
-    ):
+    is_gloo = dist.is_available() and dist.is_initialized() and dist.get_backend() == "gloo"
+    if is_gloo and "gloo" not in _instances:
         with contextlib.suppress(Exception):
             get_backend("gloo").group()
 

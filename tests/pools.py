@@ -107,7 +107,7 @@ class StreamsPool(RankPool):
         from shardkit.backends.streams.backend import check_order
 
         answers = super().run(_on_streams, fn, *args)
-        check_order([device for _, device in answers])
+        check_order([issued for _, issued in answers])
         return [result for result, _ in answers]
 
 
@@ -120,14 +120,11 @@ def _start_with_streams(rank: int, world_size: int, rendezvous: str, backend: st
 
 
 def _on_streams(rank: int, fn: Callable[..., Any], *args: Any) -> tuple[Any, Any]:
-    from shardkit.backends.streams import Device
     from shardkit.backends.streams.backend import watched
 
     with watched(rank) as device:
         result = _after_tidying(rank, fn, *args)
-    seen = Device(rank)
-    seen.issued = device.issued
-    return result, seen
+    return result, device.issued
 
 
 class SimulatedPool:

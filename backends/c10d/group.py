@@ -28,7 +28,7 @@ from .connections import DESTROYED, connect_gloo, register, timeout_of
 from .local_reduction import Accumulate, Exchange, Finish
 from .object_collectives import ObjectsOverTensors
 from .waiting import C10dWork, TorchWork, Waiting
-from .wire import as_bytes, as_real
+from .wire import NUMBERS, as_bytes, as_real
 
 OPS = {
     ReduceOp.SUM: dist.ReduceOp(dist.ReduceOp.SUM),
@@ -39,20 +39,6 @@ OPS = {
 Options = TypeVar("Options", dist.AllreduceOptions, dist.ReduceOptions)
 PIECE = 2**20  # most elements that a rank receives in a round
 _MAIN = "main"  # the name of what is no channel
-
-# What gloo knows by name; everything else is broadcast as bytes.
-_DTYPES = frozenset(
-    {
-        torch.float32,
-        torch.float64,
-        torch.bfloat16,
-        torch.float16,
-        torch.int64,
-        torch.int32,
-        torch.uint8,
-        torch.int8,
-    }
-)
 
 
 class C10dGroup(Waiting, ObjectsOverTensors):
@@ -337,7 +323,7 @@ class C10dGroup(Waiting, ObjectsOverTensors):
         if self.process_group is None:
             return DONE
         wire = tensor if tensor.is_contiguous() else tensor.contiguous()
-        sent = wire if wire.dtype in _DTYPES else as_bytes(wire)
+        sent = wire if wire.dtype in NUMBERS else as_bytes(wire)
         work = self._start(self.process_group.broadcast, sent, src)
         return self._issue(
             [work], f"broadcast(src={src})", tensor.numel(), label, async_op, Finish(tensor, wire, 1)

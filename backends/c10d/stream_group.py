@@ -20,24 +20,11 @@ from ..diagnosis.calls import Call
 from .group import OPS, C10dGroup
 from .local_reduction import Finish
 from .waiting import C10dWork, TorchWork
-from .wire import as_bytes, as_real
+from .wire import NUMBERS, as_bytes, as_real
 
 _OPS = {**OPS, ReduceOp.AVG: dist.ReduceOp(dist.ReduceOp.AVG)}
 
-# What NCCL adds up. Everything else (int16, unsigned 16 to 64 bits, float8, complex numbers) travels as bytes.
-_DTYPES = frozenset(
-    {
-        torch.float32,
-        torch.float64,
-        torch.bfloat16,
-        torch.float16,
-        torch.int64,
-        torch.int32,
-        torch.uint8,
-        torch.int8,
-        torch.bool,
-    }
-)
+_DTYPES = NUMBERS | {torch.bool}  # what NCCL adds up
 
 
 class StreamWork(C10dWork):

@@ -43,7 +43,7 @@ def reduce_scatter(
     """Each shard becomes the combination of all ranks' parts for it."""
     reduced = _combine(inputs, op)
     for tensor in inputs:
-        _spoil(tensor)
+        spoil(tensor)
     for shard, part in zip(shards, reduced.split(list(sizes)), strict=True):
         shard.copy_(part)
 
@@ -75,7 +75,7 @@ def reduce(tensors: Sequence[torch.Tensor], dst: int, op: ReduceOp) -> None:
         if rank == dst:
             tensor.copy_(reduced.view(tensor.shape))
         else:
-            _spoil(tensor)
+            spoil(tensor)
 
 
 def broadcast(tensors: Sequence[torch.Tensor], src: int) -> None:
@@ -93,6 +93,12 @@ def _combine(tensors: Sequence[torch.Tensor], op: ReduceOp) -> torch.Tensor:
     return result.div_(len(tensors)) if op is ReduceOp.AVG else result
 
 
-def _spoil(tensor: torch.Tensor) -> None:
-    is_integer = not (tensor.dtype.is_floating_point or tensor.dtype.is_complex)
-    tensor.fill_(torch.iinfo(tensor.dtype).max if is_integer else float("nan"))
+def spoil(tensor: torch.Tensor) -> None:
+    """Values that nobody may read: NaN, and the largest of integers."""
+    if tensor.layout is not torch.strided or tensor.is_meta or not tensor.numel():
+        return
+    with torch.no_grad():
+        if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
+            tensor.fill_(float("nan"))
+        elif tensor.dtype is not torch.bool:
+            tensor.fill_(torch.iinfo(tensor.dtype).max)

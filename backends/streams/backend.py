@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import combinations
 
 import torch
@@ -14,9 +14,10 @@ from shardkit.types import Args, ProcessGroup, T
 from ..eager import EagerBackend
 from ..gloo import GlooBackend
 from ..simulated.backend import SimulatedBackend, enter_group
-from .device import Device, current_device, quiet, set_current_device
+from ..simulated.collectives import spoil
+from .device import Device, Issued, current_device, quiet, set_current_device
 from .group import StreamsGroup
-from .watching import Watching, spoil
+from .watching import Watching
 
 
 class _WatchedMemory(EagerBackend):
@@ -88,7 +89,7 @@ class StreamsBackend(_WatchedMemory, SimulatedBackend):
 
         results = super().launch(on_device, world_size, args, timeout=timeout)
         self.devices.sort(key=lambda device: device.rank)
-        check_order(self.devices)
+        check_order([device.issued for device in self.devices])
         return results
 
 
@@ -111,18 +112,22 @@ class StreamsOverGloo(_WatchedMemory, GlooBackend):
         return known
 
 
-def check_order(devices: list[Device]) -> None:
+def check_order(issued: Sequence[Sequence[Issued]]) -> None:
     """Any two ranks issue the collectives of all communicators that both are in in the same order.
+
+    Args:
+        issued: what each rank has issued.
 
     Raises:
         OutOfStepError: they don't: NCCL may run them in any order and wait for ever.
     """
-    for one, other in combinations(devices, 2):
-        both = {call[0] for call in one.issued} & {call[0] for call in other.issued}
-        mine, theirs = ([c for c in d.issued if c[0] in both] for d in (one, other))
+    for one, other in combinations(range(len(issued)), 2):
+        both = {call.communicator for call in issued[one]} & {call.communicator for call in issued[other]}
+        mine, theirs = ([call for call in issued[rank] if call.communicator in both] for rank in (one, other))
         for k, (a, b) in enumerate(zip(mine, theirs, strict=False)):
-            if a[:2] != b[:2]:
+            if (a.communicator, a.operation) != (b.communicator, b.operation):
                 raise OutOfStepError(
-                    f"communicators are used in different orders: collective {k} is {a} on rank {one.rank} and {b} on "
-                    f"rank {other.rank}"
+                    f"communicators are used in different orders: collective {k} is {tuple(a)} on rank {one} and "
+                    f"{tuple(b)} on rank {other}. Issue collectives of different groups and channels in one order on "
+                    "all ranks"
                 )

@@ -15,6 +15,7 @@ import sys
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -25,10 +26,13 @@ _PLACES = 4  # frames that a report shows
 _OWN = ("/backends/streams/", "/torch/", "/contextlib.py", "/functools.py")
 
 
-class Issued(tuple[str, str, int, str]):
-    """(communicator, operation, numel, label) of a collective."""
+class Issued(NamedTuple):
+    """A collective as all ranks know it."""
 
-    __slots__ = ()
+    communicator: str
+    operation: str
+    numel: int
+    label: str
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -138,8 +142,7 @@ class Device:
         storage = tensor.untyped_storage()
         if not storage.nbytes():
             raise RaceError(f"rank {self.rank}: {what} touches memory that was given back, at {places()}")
-        if self._storages[storage._cdata]:
-            self._check(tensor, writes, what, None)
+        self._check(tensor, writes, what, None)
 
     def release(self, tensor: torch.Tensor) -> None:
         """A tensor's whole memory is given back.

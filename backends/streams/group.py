@@ -10,8 +10,8 @@ from shardkit.backend import Backend, Group, ReduceOp, Work
 from shardkit.types import T
 
 from ..arguments import check_exchange, check_member, check_op, check_parts
+from ..simulated.collectives import spoil
 from .device import Device, Flight, Issued, places, quiet
-from .watching import spoil
 
 Call = Callable[[Group], Work]
 
@@ -71,7 +71,7 @@ class StreamsGroup(Group):
         flight = Flight(self._communicator, what, reads, writes, places(), None)
         numel = max((t.numel() for t in (*reads, *writes)), default=0)
         work = StreamsWork(self.device, self.below, call, flight)
-        self.device.issue(flight, Issued((self._communicator, operation, numel, label)))
+        self.device.issue(flight, Issued(self._communicator, operation, numel, label))
         if not async_op:
             work.wait()
         return work

@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardkit.types import Tree
 
+from ..simulated.collectives import spoil
 from .device import Device, quiet
 
 # Of these inputs only shape, dtype and device count.
@@ -66,9 +67,8 @@ class Watching(TorchDispatchMode):
     def _note(self, plan: _Plan, args: Sequence[Tree], kwargs: Mapping[str, Tree]) -> None:
         if plan.waits:
             self._device.host_waits[plan.name] += 1
-        for (name, writes), value in zip(plan.arguments, args, strict=False):
+        for (_, writes), value in zip(plan.arguments, args, strict=False):
             self._touch(value, writes, plan.name)
-            kwargs = {k: v for k, v in kwargs.items() if k != name} if name in kwargs else kwargs
         if kwargs:
             written = {name for name, writes in plan.arguments if writes}
             for name, value in kwargs.items():
@@ -78,14 +78,3 @@ class Watching(TorchDispatchMode):
         for tensor in value if isinstance(value, list | tuple) else (value,):
             if isinstance(tensor, torch.Tensor):
                 self._device.access(tensor, writes, what)
-
-
-def spoil(tensor: torch.Tensor) -> None:
-    """Values that nobody may read: NaN, and the largest of integers."""
-    if tensor.layout is not torch.strided or tensor.is_meta or not tensor.numel():
-        return
-    with torch.no_grad():
-        if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
-            tensor.fill_(float("nan"))
-        elif tensor.dtype is not torch.bool:
-            tensor.fill_(torch.iinfo(tensor.dtype).max)

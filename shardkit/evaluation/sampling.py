@@ -15,7 +15,7 @@ from typing import TypeVar
 import torch
 from torch.utils.data import DataLoader, Sampler
 
-from ..backend import Backend, backend_for, backend_of_job
+from ..backend import Backend, backend_of_job
 from ..errors import ConfigurationError
 
 T = TypeVar("T")
@@ -51,7 +51,7 @@ class EvaluationSampler(Sampler[int]):
         backend: str | Backend | None = None,
     ) -> None:
         if num_replicas is None or rank is None:
-            group = (backend_of_job() if backend is None else backend_for([], backend)).group()
+            group = backend_of_job(backend).group()
             num_replicas = group.world_size if num_replicas is None else num_replicas
             rank = group.rank if rank is None else rank
         if not 0 <= rank < num_replicas:

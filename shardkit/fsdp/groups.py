@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 
-from ..backend import Backend, Group, backend_for, backend_of_job
+from ..backend import Backend, Group, backend_of_job
 from ..errors import ConfigurationError
 from ..types import ProcessGroup
 
@@ -59,8 +59,7 @@ def hybrid_groups(
 
     Source: hybrid sharding of PyTorch FSDP (arXiv 2304.11277, section 3.2).
     """
-    chosen = backend_of_job() if backend is None else backend_for((), backend)
-    everyone = chosen.group(group)
+    everyone = backend_of_job(backend).group(group)
     shards = post_forward_mesh(everyone, shard_size)
     replicas = None
     for offset in range(shard_size):

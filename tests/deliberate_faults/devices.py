@@ -136,7 +136,7 @@ FAULTS = [
         "simulated ranks",
         "what a collective overwrites keeps its values",
         "backends/simulated/collectives.py",
-        "    for tensor in inputs:\n        _spoil(tensor)\n",
+        "    for tensor in inputs:\n        spoil(tensor)\n",
         "",
         ("tests/backends/test_simulated.py::test_undefined_contents_show",),
     ),
