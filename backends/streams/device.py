@@ -170,7 +170,8 @@ class Device:
                 if does:
                     raise RaceError(
                         f"rank {self.rank}: {what} {'writes' if writes else 'reads'} memory that {flight.what} still "
-                        f"{does}: nobody has waited for it. It was issued at {flight.places}; this is {places()}"
+                        f"{does}: nobody has waited for it (call its wait() first). It was issued at "
+                        f"{flight.places}; this is {places()}"
                     )
 
     # ------------------------------------------------------------ what costs time
