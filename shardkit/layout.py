@@ -5,8 +5,10 @@ Legend: W world size, P numel of all parameters, N numel of a flat buffer, S num
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 _ALIGNED = 16  # bytes: one load of a device's thread
 
@@ -125,24 +127,28 @@ def buckets_by_numel(numels: Sequence[int], cap: int) -> list[list[int]]:
 
 @dataclass(frozen=True)
 class ShardLayout:
-    """Items end to end as one flat parameter [N], cut into W shards of equal size [S]; the end is padded.
+    """Items as one flat parameter [N], cut into W shards of equal size [S]; the end is padded.
 
-    S is N / W rounded up, as ``torch.chunk`` cuts; this is also fairscale's layout.
+    S is N / W rounded up, as ``torch.chunk`` cuts; with items end to end this is fairscale's layout.
 
     Attributes:
         numels: numel of each item.
         world_size: W.
         multiple: S is rounded up to a multiple of it.
+        starts: where each item begins; None: items lie end to end.
     """
 
     numels: tuple[int, ...]
     world_size: int
     multiple: int = 1
+    starts: tuple[int, ...] | None = None
 
     @property
     def numel(self) -> int:
-        """N, without padding."""
-        return sum(self.numels)
+        """N: up to the end of the last item, without the padding after it."""
+        if self.starts is None:
+            return sum(self.numels)
+        return max((start + n for start, n in zip(self.starts, self.numels, strict=True)), default=0)
 
     @property
     def shard_numel(self) -> int:
@@ -155,16 +161,24 @@ class ShardLayout:
         return self.shard_numel * self.world_size
 
     def padding(self, rank: int) -> int:
-        """How many elements at the end of a rank's shard belong to no item."""
+        """How many elements at the end of a rank's shard lie behind the last item."""
         return self.shard_numel - max(0, min(self.shard_numel, self.numel - rank * self.shard_numel))
 
     def offsets(self) -> list[int]:
         """Where each item starts in the flat parameter."""
+        if self.starts is not None:
+            return list(self.starts)
         starts, total = [], 0
         for numel in self.numels:
             starts.append(total)
             total += numel
         return starts
+
+    def described(self) -> list[object]:
+        """For comparisons, as plain data: the numels; if items don't lie end to end, (start, numel) of each."""
+        if self.starts is None:
+            return list(self.numels)
+        return [[start, numel] for start, numel in zip(self.starts, self.numels, strict=True)]
 
     def pieces(self) -> list[Piece]:
         """All items cut at the borders of shards, in order; items without elements have none."""
@@ -178,6 +192,53 @@ class ShardLayout:
                 found.append(Piece(item, done, rank, offset, length))
                 done += length
         return found
+
+
+Align = Literal["parameters", "rows"] | int | None
+
+
+def aligned_shards(shapes: Sequence[Sequence[int]], world_size: int, align: Align) -> ShardLayout:
+    """Cuts items of these shapes so that less of them straddles shards, or so that they begin at aligned addresses.
+
+    Args:
+        shapes: of each item.
+        world_size: W.
+        align: "parameters": each item lies in one shard as a whole, and items change places so that shards are as full
+            as can be; S is at least the largest item. "rows": no cut goes through a row (of the first dimension). A
+            number: items begin, and S is, at multiples of so many elements. None: fairscale's layout, end to end.
+    """
+    numels = tuple(math.prod(shape) for shape in shapes)
+    if align is None or (world_size == 1 and isinstance(align, str)):
+        return ShardLayout(numels, world_size)
+    if align == "parameters":
+        owners = balanced_owners(numels, [True] * len(numels), [0] * world_size)
+        segments = segment_layout(numels, owners, world_size, even=True)
+        size = max(1, segments.sizes[0])
+        return ShardLayout(numels, world_size, size, tuple(p.rank * size + p.offset for p in segments.pieces))
+    if align == "rows":
+        rows = [max(1, math.prod(shape[1:])) for shape in shapes]
+        return _cut_between_rows(numels, rows, world_size)
+    starts, end = [], 0
+    for numel in numels:
+        starts.append(rounded_up(end, align))
+        end = starts[-1] + numel
+    return ShardLayout(numels, world_size, 1 if world_size == 1 else align, tuple(starts))
+
+
+def _cut_between_rows(numels: tuple[int, ...], rows: Sequence[int], world_size: int) -> ShardLayout:
+    """An item begins so that the next cut is at one of its rows; two cuts within an item are whole rows apart."""
+    even = max(1, -(-sum(numels) // world_size))
+    step = math.lcm(*[row for row, numel in zip(rows, numels, strict=True) if numel > even])
+    size = rounded_up(even, step)
+    while True:
+        starts, end = [], 0
+        for numel, row in zip(numels, rows, strict=True):
+            room = rounded_up(end, size) - end  # up to the next cut
+            starts.append(end + (room % row if numel > room else 0))
+            end = starts[-1] + numel
+        if end <= size * world_size:
+            return ShardLayout(numels, world_size, size, tuple(starts))
+        size += step
 
 
 def gaps_between(filled: Sequence[tuple[int, int]], numel: int) -> list[tuple[int, int]]:

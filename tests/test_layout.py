@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator
 
 import pytest
@@ -11,8 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardkit.layout import (
+    Align,
     Piece,
     ShardLayout,
+    aligned_shards,
     balanced_owners,
     buckets_by_numel,
     gaps_between,
@@ -53,6 +56,56 @@ def test_shards_are_torchs_chunks_with_padding(world_size: int, multiple: int) -
             assert piece.start + piece.numel <= numels[piece.item]
             found += there
         assert found == list(range(n))
+
+
+SHAPES = st.lists(
+    st.lists(st.integers(0, 6), max_size=3).map(tuple) | st.tuples(st.integers(1, 40), st.integers(1, 7)),
+    max_size=7,
+)
+
+
+@settings(max_examples=300)
+@given(SHAPES, st.integers(1, 5), st.sampled_from(["parameters", "rows", 1, 3, 8]))
+def test_aligned_items_lie_apart_and_where_they_should(
+    shapes: list[tuple[int, ...]], world_size: int, align: Align
+) -> None:
+    layout = aligned_shards(shapes, world_size, align)
+    assert layout.numels == tuple(math.prod(shape) for shape in shapes)
+    taken = sorted((start, n) for start, n in zip(layout.offsets(), layout.numels, strict=True) if n)
+    assert all(start + n <= after for (start, n), (after, _) in itertools.pairwise(taken))
+    assert all(0 <= start and start + n <= layout.padded_numel for start, n in taken)
+    pieces = layout.pieces()
+    for item, shape in enumerate(shapes):
+        cuts = [p.start for p in pieces if p.item == item and p.start]
+        if align == "parameters" or (align == "rows" and world_size == 1):
+            assert not cuts
+        elif align == "rows":
+            assert all(cut % math.prod(shape[1:]) == 0 for cut in cuts)
+        elif isinstance(align, int):
+            assert layout.offsets()[item] % align == 0
+            assert world_size == 1 or layout.shard_numel % align == 0
+    if align == "parameters" and world_size > 1 and taken:
+        loads = [0] * world_size
+        balanced_owners(layout.numels, [True] * len(shapes), loads)
+        assert layout.shard_numel == max(loads)  # as full as can be
+    if isinstance(align, int):
+        assert layout.padded_numel - sum(layout.numels) <= (len(shapes) + world_size) * align
+
+
+def test_end_to_end_is_what_no_alignment_means() -> None:
+    for numels in _numels(3, 4):
+        shapes = [(n,) for n in numels]
+        assert aligned_shards(shapes, 3, None) == ShardLayout(numels, 3)
+        assert aligned_shards(shapes, 3, 1).pieces() == ShardLayout(numels, 3).pieces()
+
+
+def test_rows_cost_little_padding_in_a_transformers_block() -> None:
+    width = 64
+    block = [(3 * width, width), (3 * width,), (width, width), (width,), (4 * width, width), (4 * width,),
+             (width, 4 * width), (width,), (width,), (width,)]  # fmt: skip
+    for world_size in (2, 4, 8, 16):
+        layout = aligned_shards(block, world_size, "rows")
+        assert layout.padded_numel <= 1.1 * sum(layout.numels)
 
 
 @pytest.mark.parametrize("even", [False, True])

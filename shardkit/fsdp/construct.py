@@ -23,6 +23,7 @@ from ..layout import ShardLayout
 from ..policy import OffloadPolicy, ReducePolicy
 from ..types import Kwargs
 from .flat_param import FlatParam
+from .flat_values import put_together, report_padding
 from .groups import post_forward_mesh
 from .originals import OriginalParameter, Place, managing
 from .registrations import note_taken
@@ -155,7 +156,7 @@ def shard_module(state: ShardingState, list_shard: Listing) -> None:
     facts = {
         "flatten": options.flatten, "precision": options.precision, "reshard": options.reshard,
         "offload": options.offload, "reduce": options.reduce, "sync_module_states": options.sync_module_states,
-        "replicas": options.replicas is not None,
+        "replicas": options.replicas is not None, "layout": options.layout,
     }  # fmt: skip
     for ranks in (state.group, state.replicas):
         if ranks is not None:
@@ -182,6 +183,7 @@ def _flat_of(state: ShardingState, found: Found, part: list[int], list_shard: Li
     originals = [found.originals[i] for i in part]
     device = options.device or originals[0].param.device
     layout = options.layout([m.shape for m in originals], group.world_size)
+    report_padding(layout, f"{found.names[part[0]]!r} and {len(part) - 1} more parameters", group.rank)
     shard = shard_of(originals, layout, group, device, options.sync_module_states)
     if state.replicas is not None and options.sync_module_states and not shard.is_meta:
         state.replicas.channel("buffers").broadcast(shard, 0, label="parameters of the first replica")
@@ -334,8 +336,7 @@ def shard_of(
     if any(m.param.is_meta for m in originals):
         return torch.empty(layout.shard_numel, dtype=dtype, device="meta")
     rows = [m.param.detach().reshape(-1).to(device) for m in originals]
-    rows.append(torch.zeros(layout.padded_numel - layout.numel, dtype=dtype, device=device))
-    flat = torch.cat(rows)
+    flat = put_together(rows, layout)
     if group.world_size == 1:
         return flat
     if from_rank_0:

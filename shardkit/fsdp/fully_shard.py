@@ -19,6 +19,7 @@ from torch import nn
 from ..backend import Backend
 from ..errors import ConfigurationError, LifecycleError
 from ..flattening.flat_parameter import ParamInfo, SharedParamInfo
+from ..layout import Align
 from ..policy import OffloadPolicy, PrecisionPolicy, ReducePolicy, ReshardPolicy
 from ..progress import noting_errors
 from ..torch_seams.compiling import not_compiled
@@ -29,6 +30,7 @@ from . import state_dict as state_dicts
 from .calls import cast_inputs, computing_when_summoned, refuse_backward
 from .construct import shard_module, wake
 from .door import Door
+from .flat_values import layout_for
 from .inside import collect_in_place, refuse_state_dicts
 from .lazy import saving_originals_by_name
 from .originals import OriginalParameter, Place
@@ -52,6 +54,7 @@ def fully_shard(
     reshard: ReshardPolicy | None = None,
     offload: OffloadPolicy | None = None,
     reduce: ReducePolicy | None = None,
+    align: Align = None,
     sync_module_states: bool = True,
     device: torch.device | str | None = None,
     backend: str | Backend | None = None,
@@ -84,6 +87,7 @@ def fully_shard(
     options = Options.given(
         group=group, replicas=replicas, precision=precision, reshard=reshard, offload=offload, reduce=reduce,
         flatten=False, sync_module_states=sync_module_states, device=device, backend=backend,
+        layout=layout_for(align, False),
     )  # fmt: skip
     state = ShardingState(module, module, options)
     shard_module(state, _list_shard)

@@ -57,12 +57,14 @@ class KeptViews:
         if not self.found:
             self._familiar[state] = _holders_of(self._memory)
             return
-        offsets = self._layout.offsets()
+        offsets, numbers = zip(
+            *sorted((start, k) for k, start in enumerate(self._layout.offsets())), strict=True
+        )
         with as_tensors():
             for ref, _ in self.found:
                 tensor: Tree = ref()
-                number = bisect.bisect_right(offsets, int(tensor.storage_offset())) - 1
-                note_view(tensor, self._originals[min(number, len(self._originals) - 1)].param)
+                number = numbers[max(0, bisect.bisect_right(offsets, int(tensor.storage_offset())) - 1)]
+                note_view(tensor, self._originals[number].param)
                 is_param = isinstance(tensor, nn.Parameter)
                 tensor.__class__ = ReleasedParameter if is_param else ReleasedView
 

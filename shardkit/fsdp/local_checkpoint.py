@@ -9,9 +9,11 @@ from torch import nn
 
 from ..checks.facts import all_gather_facts
 from ..errors import ConfigurationError
+from ..layout import ShardLayout
 from ..torch_seams.module_versions import versions_of
 from ..types import SavedState, StateDict
 from .flat_param import FlatParam
+from .flat_values import taken_apart
 from .names import clean
 from .state import ShardingState, state_of
 
@@ -32,6 +34,8 @@ def metadata(state: ShardingState) -> StateDict:
                 "numels": list(flat.layout.numels),
                 "padding": flat.layout.padding(flat.group.rank),
             }
+            if flat.layout.starts is not None:  # fairscale has items end to end only
+                params[name]["starts"] = list(flat.layout.starts)
         entries.append(
             {
                 "fsdp_path": paths[s.door],
@@ -80,7 +84,7 @@ def note_of(state: SavedState) -> StateDict | None:
 
 
 def _flats_by_key(state: ShardingState) -> dict[str, tuple[FlatParam, list[list[object]]]]:
-    """Each flat parameter by its key in a local state dict, with names and shapes of what is in it."""
+    """Each flat parameter by its key in a local state dict, with names, shapes (and places) of what is in it."""
     found: dict[str, tuple[FlatParam, list[list[object]]]] = {}
     for path, m in state.door.named_modules():
         s = state_of(m)
@@ -89,7 +93,10 @@ def _flats_by_key(state: ShardingState) -> dict[str, tuple[FlatParam, list[list[
                 name = clean(flat.holder.name) if flat.is_listed_flat else flat.names[0]
                 key = f"{clean(path)}.{name}" if clean(path) else name
                 originals = zip(flat.names, flat.originals, strict=True)
-                found[key] = (flat, [[n, list(original.shape)] for n, original in originals])
+                facts: list[list[object]] = [[n, list(original.shape)] for n, original in originals]
+                for fact, start in zip(facts, flat.layout.starts or (), strict=False):
+                    fact.append(start)
+                found[key] = (flat, facts)
     return found
 
 
@@ -197,9 +204,11 @@ def consolidate(
                         f"the state dict of rank 0 has no {key!r}, which its metadata names"
                     )
                 continue
-            names, shapes, numels, _ = info.values()
             joined = _joined(shard_weights, shard_metadata, k, name, key)
-            for n, shape, part in zip(names, shapes, joined.split(list(numels)), strict=True):
+            layout = ShardLayout(tuple(info["numels"]), 1, starts=info.get("starts"))
+            for n, shape, part in zip(
+                info["names"], info["shapes"], taken_apart(joined, layout), strict=True
+            ):
                 full[f"{path}.{n}" if path else n] = part.view(shape)
     _add_shared(full, shard_metadata[0]["param_metadata"])
     if with_module_buffers:
@@ -212,9 +221,11 @@ def _joined(
     shard_weights: Sequence[dict[str, torch.Tensor]], shard_metadata: Sequence[StateDict],
     k: int, name: str, key: str,
 ) -> torch.Tensor:  # fmt: skip
-    """A flat parameter without padding: ``key`` in the weights, ``name`` of entry ``k`` in the metadata."""
+    """A flat parameter without the padding behind it: ``key`` in the weights, ``name`` of entry ``k`` in the
+    metadata.
+    """
     entry = shard_metadata[0]["param_metadata"][k]
-    _, _, numels, _ = entry["params"][name].values()
+    numels = entry["params"][name]["numels"]
     shards: list[torch.Tensor] = []
     for weights, meta in zip(shard_weights, shard_metadata, strict=True):
         padding = meta["param_metadata"][k]["params"][name]["padding"]

@@ -24,6 +24,7 @@ from ..errors import ConfigurationError
 from ..optimizers.state_shapes import NUMBERS
 from ..types import ParamGroup, StateDict, Tree
 from .flat_param import FlatParam
+from .flat_values import put_together, taken_apart
 from .state_of_shards import NOTE
 
 EXTRA = ("param_id_map", "uncollected_local_ids")
@@ -66,7 +67,7 @@ def _gather(flat: FlatParam, value: torch.Tensor) -> list[torch.Tensor]:
         flat.group.channel("parameters").all_gather_into(
             full, shard, label=f"optimizer state of {flat.label}"
         )
-    pieces = full[: flat.layout.numel].cpu().split(list(flat.layout.numels))
+    pieces = taken_apart(full[: flat.layout.numel].cpu(), flat.layout)
     return [p.view(m.shape).clone() for p, m in zip(pieces, flat.originals, strict=True)]
 
 
@@ -141,7 +142,7 @@ def _of_no_parameter(state_dict: StateDict) -> StateDict:
 def _keep_uncollected(state: dict[int, StateDict], flat: FlatParam, ids: list[int], own: StateDict) -> None:
     for key, value in own.items():
         if _is_spread(key, value, flat) and flat.group.world_size == 1:
-            pieces: list[Any] = list(value.detach().cpu().reshape(-1).split(list(flat.layout.numels)))
+            pieces: list[Any] = taken_apart(value.detach().cpu().reshape(-1), flat.layout)
             values = [p.view(m.shape).clone() for p, m in zip(pieces, flat.originals, strict=True)]
         else:
             values = [_plain(value)] * len(ids)
@@ -216,9 +217,10 @@ def _shard_state(flat: FlatParam, ids: list[int], have: dict[int, StateDict]) ->
             have[i][key].detach().reshape(-1) if i in have else value.new_zeros(m.shape.numel())
             for i, m in zip(ids, flat.originals, strict=True)
         ]
-        rows.append(value.new_zeros(flat.layout.padded_numel - flat.layout.numel))
         size, rank = flat.layout.shard_numel, flat.group.rank
-        sharded[key] = torch.cat(rows)[rank * size : (rank + 1) * size].clone().view(flat.param.shape)
+        sharded[key] = (
+            put_together(rows, flat.layout)[rank * size : (rank + 1) * size].clone().view(flat.param.shape)
+        )
     return sharded
 
 

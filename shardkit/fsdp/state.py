@@ -24,16 +24,12 @@ from ..policy import OffloadPolicy, PrecisionPolicy, ReducePolicy, ReshardPolicy
 from ..types import Memo, ProcessGroup, StateDict
 from .engine import Engine
 from .flat_param import FlatParam
+from .flat_values import AlignedLayout
 from .gradients import predivide_factor
 from .unit import Unit
 
 # By id of the door. The state is held by its door alone, so this map keeps neither alive.
 _states: dict[int, weakref.ref[ShardingState]] = {}
-
-
-def even_layout(shapes: Sequence[torch.Size], world_size: int) -> ShardLayout:
-    """How parameters of these shapes are cut: evenly, end to end."""
-    return ShardLayout(tuple(shape.numel() for shape in shapes), world_size)
 
 
 @dataclass(frozen=True)
@@ -60,7 +56,9 @@ class Options:
     sync_module_states: bool = True
     device: torch.device | None = None
     backend: str | Backend | None = None
-    layout: Callable[[Sequence[torch.Size], int], ShardLayout] = even_layout
+    layout: Callable[[Sequence[torch.Size], int], ShardLayout] = field(
+        default_factory=lambda: AlignedLayout(None)
+    )
     state_dict_device: torch.device | None = None
     state_dict_on_rank_0_only: bool = False
     clears_autocast_cache: bool = False

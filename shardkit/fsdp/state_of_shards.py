@@ -81,9 +81,9 @@ def _marked(optimizer: Optimizer, state_dict: StateDict) -> StateDict:
 
 
 def _note(params: Iterable[torch.Tensor]) -> list[list[object]]:
-    """Of each flat parameter of a group: the rank, the world size, names and numels of its original parameters."""
+    """Of each flat parameter of a group: the rank, the world size, names and places of its originals."""
     flats: list[FlatParamLike] = [f for f in map(shard_behind, params) if f is not None]
-    return [[f.group.rank, f.group.world_size, list(f.names), list(f.layout.numels)] for f in flats]
+    return [[f.group.rank, f.group.world_size, list(f.names), f.layout.described()] for f in flats]
 
 
 # ------------------------------------------------------------ what was loaded

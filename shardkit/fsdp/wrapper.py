@@ -6,10 +6,12 @@ import torch
 from torch import nn
 
 from ..backend import Backend
+from ..layout import Align
 from ..policy import OffloadPolicy, PrecisionPolicy, ReducePolicy, ReshardPolicy
 from ..progress import noting_errors
 from ..types import ProcessGroup, Tree
 from .door import Door
+from .flat_values import layout_for
 from .sharded_api import SummonAndClip
 from .state import Options
 
@@ -41,6 +43,12 @@ class FSDP(SummonAndClip, Door):
         reshard: when gathered parameters are given back.
         offload: what lives in host memory.
         reduce: dtype and division of gradients on the wire.
+        align: how the flat parameter is cut. "parameters": each parameter lies on one rank as a whole, and shards are
+            as large as the fullest; "rows": no cut goes through a row of a parameter; a number: parameters begin at
+            multiples of so many elements (8 of bfloat16 are the 16 bytes at which devices compute fastest, which
+            counts after a parameter of odd size). The padding that it costs is logged. By default parameters lie end to
+            end, as in fairscale: its local state dicts have that layout, and those of other alignments load into the
+            same alignment.
         flatten: one flat parameter for the module, not one for each parameter.
         sync_module_states: start from rank 0's values. Otherwise ranks must hold the same ones.
         device: where to compute; by default where the parameters are.
@@ -63,6 +71,7 @@ class FSDP(SummonAndClip, Door):
         reshard: ReshardPolicy | None = None,
         offload: OffloadPolicy | None = None,
         reduce: ReducePolicy | None = None,
+        align: Align = None,
         flatten: bool = True,
         sync_module_states: bool = True,
         device: torch.device | str | None = None,
@@ -73,6 +82,7 @@ class FSDP(SummonAndClip, Door):
             Options.given(
                 group=group, replicas=replicas, precision=precision, reshard=reshard, offload=offload, reduce=reduce,
                 flatten=flatten, sync_module_states=sync_module_states, device=device, backend=backend,
+                layout=layout_for(align, flatten),
             ),
         )  # fmt: skip
 

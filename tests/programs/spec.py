@@ -60,6 +60,7 @@ class Unit(Short):
     clear_autocast_cache: bool = False
     force_input_to_fp32: bool = False
     verbose: bool = False
+    align: str | int | None = None  # of the core's FSDP alone
 
     def arguments(self) -> dict[str, Any]:
         """Keyword arguments, those that differ from the default only."""

@@ -54,7 +54,7 @@ ROUTINGS = st.sampled_from(["same", "by_rank", "rank_0"])
 
 # ------------------------------------------------------------------------------------------------ options
 @st.composite
-def unit_options(draw: st.DrawFn) -> Unit:
+def unit_options(draw: st.DrawFn, plain: bool = True) -> Unit:
     """Options of a whole FSDP model that change nothing about results."""
     return Unit(
         flatten_parameters=draw(st.sampled_from([True, True, False])),
@@ -65,6 +65,7 @@ def unit_options(draw: st.DrawFn) -> Unit:
         move_params_to_cpu=draw(RARELY),
         state_dict_on_rank_0_only=draw(RARELY),
         clear_autocast_cache=draw(RARELY),
+        align=None if plain else draw(st.sampled_from([None, None, "parameters", "rows", 4])),
     )
 
 
@@ -312,7 +313,7 @@ def unit_programs(
     draw: st.DrawFn, plain: bool = False, dtype: str = "float64", low: tuple[str, ...] = ()
 ) -> Program:
     """A whole program for FSDP; ``plain`` as above, ``low`` are dtypes of mixed precision."""
-    root = draw(low_precision(low) if low else unit_options())
+    root = draw(low_precision(low) if low else unit_options(plain))
     model = draw(trees(root, plain or bool(low), dtype, STEADY_LEAVES if low else ()))
     steps: list[AnyStep] = []
     for _ in range(draw(st.integers(1, 3))):

@@ -7,6 +7,7 @@ import importlib
 import pickle
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from torch import nn
 
 from shardkit.errors import ShardkitError
+from shardkit.fsdp.flat_values import AlignedLayout
 
 from .models import Tree
 from .ranks import Rank, tensors
@@ -37,7 +39,28 @@ def wrapper_of(library: str) -> Callable[..., nn.Module]:
     cls = importlib.import_module(f"{library}.nn.data_parallel").FullyShardedDataParallel
     # fairscale would look for a CUDA device
     device = {"compute_device": torch.device("cpu")} if library == "fairscale" else {}
-    return lambda module, options: cls(module, **device, **options.arguments())
+
+    def wrap(module: nn.Module, options: Unit) -> nn.Module:
+        arguments = options.arguments()
+        align = arguments.pop("align", None)
+        kind = cls if align is None else partial(_aligned(cls), align)
+        return kind(module, **device, **arguments)
+
+    return wrap
+
+
+def _aligned(cls: Any) -> Any:
+    """The class with the core's ``align``, which fairscale's arguments lack."""
+
+    class Aligned(cls):
+        def __init__(self, align: Any, module: nn.Module, **arguments: Any) -> None:
+            self.__dict__["align"] = align
+            super().__init__(module, **arguments)
+
+        def _shard(self, module: nn.Module, options: Any) -> None:
+            super()._shard(module, replace(options, layout=AlignedLayout(self.align)))
+
+    return Aligned
 
 
 def plain(value: Any) -> Any:

@@ -133,6 +133,7 @@ def wrapped(program: Program, wrap: Callable[[nn.Module], nn.Module]) -> Any:
 
 def wrapper(library: str, options: dict[str, Any]) -> Callable[[nn.Module], nn.Module]:
     options = {**options, "execute_sharding_on_init": False}  # as many programs less to compile
+    align = options.pop("align", None)  # of the core's own alone
     if library == "torch_xla":
         from torch_xla.distributed.fsdp import XlaFullyShardedDataParallel as Theirs
 
@@ -153,7 +154,9 @@ def wrapper(library: str, options: dict[str, Any]) -> Callable[[nn.Module], nn.M
     precision = PrecisionPolicy(compute=options.get("compute_dtype"))
     flatten = options.get("flatten_parameters", False)
     device = get_backend("xla").device()
-    return lambda m: FSDP(m.to(device), flatten=flatten, reshard=reshard, precision=precision)
+    if not flatten and align == "parameters":
+        align = "rows"
+    return lambda m: FSDP(m.to(device), flatten=flatten, reshard=reshard, precision=precision, align=align)
 
 
 # ------------------------------------------------------------------ runs

@@ -44,6 +44,7 @@ SWITCHES = (
 def programs(draw: st.DrawFn) -> Program:
     options: dict[str, Any] = {name: draw(st.booleans()) for name in SWITCHES}
     options["compute_dtype"] = draw(st.sampled_from([None, torch.float32]))
+    options["align"] = draw(st.sampled_from([None, "parameters", "rows", 4]))
     micro = draw(st.integers(1, 3))
     return Program(
         tuple(draw(st.lists(LEAF | CHAIN, min_size=1, max_size=3))),

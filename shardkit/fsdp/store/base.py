@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 
 from ...backend import Group, Work
+from ..flat_values import taken_apart
 from ..originals import FlatParamLike, ReleasedParameter
 from .channels import Gathers, HeardChannel, Hears
 from .states import FULL, GATHERED, GATHERING, LOCKED, RELEASED, SUMMONED, State
@@ -128,8 +129,7 @@ class Store(ABC):
     # ------------------------------------------------------------ what original parameters see
     def show(self, values: torch.Tensor) -> None:
         """Original parameters become views of this, [N] or more."""
-        sizes = [*self._layout.numels, values.numel() - self._layout.numel]
-        for original, piece in zip(self._originals, torch.split_with_sizes(values, sizes), strict=False):
+        for original, piece in zip(self._originals, taken_apart(values, self._layout), strict=True):
             # a view less: where execution is lazy, this runs in each step
             original.param.data = piece if len(original.shape) == 1 else piece.view(original.shape)
 

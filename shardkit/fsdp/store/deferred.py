@@ -18,7 +18,7 @@ class Deferred(Store):
 
     def __init__(self, flat: FlatParamLike) -> None:
         super().__init__(flat)
-        self._full = torch.empty(self._layout.numel, dtype=self._dtype, device="meta")
+        self._full = torch.empty(self._layout.padded_numel, dtype=self._dtype, device="meta")
 
     @property
     def gathered(self) -> torch.Tensor:
