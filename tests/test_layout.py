@@ -73,7 +73,7 @@ def test_aligned_items_lie_apart_and_where_they_should(
     assert layout.numels == tuple(math.prod(shape) for shape in shapes)
     taken = sorted((start, n) for start, n in zip(layout.offsets(), layout.numels, strict=True) if n)
     assert all(start + n <= after for (start, n), (after, _) in itertools.pairwise(taken))
-    assert all(0 <= start and start + n <= layout.padded_numel for start, n in taken)
+    assert all(start >= 0 and start + n <= layout.padded_numel for start, n in taken)
     pieces = layout.pieces()
     for item, shape in enumerate(shapes):
         cuts = [p.start for p in pieces if p.item == item and p.start]

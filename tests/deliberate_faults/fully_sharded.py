@@ -173,8 +173,8 @@ FAULTS = [
         "FSDP",
         "every rank loads the first rank's part of optimizer state",
         "shardkit/fsdp/optim_state.py",
-        "torch.cat(rows)[rank * size : (rank + 1) * size]",
-        "torch.cat(rows)[:size]",
+        "put_together(rows, flat.layout)[rank * size : (rank + 1) * size]",
+        "put_together(rows, flat.layout)[:size]",
         (f"{_FSDP}::test_model_and_optimizer_state_at_other_world_sizes",),
     ),
     Fault(
