@@ -26,7 +26,7 @@ from .errors import (
 )
 from .evaluation.gathering import gather, gather_tensors
 from .evaluation.sampling import EvaluationSampler, in_step
-from .fsdp import FSDP, fully_shard, hybrid_groups, sharding_of
+from .fsdp import FSDP, fully_shard, hybrid_groups, register_fsdp_forward_method, sharding_of
 from .grad_scaler import GradScaler, ShardedGradScaler
 from .launch import launch
 from .optimizers.elementwise import declare_elementwise
@@ -72,6 +72,7 @@ __all__ = [
     "launch",
     "load",
     "load_with_or_without_prefix",
+    "register_fsdp_forward_method",
     "save",
     "sharding_of",
     "with_prefix",

@@ -10,14 +10,18 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim import Optimizer
 
 from .backend import Backend, Group, ReduceOp, backend_for, backend_for_device
 from .errors import BackendError, ConfigurationError, LifecycleError
+from .torch_seams.device_mesh import group_of
 from .types import ProcessGroup, StateDict, Tree
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 # Values of the flag that ranks combine with MAX.
 _OVERFLOW = 1.0
@@ -208,6 +212,7 @@ class ShardedGradScaler(GradScaler):
         init_scale, growth_factor, backoff_factor, growth_interval, enabled: as :class:`GradScaler`.
         process_group: ranks that decide together; default: ``optimizer.group`` of an optimizer that shards, else all.
         backend: name or instance of the backend; default that of the scaled loss's device.
+        mesh: all of its ranks, in place of ``process_group``.
 
     Raises:
         ConfigurationError: see :class:`GradScaler`.
@@ -223,9 +228,10 @@ class ShardedGradScaler(GradScaler):
         process_group: ProcessGroup = None,
         *,
         backend: str | Backend | None = None,
+        mesh: DeviceMesh | None = None,
     ) -> None:
         super().__init__(init_scale, growth_factor, backoff_factor, growth_interval, enabled)
-        self.group = process_group
+        self.group = group_of(mesh, process_group)
         self._backend = backend
         self._never_scaled = False
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
-from typing import Any, NamedTuple, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
 
 import torch
 from torch import nn
@@ -23,6 +23,7 @@ from ..layout import Align
 from ..policy import OffloadPolicy, PrecisionPolicy, ReducePolicy, ReshardPolicy
 from ..progress import noting_errors
 from ..torch_seams.compiling import not_compiled
+from ..torch_seams.device_mesh import shards_and_replicas_of
 from ..torch_seams.other_wrappers import AccelerateAsks, check_wrappable
 from ..types import Args, IncompatibleKeys, Kwargs, Memo, ProcessGroup, StateDict, Tree
 from . import moving
@@ -38,10 +39,16 @@ from .refusals import check_asker
 from .running import Entered, enter, fail, input_dtype, leave, watched
 from .state import Options, ShardingState, state_of
 from .state_of_shards import check_request
-from .summoning import enter_summon
+from .summoning import end_unshard, enter_summon
+from .torch_methods import TorchsMethods
+from .torch_words import TorchsArguments, in_torchs_words, modules_of
 from .unit_module import list_in_place
 
-M = TypeVar("M", bound=nn.Module)
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from typing_extensions import Unpack
+
+M = TypeVar("M", bound="nn.Module | Sequence[nn.Module]")
 
 
 @noting_errors
@@ -58,6 +65,8 @@ def fully_shard(
     sync_module_states: bool = True,
     device: torch.device | str | None = None,
     backend: str | Backend | None = None,
+    mesh: DeviceMesh | None = None,
+    **torchs_words: Unpack[TorchsArguments],
 ) -> M:
     """Shards a module in place: as :class:`~shardkit.FSDP`, but the module keeps its class, methods and names.
 
@@ -74,25 +83,32 @@ def fully_shard(
     ``summon_full_params``, ``clip_grad_norm_``, optimizer states. Every parameter travels by itself: where a unit has
     many small ones, ``FSDP(module)``, which sends a unit as one flat parameter, is faster.
 
-    Args: those of :class:`~shardkit.FSDP`.
-    Returns: the module.
-
-    Raises:
-        ConfigurationError: sharded already; else as :class:`~shardkit.FSDP`.
-        RankMismatchError: as :class:`~shardkit.FSDP`.
+    Args: those of :class:`~shardkit.FSDP`, or those of torch's ``fully_shard`` (FSDP2) with torch's policies: ``mesh``,
+        ``reshard_after_forward``, ``mp_policy``, ``offload_policy``. Of several modules each becomes a unit.
+    Returns: what was passed; FSDP2's methods (``unshard``, ``set_requires_gradient_sync``, ...) are attributes of it.
+    Raises: ConfigurationError (sharded already) and what :class:`~shardkit.FSDP` raises.
 
     Source: the shape of torch.distributed.fsdp.fully_shard (FSDP2).
     """
-    _check(module)
+    words = in_torchs_words(torchs_words)
+    group, replicas = shards_and_replicas_of(mesh, group, replicas)
     options = Options.given(
-        group=group, replicas=replicas, precision=precision, reshard=reshard, offload=offload, reduce=reduce,
+        group=group, replicas=replicas, precision=words.precision(precision), reshard=words.reshard(reshard),
+        offload=words.offload(offload), reduce=words.reduce(reduce),
         flatten=False, sync_module_states=sync_module_states, device=device, backend=backend,
         layout=layout_for(align, False),
     )  # fmt: skip
+    for each in modules_of(module):
+        _shard(each, options)
+        words.cast_outputs_of(each)
+    return module
+
+
+def _shard(module: nn.Module, options: Options) -> None:
+    _check(module)
     state = ShardingState(module, module, options)
     shard_module(state, _list_shard)
     _InPlace(state).install()
-    return module
 
 
 def _check(module: nn.Module) -> None:
@@ -146,6 +162,7 @@ class _InPlace:
         module.__dict__["_apply"] = self._apply
         module.__dict__["_fqn_modifiers"] = self._fqn_modifiers
         module.__dict__["_is_accelerate_prepared"] = AccelerateAsks()
+        TorchsMethods(state).install()
 
     # ------------------------------------------------------------ forward
     @not_compiled
@@ -158,6 +175,7 @@ class _InPlace:
         entered = None
         try:
             with ExitStack() as around:
+                end_unshard(state)
                 if state.summoned is not None:
                     state.cast_buffers()
                     around.enter_context(computing_when_summoned(state.unit.needs))

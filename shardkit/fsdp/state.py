@@ -90,6 +90,7 @@ class ShardingState:
         summoned: open while parameters are summoned.
         is_loading: a state dict is being loaded or made, and what is summoned is so because of that.
         state_is_local: state dicts hold shards.
+        is_unsharded: summoned until the next forward.
         buffer_dtypes: own dtypes of buffers that were cast, by module and name.
         uncollected: optimizer state that is this rank's alone.
     """
@@ -106,7 +107,7 @@ class ShardingState:
         self.engine: Engine | None = None
         self.is_root: bool | None = None
         self.summoned: contextlib.ExitStack | None = None
-        self.is_loading = self.state_is_local = self.buffers_cast = False
+        self.is_loading = self.state_is_local = self.buffers_cast = self.is_unsharded = False
         self.buffer_dtypes: dict[tuple[nn.Module, str], torch.dtype] = {}
         self.uncollected: dict[int, StateDict] = {}
         note_state(self)

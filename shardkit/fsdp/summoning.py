@@ -37,6 +37,13 @@ def enter_summon(state: ShardingState, writeback: bool) -> None:
     state.summoned = stack
 
 
+def end_unshard(state: ShardingState) -> None:
+    """Ends what ``unshard()`` began."""
+    if state.is_unsharded:
+        state.is_unsharded = False
+        exit_summon(state)
+
+
 def exit_summon(state: ShardingState) -> None:
     """Ends it; changes go to the shards where they are to be kept."""
     stack, state.summoned = state.summoned, None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import nn
 
@@ -9,11 +11,15 @@ from ..backend import Backend
 from ..layout import Align
 from ..policy import OffloadPolicy, PrecisionPolicy, ReducePolicy, ReshardPolicy
 from ..progress import noting_errors
+from ..torch_seams.device_mesh import shards_and_replicas_of
 from ..types import ProcessGroup, Tree
 from .door import Door
 from .flat_values import layout_for
 from .sharded_api import SummonAndClip
 from .state import Options
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 class FSDP(SummonAndClip, Door):
@@ -39,6 +45,7 @@ class FSDP(SummonAndClip, Door):
             with the rest stay one weight.
         group: ranks among which parameters are sharded; None for all.
         replicas: ranks that hold the same shard as this one (hybrid sharding); gradients are averaged over them too.
+        mesh: in place of both: one of one dimension, or of two with replicas along the first.
         precision: dtypes of compute, inputs and buffers.
         reshard: when gathered parameters are given back.
         offload: what lives in host memory.
@@ -67,6 +74,7 @@ class FSDP(SummonAndClip, Door):
         *,
         group: ProcessGroup = None,
         replicas: ProcessGroup = None,
+        mesh: DeviceMesh | None = None,
         precision: PrecisionPolicy | None = None,
         reshard: ReshardPolicy | None = None,
         offload: OffloadPolicy | None = None,
@@ -77,6 +85,7 @@ class FSDP(SummonAndClip, Door):
         device: torch.device | str | None = None,
         backend: str | Backend | None = None,
     ) -> None:
+        group, replicas = shards_and_replicas_of(mesh, group, replicas)
         self._shard(
             module,
             Options.given(

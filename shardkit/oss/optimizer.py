@@ -9,7 +9,7 @@ Legend: W world size, P numel of all parameters, S numel of one rank's part.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Literal, cast
+from typing import TYPE_CHECKING, Literal, cast
 
 import torch
 from torch import nn
@@ -25,6 +25,7 @@ from ..optimizers import elementwise, same_state
 from ..optimizers.shards import refuse_shards
 from ..progress import note_error, noting_errors
 from ..reduction.norms import Portion, clip_by_global_norm, norm_like
+from ..torch_seams.device_mesh import group_of
 from ..torch_seams.distributed_checkpoint import current_request, is_called_by
 from ..types import ParamGroup, ProcessGroup, StateDict, Tree
 from . import state as oss_state
@@ -32,6 +33,9 @@ from .inner_optimizer import check_optimizer_class, make_inner
 from .param_groups import check_ranks_agree, copy_options, group_facts, options_of
 from .placement import placement_for
 from .placement.flat_segment import FlatSegment
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 Partition = Literal["greedy", "balanced"]
 
@@ -52,6 +56,7 @@ class OSS(Optimizer):
             the largest first, which evens out memory.
         broadcast_dtype: dtype in which updated fp32 parameters travel; the owner's copy is rounded too, so
             that all ranks hold the same values.
+        mesh: all of its ranks, in place of ``group``.
         **defaults: arguments of ``optim``.
 
     Raises:
@@ -75,6 +80,7 @@ class OSS(Optimizer):
         backend: str | Backend | None = None,
         partition: Partition = "greedy",
         broadcast_dtype: torch.dtype | None = None,
+        mesh: DeviceMesh | None = None,
         **defaults: object,
     ) -> None:
         check_optimizer_class(optim, refused=OSS)
@@ -84,6 +90,7 @@ class OSS(Optimizer):
         super().__init__(params, dict(defaults))
         self._refuse_shards(optim)
         check_one_device(self._parameters())
+        group = group_of(mesh, group)
         self._backend = backend_for(self._parameters(), backend)
         self._group: Group = self._backend.group(group)
         self.group = group

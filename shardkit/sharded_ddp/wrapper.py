@@ -6,7 +6,7 @@ import logging
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import torch
 from torch import nn
@@ -24,11 +24,15 @@ from ..errors import ConfigurationError, LifecycleError
 from ..oss.optimizer import OSS
 from ..policy import ReducePolicy
 from ..progress import noting_errors
+from ..torch_seams.device_mesh import group_of
 from ..torch_seams.forward_signature import signed_as_wrapped
 from ..torch_seams.other_wrappers import PreparedForAccelerate, check_wrappable, note_wrapper
 from ..types import ProcessGroup, StateDict, Tree
 from .buffers import BufferSync, broadcast_module, connect_sync_batch_norm
 from .exchange import GradientExchange
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 logger = logging.getLogger("shardkit")
 
@@ -63,6 +67,7 @@ class ShardedDDP(PreparedForAccelerate, nn.Module):
         reduce: size of gradient buckets and dtype on the wire.
         watch_trainable: notice before each forward that parameters were frozen, unfrozen or moved.
         backend: name or instance of the backend; by default that of the parameters' device.
+        mesh: all of its ranks, in place of ``group``.
 
     Raises:
         ConfigurationError: parameters on several devices, or of an FSDP module; an optimizer that is no OSS; an option
@@ -82,6 +87,7 @@ class ShardedDDP(PreparedForAccelerate, nn.Module):
         reduce: ReducePolicy | None = None,
         watch_trainable: bool = True,
         backend: str | Backend | None = None,
+        mesh: DeviceMesh | None = None,
     ) -> None:
         super().__init__()
         check_wrappable(module, type(self).__name__)
@@ -94,6 +100,7 @@ class ShardedDDP(PreparedForAccelerate, nn.Module):
         check_one_device(module.parameters())
         self.module = module
         self._sharded_optimizers = optimizers
+        group = group_of(mesh, group)
         self._backend = backend_for(module.parameters(), backend)
         self._group = self._backend.group(group)
         self._watch_trainable = watch_trainable
