@@ -1,14 +1,16 @@
-"""Values that a module starts with: of parameters on the meta device, and of buffers on another one."""
+"""Values that a module starts with: of what is on the meta device, or on another one, and rank 0's buffers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import nn
 
+from ..backend import Group
+from ..checks.same_everywhere import check_same_everywhere, shape_fact
 from ..errors import ConfigurationError
-from ..fsdp.state import modules_outside_units
+from ..fsdp.state import Ignored, modules_outside_units
 
 
 def materialize(module: nn.Module, init: Callable[[nn.Module], object] | None) -> None:
@@ -35,6 +37,82 @@ def materialize(module: nn.Module, init: Callable[[nn.Module], object] | None) -
     module.to_empty(device="cpu")
     with torch.no_grad():
         reset()
+
+
+def materialize_each(
+    module: nn.Module, init: Callable[[nn.Module], object] | None, device: torch.device, ignored: Ignored
+) -> None:
+    """The same module by module, as torch's FSDP does it; weights that were shared are shared afterwards.
+
+    Args:
+        init: called with every module that is not in another unit, parents first; default: those with parameters or
+            buffers are emptied onto ``device``, and their ``reset_parameters()`` is called.
+        ignored: stays as it is; parameters that take the place of ignored ones are added.
+
+    Raises:
+        ConfigurationError: a module has no ``reset_parameters()``; one is still on the meta device after ``init``.
+    """
+    own = [m for _, m in modules_outside_units(module, without=ignored.modules)]
+    before = [(m, n, p) for m in own for n, p in m._parameters.items() if p is not None]
+    if not any(p.is_meta for _, _, p in before if p not in ignored.parameters):
+        return
+    for m in own:
+        if init is not None:
+            init(m)
+        elif any(True for _ in (*m.parameters(recurse=False), *m.buffers(recurse=False))):
+            _reset(m, device)
+    first: dict[nn.Parameter, nn.Parameter | None] = {}
+    for m, name, old in before:
+        now = first.setdefault(old, m._parameters[name])
+        m._parameters[name] = now
+        if old in ignored.parameters and now is not None:
+            ignored.parameters.add(now)
+        elif now is not None and now.is_meta:
+            raise ConfigurationError(
+                f"parameter {name!r} of a {type(m).__name__} is still on the meta device after param_init_fn, which "
+                "is called with each module: it has to give the module's own parameters values, on any rank whose "
+                "values count, or memory (module.to_empty(device=..., recurse=False))"
+            )
+
+
+@torch.no_grad()
+def _reset(module: nn.Module, device: torch.device) -> None:
+    reset = getattr(module, "reset_parameters", None)
+    if reset is None:
+        raise ConfigurationError(
+            f"parameters are on the meta device and {type(module).__name__}, which has parameters or buffers, has no "
+            "reset_parameters() to initialise them; pass param_init_fn"
+        )
+    module.to_empty(device=device, recurse=False)
+    reset()
+
+
+def move_from_host(modules: Iterable[nn.Module], device: torch.device, kept: set[nn.Parameter]) -> None:
+    """Parameters and buffers of these modules themselves that are on the CPU move to a device, in place."""
+    for m in modules:
+        for p in m._parameters.values():
+            if p is not None and p.device.type == "cpu" and p not in kept:
+                p.data = p.data.to(device)
+        for name, buffer in m._buffers.items():
+            if buffer is not None and buffer.device.type == "cpu":
+                m._buffers[name] = buffer.to(device)
+
+
+def broadcast_buffers(modules: Iterable[tuple[str, nn.Module]], groups: Sequence[Group]) -> None:
+    """Buffers of these modules themselves become those of each group's first rank, in turn (collective).
+
+    Raises:
+        RankMismatchError: ranks have others, or of other shapes.
+    """
+    found = {
+        f"{path}.{n}" if path else n: b for path, m in modules for n, b in m._buffers.items() if b is not None
+    }
+    for group in groups:
+        facts = [(name, (shape_fact(b), str(b.dtype))) for name, b in found.items()]
+        check_same_everywhere(group, facts, "buffers of the wrapped module")
+        if group.world_size > 1:
+            for name, buffer in found.items():
+                group.channel("buffers").broadcast(buffer, 0, label=f"buffer {name} of rank 0")
 
 
 def move_buffers(module: nn.Module, device: torch.device) -> None:

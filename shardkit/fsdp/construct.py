@@ -93,7 +93,7 @@ class Found:
         by_param: dict[nn.Parameter, int] = {}
         for path, m in state.own_modules():
             for name, p in list(m._parameters.items()):
-                if p is None:
+                if p is None or p in state.ignored.parameters:
                     continue
                 full = f"{path}.{name}" if path else name
                 flat = managing(p)

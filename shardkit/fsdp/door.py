@@ -29,7 +29,7 @@ from .registered_shard import flat_of_registered
 from .running import enter, fail, input_dtype, leave, watched
 from .sharded_api import ShardedAPI
 from .standing_in import StandingIn
-from .state import Options, ShardingState
+from .state import Ignored, Options, ShardingState
 from .summoning import summoned
 from .unit_module import UnitModule
 
@@ -43,11 +43,11 @@ class Door(StandingIn, ShardedAPI):
     define otherwise is abstract too; they leave everything else as it is.
     """
 
-    def _shard(self, module: nn.Module, options: Options) -> None:
+    def _shard(self, module: nn.Module, options: Options, ignored: Ignored | None = None) -> None:
         """Wraps a module; see :class:`~shardkit.FSDP` for what is raised."""
         nn.Module.__init__(self)
-        check_wrappable(module, type(self).__name__, may_hold=Door)
-        state = ShardingState(self, module, options)
+        state = ShardingState(self, module, options, ignored)
+        check_wrappable(module, type(self).__name__, may_hold=Door, without=state.ignored.modules)
         shard_module(state, self._list_shard)
         self._unit_module(module)
         self._state = state

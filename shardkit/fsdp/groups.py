@@ -9,6 +9,7 @@ from ..errors import ConfigurationError
 from ..types import ProcessGroup
 
 _meshes: weakref.WeakKeyDictionary[Group, dict[int, Group]] = weakref.WeakKeyDictionary()
+_replicas: weakref.WeakKeyDictionary[Group, dict[int, Group]] = weakref.WeakKeyDictionary()
 
 
 def post_forward_mesh(group: Group, count: int) -> Group:
@@ -44,7 +45,8 @@ def hybrid_groups(
         group, replicas = hybrid_groups(8)          # 8 GPUs of a machine share a copy
         model = FSDP(model, group=group, replicas=replicas)
 
-    Parameters are gathered within ``group`` only; gradients are averaged over both. Every rank calls.
+    Parameters are gathered within ``group`` only; gradients are averaged over both. Every rank calls. Called again, it
+    returns the same groups.
 
     Args:
         shard_size: how many consecutive ranks share one copy.
@@ -61,10 +63,14 @@ def hybrid_groups(
     """
     everyone = backend_of_job(backend).group(group)
     shards = post_forward_mesh(everyone, shard_size)
+    known = _replicas.setdefault(everyone, {})
+    if shard_size in known:
+        return shards, known[shard_size]
     replicas = None
     for offset in range(shard_size):
         made = everyone.new_group(range(offset, everyone.world_size, shard_size))
         replicas = made if made is not None else replicas
     if replicas is None:
         raise ConfigurationError(f"rank {everyone.rank} is in no group of replicas")
+    known[shard_size] = replicas
     return shards, replicas

@@ -35,7 +35,7 @@ def _plain(value: object) -> Tree:
     return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
 
 
-def _is_spread(key: str, value: object, flat: FlatParam) -> bool:
+def is_spread(key: str, value: object, flat: FlatParam) -> bool:
     """Whether a state has one element for each of this rank's shard."""
     if not isinstance(value, torch.Tensor) or value.numel() != flat.layout.shard_numel:
         return False
@@ -58,7 +58,7 @@ def _ids_of_originals(flats: Sequence[FlatParam]) -> list[list[int]]:
 
 
 @torch.no_grad()
-def _gather(flat: FlatParam, value: torch.Tensor) -> list[torch.Tensor]:
+def gather_parts(flat: FlatParam, value: torch.Tensor) -> list[torch.Tensor]:
     """The original parameters' parts of a state, on the CPU (collective)."""
     shard = value.detach().reshape(-1).to(flat.compute_device)
     full = shard
@@ -73,7 +73,7 @@ def _gather(flat: FlatParam, value: torch.Tensor) -> list[torch.Tensor]:
 
 def _keys_everywhere(flat: FlatParam, state: StateDict) -> dict[str, tuple[bool, Any]]:
     """For each state of a flat parameter: whether it is gathered, and its dtype or its value (ranks may lack it)."""
-    mine = {k: (True, v.dtype) if _is_spread(k, v, flat) else (False, _plain(v)) for k, v in state.items()}
+    mine = {k: (True, v.dtype) if is_spread(k, v, flat) else (False, _plain(v)) for k, v in state.items()}
     if flat.group.world_size == 1:
         return mine
     merged: dict[str, tuple[bool, Any]] = {}
@@ -110,12 +110,12 @@ def gather_full(
             continue
         kinds = _keys_everywhere(flat, own)
         id_map.update(dict.fromkeys(ids, local if kinds else None))
-        for key, (is_spread, what) in kinds.items():
-            if is_spread:
+        for key, (spread, what) in kinds.items():
+            if spread:
                 value = own.get(key)
                 if value is None:  # none of its original parameters lies here, or nothing was ever used
                     value = torch.zeros(flat.layout.shard_numel, dtype=what)
-                values: list[Any] = _gather(flat, value)
+                values: list[Any] = gather_parts(flat, value)
             else:
                 values = [what] * len(ids)
             if keep_on:
@@ -141,7 +141,7 @@ def _of_no_parameter(state_dict: StateDict) -> StateDict:
 
 def _keep_uncollected(state: dict[int, StateDict], flat: FlatParam, ids: list[int], own: StateDict) -> None:
     for key, value in own.items():
-        if _is_spread(key, value, flat) and flat.group.world_size == 1:
+        if is_spread(key, value, flat) and flat.group.world_size == 1:
             pieces: list[Any] = taken_apart(value.detach().cpu().reshape(-1), flat.layout)
             values = [p.view(m.shape).clone() for p, m in zip(pieces, flat.originals, strict=True)]
         else:
@@ -194,7 +194,7 @@ def shard_full(flats: Sequence[FlatParam], full: StateDict) -> StateDict:
     for k, (flat, ids) in enumerate(zip(flats, ids_of, strict=True)):
         have = {i: full["state"][i] for i in ids if full["state"].get(i)}
         if have and k in local_of:
-            state[local_of[k]] = _shard_state(flat, ids, have)
+            state[local_of[k]] = shard_state(flat, ids, have)
     others = {k: v for k, v in full.items() if k not in ("state", "param_groups", *EXTRA)}
     return {
         "state": {**dict(sorted(state.items())), **_of_no_parameter(full)},
@@ -203,7 +203,7 @@ def shard_full(flats: Sequence[FlatParam], full: StateDict) -> StateDict:
     }
 
 
-def _shard_state(flat: FlatParam, ids: list[int], have: dict[int, StateDict]) -> StateDict:
+def shard_state(flat: FlatParam, ids: list[int], have: dict[int, StateDict]) -> StateDict:
     """One flat parameter's state from those of its original parameters; where there is none, zeros."""
     first = next(iter(have.values()))
     sharded = {}

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -44,6 +44,8 @@ class Options:
         keeps_optimizer_state: a part of the model that is this rank's alone, such as an expert: its optimizer state is
             not gathered.
         mark_step: recorded operations run at the end of each backward of the root.
+        casts_inputs: floating-point inputs are cast as ``precision`` says.
+        casts_root_inputs: those of the root are, also without ``casts_inputs``.
     """
 
     group: ProcessGroup = None
@@ -64,6 +66,8 @@ class Options:
     clears_autocast_cache: bool = False
     keeps_optimizer_state: bool = False
     mark_step: bool = False
+    casts_inputs: bool = True
+    casts_root_inputs: bool = True
 
     @classmethod
     def given(cls, device: torch.device | str | None, **options: Any) -> Options:
@@ -72,12 +76,26 @@ class Options:
         return cls(device=None if device is None else torch.device(device), **named)
 
 
+@dataclass
+class Ignored:
+    """What stays as it is inside of a unit: on every rank, listed in its module, and not averaged.
+
+    Attributes:
+        modules: with all below them.
+        parameters: those of the modules, and further ones.
+    """
+
+    modules: set[nn.Module] = field(default_factory=set)
+    parameters: set[nn.Parameter] = field(default_factory=set)
+
+
 class ShardingState:
     """One module's share in FSDP.
 
     Attributes:
         door: the module that is called; see [Note: doors].
         module: whose parameters are sharded.
+        ignored: what of it is not.
         flats: its flat parameters.
         shared_paths: where weights of the module are used a second time, as (first path, other path).
         nesting: how many units lie one inside another here.
@@ -91,13 +109,15 @@ class ShardingState:
         is_loading: a state dict is being loaded or made, and what is summoned is so because of that.
         state_is_local: state dicts hold shards.
         is_unsharded: summoned until the next forward.
-        is_computing: inside of a forward of a module sharded in place, or of another method of it.
         buffer_dtypes: own dtypes of buffers that were cast, by module and name.
         uncollected: optimizer state that is this rank's alone.
     """
 
-    def __init__(self, door: nn.Module, module: nn.Module, options: Options) -> None:
+    def __init__(
+        self, door: nn.Module, module: nn.Module, options: Options, ignored: Ignored | None = None
+    ) -> None:
         self.door, self.module, self.options = door, module, options
+        self.ignored = ignored or Ignored()
         self.flats: list[FlatParam] = []
         self.shared_paths: list[tuple[str, str]] = []
         self.nesting = 1
@@ -109,7 +129,6 @@ class ShardingState:
         self.is_root: bool | None = None
         self.summoned: contextlib.ExitStack | None = None
         self.is_loading = self.state_is_local = self.buffers_cast = self.is_unsharded = False
-        self.is_computing = False
         self.buffer_dtypes: dict[tuple[nn.Module, str], torch.dtype] = {}
         self.uncollected: dict[int, StateDict] = {}
         note_state(self)
@@ -119,7 +138,6 @@ class ShardingState:
         copied = self.__dict__.copy()
         for name in ("group", "post_forward_mesh", "replicas", "unit", "engine", "is_root", "summoned"):
             copied[name] = None
-        copied["is_computing"] = False
         copied["options"] = replace(self.options, group=None, replicas=None)
         copied["borrowed"], copied["divided"] = self.unit.borrowed, self.unit.divisors
         return copied
@@ -163,8 +181,8 @@ class ShardingState:
         )
 
     def own_modules(self, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-        """``named_modules`` of the module, without those below other units."""
-        return modules_outside_units(self.module, prefix, self.door)
+        """``named_modules`` of the module, without those below other units, and those that it ignores."""
+        return modules_outside_units(self.module, prefix, self.door, self.ignored.modules)
 
     def states(self) -> list[ShardingState]:
         """This one and those of units below, the outermost first."""
@@ -212,13 +230,16 @@ def state_of(module: nn.Module) -> ShardingState | None:
 
 
 def modules_outside_units(
-    module: nn.Module, prefix: str = "", door: nn.Module | None = None
+    module: nn.Module,
+    prefix: str = "",
+    door: nn.Module | None = None,
+    without: Collection[nn.Module] = (),
 ) -> Iterator[tuple[str, nn.Module]]:
-    """``named_modules`` of a module, without those at and below doors other than this one."""
+    """``named_modules`` of a module, without those at and below doors other than this one, and some others."""
     seen: set[nn.Module] = set()
 
     def walk(prefix: str, m: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-        if m in seen or (m is not door and state_of(m) is not None):
+        if m in seen or m in without or (m is not door and state_of(m) is not None):
             return
         seen.add(m)
         yield prefix, m

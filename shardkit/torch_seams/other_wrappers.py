@@ -8,7 +8,7 @@ parameters of one rank or device to the others, are met when they register the m
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 
 from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
@@ -66,19 +66,25 @@ class PreparedForAccelerate:
         """It notes what it has prepared."""
 
 
-def check_wrappable(module: nn.Module, who: str, may_hold: type[nn.Module] | None = None) -> None:
+def check_wrappable(
+    module: nn.Module,
+    who: str,
+    may_hold: type[nn.Module] | None = None,
+    without: Collection[nn.Module] = (),
+) -> None:
     """Refuses a module of which another wrapper averages the gradients, or whose parameters are more than tensors.
 
     Args:
         module: about to be wrapped.
         who: name of the wrapper, for the message.
         may_hold: wrappers of this class inside are fine.
+        without: parts that the wrapper leaves alone.
 
     Raises:
         ConfigurationError: with the place of what was found; nothing was changed.
     """
     wrappers = list(_wrappers())
-    for path, m in _outside_of(module, may_hold):
+    for path, m in _outside_of(module, may_hold, without):
         for kind, name in wrappers:
             if isinstance(m, kind):
                 raise ConfigurationError(
@@ -95,12 +101,14 @@ def check_wrappable(module: nn.Module, who: str, may_hold: type[nn.Module] | Non
                 )
 
 
-def _outside_of(module: nn.Module, checked: type[nn.Module] | None) -> Iterator[tuple[str, nn.Module]]:
-    """``named_modules`` without those of a class and what is below them: they were looked at when they were made."""
+def _outside_of(
+    module: nn.Module, checked: type[nn.Module] | None, without: Collection[nn.Module]
+) -> Iterator[tuple[str, nn.Module]]:
+    """``named_modules`` without some, and those of a class, which were looked at when they were made."""
     waiting, seen = [("", module)], {module}
     while waiting:
         path, m = waiting.pop()
-        if checked is not None and isinstance(m, checked):
+        if m in without or (checked is not None and isinstance(m, checked)):
             continue
         yield path, m
         for name, child in reversed(m._modules.items()):

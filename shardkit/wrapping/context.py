@@ -42,12 +42,14 @@ class WrapContext:
         policy: for :func:`auto_wrap` where it is given none.
         kwargs: the wrapper's arguments, unless the module or the call say otherwise.
         prepare: applied to a module before it is wrapped.
+        uncounted: parameters that no policy counts.
     """
 
     wrapper_cls: AnyCallable
     policy: object = default_auto_wrap_policy
     kwargs: Kwargs = field(default_factory=dict)
     prepare: Callable[[nn.Module], nn.Module] | None = None
+    uncounted: frozenset[nn.Parameter] = frozenset()
 
 
 # Ranks may be threads of one process, each building its own replica: the state belongs to the thread.
@@ -207,7 +209,7 @@ class _Tree:
     ) -> None:
         self._context, self._policy, self._overrides = context, policy, overrides
         # Taken before anything is wrapped: wrappers may replace and flatten parameters.
-        self._params = {m: frozenset(m.parameters()) for m in root.modules()}
+        self._params = {m: frozenset(m.parameters()) - context.uncounted for m in root.modules()}
         self._numel = {p: p.numel() for p in self._params[root]}
         self._done: dict[nn.Module, tuple[nn.Module, frozenset[nn.Parameter]]] = {}
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from torch import nn
 
@@ -119,6 +119,7 @@ def config_auto_wrap_policy(
     return recurse or hasattr(module, "wrapper_config")
 
 
+@runtime_checkable
 class AdaptedPolicy(Protocol):
     """A policy as :func:`~shardkit.wrapping.auto_wrap` asks it."""
 
@@ -182,11 +183,13 @@ def _keywords(policy: AnyCallable) -> tuple[set[str], bool]:
 
 
 def adapt_policy(policy: object, root: nn.Module) -> AdaptedPolicy:
-    """Any of the families of policies as one interface.
+    """Any of the families of policies as one interface; what has it already as it is.
 
     Raises:
         ConfigurationError: ``policy`` is neither a callable nor a policy object of torch.
     """
+    if isinstance(policy, AdaptedPolicy):
+        return policy
     if callable(policy):
         return _CallablePolicy(policy)
     plan = getattr(policy, "_run_policy", None)

@@ -12,6 +12,7 @@ import shardkit
 from shardkit.extra.padded_shards.holder import ShardHolder
 from shardkit.fsdp.door import Door
 from shardkit.nn.data_parallel import FullyShardedDataParallel
+from shardkit.torch_fsdp import FullyShardedDataParallel as TorchsFSDP
 from shardkit.xla.fsdp import XlaFullyShardedDataParallel
 
 COMPAT = pathlib.Path(shardkit.__file__).parents[1] / "compat"
@@ -30,11 +31,11 @@ def test_abstract_methods_are_those_that_compat_says_otherwise() -> None:
         Door()  # type: ignore[abstract]
 
 
-@pytest.mark.parametrize("door", [FullyShardedDataParallel, XlaFullyShardedDataParallel])
+@pytest.mark.parametrize("door", [FullyShardedDataParallel, XlaFullyShardedDataParallel, TorchsFSDP])
 def test_compat_defines_nothing_else_of_the_core(door: type[nn.Module]) -> None:
     core = set(Door.__mro__) - set(nn.Module.__mro__)
     above = set(door.__mro__) - set(Door.__mro__) - {ShardHolder}
-    assert all("shardkit.nn" in c.__module__ or "shardkit.xla" in c.__module__ for c in above)
+    assert all(c.__module__.startswith(("shardkit.nn", "shardkit.xla", "shardkit.torch_fsdp")) for c in above)
     # names that nn.Module has too are named where they differ: those of compat are about listing and text
     assert (names_of(above) & names_of(core)) - {"_abc_impl"} == HOOKS & names_of(above)
     assert names_of(above) & names_of({ShardHolder}) <= {"_abc_impl"}

@@ -1,0 +1,273 @@
+"""torch.distributed.fsdp.FullyShardedDataParallel, FSDP1, on shardkit's FSDP."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from typing import NoReturn
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import OptimStateKeyType
+from torch.distributed.fsdp.api import (
+    BackwardPrefetch,
+    CPUOffload,
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    LocalOptimStateDictConfig,
+    LocalStateDictConfig,
+    MixedPrecision,
+    OptimStateDictConfig,
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
+    ShardingStrategy,
+    StateDictConfig,
+    StateDictSettings,
+    StateDictType,
+)
+
+from shardkit.backend import backend_of_job
+from shardkit.errors import ConfigurationError
+from shardkit.extra.start_values import broadcast_buffers, materialize_each, move_buffers, move_from_host
+from shardkit.fsdp.state import Ignored, Options, modules_outside_units
+from shardkit.fsdp.summoning import summoned
+from shardkit.nn.data_parallel.fsdp_facts import PassedGroup
+from shardkit.types import Kwargs, ProcessGroup, Tree
+
+from . import arguments, settings, units
+from .optimizer_states import OptimizerStates
+
+__all__ = [
+    "BackwardPrefetch",
+    "CPUOffload",
+    "FullOptimStateDictConfig",
+    "FullStateDictConfig",
+    "FullyShardedDataParallel",
+    "LocalOptimStateDictConfig",
+    "LocalStateDictConfig",
+    "MixedPrecision",
+    "OptimStateDictConfig",
+    "OptimStateKeyType",
+    "ShardedOptimStateDictConfig",
+    "ShardedStateDictConfig",
+    "ShardingStrategy",
+    "StateDictConfig",
+    "StateDictSettings",
+    "StateDictType",
+]
+
+_NOT_HANDED_ON = ("self", "__class__", "module", "auto_wrap_policy", "ignored_modules", "ignored_states")
+_SHOWN = ("backward_prefetch", "forward_prefetch", "limit_all_gathers")
+
+
+class FullyShardedDataParallel(OptimizerStates):
+    """torch's FullyShardedDataParallel: see :class:`shardkit.FSDP` for what it does. Rank 0's initial values count.
+
+    Args:
+        module: model or layer.
+        process_group: ranks among which parameters are sharded, None for all; for hybrid strategies (ranks to shard
+            over, replicas), or None for the ranks of a machine as torchrun counts them.
+        sharding_strategy: FULL_SHARD by default; all of torch's.
+        cpu_offload: shards live on the CPU.
+        auto_wrap_policy: wraps submodules first; functions and objects of ``torch.distributed.fsdp.wrap``.
+        backward_prefetch: None: no unit is gathered while another one computes.
+        mixed_precision: all fields but ``keep_low_precision_grads``: gradients have their parameters' dtype.
+        ignored_modules: these are left alone, with all below them. An older name for ``ignored_states``.
+        param_init_fn: called with each module if parameters are on the meta device; default: their
+            ``reset_parameters()``.
+        device_id: where what is on the CPU goes first.
+        sync_module_states: buffers are rank 0's, too.
+        forward_prefetch, limit_all_gathers: accepted; the next unit is gathered while one computes, no further one.
+        use_orig_params: ``parameters()`` lists a shard for each parameter, under its name, and not one for each unit.
+        ignored_states: modules or parameters that are not sharded, and whose gradients are not averaged.
+        device_mesh: in place of ``process_group``; two-dimensional for hybrid strategies, replicas first.
+
+    Raises:
+        ConfigurationError: arguments that exclude each other, or of another kind.
+        RankMismatchError: see :class:`shardkit.FSDP`.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        process_group: ProcessGroup = None,
+        sharding_strategy: ShardingStrategy | None = None,
+        cpu_offload: CPUOffload | None = None,
+        auto_wrap_policy: object = None,
+        backward_prefetch: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE,
+        mixed_precision: MixedPrecision | None = None,
+        ignored_modules: Iterable[nn.Module] | None = None,
+        param_init_fn: Callable[[nn.Module], object] | None = None,
+        device_id: int | torch.device | None = None,
+        sync_module_states: bool = False,
+        forward_prefetch: bool = False,
+        limit_all_gathers: bool = True,
+        use_orig_params: bool = False,
+        ignored_states: Iterable[nn.Parameter] | Iterable[nn.Module] | None = None,
+        device_mesh: DeviceMesh | None = None,
+    ) -> None:
+        given = {name: value for name, value in locals().items() if name not in _NOT_HANDED_ON}
+        arguments.check_kinds(
+            sharding_strategy, cpu_offload, backward_prefetch, mixed_precision, device_mesh, process_group
+        )
+        ignored = arguments.ignored_of(module, ignored_modules, ignored_states)
+        if auto_wrap_policy is not None:
+            below = {**given, "ignored_states": [*ignored.modules, *ignored.parameters]}
+            units.wrap_below(module, auto_wrap_policy, ignored, FullyShardedDataParallel, below)
+        self._wrap(module, ignored, given)
+        self.__dict__.update({name: given[name] for name in _SHOWN})
+        self._state_dict_type = StateDictType.FULL_STATE_DICT
+        self._state_dict_config = FullStateDictConfig()
+        self._optim_state_dict_config = FullOptimStateDictConfig()
+        self.register_load_state_dict_pre_hook(settings.gather_loaded)
+
+    def _wrap(self, module: nn.Module, ignored: Ignored, given: Kwargs) -> None:
+        """Gives the module start values where it is to be, and shards it."""
+        strategy = given["sharding_strategy"] or ShardingStrategy.FULL_SHARD
+        offload, mixed = given["cpu_offload"], given["mixed_precision"]
+        group, replicas = arguments.groups_of(strategy, given["process_group"], given["device_mesh"])
+        backend = backend_of_job()
+        device = arguments.device_of(given["device_id"], backend)
+        materialize_each(module, given["param_init_fn"], device or backend.device(), ignored)
+        own = [m for _, m in modules_outside_units(module, without=ignored.modules)]
+        if device is not None:
+            move_from_host(own, device, ignored.parameters)
+        offloads = offload is not None and offload.offload_params
+        params = [p for m in own for p in m.parameters(recurse=False) if p not in ignored.parameters]
+        compute = arguments.compute_device(params, offloads, backend)
+        prefetches = given["backward_prefetch"] is not None or given["forward_prefetch"]
+        options = Options(
+            group=group,
+            replicas=replicas,
+            flatten=not given["use_orig_params"],
+            device=compute,
+            **arguments.policies(strategy, mixed, offload, prefetches),
+        )
+        self._shard(module, options, ignored)
+        if compute is not None:
+            move_buffers(module, compute)
+        if given["sync_module_states"]:
+            ranks = [self._state.group] + ([] if self._state.replicas is None else [self._state.replicas])
+            broadcast_buffers(self._state.own_modules(), ranks)
+        self._passed_group = PassedGroup(given["device_mesh"] or given["process_group"])
+        self.sharding_strategy = strategy
+        self.mixed_precision = mixed or MixedPrecision()
+        self.cpu_offload = offload or CPUOffload()
+
+    # ------------------------------------------------------------ units
+    def check_is_root(self) -> bool:
+        """Whether this is the outermost FSDP module, as far as forward has shown."""
+        return self._state.is_root is not False
+
+    def register_comm_hook(self, state: object, hook: Callable[..., object]) -> NoReturn:
+        """Not here.
+
+        Raises:
+            ConfigurationError: always.
+        """
+        raise ConfigurationError(
+            "register_comm_hook: a unit's gradients are packed and reduced together with what tells which of them "
+            "there are, and no function of yours can take its place. To reduce in another dtype pass "
+            "MixedPrecision(reduce_dtype=torch.bfloat16)"
+        )
+
+    # ------------------------------------------------------------ full parameters, norms
+    @staticmethod
+    @contextlib.contextmanager
+    def summon_full_params(  # type: ignore[override]
+        module: nn.Module,
+        recurse: bool = True,
+        writeback: bool = True,
+        rank0_only: bool = False,
+        offload_to_cpu: bool = False,
+        with_grads: bool = False,
+    ) -> Iterator[None]:
+        """Inside, parameters of the FSDP modules at and below a module are full, under their own names (collective).
+
+        Args:
+            module: need be no FSDP module itself.
+            recurse: also below the first one.
+            writeback: changes are kept. Ranks must make the same ones.
+            rank0_only: accepted; every rank has full parameters.
+            offload_to_cpu: accepted; they are where they are computed.
+            with_grads: refused.
+
+        Raises:
+            ConfigurationError: ``writeback`` with ``rank0_only``; ``with_grads``.
+            LifecycleError: inside of forward or backward.
+        """
+        if writeback and rank0_only:
+            raise ConfigurationError(
+                "rank0_only=True with writeback=True would change one rank's parameters alone; pass writeback=False"
+            )
+        if with_grads:
+            raise ConfigurationError(
+                "with_grads=True: full gradients are never put together here. Clip by clip_grad_norm_(), and look at "
+                "gradients in hooks of the parameters, which see them full"
+            )
+        found = FullyShardedDataParallel.fsdp_modules(module)
+        with contextlib.ExitStack() as stack:
+            for m in found if recurse else [m for m in found if m is module]:
+                stack.enter_context(summoned(m._state, recurse, writeback))
+            yield
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """See :meth:`shardkit.FSDP.clip_grad_norm_`."""
+        return self._clip(max_norm, norm_type)
+
+    # ------------------------------------------------------------ state dicts
+    def state_dict(self, *args: Tree, **kwargs: Tree) -> Tree:
+        """Of the kind that :meth:`set_state_dict_type` has set, full by default; names are the wrapped module's."""
+        prefix = str(args[1] if len(args) > 1 else kwargs.get("prefix", ""))
+        destination = kwargs.get("destination", args[0] if args else None)
+        before = set(destination or ())
+        found = self._full_state_dict(*args, **kwargs)
+        if self._state.summoned is None and not self._state.state_is_local:
+            own = settings.settings_of([self])
+            if own is not None:
+                settings.settle(self, own, found, prefix, before, self._passed_group.value)
+        return found
+
+    @staticmethod
+    def set_state_dict_type(
+        module: nn.Module,
+        state_dict_type: StateDictType,
+        state_dict_config: StateDictConfig | None = None,
+        optim_state_dict_config: OptimStateDictConfig | None = None,
+    ) -> StateDictSettings:
+        """Says which kind of state dict the FSDP modules at and below a module make.
+
+        Returns:
+            The settings before.
+
+        Raises:
+            ConfigurationError: LOCAL_STATE_DICT; a configuration is for another kind.
+        """
+        found = FullyShardedDataParallel.fsdp_modules(module)
+        before = settings.settings_of(found)
+        now = settings.checked(state_dict_type, state_dict_config, optim_state_dict_config)
+        settings.put(found, now)
+        return before or now
+
+    @staticmethod
+    def get_state_dict_type(module: nn.Module) -> StateDictSettings | None:
+        """The settings of the FSDP modules at and below a module; None where there are none.
+
+        Raises:
+            ConfigurationError: they differ.
+        """
+        return settings.settings_of(FullyShardedDataParallel.fsdp_modules(module))
+
+    @staticmethod
+    @contextlib.contextmanager
+    def state_dict_type(
+        module: nn.Module,
+        state_dict_type: StateDictType,
+        state_dict_config: StateDictConfig | None = None,
+        optim_state_dict_config: OptimStateDictConfig | None = None,
+    ) -> Iterator[None]:
+        """The same for the time of a ``with`` block."""
+        now = settings.checked(state_dict_type, state_dict_config, optim_state_dict_config)
+        with settings.set_meanwhile([*FullyShardedDataParallel.fsdp_modules(module)], now):
+            yield

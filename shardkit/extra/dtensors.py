@@ -1,0 +1,81 @@
+"""Full tensors as DTensors of torch's that are cut along their first dimension, and back."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from ..errors import ConfigurationError
+from ..types import ProcessGroup, Tree
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+def mesh_over(ranks: ProcessGroup | DeviceMesh, device_type: str) -> DeviceMesh:
+    """The mesh of a process group of torch's; a mesh itself.
+
+    Args:
+        ranks: a mesh, a process group, or (ranks to shard over, replicas); None for all.
+        device_type: of the tensors that are to be cut.
+
+    Raises:
+        ConfigurationError: torch does not know the ranks.
+    """
+    from torch.distributed.device_mesh import DeviceMesh
+
+    if isinstance(ranks, DeviceMesh):
+        return ranks
+    dist = torch.distributed
+    group = ranks[0] if isinstance(ranks, tuple) else ranks
+    if group is None and dist.is_initialized():
+        group = dist.group.WORLD
+    if not isinstance(group, dist.ProcessGroup):
+        raise ConfigurationError(
+            "a sharded state dict holds DTensors, which need ranks that torch.distributed knows: pass device_mesh= or "
+            "process_group= where the module is wrapped, or take FULL_STATE_DICT, which is the same on every backend"
+        )
+    return DeviceMesh.from_group(group, device_type)
+
+
+def cut_rows(full: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+    """This rank's rows of a tensor that all ranks have, as a DTensor; one number stays as it is.
+
+    Args:
+        full: any shape.
+        mesh: cut along the last dimension; what is along others are replicas.
+    """
+    from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+    if full.dim() == 0:
+        return full
+    rank, chunks = mesh.get_local_rank(mesh.ndim - 1), full.chunk(mesh.size(mesh.ndim - 1))
+    local = chunks[rank] if rank < len(chunks) else full[:0]
+    placements: list[Placement] = [*(Replicate() for _ in range(mesh.ndim - 1)), Shard(0)]
+    made: torch.Tensor = DTensor.from_local(
+        local.clone(), mesh, placements, run_check=False, shape=full.shape, stride=full.contiguous().stride()
+    )
+    return made
+
+
+def is_cut(value: object) -> bool:
+    """Whether it is a DTensor, or a ShardedTensor."""
+    return hasattr(value, "full_tensor") or hasattr(value, "local_shards")
+
+
+def whole(value: Tree, name: str) -> torch.Tensor:
+    """The full tensor of a DTensor (collective).
+
+    Raises:
+        ConfigurationError: it is a ShardedTensor.
+    """
+    if not hasattr(value, "full_tensor"):
+        raise ConfigurationError(
+            f"{name} is a ShardedTensor, of which this rank has a part only. Load the checkpoint by "
+            "torch.distributed.checkpoint into the state dict that this model gives (SHARDED_STATE_DICT), which holds "
+            "DTensors: files of both have one format"
+        )
+    here = value.device_mesh.device_type
+    full: torch.Tensor = (value if value.device.type == here else value.to(here)).full_tensor()
+    return full

@@ -1,0 +1,287 @@
+"""Optimizer state of sharded models by the names of original parameters, as torch's FSDP has it::
+
+    {"state": {name: {...}}, "param_groups": [{"params": [name, ...], "lr": ...}, ...]}
+
+Parameters that no unit holds are in it too. What has one element for each of a parameter's has the parameter's shape.
+Values stay what they were: tensors of one number are tensors.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from ..backend import Group
+from ..checks.facts import all_gather_facts_or_objects
+from ..errors import ConfigurationError
+from ..fsdp.flat_param import FlatParam
+from ..fsdp.names import clean
+from ..fsdp.optim_state import gather_parts, is_spread, shard_state
+from ..fsdp.state import ShardingState, state_of
+from ..fsdp.state_of_shards import NOTE
+from ..types import ParamGroup, StateDict, Tree
+from .dtensors import is_cut, whole
+
+_OTHERS = ("_checkpoint_wrapped_module", "_orig_mod")  # of torch's wrappers, which state dicts leave out
+
+Form = Callable[[ShardingState, torch.Tensor, torch.Tensor], torch.Tensor]
+"""Of a unit, an original parameter's state (on the host), and a tensor on the device of this rank's part: what is
+returned."""
+
+
+def plain_name(name: str) -> str:
+    """A name without what wrapping, here and in torch, added to it."""
+    return ".".join(part for part in clean(name).split(".") if part not in _OTHERS)
+
+
+class _Known(NamedTuple):
+    """A parameter that an optimizer may hold.
+
+    Attributes:
+        names: of the original parameters.
+        flat, unit: None of what no unit holds.
+    """
+
+    names: list[str]
+    flat: FlatParam | None
+    unit: ShardingState | None
+
+
+def _parameters_of(model: nn.Module) -> dict[int, _Known]:
+    """All parameters of a model by identity, shards as the core lists them first, the same order on all ranks."""
+    found: dict[int, _Known] = {}
+    for path, m in model.named_modules():
+        state = state_of(m)
+        if state is not None:
+            before = plain_name(path)
+            for flat in state.flats:
+                names = [plain_name(f"{before}.{n}" if before else n) for n in flat.names]
+                found[id(flat.param)] = _Known(names, flat, state)
+    for name, param in model.named_parameters():
+        found.setdefault(id(param), _Known([plain_name(name)], None, None))
+    return found
+
+
+def names_of(model: nn.Module, optimizer: Optimizer) -> list[list[str]]:
+    """For each parameter of an optimizer, in its order, the names of the original parameters in it.
+
+    Raises:
+        ConfigurationError: it is not the model's.
+    """
+    known = _parameters_of(model)
+    found = []
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            if id(param) not in known:
+                raise ConfigurationError(
+                    f"the optimizer has a parameter of shape {tuple(param.shape)} that the model does not list; make "
+                    "it of model.parameters() after the model was wrapped, and pass the outermost model here"
+                )
+            found.append(known[id(param)].names)
+    return found
+
+
+# ------------------------------------------------------------ gathered
+def gather_named(
+    model: nn.Module, optimizer: Optimizer, state_dict: StateDict, form: Form, keep: bool = True
+) -> StateDict:
+    """An optimizer's state by names (collective).
+
+    Args:
+        model: whose parameters the optimizer has; it need be no unit itself.
+        optimizer: whose state it is.
+        state_dict: its ``state_dict()``.
+        form: what becomes of an original parameter's state.
+        keep: whether this rank returns anything.
+
+    Returns:
+        The state; empty without ``keep``.
+
+    Raises:
+        ConfigurationError: the optimizer is not the model's.
+    """
+    all_names = names_of(model, optimizer)
+    params = [p for g in optimizer.param_groups for p in g["params"]]
+    known = _parameters_of(model)
+    position = {id(p): i for i, p in enumerate(params)}
+    state: StateDict = {}
+    for identity, (names, flat, unit) in known.items():
+        index = position.get(identity)
+        if index is None:
+            continue
+        own = _unmarked(state_dict["state"].get(index, {}))
+        parts = [own]
+        if flat is not None and unit is not None:
+            parts = _whole(flat, unit, own, form, keep)
+        if keep:
+            state.update((n, s) for n, s in zip(names, parts, strict=False) if s)
+    if not keep:
+        return {}
+    others = {k: v for k, v in state_dict["state"].items() if not isinstance(k, int)}
+    groups, start = [], 0
+    for own_group, saved in zip(optimizer.param_groups, state_dict["param_groups"], strict=True):
+        count = len(own_group["params"])
+        listed = [n for names in all_names[start : start + count] for n in names]
+        start += count
+        options = {k: v for k, v in saved.items() if k not in ("params", NOTE)}
+        groups.append({**copy.deepcopy(options), "params": listed})
+    rest = {k: v for k, v in state_dict.items() if k not in ("state", "param_groups")}
+    return {"state": {**state, **copy.deepcopy(others)}, "param_groups": groups, **rest}
+
+
+def _unmarked(state: StateDict) -> StateDict:
+    return {k: v.as_subclass(torch.Tensor) if isinstance(v, torch.Tensor) else v for k, v in state.items()}
+
+
+def _kinds(flat: FlatParam, own: StateDict) -> dict[str, tuple[str, torch.dtype | None, Tree]]:
+    """For each state of a flat parameter on any rank: what kind it is, its dtype, and its value where it is small."""
+    mine: dict[str, tuple[str, torch.dtype | None, Tree]] = {}
+    for key, value in own.items():
+        if is_spread(key, value, flat):
+            mine[key] = ("spread", value.dtype, None)
+        elif isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_complex():
+            mine[key] = ("number", value.dtype, (value.item(), list(value.shape)))
+        else:
+            mine[key] = ("other", None, value)
+    if flat.group.world_size == 1:
+        return mine
+    merged: dict[str, tuple[str, torch.dtype | None, Tree]] = {}
+    control = flat.group.channel("control")
+    for theirs in all_gather_facts_or_objects(control, mine, label="kinds of optimizer state"):
+        for key, what in theirs.items():
+            merged.setdefault(key, what)
+    return merged
+
+
+def _whole(flat: FlatParam, unit: ShardingState, own: StateDict, form: Form, keep: bool) -> list[StateDict]:
+    """State of each original parameter of a flat parameter (collective)."""
+    found: list[StateDict] = [{} for _ in flat.originals]
+    for key, (kind, dtype, value) in _kinds(flat, own).items():
+        if kind == "spread":
+            shard = own.get(key)
+            if shard is None:  # none of its original parameters lies here
+                shard = torch.zeros(flat.layout.shard_numel, dtype=dtype, device=flat.param.device)
+            parts = gather_parts(flat, shard)
+            if keep:
+                for state, part in zip(found, parts, strict=True):
+                    state[key] = form(unit, part, shard)
+            continue
+        for state in found:
+            if kind == "number":
+                number, shape = value
+                state[key] = torch.tensor(number, dtype=dtype).view(shape)
+            else:
+                state[key] = copy.deepcopy(value)
+    return found
+
+
+# ------------------------------------------------------------ to be loaded
+Source = Callable[[FlatParam | None, Sequence[str]], Mapping[str, StateDict]]
+"""Of a flat parameter and the names of its original parameters: their state, where there is some."""
+
+
+def cut_named(
+    model: nn.Module, optimizer: Optimizer, groups: Sequence[ParamGroup], source: Source
+) -> StateDict:
+    """This rank's part of state by names, for ``optimizer.load_state_dict``.
+
+    Args:
+        model, optimizer: as they are now.
+        groups: the ``param_groups`` that were saved. Options go to the optimizer's groups by the parameters in them.
+        source: asked for each parameter of the optimizer, in its order.
+
+    Raises:
+        ConfigurationError: the state is of other parameters, or of other groups.
+    """
+    all_names = names_of(model, optimizer)
+    known = _parameters_of(model)
+    group_of: dict[str, ParamGroup] = {}
+    for group in groups:
+        for name in group["params"]:
+            if not isinstance(name, str):
+                raise ConfigurationError(
+                    "this optimizer state is by numbers of parameters; make it one by names: "
+                    "FSDP.rekey_optim_state_dict(state, OptimStateKeyType.PARAM_NAME, unwrapped_model)"
+                )
+            group_of[plain_name(name)] = group
+    state: dict[int, StateDict] = {}
+    made: list[ParamGroup] = []
+    index = 0
+    for group in optimizer.param_groups:
+        count = len(group["params"])
+        names = [n for own in all_names[index : index + count] for n in own]
+        made.append({**_options_of(names, group_of), "params": list(range(index, index + count))})
+        for param in group["params"]:
+            own, flat, _ = known[id(param)]
+            have = source(flat, own)
+            if have:
+                state[index] = _part(flat, own, have)
+            index += 1
+    return {"state": state, "param_groups": made}
+
+
+def _options_of(names: Sequence[str], group_of: Mapping[str, ParamGroup]) -> ParamGroup:
+    lacking = [n for n in names if n not in group_of]
+    if lacking:
+        raise ConfigurationError(
+            f"this optimizer state names no group of parameter {lacking[0]!r}: it is of another model, or of an "
+            "optimizer that did not have it; nothing was loaded"
+        )
+    found: list[ParamGroup] = []
+    for name in names:
+        options = {k: v for k, v in group_of[name].items() if k not in ("params", "param_names")}
+        if options not in found:
+            found.append(options)
+    if len(found) > 1:
+        keys = sorted(k for k in found[0] if found[0][k] != found[1].get(k))
+        raise ConfigurationError(
+            f"parameters of one group of the optimizer were in groups with other options ({', '.join(keys)}) when "
+            "this state was saved; make the optimizer with the groups that it had"
+        )
+    return copy.deepcopy(found[0]) if found else {}
+
+
+def _part(flat: FlatParam | None, names: Sequence[str], have: Mapping[str, StateDict]) -> StateDict:
+    if flat is None:
+        part = have[names[0]]
+    else:
+        part = shard_state(
+            flat, list(range(len(names))), {i: have[n] for i, n in enumerate(names) if n in have}
+        )
+    # copies: torch loads tensors such as "step" as they are, and counts on in them
+    return {k: v.clone() if isinstance(v, torch.Tensor) else copy.deepcopy(v) for k, v in part.items()}
+
+
+def from_state(state: Mapping[str, StateDict]) -> Source:
+    """Of a state that this rank has."""
+    plain = {plain_name(n): s for n, s in state.items() if isinstance(n, str)}
+
+    def source(flat: FlatParam | None, names: Sequence[str]) -> Mapping[str, StateDict]:
+        return {
+            n: {
+                k: whole(v, f"optimizer state {k!r} of {n!r}") if is_cut(v) else v
+                for k, v in plain[n].items()
+            }
+            for n in names
+            if plain.get(n)
+        }
+
+    return source
+
+
+def from_rank_0(state: Mapping[str, StateDict], group: Group) -> Source:
+    """Of a state that only the first rank of a group has; it sends it parameter by parameter (collective)."""
+    mine = from_state(state)
+
+    def source(flat: FlatParam | None, names: Sequence[str]) -> Mapping[str, StateDict]:
+        have = mine(flat, names) if group.rank == 0 else {}
+        control = group.channel("control")
+        sent: Mapping[str, StateDict] = control.broadcast_object(have, 0, label="optimizer state of rank 0")
+        return sent
+
+    return source
