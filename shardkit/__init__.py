@@ -34,6 +34,7 @@ from .oss.optimizer import OSS
 from .policy import OffloadPolicy, PrecisionPolicy, ReducePolicy, ReshardPolicy
 from .sharded_ddp.wrapper import ShardedDDP
 from .version import __version_tuple__
+from .whole_parameters.optimizer import WholeParameters
 from .wrapping.context import auto_wrap, enable_wrap, wrap
 
 __version__ = ".".join(map(str, __version_tuple__))
@@ -61,6 +62,7 @@ __all__ = [
     "ShardedGradScaler",
     "ShardkitError",
     "UntrustedFileError",
+    "WholeParameters",
     "auto_wrap",
     "declare_elementwise",
     "enable_wrap",

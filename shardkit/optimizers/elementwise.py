@@ -65,25 +65,36 @@ def names_of_elementwise() -> str:
     return ", ".join([c.__name__ for c in KNOWN] + sorted(c.__name__ for c in _declared))
 
 
-def judge(optimizer: Optimizer) -> Verdict:
-    """What is known of an optimizer, if need be from trying its class; the optimizer itself is not touched."""
+Maker = Callable[[Sequence[torch.Tensor]], Optimizer]
+"""Makes optimizers of one class with the same options over other parameters."""
+
+
+def judge(optimizer: Optimizer, make: Maker | None = None) -> Verdict:
+    """What is known of an optimizer, if need be from trying its class; the optimizer itself is not touched.
+
+    Args:
+        optimizer: of the class, with the options that count.
+        make: makes another one; by default the class with the optimizer's ``defaults``, in which some options of some
+            classes are missing.
+    """
     kind = type(optimizer)
     if is_known_elementwise(kind):
         return Verdict.ELEMENTWISE
     if issubclass(kind, _COUPLED):
         return Verdict.COUPLED
-    return _tried(optimizer)
+    return _tried(optimizer, make or _maker(optimizer))
 
 
-def couples_parameters(optimizer: Optimizer) -> bool:
+def couples_parameters(optimizer: Optimizer, make: Maker | None = None) -> bool:
     """Whether parameters are updated otherwise where each has an optimizer of its own, as far as trying tells.
 
-    A class that takes the norm of all gradients by itself does (LAMB), or that finds one step size for all.
+    A class that takes the norm of all gradients by itself does (LAMB), or that finds one step size for all. Arguments
+    are those of :func:`judge`.
     """
     kind = type(optimizer)
     if is_known_elementwise(kind) or kind.__module__.startswith("torch.optim"):
         return False
-    make, (parts, _) = _maker(optimizer), _SMALL
+    make, (parts, _) = make or _maker(optimizer), _SMALL
     shapes = [torch.Size(shape) for shape, _ in parts]
     numels = [shape.numel() for shape in shapes]
     start, gradients = _numbers(numels, [size for _, size in parts], torch.device("cpu"))
@@ -117,8 +128,7 @@ _FAILURES = (
 )  # fmt: skip
 
 
-def _tried(optimizer: Optimizer) -> Verdict:
-    make = _maker(optimizer)
+def _tried(optimizer: Optimizer, make: Maker) -> Verdict:
     devices = dict.fromkeys(
         [torch.device("cpu"), *(p.device for g in optimizer.param_groups for p in g["params"])]
     )
@@ -130,7 +140,7 @@ def _tried(optimizer: Optimizer) -> Verdict:
     return Verdict.UNKNOWN
 
 
-def _maker(optimizer: Optimizer) -> Callable[[Sequence[torch.Tensor]], Optimizer]:
+def _maker(optimizer: Optimizer) -> Maker:
     """Makes optimizers of the class with the same options over other parameters."""
     kind: type = type(optimizer)
     accepted = inspect.signature(kind).parameters.values()
@@ -142,7 +152,7 @@ def _maker(optimizer: Optimizer) -> Callable[[Sequence[torch.Tensor]], Optimizer
     return lambda params: kind(params, **options)
 
 
-def _compared(make: Callable[[Sequence[torch.Tensor]], Optimizer], device: torch.device) -> Verdict:
+def _compared(make: Maker, device: torch.device) -> Verdict:
     for parts, cut in (_SMALL, _LARGE):
         shapes = [torch.Size(shape) for shape, _ in parts]
         numels = [shape.numel() for shape in shapes]
@@ -165,7 +175,35 @@ def _compared(make: Callable[[Sequence[torch.Tensor]], Optimizer], device: torch
         again = _stepped(make, whole, start, gradients)
         is_noise = (again - truth).abs().max().item() > _TOLERANCE * change
         return Verdict.UNKNOWN if is_noise else Verdict.COUPLED
-    return Verdict.ELEMENTWISE
+    return Verdict.ELEMENTWISE if _keeps_elements(make, device) else Verdict.COUPLED
+
+
+def _keeps_elements(make: Maker, device: torch.device) -> bool:
+    """Whether all state is numbers, and tensors with an element for each of the parameter's.
+
+    What has other state uses it some day, be it after more steps than were tried: Shampoo that starts as SGD.
+    """
+    (param,) = params = [torch.nn.Parameter(torch.ones(24, 20, device=device))]
+    optimizer = make(params)
+    _switch_to_training(optimizer)
+    param.grad = torch.ones_like(param)
+    optimizer.step()
+    return all(_is_by_element(value, param.numel()) for value in optimizer.state[param].values())
+
+
+def _is_by_element(value: object, numel: int) -> bool:
+    if isinstance(value, torch.Tensor):
+        return value.numel() in (1, numel)
+    if isinstance(value, list | tuple):
+        return all(_is_by_element(v, numel) for v in value)
+    return value is None or isinstance(value, bool | int | float | str)
+
+
+def _switch_to_training(optimizer: Optimizer) -> None:
+    """Schedule-free classes refuse to step without."""
+    switch = getattr(optimizer, "train", None)
+    if callable(switch):
+        switch()
 
 
 def _numbers(
@@ -182,7 +220,7 @@ def _numbers(
 
 
 def _stepped(
-    make: Callable[[Sequence[torch.Tensor]], Optimizer],
+    make: Maker,
     cut: Callable[[torch.Tensor], list[torch.Tensor]],
     start: torch.Tensor,
     gradients: Sequence[torch.Tensor],
@@ -190,6 +228,7 @@ def _stepped(
     """The flat parameter [N] after some steps over what ``cut`` makes of it."""
     params = [torch.nn.Parameter(p.clone()) for p in cut(start)]
     optimizer = make(params)
+    _switch_to_training(optimizer)
     for gradient in gradients:
         for p, g in zip(params, cut(gradient), strict=True):
             p.grad = g.clone()

@@ -61,7 +61,9 @@ def make_inner(
         raise ConfigurationError(
             f"optim={optim!r} returned {type(made).__name__}; it has to return a torch.optim.Optimizer"
         )
-    if splits and couples_parameters(made):
+    if splits and couples_parameters(
+        made, lambda params: optim(params, **{k: v for k, v in defaults.items() if k not in fixed})
+    ):
         raise ConfigurationError(
             f"{type(made).__name__} updates parameters together, with these options, and OSS gives each rank some of "
             "them: its steps would be others than without sharding. Turn off what looks at all of them (LAMB's "

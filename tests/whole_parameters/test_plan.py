@@ -1,0 +1,57 @@
+"""Owners and routes: integer arithmetic, tried on drawn cases."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardkit.layout import ShardLayout
+from shardkit.whole_parameters.plan import ALLOWANCE, Item, held_by_ranks, owners_of, plan_of
+
+LAYOUTS = st.tuples(st.lists(st.integers(0, 40), min_size=1, max_size=12), st.integers(1, 6))
+
+
+@given(LAYOUTS, st.data())
+def test_all_elements_reach_the_owner_and_come_back(
+    drawn: tuple[list[int], int], data: st.DataObject
+) -> None:
+    numels, world_size = drawn
+    cut = ShardLayout(tuple(numels), world_size).pieces()
+    pieces = [[p for p in cut if p.item == k] for k in range(len(numels))]
+    owners = [data.draw(st.integers(0, world_size - 1)) for _ in numels]
+    plans = [plan_of(pieces, owners, rank, world_size) for rank in range(world_size)]
+    for here, plan in enumerate(plans):
+        for there, other in enumerate(plans):
+            sent = [p for rank, p in plan.away.pieces if rank == there]
+            assert sent == [p for rank, p in other.own.pieces if rank == here]  # in one order
+            assert plan.away.numels[there] == other.own.numels[here] == sum(p.numel for p in sent)
+            assert plan.away.counts[there] == other.own.counts[here] == len(sent)
+    for number, owner in enumerate(owners):
+        arrived = [p.numel for _, p in plans[owner].own.pieces if p.item == number]
+        own = [p.numel for p in pieces[number] if p.rank == owner]
+        assert sum(arrived) + sum(own) == numels[number]
+    assert {p.total for p in plans} == {sum(plans[0].total for _ in [0])}
+    assert sum(sum(p.away.numels) for p in plans) == plans[0].total
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 1000), st.integers(0, 5)), min_size=1, max_size=30), st.integers(1, 6)
+)
+def test_no_rank_has_much_more_than_the_mean(drawn: list[tuple[int, int]], world_size: int) -> None:
+    items = [
+        Item(float(cost), tuple(cost if r == place % world_size else 0 for r in range(world_size)))
+        for cost, place in drawn
+    ]
+    owners = owners_of(items, world_size)
+    loads = [sum(i.cost for i, o in zip(items, owners, strict=True) if o == r) for r in range(world_size)]
+    mean = sum(loads) / world_size
+    assert max(loads) <= ALLOWANCE * mean + max(i.cost for i in items)
+
+
+def test_equal_matrices_stay_where_they_lie() -> None:
+    """Four layers on four ranks, each whole on one: nothing would travel."""
+    cut = ShardLayout((36,) * 4, 4).pieces()
+    items = [Item(216.0, held_by_ranks([p], 4)) for p in cut]
+    owners = owners_of(items, 4)
+    assert owners == [p.rank for p in cut]
+    assert plan_of([[p] for p in cut], owners, 0, 4).total == 0
