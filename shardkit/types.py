@@ -35,6 +35,9 @@ AnyCallable: TypeAlias = Callable[..., Any]
 Tree: TypeAlias = Any
 """What modules, closures and functions of torch take and return: tensors, or containers of them and of other values."""
 
+Framework: TypeAlias = Any
+"""An object of a framework that need not be installed."""
+
 IncompatibleKeys: TypeAlias = _IncompatibleKeys
 """What loading a module's state returns."""
 

@@ -282,7 +282,7 @@ class Backward:
         units, self._in_flight = self._in_flight, []
         for unit in units:
             with contextlib.suppress(RuntimeError):  # its memory is in use until it is through, or has failed
-                unit.receive()
+                unit.forget_reduction()
         for unit in self.units:
             unit.drop_local_gradients()
             unit.end_backward()

@@ -36,7 +36,7 @@ from .inside import collect_in_place, refuse_state_dicts
 from .lazy import saving_originals_by_name
 from .originals import OriginalParameter, Place
 from .refusals import check_asker
-from .running import Entered, enter, fail, input_dtype, leave, watched
+from .running import Entered, enter, enter_again, fail, input_dtype, leave, watched
 from .state import Options, ShardingState, state_of
 from .state_of_shards import check_request
 from .summoning import end_unshard, enter_summon
@@ -130,13 +130,15 @@ class _Call(NamedTuple):
     """A forward in progress.
 
     Attributes:
-        entered: None when summoned.
+        entered: None when summoned, or inside of another call of the same module, which has gathered.
         around: what ends with it.
+        is_inner: inside of such a call.
         handled: the exception that was being handled when it began.
     """
 
     entered: Entered | None
     around: ExitStack
+    is_inner: bool
     handled: BaseException | None
 
 
@@ -174,6 +176,10 @@ class _InPlace:
         dtype = input_dtype(state)
         entered = None
         try:
+            if state.is_computing:
+                enter_again(state)
+                self._calls.append(_Call(None, ExitStack(), True, handled))
+                return args, kwargs
             with ExitStack() as around:
                 end_unshard(state)
                 if state.summoned is not None:
@@ -187,7 +193,8 @@ class _InPlace:
                     if entered.engine.is_lazy:
                         around.enter_context(saving_originals_by_name())
                     entered = watched(entered, state, (args, kwargs))
-                self._calls.append(_Call(entered, around.pop_all(), handled))
+                self._calls.append(_Call(entered, around.pop_all(), False, handled))
+            state.is_computing = True
         except Exception as error:
             self._is_refused = True  # torch calls _leave next
             if entered is not None:
@@ -202,6 +209,9 @@ class _InPlace:
             self._is_refused = False
             return outputs
         call = self._calls.pop()
+        if call.is_inner:
+            return outputs
+        state.is_computing = False
         call.around.close()
         error = sys.exc_info()[1]
         if call.entered is None:

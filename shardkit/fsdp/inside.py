@@ -176,6 +176,8 @@ def answer_for(state: ShardingState) -> None:
 def refuse_state_dicts(state: ShardingState) -> None:
     """A state dict of a module inside alone, which would lack values, is refused."""
     for _, m in state.own_modules():
+        # transformers asks: a rank whose sequences are complete goes on in generate() until those of all are
+        m.__dict__["_is_fsdp_managed_module"] = True
         if _refuse_state_dict not in m._state_dict_pre_hooks.values():  # copies have them already
             m.register_state_dict_pre_hook(_refuse_state_dict)
             m.register_load_state_dict_pre_hook(_refuse_loading)

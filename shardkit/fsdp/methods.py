@@ -44,7 +44,7 @@ class MethodCall:
 
     def __init__(self, state: ShardingState) -> None:
         self._state = state
-        self._modules = {m for _, m in state.own_modules()}
+        self._modules = {m for _, m in state.own_modules() if m is not state.door}  # which gathers by itself
         self._entered: Entered | None = None
         self._args: Args = ()
         self._kwargs: Kwargs = {}

@@ -125,6 +125,12 @@ def check_asker(door: nn.Module, keeps_names: bool) -> None:
                     f"Call {_BY_NAMES_OF_MODULES[name]}, on all ranks"
                 )
             return
+        if where == "transformers.trainer" and name == "_save":
+            raise ConfigurationError(
+                "transformers' Trainer saves on rank 0 alone, and a sharded model is put together by all ranks. Let it "
+                "know: trainer = shardkit.integrations.huggingface.ShardkitPlugin().attach(trainer); or pass "
+                "save_strategy='no'"
+            )
         if where == "timm.utils.model_ema":
             average = frame.f_locals.get("self")
             if door in (getattr(average, "ema", None), getattr(average, "module", None)):

@@ -102,6 +102,17 @@ def enter(state: ShardingState, args: Args, kwargs: Kwargs) -> Entered:
     return entered
 
 
+def enter_again(state: ShardingState) -> None:
+    """A forward calls its own module once more: there is nothing to gather.
+
+    Raises:
+        LifecycleError: it is another thread's.
+    """
+    engine = state.engine
+    if engine is not None and engine.thread not in (this_thread(), NO_THREAD):
+        check_one_thread(engine, "forward")
+
+
 def input_dtype(state: ShardingState) -> torch.dtype | None:
     """What floating point inputs are cast to; None leaves them."""
     options = state.options

@@ -109,6 +109,7 @@ class ShardingState:
         is_loading: a state dict is being loaded or made, and what is summoned is so because of that.
         state_is_local: state dicts hold shards.
         is_unsharded: summoned until the next forward.
+        is_computing: inside of a forward of a module sharded in place, or of another method of it.
         buffer_dtypes: own dtypes of buffers that were cast, by module and name.
         uncollected: optimizer state that is this rank's alone.
     """
@@ -129,6 +130,7 @@ class ShardingState:
         self.is_root: bool | None = None
         self.summoned: contextlib.ExitStack | None = None
         self.is_loading = self.state_is_local = self.buffers_cast = self.is_unsharded = False
+        self.is_computing = False
         self.buffer_dtypes: dict[tuple[nn.Module, str], torch.dtype] = {}
         self.uncollected: dict[int, StateDict] = {}
         note_state(self)
@@ -138,6 +140,7 @@ class ShardingState:
         copied = self.__dict__.copy()
         for name in ("group", "post_forward_mesh", "replicas", "unit", "engine", "is_root", "summoned"):
             copied[name] = None
+        copied["is_computing"] = False
         copied["options"] = replace(self.options, group=None, replicas=None)
         copied["borrowed"], copied["divided"] = self.unit.borrowed, self.unit.divisors
         return copied

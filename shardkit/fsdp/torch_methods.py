@@ -17,6 +17,7 @@ from ..torch_seams.compiling import not_compiled
 from ..types import AnyCallable, Args, Kwargs, Tree
 from .calls import cast_inputs
 from .construct import wake
+from .methods import MethodCall
 from .running import become_root, enter, fail, input_dtype, leave, watched
 from .state import ShardingState, state_of
 from .summoning import end_unshard, enter_summon
@@ -60,8 +61,8 @@ class TorchsMethods:
         for name, method in own.items():
             if not hasattr(type(module), name):
                 module.__dict__[name] = method
-        # transformers asks; generate() of a rank whose sequences are complete then goes on with the others
-        module.__dict__["_is_fsdp_managed_module"] = True
+        if hasattr(module, "peft_config"):  # these hand it on to a module inside
+            register_fsdp_forward_method(module, "generate")
 
     # ------------------------------------------------------------ values between steps
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
@@ -130,25 +131,33 @@ class TorchsMethods:
         )
 
     # ------------------------------------------------------------ other methods that compute
+    def call_where_needed(self, method: AnyCallable, *args: object, **kwargs: object) -> Tree:
+        """The same where a part of the module is called, and in the mode in which that is: without gradients, say."""
+        wake(self._state)
+        end_unshard(self._state)
+        return MethodCall(self._state).run(partial(method, self._state.module), args, kwargs)
+
     @not_compiled
     def call(self, method: AnyCallable, *args: object, **kwargs: object) -> Tree:
         """A method of the module, run as its forward is; what calls the module itself inside included."""
         state = self._state
         wake(state)
         end_unshard(state)
-        engine = state.engine
-        if state.summoned is not None or (engine is not None and engine.forwards and state.unit.is_held):
+        if state.summoned is not None or state.is_computing:
             return method(state.module, *args, **kwargs)
         given: tuple[Args, Kwargs] = (args, kwargs)
         dtype = input_dtype(state)
         if dtype is not None:
             given = cast_inputs(given, dtype)
         entered = watched(enter(state, *given), state, given)
+        state.is_computing = True
         try:
             outputs = method(state.module, *given[0], **given[1])
         except BaseException as error:
             fail(state, entered, error)
             raise
+        finally:
+            state.is_computing = False
         return leave(state, entered, outputs)
 
 
@@ -168,4 +177,6 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
         raise ConfigurationError(f"{type(module).__name__} has no method {method_name!r} to register")
     state = state_of(module)
     if state is not None and state.door is state.module:
-        module.__dict__[method_name] = partial(TorchsMethods(state).call, method)
+        methods = TorchsMethods(state)
+        call = methods.call_where_needed if method_name == "generate" else methods.call
+        module.__dict__[method_name] = partial(call, method)

@@ -226,6 +226,11 @@ class Unit:
             if any(pack.trainable):
                 pack.receive(self.replicas)
 
+    def forget_reduction(self) -> None:
+        """Waits for the reduction; the shards get nothing of it."""
+        for pack in self._packs:
+            pack.forget()
+
     def note_local_gradients(self) -> None:
         """A backward inside ``no_sync`` has ended."""
         for local, pack in zip(self.local, self._packs, strict=True):

@@ -148,6 +148,41 @@ def test_values_between_steps() -> None:
     rank_pool(2).run(_values)
 
 
+class Twice(Net):
+    """Its forward calls the module itself, and uses its own parameters after that."""
+
+    def forward(self, tokens: torch.Tensor, depth: int = 1) -> torch.Tensor:
+        inner = self(tokens, 0) if depth else super().forward(tokens)
+        return inner + self.output.bias * self.norm.weight.sum()
+
+
+def _own_calls(rank: int) -> None:
+    model, plain = as_in_torchtitan(Twice()), Twice()
+    whole = fully_shard(Twice())
+    for m in (model, whole):
+        with torch.no_grad():
+            torch.testing.assert_close(whole(tokens(rank, 0)), plain(tokens(rank, 0)), rtol=0, atol=1e-6)
+        optimizer = torch.optim.SGD(m.parameters(), lr=0.1)
+        truth = copy.deepcopy(plain)
+        for step in range(2):
+            optimizer.zero_grad()
+            loss_of(m, rank, step).backward()
+            optimizer.step()
+            truth.zero_grad()
+            torch.stack([loss_of(truth, r, step) for r in range(2)]).mean().backward()
+            torch.optim.SGD(truth.parameters(), lr=0.1).step()
+        torch.testing.assert_close(m.state_dict(), truth.state_dict(), rtol=0, atol=1e-6)
+    with pytest.raises(IndexError):
+        whole(torch.full((1, 1), 99))
+    torch.testing.assert_close(
+        whole(tokens(rank, 0)), truth(tokens(rank, 0)), rtol=0, atol=1e-6
+    )  # an error leaves nothing behind
+
+
+def test_a_forward_that_calls_its_own_module() -> None:
+    rank_pool(2).run(_own_calls)
+
+
 def _stages_1_and_2(rank: int) -> None:
     flat, hybrid = meshes()
     for mesh in (flat, hybrid):

@@ -157,13 +157,18 @@ class Model(nn.Module):
         self.fail = ""
 
     def forward(self, x: torch.Tensor, *, route: int = 0) -> dict[str, torch.Tensor]:
-        for node in self.nodes:
+        dying, middle = None, len(self.nodes) // 2
+        for k, node in enumerate(self.nodes):
             x = opened(node(x, route))
-        if self.fail == "forward":
-            raise Deliberate
+            if k >= middle and self.fail == "forward":
+                raise Deliberate
+            if (k < middle or dying is None) and x.requires_grad:
+                dying = x
         out = self.head(x).squeeze(1)
-        if self.fail and out.requires_grad:  # in backward, after the head's gradients if there are others
-            (x if x.requires_grad else out).register_hook(_fail)
+        if (
+            self.fail and out.requires_grad
+        ):  # in backward, after the gradients of what comes later if there are any
+            (out if dying is None else dying).register_hook(_fail)
         return {"out": out}
 
 

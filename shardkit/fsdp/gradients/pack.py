@@ -122,6 +122,13 @@ class GradientPack(ABC):
         if self._note(had, had_all, result):
             self._hand_over(self._own(result))
 
+    def forget(self) -> None:
+        """Waits for the reduction of a backward that died, and forgets the result."""
+        reduction, self._in_flight = self._in_flight, None
+        if reduction is not None and reduction.work is not None:
+            reduction.work.wait()
+            self._arrived()
+
     @abstractmethod
     def _arrived(self) -> None:
         """What was sent may be given back."""

@@ -1,0 +1,155 @@
+"""Optimizer state over shards in the form in which one process has it, and back.
+
+That form is ``optimizer.state_dict()`` of the same optimizer over the same parameters, not sharded: by index, in full
+shapes. A file of it is read and written at any world size, and without this library. It needs a shard for each
+parameter (``fully_shard``, or ``FSDP(flatten=False)``).
+"""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch.optim import Optimizer
+
+from ..checks.facts import all_gather_facts_or_objects
+from ..errors import ConfigurationError
+from ..optimizers.shards import shard_behind
+from ..types import StateDict, Tree
+from .flat_param import FlatParam
+from .optim_state import _plain, gather_parts, is_spread, shard_state
+from .originals import managing
+from .state_of_shards import NOTE
+
+
+def gather_plain(optimizer: Optimizer, keep_on: bool) -> StateDict | None:
+    """The state as one process has it, on the CPU, where ``keep_on``; None elsewhere (collective).
+
+    Raises:
+        ConfigurationError: a shard has several parameters in it.
+    """
+    saved = optimizer.state_dict()
+    flats = _flats_of(optimizer)
+    kinds = _kinds_everywhere(flats, saved["state"])
+    state: dict[int, StateDict] = {}
+    for index, flat in enumerate(flats):
+        own = saved["state"].get(index, {})
+        if flat is None:
+            found: StateDict = {key: _on_host(value) for key, value in own.items()}
+        else:
+            found = {key: _whole(flat, key, own, *kind) for key, kind in kinds.get(index, {}).items()}
+        if found and keep_on:
+            state[index] = found
+    if not keep_on:
+        return None
+    groups = [{k: copy.deepcopy(v) for k, v in g.items() if k != NOTE} for g in saved["param_groups"]]
+    others = {k: v for k, v in saved.items() if k not in ("state", "param_groups")}
+    named = {k: v for k, v in saved["state"].items() if not isinstance(k, int)}
+    return {"state": {**state, **named}, "param_groups": groups, **others}
+
+
+def shard_plain(optimizer: Optimizer, full: StateDict) -> StateDict:
+    """This rank's part of such a state, for ``optimizer.load_state_dict``; the argument is not changed.
+
+    Raises:
+        ConfigurationError: it is of another model.
+    """
+    flats = _flats_of(optimizer)
+    ids = [i for g in full["param_groups"] for i in g["params"]]
+    if len(ids) != len(flats):
+        raise ConfigurationError(
+            f"this optimizer state is of {len(ids)} parameters, this optimizer has {len(flats)}; nothing was loaded. "
+            "Make it over the same parameters as when the state was saved"
+        )
+    position = {i: k for k, i in enumerate(ids)}
+    state: dict[object, Tree] = {}
+    for key, values in full["state"].items():
+        if key not in position:
+            state[key] = values
+            continue
+        index = position[key]
+        flat = flats[index]
+        state[index] = dict(values) if flat is None else shard_state(flat, [index], {index: values})
+    groups, begin = [], 0
+    for g in full["param_groups"]:
+        end = begin + len(g["params"])
+        groups.append({**g, "params": list(range(begin, end))})
+        begin = end
+    return {**full, "state": state, "param_groups": groups}
+
+
+def follow_shards(optimizer: Optimizer) -> None:
+    """An optimizer that was made before its parameters were sharded has the shards in their places from now on.
+
+    Raises:
+        ConfigurationError: it has state, which is of whole parameters; or a shard has several parameters in it.
+    """
+    for group in optimizer.param_groups:
+        for k, param in enumerate(group["params"]):
+            flat = managing(param) if shard_behind(param) is None else None
+            if not isinstance(flat, FlatParam):
+                continue
+            if optimizer.state.get(param):
+                raise ConfigurationError(
+                    f"{type(optimizer).__name__} has stepped, or loaded state, before its model was sharded; shard "
+                    "the model first, and load the state afterwards"
+                )
+            group["params"][k] = _of_one(flat).param
+
+
+def _flats_of(optimizer: Optimizer) -> list[FlatParam | None]:
+    """Of each parameter the flat parameter whose shard it is."""
+    found = [shard_behind(p) for g in optimizer.param_groups for p in g["params"]]
+    return [None if flat is None else _of_one(flat) for flat in found]
+
+
+def _of_one(flat: FlatParam) -> FlatParam:
+    if len(flat.originals) != 1:
+        raise ConfigurationError(
+            f"a shard has {len(flat.originals)} parameters in it ({', '.join(flat.names[:3])}, ...), so that optimizer "
+            "state has no place for each: shard by fully_shard(module), or FSDP(module, flatten=False)"
+        )
+    return flat
+
+
+def _kinds_everywhere(
+    flats: list[FlatParam | None], state: dict[int, StateDict]
+) -> dict[int, dict[str, tuple[bool, Tree]]]:
+    """For each state of each shard: whether it is gathered, and its dtype or its value (ranks may lack it)."""
+    mine: dict[int, dict[str, tuple[bool, Tree]]] = {}
+    groups = {}
+    for index, flat in enumerate(flats):
+        if flat is not None:
+            groups[flat.group.ranks] = flat.group
+            mine[index] = {
+                k: (True, v.dtype) if is_spread(k, v, flat) else (False, _plain(v))
+                for k, v in state.get(index, {}).items()
+            }
+    merged: dict[int, dict[str, tuple[bool, Tree]]] = {}
+    for group in groups.values():
+        everybody = [mine]
+        if group.world_size > 1:
+            control = group.channel("control")
+            everybody = all_gather_facts_or_objects(control, mine, label="kinds of optimizer state")
+        for theirs in everybody:  # in one order on all ranks, in which they gather
+            for index, kinds in theirs.items():
+                for key, what in kinds.items():
+                    merged.setdefault(index, {}).setdefault(key, what)
+    return merged
+
+
+def _whole(flat: FlatParam, key: str, own: StateDict, is_spread: bool, what: Tree) -> Tree:
+    """One state of the whole parameter."""
+    value = own.get(key)
+    if not is_spread:
+        if value is None:  # this rank's optimizer had no use for it; torch counts steps in tensors
+            return torch.tensor(float(what)) if key == "step" else what
+        return _on_host(value)
+    if value is None:
+        value = torch.zeros(flat.layout.shard_numel, dtype=what)
+    (whole,) = gather_parts(flat, value.as_subclass(torch.Tensor))
+    return whole
+
+
+def _on_host(value: Tree) -> Tree:
+    return value.detach().cpu().clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)

@@ -1,0 +1,133 @@
+"""What is common to the doors: which parts of a model become units, and state as one process has it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from ..errors import ConfigurationError
+from ..fsdp import fully_shard
+from ..fsdp.plain_optim_state import follow_shards, gather_plain, shard_plain
+from ..fsdp.state import state_of
+from ..oss.optimizer import OSS
+from ..policy import OffloadPolicy, PrecisionPolicy, ReducePolicy, ReshardPolicy
+from ..sharded_ddp.wrapper import ShardedDDP
+from ..types import Kwargs, ProcessGroup, StateDict
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+Units = Sequence["type[nn.Module] | str"] | Callable[[nn.Module], bool]
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """How a framework's door shards a model that is not sharded yet.
+
+    Attributes:
+        units: classes of modules, or their names, that are gathered together; or a function that tells of a module
+            whether it is one. None: what the model calls its ``_no_split_modules`` (transformers), else the members of
+            its outermost ``ModuleList``s.
+        precision, reshard, offload, reduce, group, replicas, mesh: as of :func:`~shardkit.fully_shard`.
+    """
+
+    units: Units | None = None
+    precision: PrecisionPolicy | None = None
+    reshard: ReshardPolicy | None = None
+    offload: OffloadPolicy | None = None
+    reduce: ReducePolicy | None = None
+    group: ProcessGroup = None
+    replicas: ProcessGroup = None
+    mesh: DeviceMesh | None = None
+
+    def shard(self, model: nn.Module) -> None:
+        """Shards a model in place, unless it or a part of it is sharded already, or there is one process alone.
+
+        Raises:
+            ConfigurationError: ``units`` names what the model has not; else as :func:`~shardkit.fully_shard`.
+        """
+        if is_sharded(model) or not dist.is_available() or not dist.is_initialized():
+            return
+        options: Kwargs = {
+            name: getattr(self, name)
+            for name in ("precision", "reshard", "offload", "reduce", "group", "replicas", "mesh")
+        }
+        for module in reversed(self.units_of(model)):  # those inside of others first
+            if module is not model:
+                fully_shard(module, **options)
+        fully_shard(model, **options)
+
+    def units_of(self, model: nn.Module) -> list[nn.Module]:
+        """The parts of a model that become units, in the order of ``modules()``.
+
+        Raises:
+            ConfigurationError: none is of a class that ``units`` names.
+        """
+        if callable(self.units):
+            return [m for m in model.modules() if self.units(m)]
+        named: list[type[nn.Module] | str] = list(
+            _not_to_be_split(model) if self.units is None else self.units
+        )
+        if not named:
+            return [] if self.units is not None else list(_layers(model))
+        found = [m for m in model.modules() if type(m) in named or type(m).__name__ in named]
+        if not found and self.units is not None:
+            names = ", ".join(n if isinstance(n, str) else n.__name__ for n in named)
+            there = sorted({type(m).__name__ for m in model.modules()})
+            raise ConfigurationError(
+                f"units={names}: the model has no such modules. It has {', '.join(there[:20])}"
+            )
+        return found
+
+
+def _not_to_be_split(model: nn.Module) -> list[str]:
+    names: set[str] = set()
+    for m in model.modules():
+        names.update(getattr(m, "_no_split_modules", None) or ())
+    return sorted(names)
+
+
+def _layers(model: nn.Module) -> Iterable[nn.Module]:
+    for child in model.children():
+        if isinstance(child, nn.ModuleList):
+            yield from child
+        else:
+            yield from _layers(child)
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether a module, or a part of it, is sharded already: its parameters, or what belongs to them (ShardedDDP)."""
+    return isinstance(model, ShardedDDP) or any(state_of(m) is not None for m in model.modules())
+
+
+# ------------------------------------------------------------ optimizers
+def follow(optimizer: Optimizer) -> None:
+    """An optimizer that was made before its model was sharded; see :func:`follow_shards`."""
+    if not isinstance(optimizer, OSS):
+        follow_shards(optimizer)
+
+
+def whole_state(optimizer: Optimizer, keep_on: bool) -> StateDict:
+    """An optimizer's state as one process has it (collective); empty where it is not to be kept.
+
+    Raises:
+        ConfigurationError: see :func:`gather_plain`.
+    """
+    if isinstance(optimizer, OSS):
+        optimizer.consolidate_state_dict(0)
+        return optimizer.state_dict() if optimizer.rank == 0 and keep_on else {}
+    return gather_plain(optimizer, keep_on) or {}
+
+
+def load_whole_state(optimizer: Optimizer, state: StateDict) -> None:
+    """Loads what :func:`whole_state`, or one process, has saved; each rank keeps its part.
+
+    Raises:
+        ConfigurationError: it is of another model.
+    """
+    optimizer.load_state_dict(state if isinstance(optimizer, OSS) else shard_plain(optimizer, state))
