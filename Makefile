@@ -95,7 +95,7 @@ test-xla: $(XLA)/.ready
 
 # Some tests of every part, each file a few seconds at most; what starts many processes is left to `make test`.
 QUICK := $(addprefix tests/,test_layout.py test_docs.py activations adascale checks evaluation flattening \
-  model_parallel moe optimizers oss parity pipeline reduction sharded_ddp torch_seams wrapping \
+  compression model_parallel moe optimizers oss parity pipeline reduction sharded_ddp torch_seams wrapping \
   checkpoint/test_prefix.py compat/test_older_paths.py compat/test_redirected.py migration/test_rewriting.py \
   $(addprefix fsdp/test_,backward_plan.py compat.py fully_shard.py groups.py order.py store.py unused.py) \
   $(addprefix extra/test_,adam.py auto_shard.py dynamic_loss_scaler.py gossip_graphs.py mevo.py offload.py) \
@@ -128,7 +128,7 @@ ONLY ?=
 faults: $(CORE)/.ready $(XLA)/.ready
 	@$(CORE)/bin/python -m tests.deliberate_faults $(if $(ONLY),--only '$(ONLY)')
 
-STREAMS := $(addprefix tests/,backends/test_contract.py fsdp sharded_ddp oss adascale model_parallel pipeline moe \
+STREAMS := $(addprefix tests/,backends/test_contract.py fsdp compression sharded_ddp oss adascale model_parallel pipeline moe \
   evaluation clients test_grad_scaler.py differential/test_fsdp_truth.py differential/test_sharded_ddp_truth.py)
 streams: $(CORE)/.ready
 	@$(CORE)/bin/python -m pytest -q -m "not xla and not oracle" --device streams $(STREAMS)

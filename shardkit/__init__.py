@@ -31,7 +31,7 @@ from .grad_scaler import GradScaler, ShardedGradScaler
 from .launch import launch
 from .optimizers.elementwise import declare_elementwise
 from .oss.optimizer import OSS
-from .policy import OffloadPolicy, PrecisionPolicy, ReducePolicy, ReshardPolicy
+from .policy import Compression, OffloadPolicy, PrecisionPolicy, ReducePolicy, ReshardPolicy
 from .sharded_ddp.wrapper import ShardedDDP
 from .version import __version_tuple__
 from .whole_parameters.optimizer import WholeParameters
@@ -44,6 +44,7 @@ __all__ = [
     "OSS",
     "AdaScale",
     "BackendError",
+    "Compression",
     "ConfigurationError",
     "DamagedFileError",
     "EvaluationSampler",

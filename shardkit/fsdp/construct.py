@@ -17,6 +17,7 @@ from torch.nn.parameter import is_lazy
 from ..backend import Backend, Group, backend_for
 from ..checks.facts import all_gather_facts
 from ..checks.same_everywhere import check_one_device, check_same_everywhere, option_facts
+from ..compression import check_compressible
 from ..errors import ConfigurationError, RankMismatchError
 from ..flattening.flat_parameter import FLAT_PREFIX, ParamInfo, SharedParamInfo
 from ..layout import ShardLayout
@@ -28,7 +29,7 @@ from .groups import post_forward_mesh
 from .originals import OriginalParameter, Place, managing
 from .registrations import note_taken
 from .registries import hide
-from .state import ShardingState, state_of
+from .state import Options, ShardingState, state_of
 from .store import own_part
 
 logger = logging.getLogger("shardkit")
@@ -46,6 +47,14 @@ def check_options(reduce: ReducePolicy, offload: OffloadPolicy, backend: Backend
             f"gradients=True without parameters=True: the shards are on {backend.device_type}, and gradients are where "
             "their parameters are; offload both"
         )
+
+
+def _check_compression(options: Options, found: Found, backend: Backend) -> None:
+    computed = [
+        options.precision.compute or m.param.dtype for m in found.originals if m.param.dtype.is_floating_point
+    ]
+    check_compressible(options.precision.compression, computed, backend)
+    check_compressible(options.reduce.compression, [options.reduce.dtype or d for d in computed], backend)
 
 
 _CALLS_OF_A_UNIT = 20  # Python frames, at most, that a unit adds to a walk over modules or a forward
@@ -162,6 +171,7 @@ def shard_module(state: ShardingState, list_shard: Listing) -> None:
         if ranks is not None:
             check_ranks_agree(found, ranks, facts)
     check_options(options.reduce, options.offload, state.group.backend)
+    _check_compression(options, found, state.group.backend)
     check_no_writers(state)
     _connect_mesh(state)
     if options.flatten:
@@ -196,7 +206,7 @@ def _flat_of(state: ShardingState, found: Found, part: list[int], list_shard: Li
     listed, holder = list_shard(state, originals, infos, shared, shard)
     return FlatParam(
         originals, [found.names[i] for i in part], listed, holder, layout, group,
-        options.precision.compute, options.device, state.post_forward_mesh,
+        options.precision.compute, options.device, state.post_forward_mesh, options.precision.compression,
     )  # fmt: skip
 
 

@@ -22,7 +22,9 @@ import torch
 from torch import nn
 
 from ..backend import Group
+from ..compression import BlockFormat, format_for
 from ..layout import ShardLayout
+from ..policy import Compression
 from ..torch_seams.hooks import NO_BACKWARD, current_backward
 from ..types import StateDict
 from .first_steps import check_first_steps
@@ -48,6 +50,7 @@ class FlatParam:
         compute_dtype: dtype while gathered; None for the shard's own.
         compute_device: device while gathered; None for the shard's own.
         post_forward_mesh: ranks, this one among them, that can keep the values between them after forward.
+        compression: of what is gathered.
 
     Attributes:
         label: what it is called in errors.
@@ -67,6 +70,7 @@ class FlatParam:
         self, originals: Sequence[OriginalParameter], names: Sequence[str], param: nn.Parameter, holder: Place,
         layout: ShardLayout, group: Group,
         compute_dtype: torch.dtype | None, compute_device: torch.device | None, post_forward_mesh: Group | None = None,
+        compression: Compression | None = None,
     ) -> None:  # fmt: skip
         self.originals = list(originals)
         self.names = list(names)
@@ -83,6 +87,7 @@ class FlatParam:
         self.modules: Sequence[nn.Module] = ()
         self._compute_dtype = compute_dtype
         self._compute_device = compute_device
+        self._compression = compression
         self._users = 0
         self._settle(None)
         check_first_steps()
@@ -97,6 +102,13 @@ class FlatParam:
     def compute_device(self) -> torch.device:
         """Device of the original parameters while gathered."""
         return self._compute_device or self.param.device
+
+    @property
+    def blocks(self) -> BlockFormat | None:
+        """In which shards travel; None: as they are."""
+        if self.group.world_size == 1:
+            return None
+        return format_for(self._compression, self.layout.shard_numel, self.compute_dtype)
 
     @property
     def is_listed_flat(self) -> bool:

@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..backend import Group
+from ..compression import BlockFormat
 from ..errors import LifecycleError
 from ..layout import ShardLayout
 from ..torch_seams.tensor_facts import ALIKE, FACTS, SHAPE, name_of
@@ -140,6 +141,9 @@ class FlatParamLike(Protocol):
 
     @property
     def compute_device(self) -> torch.device: ...
+
+    @property
+    def blocks(self) -> BlockFormat | None: ...
 
     @property
     def keeps_shapes(self) -> bool: ...

@@ -178,7 +178,7 @@ class ShardingState:
             self.flats,
             borrowed,
             self.options.reshard.after_forward is False,
-            self.options.reduce.dtype,
+            self.options.reduce,
             self.divisors,
             self.replicas,
         )

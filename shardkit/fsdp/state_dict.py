@@ -103,7 +103,8 @@ def detach_entries(state: ShardingState, destination: StateDict, prefix: str, be
 
 # ------------------------------------------------------------ loading
 def begin_loading(state: ShardingState, state_dict: StateDict) -> None:
-    """Full values are about to be put into a unit."""
+    """Full values, or shards, are about to be put into a unit."""
+    state.unit.forget_errors()
     if state.state_is_local or state.summoned is not None:
         return
     enter_summon(state, True)

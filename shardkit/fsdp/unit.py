@@ -8,10 +8,12 @@ from typing import Protocol
 import torch
 
 from ..backend import Group
+from ..compression import CompressedAllReduce
+from ..policy import ReducePolicy
 from ..torch_seams.compiling import not_compiled
 from ..torch_seams.hooks import NO_BACKWARD, BackwardState, GradientHooks, current_backward
 from .flat_param import FlatParam
-from .gradients import GradientPack, pack_for
+from .gradients import GradientPack, Replicas, way_for
 from .local_gradients import LocalGradients
 from .originals import as_tensors
 from .refusals import backward_when_summoned, unknown_root, written_original
@@ -54,7 +56,7 @@ class Unit:
         flats: Sequence[FlatParam],
         borrowed: Sequence[FlatParam],
         keep_after_forward: bool,
-        reduce_dtype: torch.dtype | None,
+        reduce: ReducePolicy,
         divisors: tuple[float, float],
         replicas: Group | None = None,
     ) -> None:
@@ -62,7 +64,7 @@ class Unit:
         self.flats = list(flats)
         self.borrowed = list(borrowed)
         self.keep_after_forward = keep_after_forward
-        self.reduce_dtype = reduce_dtype
+        self.reduce = reduce
         self.divisors = divisors
         self.replicas = replicas
         self.engine: Runner | None = None
@@ -77,6 +79,7 @@ class Unit:
             "lists, whose gradients are the mean over ranks"
         )
         self._packs: list[GradientPack] = []
+        self._replicas: list[Replicas | None] = []  # of each
         self.local = [LocalGradients(f) for f in self.flats]
         self._flag_seen = [f.param.requires_grad for f in self.flats]
         self.is_reached = True
@@ -89,9 +92,9 @@ class Unit:
     def attach(self) -> None:
         """Listens to the gradients of the original parameters that are trainable now."""
         self._hooks.remove()
-        self._packs = [
-            pack_for(f, f.group.channel("gradients"), self.reduce_dtype, self.divisors) for f in self.flats
-        ]
+        ways = [way_for(f, self.replicas, self.reduce, self.divisors) for f in self.flats]
+        self._packs = [way.pack for way in ways]
+        self._replicas = [way.replicas for way in ways]
         self._fired = [False] * sum(sum(p.trainable) for p in self._packs)
         self.waiting = len(self._fired)
         self.has_frozen = any(not all(p.trainable) for p in self._packs) or any(
@@ -222,9 +225,16 @@ class Unit:
 
     def receive(self) -> None:
         """Waits for the reduction; the shards have their gradients then."""
-        for pack in self._packs:
+        for pack, replicas in zip(self._packs, self._replicas, strict=True):
             if any(pack.trainable):
-                pack.receive(self.replicas)
+                pack.receive(replicas)
+
+    def forget_errors(self) -> None:
+        """What compression has left out of gradients so far is not added to those that come."""
+        for pack, replicas in zip(self._packs, self._replicas, strict=True):
+            pack.forget_errors()
+            if isinstance(replicas, CompressedAllReduce):
+                replicas.forget_errors()
 
     def forget_reduction(self) -> None:
         """Waits for the reduction; the shards get nothing of it."""

@@ -168,6 +168,12 @@ class GradientExchange:
             if isinstance(part, Reducer):
                 part.adopt_means(means)
 
+    def forget_errors(self) -> None:
+        """What compression has left out so far is not added to anything."""
+        for bucket in self.buckets:
+            if bucket.compressed is not None:
+                bucket.compressed.feedback.forget()
+
     def check_device(self) -> None:
         """Raises ConfigurationError if the module was moved to a device of another type."""
         for name, param in self._module.named_parameters():

@@ -28,8 +28,9 @@ import torch
 from torch import nn
 
 from ..backend import Group, ReduceOp, Work
+from ..compression import CompressedReduceScatter, format_for
 from ..errors import LifecycleError
-from ..layout import alignment, buckets_by_numel, segment_layout
+from ..layout import alignment, buckets_by_numel, rounded_up, segment_layout
 from ..policy import ReducePolicy
 from ..reduction.packing import PackedForm, WrittenPack, has_mean
 from ..torch_seams.hooks import NO_BACKWARD, BackwardState, GradientHook, current_backward
@@ -53,19 +54,28 @@ class Bucket:
 
     def __init__(
         self, index: int, indices: Sequence[int], params: Sequence[nn.Parameter], owners: Sequence[int],
-        group: Group, wire: torch.dtype,
+        group: Group, wire: torch.dtype, policy: ReducePolicy,
     ) -> None:  # fmt: skip
         self.label = f"gradients of bucket {index}"
         self.wire = wire
-        self.has_mean = has_mean(wire)
         self.indices = list(indices)
         self.params = [params[i] for i in indices]
         self.waiting = len(self.indices)
         self._numels = [p.numel() for p in self.params]
         step = alignment(wire.itemsize)
         layout = segment_layout(self._numels, [owners[i] for i in indices], group.world_size, step=step)
-        self.form = PackedForm(layout.pieces, layout.sizes, even=False, step=step)
+        blocks = format_for(policy.compression, sum(self._numels) // group.world_size, wire)
+        step = step if blocks is None else blocks.numel
+        # flags are in blocks of their own
+        sizes = layout.sizes if blocks is None else [rounded_up(size, step) for size in layout.sizes]
+        self.form = PackedForm(layout.pieces, sizes, even=False, step=step)
         self.sizes = self.form.sizes
+        self.compressed = (
+            None
+            if blocks is None
+            else CompressedReduceScatter(group, blocks, self.sizes, policy.error_feedback)
+        )
+        self.has_mean = has_mean(wire) or blocks is not None
         self.nbytes = self.form.starts[-1] * wire.itemsize
         self.owned = layout.items_of(group.rank)
         # how an owned gradient lies in this rank's part: shape, strides, offset
@@ -108,7 +118,7 @@ class Reducer:
         self._next = 0
         self._in_flight: InFlight | None = None
         self.buckets = [
-            Bucket(i, indices, self._params, owners, group, wire)
+            Bucket(i, indices, self._params, owners, group, wire, policy)
             for i, (indices, wire) in enumerate(plan_buckets(self._params, policy))
         ]
         device = self._params[0].device
@@ -221,11 +231,16 @@ class Reducer:
             self._slot_is_taken = True
         with Phase("shardkit::reduce-scatter"):
             had = self._pack(bucket)
-            shard = bucket.packed.new_empty(bucket.sizes[self._group.rank])
             op = ReduceOp.AVG if bucket.has_mean else ReduceOp.SUM
-            work = self._group.reduce_scatter_into(
-                shard, bucket.packed, bucket.sizes, op=op, async_op=True, label=bucket.label
-            )
+            if bucket.compressed is not None:
+                shard, work = bucket.compressed.start(
+                    bucket.packed, bucket.label, complete=had is None, op=op
+                )
+            else:
+                shard = bucket.packed.new_empty(bucket.sizes[self._group.rank])
+                work = self._group.reduce_scatter_into(
+                    shard, bucket.packed, bucket.sizes, op=op, async_op=True, label=bucket.label
+                )
         self._in_flight = InFlight(bucket, work, shard, had)
 
     def _pack(self, bucket: Bucket) -> list[bool] | None:

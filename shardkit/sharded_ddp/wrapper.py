@@ -20,6 +20,7 @@ from ..checks.same_everywhere import (
     refuse_lazy,
     shape_fact,
 )
+from ..compression import check_compressible
 from ..errors import ConfigurationError, LifecycleError
 from ..oss.optimizer import OSS
 from ..policy import ReducePolicy
@@ -103,9 +104,9 @@ class ShardedDDP(PreparedForAccelerate, nn.Module):
         group = group_of(mesh, group)
         self._backend = backend_for(module.parameters(), backend)
         self._group = self._backend.group(group)
+        policy = reduce or ReducePolicy()
         self._watch_trainable = watch_trainable
         self._warn_on_change = True
-        policy = reduce or ReducePolicy()
         facts = option_facts(
             reduce=policy, broadcast_buffers=broadcast_buffers, sync_module_states=sync_module_states,
             parameters_of_each_optimizer=[len(list(o._parameters())) for o in optimizers],
@@ -115,6 +116,8 @@ class ShardedDDP(PreparedForAccelerate, nn.Module):
             self._group, tensors + facts, "the module's parameters and buffers, or options,"
         )
         refuse_lazy(tensors, "ShardedDDP")
+        sent = [policy.dtype or p.dtype for p in module.parameters() if p.is_floating_point()]
+        check_compressible(policy.compression, sent, self._backend)
         connect_sync_batch_norm(module, group, self._group)
         if sync_module_states:
             broadcast_module(module, self._group.channel("buffers"))
@@ -162,6 +165,11 @@ class ShardedDDP(PreparedForAccelerate, nn.Module):
         if self._exchange is not None:
             self._exchange.check_device()
         return self
+
+    def _load_from_state_dict(self, *args: Tree, **kwargs: Tree) -> None:
+        super()._load_from_state_dict(*args, **kwargs)
+        if self._exchange is not None:
+            self._exchange.forget_errors()
 
     def _connected(self) -> GradientExchange:
         if self._exchange is None:

@@ -2,26 +2,58 @@
 
 from __future__ import annotations
 
-import torch
+from typing import NamedTuple
 
 from ...backend import Group
+from ...compression import CompressedAllReduce, format_for
+from ...policy import ReducePolicy
 from ..flat_param import FlatParam
+from .compressed import CompressedPack
 from .lazy import LazyPack
-from .pack import GradientPack, Reduction
+from .pack import GradientPack, Reduction, Replicas, packed_dtype
 from .stored import StoredPack
 from .whole import WholePack
 
-__all__ = ["GradientPack", "LazyPack", "Reduction", "StoredPack", "WholePack", "pack_for", "predivide_factor"]
+__all__ = [
+    "GradientPack", "LazyPack", "Reduction", "Replicas", "StoredPack", "Way", "WholePack", "predivide_factor",
+    "way_for",
+]  # fmt: skip
 
 
-def pack_for(
-    flat: FlatParam, group: Group, reduce_dtype: torch.dtype | None, divisors: tuple[float, float]
-) -> GradientPack:
-    """The pack for where the shard is now; see :class:`GradientPack`."""
+class Way(NamedTuple):
+    """The way of a flat parameter's gradients to the shard.
+
+    Attributes:
+        pack: reduces them within the group.
+        replicas: average the results; None where this rank alone holds the shard.
+    """
+
+    pack: GradientPack
+    replicas: Replicas | None
+
+
+def way_for(
+    flat: FlatParam, replicas: Group | None, reduce: ReducePolicy, divisors: tuple[float, float]
+) -> Way:
+    """The way for where the shard is now; see :class:`GradientPack`.
+
+    Compressed is what crosses hosts: what replicas exchange, or where there are none what the group does.
+    """
+    group = flat.group.channel("gradients")
+    has_replicas = replicas is not None and replicas.world_size > 1
+    blocks = None
+    if has_replicas or group.world_size > 1:
+        blocks = format_for(reduce.compression, flat.layout.shard_numel, packed_dtype(flat, reduce))
+    if group.world_size > 1 and not has_replicas and blocks is not None:
+        return Way(CompressedPack(flat, group, reduce, divisors, blocks), replicas)
     if group.world_size == 1:
-        return WholePack(flat, group, reduce_dtype, divisors)
-    kind = StoredPack if group.backend.has_storage else LazyPack
-    return kind(flat, group, reduce_dtype, divisors)
+        kind: type[GradientPack] = WholePack
+    else:
+        kind = StoredPack if group.backend.has_storage else LazyPack
+    pack = kind(flat, group, reduce, divisors, blocks)
+    if blocks is None or replicas is None:
+        return Way(pack, replicas)
+    return Way(pack, CompressedAllReduce(replicas, blocks, pack.part_numel, reduce.error_feedback))
 
 
 def predivide_factor(world_size: int) -> int:

@@ -12,12 +12,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
 from ...backend import Group, ReduceOp, Work
-from ...layout import alignment
+from ...compression import BlockFormat
+from ...layout import alignment, rounded_up
+from ...policy import ReducePolicy
 from ...reduction.packing import PackedForm, has_mean
 from ...reduction.shard_gradients import gradient_class
 from ..flat_param import FlatParam
@@ -34,26 +36,42 @@ class Reduction(NamedTuple):
     work: Work | None  # None where there is nothing to wait for
 
 
+class Replicas(Protocol):
+    """What is used of the :class:`~shardkit.backend.Group` of ranks that hold the same shard."""
+
+    world_size: int
+
+    def all_reduce(self, tensor: torch.Tensor, *, op: ReduceOp, label: str) -> Work: ...
+
+
+def packed_dtype(flat: FlatParam, reduce: ReducePolicy) -> torch.dtype:
+    """Dtype in which gradients are packed."""
+    own = flat.compute_dtype
+    return reduce.dtype if reduce.dtype is not None and own.is_floating_point else own
+
+
 class GradientPack(ABC):
     """Packs, reduces and hands over the gradients of one flat parameter.
 
     Args:
         flat: whose original parameters' gradients these are.
         group: ranks that share it; its channel for gradients.
-        reduce_dtype: dtype on the wire; None for the gradients' own.
+        reduce: how they travel.
         divisors: the sum over ranks is divided by the first before and by the second after it is formed.
+        blocks: in which they travel, within the group or between replicas; None: as they are.
 
     Attributes:
         trainable: for each original parameter, whether it is.
+        part_numel: numel of this rank's part of what is reduced.
     """
 
     def __init__(
-        self, flat: FlatParam, group: Group, reduce_dtype: torch.dtype | None, divisors: tuple[float, float]
-    ) -> None:
+        self, flat: FlatParam, group: Group, reduce: ReducePolicy, divisors: tuple[float, float],
+        blocks: BlockFormat | None = None,
+    ) -> None:  # fmt: skip
         self._flat = flat
         self._group = group
-        own = flat.compute_dtype
-        self._dtype = reduce_dtype if reduce_dtype is not None and own.is_floating_point else own
+        self._dtype = packed_dtype(flat, reduce)
         self._device = flat.compute_device
         before, after = divisors if group.world_size > 1 else (1.0, divisors[0] * divisors[1])
         is_mean = before * after == group.world_size and has_mean(self._dtype)
@@ -64,8 +82,12 @@ class GradientPack(ABC):
         self.trainable = [m.param.requires_grad for m in flat.originals]
         pieces = [p for p in flat.layout.pieces() if self.trainable[p.item]]
         step = alignment(self._dtype.itemsize) if group.backend.has_storage else 1
-        sizes = [flat.layout.shard_numel] * group.world_size
-        self._form = PackedForm(pieces, sizes, even=True, step=step)
+        size = flat.layout.shard_numel
+        if blocks is not None:  # flags are in blocks of their own
+            step = blocks.numel
+            size = rounded_up(size, step)
+        self._form = PackedForm(pieces, [size] * group.world_size, even=True, step=step)
+        self.part_numel = self._form.sizes[group.rank]
         self._here = self._form.items[group.rank]
         self._like = torch.empty(0, dtype=self._dtype, device=self._device)
         self._lay_out()
@@ -101,7 +123,7 @@ class GradientPack(ABC):
         """Whether :meth:`receive` would not wait."""
         return self._in_flight is None or self._in_flight.work is None or self._in_flight.work.is_done()
 
-    def receive(self, replicas: Group | None) -> None:
+    def receive(self, replicas: Replicas | None) -> None:
         """Waits for the reduction, and adds the result to the shard's gradient.
 
         Args:
@@ -155,6 +177,10 @@ class GradientPack(ABC):
         size = self._flat.layout.shard_numel
         return result if result.numel() == size else result[:size]
 
+    def forget_errors(self) -> None:
+        """What compression has left out so far is not added to anything."""
+        return
+
     def clear_unused(self) -> None:
         """The shard's gradient is new: no original parameter has had one yet."""
         self._flat.unused.clear(None)
@@ -164,7 +190,7 @@ class GradientPack(ABC):
         if False not in unused:
             self._flat.param.grad = None
 
-    def _average(self, result: torch.Tensor, replicas: Group) -> None:
+    def _average(self, result: torch.Tensor, replicas: Replicas) -> None:
         is_mean = has_mean(result.dtype)
         if not is_mean:
             result.mul_(1.0 / replicas.world_size)

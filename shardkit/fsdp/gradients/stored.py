@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from itertools import compress
-from typing import final
 
 import torch
 
@@ -11,7 +10,6 @@ from ...reduction.packing import WrittenPack
 from .pack import GradientPack, Reduction
 
 
-@final
 class StoredPack(GradientPack):
     """Packs into a buffer [W * (S + F)] whose memory exists while it is in use."""
 

@@ -17,6 +17,7 @@ class WholePack(GradientPack):
 
     def _lay_out(self) -> None:
         self._pack = JoinedPack(self._form, self._flat.layout.numels)
+        self.part_numel = sum(self._form.first_flag)  # no flags are sent
 
     def _reduce(self, gradients: list[torch.Tensor | None]) -> Reduction:
         had = [g is not None for g in gradients]

@@ -10,6 +10,7 @@ from typing import final
 
 import torch
 
+from ...compression import CompressedGather
 from ..kept_views import KeptViews
 from ..originals import FlatParamLike
 from .base import Gather, Store, own_part
@@ -27,6 +28,8 @@ class Stored(Store):
         super().__init__(flat)
         self._mesh = flat.post_forward_mesh
         self._kept: torch.Tensor | None = None  # this rank's part of what the mesh keeps
+        blocks = flat.blocks
+        self._compressed = None if blocks is None else CompressedGather(self._group, blocks)
         self._look_at(torch.empty(self._layout.padded_numel, dtype=self._dtype, device=self._device))
 
     def _look_at(self, full: torch.Tensor) -> None:
@@ -63,6 +66,9 @@ class Stored(Store):
             self._kept = None
             mesh = self._mesh.channel("parameters")
             work = mesh.all_gather_into(full, kept, async_op=True, label=flat.label)
+        elif self._compressed is not None:
+            shard = flat.param.data.view(-1).to(self._device)
+            work = self._compressed.start(self._channel.all_gather_into, full, shard, flat.label)
         else:
             self._own.copy_(flat.param.data.view(-1))  # casts, and comes from the host
             if self._group.world_size == 1:
