@@ -116,7 +116,7 @@ class ShardedDDP(PreparedForAccelerate, nn.Module):
             self._group, tensors + facts, "the module's parameters and buffers, or options,"
         )
         refuse_lazy(tensors, "ShardedDDP")
-        sent = [policy.dtype or p.dtype for p in module.parameters() if p.is_floating_point()]
+        sent = {policy.dtype or p.dtype for p in module.parameters()}
         check_compressible(policy.compression, sent, self._backend)
         connect_sync_batch_norm(module, group, self._group)
         if sync_module_states:
