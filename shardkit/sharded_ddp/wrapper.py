@@ -93,18 +93,13 @@ class ShardedDDP(PreparedForAccelerate, nn.Module):
         super().__init__()
         check_wrappable(module, type(self).__name__)
         optimizers = _sharded(optimizer)
-        if reduce is not None and reduce.predivide is not None:
-            raise ConfigurationError(
-                f"predivide={reduce.predivide} is for FSDP; ShardedDDP divides halves by the number of ranks before "
-                "they are summed, and everything else afterwards"
-            )
+        policy = _checked(reduce)
         check_one_device(module.parameters())
         self.module = module
         self._sharded_optimizers = optimizers
         group = group_of(mesh, group)
         self._backend = backend_for(module.parameters(), backend)
         self._group = self._backend.group(group)
-        policy = reduce or ReducePolicy()
         self._watch_trainable = watch_trainable
         self._warn_on_change = True
         facts = option_facts(
@@ -228,6 +223,16 @@ class ShardedDDP(PreparedForAccelerate, nn.Module):
 
 
 note_wrapper(ShardedDDP)
+
+
+def _checked(reduce: ReducePolicy | None) -> ReducePolicy:
+    """Raises ConfigurationError for what is FSDP's."""
+    if reduce is not None and reduce.predivide is not None:
+        raise ConfigurationError(
+            f"predivide={reduce.predivide} is for FSDP; ShardedDDP divides halves by the number of ranks before "
+            "they are summed, and everything else afterwards"
+        )
+    return reduce or ReducePolicy()
 
 
 def _sharded(optimizer: OSS | AroundOSS | Sequence[OSS | AroundOSS]) -> list[OSS]:
