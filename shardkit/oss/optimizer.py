@@ -30,7 +30,7 @@ from ..torch_seams.distributed_checkpoint import current_request, is_called_by
 from ..types import ParamGroup, ProcessGroup, StateDict, Tree
 from . import state as oss_state
 from .inner_optimizer import check_optimizer_class, make_inner
-from .param_groups import check_ranks_agree, copy_options, group_facts, options_of
+from .param_groups import check_ranks_agree, copy_options, group_facts, names_of, options_of
 from .placement import placement_for
 from .placement.flat_segment import FlatSegment
 
@@ -178,7 +178,8 @@ class OSS(Optimizer):
 
     def _inner_group(self, index: int) -> StateDict:
         group = self.param_groups[index]
-        return {**options_of(group), "params": self._placement.updated_here(index, group["params"])}
+        updated = self._placement.updated_here(index, group["params"])
+        return {**options_of(group), "params": updated, **names_of(updated, group)}
 
     def _adopt_inner(self) -> None:
         """Shows the inner optimizer's defaults, options and state as this optimizer's own."""
@@ -208,7 +209,7 @@ class OSS(Optimizer):
         check_ranks_agree(self._group, self.param_groups)
         self._lay_out()
         for index, group in enumerate(self.optim.param_groups):
-            group["params"] = self._placement.updated_here(index, self.param_groups[index]["params"])
+            group.update(self._inner_group(index))
 
     # ---------------------------------------------------------------- stepping
     def step(self, closure: Callable[[], Tree] | None = None, **kwargs: object) -> Tree:  # type: ignore[override]
@@ -277,6 +278,24 @@ class OSS(Optimizer):
             error_if_nonfinite,
             foreach,
         )
+
+    # ---------------------------------------------------------------- schedule-free optimizers
+    def train(self) -> None:
+        """Parameters are what the next step needs, of optimizers that have this switch (collective)."""
+        self._switch("train")
+
+    def eval(self) -> None:
+        """Parameters are what is evaluated and saved, of optimizers that have this switch (collective)."""
+        self._switch("eval")
+
+    @noting_errors
+    def _switch(self, mode: str) -> None:
+        switch = getattr(self.optim, mode, None)
+        if callable(switch):
+            copy_options(self.param_groups, self.optim.param_groups)
+            switch()
+            copy_options(self.optim.param_groups, self.param_groups)
+            self._placement.publish()
 
     # ---------------------------------------------------------------- state
     @noting_errors

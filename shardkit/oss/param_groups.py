@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from torch import nn
+
 from ..backend import Group
 from ..checks.same_everywhere import check_same_everywhere, option_facts, refuse_lazy, shape_fact
 from ..types import Facts, ParamGroup, StateDict
@@ -12,6 +14,14 @@ from ..types import Facts, ParamGroup, StateDict
 def options_of(group: ParamGroup) -> StateDict:
     """What a group says of its parameters."""
     return {k: v for k, v in group.items() if k != "params" and k != "param_names"}
+
+
+def names_of(params: Sequence[nn.Parameter], group: ParamGroup) -> StateDict:
+    """The entry for names of some parameters, if the group that they are from has names; stand-ins have none."""
+    names = dict(zip(map(id, group["params"]), group.get("param_names", ()), strict=False))
+    if not names or any(id(p) not in names for p in params):
+        return {}
+    return {"param_names": [names[id(p)] for p in params]}
 
 
 def copy_options(source: list[ParamGroup], target: list[ParamGroup]) -> None:

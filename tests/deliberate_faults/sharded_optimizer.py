@@ -95,8 +95,8 @@ FAULTS = [
         "OSS",
         "updated parameters are not published",
         "shardkit/oss/placement/owned_parameters.py",
-        "                loss = optimizer.step(published_between(self._publish, closure), **kwargs)\n        self._publish()\n",
-        "                loss = optimizer.step(published_between(self._publish, closure), **kwargs)\n",
+        "                loss = optimizer.step(published_between(self.publish, closure), **kwargs)\n        self.publish()\n",
+        "                loss = optimizer.step(published_between(self.publish, closure), **kwargs)\n",
         (f"{_OSS}::test_every_optimizer_of_torch", f"{_DDP}::test_steps"),
     ),
     Fault(

@@ -54,6 +54,10 @@ class Placement(ABC):
     def step(self, optimizer: Optimizer, closure: Closure | None, kwargs: Kwargs) -> Tree:
         """Steps this rank's optimizer and lets all ranks have the result (collective); what that step returns."""
 
+    def publish(self) -> None:
+        """Lets all ranks have what this rank's optimizer has changed outside of a step (collective)."""
+        return
+
     # ------------------------------------------------------------ gradients
     @abstractmethod
     def gradients(self, optimizer: Optimizer) -> list[torch.Tensor]:

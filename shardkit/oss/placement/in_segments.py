@@ -55,7 +55,7 @@ class InSegments(Placement):
             put_aside()
             loss = optimizer.step(**kwargs)
         else:
-            published = published_between(self._publish, closure)
+            published = published_between(self.publish, closure)
 
             def evaluated() -> Tree:
                 put_back()
@@ -68,10 +68,11 @@ class InSegments(Placement):
         put_back()
         for segment in self.segments:
             segment.mark_used_up()
-        self._publish()
+        self.publish()
         return loss
 
-    def _publish(self) -> None:
+    def publish(self) -> None:
+        """See :meth:`Placement.publish`."""
         with Phase("shardkit::oss all-gather"):
             for segment in self.segments:
                 segment.publish(self._wire_dtype)

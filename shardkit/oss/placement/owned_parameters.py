@@ -41,11 +41,12 @@ class OwnedParameters(OfParameters):
             if closure is None:
                 loss = optimizer.step(**kwargs)
             else:
-                loss = optimizer.step(published_between(self._publish, closure), **kwargs)
-        self._publish()
+                loss = optimizer.step(published_between(self.publish, closure), **kwargs)
+        self.publish()
         return loss
 
-    def _publish(self) -> None:
+    def publish(self) -> None:
+        """See :meth:`Placement.publish`."""
         with Phase("shardkit::oss all-gather"):
             for work in [buffer.publish(self._wire_dtype) for buffer in self.buffers]:
                 if work is not None:
