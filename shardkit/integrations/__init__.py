@@ -2,6 +2,7 @@
 
 ========================================  =======================================================
 ``shardkit.integrations.huggingface``     accelerate's Accelerator, transformers' Trainer
-``shardkit.integrations.lightning``       Lightning's Trainer and Fabric
+``shardkit.integrations.lightning``       Lightning's Trainer
+``shardkit.integrations.fabric``          Lightning's Fabric
 ========================================  =======================================================
 """

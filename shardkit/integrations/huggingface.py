@@ -97,9 +97,13 @@ class _Attached:
         return original(model, device_placement=device_placement, evaluation_mode=evaluation_mode)
 
     def _shard(self, model: nn.Module) -> None:
-        if is_sharded(model) or not any(p.requires_grad for p in model.parameters()):
+        if not any(p.requires_grad for p in model.parameters()):
             return
-        if self._accelerator.device_placement and not hasattr(model, "hf_device_map"):
+        if (
+            self._accelerator.device_placement
+            and not is_sharded(model)
+            and not hasattr(model, "hf_device_map")
+        ):
             model.to(self._accelerator.device)
         self._plugin.shard(model)
 

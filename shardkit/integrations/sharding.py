@@ -14,6 +14,7 @@ from ..errors import ConfigurationError
 from ..fsdp import fully_shard
 from ..fsdp.plain_optim_state import follow_shards, gather_plain, shard_plain
 from ..fsdp.state import state_of
+from ..optimizers.shards import shard_behind
 from ..oss.optimizer import OSS
 from ..policy import OffloadPolicy, PrecisionPolicy, ReducePolicy, ReshardPolicy
 from ..sharded_ddp.wrapper import ShardedDDP
@@ -46,18 +47,23 @@ class Sharding:
     mesh: DeviceMesh | None = None
 
     def shard(self, model: nn.Module) -> None:
-        """Shards a model in place, unless it or a part of it is sharded already, or there is one process alone.
+        """Shards a model in place; of one that is in part sharded already the rest. One process alone shards nothing.
 
         Raises:
             ConfigurationError: ``units`` names what the model has not; else as :func:`~shardkit.fully_shard`.
         """
-        if is_sharded(model) or not dist.is_available() or not dist.is_initialized():
+        if not dist.is_available() or not dist.is_initialized():
+            return
+        if isinstance(model, ShardedDDP) or state_of(model) is not None:
+            return
+        is_new = not is_sharded(model)
+        if not is_new and not any(p.requires_grad and shard_behind(p) is None for p in model.parameters()):
             return
         options: Kwargs = {
             name: getattr(self, name)
             for name in ("precision", "reshard", "offload", "reduce", "group", "replicas", "mesh")
         }
-        for module in reversed(self.units_of(model)):  # those inside of others first
+        for module in reversed(self.units_of(model) if is_new else []):  # those inside of others first
             if module is not model:
                 fully_shard(module, **options)
         fully_shard(model, **options)
