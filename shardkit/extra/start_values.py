@@ -6,11 +6,16 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ..backend import Group
 from ..checks.same_everywhere import check_same_everywhere, shape_fact
 from ..errors import ConfigurationError
+from ..fsdp.originals import managing
 from ..fsdp.state import Ignored, modules_outside_units
+
+# Parameters that took the place of others on the meta device, which units still to come may share.
+_replaced: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def materialize(module: nn.Module, init: Callable[[nn.Module], object] | None) -> None:
@@ -42,7 +47,8 @@ def materialize(module: nn.Module, init: Callable[[nn.Module], object] | None) -
 def materialize_each(
     module: nn.Module, init: Callable[[nn.Module], object] | None, device: torch.device, ignored: Ignored
 ) -> None:
-    """The same module by module, as torch's FSDP does it; weights that were shared are shared afterwards.
+    """The same module by module, as torch's FSDP does it; weights that were shared are shared afterwards, also with
+    modules of which other units were made.
 
     Args:
         init: called with every module that is not in another unit, parents first; default: those with parameters or
@@ -53,18 +59,37 @@ def materialize_each(
         ConfigurationError: a module has no ``reset_parameters()``; one is still on the meta device after ``init``.
     """
     own = [m for _, m in modules_outside_units(module, without=ignored.modules)]
-    before = [(m, n, p) for m in own for n, p in m._parameters.items() if p is not None]
-    if not any(p.is_meta for _, _, p in before if p not in ignored.parameters):
-        return
-    for m in own:
+    listed = [(m, n, p) for m in own for n, p in m._parameters.items() if p is not None]
+    before = [(m, n, _replaced.get(p, p)) for m, n, p in listed]
+    others = [(m, n, p) for m, n, p in before if managing(p) is not None]  # of other units
+    before = [(m, n, p) for m, n, p in before if managing(p) is None]
+    if any(p.is_meta for _, _, p in before if p not in ignored.parameters):
+        for m, name, p in others:  # what is to be initialized is no shard
+            m._parameters[name] = nn.Parameter(torch.empty(p.shape, dtype=p.dtype, device="meta"))
+        _initialize(own, init, device)
+        _put_back(before, ignored)
+    for m, name, p in others:
+        m._parameters[name] = p
+
+
+def _initialize(
+    modules: Iterable[nn.Module], init: Callable[[nn.Module], object] | None, device: torch.device
+) -> None:
+    for m in modules:
         if init is not None:
             init(m)
         elif any(True for _ in (*m.parameters(recurse=False), *m.buffers(recurse=False))):
             _reset(m, device)
+
+
+def _put_back(before: Iterable[tuple[nn.Module, str, nn.Parameter]], ignored: Ignored) -> None:
+    """Weights that were shared are shared again."""
     first: dict[nn.Parameter, nn.Parameter | None] = {}
     for m, name, old in before:
         now = first.setdefault(old, m._parameters[name])
         m._parameters[name] = now
+        if now is not None and now is not old:
+            _replaced[old] = now
         if old in ignored.parameters and now is not None:
             ignored.parameters.add(now)
         elif now is not None and now.is_meta:
@@ -91,7 +116,7 @@ def move_from_host(modules: Iterable[nn.Module], device: torch.device, kept: set
     """Parameters and buffers of these modules themselves that are on the CPU move to a device, in place."""
     for m in modules:
         for p in m._parameters.values():
-            if p is not None and p.device.type == "cpu" and p not in kept:
+            if p is not None and managing(p) is None and p.device.type == "cpu" and p not in kept:
                 p.data = p.data.to(device)
         for name, buffer in m._buffers.items():
             if buffer is not None and buffer.device.type == "cpu":

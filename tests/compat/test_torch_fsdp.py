@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,12 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed import fsdp as theirs
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import wrap as their_wrap
 
+import shardkit
 from shardkit import torch_fsdp as ours
+from shardkit.errors import ConfigurationError, LifecycleError
 from shardkit.extra.named_state import plain_name
 from shardkit.torch_fsdp import (
     CPUOffload,
@@ -27,6 +31,7 @@ from shardkit.torch_fsdp import (
     StateDictType,
     wrap,
 )
+from shardkit.torch_fsdp.sharded_grad_scaler import ShardedGradScaler
 from tests.pools import rank_pool
 
 FSDP = ours.FullyShardedDataParallel
@@ -341,3 +346,227 @@ def _rank_0_has_it(rank: int, world_size: int) -> None:
 
 def test_only_the_first_rank_has_the_state() -> None:
     rank_pool(2).run(_rank_0_has_it, 2)
+
+
+# ------------------------------------------------------------ hybrid
+def _hybrid(rank: int) -> None:
+    plain, plain_optimizer = one_process(4)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
+    groups = (mesh.get_group("shards"), mesh.get_group("replicas"))
+    os.environ["LOCAL_WORLD_SIZE"] = "2"
+    ways: list[dict[str, Any]] = [{"process_group": groups}, {"device_mesh": mesh}, {}]
+    for k, strategy in enumerate((ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)):
+        for way in ways[k:]:
+            model, optimizer, _ = trained(FSDP, rank, sharding_strategy=strategy, **way)
+            assert (model.world_size, model.rank) == (2, rank % 2)
+            same(model.state_dict(), plain.state_dict())
+            same_state(plain, plain_optimizer, FSDP.optim_state_dict(model, optimizer))
+    del os.environ["LOCAL_WORLD_SIZE"]
+    with pytest.raises(ConfigurationError, match="LOCAL_WORLD_SIZE"):
+        FSDP(net(), sharding_strategy=ShardingStrategy.HYBRID_SHARD)
+    model = trained(FSDP, rank, sharding_strategy=ShardingStrategy.HYBRID_SHARD, device_mesh=mesh)[0]
+    with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
+        found = model.state_dict()
+        assert found["last.weight"].device_mesh == mesh
+        same({"": found["last.weight"].full_tensor()}, {"": plain.last.weight.data})
+        for p in model.parameters():
+            p.data.zero_()
+        model.load_state_dict(found)
+    same(model.state_dict(), plain.state_dict())
+
+
+def test_hybrid_strategies() -> None:
+    rank_pool(4).run(_hybrid)
+
+
+# ------------------------------------------------------------ what is special about a module
+class Tied(nn.Module):
+    """A weight that is used twice, in two units; a frozen one; one that is nobody's."""
+
+    def __init__(self, device: str | None = None) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.body = nn.Sequential(nn.Linear(5, 7, device=device), nn.Tanh(), nn.Linear(7, 5, device=device))
+        self.head = nn.Linear(5, 7, bias=False, device=device)
+        self.head.weight = self.body[0].weight
+        self.own = nn.Linear(7, 3, device=device)
+        self.scale = nn.Parameter(torch.ones(3, device=device))
+        self.register_buffer("offset", torch.zeros(3, device=device))
+        self.body[2].requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.own(self.head(self.body(x)).tanh()) * self.scale + self.offset  # type: ignore[no-any-return]
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.scale)
+        nn.init.zeros_(self.offset)
+
+
+def _special(rank: int, world_size: int, use_orig_params: bool) -> None:
+    plain = Tied()
+    plain_optimizer = adam(plain)
+    start = Tied()
+    if rank:  # rank 0's count
+        nn.init.zeros_(start.body[0].weight)
+        start.offset.fill_(9.0)
+    for p in (*start.own.parameters(), start.scale):
+        p.register_hook(_mean)
+    ignored = [start.own, start.scale]
+    model = FSDP(
+        start, ignored_states=[*start.own.parameters(), start.scale] if use_orig_params else ignored,
+        auto_wrap_policy=wrap.ModuleWrapPolicy({nn.Sequential}), sync_module_states=True,
+        use_orig_params=use_orig_params, device_id=CPU,
+    )  # fmt: skip
+    assert all(model.module.own.weight is p for n, p in model.named_parameters() if n.endswith("own.weight"))
+    optimizer = adam(model)
+    for step in range(3):
+        plain_optimizer.zero_grad()
+        optimizer.zero_grad()
+        torch.stack([loss_of(plain, r, k) for r in range(world_size) for k in (step, 7)]).sum().backward()
+        with model.no_sync():
+            loss_of(model, rank, step).backward()
+        (loss_of(model, rank, 7) * 1).backward()
+        for p in plain.parameters():
+            if p.grad is not None:
+                p.grad /= world_size
+        norm = nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+        torch.testing.assert_close(model.clip_grad_norm_(0.5), norm)
+        optimizer.step()
+        plain_optimizer.step()
+    state = model.state_dict()
+    same(state, plain.state_dict())
+    same_state(plain, plain_optimizer, FSDP.optim_state_dict(model, optimizer))
+    with FSDP.summon_full_params(model, writeback=False, rank0_only=True):
+        names = [n for n, _ in model.named_parameters()]
+        assert names == [n for n, _ in plain.named_parameters()]
+        same(
+            {n: p.data for n, p in model.named_parameters()}, {n: p.data for n, p in plain.named_parameters()}
+        )
+    with FSDP.summon_full_params(model):
+        model.module.body[0].bias.data.fill_(1.0)
+    assert model.state_dict()["body.0.bias"].eq(1.0).all()
+    twin = copy.deepcopy(model)
+    same(twin.state_dict(), model.state_dict())
+    assert twin.module.own.weight is not model.module.own.weight
+    assert loss_of(twin, rank, 3).item() == loss_of(model, rank, 3).item()
+
+
+def _mean(gradient: torch.Tensor) -> torch.Tensor:
+    """What a user does to parameters that FSDP ignores."""
+    dist.all_reduce(gradient)
+    return gradient / dist.get_world_size()
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_ignored_frozen_and_tied(use_orig_params: bool) -> None:
+    rank_pool(2).run(_special, 2, use_orig_params)
+
+
+def _meta(rank: int) -> None:
+    """Parameters on the meta device get values module by module, or those of rank 0."""
+
+    def ones(module: nn.Module) -> None:
+        module.to_empty(device=CPU, recurse=False)
+        for p in module.parameters(recurse=False):
+            nn.init.ones_(p)
+
+    def empty(module: nn.Module) -> None:
+        module.to_empty(device=CPU, recurse=False)
+
+    model = FSDP(Net("meta"), auto_wrap_policy=INNER, param_init_fn=ones)
+    assert all(v.eq(1).all() for k, v in model.state_dict().items() if "running" not in k and "num" not in k)
+    torch.manual_seed(8)
+    model = FSDP(Net("meta"), auto_wrap_policy=INNER)
+    limit = 5**-0.5
+    assert model.state_dict()["first.weight"].abs().max() <= limit
+    assert model.state_dict()["norm.running_var"].eq(1).all()
+    source = net() if rank == 0 else Net("meta")
+    model = FSDP(
+        source, auto_wrap_policy=INNER, param_init_fn=None if rank == 0 else empty, sync_module_states=True
+    )
+    same(model.state_dict(), net().state_dict(), 0.0)
+    for policy in (None, wrap.ModuleWrapPolicy({nn.Sequential}), wrap.always_wrap_policy):
+        tied = FSDP(Tied("meta"), auto_wrap_policy=policy, param_init_fn=ones)
+        assert tied.module.head.weight is tied.module.body[0].weight
+        assert all(v.eq(1).all() for k, v in tied.state_dict().items() if k != "offset")
+    with pytest.raises(ConfigurationError, match="still on the meta device"):
+        FSDP(Net("meta"), param_init_fn=lambda module: None)
+    with pytest.raises(ConfigurationError, match="reset_parameters"):
+        FSDP(nn.ParameterList([torch.empty(2, device="meta")]))
+
+
+def test_parameters_on_the_meta_device() -> None:
+    rank_pool(2).run(_meta)
+
+
+# ------------------------------------------------------------ what is refused, and what else there is
+def _refused() -> None:
+    model = FSDP(net(), auto_wrap_policy=INNER)
+    optimizer = adam(model)
+    full, of_others = StateDictType.FULL_STATE_DICT, {"state": {}, "param_groups": [{"params": ["a"]}]}
+    refusals: list[tuple[str, Any]] = [
+        ("local_state_dict", lambda: FSDP.set_state_dict_type(model, StateDictType.LOCAL_STATE_DICT)),
+        ("goes with", lambda: FSDP.set_state_dict_type(model, full, ours.ShardedStateDictConfig())),
+        ("reduce_dtype", lambda: model.register_comm_hook(None, print)),
+        ("writeback=False", lambda: FSDP.summon_full_params(model, rank0_only=True).__enter__()),
+        ("with_grads", lambda: FSDP.summon_full_params(model, with_grads=True).__enter__()),
+        ("is wrapped in", lambda: FSDP(model, auto_wrap_policy=INNER)),
+        ("not both", lambda: FSDP(net(), process_group=(1, 2), device_mesh=init_device_mesh("cpu", (1,)))),
+        ("is a tuple of groups", lambda: FSDP(net(), process_group=(None, None))),
+        ("sharding_strategy is", lambda: FSDP(net(), sharding_strategy="FULL_SHARD")),
+        ("auto_wrap_policy is", lambda: FSDP(net(), auto_wrap_policy=3)),
+        ("ignored_states alone", lambda: FSDP(net(), ignored_modules=[], ignored_states=[])),
+        ("are modules or", lambda: FSDP(net(), ignored_states=["first"])),
+        ("FSDP modules themselves", lambda: FSDP(nn.Sequential(model), ignored_states=[model])),
+        ("is_named_optimizer", lambda: FSDP.optim_state_dict_to_load(model, optimizer, {}, is_named_optimizer=True)),
+        ("by numbers", lambda: FSDP.optim_state_dict_to_load(model, optimizer, adam(net()).state_dict())),
+        ("does not list", lambda: FSDP.optim_state_dict(model, adam(net()))),
+        ("no FSDP module", lambda: FSDP.optim_state_dict(net(), optimizer)),
+        ("no group of parameter", lambda: FSDP.optim_state_dict_to_load(model, optimizer, of_others)),
+    ]  # fmt: skip
+    for words, call in refusals:
+        with pytest.raises(ConfigurationError, match=words):
+            call()
+
+
+def _others(rank: int) -> None:
+    _refused()
+    model = FSDP(net(), auto_wrap_policy=INNER)
+    assert FSDP.fsdp_modules(model) == [model, model.module.inner]
+    assert FSDP.fsdp_modules(nn.ModuleList([model]), root_only=True) == [model]
+    assert isinstance(model.module, Net)
+    assert not isinstance(model, TORCHS)
+    scaler = ShardedGradScaler("cpu", init_scale=2.0**4, process_group=dist.group.WORLD)
+    optimizer = adam(model)
+    scaler.scale(loss_of(model, rank, 0) * (float("inf") if rank else 1.0)).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 2.0**3
+    assert (model.check_is_root(), model.module.inner.check_is_root()) == (True, False)
+    with pytest.raises(LifecycleError, match="outermost"):
+        model.module.inner.clip_grad_norm_(1.0)
+
+
+def test_refusals_and_what_else_there_is() -> None:
+    rank_pool(2).run(_others)
+
+
+def _on_threads(rank: int) -> None:
+    """Without torch.distributed there is no mesh to cut over."""
+    model = FSDP(net(), sharding_strategy=ShardingStrategy.NO_SHARD)
+    FSDP.set_state_dict_type(model, StateDictType.SHARDED_STATE_DICT)
+    with pytest.raises(ConfigurationError, match="NO_SHARD"):
+        model.state_dict()
+    model = FSDP(net())
+    with (
+        FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT),
+        pytest.raises(ConfigurationError, match="FULL_STATE_DICT"),
+    ):
+        model.state_dict()
+    assert FSDP.get_state_dict_type(model).state_dict_type is StateDictType.FULL_STATE_DICT
+    plain = FSDP.optim_state_dict(model, adam(model))
+    assert plain["state"] == {}
+
+
+def test_on_a_backend_without_process_groups() -> None:
+    shardkit.launch(_on_threads, 2, backend="simulated")
