@@ -19,6 +19,7 @@ from ..oss.optimizer import OSS
 from ..policy import OffloadPolicy, PrecisionPolicy, ReducePolicy, ReshardPolicy
 from ..sharded_ddp.wrapper import ShardedDDP
 from ..types import Kwargs, ProcessGroup, StateDict
+from ..whole_parameters import WholeParameters
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -114,7 +115,7 @@ def is_sharded(model: nn.Module) -> bool:
 # ------------------------------------------------------------ optimizers
 def follow(optimizer: Optimizer) -> None:
     """An optimizer that was made before its model was sharded; see :func:`follow_shards`."""
-    if not isinstance(optimizer, OSS):
+    if not isinstance(optimizer, OSS | WholeParameters):
         follow_shards(optimizer)
 
 
@@ -127,6 +128,9 @@ def whole_state(optimizer: Optimizer, keep_on: bool) -> StateDict:
     if isinstance(optimizer, OSS):
         optimizer.consolidate_state_dict(0)
         return optimizer.state_dict() if optimizer.rank == 0 and keep_on else {}
+    if isinstance(optimizer, WholeParameters):
+        state = optimizer.state_dict(0)
+        return state if keep_on else {}
     return gather_plain(optimizer, keep_on) or {}
 
 
@@ -136,4 +140,5 @@ def load_whole_state(optimizer: Optimizer, state: StateDict) -> None:
     Raises:
         ConfigurationError: it is of another model.
     """
-    optimizer.load_state_dict(state if isinstance(optimizer, OSS) else shard_plain(optimizer, state))
+    takes_whole = isinstance(optimizer, OSS | WholeParameters)
+    optimizer.load_state_dict(state if takes_whole else shard_plain(optimizer, state))
