@@ -92,12 +92,9 @@ def test_one_process_is_what_torch_does() -> None:
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_on_processes(world_size: int) -> None:
-    for spec, options in (
-        ((torch.optim.Muon, {"lr": 0.02}), {}),
-        ((torch.optim.LBFGS, {"lr": 0.1, "max_iter": 5}), {"closure": True}),
-    ):
+    for name, how in (("Muon", "fsdp"), ("LBFGS", "fully_shard")):
+        spec, options = SPECS[name][0](), SPECS[name][1]
         values, state = trained(0, 1, "plain", spec, options)
-        for how in ("fsdp", "fully_shard"):
-            (mine, saved), *_ = rank_pool(world_size).run(trained, world_size, how, spec, options)
-            assert difference(mine, values) <= 1e-6
-            assert difference(saved["state"], state["state"]) <= 1e-6
+        (mine, saved), *_ = rank_pool(world_size).run(trained, world_size, how, spec, options)
+        assert difference(mine, values) <= 1e-6
+        assert difference(saved["state"], state["state"]) <= 1e-6
