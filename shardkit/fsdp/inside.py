@@ -11,6 +11,7 @@ module inside would lack parameters, or have a shard in place of one, and is ref
 
 from __future__ import annotations
 
+import copy
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -117,6 +118,27 @@ def _refuse_move(
         )
 
 
+class KeepsInStep:
+    """Whether forwards of a module are ones of all ranks; true or false when transformers asks.
+
+    If so, a rank whose sequences are complete goes on in ``generate`` until those of all ranks are.
+    """
+
+    def __init__(self, state: ShardingState) -> None:
+        self._state = weakref.ref(state)
+
+    def __bool__(self) -> bool:
+        state = self._state()
+        return state is not None and state.summoned is None
+
+    def __deepcopy__(self, memo: Memo) -> KeepsInStep | bool:
+        state = self._state()
+        return False if state is None else KeepsInStep(copy.deepcopy(state, memo))
+
+    def __reduce__(self) -> tuple[type, tuple[bool]]:
+        return bool, (True,)  # made anew with what it is in
+
+
 class _Collecting(threading.local):  # ranks may be threads of one process
     depth = 0
     moves = 0
@@ -176,8 +198,7 @@ def answer_for(state: ShardingState) -> None:
 def refuse_state_dicts(state: ShardingState) -> None:
     """A state dict of a module inside alone, which would lack values, is refused."""
     for _, m in state.own_modules():
-        # transformers asks: a rank whose sequences are complete goes on in generate() until those of all are
-        m.__dict__["_is_fsdp_managed_module"] = True
+        m.__dict__["_is_fsdp_managed_module"] = KeepsInStep(state)
         if _refuse_state_dict not in m._state_dict_pre_hooks.values():  # copies have them already
             m.register_state_dict_pre_hook(_refuse_state_dict)
             m.register_load_state_dict_pre_hook(_refuse_loading)

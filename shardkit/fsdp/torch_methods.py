@@ -133,9 +133,12 @@ class TorchsMethods:
     # ------------------------------------------------------------ other methods that compute
     def call_where_needed(self, method: AnyCallable, *args: object, **kwargs: object) -> Tree:
         """The same where a part of the module is called, and in the mode in which that is: without gradients, say."""
-        wake(self._state)
-        end_unshard(self._state)
-        return MethodCall(self._state).run(partial(method, self._state.module), args, kwargs)
+        state = self._state
+        wake(state)
+        end_unshard(state)
+        if state.summoned is not None or state.is_computing:
+            return method(state.module, *args, **kwargs)
+        return MethodCall(state).run(partial(method, state.module), args, kwargs)
 
     @not_compiled
     def call(self, method: AnyCallable, *args: object, **kwargs: object) -> Tree:

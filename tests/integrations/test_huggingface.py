@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from pathlib import Path
 from typing import Any
@@ -189,8 +190,18 @@ def _generate(rank: int) -> None:
                 expected = truth.generate(input_ids=prompt, do_sample=False, **options)
                 found = model.generate(input_ids=prompt, do_sample=False, **options)
                 assert torch.equal(found, expected)
+            door = model if shard is sharded else sharding_of(model)
+            with door.summon_full_params():
+                if rank == 0:  # on this rank alone
+                    found = model.generate(input_ids=prompt, do_sample=False, max_new_tokens=3)
+                    expected = truth.generate(input_ids=prompt, do_sample=False, max_new_tokens=3)
+                    assert torch.equal(found, expected)
+            copied = copy.deepcopy(model)
             model.train()
             train(model, make(), rank, 2)
+            found = copied.generate(input_ids=prompt, do_sample=False, max_new_tokens=2 + rank)
+            expected = truth.generate(input_ids=prompt, do_sample=False, max_new_tokens=2 + rank)
+            assert torch.equal(found, expected)
 
 
 def test_generate_with_ranks_of_different_lengths() -> None:
