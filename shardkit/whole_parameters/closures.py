@@ -20,8 +20,8 @@ class Led:
     """One step that a leader runs.
 
     Args:
-        group: the ranks.
-        leader: the rank that runs the optimizer.
+        group: the ranks; None if there is one.
+        leader: the rank that runs the optimizer; None: every rank does, with the same numbers.
         replicas: ranks that hold the same shards; they follow leaders of their own, which see the same losses.
         to_leader: brings values and gradients to it (collective).
         to_shards: brings values back (collective).
@@ -30,14 +30,15 @@ class Led:
 
     def __init__(
         self,
-        group: Group,
-        leader: int,
+        group: Group | None,
+        leader: int | None,
         replicas: Sequence[Group],
         to_leader: Callable[[], None],
         to_shards: Callable[[], None],
         closure: Callable[[], Tree],
     ) -> None:
-        self._group, self._leader, self._replicas = group.channel("control"), leader, replicas
+        self._group = None if group is None else group.channel("control")
+        self._leader, self._replicas = leader, replicas
         self._to_leader, self._to_shards, self._closure = to_leader, to_shards, closure
         self._first: Tree = None
         self._evaluations = 0
@@ -59,6 +60,8 @@ class Led:
         return self._first
 
     def _tell(self, what: int) -> int:
+        if self._leader is None or self._group is None:
+            return what
         return self._group.broadcast_object(what, self._leader, label="whether the optimizer evaluates again")
 
     def _evaluated(self) -> Tree:
@@ -72,6 +75,8 @@ class Led:
         if isinstance(loss, torch.Tensor):
             loss = loss.detach().clone()
             for group in (self._group, *self._replicas):
+                if group is None:
+                    continue
                 group.all_reduce(loss, op=ReduceOp.AVG, label="loss of the closure")
         self._to_leader()
         if not self._evaluations:

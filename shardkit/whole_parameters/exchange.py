@@ -12,34 +12,15 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate, chain, pairwise
 
 import torch
-from torch import nn
 
 from ..backend import DONE, Group, Work
-from ..errors import LifecycleError
 from ..layout import Piece
+from .bringing import Bringing, Owned, shard_of
 from .listed import Part
 from .plan import Plan, Route, plan_of
 
 
-class Owned:
-    """A parameter that this rank updates, and of which other ranks have pieces.
-
-    Attributes:
-        param: what the optimizer updates; it has values and memory during a step alone.
-    """
-
-    def __init__(self, part: Part, like: torch.Tensor) -> None:
-        self.part = part
-        self._nothing = like.new_empty((1,) * len(part.shape)).expand(part.shape)
-        self.param = nn.Parameter(self._nothing)
-
-    def forget(self) -> None:
-        """The values lie on all ranks again."""
-        self.param.grad = None
-        self.param.data = self._nothing
-
-
-class Exchange:
+class Exchange(Bringing):
     """Between the ranks of one group, of parameters of one dtype on one device.
 
     Args:
@@ -56,7 +37,7 @@ class Exchange:
         self, group: Group, parts: Sequence[Part], owners: Sequence[int], device: torch.device
     ) -> None:
         self._group, self._parts, self._owners, self._device = group, list(parts), list(owners), device
-        self._like = _shard(self._parts[0]).view(-1)[:0]
+        self._like = shard_of(self._parts[0]).view(-1)[:0]
         self.owned = [
             Owned(p, self._like) for p, owner in zip(parts, owners, strict=True) if owner == group.rank
         ]
@@ -78,11 +59,6 @@ class Exchange:
 
     # ------------------------------------------------------------ to the owners
     def start(self, gradients: bool) -> None:
-        """Sends this rank's pieces to their owners (collective).
-
-        Args:
-            gradients: of values and gradients; else of values alone.
-        """
         plan = self._plan()
         times, flags = (2, 1) if gradients else (1, 0)
         send, receive = (
@@ -101,7 +77,7 @@ class Exchange:
 
     def _sent(self, pieces: Sequence[Piece], gradients: bool) -> list[torch.Tensor]:
         parts = [self._parts[p.item] for p in pieces]
-        chunks = [p.cut(_shard(p)) for p in parts]
+        chunks = [p.cut(shard_of(p)) for p in parts]
         if gradients:
             chunks += [_gradient(p) for p in parts]
             if parts:
@@ -114,7 +90,6 @@ class Exchange:
         return self._flags[have]
 
     def finish(self) -> None:
-        """The parameters that this rank owns have their values and gradients."""
         if self._arriving is None:
             return
         plan, gradients, _, arrived, work = self._arriving
@@ -127,7 +102,7 @@ class Exchange:
         _copy(
             [(places[n].narrow(0, p.start, p.numel), v) for n, p, v in _arrived(plan, arrived, gradients, 0)]
         )
-        self._take_own(values, [_shard(o.part) for o in self.owned])
+        self._take_own(values, [shard_of(o.part) for o in self.owned])
         for owned, value in zip(self.owned, values, strict=True):
             owned.param.data = value.view(owned.part.shape)
         if gradients:
@@ -181,8 +156,7 @@ class Exchange:
         return [bool(f) if k is None else k for k, f in zip(known, found, strict=True)]
 
     # ------------------------------------------------------------ back
-    def send_back(self) -> Work:
-        """Starts to bring updated values to the shards (collective); :meth:`take_back` finishes."""
+    def send_back(self) -> None:
         plan = self._plan()
         values = {n: o.param.detach().reshape(-1) for n, o in self._by_number.items()}
         chunks = [values[p.item].narrow(0, p.start, p.numel) for _, p in plan.own.pieces]
@@ -190,7 +164,7 @@ class Exchange:
         arrived = torch.empty(sum(plan.away.numels), dtype=sent.dtype, device=sent.device)
         _copy(
             [
-                (o.part.cut(_shard(o.part)), values[n].narrow(0, o.part.here.start, o.part.here.numel))
+                (o.part.cut(shard_of(o.part)), values[n].narrow(0, o.part.here.start, o.part.here.numel))
                 for n, o in self._by_number.items()
                 if o.part.here is not None and o.part.trains
             ]
@@ -201,10 +175,8 @@ class Exchange:
                 arrived, sent, plan.away.numels, plan.own.numels, async_op=True, label="updated parameters"
             )
         self._arriving = (plan, False, sent, arrived, work)
-        return work
 
     def take_back(self) -> None:
-        """Shards have the updated values."""
         if self._arriving is None:
             return
         plan, _, _, arrived, work = self._arriving
@@ -214,23 +186,12 @@ class Exchange:
         pieces = [p for _, p in plan.away.pieces]
         parts = [self._parts[p.item] for p in pieces]
         cut = arrived.split([p.numel for p in pieces])
-        _copy([(part.cut(_shard(part)), value) for part, value in zip(parts, cut, strict=False)])
-
-    def forget(self) -> None:
-        """Gives the memory of whole parameters back."""
-        for owned in self.owned:
-            owned.forget()
-
-
-def _shard(part: Part) -> torch.Tensor:
-    if part.flat is None:
-        raise LifecycleError(f"parameter {part.name!r} is not sharded, and can't travel")
-    return part.flat.param.detach()
+        _copy([(part.cut(shard_of(part)), value) for part, value in zip(parts, cut, strict=False)])
 
 
 def _gradient(part: Part) -> torch.Tensor:
     """The piece of the gradient here; what stands for none is not looked at."""
-    shard = _shard(part)
+    shard = shard_of(part)
     gradient = None if part.flat is None else part.flat.param.grad
     return torch.zeros_like(part.cut(shard)) if gradient is None else part.cut(gradient)
 

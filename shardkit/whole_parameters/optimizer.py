@@ -201,9 +201,8 @@ class WholeParameters(Optimizer):
 
     def _led_step(self, closure: Callable[[], Tree], kwargs: Kwargs) -> Tree:
         optimizer = self._placing.inners[0].optimizer
-        if not self._placing.leaders:  # nothing is sharded
-            return None if optimizer is None else optimizer.step(closure, **kwargs)
-        ((group, leader),) = self._placing.leaders.values()
+        group = next(iter(self._groups.values()), None)
+        leader = None if group is None else next((rank for _, rank in self._placing.leaders.values()), None)
         led = Led(group, leader, self._replicas, self._to_owners, self._to_shards, closure)
         if optimizer is None:
             return led.follow()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -13,12 +14,16 @@ from ..backend import Group
 from ..errors import ConfigurationError
 from ..layout import Piece
 from ..types import StateDict
+from .bringing import Bringing
 from .costs import Cost
 from .exchange import Exchange
+from .gathered import Gathered
 from .in_place import InPlace
 from .listed import Part
 from .plan import Item, held_by_ranks, owners_of
 from .rules import Kind, Rule
+
+logger = logging.getLogger("shardkit")
 
 
 @dataclass
@@ -85,7 +90,7 @@ class Placing:
     def __init__(self, parts: Sequence[Part], rules: Sequence[Rule], cost: Cost) -> None:
         self.inners = [Inner(rule, [parts[n] for n in rule.members]) for rule in rules]
         self.in_place = InPlace()
-        self.exchanges: list[Exchange] = []
+        self.exchanges: list[Bringing] = []
         self.leaders: dict[int, tuple[Group, int]] = {}
         self._parts = parts
         self._refuse_compiled(rules)
@@ -120,7 +125,7 @@ class Placing:
             flat = part.flat
             if flat is None:
                 inner.add(part.listed, [(part, None)])
-            elif flat.group.backend.even_shards_only:
+            elif _is_compiled(part):
                 if id(flat) not in shards:
                     shards.add(id(flat))
                     inside = [p for p in self._parts if p.flat is flat]
@@ -134,24 +139,12 @@ class Placing:
         """Where all ranks run one program, shards are updated as they are, by one optimizer each."""
         of_shard: dict[int, int] = {}
         for index, rule in enumerate(rules):
-            for number in rule.members:
-                part = self._parts[number]
-                if part.flat is None or not part.flat.group.backend.even_shards_only:
-                    continue
-                if part.flat.group.world_size == 1:
-                    continue
-                if rule.kind is not Kind.PIECES:
-                    raise ConfigurationError(
-                        f"{rule.label} needs whole parameters, here {part.name!r}, and on "
-                        f"{part.flat.group.backend.name} all ranks run one program, in which no rank can update other "
-                        "parameters than the others. Take an optimizer that updates every element by itself, or keep "
-                        "parameters whole: ShardedDDP(model, OSS(model.parameters(), optim=...))"
-                    )
+            for part in (p for p in (self._parts[n] for n in rule.members) if _is_compiled(p)):
                 if of_shard.setdefault(id(part.flat), index) != index:
                     raise ConfigurationError(
-                        f"{part.name!r} lies in a flat parameter with parameters of another rule, and on "
-                        f"{part.flat.group.backend.name} a flat parameter is updated as one. Use fully_shard, or wrap "
-                        "with flatten=False"
+                        f"{part.name!r} lies in a flat parameter with parameters of another rule, and where all ranks "
+                        "run one program a flat parameter is updated as one. Use fully_shard, or wrap with "
+                        "flatten=False"
                     )
 
     # ------------------------------------------------------------ whole parameters
@@ -165,7 +158,7 @@ class Placing:
             together: list[int] = []
             for number in rule.members:
                 flat = self._parts[number].flat
-                if flat is None:
+                if flat is None or flat.group.backend.even_shards_only:
                     continue
                 together.append(number)
                 groups[flat.group.ranks] = flat.group
@@ -192,8 +185,8 @@ class Placing:
         return float(cost(rule.build, part.shape)) if part.trains else 0.0
 
     def _place_whole(self) -> None:
-        traveling: dict[tuple[object, ...], list[int]] = {}
         places: dict[int, nn.Parameter] = {}
+        traveling: dict[tuple[object, ...], list[int]] = {}
         for number, owner in self.owners.items():
             part = self._parts[number]
             flat = part.flat
@@ -206,27 +199,42 @@ class Placing:
             key = (flat.group.ranks, flat.param.dtype, flat.param.device, flat.compute_device)
             traveling.setdefault(key, []).append(number)
         for _, found in sorted(traveling.items(), key=str):
-            numbers = sorted(found)
-            parts = [self._parts[n] for n in numbers]
-            flats = [p.flat for p in parts if p.flat is not None]
-            exchange = Exchange(
-                flats[0].group.channel("gradients"),
-                parts,
-                [self.owners[n] for n in numbers],
-                flats[0].compute_device,
-            )
-            self.exchanges.append(exchange)
-            of_part = {id(o.part): o.param for o in exchange.owned}
-            places.update({n: of_part[id(self._parts[n])] for n in numbers if id(self._parts[n]) in of_part})
+            self._bring(self._exchange(sorted(found)), places)
         for inner in self.inners:
             if inner.rule.kind is Kind.PIECES:
                 continue
-            for number in inner.rule.members:
-                part = self._parts[number]
+            compiled = [part for part in inner.members if _is_compiled(part)]
+            if compiled:
+                self._bring(Gathered(compiled), places)
+                _warn_of_state(inner.rule)
+            for number, part in zip(inner.rule.members, inner.members, strict=True):
                 if part.flat is None:
                     inner.add(part.listed, [(part, None)])
                 elif number in places:
                     inner.add(places[number], [(part, None)])
+
+    def _exchange(self, numbers: Sequence[int]) -> Exchange:
+        parts = [self._parts[n] for n in numbers]
+        flat = next(p.flat for p in parts if p.flat is not None)
+        owners = [self.owners[n] for n in numbers]
+        return Exchange(flat.group.channel("gradients"), parts, owners, flat.compute_device)
+
+    def _bring(self, bringing: Bringing, places: dict[int, nn.Parameter]) -> None:
+        self.exchanges.append(bringing)
+        number_of = {id(part): number for number, part in enumerate(self._parts)}
+        places.update({number_of[id(owned.part)]: owned.param for owned in bringing.owned})
+
+
+def _is_compiled(part: Part) -> bool:
+    return part.flat is not None and part.flat.group.backend.even_shards_only
+
+
+def _warn_of_state(rule: Rule) -> None:
+    logger.warning(
+        "%s needs whole parameters, and all ranks run one program: each rank updates all of them, and their state is "
+        "not sharded",
+        rule.label,
+    )
 
 
 def _held(parts: Sequence[Part], world_size: int) -> tuple[int, ...]:

@@ -95,8 +95,16 @@ def _here(inners: Sequence[Inner]) -> dict[str, Found]:
         for param, spans in zip(inner.params, inner.spans, strict=True):
             state = inner.optimizer.state.get(param)
             for part, piece in spans if state else ():
+                if piece is None and _answers_elsewhere(part):
+                    continue
                 found[part.name] = _span(state or {}, param, piece)
     return found
+
+
+def _answers_elsewhere(part: Part) -> bool:
+    """All ranks have the same state of the whole parameter: the first of the group answers for it."""
+    flat = part.flat
+    return flat is not None and flat.group.backend.even_shards_only and flat.group.rank > 0
 
 
 def _span(state: SavedState, param: torch.Tensor, piece: Piece | None) -> Found:
