@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import torch
 from torch import nn
+from torch.distributed.fsdp._common_utils import TrainingState
 from torch.distributed.fsdp.api import (
     BackwardPrefetch,
     CPUOffload,
@@ -17,10 +18,12 @@ from torch.distributed.fsdp.api import (
 )
 
 from shardkit.backend import Group
+from shardkit.errors import LifecycleError
 from shardkit.flattening.flat_parameter import FLAT_PREFIX
 from shardkit.fsdp.door import Door
 from shardkit.fsdp.names import clean
 from shardkit.nn.data_parallel.fsdp_facts import PassedGroup
+from shardkit.torch_seams.hooks import NO_BACKWARD
 from shardkit.types import ProcessGroup, Tree
 
 
@@ -94,6 +97,24 @@ class TorchFacts(Door):
     @property
     def _is_root(self) -> bool | None:
         return self._state.is_root
+
+    # ------------------------------------------------------------ what it is doing
+    @property
+    def training_state(self) -> TrainingState:
+        """What the module is doing."""
+        engine = self._state.engine
+        if self._state.summoned is not None:
+            return TrainingState.SUMMON_FULL_PARAMS
+        if engine is not None and (engine.forwards or engine.state.task != NO_BACKWARD):
+            return TrainingState.FORWARD_BACKWARD
+        return TrainingState.IDLE
+
+    def _assert_state(self, state: TrainingState | list[TrainingState]) -> None:
+        wanted = [state] if isinstance(state, TrainingState) else state
+        if self.training_state not in wanted:
+            raise LifecycleError(
+                f"expected to be in states {wanted} but current state is {self.training_state}"
+            )
 
     # ------------------------------------------------------------ names
     def named_parameters(self, *args: Tree, **kwargs: Tree) -> Iterator[tuple[str, nn.Parameter]]:

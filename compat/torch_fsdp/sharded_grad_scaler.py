@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from shardkit import grad_scaler
-from shardkit.types import ProcessGroup
+from shardkit.types import ProcessGroup, Tree
 
 __all__ = ["ShardedGradScaler"]
 
@@ -33,3 +33,8 @@ class ShardedGradScaler(grad_scaler.ShardedGradScaler):
         process_group: ProcessGroup = None,
     ) -> None:
         super().__init__(init_scale, growth_factor, backoff_factor, growth_interval, enabled, process_group)
+
+    def scale(self, outputs: Tree) -> Tree:
+        """As of :class:`torch.amp.GradScaler`; a tensor keeps its dtype."""
+        scaled = super().scale(outputs)
+        return scaled.to(outputs.dtype) if isinstance(outputs, torch.Tensor) else scaled

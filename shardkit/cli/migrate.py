@@ -29,6 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="rewrite strings, too, that are the path of something shardkit has",
     )
     parser.add_argument("--xla", action="store_true", help="rewrite imports of torch_xla's FSDP, too")
+    parser.add_argument("--torch-fsdp", action="store_true", help="rewrite imports of torch's FSDP1, too")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -43,7 +44,7 @@ def run(options: argparse.Namespace) -> int:
     if missing:
         return 2
     for path in files.below(options.paths):
-        result = files.migrate(path, strings=options.strings, xla=options.xla)
+        result = files.migrate(path, strings=options.strings, xla=options.xla, torch_fsdp=options.torch_fsdp)
         if not dry:
             result = result.written()
         changed += result.is_changed

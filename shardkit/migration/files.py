@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import io
 import os
 import stat
@@ -15,6 +16,7 @@ from shardkit.checkpoint.writing import write_atomically
 from shardkit.errors import ConfigurationError
 
 from . import configuration, rewriting
+from .interfaces import Interfaces
 from .rewriting import Note
 
 PYTHON = frozenset({".py", ".pyi", ".pyw"})
@@ -135,7 +137,7 @@ def _is_searched_file(file: Path, top: Path) -> bool:
     return stat.S_ISREG(found.st_mode) and small
 
 
-def migrate(path: Path, *, strings: bool = False, xla: bool = False) -> Migrated:
+def migrate(path: Path, *, strings: bool = False, xla: bool = False, torch_fsdp: bool = False) -> Migrated:
     """Rewrites a file in memory. Arguments as of :func:`.rewriting.rewrite`.
 
     What comes out has been parsed again, and rewriting it again changed nothing.
@@ -147,15 +149,17 @@ def migrate(path: Path, *, strings: bool = False, xla: bool = False) -> Migrated
         data = _read(path)
     except OSError as error:
         return Migrated(path, error=f"it can't be read: {error}")
-    if not any(word in data for word in (b"fairscale", *((b"torch_xla",) if xla else ()))):
+    words = ("fairscale", *Interfaces(xla, torch_fsdp).words)
+    if not any(word.encode() in data for word in words):
         return Migrated(path)
     is_python = path.suffix not in configuration.SUFFIXES
     try:
         encoding = tokenize.detect_encoding(io.BytesIO(data).readline)[0] if is_python else "utf-8"
         before = data.decode(encoding)
         if is_python:
-            result = rewriting.rewrite(before, strings=strings, xla=xla)
-            again = rewriting.rewrite(result.source, strings=strings, xla=xla).source
+            rewrite = functools.partial(rewriting.rewrite, strings=strings, xla=xla, torch_fsdp=torch_fsdp)
+            result = rewrite(before)
+            again = rewrite(result.source).source
         else:
             result = configuration.rewrite(before, strings=strings)
             again = configuration.rewrite(result.source, strings=strings).source

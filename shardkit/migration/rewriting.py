@@ -16,18 +16,13 @@ import dataclasses
 import re
 import sys
 import warnings
-from collections.abc import Mapping
 
+from .interfaces import Interfaces
 from .marks import Marked
 from .relevant import Relevant
 from .scopes import By, Scope, Seen, look
 from .served import no_module, objection
 
-# torch_xla's modules that shardkit has under names of its own, with all below them.
-XLA = {
-    "torch_xla.distributed.fsdp": "shardkit.xla.fsdp",
-    "torch_xla.distributed.zero_redundancy_optimizer": "shardkit.xla.zero_redundancy_optimizer",
-}
 _BETWEEN = r"(?:\s|\\)*"  # the parts of a path
 _PATH = re.compile(r"fairscale(?:[.:]\w+)*")  # all of a string
 _THROUGH = re.compile(r"\w[\w.]*\.fairscale(?:\.\w+)*")
@@ -49,19 +44,21 @@ class Rewritten:
     notes: tuple[Note, ...]
 
 
-def rewrite(source: str, *, strings: bool = False, xla: bool = False) -> Rewritten:
+def rewrite(source: str, *, strings: bool = False, xla: bool = False, torch_fsdp: bool = False) -> Rewritten:
     """Source in which imports of fairscale are imports of shardkit. Rewriting the result again changes nothing.
 
     Args:
         source: a module, without byte order mark.
         strings: also rewrite strings that are nothing but the dotted path of something shardkit has.
         xla: also rewrite imports of torch_xla's FSDP.
+        torch_fsdp: also rewrite imports of torch's FSDP1.
 
     Raises:
         SyntaxError, ValueError: the source is none of the Python that runs this.
         RecursionError, MemoryError: it nests too deep for that.
     """
-    packages = ("fairscale", "torch_xla") if xla else ("fairscale",)
+    others = Interfaces(xla, torch_fsdp)
+    packages = ("fairscale", *others.packages)
     marked = Marked(source, packages)
     tree = _parsed(marked)
     for word in marked.other_spellings(packages):
@@ -70,7 +67,7 @@ def rewrite(source: str, *, strings: bool = False, xla: bool = False) -> Rewritt
         )
     relevant = Relevant(tree, marked, packages)
     seen, scopes = look(tree, relevant.has_words, "fairscale", relevant.names, marked.plain)
-    rewriting = _Rewriting(marked, _Variables(marked, seen, scopes), strings, xla)
+    rewriting = _Rewriting(marked, _Variables(marked, seen, scopes), strings, others)
     for at in seen:
         rewriting.look(at)
     return rewriting.result()
@@ -149,9 +146,9 @@ class _Variables:
 class _Rewriting:
     """Collects what to replace, and what to say."""
 
-    def __init__(self, marked: Marked, variables: _Variables, strings: bool, xla: bool) -> None:
+    def __init__(self, marked: Marked, variables: _Variables, strings: bool, others: Interfaces) -> None:
         self._marked, self._variables = marked, variables
-        self._strings, self._xla = strings, xla
+        self._strings, self._others = strings, others
         # By first character: the end, and what comes in its place.
         self._edits: dict[int, tuple[int, str]] = {}
         self._notes: set[Note] = set()
@@ -199,7 +196,7 @@ class _Rewriting:
     def _import(self, node: ast.Import) -> None:
         for alias in node.names:
             path = self._marked.plain(alias.name)
-            ours = _xla(path) if self._xla else None
+            ours = self._others.ours(path)
             if alias in self._variables.left:
                 said = "left as it is: the variable fairscale can't be renamed here; use 'from' or 'as'"
                 self._notes.add(Note(alias.lineno, said))
@@ -223,17 +220,17 @@ class _Rewriting:
             self._replace(node.module, "shardkit")
             for name in names:
                 self._say(node, no_module(path, star=True) if name == "*" else objection(path, name))
-        elif self._xla:
-            self._rewrite_xla(node, path, names)
+        else:
+            self._import_others(node, path, names)
 
-    def _rewrite_xla(self, node: ast.ImportFrom, path: str, names: list[str]) -> None:
-        ours = _xla(path)
-        if ours is None and any(_xla(f"{path}.{name}") for name in names):
-            if len(names) > 1:
-                said = "left as it is: imports more of torch_xla than what shardkit has; make it two"
-                self._notes.add(Note(node.lineno, said))
-                return
-            ours = str(_xla(f"{path}.{names[0]}")).rpartition(".")[0]
+    def _import_others(self, node: ast.ImportFrom, path: str, names: list[str]) -> None:
+        said = self._others.objection(path, names)
+        if said is not None:
+            self._notes.add(Note(node.lineno, said))
+            return
+        ours, below = self._others.ours(path), self._others.ours(f"{path}.{names[0]}")
+        if ours is None and below is not None:
+            ours = below.rpartition(".")[0]
         if ours is not None:
             self._replace_path(str(node.module), ours)
 
@@ -255,8 +252,11 @@ class _Rewriting:
         name = self._marked.plain(root.id) if isinstance(root, ast.Name) else ""
         home = scope.home(name)
         for path in {b.path for b in home.bound[name]} if home is not None else ():
+            whole = self._marked.plain(".".join([path, *reversed(parts)]))
             if _is_fairscale(path):
-                self._say(node, objection(self._marked.plain(".".join([path, *reversed(parts)]))))
+                self._say(node, objection(whole))
+            elif parts and self._others.ours(whole) and not self._others.ours(path):
+                self._say(node, f"left as it is: {whole} is {self._others.ours(whole)}, to be imported")
 
     # ------------------------------------------------------------ strings
     def _string(self, node: ast.Constant, at: Seen) -> None:
@@ -303,7 +303,7 @@ class _Rewriting:
             self._edits[start] = start + len("fairscale"), new
 
     def _replace_path(self, path: str, new: str) -> None:
-        """Replaces all of a path of torch_xla's."""
+        """Replaces all of a path of another interface."""
         parts = map(re.escape, self._marked.plain(path).split("."))
         pattern = re.compile(rf"{_BETWEEN}\.{_BETWEEN}".join(parts))
         for number in self._marked.numbers(path)[:1]:
@@ -318,11 +318,3 @@ class _Rewriting:
 
     def _note_mention(self, number: int, text: str) -> None:
         self._notes.add(Note(self._marked.line(self._marked.starts[number]), text))
-
-
-def _xla(path: str, names: Mapping[str, str] = XLA) -> str | None:
-    """Where shardkit has one of torch_xla's modules, or what is below it."""
-    for theirs, ours in names.items():
-        if path == theirs or path.startswith(f"{theirs}."):
-            return ours + path.removeprefix(theirs)
-    return None

@@ -188,7 +188,7 @@ class _Looking:
                         here.append(child)
 
     def _is_asked(self, name: str) -> bool:
-        return self._package in name or name in self._names
+        return self._package in name or self._plain(name) in self._names
 
     def _scope(self, kind: type[ast.AST], parent: Scope | None) -> Scope:
         self.scopes.append(Scope(kind, parent))

@@ -47,6 +47,15 @@ def test_diff_and_check_write_nothing(project: Path, capsys: pytest.CaptureFixtu
     assert snapshot(project) == before
 
 
+def test_torchs_fsdp1(tmp_path: Path) -> None:
+    path = tmp_path / "a.py"
+    path.write_text("from torch.distributed.fsdp import MixedPrecision\n")
+    assert main(["migrate", str(path)]) == 0
+    assert path.read_text().startswith("from torch.")
+    assert main(["migrate", str(path), "--torch-fsdp"]) == 0
+    assert path.read_text() == "from shardkit.torch_fsdp import MixedPrecision\n"
+
+
 def test_lines_of_a_diff_are_those_of_patch() -> None:
     before = "import fairscale\r\n\x0c\nx = '\x85\u2028'"
     diff = files.Migrated(Path("a.py"), before, before.replace("fairscale", "shardkit")).diff()

@@ -227,6 +227,42 @@ def test_torch_xla_on_request() -> None:
     assert [line for line, _ in said(left, xla=True)] == [1, 2]
 
 
+def test_torchs_fsdp1_on_request() -> None:
+    source = """
+        import torch, torch.distributed.fsdp.wrap as w
+        from torch.distributed.fsdp import (FullyShardedDataParallel as FSDP, # one
+            StateDictType)
+        from torch.distributed . fsdp.sharded_grad_scaler import ShardedGradScaler
+        from torch.distributed.fsdp.fully_sharded_data_parallel import CPUOffload, BackwardPrefetch
+        from torch.distributed.fsdp_other import x
+    """
+    assert migrated(source) == textwrap.dedent(source)
+    assert migrated(source, torch_fsdp=True) == textwrap.dedent(
+        source.replace("torch.distributed.fsdp.", "shardkit.torch_fsdp.")
+        .replace("torch.distributed . fsdp.", "shardkit.torch_fsdp.")
+        .replace("torch.distributed.fsdp ", "shardkit.torch_fsdp ")
+    )
+    left = """
+        import torch.distributed.fsdp
+        from torch.distributed import fsdp
+        from torch.distributed import fsdp, tensor
+        from torch.distributed.fsdp import fully_shard
+        from torch.distributed.fsdp import MixedPrecision, FSDPModule
+        from torch.distributed.fsdp._runtime_utils import _lazy_init
+        x = torch.distributed.fsdp.MixedPrecision()
+    """
+    assert migrated(left, torch_fsdp=True) == textwrap.dedent(left)
+    notes = said(left, torch_fsdp=True)
+    assert [line for line, _ in notes] == [1, 2, 3, 4, 5, 6, 7]
+    for (_, text), words in zip(
+        notes,
+        ("as something", "import torch_fsdp as fsdp", "make it two", "shardkit.fully_shard", "make it two imports",
+         "no shardkit.torch_fsdp._runtime_utils", "to be imported"),
+        strict=True,
+    ):  # fmt: skip
+        assert words in text
+
+
 def test_what_is_no_python_is_an_error() -> None:
     with pytest.raises(SyntaxError, match="line 2 is no Python 3"):
         rewrite("\nprint 'fairscale'")
