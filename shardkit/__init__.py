@@ -33,6 +33,7 @@ from .optimizers.elementwise import declare_elementwise
 from .oss.optimizer import OSS
 from .policy import Compression, OffloadPolicy, PrecisionPolicy, ReducePolicy, ReshardPolicy
 from .sharded_ddp.wrapper import ShardedDDP
+from .summary import summary
 from .version import __version_tuple__
 from .whole_parameters.optimizer import WholeParameters
 from .wrapping.context import auto_wrap, enable_wrap, wrap
@@ -78,6 +79,7 @@ __all__ = [
     "register_fsdp_forward_method",
     "save",
     "sharding_of",
+    "summary",
     "with_prefix",
     "without_prefix",
     "wrap",

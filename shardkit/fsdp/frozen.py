@@ -41,7 +41,7 @@ class FrozenUnits:
     def ask(self) -> None:
         """Starts the exchange of what the forward that has just ended says (collective)."""
         for group, units in self._by_group.items():
-            flags = torch.tensor([int(u.is_reached) for u in units], dtype=torch.uint8)
+            flags = torch.tensor([int(u.is_reached) for u in units], dtype=torch.uint8, device="cpu")
             flags = flags.to(group.backend.device())
             work = group.channel("control").all_reduce(
                 flags, op=ReduceOp.MAX, async_op=True, label="which frozen units backward goes through"

@@ -1,0 +1,94 @@
+"""One rank of many that don't exist: its collectives carry nothing, and what they would send is counted."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+import torch
+
+from shardkit.backend import DONE, ReduceOp, Work
+from shardkit.backends.c10d.group import PIECE
+from shardkit.backends.c10d.local_reduction import Exchange
+from shardkit.backends.imagined import ImaginedBackend, ImaginedGroup
+
+Resized = Callable[[torch.Tensor], None]
+
+
+class Arriving(Work):
+    """A reduction that holds memory until somebody waits for it."""
+
+    def __init__(self, memory: torch.Tensor) -> None:
+        self._memory: torch.Tensor | None = memory
+
+    def is_done(self) -> bool:
+        return False
+
+    def wait(self) -> None:
+        self._memory = None
+
+
+class CountingGroup(ImaginedGroup):
+    """See above.
+
+    Attributes:
+        collectives: name -> number since :meth:`reset`.
+        sent: bytes that a rank has to send for them, averaged over ranks.
+    """
+
+    def __init__(self, backend: CountingBackend, world_size: int, rank: int, on_host: bool) -> None:
+        super().__init__(backend, range(world_size))
+        self.rank, self._on_host = rank, on_host
+        self.reset()
+
+    def reset(self) -> None:
+        """Starts counting anew."""
+        self.collectives: Counter[str] = Counter()
+        self.sent = 0.0
+
+    def reduce_scatter_into(
+        self, shard: torch.Tensor, input: torch.Tensor, sizes: Sequence[int] | None = None, *,
+        op: ReduceOp = ReduceOp.SUM, async_op: bool = False, label: str = "",
+    ) -> Work:  # fmt: skip
+        self._carry("reduce_scatter", input)
+        if not self._on_host or self.world_size == 1:
+            return DONE
+        # gloo has no reduce-scatter of its own: what arrives lies beside what it is added to
+        exchange = Exchange(self.rank, tuple(sizes or [shard.numel()] * self.world_size))
+        arrived = exchange.own if self.world_size == 2 else exchange.own * self.world_size
+        return Arriving(shard.new_empty(min(exchange.own, PIECE) if exchange.in_rounds else arrived))
+
+    def _carry(self, operation: str, tensor: torch.Tensor) -> Work:
+        twice = 2 if operation == "all_reduce" else 1
+        self.collectives[operation] += 1
+        self.sent += twice * tensor.numel() * tensor.element_size() * (self.world_size - 1) / self.world_size
+        return super()._carry(operation, tensor)
+
+
+class CountingBackend(ImaginedBackend):
+    """Serves meta tensors.
+
+    Args:
+        world_size: W.
+        rank: which of them this is.
+        resized: is told of tensors whose memory was taken or given back.
+        on_host: ranks are processes on CPUs, over gloo; else on devices.
+    """
+
+    name = "counting"
+
+    def __init__(self, world_size: int, rank: int, resized: Resized, on_host: bool) -> None:
+        self.counted = self._group = CountingGroup(self, world_size, rank, on_host)
+        self._resized = resized
+
+    def device(self) -> torch.device:
+        """Where what ranks tell each other is made: it has values, which no other rank changes."""
+        return torch.device("cpu")
+
+    def take_storage(self, tensor: torch.Tensor) -> None:
+        super().take_storage(tensor)
+        self._resized(tensor)
+
+    def release_storage(self, tensor: torch.Tensor) -> None:
+        super().release_storage(tensor)
+        self._resized(tensor)

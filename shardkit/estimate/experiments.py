@@ -1,0 +1,110 @@
+"""What is to be estimated: an Experiment, or a model by its Hugging Face configuration."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import ConfigurationError
+from ..testing.experiment import load_experiment
+from .stepping import Subject, tree_on_meta
+
+
+def optimizer_named(name: str) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
+    """A class of torch.optim with its defaults.
+
+    Raises:
+        ConfigurationError: there is none of this name.
+    """
+    kind = getattr(torch.optim, name, None)
+    if not isinstance(kind, type) or not issubclass(kind, torch.optim.Optimizer):
+        raise ConfigurationError(f"torch.optim has no optimizer {name!r}")
+    return kind, {"lr": 1e-3}
+
+
+def from_experiment(target: str, optimizer: str | None = None, compute: torch.dtype | None = None) -> Subject:
+    """``script.py:name`` or ``package.module:name`` that gives a :class:`shardkit.testing.Experiment`.
+
+    Batches get the number of samples that is asked for in the first dimension of each of their tensors.
+    """
+    experiment = load_experiment(target)
+    chosen = (experiment.optimizer, dict(experiment.optimizer_options))
+
+    def units(model: nn.Module, unit: Callable[[nn.Module], nn.Module]) -> None:
+        if experiment.wrap is not None:
+            experiment.wrap(model, unit)
+
+    def loss(model: nn.Module, batch: int) -> torch.Tensor:
+        with torch.device("cpu"):
+            example = experiment.batch(0, 0)
+        return experiment.loss(model, tree_on_meta(example, batch))
+
+    kind = optimizer_named(optimizer) if optimizer else chosen
+    return Subject(target, lambda: experiment.build().to("meta"), loss, kind, units, compute)
+
+
+def from_hugging_face(
+    config: str | Path, optimizer: str | None = None, compute: torch.dtype | None = None,
+    sequence: int = 2048, checkpointing: bool = False,
+) -> Subject:  # fmt: skip
+    """A language model by its ``config.json``; units are the blocks that transformers does not split.
+
+    Args:
+        sequence: tokens of a sample.
+        checkpointing: blocks are computed again in backward.
+
+    Raises:
+        ConfigurationError: transformers is missing, or the file is no configuration.
+    """
+    try:
+        import transformers
+    except ImportError as error:
+        raise ConfigurationError("--hf needs transformers: pip install transformers") from error
+    path = Path(config)
+    try:
+        given = json.loads(path.read_text())
+        made = transformers.AutoConfig.for_model(**given)
+    except (OSError, ValueError, TypeError) as error:
+        raise ConfigurationError(
+            f"{path} is no config.json of a model that transformers knows: {error}"
+        ) from error
+    made._attn_implementation = "sdpa"
+
+    def model() -> nn.Module:
+        found = transformers.AutoModelForCausalLM.from_config(made, dtype=torch.float32)
+        if checkpointing:
+            found.gradient_checkpointing_enable({"use_reentrant": False})
+        found.train()
+        return found  # type: ignore[no-any-return]
+
+    def loss(found: nn.Module, batch: int) -> torch.Tensor:
+        tokens = torch.empty(batch, sequence, dtype=torch.int64, device="meta")
+        result: torch.Tensor = found(input_ids=tokens, labels=tokens, use_cache=False).loss
+        return result
+
+    return Subject(path.stem if path.stem != "config" else made.model_type, model, loss,
+                   optimizer_named(optimizer or "AdamW"), blocks_of, compute)  # fmt: skip
+
+
+def blocks_of(model: nn.Module, unit: Callable[[nn.Module], nn.Module]) -> None:
+    """Makes a unit of each module of the classes in ``model._no_split_modules``."""
+    names = set(getattr(model, "_no_split_modules", None) or ())
+    found = [
+        (parent, name, child)
+        for parent in list(model.modules())
+        for name, child in parent.named_children()
+        if type(child).__name__ in names
+    ]
+    for parent, name, child in found:
+        setattr(parent, name, unit(child))
+
+
+def with_dtype(subject: Subject, compute: torch.dtype | None) -> Subject:
+    """The same, computed in another dtype."""
+    return dataclasses.replace(subject, compute=compute)

@@ -1,0 +1,49 @@
+"""Tables for people to read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+def in_bytes(count: float) -> str:
+    """A number of bytes with three digits."""
+    unit = 0
+    while abs(count) >= 1000 and unit < len(_UNITS) - 1:
+        count /= 1024
+        unit += 1
+    return f"{count:.0f} {_UNITS[unit]}" if unit == 0 or count >= 100 else f"{count:.3g} {_UNITS[unit]}"
+
+
+def plain_table(head: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> str:
+    """In columns of characters; columns without an entry are left out.
+
+    Args:
+        right: numbers of the columns that end at one line.
+    """
+    shown = [k for k in range(len(head)) if any(row[k] for row in rows)]
+    widths = {k: max(len(line[k]) for line in [head, *rows]) for k in shown}
+    lines = [
+        "  ".join(
+            line[k].rjust(widths[k]) if k in right else line[k].ljust(widths[k]) for k in shown
+        ).rstrip()
+        for line in [head, *rows]
+    ]
+    return "\n".join([lines[0], "-" * max(map(len, lines)), *lines[1:]])
+
+
+def rich_table(
+    title: str, head: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int], notes: Sequence[str]
+) -> object:
+    """The same for a ``rich`` console."""
+    from rich.console import Group
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left")
+    shown = [k for k in range(len(head)) if any(row[k] for row in rows)]
+    for k in shown:
+        table.add_column(head[k], justify="right" if k in right else "left")
+    for row in rows:
+        table.add_row(*[row[k] for k in shown])
+    return Group(table, *[f"[yellow]![/yellow] {note}" for note in notes])

@@ -1,0 +1,182 @@
+"""Estimates beside what trainings really take, and what they say."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from shardkit import cli
+from shardkit.errors import ConfigurationError
+from shardkit.estimate import STRATEGIES, Subject, estimate, from_experiment, smallest_ranks
+from shardkit.testing import Experiment
+from tests.estimate.subjects import ADAMW, SUBJECTS, in_a_row, layers, layers_loss, measured
+from tests.pools import rank_pool
+
+CASES = [
+    *[("language", strategy, 2) for strategy in STRATEGIES],
+    ("language, recomputed", "fsdp", 2),
+    ("language, partly frozen", "fully_shard", 2),
+    ("language, bfloat16", "fsdp", 2),
+    ("layers", "fsdp", 3),
+    ("layers, SGD", "sharded_ddp", 3),
+    ("images", "fsdp-kept", 3),
+]
+
+
+@pytest.mark.parametrize(("name", "strategy", "ranks"), CASES)
+def test_the_peak_is_what_is_measured(name: str, strategy: str, ranks: int) -> None:
+    batch = 32 if name == "images" else 4  # of few images, what convolutions need within themselves shows
+    found = estimate(SUBJECTS[name], strategy, ranks, batch, on_host=True)
+    real = rank_pool(ranks).run(measured, name, strategy, batch)
+    assert found.peak == pytest.approx(max(m.peak for m in real), rel=0.03)
+    assert found.resident == pytest.approx(max(m.resident for m in real), rel=0.03)
+    assert sum(found.kinds.values()) == found.peak
+
+
+def test_many_ranks_and_bytes_sent() -> None:
+    parameters = sum(p.numel() for p in layers().parameters())
+    for ranks in (1, 8, 1024):
+        share = (ranks - 1) / ranks
+        found = {s: estimate(SUBJECTS["layers"], s, ranks, 4) for s in STRATEGIES}
+        assert found["fsdp"].sent >= 4 * 2 * parameters * share  # the last unit stays, and is gathered once
+        assert found["fsdp"].sent <= 4 * 3.01 * parameters * share
+        assert found["fsdp-kept"].sent == pytest.approx(4 * 2 * parameters * share, rel=0.01)
+        assert found["sharded_ddp"].sent == pytest.approx(4 * 2 * parameters * share, rel=0.01)
+        assert all(e.parameters == parameters for e in found.values())
+        if ranks > 1:
+            assert found["fsdp"].kinds["parameters"] == pytest.approx(4 * parameters / ranks, rel=0.05)
+            assert found["sharded_ddp"].kinds["parameters"] >= 4 * parameters
+
+
+def test_the_fewest_ranks_that_fit() -> None:
+    subject = SUBJECTS["layers"]
+    limit = estimate(subject, "fsdp", 5, 4).peak
+    found = smallest_ranks(subject, "fsdp", 4, limit)
+    assert found is not None
+    assert found.ranks == 5
+    assert smallest_ranks(subject, "fsdp", 4, limit // 20) is None  # a gathered unit alone is more
+
+
+def test_the_course_of_a_step() -> None:
+    found = estimate(SUBJECTS["language"], "fsdp", 4, 2, points=50)
+    assert 40 <= len(found.course) <= 110
+    totals = [sum(kinds.values()) for _, kinds in found.course]
+    assert max(totals) == found.peak
+    assert all(count >= 0 for _, kinds in found.course for count in kinds.values())
+    half = len(totals) // 2
+    assert any(kinds["activations"] > 0 for _, kinds in found.course[:half])
+    assert any(kinds["gradients"] > 0 for _, kinds in found.course[half:])
+
+
+class Wide(nn.Module):
+    """Far more than this machine has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(2**15, 2**15) for _ in range(40))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x).relu()
+        return x
+
+
+def _wide_units(model: nn.Module, unit: Callable[[nn.Module], nn.Module]) -> None:
+    for k, layer in enumerate(model.layers):
+        model.layers[k] = unit(layer)
+
+
+def test_models_that_fit_nowhere() -> None:
+    subject = Subject("wide", Wide, lambda m, b: m(torch.zeros(b, 2**15)).square().mean(), ADAMW, _wide_units)
+    found = estimate(subject, "fsdp", 512, 8)
+    assert found.parameters == 40 * (2**30 + 2**15)
+    assert found.peak < 40 * 2**30
+
+
+def _reads_values(model: nn.Module, batch: int) -> torch.Tensor:
+    loss = layers_loss(model, batch)
+    return loss * loss.item()
+
+
+def test_what_can_not_be_estimated() -> None:
+    subject = SUBJECTS["layers"]
+    with pytest.raises(ConfigurationError, match="no strategy 'zero'; choose of 'fsdp'"):
+        estimate(subject, "zero", 2)
+    with pytest.raises(ConfigurationError, match="both have to be 1 or more"):
+        estimate(subject, "fsdp", 0)
+    with pytest.raises(ConfigurationError, match="needs values, which the meta device does not have"):
+        estimate(Subject("reads", layers, _reads_values, ADAMW, in_a_row), "fsdp", 2)
+
+
+# ------------------------------------------------------------------ the command
+def experiment() -> Experiment:
+    def batch(step: int, rank: int) -> torch.Tensor:
+        return torch.zeros(2, 256)
+
+    def loss(model: nn.Module, x: Any) -> torch.Tensor:
+        return model(x).square().mean()
+
+    return Experiment(layers, batch, loss, torch.optim.AdamW, {"lr": 0.1}, in_a_row)
+
+
+def test_experiments() -> None:
+    subject = from_experiment("tests.estimate.test_estimates:experiment")
+    for batch in (4, 16):
+        assert estimate(subject, "fsdp", 4, batch).peak == estimate(SUBJECTS["layers"], "fsdp", 4, batch).peak
+    with pytest.raises(ConfigurationError, match=r"torch\.optim has no optimizer 'Lamp'"):
+        from_experiment("tests.estimate.test_estimates:experiment", "Lamp")
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target = "tests.estimate.test_estimates:experiment"
+    assert (
+        cli.main(["estimate", target, "--ranks", "2,4", "--strategy", "all", "--device-memory", "24MiB"]) == 0
+    )
+    text = capsys.readouterr().out
+    assert "1,796,780 parameters" in text
+    assert text.count("sharded_ddp") == 3
+    assert "fsdp, batch 1: 2 ranks are enough for 24 MiB on each" in text
+    assert cli.main(["estimate", target, "--ranks", "2", "--json"]) == 0
+    (found,) = json.loads(capsys.readouterr().out)["estimates"]
+    assert sum(found["kinds"].values()) == found["peak"]
+    assert cli.main(["estimate"]) == 2
+    assert "name a target" in capsys.readouterr().err
+    assert cli.main(["estimate", target, "--dtype", "int7"]) == 2
+    with pytest.raises(SystemExit):
+        cli.main(["estimate", target, "--device-memory", "much"])
+
+
+def test_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    target = "tests.estimate.test_estimates:experiment"
+    path = tmp_path / "out.svg"
+    assert (
+        cli.main(
+            ["estimate", target, "--ranks", "2,8", "--strategy", "fsdp,fully_shard", "--plot", str(path)]
+        )
+        == 0
+    )
+    assert "<svg" in path.read_text()[:1000]
+
+
+def test_a_hugging_face_configuration(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    from shardkit.estimate import from_hugging_face
+
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"model_type": "llama", "hidden_size": 64, "intermediate_size": 100,
+                                "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 100}))  # fmt: skip
+    plain = estimate(from_hugging_face(path, sequence=256), "fsdp", 4, 2)
+    again = estimate(from_hugging_face(path, sequence=256, checkpointing=True), "fsdp", 4, 2)
+    assert again.kinds["activations"] < plain.kinds["activations"]
+    half = estimate(from_hugging_face(path, sequence=256, compute=torch.bfloat16), "fsdp", 4, 2)
+    assert half.peak < plain.peak
+    path.write_text("{}")
+    with pytest.raises(ConfigurationError, match=r"is no config\.json"):
+        from_hugging_face(path)
