@@ -45,7 +45,7 @@ define make_venv
 endef
 
 $(CORE)/.ready: pyproject.toml
-	$(call make_venv,$(CORE),$(TORCH),test$(comma)demo$(comma)lint$(comma)libraries)
+	$(call make_venv,$(CORE),$(TORCH),test$(comma)demo$(comma)lint$(comma)libraries$(comma)plots)
 
 $(XLA)/.ready: pyproject.toml
 	$(call make_venv,$(XLA),$(TORCH_XLA),test$(comma)demo)

@@ -352,7 +352,7 @@ def _chosen(device_type: str, name: str | Backend | None) -> Backend:
         return name
     for provider in _current:
         backend = provider()
-        if backend is not None and backend.device_type == device_type:
+        if backend is not None and device_type in (backend.device_type, "meta"):
             return backend
     return backend_for_device(device_type)
 

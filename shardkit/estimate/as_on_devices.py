@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
 from unittest import mock
 
 import torch
@@ -52,7 +51,7 @@ def _fused(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None = None,
     dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
     *, knows_dropout: bool,
-) -> Any:  # fmt: skip
+) -> Tree:  # fmt: skip
     fits = query.is_meta and query.dim() == 4 and query.shape[-1] == value.shape[-1]
     if not fits or (dropout_p and not knows_dropout) or (attn_mask is not None and attn_mask.requires_grad):
         return _attention(

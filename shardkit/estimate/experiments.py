@@ -6,17 +6,17 @@ import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
 
 from ..errors import ConfigurationError
 from ..testing.experiment import load_experiment
+from ..types import Kwargs
 from .stepping import Subject, tree_on_meta
 
 
-def optimizer_named(name: str) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
+def optimizer_named(name: str) -> tuple[type[torch.optim.Optimizer], Kwargs]:
     """A class of torch.optim with its defaults.
 
     Raises:

@@ -6,13 +6,12 @@ import contextlib
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import nn
 
 from ..errors import ConfigurationError
-from ..types import Tree
+from ..types import Kwargs, Tree
 from .as_on_devices import as_on_devices
 from .counting import CountingBackend
 from .memory import MemoryWatch
@@ -35,7 +34,7 @@ class Subject:
     name: str
     model: Callable[[], nn.Module]
     loss: Callable[[nn.Module, int], torch.Tensor]
-    optimizer: tuple[type[torch.optim.Optimizer], dict[str, Any]]
+    optimizer: tuple[type[torch.optim.Optimizer], Kwargs]
     units: Units
     compute: torch.dtype | None = None
 
@@ -167,7 +166,7 @@ def tree_on_meta(tree: Tree, batch: int | None) -> Tree:
     """The same without values, with so many samples in the first dimension of each tensor."""
     from torch.utils._pytree import tree_map
 
-    def on_meta(value: Any) -> Any:
+    def on_meta(value: Tree) -> Tree:
         if not isinstance(value, torch.Tensor):
             return value
         shape = list(value.shape)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -16,6 +16,7 @@ from ..layout import greedy_owners
 from ..oss.optimizer import OSS
 from ..policy import PrecisionPolicy, ReshardPolicy
 from ..sharded_ddp.wrapper import ShardedDDP
+from ..types import Kwargs
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 Units = Callable[[nn.Module, Callable[[nn.Module], nn.Module]], None]
@@ -25,7 +26,7 @@ class Sharded(NamedTuple):
     """A model that is ready to be trained."""
 
     model: nn.Module
-    optimizer: Any
+    optimizer: torch.optim.Optimizer
 
 
 class Recipe(NamedTuple):
@@ -41,7 +42,7 @@ class Recipe(NamedTuple):
 
     model: nn.Module
     units: Units
-    optimizer: tuple[type[torch.optim.Optimizer], dict[str, Any]]
+    optimizer: tuple[type[torch.optim.Optimizer], Kwargs]
     compute: torch.dtype | None
     backend: Backend
 
@@ -51,7 +52,7 @@ class Recipe(NamedTuple):
 
 
 def _wrapped(recipe: Recipe, after_forward: bool) -> Sharded:
-    options: dict[str, Any] = {
+    options: Kwargs = {
         "backend": recipe.backend,
         "precision": PrecisionPolicy(compute=recipe.compute),
         "reshard": ReshardPolicy(after_forward=after_forward),
