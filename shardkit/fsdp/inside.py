@@ -11,7 +11,6 @@ module inside would lack parameters, or have a shard in place of one, and is ref
 
 from __future__ import annotations
 
-import copy
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -132,8 +131,8 @@ class KeepsInStep:
         return state is not None and state.summoned is None
 
     def __deepcopy__(self, memo: Memo) -> KeepsInStep | bool:
-        state = self._state()
-        return False if state is None else KeepsInStep(copy.deepcopy(state, memo))
+        copied = memo.get(id(self._state()))  # nothing where a module inside is copied alone
+        return KeepsInStep(copied) if isinstance(copied, ShardingState) else False
 
     def __reduce__(self) -> tuple[type, tuple[bool]]:
         return bool, (True,)  # made anew with what it is in
