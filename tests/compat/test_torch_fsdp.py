@@ -517,6 +517,7 @@ def _refused() -> None:
         ("auto_wrap_policy is", lambda: FSDP(net(), auto_wrap_policy=3)),
         ("ignored_states alone", lambda: FSDP(net(), ignored_modules=[], ignored_states=[])),
         ("are modules or", lambda: FSDP(net(), ignored_states=["first"])),
+        ("can't wrap a module that", lambda: TORCHS(model, device_id=CPU)),
         ("FSDP modules themselves", lambda: FSDP(nn.Sequential(model), ignored_states=[model])),
         ("is_named_optimizer", lambda: FSDP.optim_state_dict_to_load(model, optimizer, {}, is_named_optimizer=True)),
         ("by numbers", lambda: FSDP.optim_state_dict_to_load(model, optimizer, adam(net()).state_dict())),
@@ -542,6 +543,7 @@ def _others(rank: int) -> None:
     scaler.step(optimizer)
     scaler.update()
     assert scaler.get_scale() == 2.0**3
+    assert scaler.scale(torch.ones((), dtype=torch.float16)).dtype is torch.float16
     assert (model.check_is_root(), model.module.inner.check_is_root()) == (True, False)
     with pytest.raises(LifecycleError, match="outermost"):
         model.module.inner.clip_grad_norm_(1.0)
