@@ -23,8 +23,8 @@ from torch.distributed.fsdp.api import (
 
 from shardkit.errors import ConfigurationError
 from shardkit.extra.dtensors import cut_rows, is_cut, mesh_over, whole
-from shardkit.extra.named_state import plain_name
 from shardkit.fsdp.door import Door
+from shardkit.fsdp.names import plain_name
 from shardkit.fsdp.state import ShardingState
 from shardkit.types import StateDict
 

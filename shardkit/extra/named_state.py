@@ -20,23 +20,17 @@ from ..backend import Group
 from ..checks.facts import all_gather_facts_or_objects
 from ..errors import ConfigurationError
 from ..fsdp.flat_param import FlatParam
-from ..fsdp.names import clean
+from ..fsdp.names import plain_name
 from ..fsdp.optim_state import gather_parts, is_spread, shard_state
 from ..fsdp.state import ShardingState, state_of
 from ..fsdp.state_of_shards import NOTE
+from ..optimizers.shards import refuse_stand_ins
 from ..types import ParamGroup, StateDict, Tree
 from .dtensors import is_cut, whole
-
-_OTHERS = ("_checkpoint_wrapped_module", "_orig_mod")  # of torch's wrappers, which state dicts leave out
 
 Form = Callable[[ShardingState, torch.Tensor, torch.Tensor], torch.Tensor]
 """Of a unit, an original parameter's state (on the host), and a tensor on the device of this rank's part: what is
 returned."""
-
-
-def plain_name(name: str) -> str:
-    """A name without what wrapping, here and in torch, added to it."""
-    return ".".join(part for part in clean(name).split(".") if part not in _OTHERS)
 
 
 class _Known(NamedTuple):
@@ -73,6 +67,7 @@ def names_of(model: nn.Module, optimizer: Optimizer) -> list[list[str]]:
     Raises:
         ConfigurationError: it is not the model's.
     """
+    refuse_stand_ins(optimizer, "state by names")
     known = _parameters_of(model)
     found = []
     for group in optimizer.param_groups:

@@ -9,6 +9,7 @@ import torch
 from torch.optim import Optimizer
 
 from ..errors import LifecycleError
+from ..optimizers.shards import changed_by_steps
 from ..optimizers.stepping import take_part
 from ..reduction.clearing import StandingGradient
 from .flat_param import FlatParam
@@ -85,7 +86,7 @@ class _RefuseSteps:
     def before(self, optimizer: Optimizer) -> None:
         if not self._waiting:
             return
-        stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        stepped = {id(changed_by_steps(p)) for group in optimizer.param_groups for p in group["params"]}
         with self._lock:
             waiting = list(self._waiting)
             self._waiting.difference_update([local for local in waiting if not local.are_waiting()])

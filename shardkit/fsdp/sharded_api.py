@@ -13,6 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..errors import ConfigurationError, LifecycleError
+from ..optimizers.shards import refuse_stand_ins
 from ..progress import noting_errors
 from ..types import IncompatibleKeys, SavedState, StateDict
 from . import local_checkpoint, norms, optim_state
@@ -117,6 +118,7 @@ class ShardedAPI(abc.ABC):
     @noting_errors
     def gather_full_optim_state_dict(self, optim: Optimizer, **ignored: object) -> StateDict | None:
         """The optimizer's full state on rank 0, None on others (collective); see ``optim_state.py`` for the format."""
+        refuse_stand_ins(optim, "gather_full_optim_state_dict")
         own = self._state
         uncollected = [f for s in own.states() if s.options.keeps_optimizer_state for f in s.flats]
         state = optim.state_dict()

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from ..checks.facts import all_gather_facts
 from ..errors import ConfigurationError
 from ..optimizers.elementwise import KNOWN
-from ..optimizers.shards import shard_behind
+from ..optimizers.shards import refuse_stand_ins, shard_behind
 from ..torch_seams.distributed_checkpoint import OwnOfRank, Request, current_request
 from ..types import StateDict
 from .originals import FlatParamLike
@@ -183,6 +183,8 @@ def check_request(flats: Callable[[], Iterable[FlatParamLike]]) -> None:
     request = current_request()
     if request is None:
         return
+    for optimizer in request.optimizers:
+        refuse_stand_ins(optimizer, request.function)
     if any(
         shard_behind(p) is not None for o in request.optimizers for g in o.param_groups for p in g["params"]
     ):

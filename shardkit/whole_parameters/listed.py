@@ -17,12 +17,13 @@ from torch import nn
 from ..errors import ConfigurationError, LifecycleError
 from ..flattening.flat_parameter import FlatParameter
 from ..fsdp.construct import wake
-from ..fsdp.names import clean
+from ..fsdp.names import plain_name
 from ..fsdp.originals import FlatParamLike, managing
 from ..fsdp.registered_shard import flat_of_registered
 from ..fsdp.registries import hidden, written_names
 from ..fsdp.state import state_of
 from ..layout import Piece
+from ..optimizers.shards import note_stand_in
 from ..torch_seams.marked_tensors import as_plain
 from ..torch_seams.tensor_facts import ALIKE, FACTS, SHAPE, name_of
 from ..types import AnyCallable, Args, Kwargs, Memo, Tree
@@ -87,6 +88,7 @@ class ListedParameter(nn.Parameter):
         )
         made: ListedParameter = torch.Tensor._make_subclass(cls, values, flat.param.requires_grad)
         made.part = part
+        note_stand_in(made, flat.param)
         return made
 
     @property
@@ -212,7 +214,7 @@ def _written(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
         for name in written_names(module):
             param = module._parameters.get(name, taken.get(name))
             if param is not None and not isinstance(param, FlatParameter):
-                yield ".".join(p for p in (clean(path), name) if p), param
+                yield ".".join(p for p in (plain_name(path), name) if p), param
 
 
 def _place_of(param: nn.Parameter) -> tuple[FlatParamLike | None, int]:

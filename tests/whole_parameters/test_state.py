@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from typing import Any
 
 import pytest
 import torch
 
 from shardkit import WholeParameters
-from shardkit.errors import ConfigurationError, RankMismatchError
+from shardkit.errors import ConfigurationError, LifecycleError, RankMismatchError
 from tests.pools import rank_pool
 from tests.whole_parameters.nets import difference, net, train, wrap
 
@@ -117,3 +118,25 @@ def refused(rank: int) -> None:
 
 def test_other_state_is_refused_on_all_ranks() -> None:
     rank_pool(2, "simulated").run(refused)
+
+
+def asked_elsewhere(rank: int) -> None:
+    """torch's functions, and those for state of shards, would find nothing or the wrong thing: on all ranks alike."""
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+
+    sharded: Any = wrap(net(), "fsdp")
+    optimizer = WholeParameters(sharded, torch.optim.Muon, lr=0.1)
+    for ask in (
+        lambda: get_optimizer_state_dict(sharded, optimizer),
+        lambda: set_optimizer_state_dict(sharded, optimizer, {}),
+        lambda: sharded.gather_full_optim_state_dict(optimizer),
+    ):
+        with pytest.raises(ConfigurationError, match=r"Save optimizer.state_dict\(\)"):
+            ask()
+    for copied in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(LifecycleError, match=r"state_dict\(\)"):
+            copied(optimizer)
+
+
+def test_functions_for_state_of_shards_are_refused() -> None:
+    rank_pool(2).run(asked_elsewhere)

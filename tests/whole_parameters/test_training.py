@@ -273,6 +273,20 @@ def test_refusals_are_on_all_ranks() -> None:
         assert a.partition("this rank is")[0] == b.partition("this rank is")[0]
 
 
+def test_gradients_that_were_not_reduced_are_refused() -> None:
+    def program(rank: int) -> None:
+        model = wrap(net(), "fsdp")
+        optimizer = WholeParameters(model, torch.optim.Muon, lr=0.1)
+        with model.no_sync():
+            losses(model, rank, 2, 0).backward()
+        with pytest.raises(LifecycleError, match="no_sync"):
+            optimizer.step()
+        losses(model, rank, 2, 1).backward()
+        optimizer.step()
+
+    rank_pool(2, "simulated").run(program)
+
+
 def test_a_model_that_is_wrapped_later_is_refused() -> None:
     def program(rank: int) -> None:
         model = net()
