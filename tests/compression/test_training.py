@@ -43,7 +43,7 @@ from tests.pools import DEVICE, rank_pool
 
 worlds = pytest.mark.parametrize("world_size", [2, 3])
 HALF = PrecisionPolicy(compute=torch.bfloat16)
-FP8 = Compression(torch.float8_e4m3fn, 60)
+FP8 = Compression(torch.float8_e4m3fn, 64)
 
 
 # ------------------------------------------------------------ losses
@@ -195,7 +195,7 @@ def test_bytes_on_the_wire(program: Callable[[int], tuple[float, ...]], world_si
     if DEVICE["name"] == "streams":
         pytest.skip("there collectives run as late as possible, outside of what is counted")
     for ratios in rank_pool(world_size).run(program):
-        assert all(0.25 < ratio <= 0.28 for ratio in ratios), ratios
+        assert all(0.26 < ratio <= 0.28 for ratio in ratios), ratios
 
 
 # ------------------------------------------------------------ gradients
@@ -418,8 +418,8 @@ def test_compiled_programs_are_refused() -> None:
     ("arguments", "message"),
     [
         ({"dtype": torch.int16}, "can't be compressed to torch.int16"),
-        ({"block": 0}, "must be a multiple of 4"),
-        ({"block": 30}, "must be a multiple of 4"),
+        ({"block": 0}, "must be a multiple of 16"),
+        ({"block": 30}, "must be a multiple of 16"),
     ],
 )
 def test_wrong_options(arguments: dict[str, Any], message: str) -> None:

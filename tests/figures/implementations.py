@@ -103,6 +103,29 @@ def fully_shard(model: nn.Module, compute: torch.dtype | None = None) -> Trainer
     return Trainer(model, optimizer, optimizer.zero_grad)
 
 
+def compressed(model: nn.Module, reshard: bool = True) -> Trainer:
+    """shardkit's FSDP whose parameters and gradients travel as blocks of int8."""
+    kit = importlib.import_module("shardkit")
+    options = {
+        "precision": kit.PrecisionPolicy(compression=kit.Compression()),
+        "reduce": kit.ReducePolicy(compression=kit.Compression()),
+        "reshard": kit.ReshardPolicy(after_forward=reshard),
+    }
+    for parent, name in units(model):
+        setattr(parent, name, kit.FSDP(getattr(parent, name), **options))
+    wrapped = kit.FSDP(model, **options)
+    optimizer = torch.optim.AdamW(wrapped.parameters(), **ADAMW)
+    return Trainer(wrapped, optimizer, optimizer.zero_grad)
+
+
+def compressed_ddp(model: nn.Module) -> Trainer:
+    """ShardedDDP whose gradients travel as blocks of int8."""
+    kit = importlib.import_module("shardkit")
+    optimizer = kit.OSS(model.parameters(), optim=torch.optim.AdamW, **ADAMW)
+    wrapped = kit.ShardedDDP(model, optimizer, reduce=kit.ReducePolicy(compression=kit.Compression()))
+    return Trainer(wrapped, optimizer, optimizer.zero_grad)
+
+
 def torch_fsdp1(model: nn.Module, reshard: bool = True, compute: torch.dtype | None = None) -> Trainer:
     from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 
@@ -166,6 +189,9 @@ IMPLEMENTATIONS: dict[str, Callable[[nn.Module], Trainer]] = {
     "fsdp": fsdp,
     "fully_shard": fully_shard,
     "fsdp_keep": lambda m: fsdp(m, reshard=False),
+    "compressed": compressed,
+    "compressed_keep": lambda m: compressed(m, reshard=False),
+    "compressed_ddp": compressed_ddp,
     "torch_fsdp1": torch_fsdp1,
     "torch_fsdp1_keep": lambda m: torch_fsdp1(m, reshard=False),
     "torch_fsdp2": torch_fsdp2,

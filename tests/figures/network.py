@@ -7,6 +7,7 @@ import fcntl
 import os
 import socket
 import struct
+import subprocess
 
 _NEW_USER, _NEW_NET = 0x10000000, 0x40000000
 _SET_FLAGS, _UP = 0x8914, 0x1
@@ -32,6 +33,25 @@ def enter_private_network() -> str:
         return f"loopback can't be brought up: {error}"
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     return ""
+
+
+def throttle(rate: str) -> str:
+    """Limits this network's loopback, which all ranks share, to a rate in tc's words, such as "2gbit".
+
+    Returns:
+        "" or why it can't be done here.
+    """
+    bucket = ["tbf", "rate", rate, "burst", "1mb", "latency", "50ms"]
+    try:
+        done = subprocess.run(
+            ["tc", "qdisc", "replace", "dev", "lo", "root", *bucket],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    except OSError as error:
+        return f"tc (of iproute2): {error}"
+    return done.stderr.strip()
 
 
 def loopback_bytes() -> int:
