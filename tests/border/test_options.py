@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from shardkit import FSDP, OSS, OffloadPolicy, ReducePolicy, ShardedDDP
+from shardkit import FSDP, OSS, Compression, OffloadPolicy, PrecisionPolicy, ReducePolicy, ShardedDDP
 from shardkit.backend import get_backend
 from shardkit.errors import ConfigurationError
 from shardkit.nn import FullyShardedDataParallel, ShardedDataParallel
@@ -34,6 +34,18 @@ def _on_a_device(rank: int, world_size: int) -> None:
     model = nn.Linear(3, 2).to(get_backend("xla").device())
     with pytest.raises(ConfigurationError, match="the shards are on xla"):
         FSDP(model, offload=OffloadPolicy(gradients=True))
+    for options in (
+        {"precision": PrecisionPolicy(compression=Compression())},
+        {"reduce": ReducePolicy(compression=Compression())},
+    ):
+        with pytest.raises(ConfigurationError, match="on xla all ranks run one compiled program"):
+            FSDP(model, **options)
+    with pytest.raises(ConfigurationError, match="on xla all ranks run one compiled program"):
+        ShardedDDP(
+            model,
+            OSS(model.parameters(), torch.optim.SGD, lr=0.1),
+            reduce=ReducePolicy(compression=Compression()),
+        )
 
 
 @pytest.mark.xla

@@ -24,8 +24,10 @@ from shardkit import (
     hybrid_groups,
 )
 from shardkit.backend import Backend, get_backend
+from shardkit.backends.streams import current_device
 from shardkit.compression import BlockFormat, check_compressible
 from shardkit.errors import ConfigurationError, RankMismatchError
+from tests.benchmarks.accuracy import characters, digits
 from tests.compression.programs import (
     BOTH,
     INT8,
@@ -196,6 +198,28 @@ def test_bytes_on_the_wire(program: Callable[[int], tuple[float, ...]], world_si
         pytest.skip("there collectives run as late as possible, outside of what is counted")
     for ratios in rank_pool(world_size).run(program):
         assert all(0.26 < ratio <= 0.28 for ratio in ratios), ratios
+
+
+def _on_a_device(rank: int) -> None:
+    """The host waits for nothing in a step, and nothing is used before it was waited for."""
+    model = wrapped(**BOTH)
+    ddp, oss = sharded_ddp(BOTH["reduce"])
+    device = current_device()
+    assert device is not None
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(3):
+        before = device.host_waits.copy()  # ranks compare something in the first step
+        for m, o in ((model, optimizer), (ddp, oss)):
+            x, y = batch(rank, step)
+            nn.functional.cross_entropy(m(x), y).backward()
+            o.step()
+            o.zero_grad()
+    assert device.host_waits == before
+    assert device.unwaited() == []
+
+
+def test_on_a_device_the_host_waits_for_nothing() -> None:
+    rank_pool(3, "streams").run(_on_a_device)
 
 
 # ------------------------------------------------------------ gradients
@@ -434,3 +458,11 @@ def _alone(rank: int) -> None:
 
 def test_one_rank() -> None:
     rank_pool(1).run(_alone)
+
+
+@pytest.mark.parametrize(("task", "short", "least"), [(digits, 2, 0.5), (characters, 60, 0.25)])
+def test_held_out_accuracy(task: Callable[[int, str, int, int], float], short: int, least: float) -> None:
+    """A short run of the benchmark, which has the figures over seeds; the same on every run."""
+    exact, rounded = (rank_pool(2).run(task, variant, 0, short)[0] for variant in ("none", "int8"))
+    assert exact > least
+    assert abs(rounded - exact) < 0.02

@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.deliberate_faults.fault import Fault
 
 _FSDP, _ORDER = "tests/fsdp/test_fsdp.py", "tests/fsdp/test_order.py"
+_COMPRESSED = "tests/compression/test_training.py"
 _TRAINS = f"{_FSDP}::test_trains_as_one_process"
 _MOMENTS, _WRAPPERS, _INSIDE = (f"tests/border/test_{n}.py" for n in ("fsdp_moments", "wrappers", "inside"))
 
@@ -16,6 +17,22 @@ FAULTS = [
         "self._op = ReduceOp.AVG if is_mean else ReduceOp.SUM",
         "self._op = ReduceOp.SUM",
         (f"{_TRAINS}[attention-flat-2]",),
+    ),
+    Fault(
+        "FSDP",
+        "what compression leaves out of gradients is lost",
+        "shardkit/compression/blocks.py",
+        "            sums.copy_(error)",
+        "            sums.zero_()",
+        (f"{_COMPRESSED}::test_error_feedback_moves_what_is_small_beside_large[fsdp-2]",),
+    ),
+    Fault(
+        "FSDP",
+        "sums of compressed gradients are not divided",
+        "shardkit/fsdp/gradients/compressed.py",
+        "self._after = divisors[0] * divisors[1]  # sums are of fp32",
+        "self._after = 1.0",
+        (f"{_COMPRESSED}::test_gradients_are_within_the_bound[2]",),
     ),
     Fault(
         "FSDP",
