@@ -19,7 +19,7 @@ from ..types import StateDict, Tree
 from .flat_param import FlatParam
 from .optim_state import _plain, gather_parts, is_spread, shard_state
 from .originals import managing
-from .state_of_shards import NOTE
+from .state_of_shards import NOTE, note_whole_states
 
 
 def gather_plain(optimizer: Optimizer, keep_on: bool) -> StateDict | None:
@@ -28,7 +28,10 @@ def gather_plain(optimizer: Optimizer, keep_on: bool) -> StateDict | None:
     Raises:
         ConfigurationError: a shard has several parameters in it.
     """
-    saved = optimizer.state_dict()
+    return _gathered(optimizer, optimizer.state_dict(), keep_on)
+
+
+def _gathered(optimizer: Optimizer, saved: StateDict, keep_on: bool = True) -> StateDict | None:
     flats = _flats_of(optimizer)
     kinds = _kinds_everywhere(flats, saved["state"])
     state: dict[int, StateDict] = {}
@@ -153,3 +156,6 @@ def _whole(flat: FlatParam, key: str, own: StateDict, is_spread: bool, what: Tre
 
 def _on_host(value: Tree) -> Tree:
     return value.detach().cpu().clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
+
+
+note_whole_states(lambda optimizer, saved: _gathered(optimizer, saved) or {}, shard_plain)

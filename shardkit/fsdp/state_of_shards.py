@@ -20,6 +20,10 @@ from ..torch_seams.distributed_checkpoint import OwnOfRank, Request, current_req
 from ..types import StateDict
 from .originals import FlatParamLike
 
+# Of an optimizer and its state_dict() the state as one process has it, and of such a state this rank's part.
+WholeStates = tuple[Callable[[Optimizer, StateDict], StateDict], Callable[[Optimizer, StateDict], StateDict]]
+_whole_states: list[WholeStates] = []
+
 NOTE = "shardkit_shards"  # in the groups of a state dict: whose shards it is of
 
 _GATHERED = (
@@ -48,6 +52,13 @@ class LocalShard(OwnOfRank):
     )
 
 
+def note_whole_states(
+    gather: Callable[[Optimizer, StateDict], StateDict], own_part: Callable[[Optimizer, StateDict], StateDict]
+) -> None:
+    """From now on torch's functions for state dicts get whole states, where each shard is of one parameter."""
+    _whole_states[:] = [(gather, own_part)]
+
+
 def mark_state_dicts(optimizer: Optimizer, on_load: Callable[[Optimizer], None]) -> None:
     """From now on the optimizer's state dicts tell whose state they hold; it still loads them.
 
@@ -57,6 +68,8 @@ def mark_state_dicts(optimizer: Optimizer, on_load: Callable[[Optimizer], None])
 
     def unmarked(optimizer: Optimizer, state_dict: StateDict) -> StateDict:
         on_load(optimizer)
+        if _whole_states and current_request() is not None:
+            return _whole_states[0][1](optimizer, state_dict)
         return _unmarked(state_dict)
 
     optimizer.register_state_dict_post_hook(_marked)
@@ -64,6 +77,8 @@ def mark_state_dicts(optimizer: Optimizer, on_load: Callable[[Optimizer], None])
 
 
 def _marked(optimizer: Optimizer, state_dict: StateDict) -> StateDict:
+    if _whole_states and current_request() is not None:
+        return _whole_states[0][0](optimizer, state_dict)
     params = [p for g in optimizer.param_groups for p in g["params"]]
     state = dict(state_dict["state"])
     for index, values in state.items():
@@ -171,11 +186,12 @@ def mark_shards(params: Iterable[torch.Tensor], state: StateDict) -> None:
 
 
 # ------------------------------------------------------------ asked by torch for a state dict
-def check_request(flats: Callable[[], Iterable[FlatParamLike]]) -> None:
+def check_request(flats: Callable[[], Iterable[FlatParamLike]], keeps_names: bool = False) -> None:
     """Refuses what torch's functions for state dicts would do wrong with shards; see [Note: requests].
 
     Args:
         flats: gives all flat parameters of the module that is asked.
+        keeps_names: shards are listed under the parameters' names.
 
     Raises:
         ConfigurationError: on every rank alike, before anything is sent or changed.
@@ -185,9 +201,8 @@ def check_request(flats: Callable[[], Iterable[FlatParamLike]]) -> None:
         return
     for optimizer in request.optimizers:
         refuse_stand_ins(optimizer, request.function)
-    if any(
-        shard_behind(p) is not None for o in request.optimizers for g in o.param_groups for p in g["params"]
-    ):
+    behind = [shard_behind(p) for o in request.optimizers for g in o.param_groups for p in g["params"]]
+    if any(f is not None and not (keeps_names and len(f.originals) == 1) for f in behind):
         raise ConfigurationError(
             f"{request.function}: this optimizer's state is of FSDP's shards, another part on each rank, and torch "
             f"would take it for whole parameters'. Use {_GATHERED}"

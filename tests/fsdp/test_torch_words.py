@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.fsdp import OffloadPolicy as TorchsOffloadPolicy
@@ -203,6 +213,64 @@ def _stages_1_and_2(rank: int) -> None:
 
 def test_meshes_wherever_a_group_is_taken() -> None:
     rank_pool(2).run(_stages_1_and_2)
+
+
+# ------------------------------------------------------------------------------------ torch.distributed.checkpoint
+def adam(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.05, eps=1e-2)
+
+
+def _steps(model: Net, optimizer: torch.optim.Optimizer, ranks: list[int], steps: range) -> None:
+    for step in steps:
+        optimizer.zero_grad()
+        torch.stack([loss_of(model, r, step) for r in ranks]).mean().backward()
+        optimizer.step()
+
+
+def _checkpoints(rank: int, folder: str) -> None:
+    """State of optimizers is that of one process, by names, to torch's functions; before the first step too."""
+    model, plain = as_in_torchtitan(Net()), Net()
+    optimizer, truth = adam(model), adam(plain)
+    _steps(model, optimizer, [rank], range(2))
+    _steps(plain, truth, [0, 1], range(2))
+    for given in ({}, {"full_state_dict": True}, {"flatten_optimizer_state_dict": True}):
+        options = StateDictOptions(**given)  # type: ignore[arg-type]
+        found, expected = (
+            get_optimizer_state_dict(m, o, options=options) for m, o in ((model, optimizer), (plain, truth))
+        )
+        assert list(found) == list(expected)
+        for part in [k for k in found if k.startswith("state")]:
+            torch.testing.assert_close(found[part], expected[part], rtol=0, atol=1e-6)
+        assert found.get("param_groups") == expected.get("param_groups")
+    weights, state = get_state_dict(model, optimizer)
+    dcp.save({"model": weights, "optimizer": state}, checkpoint_id=folder)
+    whole = [copy.deepcopy(s) for s in get_state_dict(plain, truth)]
+    _steps(plain, truth, [0, 1], range(2, 4))
+    for given in (
+        None,
+        {},
+        {"full_state_dict": True},
+        {"full_state_dict": True, "broadcast_from_rank0": True},
+    ):
+        again = as_in_torchtitan(Net())
+        optimizer = adam(again)
+        if given is None:
+            weights, state = get_state_dict(again, optimizer)
+            loaded = {"model": weights, "optimizer": state}
+            dcp.load(loaded, checkpoint_id=folder)
+            set_state_dict(
+                again, optimizer, model_state_dict=loaded["model"], optim_state_dict=loaded["optimizer"]
+            )
+        else:
+            set_model_state_dict(again, whole[0])
+            mine = {} if given.get("broadcast_from_rank0") and rank else copy.deepcopy(whole[1])
+            set_optimizer_state_dict(again, optimizer, mine, options=StateDictOptions(**given))  # type: ignore[arg-type]
+        _steps(again, optimizer, [rank], range(2, 4))
+        torch.testing.assert_close(again.state_dict(), plain.state_dict(), rtol=0, atol=1e-6)
+
+
+def test_torchs_functions_for_state(tmp_path: Path) -> None:
+    rank_pool(2).run(_checkpoints, str(tmp_path))
 
 
 def _refused(rank: int) -> None:
