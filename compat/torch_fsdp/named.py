@@ -12,10 +12,10 @@ from torch.optim import Optimizer
 
 from shardkit.backend import backend_of_job
 from shardkit.errors import ConfigurationError
-from shardkit.extra.dtensors import cut_rows, mesh_over
 from shardkit.extra.named_state import cut_named, from_rank_0, from_state, gather_named
 from shardkit.fsdp.names import plain_name
 from shardkit.fsdp.state import ShardingState
+from shardkit.torch_seams.dtensors import cut_rows, mesh_over
 from shardkit.types import ParamGroup, ProcessGroup, SavedState, StateDict
 
 from .settings import is_first

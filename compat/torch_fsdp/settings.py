@@ -22,10 +22,10 @@ from torch.distributed.fsdp.api import (
 )
 
 from shardkit.errors import ConfigurationError
-from shardkit.extra.dtensors import cut_rows, is_cut, mesh_over, whole
 from shardkit.fsdp.door import Door
 from shardkit.fsdp.names import plain_name
 from shardkit.fsdp.state import ShardingState
+from shardkit.torch_seams.dtensors import cut_rows, is_cut, mesh_over, whole
 from shardkit.types import StateDict
 
 _CONFIGS: dict[StateDictType, tuple[type[StateDictConfig], type[OptimStateDictConfig]]] = {
@@ -119,7 +119,7 @@ def settle(
     Args:
         found: the state dict.
         before: keys of others'.
-        ranks: what :func:`~shardkit.extra.dtensors.mesh_over` takes.
+        ranks: what :func:`~shardkit.torch_seams.dtensors.mesh_over` takes.
     """
     config, state = settings.state_dict_config, wrapper._state
     keys = [k for k in found if k.startswith(prefix) and k not in before]

@@ -25,8 +25,8 @@ from ..fsdp.optim_state import gather_parts, is_spread, shard_state
 from ..fsdp.state import ShardingState, state_of
 from ..fsdp.state_of_shards import NOTE
 from ..optimizers.shards import refuse_stand_ins
+from ..torch_seams.dtensors import is_cut, whole
 from ..types import ParamGroup, StateDict, Tree
-from .dtensors import is_cut, whole
 
 Form = Callable[[ShardingState, torch.Tensor, torch.Tensor], torch.Tensor]
 """Of a unit, an original parameter's state (on the host), and a tensor on the device of this rank's part: what is

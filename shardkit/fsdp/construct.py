@@ -166,6 +166,7 @@ def shard_module(state: ShardingState, list_shard: Listing) -> None:
         "flatten": options.flatten, "precision": options.precision, "reshard": options.reshard,
         "offload": options.offload, "reduce": options.reduce, "sync_module_states": options.sync_module_states,
         "replicas": options.replicas is not None, "layout": options.layout,
+        "dtensors": options.dtensors,
     }  # fmt: skip
     for ranks in (state.group, state.replicas):
         if ranks is not None:

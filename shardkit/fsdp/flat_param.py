@@ -27,6 +27,7 @@ from ..layout import ShardLayout
 from ..policy import Compression
 from ..torch_seams.hooks import NO_BACKWARD, current_backward
 from ..types import StateDict
+from .dtensor_shards import listed_for
 from .first_steps import check_first_steps
 from .originals import OriginalParameter, Place, as_tensors, note_original
 from .refusals import backward_when_summoned
@@ -53,6 +54,7 @@ class FlatParam:
         compression: of what is gathered.
 
     Attributes:
+        listed: what modules list for ``param``: itself, or a DTensor.
         label: what it is called in errors.
         path: the unit's path in the root module, as far as it is known.
         store: where its values are, and in which state.
@@ -75,6 +77,7 @@ class FlatParam:
         self.originals = list(originals)
         self.names = list(names)
         self.param = param
+        self.listed = listed_for(param)
         self.holder = holder
         self.group = group
         self.layout = layout

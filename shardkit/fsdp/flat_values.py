@@ -17,6 +17,7 @@ from ..layout import Align, ShardLayout, aligned_shards, gaps_between
 logger = logging.getLogger("shardkit")
 
 _MUCH = 0.1  # of what is stored
+_WORTH = 2**16  # elements; less is nothing to warn of
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,7 @@ def report_padding(layout: ShardLayout, what: str, rank: int) -> None:
     padding = layout.padded_numel - sum(layout.numels)
     share = padding / max(1, layout.padded_numel)
     logger.log(
-        logging.WARNING if share > _MUCH else logging.INFO,
+        logging.WARNING if share > _MUCH and padding > _WORTH else logging.INFO,
         "the alignment of %s costs %d elements of padding, %.1f %% of the flat parameter",
         what, padding, 100 * share,
     )  # fmt: skip

@@ -31,11 +31,14 @@ from . import state_dict as state_dicts
 from .calls import cast_inputs, computing_when_summoned, refuse_backward
 from .construct import shard_module, wake
 from .door import Door
+from .dtensor_shards import list_as_dtensor, mesh_for
 from .flat_values import layout_for
 from .inside import collect_in_place, refuse_state_dicts
 from .lazy import saving_originals_by_name
+from .moving import begin_move
 from .originals import OriginalParameter, Place
 from .refusals import check_asker
+from .registries import hide, register
 from .running import Entered, enter, enter_again, fail, input_dtype, leave, watched
 from .state import Options, ShardingState, state_of
 from .state_of_shards import check_request
@@ -66,6 +69,7 @@ def fully_shard(
     device: torch.device | str | None = None,
     backend: str | Backend | None = None,
     mesh: DeviceMesh | None = None,
+    dtensors: bool = False,
     **torchs_words: Unpack[TorchsArguments],
 ) -> M:
     """Shards a module in place: as :class:`~shardkit.FSDP`, but the module keeps its class, methods and names.
@@ -77,17 +81,16 @@ def fully_shard(
         fully_shard(model)                  # the rest
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)   # after sharding
 
-    ``parameters()`` and ``named_parameters()`` list this rank's shards, 1-D, one for each parameter and under its name,
-    so that groups by name and freezing by name work; ``state_dict()`` is full, and ``load_state_dict()`` takes a full
-    one (both collective). What wrappers have as methods, ``sharding_of(module)`` has: ``no_sync``,
-    ``summon_full_params``, ``clip_grad_norm_``, optimizer states. Every parameter travels by itself: where a unit has
-    many small ones, ``FSDP(module)``, which sends a unit as one flat parameter, is faster.
+    ``parameters()`` and ``named_parameters()`` list this rank's shards, 1-D, one for each parameter and under its name;
+    ``state_dict()`` is full, and ``load_state_dict()`` takes a full one (both collective). What wrappers have as
+    methods, ``sharding_of(module)`` has. Every parameter travels by itself: where a unit has many small ones,
+    ``FSDP(module)`` is faster, which sends one flat one. With ``dtensors=True`` they list DTensors that are cut by rows,
+    as FSDP2 does, and ``state_dict()`` has these, so that torch's own functions know what to do with them.
 
     Args: those of :class:`~shardkit.FSDP`, or those of torch's ``fully_shard`` (FSDP2) with torch's policies: ``mesh``,
         ``reshard_after_forward``, ``mp_policy``, ``offload_policy``. Of several modules each becomes a unit.
     Returns: what was passed; FSDP2's methods (``unshard``, ``set_requires_gradient_sync``, ...) are attributes of it.
     Raises: ConfigurationError (sharded already) and what :class:`~shardkit.FSDP` raises.
-
     Source: the shape of torch.distributed.fsdp.fully_shard (FSDP2).
     """
     words = in_torchs_words(torchs_words)
@@ -96,7 +99,7 @@ def fully_shard(
         group=group, replicas=replicas, precision=words.precision(precision), reshard=words.reshard(reshard),
         offload=words.offload(offload), reduce=words.reduce(reduce),
         flatten=False, sync_module_states=sync_module_states, device=device, backend=backend,
-        layout=layout_for(align, False),
+        layout=layout_for("rows" if dtensors else align, False), dtensors=dtensors, mesh=mesh,
     )  # fmt: skip
     for each in modules_of(module):
         _shard(each, options)
@@ -116,14 +119,24 @@ def _check(module: nn.Module) -> None:
         raise ConfigurationError(
             f"this {type(module).__name__} is sharded already; call fully_shard once for each"
         )
-    check_wrappable(module, "fully_shard", may_hold=Door)
+    listing_dtensors = [m for m in module.modules() if (s := state_of(m)) is not None and s.options.dtensors]
+    check_wrappable(module, "fully_shard", may_hold=Door, without=listing_dtensors)
 
 
 def _list_shard(
     state: ShardingState, originals: list[OriginalParameter], infos: list[ParamInfo], shared: list[SharedParamInfo],
     shard: torch.Tensor,
 ) -> tuple[nn.Parameter, Place]:  # fmt: skip
-    return list_in_place(originals, shard)
+    options = state.options
+    if not options.dtensors:
+        return list_in_place(originals, shard)
+    (original,) = originals
+    mesh = mesh_for(options.mesh, options.group, options.replicas, state.group.backend.device_type)
+    behind, listed = list_as_dtensor(original, shard, mesh)
+    for place in original.places:
+        hide(place, original.param)
+        register(place, listed)
+    return behind, original.places[0]
 
 
 class _Call(NamedTuple):
@@ -232,7 +245,7 @@ class _InPlace:
         wake(self._state)
         check_asker(module, keeps_names=True)
         state = self._state
-        if not state.state_is_local and state.summoned is None:
+        if not state.options.dtensors and not state.state_is_local and state.summoned is None:
             enter_summon(state, writeback=False)
             state.is_loading = True
         collect_in_place(1)
@@ -240,13 +253,17 @@ class _InPlace:
     def _end_state_dict(self, module: nn.Module, found: Tree, prefix: str, metadata: object) -> None:
         collect_in_place(-1)
         state = self._state
-        if not state.state_is_local:
+        if not state.options.dtensors and not state.state_is_local:
             state_dicts.detach_entries(state, found, prefix, {})
         state_dicts.end_loading(state)
 
     def _begin_load(self, module: nn.Module, state_dict: StateDict, *others: object) -> None:
-        wake(self._state)
-        state_dicts.begin_loading(self._state, state_dict)
+        state = self._state
+        wake(state)
+        if state.options.dtensors:
+            begin_move(state)  # what is gathered will be old
+        else:
+            state_dicts.begin_loading(state, state_dict)
         collect_in_place(1)
 
     def _end_load(self, module: nn.Module, incompatible: IncompatibleKeys) -> None:
@@ -263,6 +280,11 @@ class _InPlace:
 
     def __deepcopy__(self, memo: Memo) -> _InPlace:
         """Called while the module is copied; the state of the copy is asleep until the copy is whole and used."""
+        if self._state.options.dtensors:
+            raise LifecycleError(
+                f"rank {self._state.group.rank}: a module whose shards are listed as DTensors can't be copied; copy it "
+                "before fully_shard, or load its state_dict() into another one"
+            )
         moving.check_copied(self._state, memo)
         made = _InPlace.__new__(_InPlace)
         memo[id(self)] = made

@@ -51,7 +51,7 @@ class LocalGradients:
     def check_step(self, stepped: set[int]) -> None:
         """Raises LifecycleError if the shard's id is among these: such a step would leave the gradients out."""
         flat = self._flat
-        if id(flat.param) in stepped and self.are_waiting():
+        if id(flat.listed) in stepped and self.are_waiting():
             raise LifecycleError(
                 f"rank {flat.group.ranks[flat.group.rank]}: step() comes after a backward inside of no_sync(): "
                 f"gradients of {flat.label or 'an FSDP module'} are this rank's own, were not reduced, and the step "

@@ -8,6 +8,7 @@ from ..errors import ConfigurationError
 from ..flattening.flat_parameter import FlatParameter
 from ..types import Memo
 from .construct import connect, wake
+from .dtensor_shards import follow_move
 from .flat_param import FlatParam
 from .originals import are_copied, note_copying
 from .refusals import copy_when_summoned
@@ -46,6 +47,9 @@ def end_move(state: ShardingState) -> None:
 
 
 def _take_listed(flat: FlatParam) -> None:
+    if flat.listed is not flat.param:
+        flat.param = follow_move(flat.param)
+        return
     holder = flat.holder
     param = holder.module._parameters.get(holder.name)
     if param is None or param is flat.param:
@@ -53,7 +57,7 @@ def _take_listed(flat: FlatParam) -> None:
     if isinstance(flat.param, FlatParameter) and not isinstance(param, FlatParameter):
         param = flat.param._like_this(param)
         holder.module._parameters[holder.name] = param
-    flat.param = param
+    flat.param = flat.listed = param
     if not flat.is_listed_flat:
         for place in flat.originals[0].places:
             place.module._parameters[place.name] = param

@@ -26,7 +26,7 @@ def clip(root: ShardingState, max_norm: float, norm_type: float) -> torch.Tensor
             "clip_grad_norm_ takes any other number, inf and -inf"
         )
     flats = root.all_flats()
-    sharded = {f.param for f in flats}
+    sharded = {f.listed for f in flats}
     rest = [p for p in root.door.parameters() if p not in sharded]
     everything = [f.param for f in flats] + rest
     if not everything:

@@ -73,12 +73,12 @@ def enter(state: ShardingState, args: Args, kwargs: Kwargs) -> Entered:
         check_forward(unit)
     engine = state.engine or become_root(state)
     for flat in state.flats:
-        if flat.holder.module._parameters.get(flat.holder.name) is not flat.param:
+        if flat.holder.module._parameters.get(flat.holder.name) is not flat.listed:
             raise replaced_shard(flat)
         for original in flat.originals:
             for module, name in original.places:
                 found = module._parameters.get(name)
-                if found is not flat.param and (
+                if found is not flat.listed and (
                     found is not None or module.__dict__.get(name) is not original.param
                 ):
                     if found is not original.param:

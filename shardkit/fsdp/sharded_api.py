@@ -120,6 +120,7 @@ class ShardedAPI(abc.ABC):
         """The optimizer's full state on rank 0, None on others (collective); see ``optim_state.py`` for the format."""
         refuse_stand_ins(optim, "gather_full_optim_state_dict")
         own = self._state
+        _refuse_dtensors(own, "gather_full_optim_state_dict", "get_optimizer_state_dict")
         uncollected = [f for s in own.states() if s.options.keeps_optimizer_state for f in s.flats]
         state = optim.state_dict()
         index = {id(p): i for i, p in enumerate(p for g in optim.param_groups for p in g["params"])}
@@ -138,6 +139,7 @@ class ShardedAPI(abc.ABC):
         Raises:
             ConfigurationError: it belongs to another model.
         """
+        _refuse_dtensors(self._state, "get_shard_from_optim_state_dict", "set_optimizer_state_dict")
         shard = optim_state.shard_full(self._state.all_flats(), full_optim_state_dict)
         uncollected = self._state.uncollected
         for local in full_optim_state_dict.get("uncollected_local_ids", []):
@@ -183,6 +185,14 @@ class Sharding(SummonAndClip):
 
     def __init__(self, state: ShardingState) -> None:
         self._state = state
+
+
+def _refuse_dtensors(state: ShardingState, method: str, instead: str) -> None:
+    if any(s.options.dtensors for s in state.states()):
+        raise ConfigurationError(
+            f"{method} is for shards, and this model's are listed as DTensors, whose optimizer state torch can gather: "
+            f"use torch.distributed.checkpoint.state_dict.{instead}, or fully_shard without dtensors=True"
+        )
 
 
 def sharding_of(module: nn.Module) -> ShardedAPI:

@@ -13,7 +13,7 @@ import copy
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -28,6 +28,9 @@ from .flat_values import AlignedLayout
 from .gradients import predivide_factor
 from .unit import Unit
 
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
 # By id of the door. The state is held by its door alone, so this map keeps neither alive.
 _states: dict[int, weakref.ref[ShardingState]] = {}
 
@@ -37,6 +40,7 @@ class Options:
     """How a module is sharded; see :class:`~shardkit.FSDP` for the first ones.
 
     Attributes:
+        dtensors: modules list DTensors, over this mesh if there is one.
         layout: cuts parameters of given shapes among so many ranks.
         state_dict_device: where full state dicts are made; None: where the parameters are.
         state_dict_on_rank_0_only: they are empty on other ranks.
@@ -58,6 +62,8 @@ class Options:
     sync_module_states: bool = True
     device: torch.device | None = None
     backend: str | Backend | None = None
+    dtensors: bool = False
+    mesh: DeviceMesh | None = None
     layout: Callable[[Sequence[torch.Size], int], ShardLayout] = field(
         default_factory=lambda: AlignedLayout(None)
     )

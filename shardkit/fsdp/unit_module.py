@@ -120,7 +120,7 @@ def list_in_place(originals: Sequence[OriginalParameter], shard: torch.Tensor) -
 def exposed(flat: FlatParam) -> Iterator[None]:
     """Inside, the original parameters are listed under their own names, and the shard is not."""
     holder = flat.holder
-    listed = flat.param
+    listed = flat.listed
     # where else it is listed: not in units that only borrow it
     places = [p for p in flat.originals[0].places if p.module._parameters.get(p.name) is listed]
     unregister(holder)

@@ -246,7 +246,7 @@ FAULTS = [
         "FSDP",
         "a step that leaves out what `no_sync` keeps goes through",
         "shardkit/fsdp/local_gradients.py",
-        "if id(flat.param) in stepped and self.are_waiting():",
+        "if id(flat.listed) in stepped and self.are_waiting():",
         "if False:",
         (f"{_ORDER}::test_a_step_that_leaves_out_what_no_sync_keeps_is_refused",),
     ),

@@ -141,11 +141,11 @@ def test_what_is_no_alignment_is_refused() -> None:
 
 def test_padding_is_told(caplog: pytest.LogCaptureFixture) -> None:
     def told(rank: int) -> None:
-        shardkit.FSDP(nn.Linear(100, 1), align="parameters")  # half of it is padding
+        shardkit.FSDP(nn.Linear(100_000, 1), align="parameters")  # half of it is padding
         shardkit.FSDP(nn.Linear(100, 1), align=4)
 
     with caplog.at_level(logging.INFO, logger="shardkit"):
         rank_pool(2, "simulated").run(told)
     found = [(r.levelname, r.getMessage()) for r in caplog.records if "padding" in r.getMessage()]
     assert [level for level, _ in found] == ["WARNING", "INFO"]
-    assert "costs 99 elements of padding, 49.5 %" in found[0][1]
+    assert "costs 99999 elements of padding, 50.0 %" in found[0][1]

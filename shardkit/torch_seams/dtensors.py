@@ -79,3 +79,29 @@ def whole(value: Tree, name: str) -> torch.Tensor:
     here = value.device_mesh.device_type
     full: torch.Tensor = (value if value.device.type == here else value.to(here)).full_tensor()
     return full
+
+
+def rows_here(values: torch.Tensor, mesh: DeviceMesh, shape: torch.Size) -> torch.Tensor:
+    """A DTensor whose local rows are a view of this rank's part of a tensor, padded to the largest part's numel.
+
+    Args:
+        values: [S], S of as many rows as the first rank has.
+        mesh: cut along the last dimension; what is along others are replicas.
+        shape: of the whole tensor; at least one dimension.
+    """
+    from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+    rank, parts = mesh.get_local_rank(mesh.ndim - 1), mesh.size(mesh.ndim - 1)
+    most = -(-shape[0] // parts)
+    rows = max(0, min(most, shape[0] - rank * most))
+    local = values.detach().view(-1)[: rows * shape[1:].numel()].view(rows, *shape[1:])
+    placements: list[Placement] = [*(Replicate() for _ in range(mesh.ndim - 1)), Shard(0)]
+    made: torch.Tensor = DTensor.from_local(
+        local,
+        mesh,
+        placements,
+        run_check=False,
+        shape=shape,
+        stride=torch.empty(shape, device="meta").stride(),
+    )
+    return made

@@ -1,0 +1,301 @@
+"""``fully_shard(module, dtensors=True)``: what torch's own functions do with shards, beside FSDP2 and one process."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard as fsdp2
+from torch.distributed.tensor import DTensor
+
+import shardkit
+from shardkit import FSDP, fully_shard, sharding_of
+from shardkit.errors import ConfigurationError, LifecycleError, RankMismatchError
+from tests.pools import rank_pool
+
+
+class Model(nn.Module):
+    """Rows that two and three ranks divide unevenly, fewer rows than ranks, a tied weight, something frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner = nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 6))
+        self.again = nn.Linear(6, 6, bias=False)
+        self.tied = nn.Linear(6, 6, bias=False)
+        self.tied.weight = self.again.weight
+        self.fixed = nn.Linear(6, 5).requires_grad_(False)
+        self.head = nn.Linear(5, 1, bias=False)
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.tied(self.again(self.inner(x)))
+        return self.head(self.fixed(x)) * self.scale
+
+
+def _sharded(**options: Any) -> Model:
+    model = Model().double()
+    fully_shard(model.inner, dtensors=True, **options)
+    return fully_shard(model, dtensors=True, **options)
+
+
+def _batch(step: int, rank: int) -> torch.Tensor:
+    return torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * step + rank), dtype=torch.float64)
+
+
+def _whole(state: dict[str, Any]) -> dict[str, torch.Tensor]:
+    return {k: v.full_tensor() if isinstance(v, DTensor) else v for k, v in state.items()}
+
+
+def _adam(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.1)
+
+
+def _train(
+    rank: int, ranks: int, model: nn.Module, optimizer: torch.optim.Optimizer, steps: range
+) -> list[float]:
+    """Two micro-batches a step, clipping by torch."""
+    norms = []
+    for step in steps:
+        optimizer.zero_grad()
+        for micro in range(2):
+            if hasattr(model, "set_requires_gradient_sync"):
+                model.set_requires_gradient_sync(micro == 1)
+            model(_batch(2 * step + micro, rank)).square().mean().backward()
+        norm: Any = nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+        norms.append((norm.full_tensor() if isinstance(norm, DTensor) else norm).item())
+        optimizer.step()
+    return norms
+
+
+def _alone(ranks: int, steps: range) -> tuple[Model, torch.optim.Optimizer, list[float]]:
+    model, norms = Model().double(), []
+    optimizer = _adam(model)
+    for step in steps:
+        optimizer.zero_grad()
+        for micro in range(2):
+            for rank in range(ranks):
+                (model(_batch(2 * step + micro, rank)).square().mean() / ranks).backward()
+        norms.append(nn.utils.clip_grad_norm_(model.parameters(), 0.05).item())
+        optimizer.step()
+    return model, optimizer, norms
+
+
+def _training(rank: int, ranks: int) -> None:
+    model, (one, _, norms) = _sharded(), _alone(ranks, range(3))
+    optimizer = _adam(model)
+    assert _train(rank, ranks, model, optimizer, range(3)) == pytest.approx(norms, rel=1e-6)
+    assert all(isinstance(p, DTensor) for p in model.parameters())
+    assert [n for n, _ in model.named_parameters()] == [n for n, _ in one.named_parameters()]
+    torch.testing.assert_close(_whole(model.state_dict()), dict(one.state_dict()))
+    with sharding_of(model).summon_full_params(writeback=True):
+        torch.testing.assert_close(model.inner[0].weight.detach(), one.inner[0].weight.detach())
+        model.head.weight.data.zero_()
+    assert not _whole(model.state_dict())["head.weight"].any()
+    loss = model(_batch(0, rank)).square().mean()
+    assert loss.item() == 0.0
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_training_with_torchs_clipping(ranks: int) -> None:
+    rank_pool(ranks).run(_training, ranks)
+
+
+def _exchanged(rank: int, ranks: int, folder: str) -> None:
+    model = _sharded()
+    optimizer = _adam(model)
+    _train(rank, ranks, model, optimizer, range(2))
+    saved, state = get_state_dict(model, optimizer)
+    dcp.save({"model": saved, "optimizer": state}, checkpoint_id=f"{folder}/ours")
+    theirs = Model().double()
+    for part in (theirs.inner, theirs):
+        fsdp2(part, mesh=init_device_mesh("cpu", (ranks,)))
+    other = _adam(theirs)
+    into = dict(zip(("model", "optimizer"), get_state_dict(theirs, other), strict=True))
+    dcp.load(into, checkpoint_id=f"{folder}/ours")
+    set_state_dict(theirs, other, model_state_dict=into["model"], optim_state_dict=into["optimizer"])
+    _train(rank, ranks, theirs, other, range(2, 3))
+    into = dict(zip(("model", "optimizer"), get_state_dict(theirs, other), strict=True))
+    dcp.save(into, checkpoint_id=f"{folder}/theirs")
+    back = _sharded()
+    optimizer = _adam(back)
+    into = dict(zip(("model", "optimizer"), get_state_dict(back, optimizer), strict=True))
+    dcp.load(into, checkpoint_id=f"{folder}/theirs")
+    set_state_dict(back, optimizer, model_state_dict=into["model"], optim_state_dict=into["optimizer"])
+    _train(rank, ranks, back, optimizer, range(3, 4))
+    one, alone, _ = _alone(ranks, range(4))
+    torch.testing.assert_close(_whole(back.state_dict()), dict(one.state_dict()))
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    full, moments = get_state_dict(back, optimizer, options=options)
+    if rank == 0:
+        torch.testing.assert_close(full, dict(one.state_dict()))
+        names = [n for n, p in one.named_parameters() if p.requires_grad]
+        assert names[0] in moments["state"]
+        torch.testing.assert_close(
+            moments["state"]["inner.0.weight"]["exp_avg"], alone.state[one.inner[0].weight]["exp_avg"]
+        )
+
+
+def test_checkpoints_go_to_fsdp2_and_back(tmp_path: Path) -> None:
+    rank_pool(3).run(_exchanged, 3, str(tmp_path))
+
+
+def _scaled(rank: int) -> None:
+    """An overflow on one rank: torch's scaler skips the step on all."""
+    model = _sharded()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    before = _whole(copy.copy(model.state_dict()))
+    before = {k: v.clone() for k, v in before.items()}
+    for overflows in (True, False):
+        optimizer.zero_grad()
+        loss = model(_batch(0, rank)).square().mean()
+        scaler.scale(loss * float("inf") if overflows and rank == 1 else loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        now = _whole(model.state_dict())
+        changed = any(not torch.equal(now[k], before[k]) for k in now)
+        assert changed != overflows
+    assert scaler.get_scale() == 2.0
+
+
+def test_torchs_scaler() -> None:
+    rank_pool(2).run(_scaled)
+
+
+def _cleared(rank: int) -> None:
+    """Gradients in every state that a loop brings them into."""
+    model = _sharded()
+    called: list[torch.Size] = []
+    hook = model.head.weight  # what a forward computes with: another object
+    listed = dict(model.named_parameters())["head.weight"]
+    assert hook is not listed
+    handles = [listed.register_hook(lambda g: called.append(g.shape)),
+               listed.register_post_accumulate_grad_hook(lambda p: called.append(p.grad.shape))]  # fmt: skip
+    model(_batch(0, rank)).sum().backward()
+    assert called == [torch.Size([1, 5])] * 2
+    for handle in handles:
+        handle.remove()
+    first = _whole({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
+    first = {k: v.clone() for k, v in first.items()}
+    assert "fixed.weight" not in first
+    model(_batch(0, rank)).sum().backward()  # accumulates
+    twice = _whole({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
+    torch.testing.assert_close(twice, {k: 2 * v for k, v in first.items()})
+    model.zero_grad(set_to_none=False)
+    model(_batch(0, rank)).sum().backward()
+    again = _whole({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
+    torch.testing.assert_close(again, first)
+    for p in model.parameters():
+        p.grad = None if p.grad is None else p.grad * 3  # another tensor
+    model(_batch(0, rank)).sum().backward()
+    fourth = _whole({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
+    torch.testing.assert_close(fourth, {k: 4 * v for k, v in first.items()})
+    model.zero_grad()
+    assert all(p.grad is None for p in model.parameters())
+    listed.requires_grad_(False)
+    model(_batch(0, rank)).sum().backward()
+    assert listed.grad is None
+    listed.requires_grad_(True)
+    model.zero_grad()
+    model(_batch(0, rank)).sum().backward()
+    torch.testing.assert_close(listed.grad.full_tensor(), first["head.weight"])  # type: ignore[union-attr]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model.zero_grad()
+    with sharding_of(model).no_sync():
+        model(_batch(0, rank)).sum().backward()
+    with pytest.raises(LifecycleError, match="after a backward inside of no_sync"):
+        optimizer.step()
+
+
+def test_gradients_as_loops_treat_them() -> None:
+    rank_pool(2).run(_cleared)
+
+
+def _moved(rank: int) -> None:
+    model = _sharded()
+    before = {k: v.clone() for k, v in _whole(model.state_dict()).items()}
+    model(_batch(0, rank)).sum().backward()
+    model.float()
+    torch.testing.assert_close(_whole(model.state_dict()), {k: v.float() for k, v in before.items()})
+    model(_batch(0, rank).float()).sum().backward()
+    assert all(p.grad.dtype is torch.float32 for p in model.parameters() if p.grad is not None)
+    with torch.device("meta"):
+        empty = Model().double()
+    fully_shard(empty.inner, dtensors=True)
+    fully_shard(empty, dtensors=True)
+    empty.to_empty(device="cpu")
+    empty.load_state_dict(_sharded().state_dict())
+    torch.testing.assert_close(empty(_batch(0, rank)), Model().double()(_batch(0, rank)))
+    norm = sharding_of(empty).clip_grad_norm_(1.0)
+    assert norm == 0.0
+    with pytest.raises(LifecycleError, match="DTensors can't be copied"):
+        copy.deepcopy(empty)
+    with pytest.raises(ConfigurationError, match="get_optimizer_state_dict"):
+        sharding_of(empty).gather_full_optim_state_dict(_adam(empty))
+
+
+def test_being_moved_loaded_and_copied() -> None:
+    rank_pool(2).run(_moved)
+
+
+def _hybrid(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
+    model = _sharded(mesh=mesh)
+    optimizer = _adam(model)
+    _train(rank, 4, model, optimizer, range(2))
+    one, _, _ = _alone(4, range(2))
+    assert next(iter(model.parameters())).placements[1].is_shard()
+    torch.testing.assert_close(_whole(model.state_dict()), dict(one.state_dict()))
+
+
+def test_a_mesh_of_replicas_and_shards() -> None:
+    rank_pool(4).run(_hybrid)
+
+
+def _refused(rank: int) -> None:
+    module = nn.Module()
+    module.scale = nn.Parameter(torch.ones(()))
+    with pytest.raises(ConfigurationError, match="without dimensions"):
+        fully_shard(module, dtensors=True)
+    with pytest.raises(RankMismatchError, match=r"layout\.align"):
+        fully_shard(nn.Linear(2, 2), dtensors=rank == 0)
+    shards, replicas = shardkit.hybrid_groups(1)
+    with pytest.raises(ConfigurationError, match="needs mesh=, with two dimensions"):
+        fully_shard(nn.Linear(2, 2), dtensors=True, group=shards, replicas=replicas)
+    inner = fully_shard(nn.Linear(2, 2), dtensors=True)
+    with pytest.raises(ConfigurationError, match="is a DTensor"):
+        fully_shard(nn.Sequential(DTensorHolder()), dtensors=True)
+    with pytest.raises(
+        ConfigurationError, match=r"FSDP can't wrap this module: its parameter '0\.weight' is a DTensor"
+    ):
+        FSDP(nn.Sequential(inner, nn.Linear(2, 1)))
+
+
+class DTensorHolder(nn.Module):
+    """Has a parameter that another library has cut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        self.weight = nn.Parameter(torch.distributed.tensor.distribute_tensor(torch.ones(4, 4), mesh))
+
+
+def test_what_can_not_be_listed() -> None:
+    rank_pool(2).run(_refused)
+
+
+def test_ranks_that_torch_does_not_know() -> None:
+    def on_threads(rank: int) -> None:
+        with pytest.raises(ConfigurationError, match=r"torch\.distributed knows"):
+            fully_shard(nn.Linear(2, 2), dtensors=True)
+
+    rank_pool(2, "simulated").run(on_threads)
