@@ -84,7 +84,7 @@ def fully_shard(
     ``parameters()`` and ``named_parameters()`` list this rank's shards, 1-D, one for each parameter and under its name;
     ``state_dict()`` is full, and ``load_state_dict()`` takes a full one (both collective). What wrappers have as
     methods, ``sharding_of(module)`` has. Every parameter travels by itself: where a unit has many small ones,
-    ``FSDP(module)`` is faster, which sends one flat one. With ``dtensors=True`` they list DTensors that are cut by rows,
+    ``FSDP(module)`` is faster, which sends one flat one. With ``dtensors=True`` they list DTensors, cut by rows,
     as FSDP2 does, and ``state_dict()`` has these, so that torch's own functions know what to do with them.
 
     Args: those of :class:`~shardkit.FSDP`, or those of torch's ``fully_shard`` (FSDP2) with torch's policies: ``mesh``,
