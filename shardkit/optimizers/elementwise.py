@@ -18,6 +18,8 @@ import torch
 from torch import optim
 from torch.optim import Optimizer
 
+from ..torch_seams.compiling import as_written
+
 KNOWN = (
     optim.SGD,
     optim.Adadelta,
@@ -82,7 +84,12 @@ def judge(optimizer: Optimizer, make: Maker | None = None) -> Verdict:
         return Verdict.ELEMENTWISE
     if issubclass(kind, _COUPLED):
         return Verdict.COUPLED
-    return _tried(optimizer, make or _maker(optimizer))
+    with as_written():  # some compile their update for each shape, which takes minutes
+        verdict = _tried(optimizer, make or _maker(optimizer))
+    # a norm of everything is the same however parameters are cut, but no rank has everything
+    return (
+        Verdict.COUPLED if verdict is Verdict.ELEMENTWISE and couples_parameters(optimizer, make) else verdict
+    )
 
 
 def couples_parameters(optimizer: Optimizer, make: Maker | None = None) -> bool:
@@ -104,7 +111,7 @@ def couples_parameters(optimizer: Optimizer, make: Maker | None = None) -> bool:
 
     every = range(len(parts))
     try:
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=[]), as_written():
             truth, again = (_stepped(make, some(every), start, gradients) for _ in range(2))
             alone = torch.cat([_stepped(make, some(range(k, k + 1)), start, gradients) for k in every])
     except _FAILURES:

@@ -6,6 +6,9 @@ marks are what it leaves on a function.
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TypeVar
 
 import torch
@@ -36,3 +39,13 @@ def callees_compiled(function: F) -> F:
     marked = _marked(function, _DEFAULT)
     marked._torchdynamo_disable_recursive = False  # type: ignore[attr-defined]
     return marked
+
+
+_as_written = threading.RLock()  # torch's switch is the process's, and ranks may be threads of one
+
+
+@contextmanager
+def as_written() -> Iterator[None]:
+    """Inside, functions that torch would compile when they are called run as they were written."""
+    with _as_written, torch.compiler.set_stance("force_eager"):
+        yield

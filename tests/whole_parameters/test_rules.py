@@ -1,0 +1,146 @@
+"""Which optimizer has which parameters, and what trying a class finds out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from shardkit import WholeParameters
+from shardkit.errors import ConfigurationError
+from shardkit.optimizers.elementwise import Verdict, couples_parameters, judge
+from shardkit.whole_parameters.costs import cost_of
+from tests.pools import rank_pool
+from tests.whole_parameters.nets import difference, net, train, wrap
+
+
+class Plain(torch.optim.SGD):
+    """Unknown to shardkit, and element-wise."""
+
+
+class Late(Plain):
+    """Element-wise for a while, and then not: what it keeps shows it."""
+
+    def step(self, closure: Any = None) -> None:
+        super().step()
+        for p in self.param_groups[0]["params"]:
+            products = self.state[p].setdefault("products", torch.zeros(p.shape[0], p.shape[0]))
+            if p.ndim == 2:
+                products.add_(p.grad @ p.grad.T)
+
+
+class Switched(Plain):
+    """As schedule-free ones."""
+
+    training = False
+
+    def train(self) -> None:
+        self.training = True
+
+    def step(self, closure: Any = None) -> None:
+        if not self.training:
+            raise Exception("call train() first")
+        super().step()
+
+
+compiled: list[int] = []
+
+
+def counting(graph: Any, inputs: Any) -> Any:
+    compiled.append(len(inputs))
+    return graph
+
+
+@torch.compile(backend=counting)
+def update(p: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    return p - 0.1 * gradient
+
+
+class Compiled(Plain):
+    """Compiles its update for each shape."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for p in self.param_groups[0]["params"]:
+            p.copy_(update(p, p.grad))
+
+
+class NormOfAll(Plain):
+    """Couples parameters by an option that its defaults don't show."""
+
+    def __init__(self, params: Any, lr: float, together: bool = False) -> None:
+        super().__init__(params, lr=lr)
+        self.together = together
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        params = self.param_groups[0]["params"]
+        norm = torch.stack([p.grad.norm() for p in params]).norm() if self.together else 1.0
+        for p in params:
+            p.sub_(self.param_groups[0]["lr"] * p.grad / norm)
+
+
+def test_what_trying_finds_out() -> None:
+    params = [nn.Parameter(torch.zeros(2, 2))]
+    for kind, verdict in (
+        (Plain, Verdict.ELEMENTWISE),
+        (Late, Verdict.COUPLED),
+        (Switched, Verdict.ELEMENTWISE),
+        (Compiled, Verdict.ELEMENTWISE),
+        (torch.optim.Muon, Verdict.COUPLED),
+    ):
+        assert judge(kind(params, lr=0.1)) is verdict, kind
+    assert compiled == []
+
+    def together(params: Any) -> torch.optim.Optimizer:
+        return NormOfAll(params, lr=0.1, together=True)
+
+    assert couples_parameters(together(params), together)
+    assert judge(together(params), together) is Verdict.COUPLED
+    assert not couples_parameters(NormOfAll(params, lr=0.1))
+
+
+def clipping(rank: int, world_size: int) -> Any:
+    model = wrap(net(), "fsdp")
+    train(model, WholeParameters(model, NormOfAll, lr=0.1, together=True), rank, world_size)
+    return model.state_dict()
+
+
+def test_a_norm_over_all_parameters() -> None:
+    plain = net()
+    train(plain, NormOfAll(plain.parameters(), lr=0.1, together=True))
+    assert difference(rank_pool(3, "simulated").run(clipping, 3)[1], plain.state_dict()) <= 1e-9
+
+
+def names(optimizer: WholeParameters) -> list[list[str]]:
+    return [g["param_names"] for g in optimizer.param_groups]
+
+
+def test_who_takes_which_parameters() -> None:
+    model = net()
+    matrices, rest = ["0.weight", "2.weight", "4.weight"], ["0.bias", "3.weight", "3.bias", "4.bias"]
+    assert names(WholeParameters(model, torch.optim.Muon, lr=0.1)) == [matrices, rest]
+    assert names(WholeParameters(model, torch.optim.SGD, lr=0.1)) == [
+        [n for n, _ in model.named_parameters()]
+    ]
+    rules: list[Any] = [
+        (["3", "0.bias"], torch.optim.SGD, {"lr": 0.3}),
+        ("*.weight", torch.optim.Muon, {"lr": 0.2}),
+    ]
+    optimizer = WholeParameters(model, rules, rest=(torch.optim.Adam, {"lr": 0.5}))
+    assert names(optimizer) == [["0.bias", "3.weight", "3.bias"], matrices, ["4.bias"]]
+    assert [g["lr"] for g in optimizer.param_groups] == [0.3, 0.2, 0.5]
+    assert [type(o).__name__ for o in optimizer.optimizers] == ["SGD", "Muon", "Adam"]
+    with pytest.raises(ConfigurationError, match="no parameter is called"):
+        optimizer.owner_of("nobody")
+    with pytest.raises(ValueError, match="2D"):  # takes none of them: its own words
+        WholeParameters(nn.LayerNorm(3), torch.optim.Muon, lr=0.1)
+
+
+def test_costs() -> None:
+    matrix = torch.Size([4, 10])
+    assert cost_of(torch.optim.Muon, matrix) == cost_of(torch.optim.Muon, torch.Size([10, 4])) == 160
+    assert cost_of(torch.optim.Adafactor, matrix) == 40
+    assert cost_of(torch.optim.Muon, torch.Size([10])) == 10
