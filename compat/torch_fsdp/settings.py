@@ -156,4 +156,4 @@ def gather_loaded(wrapper: nn.Module, state_dict: StateDict, prefix: str, *other
     own = own_keys(wrapper._state)
     for key, value in list(state_dict.items()):
         if key.startswith(prefix) and is_cut(value) and plain_name(key[len(prefix) :]) in own:
-            state_dict[key] = whole(value, repr(key))
+            state_dict[key] = whole(value)

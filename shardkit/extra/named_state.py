@@ -258,12 +258,7 @@ def from_state(state: Mapping[str, StateDict]) -> Source:
 
     def source(flat: FlatParam | None, names: Sequence[str]) -> Mapping[str, StateDict]:
         return {
-            n: {
-                k: whole(v, f"optimizer state {k!r} of {n!r}") if is_cut(v) else v
-                for k, v in plain[n].items()
-            }
-            for n in names
-            if plain.get(n)
+            n: {k: whole(v) if is_cut(v) else v for k, v in plain[n].items()} for n in names if plain.get(n)
         }
 
     return source

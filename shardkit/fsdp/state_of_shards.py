@@ -29,7 +29,8 @@ NOTE = "shardkit_shards"  # in the groups of a state dict: whose shards it is of
 _GATHERED = (
     "FSDP.gather_full_optim_state_dict(optimizer) (on rank 0; load it by get_shard_from_optim_state_dict; after "
     "fully_shard these are methods of shardkit.sharding_of(model)), of shardkit.torch_fsdp "
-    "FSDP.optim_state_dict(model, optimizer), or optimizer.state_dict() with torch.save for each rank"
+    "FSDP.optim_state_dict(model, optimizer) or get_state_dict of shardkit.torch_fsdp.state_dict, or "
+    "optimizer.state_dict() with torch.save for each rank"
 )
 
 

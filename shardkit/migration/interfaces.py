@@ -10,7 +10,10 @@ _XLA = {
     "torch_xla.distributed.fsdp": "shardkit.xla.fsdp",
     "torch_xla.distributed.zero_redundancy_optimizer": "shardkit.xla.zero_redundancy_optimizer",
 }
-_TORCH_FSDP = {"torch.distributed.fsdp": "shardkit.torch_fsdp"}
+_TORCH_FSDP = {
+    "torch.distributed.fsdp": "shardkit.torch_fsdp",
+    "torch.distributed.checkpoint.state_dict": "shardkit.torch_fsdp.state_dict",
+}
 
 
 class Interfaces:
@@ -24,7 +27,10 @@ class Interfaces:
     def __init__(self, xla: bool, torch_fsdp: bool) -> None:
         self._modules = {**(_XLA if xla else {}), **(_TORCH_FSDP if torch_fsdp else {})}
         self.packages = tuple(dict.fromkeys(path.split(".")[0] for path in self._modules))
-        self.words = (*(("torch_xla",) if xla else ()), *(("fsdp",) if torch_fsdp else ()))
+        self.words = (
+            *(("torch_xla",) if xla else ()),
+            *(("fsdp", "checkpoint.state_dict") if torch_fsdp else ()),
+        )
 
     def ours(self, path: str) -> str | None:
         """Where shardkit has a module, or what is below it."""

@@ -64,18 +64,10 @@ def is_cut(value: object) -> bool:
     return hasattr(value, "full_tensor") or hasattr(value, "local_shards")
 
 
-def whole(value: Tree, name: str) -> torch.Tensor:
-    """The full tensor of a DTensor (collective).
-
-    Raises:
-        ConfigurationError: it is a ShardedTensor.
-    """
+def whole(value: Tree) -> torch.Tensor:
+    """The full tensor of a DTensor or of a ShardedTensor (collective)."""
     if not hasattr(value, "full_tensor"):
-        raise ConfigurationError(
-            f"{name} is a ShardedTensor, of which this rank has a part only. Load the checkpoint by "
-            "torch.distributed.checkpoint into the state dict that this model gives (SHARDED_STATE_DICT), which holds "
-            "DTensors: files of both have one format"
-        )
+        return _put_together(value)
     here = value.device_mesh.device_type
     full: torch.Tensor = (value if value.device.type == here else value.to(here)).full_tensor()
     return full
@@ -105,3 +97,23 @@ def rows_here(values: torch.Tensor, mesh: DeviceMesh, shape: torch.Size) -> torc
         stride=torch.empty(shape, device="meta").stride(),
     )
     return made
+
+
+def _put_together(sharded: Tree) -> torch.Tensor:
+    """The full tensor of a ShardedTensor; what torch has for it gives it to one rank alone."""
+    group = sharded._process_group
+    shards = sharded.local_shards()
+    # of one kind on all ranks, also on those without a shard
+    kind = sharded.metadata().shards_metadata[0].placement.device().type
+    served = [device.type for device in group._device_types]
+    device = kind if kind in served else served[0]
+    full = torch.zeros(sharded.size(), dtype=sharded.dtype, device=device)
+    for shard in shards:
+        part = full
+        for dim, (start, size) in enumerate(
+            zip(shard.metadata.shard_offsets, shard.metadata.shard_sizes, strict=True)
+        ):
+            part = part.narrow(dim, start, size)
+        part.copy_(shard.tensor)
+    torch.distributed.all_reduce(full, group=group)
+    return full

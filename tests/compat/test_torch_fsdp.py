@@ -20,7 +20,7 @@ from torch.distributed.fsdp import wrap as their_wrap
 import shardkit
 from shardkit import torch_fsdp as ours
 from shardkit.errors import ConfigurationError, LifecycleError
-from shardkit.extra.named_state import plain_name
+from shardkit.fsdp.names import plain_name
 from shardkit.torch_fsdp import (
     CPUOffload,
     FullOptimStateDictConfig,
@@ -29,6 +29,7 @@ from shardkit.torch_fsdp import (
     OptimStateKeyType,
     ShardingStrategy,
     StateDictType,
+    state_dict,
     wrap,
 )
 from shardkit.torch_fsdp.sharded_grad_scaler import ShardedGradScaler
@@ -316,6 +317,62 @@ def _optimizer_states(rank: int, world_size: int, use_orig_params: bool) -> None
 @pytest.mark.parametrize(("world_size", "use_orig_params"), [(2, False), (2, True), (3, False)])
 def test_optimizer_states_go_both_ways(world_size: int, use_orig_params: bool) -> None:
     rank_pool(world_size).run(_optimizer_states, world_size, use_orig_params)
+
+
+def _by_torchs_functions(rank: int, world_size: int, use_orig_params: bool, folder: str) -> None:
+    """get_state_dict and set_state_dict, through files too; ShardedTensors of torch's FSDP as they are."""
+    plain, plain_optimizer = one_process(world_size)
+    options: dict[str, Any] = {
+        "use_orig_params": use_orig_params,
+        "auto_wrap_policy": INNER,
+        "device_id": CPU,
+    }
+    model, optimizer, _ = trained(FSDP, rank, use_orig_params=use_orig_params)
+    full = state_dict.StateDictOptions(full_state_dict=True)
+    found, of_optimizer = state_dict.get_state_dict(model, optimizer, options=full)
+    same(found, plain.state_dict())
+    same_state(plain, plain_optimizer, of_optimizer)
+    first = state_dict.StateDictOptions(full_state_dict=True, cpu_offload=True)
+    on_first = state_dict.get_state_dict(model, optimizer, options=first)
+    assert [len(d) > 0 for d in on_first] == [rank == 0] * 2
+    dcp.save(dict(zip("mo", state_dict.get_state_dict(model, optimizer), strict=True)), checkpoint_id=folder)
+    after = copy.deepcopy(plain)
+    after_optimizer = adam(after)
+    after_optimizer.load_state_dict(copy.deepcopy(plain_optimizer.state_dict()))
+    train(after, range(world_size), after_optimizer, range(3, 5))
+
+    other, other_optimizer, _ = trained(TORCHS, rank, use_orig_params=False)
+    with TORCHS.state_dict_type(other, StateDictType.SHARDED_STATE_DICT):
+        torchs = other.state_dict(), TORCHS.optim_state_dict(other, other_optimizer)
+    assert type(torchs[0]["last.weight"]).__name__ == "ShardedTensor"
+    for k in range(4):
+        target = FSDP(net(), **options)
+        target_optimizer = adam(target)
+        start = [p.detach().clone() for p in target.parameters()]
+        loaded = dict(zip("mo", state_dict.get_state_dict(target, target_optimizer), strict=True))
+        assert not target_optimizer.state
+        assert all(torch.equal(a, b) for a, b in zip(start, target.parameters(), strict=True))
+        how = None
+        if k == 0:
+            dcp.load(loaded, checkpoint_id=folder)
+        elif k == 1:
+            loaded = {"m": on_first[0], "o": on_first[1]}
+            how = state_dict.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+        else:
+            loaded = dict(zip("mo", torchs if k == 2 else (found, of_optimizer), strict=True))
+        state_dict.set_state_dict(
+            target, target_optimizer, model_state_dict=loaded["m"], optim_state_dict=loaded["o"], options=how
+        )
+        _goes_on(target, target_optimizer, [rank], after)
+    fresh = net()
+    assert state_dict.get_model_state_dict(fresh).keys() == fresh.state_dict().keys()
+    with pytest.raises(ConfigurationError, match="ignore_frozen_params"):
+        state_dict.get_model_state_dict(model, options=state_dict.StateDictOptions(ignore_frozen_params=True))
+
+
+@pytest.mark.parametrize(("world_size", "use_orig_params"), [(2, False), (3, True)])
+def test_torchs_functions_for_state_dicts(world_size: int, use_orig_params: bool, tmp_path: Path) -> None:
+    rank_pool(world_size).run(_by_torchs_functions, world_size, use_orig_params, str(tmp_path))
 
 
 def _rank_0_has_it(rank: int, world_size: int) -> None:

@@ -235,12 +235,14 @@ def test_torchs_fsdp1_on_request() -> None:
         from torch.distributed . fsdp.sharded_grad_scaler import ShardedGradScaler
         from torch.distributed.fsdp.fully_sharded_data_parallel import CPUOffload, BackwardPrefetch
         from torch.distributed.fsdp_other import x
+        from torch.distributed.checkpoint.state_dict import get_state_dict
     """
     assert migrated(source) == textwrap.dedent(source)
     assert migrated(source, torch_fsdp=True) == textwrap.dedent(
         source.replace("torch.distributed.fsdp.", "shardkit.torch_fsdp.")
         .replace("torch.distributed . fsdp.", "shardkit.torch_fsdp.")
         .replace("torch.distributed.fsdp ", "shardkit.torch_fsdp ")
+        .replace("torch.distributed.checkpoint.state_dict", "shardkit.torch_fsdp.state_dict")
     )
     left = """
         import torch.distributed.fsdp

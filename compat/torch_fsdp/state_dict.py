@@ -1,0 +1,192 @@
+"""torch.distributed.checkpoint.state_dict for models of :mod:`shardkit.torch_fsdp`: the same functions and formats.
+
+Models without such modules are handed on to torch's functions.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint import state_dict as theirs
+from torch.distributed.checkpoint.state_dict import StateDictOptions
+from torch.distributed.fsdp.api import (
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
+    StateDictType,
+)
+from torch.optim import Optimizer
+
+from shardkit.errors import ConfigurationError
+from shardkit.fsdp.names import plain_name
+from shardkit.types import IncompatibleKeys, StateDict
+
+from .fully_sharded_data_parallel import FullyShardedDataParallel as FSDP
+
+__all__ = [
+    "StateDictOptions",
+    "get_model_state_dict",
+    "get_optimizer_state_dict",
+    "get_state_dict",
+    "set_model_state_dict",
+    "set_optimizer_state_dict",
+    "set_state_dict",
+]
+
+Optimizers = Optimizer | Iterable[Optimizer]
+
+
+def _is_ours(
+    model: nn.Module, options: StateDictOptions | None, submodules: set[nn.Module] | None = None
+) -> bool:
+    if not FSDP.fsdp_modules(model):
+        return False
+    options = options or StateDictOptions()
+    refused = [n for n in ("ignore_frozen_params", "flatten_optimizer_state_dict") if getattr(options, n)]
+    refused += ["submodules"] if submodules else []
+    if refused:
+        raise ConfigurationError(
+            f"{', '.join(refused)}: not with models of shardkit.torch_fsdp; take what you want by name from the whole"
+        )
+    return True
+
+
+@contextlib.contextmanager
+def _as(model: nn.Module, options: StateDictOptions) -> Iterator[None]:
+    """Inside, state dicts of the model are as options of torch's functions say."""
+    first, on_cpu = options.full_state_dict and options.cpu_offload, options.cpu_offload
+    full = FullStateDictConfig(on_cpu, first), FullOptimStateDictConfig(on_cpu, first)
+    cut = ShardedStateDictConfig(on_cpu), ShardedOptimStateDictConfig(on_cpu)
+    kind = StateDictType.FULL_STATE_DICT if options.full_state_dict else StateDictType.SHARDED_STATE_DICT
+    with FSDP.state_dict_type(model, kind, *(full if options.full_state_dict else cut)):
+        yield
+
+
+def _all(optimizers: Optimizers) -> list[Optimizer]:
+    return [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
+
+
+# ------------------------------------------------------------ get
+def get_model_state_dict(
+    model: nn.Module, *, submodules: set[nn.Module] | None = None, options: StateDictOptions | None = None
+) -> StateDict:
+    """As torch's: DTensors, or full values with ``full_state_dict`` (with ``cpu_offload`` on the first rank alone)."""
+    if not _is_ours(model, options, submodules):
+        return theirs.get_model_state_dict(model, submodules=submodules, options=options)
+    with _as(model, options or StateDictOptions()):
+        return {plain_name(name): value for name, value in model.state_dict().items()}
+
+
+def get_optimizer_state_dict(
+    model: nn.Module,
+    optimizers: Optimizers,
+    *,
+    submodules: set[nn.Module] | None = None,
+    options: StateDictOptions | None = None,
+) -> StateDict:
+    """The same of optimizers, by names. One that never stepped gives the state that its first step would make."""
+    if not _is_ours(model, options, submodules):
+        return theirs.get_optimizer_state_dict(model, optimizers, submodules=submodules, options=options)
+    found: StateDict = {"state": {}, "param_groups": []}
+    with _as(model, options or StateDictOptions()):
+        for optimizer in _all(optimizers):
+            with _initialized(optimizer):
+                own = FSDP.optim_state_dict(model, optimizer)
+            found["state"].update(own.get("state", {}))
+            found["param_groups"] += own.get("param_groups", [])
+    return found if found["param_groups"] else {}
+
+
+@contextlib.contextmanager
+def _initialized(optimizer: Optimizer) -> Iterator[None]:
+    """Inside, an optimizer that never stepped has the state of a step without gradients; parameters stay."""
+    params = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    if optimizer.state or any(p.grad is not None for p in params):
+        yield
+        return
+    rates = [group["lr"] for group in optimizer.param_groups]
+    for p in params:
+        p.grad = torch.zeros_like(p)
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = torch.zeros_like(rate) if isinstance(rate, torch.Tensor) else 0.0
+    try:
+        optimizer.step()
+    finally:
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+        for p in params:
+            p.grad = None
+    yield
+    optimizer.state.clear()
+
+
+def get_state_dict(
+    model: nn.Module,
+    optimizers: Optimizers,
+    *,
+    submodules: set[nn.Module] | None = None,
+    options: StateDictOptions | None = None,
+) -> tuple[StateDict, StateDict]:
+    """Both."""
+    if not _is_ours(model, options, submodules):
+        return theirs.get_state_dict(model, optimizers, submodules=submodules, options=options)
+    return (
+        get_model_state_dict(model, options=options),
+        get_optimizer_state_dict(model, optimizers, options=options),
+    )
+
+
+# ------------------------------------------------------------ set
+def set_model_state_dict(
+    model: nn.Module, model_state_dict: StateDict, *, options: StateDictOptions | None = None
+) -> IncompatibleKeys:
+    """Loads what :func:`get_model_state_dict` gave, at any world size, or one process's state dict."""
+    options = options or StateDictOptions()
+    if not _is_ours(model, options) or options.broadcast_from_rank0:
+        return theirs.set_model_state_dict(model, model_state_dict, options=options)
+    return model.load_state_dict(model_state_dict, strict=options.strict)
+
+
+def set_optimizer_state_dict(
+    model: nn.Module,
+    optimizers: Optimizers,
+    optim_state_dict: StateDict,
+    *,
+    options: StateDictOptions | None = None,
+) -> None:
+    """The same for optimizers; with ``broadcast_from_rank0`` only the first rank's counts."""
+    options = options or StateDictOptions()
+    if not _is_ours(model, options):
+        return theirs.set_optimizer_state_dict(model, optimizers, optim_state_dict, options=options)
+    for optimizer in _all(optimizers):
+        if options.broadcast_from_rank0:
+            part = FSDP.scatter_full_optim_state_dict(optim_state_dict, model, optim=optimizer)
+        else:
+            part = FSDP.flatten_sharded_optim_state_dict(optim_state_dict, model, optimizer)
+        optimizer.load_state_dict(part)
+    return None
+
+
+def set_state_dict(
+    model: nn.Module,
+    optimizers: Optimizers,
+    *,
+    model_state_dict: StateDict,
+    optim_state_dict: StateDict,
+    options: StateDictOptions | None = None,
+) -> IncompatibleKeys:
+    """Both."""
+    if not _is_ours(model, options):
+        return theirs.set_state_dict(
+            model,
+            optimizers,
+            model_state_dict=model_state_dict,
+            optim_state_dict=optim_state_dict,
+            options=options,
+        )
+    set_optimizer_state_dict(model, optimizers, optim_state_dict, options=options)
+    return set_model_state_dict(model, model_state_dict, options=options)
