@@ -56,7 +56,7 @@ class ReducePolicy:
         error_feedback: what compression leaves out of a step's gradients is added to those of the next step. It is
             kept on each rank, in 2 bytes for each gradient that the rank sends: all of a unit's with FSDP, a shard's
             with replicas, all of the model's with ShardedDDP. It is no part of state dicts, and begins at zero again
-            when one is loaded, and when parameters are frozen, unfrozen or moved.
+            when one is loaded, and when parameters are frozen, unfrozen, moved or copied.
     """
 
     bucket_numel: int | None = None
