@@ -10,8 +10,9 @@ from .blocks import BlockFormat
 class Feedback:
     """Encodes the same numbers again and again, as those of a gradient: nothing that was left out is lost.
 
-    What a step leaves out is added to the numbers of the next one. It is kept in bf16, for whose own rounding there is
-    nothing: that is 1/512 of an error of 1/254 of a number.
+    What a step leaves out is added to the numbers of the next one. It is kept in bf16, whose own rounding is lost: that
+    is 1/512 of an error of 1/254 of a number. Where gradients are scaled it is of the last step's scale, also if that
+    step is left out for an overflow elsewhere: half a code of a step that was not made, or a whole one of the next.
 
     Args:
         block_format: of the blocks.
