@@ -8,6 +8,7 @@ _FSDP, _ORDER = "tests/fsdp/test_fsdp.py", "tests/fsdp/test_order.py"
 _COMPRESSED = "tests/compression/test_training.py"
 _TRAINS = f"{_FSDP}::test_trains_as_one_process"
 _MOMENTS, _WRAPPERS, _INSIDE = (f"tests/border/test_{n}.py" for n in ("fsdp_moments", "wrappers", "inside"))
+_WHOLE = "tests/whole_parameters"
 
 FAULTS = [
     Fault(
@@ -321,5 +322,29 @@ FAULTS = [
         "                    _refuse_move(module, name, flat, fn)",
         "                    pass",
         (f"{_INSIDE}::test_modules_inside_are_not_moved_alone",),
+    ),
+    Fault(
+        "whole parameters",
+        "an owner leaves its own piece of a gradient out",
+        "shardkit/whole_parameters/exchange.py",
+        "                pairs.append((place.narrow(0, here.start, here.numel), _gradient(owned.part)))",
+        "                pass",
+        (f"{_WHOLE}/test_exact.py::test_numbers_of_one_process",),
+    ),
+    Fault(
+        "whole parameters",
+        "an owner without a piece takes a parameter for used",
+        "shardkit/whole_parameters/exchange.py",
+        "return [bool(f) if k is None else k for k, f in zip(known, found, strict=True)]",
+        "return [True if k is None else k for k, f in zip(known, found, strict=True)]",
+        (f"{_WHOLE}/test_training.py::test_unused_frozen_and_shared_parameters",),
+    ),
+    Fault(
+        "whole parameters",
+        "an optimizer that begins to look at matrices later is taken for element-wise",
+        "shardkit/optimizers/elementwise.py",
+        "return Verdict.ELEMENTWISE if _keeps_elements(make, device) else Verdict.COUPLED",
+        "return Verdict.ELEMENTWISE",
+        (f"{_WHOLE}/test_rules.py::test_what_trying_finds_out",),
     ),
 ]
