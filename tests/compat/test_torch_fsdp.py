@@ -171,6 +171,46 @@ def test_training_is_that_of_torch_and_of_one_process(world_size: int) -> None:
     rank_pool(world_size).run(_trains, world_size)
 
 
+class Seen(nn.Module):
+    """Tells the dtypes of its input and its buffer."""
+
+    def __init__(self, inner: nn.Module | None = None) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+        self.register_buffer("offset", torch.ones(3))
+        self.inner = inner
+        self.dtypes: list[torch.dtype] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.dtypes = [x.dtype, self.offset.dtype, self.weight.dtype]
+        x = x * self.weight
+        return x if self.inner is None else self.inner(x.float())
+
+
+def _dtypes(kind: Any, root: MixedPrecision, inner: MixedPrecision) -> list[list[torch.dtype]]:
+    below = Seen()
+    model = kind(Seen(kind(below, mixed_precision=inner, device_id=CPU)), mixed_precision=root, device_id=CPU)
+    model(torch.ones(2, 3)).sum().backward()
+    return [model.module.dtypes, below.dtypes, [p.grad.dtype for p in model.parameters()]]
+
+
+def _casts(rank: int) -> None:
+    precisions = [
+        HALF,
+        MixedPrecision(torch.bfloat16, cast_forward_inputs=True, buffer_dtype=torch.float16),
+        MixedPrecision(torch.bfloat16, cast_root_forward_inputs=False),
+        MixedPrecision(torch.bfloat16, cast_forward_inputs=True, cast_root_forward_inputs=False),
+        MixedPrecision(buffer_dtype=torch.bfloat16, reduce_dtype=torch.float16),
+    ]
+    for root in precisions:
+        for inner in precisions:
+            assert _dtypes(FSDP, root, inner) == _dtypes(TORCHS, root, inner), (root, inner)
+
+
+def test_casts_are_torchs() -> None:
+    rank_pool(2).run(_casts)
+
+
 # ------------------------------------------------------------ which modules are units
 def _by_name(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear) and module.in_features > 5
