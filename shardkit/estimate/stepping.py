@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -148,7 +147,6 @@ class _Rehearsal:
             for tensor in tensors:
                 watch.watch(tensor)
         self._watch = watch
-        gc.collect()
         with watch:
             self._step()
         self._watch = None

@@ -41,7 +41,7 @@ def test_the_peak_is_what_is_measured(name: str, strategy: str, ranks: int) -> N
 
 def test_many_ranks_and_bytes_sent() -> None:
     parameters = sum(p.numel() for p in layers().parameters())
-    for ranks in (1, 8, 1024):
+    for ranks in (1, 1024):
         share = (ranks - 1) / ranks
         found = {s: estimate(SUBJECTS["layers"], s, ranks, 4) for s in STRATEGIES}
         assert found["fsdp"].sent >= 4 * 2 * parameters * share  # the last unit stays, and is gathered once
@@ -136,11 +136,14 @@ def test_experiments() -> None:
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     target = "tests.estimate.test_estimates:experiment"
     assert (
-        cli.main(["estimate", target, "--ranks", "2,4", "--strategy", "all", "--device-memory", "24MiB"]) == 0
+        cli.main(
+            ["estimate", target, "--ranks", "2", "--strategy", "fsdp,sharded_ddp", "--device-memory", "24MiB"]
+        )
+        == 0
     )
     text = capsys.readouterr().out
     assert "1,796,780 parameters" in text
-    assert text.count("sharded_ddp") == 3
+    assert text.count("sharded_ddp") == 2
     assert "fsdp, batch 1: 2 ranks are enough for 24 MiB on each" in text
     assert cli.main(["estimate", target, "--ranks", "2", "--json"]) == 0
     (found,) = json.loads(capsys.readouterr().out)["estimates"]
