@@ -62,11 +62,15 @@ class MethodCall:
                 if self._entered is not None:
                     fail(self._state, self._entered, error)
                 raise
+            finally:
+                if self._entered is not None:
+                    self._state.is_computing = False
         return outputs if self._entered is None else leave(self._state, self._entered, outputs)
 
     def _before(self, module: nn.Module, inputs: object) -> None:
-        if self._entered is None and module in self._modules:
+        if self._entered is None and module in self._modules and not self._state.is_computing:
             entered = enter(self._state, self._args, self._kwargs)
+            self._state.is_computing = True
             self._entered = watched(entered, self._state, (self._args, self._kwargs))
 
 

@@ -7,7 +7,7 @@ optimizer has stepped. That is taken, and changes nothing.
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
+from functools import partial, update_wrapper
 from typing import NoReturn
 
 from torch import nn
@@ -61,7 +61,9 @@ class TorchsMethods:
         for name, method in own.items():
             if not hasattr(type(module), name):
                 module.__dict__[name] = method
-        if hasattr(module, "peft_config"):  # these hand it on to a module inside
+        if callable(
+            getattr(type(module), "generate", None)
+        ):  # may call a part of the module: an encoder, say
             register_fsdp_forward_method(module, "generate")
 
     # ------------------------------------------------------------ values between steps
@@ -182,4 +184,5 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     if state is not None and state.door is state.module:
         methods = TorchsMethods(state)
         call = methods.call_where_needed if method_name == "generate" else methods.call
-        module.__dict__[method_name] = partial(call, method)
+        called = partial(call, method)
+        module.__dict__[method_name] = update_wrapper(called, getattr(module, method_name))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import os
 from pathlib import Path
 from typing import Any
@@ -206,6 +207,42 @@ def _generate(rank: int) -> None:
 
 def test_generate_with_ranks_of_different_lengths() -> None:
     rank_pool(2).run(_generate)
+
+
+def _translate(rank: int, port: int, folder: Path) -> None:
+    """An encoder is called without the model around it; while a Trainer evaluates, too."""
+    from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, T5Config, T5ForConditionalGeneration
+
+    from shardkit.integrations.huggingface import ShardkitPlugin
+
+    def make() -> Any:
+        torch.manual_seed(0)
+        sizes = {"vocab_size": 33, "d_model": 16, "d_kv": 8, "d_ff": 23, "num_layers": 2, "num_heads": 2}
+        return T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=0, dropout_rate=0.0))
+
+    with Environment(rank, port):
+        told = Seq2SeqTrainingArguments(
+            str(folder), use_cpu=True, max_steps=1, report_to=[], disable_tqdm=True, save_strategy="no",
+            predict_with_generate=True, per_device_train_batch_size=2, per_device_eval_batch_size=3,
+        )  # fmt: skip
+        given = {"train_dataset": data(), "eval_dataset": data(6)}
+        trainer = Seq2SeqTrainer(
+            make(), told, **given, compute_metrics=lambda p: {"rows": len(p.predictions)}
+        )
+        trainer = ShardkitPlugin().attach(trainer)
+        trainer.train()
+        assert trainer.evaluate()["eval_rows"] == 6
+        truth = make()
+        truth.load_state_dict(trainer.model.state_dict())
+        prompt = torch.randint(3, 33, (2, 3 + 4 * rank), generator=torch.Generator().manual_seed(rank))
+        for model in (trainer.model, copy.deepcopy(trainer.model)):
+            found = model.eval().generate(prompt, max_new_tokens=3 + rank, num_beams=2)
+            assert torch.equal(found, truth.eval().generate(prompt, max_new_tokens=3 + rank, num_beams=2))
+        assert inspect.signature(trainer.model.generate) == inspect.signature(truth.generate)
+
+
+def test_generate_that_calls_parts_of_the_model(tmp_path: Path) -> None:
+    rank_pool(2).run(_translate, free_port(), tmp_path)
 
 
 # ------------------------------------------------------------------------------------ accelerate
