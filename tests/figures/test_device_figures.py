@@ -134,6 +134,17 @@ def test_the_host_waits_where_a_gradient_is_missing(build: Any, most: int) -> No
     assert not others
 
 
+def partly_frozen(net: nn.Module) -> Parts:
+    net[2].requires_grad_(False)  # type: ignore[index]
+    return fsdp(net)
+
+
+def test_the_host_waits_once_where_frozen_units_lie_behind_trainable_ones() -> None:
+    """For what ranks tell each other of whether backward goes through them: a byte a unit."""
+    for found in _reads(partly_frozen):
+        assert sum(found.values()) == STEPS, found
+
+
 class Odd(nn.Module):
     """A scalar before everything else, and sizes that are no multiple of anything."""
 
@@ -150,8 +161,8 @@ class Odd(nn.Module):
 def _train_odd(rank: int, wrapper: str, dtype: torch.dtype) -> dict[str, int]:
     torch.manual_seed(0)
     net: nn.Module = Odd().to(dtype)
-    if wrapper == "fsdp":
-        model: nn.Module = FSDP(net)
+    if wrapper != "sharded ddp":
+        model: nn.Module = FSDP(net, align=16 // dtype.itemsize if wrapper == "aligned fsdp" else None)
         optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     else:
         optimizer = OSS(net.parameters(), torch.optim.SGD, lr=0.1)
@@ -170,9 +181,9 @@ def _train_odd(rank: int, wrapper: str, dtype: torch.dtype) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("wrapper", ["fsdp", "sharded ddp"])
+@pytest.mark.parametrize("wrapper", ["fsdp", "aligned fsdp", "sharded ddp"])
 def test_parts_of_buffers_are_aligned(wrapper: str, dtype: torch.dtype) -> None:
-    """All but what FSDP gathers: fairscale's shards are of any size, and lie end to end."""
+    """All but what FSDP gathers: fairscale's shards are of any size, and lie end to end, unless one asks for more."""
     for found in shardkit.launch(_train_odd, 3, backend="streams", args=(wrapper, dtype), timeout=30):
         found.pop("all_gather_into (main/parameters)" if wrapper == "fsdp" else "", None)
         assert not found
