@@ -21,7 +21,7 @@ pytestmark = [
 
 from lightning import LightningModule  # noqa: E402
 
-from shardkit import sharding_of  # noqa: E402
+from shardkit import WholeParameters, sharding_of  # noqa: E402
 from shardkit.errors import ConfigurationError  # noqa: E402
 from tests.border.test_libraries import Environment  # noqa: E402
 from tests.pools import free_port, rank_pool  # noqa: E402
@@ -84,6 +84,14 @@ class Classifier(LightningModule):
         groups = [{"params": decayed, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
         optimizer = torch.optim.AdamW(groups, lr=0.05, eps=1e-2)
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)]
+
+
+class Orthogonal(Classifier):
+    """An optimizer that needs whole matrices."""
+
+    def configure_optimizers(self) -> Any:
+        rest = (torch.optim.AdamW, {"lr": 0.01, "eps": 1e-2})
+        return WholeParameters(self, torch.optim.Muon, lr=0.02, rest=rest)
 
 
 class Adversaries(LightningModule):
@@ -199,6 +207,7 @@ def test_what_trainers_are_told(tmp_path: Path) -> None:
         (Classifier, {"precision": "bf16-mixed"}, 2e-2),
         (Classifier, {"precision": "bf16-true"}, 5e-2),
         (Adversaries, {}, 1e-6),
+        (Orthogonal, {}, 1e-5),  # Muon works in bfloat16
     ]
     for k, (make, options, tolerance) in enumerate(cases):
         one = in_one_process(tmp_path / f"1{k}", make, **options)
