@@ -212,7 +212,9 @@ def _written(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     for path, module in nn.Module.named_modules(model):
         taken = dict(hidden(module))
         for name in written_names(module):
-            param = module._parameters.get(name, taken.get(name))
+            own = module.__dict__.get(name)  # an original parameter, whatever is listed in its place
+            is_taken = isinstance(own, nn.Parameter) and managing(own) is not None
+            param = own if is_taken else module._parameters.get(name, taken.get(name))
             if param is not None and not isinstance(param, FlatParameter):
                 yield ".".join(p for p in (plain_name(path), name) if p), param
 

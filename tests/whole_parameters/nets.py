@@ -28,6 +28,8 @@ def net(dtype: torch.dtype = torch.float64, width: int = WIDTH) -> nn.Sequential
 
 
 def wrap(model: nn.Sequential, how: str, **options: Any) -> nn.Module:
+    if how == "DTensors":
+        how, options = "fully_shard", {**options, "dtensors": True}
     if how == "fully_shard":
         for k in (0, 2):
             fully_shard(model[k], **options)
@@ -89,6 +91,7 @@ def trained(rank: int, world_size: int, how: str, spec: Spec, options: State) ->
     optimizer = WholeParameters(model, spec[0], **spec[1])
     train(model, optimizer, rank, world_size, **options)
     values, state = model.state_dict(), optimizer.state_dict()
+    values = type(values)((k, v.full_tensor() if how == "DTensors" else v) for k, v in values.items())
     return (values, state) if rank == 0 else ({}, {})
 
 

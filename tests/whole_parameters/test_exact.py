@@ -14,6 +14,7 @@ from tests.pools import rank_pool
 from tests.whole_parameters.nets import Spec, difference, eager, net, train, trained
 
 CASES = [
+    ("fsdp", 1),
     ("fsdp", 2),
     ("fsdp", 3),
     ("fsdp", 4),
@@ -92,7 +93,7 @@ def test_one_process_is_what_torch_does() -> None:
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_on_processes(world_size: int) -> None:
-    for name, how in (("Muon", "fsdp"), ("LBFGS", "fully_shard")):
+    for name, how in (("Muon", "fsdp"), ("LBFGS", "fully_shard"), ("Adafactor", "DTensors")):
         spec, options = SPECS[name][0](), SPECS[name][1]
         values, state = trained(0, 1, "plain", spec, options)
         (mine, saved), *_ = rank_pool(world_size).run(trained, world_size, how, spec, options)
