@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from ..backend import Backend
 from ..errors import ConfigurationError
+from ..optimizers.shards import lists_stand_ins
 from ..reduction.norms import norm_like
 from ..types import Args, Kwargs, ParamGroup, ProcessGroup, StateDict, Tree
 from .averaging import Averaging
@@ -85,6 +86,12 @@ class AdaScale(Optimizer):
         backend: str | Backend | None = None,
     ) -> None:
         # Optimizer's own constructor is not called: its parts are the wrapped optimizer's
+        if lists_stand_ins(optimizer):
+            raise ConfigurationError(
+                f"AdaScale measures the gradients of parameters, and {type(optimizer).__name__} lists what stands for "
+                "them. Take an optimizer that updates every element by itself, over FSDP's parameters(); or OSS with "
+                "ShardedDDP, which any optimizer can use"
+            )
         self._optimizer = optimizer
         self._averaging = Averaging(optimizer, world_size, group, backend)
         self._is_scaled_loss, self._debias_ewma = is_scaled_loss, debias_ewma

@@ -11,6 +11,7 @@ from torch import nn
 
 from shardkit import (
     FSDP,
+    AdaScale,
     OffloadPolicy,
     PrecisionPolicy,
     ShardedGradScaler,
@@ -18,7 +19,7 @@ from shardkit import (
     fully_shard,
     sharding_of,
 )  # fmt: skip
-from shardkit.errors import LifecycleError, ShardkitError
+from shardkit.errors import ConfigurationError, LifecycleError, ShardkitError
 from tests.pools import rank_pool
 from tests.whole_parameters.nets import batch, difference, net, train, wrap
 
@@ -283,6 +284,15 @@ def test_gradients_that_were_not_reduced_are_refused() -> None:
             optimizer.step()
         losses(model, rank, 2, 1).backward()
         optimizer.step()
+
+    rank_pool(2, "simulated").run(program)
+
+
+def test_adascale_is_refused() -> None:
+    def program(rank: int) -> None:
+        with pytest.raises(ConfigurationError, match="stands for"):
+            AdaScale(WholeParameters(wrap(net(), "fsdp"), torch.optim.Muon, lr=0.1))
+        AdaScale(WholeParameters(net(), torch.optim.SGD, lr=0.1))  # whole on every rank
 
     rank_pool(2, "simulated").run(program)
 
