@@ -30,6 +30,7 @@ from torch.distributed.fsdp.api import (
 from shardkit.backend import backend_of_job
 from shardkit.errors import ConfigurationError
 from shardkit.extra.start_values import broadcast_buffers, materialize_each, move_buffers, move_from_host
+from shardkit.extra.whole_gradients import check_reduced, whole_gradients
 from shardkit.fsdp.state import Ignored, Options, modules_outside_units
 from shardkit.fsdp.summoning import summoned
 from shardkit.nn.data_parallel.fsdp_facts import PassedGroup
@@ -191,25 +192,25 @@ class FullyShardedDataParallel(OptimizerStates):
             writeback: changes are kept. Ranks must make the same ones.
             rank0_only: accepted; every rank has full parameters.
             offload_to_cpu: accepted; they are where they are computed.
-            with_grads: refused.
+            with_grads: parameters have their full gradients, too.
 
         Raises:
-            ConfigurationError: ``writeback`` with ``rank0_only``; ``with_grads``.
-            LifecycleError: inside of forward or backward.
+            ConfigurationError: ``writeback`` with ``rank0_only``.
+            LifecycleError: inside of forward or backward; ``with_grads`` after ``no_sync``.
         """
         if writeback and rank0_only:
             raise ConfigurationError(
                 "rank0_only=True with writeback=True would change one rank's parameters alone; pass writeback=False"
             )
-        if with_grads:
-            raise ConfigurationError(
-                "with_grads=True: full gradients are never put together here. Clip by clip_grad_norm_(), and look at "
-                "gradients in hooks of the parameters, which see them full"
-            )
         found = FullyShardedDataParallel.fsdp_modules(module)
+        chosen = found if recurse else [m for m in found if m is module]
+        if with_grads:
+            check_reduced(flat for m in chosen for flat in m._state.flats)
         with contextlib.ExitStack() as stack:
-            for m in found if recurse else [m for m in found if m is module]:
+            for m in chosen:
                 stack.enter_context(summoned(m._state, recurse, writeback))
+                if with_grads:
+                    stack.enter_context(whole_gradients(m._state.flats, writeback))
             yield
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:

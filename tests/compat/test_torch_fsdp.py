@@ -530,6 +530,18 @@ def _special(rank: int, world_size: int, use_orig_params: bool) -> None:
         torch.testing.assert_close(model.clip_grad_norm_(0.5), norm)
         optimizer.step()
         plain_optimizer.step()
+    wanted = {n: p.grad for n, p in plain.named_parameters() if p.grad is not None}
+    with FSDP.summon_full_params(model, with_grads=True):
+        found = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+        same({n: g.clone() for n, g in found.items()}, wanted)
+        model.module.body[0].weight.grad.mul_(2)
+    with FSDP.summon_full_params(model, with_grads=True, writeback=False):
+        same({"": model.module.body[0].weight.grad}, {"": wanted["body.0.weight"] * 2})
+    assert model.module.own.weight.grad is not None
+    with model.no_sync():
+        loss_of(model, rank, 7).backward()
+    with pytest.raises(LifecycleError, match="no_sync"), FSDP.summon_full_params(model, with_grads=True):
+        pass
     state = model.state_dict()
     same(state, plain.state_dict())
     same_state(plain, plain_optimizer, FSDP.optim_state_dict(model, optimizer))
@@ -606,7 +618,6 @@ def _refused() -> None:
         ("goes with", lambda: FSDP.set_state_dict_type(model, full, ours.ShardedStateDictConfig())),
         ("reduce_dtype", lambda: model.register_comm_hook(None, print)),
         ("writeback=False", lambda: FSDP.summon_full_params(model, rank0_only=True).__enter__()),
-        ("with_grads", lambda: FSDP.summon_full_params(model, with_grads=True).__enter__()),
         ("is wrapped in", lambda: FSDP(model, auto_wrap_policy=INNER)),
         ("not both", lambda: FSDP(net(), process_group=(1, 2), device_mesh=init_device_mesh("cpu", (1,)))),
         ("is a tuple of groups", lambda: FSDP(net(), process_group=(None, None))),
