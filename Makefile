@@ -79,6 +79,7 @@ test-core: $(CORE)/.ready
 # torch's version, what is drawn at random, and how processes start, get lost and end.
 NEWEST_ONLY := $(addprefix tests/,compression/test_training.py differential figures gpu cli migration parity testing faults compat checkpoint/test_files.py \
   $(addprefix fsdp/test_,large.py one_order.py) backends/test_out_of_step.py border/test_same_bits.py \
+  $(addprefix whole_parameters/test_,costs.py oss.py plan.py rules.py state.py) \
   clients/test_torchrun.py $(addprefix test_,deliberate_faults.py docs.py launch.py logging.py packaging.py))
 NEWEST_ONLY_TESTS := $(addprefix tests/examples/test_examples.py::test_,full_runs_reach_97_percent under_torchrun \
   all_strategies_on_four_ranks torchrun_with_another_number_of_ranks_is_refused readme_example) \
@@ -101,7 +102,7 @@ QUICK := $(addprefix tests/,test_layout.py test_docs.py activations adascale che
   $(addprefix extra/test_,adam.py auto_shard.py dynamic_loss_scaler.py gossip_graphs.py mevo.py offload.py) \
   $(addprefix backends/test_,contract.py gloo.py simulated.py watch.py) \
   $(addprefix border/test_,inside.py kept_views.py optimizers.py options.py wrappers.py) \
-  figures/test_scale_figures.py)
+  $(addprefix whole_parameters/test_,plan.py rules.py training.py) figures/test_scale_figures.py)
 QUICK_WITHOUT := compile or gloo3 or gloo4 or simulated3 or simulated4 or that_change_on_one_rank
 
 quick: $(CORE)/.ready
@@ -129,7 +130,8 @@ faults: $(CORE)/.ready $(XLA)/.ready
 	@$(CORE)/bin/python -m tests.deliberate_faults $(if $(ONLY),--only '$(ONLY)')
 
 STREAMS := $(addprefix tests/,backends/test_contract.py fsdp compression sharded_ddp oss adascale model_parallel pipeline moe \
-  evaluation clients test_grad_scaler.py differential/test_fsdp_truth.py differential/test_sharded_ddp_truth.py)
+  evaluation clients test_grad_scaler.py differential/test_fsdp_truth.py differential/test_sharded_ddp_truth.py \
+  $(addprefix whole_parameters/test_,exact.py state.py training.py))
 streams: $(CORE)/.ready
 	@$(CORE)/bin/python -m pytest -q -m "not xla and not oracle" --device streams $(STREAMS)
 

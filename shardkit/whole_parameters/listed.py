@@ -28,6 +28,8 @@ from ..torch_seams.marked_tensors import as_plain
 from ..torch_seams.tensor_facts import ALIKE, FACTS, SHAPE, name_of
 from ..types import AnyCallable, Args, Kwargs, Memo, Tree
 
+_HOOKS = ("register_hook", "register_post_accumulate_grad_hook", "retain_grad")
+
 
 class Part:
     """A parameter of the model, and what this rank has of it.
@@ -153,6 +155,11 @@ class ListedParameter(nn.Parameter):
         cls, func: AnyCallable, types: Sequence[type], args: Args = (), kwargs: Kwargs | None = None
     ) -> Tree:
         what = name_of(func)
+        if what in _HOOKS:
+            raise LifecycleError(
+                f"{what} of an entry of param_groups: it stands for a parameter, and autograd never sees it. Register "
+                "hooks on the FSDP module's parameters(), or on those of modules inside"
+            )
         with as_plain():
             if what in FACTS or what in SHAPE or what in ALIKE:
                 return func(*args, **(kwargs or {}))

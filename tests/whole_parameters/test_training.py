@@ -219,6 +219,8 @@ def listing(rank: int, world_size: int) -> None:
             assert name in repr(p)
             with pytest.raises(LifecycleError, match=name):
                 p.norm()
+            with pytest.raises(LifecycleError, match="register_hook of an entry"):
+                p.register_hook(print)
             with pytest.raises(LifecycleError, match="can't be set"):
                 p.grad = torch.zeros(p.shape)
     losses(model, rank, world_size, 0).backward()
