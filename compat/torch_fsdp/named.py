@@ -45,7 +45,7 @@ def sharded(
         if unit.group.world_size == 1 and unit.replicas is not None:
             return part
         made = cut_rows(part, mesh_over(ranks, unit.group.backend.device_type))
-        return made if on_cpu else made.to(like.device)
+        return made.cpu() if on_cpu else made.to(like.device)
 
     return gather_named(model, optim, optim.state_dict() if state is None else state, form)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import os
 from functools import partial
 from pathlib import Path
@@ -12,10 +13,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+import torch.distributed.checkpoint.state_dict
 from torch import nn
 from torch.distributed import fsdp as theirs
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import wrap as their_wrap
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as TorchsScaler
 
 import shardkit
 from shardkit import torch_fsdp as ours
@@ -37,6 +40,7 @@ from tests.pools import rank_pool
 
 FSDP = ours.FullyShardedDataParallel
 TORCHS = theirs.FullyShardedDataParallel
+SAME_AS_MODULES = ("forward", "named_buffers", "named_parameters", "unscale_", "update")
 CPU = torch.device("cpu")
 INNER = wrap.ModuleWrapPolicy({nn.Sequential})
 
@@ -255,6 +259,22 @@ def test_names_are_torchs() -> None:
             if name != "FullyShardedDataParallel":
                 assert getattr(own, name) is getattr(module, name)
     assert ours.api.MixedPrecision is theirs.MixedPrecision
+
+
+def test_arguments_are_torchs() -> None:
+    """All public methods have torch's arguments and defaults, so that calls by position and by name work."""
+    for own, torchs in ((FSDP, TORCHS), (ShardedGradScaler, TorchsScaler)):
+        for name in ["__init__", *(n for n in vars(torchs) if not n.startswith("_"))]:
+            mine, wanted = getattr(own, name), getattr(torchs, name)
+            if not callable(wanted) or name in SAME_AS_MODULES:
+                continue
+            a, b = (inspect.signature(f).parameters for f in (mine, wanted))
+            assert list(a) == list(b), name
+            defaults = {k: (p.default, b[k].default) for k, p in a.items() if k != "process_group"}
+            assert all(x == y for x, y in defaults.values()), (name, defaults)
+    for name in state_dict.__all__[1:]:
+        mine, wanted = getattr(state_dict, name), getattr(dcp.state_dict, name)
+        assert list(inspect.signature(mine).parameters) == list(inspect.signature(wanted).parameters)
 
 
 # ------------------------------------------------------------ state dicts
