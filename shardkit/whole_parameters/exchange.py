@@ -104,6 +104,7 @@ class Exchange(Bringing):
         )
         self._take_own(values, [shard_of(o.part) for o in self.owned])
         for owned, value in zip(self.owned, values, strict=True):
+            owned.param.grad = None  # a step that raised may have left one
             owned.param.data = value.view(owned.part.shape)
         if gradients:
             self._show_gradients(plan, arrived, numels)

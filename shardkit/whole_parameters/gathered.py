@@ -42,6 +42,7 @@ class Gathered(Bringing):
     def start(self, gradients: bool) -> None:
         for key, flat in self._flats.items():
             for owned, value in zip(self._of_flat[key], self._items(flat, flat.param.detach()), strict=True):
+                owned.param.grad = None
                 owned.param.data = value.view(owned.part.shape)
             gradient = flat.param.grad if gradients else None
             if gradient is None:

@@ -57,6 +57,8 @@ class _InShard:
     def show_gradients(self) -> None:
         """Parameters have the gradients that a step reads."""
         gradient = self.flat.param.grad
+        for _, param, _ in self.parts:
+            param.grad = None  # a step that raised may have left one
         if gradient is None:
             return
         with as_plain():

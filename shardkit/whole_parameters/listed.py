@@ -44,7 +44,9 @@ class Part:
         listed: what ``param_groups`` list.
     """
 
-    def __init__(self, name: str, flat: FlatParamLike | None, number: int, param: nn.Parameter) -> None:
+    def __init__(
+        self, name: str, flat: FlatParamLike | None, number: int, param: nn.Parameter, pieces: Sequence[Piece]
+    ) -> None:
         self.name, self.flat, self.number = name, flat, number
         self.pieces: tuple[Piece, ...] = ()
         self.here: Piece | None = None
@@ -53,7 +55,7 @@ class Part:
             self.listed: nn.Parameter = param
             return
         self.shape = flat.originals[number].shape
-        self.pieces = tuple(p for p in flat.layout.pieces() if p.item == number)
+        self.pieces = tuple(pieces)
         self.here = next((p for p in self.pieces if p.rank == flat.group.rank), None)
         self.listed = ListedParameter.of(self, flat)
 
@@ -199,13 +201,18 @@ def parts_of(model: nn.Module) -> list[Part]:
         if state is not None:
             wake(state)
     found, seen = [], set()
+    pieces: dict[int, list[list[Piece]]] = {}  # of each flat parameter, by item
     for name, param in _written(model):
         flat, number = _place_of(param)
         key = id(param) if flat is None else (id(flat), number)
         if key in seen:
             continue
         seen.add(key)
-        found.append(Part(name, flat, number, param))
+        if flat is not None and id(flat) not in pieces:
+            pieces[id(flat)] = [[] for _ in flat.originals]
+            for piece in flat.layout.pieces():
+                pieces[id(flat)][piece.item].append(piece)
+        found.append(Part(name, flat, number, param, () if flat is None else pieces[id(flat)][number]))
     without = [p.name for p in found if (p.listed if p.flat is None else p.flat.param).is_meta]
     if not found or without:
         raise ConfigurationError(
