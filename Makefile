@@ -95,8 +95,8 @@ test-xla: $(XLA)/.ready
 	  $(addprefix --deselect ,$(NEWEST_ONLY_TESTS)) tests
 
 # Some tests of every part, each file a few seconds at most; what starts many processes is left to `make test`.
-QUICK := $(addprefix tests/,test_layout.py test_docs.py activations adascale checks evaluation flattening \
-  compression model_parallel moe optimizers oss parity pipeline reduction sharded_ddp torch_seams wrapping \
+QUICK := $(addprefix tests/,test_layout.py test_docs.py test_house.py test_summary.py activations adascale checks evaluation flattening \
+  compression/test_blocks.py model_parallel moe optimizers oss parity pipeline reduction sharded_ddp torch_seams wrapping \
   checkpoint/test_prefix.py compat/test_older_paths.py compat/test_redirected.py migration/test_rewriting.py \
   $(addprefix fsdp/test_,backward_plan.py compat.py fully_shard.py groups.py order.py store.py unused.py) \
   $(addprefix extra/test_,adam.py auto_shard.py dynamic_loss_scaler.py gossip_graphs.py mevo.py offload.py) \

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 from shardkit.types import Tree
 
@@ -61,7 +61,8 @@ class Watching(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         if plan.is_fresh:
             with quiet():
-                spoil(result)
+                for tensor in _plain(result):
+                    spoil(tensor)
         return result
 
     def _note(self, plan: _Plan, args: Sequence[Tree], kwargs: Mapping[str, Tree]) -> None:
@@ -77,4 +78,15 @@ class Watching(TorchDispatchMode):
     def _touch(self, value: Tree, writes: bool, what: str) -> None:
         for tensor in value if isinstance(value, list | tuple) else (value,):
             if isinstance(tensor, torch.Tensor):
-                self._device.access(tensor, writes, what)
+                for each in _plain(tensor):
+                    self._device.access(each, writes, what)
+
+
+def _plain(tensor: Tree) -> Iterator[torch.Tensor]:
+    """The tensors with memory that one of a wrapping class (a DTensor) is made of; else itself."""
+    if type(tensor) is torch.Tensor or not is_traceable_wrapper_subclass(tensor):
+        yield tensor
+        return
+    for part in [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]:
+        if isinstance(part, torch.Tensor):
+            yield from _plain(part)
