@@ -39,6 +39,7 @@ def end_move(state: ShardingState) -> None:
         shard = state.flats[0].param
         if shard.device.type not in (state.group.backend.device_type, "meta"):
             connect(state, shard, [])
+            state.unit.replicas = state.replicas
             for flat in state.flats:
                 flat.group = state.group
     for flat in state.flats:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import pytest
+import torch
+from torch import nn
 
+from shardkit import FSDP
 from shardkit.backend import get_backend
 from shardkit.errors import ConfigurationError
 from shardkit.fsdp.groups import hybrid_groups, post_forward_mesh
@@ -35,3 +38,44 @@ def _cannot(rank: int) -> None:
 
 def test_numbers_that_do_not_divide_the_ranks() -> None:
     rank_pool(3, "simulated").run(_cannot)
+
+
+class Branches(nn.Module):
+    """Some ranks leave the second layer out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor, both: bool) -> torch.Tensor:
+        y: torch.Tensor = self.first(x)
+        return y + self.second(x) if both else y
+
+
+def _unused_by_one_replica(rank: int, shard_size: int, flatten: bool) -> None:
+    shards, replicas = hybrid_groups(shard_size, backend="simulated")
+    ranks = 2 * shard_size
+    one = Branches().double()
+    model = FSDP(Branches().double(), group=shards, replicas=replicas, flatten=flatten)
+    optimizer, alone = (torch.optim.AdamW(m.parameters(), lr=0.1) for m in (model, one))
+    for step in range(2):
+        optimizer.zero_grad()
+        alone.zero_grad()
+        batches = [
+            torch.randn(2, 3, generator=torch.Generator().manual_seed(10 * step + r), dtype=torch.float64)
+            for r in range(ranks)
+        ]
+        model(batches[rank], rank >= shard_size).sum().backward()
+        for r, batch in enumerate(batches):
+            (one(batch, r >= shard_size).sum() / ranks).backward()
+        optimizer.step()
+        alone.step()
+    torch.testing.assert_close(dict(model.state_dict()), dict(one.state_dict()))
+
+
+@pytest.mark.parametrize("flatten", [True, False])
+@pytest.mark.parametrize("shard_size", [1, 2])
+def test_a_parameter_that_one_replica_does_not_use(shard_size: int, flatten: bool) -> None:
+    """Replicas of whole models too, where nothing is sharded."""
+    rank_pool(2 * shard_size, "simulated").run(_unused_by_one_replica, shard_size, flatten)

@@ -46,7 +46,7 @@ def way_for(
         blocks = format_for(reduce.compression, flat.layout.shard_numel, packed_dtype(flat, reduce))
     if group.world_size > 1 and not has_replicas and blocks is not None:
         return Way(CompressedPack(flat, group, reduce, divisors, blocks), replicas)
-    if group.world_size == 1:
+    if group.world_size == 1 and not has_replicas:  # replicas tell each other by flags who had which gradient
         kind: type[GradientPack] = WholePack
     else:
         kind = StoredPack if group.backend.has_storage else LazyPack

@@ -16,7 +16,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from ...backend import Group, ReduceOp, Work
+from ...backend import DONE, Group, ReduceOp, Work
 from ...compression import BlockFormat
 from ...layout import alignment, rounded_up
 from ...policy import ReducePolicy
@@ -113,6 +113,8 @@ class GradientPack(ABC):
         result = packed.new_empty(packed.numel() // self._group.world_size)
         if self._before != 1.0:
             packed.mul_(1.0 / self._before)
+        if self._group.world_size == 1:  # it is for replicas
+            return Reduction(had, had_all, result.copy_(packed), DONE)
         work = self._group.reduce_scatter_into(
             result, packed, op=self._op, async_op=True, label=f"gradients of {self._flat.label}"
         )

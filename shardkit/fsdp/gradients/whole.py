@@ -13,7 +13,7 @@ from .pack import GradientPack, Reduction
 
 @final
 class WholePack(GradientPack):
-    """Nothing is sent, but for replicas."""
+    """Nothing is sent."""
 
     def _lay_out(self) -> None:
         self._pack = JoinedPack(self._form, self._flat.layout.numels)
