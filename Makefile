@@ -77,7 +77,7 @@ test-core: $(CORE)/.ready
 
 # The oldest torch runs the contract, what is compared with one process, and XLA. Left out there: what doesn't depend on
 # torch's version, what is drawn at random, and how processes start, get lost and end.
-NEWEST_ONLY := $(addprefix tests/,compression/test_training.py differential figures gpu cli migration parity testing faults compat checkpoint/test_files.py \
+NEWEST_ONLY := $(addprefix tests/,estimate compression/test_training.py differential figures gpu cli migration parity testing faults compat checkpoint/test_files.py \
   $(addprefix fsdp/test_,large.py one_order.py) backends/test_out_of_step.py border/test_same_bits.py \
   $(addprefix whole_parameters/test_,costs.py oss.py plan.py rules.py state.py) \
   clients/test_torchrun.py $(addprefix test_,deliberate_faults.py docs.py launch.py logging.py packaging.py))

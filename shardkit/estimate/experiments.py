@@ -74,7 +74,6 @@ def from_hugging_face(
         raise ConfigurationError(
             f"{path} is no config.json of a model that transformers knows: {error}"
         ) from error
-    made._attn_implementation = "sdpa"
 
     def model() -> nn.Module:
         found = transformers.AutoModelForCausalLM.from_config(made, dtype=torch.float32)

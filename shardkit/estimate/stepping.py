@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from ..errors import ConfigurationError
+from ..errors import ConfigurationError, ShardkitError
 from ..types import Kwargs, Tree
 from .as_on_devices import as_on_devices
 from .counting import CountingBackend
@@ -95,12 +95,18 @@ def estimate(
 def _without_values(subject: Subject) -> Iterator[None]:
     try:
         yield
-    except (NotImplementedError, RuntimeError) as error:
-        if "meta tensor" not in str(error):
+    except (NotImplementedError, RuntimeError, ValueError) as error:
+        if isinstance(error, ShardkitError):
             raise
+        if "meta tensor" in str(error):
+            raise ConfigurationError(
+                f"{subject.name} can't be estimated: building it or one of its steps needs values, which the meta "
+                f"device does not have ({error}). Leave out what reads values (item(), data-dependent shapes, loaded "
+                "weights)"
+            ) from error
         raise ConfigurationError(
-            f"{subject.name} can't be estimated: building it or one of its steps needs values, which the meta device "
-            f"does not have ({error}). Leave out what reads values (item(), data-dependent shapes, loaded weights)"
+            f"{subject.name} can't be estimated: building it or one of its steps raised {type(error).__name__}: "
+            f"{error}. Kernels that want another dtype run with one of computation (--dtype bfloat16)"
         ) from error
 
 

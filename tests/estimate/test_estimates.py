@@ -29,6 +29,20 @@ CASES = [
 ]
 
 
+@pytest.mark.parametrize("kind", ["mixtral", "gpt_oss", "gemma2", "mamba"])
+def test_kinds_of_language_models(kind: str, tmp_path: Path) -> None:
+    """Experts, attention of their own, none at all."""
+    pytest.importorskip("transformers")
+    from shardkit.estimate import from_hugging_face
+
+    path = tmp_path / "config.json"
+    sizes = {"vocab_size": 100, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8,
+             "num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4}  # fmt: skip
+    path.write_text(json.dumps({"model_type": kind, **sizes}))
+    found = estimate(from_hugging_face(path, compute=torch.bfloat16, sequence=16), "fsdp", 8, 2)
+    assert found.collectives["reduce_scatter"] == 3
+
+
 @pytest.mark.parametrize(("name", "strategy", "ranks"), CASES)
 def test_the_peak_is_what_is_measured(name: str, strategy: str, ranks: int) -> None:
     batch = 32 if name == "images" else 4  # of few images, what convolutions need within themselves shows
@@ -180,6 +194,11 @@ def test_a_hugging_face_configuration(tmp_path: Path) -> None:
     assert again.kinds["activations"] < plain.kinds["activations"]
     half = estimate(from_hugging_face(path, sequence=256, compute=torch.bfloat16), "fsdp", 4, 2)
     assert half.peak < plain.peak
+    path.write_text(json.dumps({"model_type": "vit"}))
+    with pytest.raises(
+        ConfigurationError, match=r"vit can't be estimated: .* raised ValueError: Unrecognized"
+    ):
+        estimate(from_hugging_face(path), "fsdp", 4)
     path.write_text("{}")
     with pytest.raises(ConfigurationError, match=r"is no config\.json"):
         from_hugging_face(path)
