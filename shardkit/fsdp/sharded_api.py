@@ -16,7 +16,7 @@ from ..errors import ConfigurationError, LifecycleError
 from ..optimizers.shards import refuse_stand_ins
 from ..progress import noting_errors
 from ..types import IncompatibleKeys, SavedState, StateDict
-from . import local_checkpoint, norms, optim_state
+from . import local_checkpoint, norms, optim_state, pieces
 from .construct import wake
 from .engine import Engine
 from .running import become_root
@@ -108,6 +108,20 @@ class ShardedAPI(abc.ABC):
 
     def _load_door(self, state_dict: SavedState, strict: bool = True) -> IncompatibleKeys:
         return self._state.door.load_state_dict(state_dict, strict)
+
+    def sharded_state_dict(self) -> StateDict:
+        """Parameters and buffers under the model's names, for ``torch.distributed.checkpoint``; nothing is gathered.
+
+        ::
+
+            state = {"model": model.sharded_state_dict()}
+            dcp.save(state, checkpoint_id=folder)     # each rank writes its part
+            dcp.load(state, checkpoint_id=folder)     # the model has the values then
+
+        Files are those of the whole model: any number of ranks loads them, FSDP2, and one process. Of what is sharded
+        the values stand for this rank's part of a parameter, and share its memory.
+        """
+        return pieces.sharded_state_dict(self._state)
 
     def local_metadata_dict(self) -> StateDict:
         """What :meth:`consolidate_shard_weights` needs to know of this rank's shards."""
