@@ -162,7 +162,8 @@ class _Rehearsal:
         model, optimizer = self._sharded
         optimizer.zero_grad(set_to_none=True)
         self._subject.loss(model, self._batch).backward()
-        optimizer.step()
+        with torch.device("cpu"):  # for its own counters, which have values
+            optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
 

@@ -126,14 +126,23 @@ def test_bad_arguments_are_refused() -> None:
     assert "multiple of the ranks" in result.stderr
 
 
+def _readme_optimizer(rank: int, code: str) -> None:
+    names: dict[str, Any] = {"torch": torch, "shardkit": shardkit}
+    names["model"] = model = shardkit.FSDP(torch.nn.Linear(3, 3))
+    exec(code, names)
+    model(torch.ones(2, 3)).sum().backward()
+    names["optimizer"].step()
+
+
 def test_readme_example(tmp_path: Path) -> None:
     """The programs in the README run as they stand there, and learn: both ranks end with a small loss."""
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    experiment, program, in_place = blocks
+    experiment, program, in_place, any_optimizer = blocks
     names: dict[str, Any] = {"torch": torch, "shardkit": shardkit, "F": torch.nn.functional}
     names.update(make_model=None, make_batch=None, compute_loss=None)
     exec(in_place, names)
     assert max(shardkit.launch(names["train_in_place"], 2, backend="simulated", args=(100,))) < 1.0
+    shardkit.launch(_readme_optimizer, 2, backend="simulated", args=(any_optimizer,))
     exec(experiment, names)
     assert names["experiment"]().optimizer is torch.optim.AdamW
     script = tmp_path / "readme_example.py"
