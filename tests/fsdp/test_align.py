@@ -76,8 +76,8 @@ def _checkpoints(rank: int, align: Align) -> tuple[Any, ...]:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_checkpoints_of_all_alignments_are_one(world_size: int) -> None:
+def test_checkpoints_of_all_alignments_are_one() -> None:
+    world_size = 3
     plain = rank_pool(world_size).run(_checkpoints, None)[0]
     for align in ALIGNMENTS[:-1]:
         ranks = rank_pool(world_size).run(_checkpoints, align)

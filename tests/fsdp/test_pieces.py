@@ -113,12 +113,11 @@ def _write_by_fsdp2(rank: int, ranks: int, folder: str) -> None:
 
 @pytest.mark.parametrize(
     ("wrap", "align"),
-    [(by_wrappers, None), (by_wrappers, "parameters"), (in_place, None), (in_place, "rows")],
+    [(by_wrappers, None), (by_wrappers, "parameters"), (in_place, "rows")],
 )
 def test_any_number_of_ranks_reads_what_three_wrote(wrap: Wrap, align: Align, tmp_path: Path) -> None:
     rank_pool(3).run(_write, str(tmp_path), wrap, align, False)
-    for ranks in (2, 3):
-        rank_pool(ranks).run(_read, str(tmp_path), in_place if wrap is by_wrappers else by_wrappers, None)
+    rank_pool(2).run(_read, str(tmp_path), in_place if wrap is by_wrappers else by_wrappers, None)
     rank_pool(2).run(_read_by_fsdp2, 2, str(tmp_path))
     alone = dict(Model(seed=1).state_dict())
     dcp.load({"model": alone}, checkpoint_id=str(tmp_path), no_dist=True)
