@@ -20,6 +20,9 @@ TORCH_XLA ?= torch==2.9.0 torch_xla==2.9.0
 
 CORE := .venv
 XLA := .venv-xla
+comma := ,
+empty :=
+space := $(empty) $(empty)
 PIP_FLAGS := --quiet --disable-pip-version-check --no-input
 
 # One thread a rank: ranks share the cores, and more threads only get in each other's way.
@@ -45,12 +48,11 @@ define make_venv
 endef
 
 $(CORE)/.ready: pyproject.toml
-	$(call make_venv,$(CORE),$(TORCH),test$(comma)demo$(comma)lint$(comma)libraries$(comma)plots)
+	$(call make_venv,$(CORE),$(TORCH),$(subst $(space),$(comma),test demo lint libraries plots checkpoints data metrics docs))
 
 $(XLA)/.ready: pyproject.toml
-	$(call make_venv,$(XLA),$(TORCH_XLA),test$(comma)demo)
+	$(call make_venv,$(XLA),$(TORCH_XLA),$(subst $(space),$(comma),test demo checkpoints data))
 
-comma := ,
 
 demo: $(CORE)/.ready
 	@$(CORE)/bin/python -m shardkit.examples.digits
@@ -143,7 +145,6 @@ gpu: $(CORE)/.ready
 	@$(CORE)/bin/python -m tests.gpu $(GPU)
 
 docs: $(CORE)/.ready
-	@$(CORE)/bin/python -m pip install $(PIP_FLAGS) --editable '.[docs]'
 	@$(CORE)/bin/python -m sphinx -W --keep-going -q docs docs/_build/html
 	@echo "docs/_build/html/index.html"
 
