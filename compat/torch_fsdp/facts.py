@@ -85,10 +85,7 @@ class TorchFacts(Door):
     @property
     def compute_device(self) -> torch.device:
         """Where parameters are gathered."""
-        state = self._state
-        if state.options.device is not None:
-            return state.options.device
-        return state.flats[0].param.device if state.flats else state.group.backend.device()
+        return self._state.compute_device
 
     @property
     def _use_orig_params(self) -> bool:

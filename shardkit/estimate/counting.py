@@ -71,13 +71,15 @@ class CountingBackend(ImaginedBackend):
     Args:
         world_size: W.
         rank: which of them this is.
-        resized: is told of tensors whose memory was taken or given back.
+        resized: is told of tensors whose memory was taken or given back; None: nobody is.
         on_host: ranks are processes on CPUs, over gloo; else on devices.
     """
 
     name = "counting"
 
-    def __init__(self, world_size: int, rank: int, resized: Resized, on_host: bool) -> None:
+    def __init__(
+        self, world_size: int, rank: int = 0, resized: Resized | None = None, on_host: bool = False
+    ) -> None:
         self.counted = self._group = CountingGroup(self, world_size, rank, on_host)
         self._resized = resized
 
@@ -87,8 +89,12 @@ class CountingBackend(ImaginedBackend):
 
     def take_storage(self, tensor: torch.Tensor) -> None:
         super().take_storage(tensor)
-        self._resized(tensor)
+        self._note(tensor)
 
     def release_storage(self, tensor: torch.Tensor) -> None:
         super().release_storage(tensor)
-        self._resized(tensor)
+        self._note(tensor)
+
+    def _note(self, tensor: torch.Tensor) -> None:
+        if self._resized is not None:
+            self._resized(tensor)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +10,7 @@ import torch
 from torch import nn
 
 from ..errors import ConfigurationError
+from ..integrations.sharding import Sharding
 from ..testing.experiment import load_experiment
 from ..types import Kwargs
 from .stepping import Subject, tree_on_meta
@@ -92,18 +92,13 @@ def from_hugging_face(
 
 
 def blocks_of(model: nn.Module, unit: Callable[[nn.Module], nn.Module]) -> None:
-    """Makes a unit of each module of the classes in ``model._no_split_modules``."""
-    names = set(getattr(model, "_no_split_modules", None) or ())
+    """Makes a unit of each part of a model that the integrations take as one."""
+    blocks = {id(m) for m in Sharding().units_of(model)}
     found = [
         (parent, name, child)
         for parent in list(model.modules())
         for name, child in parent.named_children()
-        if type(child).__name__ in names
+        if id(child) in blocks
     ]
     for parent, name, child in found:
         setattr(parent, name, unit(child))
-
-
-def with_dtype(subject: Subject, compute: torch.dtype | None) -> Subject:
-    """The same, computed in another dtype."""
-    return dataclasses.replace(subject, compute=compute)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map
 
 from ..errors import ConfigurationError, ShardkitError
 from ..types import Kwargs, Tree
@@ -169,7 +170,6 @@ class _Rehearsal:
 
 def tree_on_meta(tree: Tree, batch: int | None) -> Tree:
     """The same without values, with so many samples in the first dimension of each tensor."""
-    from torch.utils._pytree import tree_map
 
     def on_meta(value: Tree) -> Tree:
         if not isinstance(value, torch.Tensor):

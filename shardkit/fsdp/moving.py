@@ -16,15 +16,15 @@ from .state import ShardingState
 
 
 def begin_move(state: ShardingState) -> None:
-    """Before the module's tensors are moved or cast.
+    """Before the module's tensors are moved or cast, or values are loaded into shards that are listed as they are.
 
     Raises:
         ConfigurationError: torch would swap tensors for others.
     """
     if torch.__future__.get_swap_module_params_on_conversion():
         raise ConfigurationError(
-            "an FSDP module can't be moved or cast by swapping its parameters, which are views of one flat parameter; "
-            "call torch.__future__.set_swap_module_params_on_conversion(False) first"
+            "an FSDP module can't be moved, cast or loaded by swapping its parameters: they are views of one flat "
+            "parameter. Call torch.__future__.set_swap_module_params_on_conversion(False) first"
         )
     state.unit.release()
     for flat in state.flats:

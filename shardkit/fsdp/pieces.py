@@ -145,7 +145,8 @@ def sharded_state_dict(state: ShardingState) -> dict[str, torch.Tensor]:
             first = _name(before, source)
             if first in found:
                 found[_name(before, name)] = found[first]
-    found.update(_unsharded(state.door, found))
+    listed = {id(flat.listed) for s in state.states() for flat in s.flats}
+    found.update((name, t) for name, t in _unsharded(state.door, listed) if name not in found)
     return found
 
 
@@ -166,16 +167,11 @@ def _pieces_of(flat: FlatParam) -> Iterator[tuple[str, Pieces]]:
         yield name, Pieces(original.shape, run, 0 if piece is None else piece.start)
 
 
-def _unsharded(door: nn.Module, sharded: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+def _unsharded(door: nn.Module, shards: set[int]) -> Iterator[tuple[str, torch.Tensor]]:
     for path, m in door.named_modules():
         for name, buffer in m._buffers.items():
             if buffer is not None and name not in m._non_persistent_buffers_set:
                 yield _name(path, name), buffer
         for name, param in m._parameters.items():
-            full = _name(path, name)
-            if (
-                param is not None
-                and full not in sharded
-                and not full.rpartition(".")[2].startswith("flat_param_")
-            ):
-                yield full, param.detach()
+            if param is not None and id(param) not in shards:
+                yield _name(path, name), param.detach()

@@ -176,6 +176,13 @@ class ShardingState:
             before = float(predivide_factor(world))
         return before, world / before
 
+    @property
+    def compute_device(self) -> torch.device:
+        """Where parameters are gathered."""
+        if self.options.device is not None:
+            return self.options.device
+        return self.flats[0].param.device if self.flats else self.group.backend.device()
+
     def make_unit(self, borrowed: list[FlatParam]) -> None:
         """What the engine runs, of the flat parameters that there are."""
         for flat in self.flats:

@@ -46,17 +46,11 @@ def cut_rows(full: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
         full: any shape.
         mesh: cut along the last dimension; what is along others are replicas.
     """
-    from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
-
     if full.dim() == 0:
         return full
     rank, chunks = mesh.get_local_rank(mesh.ndim - 1), full.chunk(mesh.size(mesh.ndim - 1))
     local = chunks[rank] if rank < len(chunks) else full[:0]
-    placements: list[Placement] = [*(Replicate() for _ in range(mesh.ndim - 1)), Shard(0)]
-    made: torch.Tensor = DTensor.from_local(
-        local.clone(), mesh, placements, run_check=False, shape=full.shape, stride=full.contiguous().stride()
-    )
-    return made
+    return _of_rows(local.clone(), mesh, full.shape)
 
 
 def is_cut(value: object) -> bool:
@@ -81,20 +75,19 @@ def rows_here(values: torch.Tensor, mesh: DeviceMesh, shape: torch.Size) -> torc
         mesh: cut along the last dimension; what is along others are replicas.
         shape: of the whole tensor; at least one dimension.
     """
-    from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
-
     rank, parts = mesh.get_local_rank(mesh.ndim - 1), mesh.size(mesh.ndim - 1)
     most = -(-shape[0] // parts)
     rows = max(0, min(most, shape[0] - rank * most))
-    local = values.detach().view(-1)[: rows * shape[1:].numel()].view(rows, *shape[1:])
+    return _of_rows(values.detach().view(-1)[: rows * shape[1:].numel()].view(rows, *shape[1:]), mesh, shape)
+
+
+def _of_rows(local: torch.Tensor, mesh: DeviceMesh, shape: torch.Size) -> torch.Tensor:
+    from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
     placements: list[Placement] = [*(Replicate() for _ in range(mesh.ndim - 1)), Shard(0)]
+    strides = torch.empty(shape, device="meta").stride()
     made: torch.Tensor = DTensor.from_local(
-        local,
-        mesh,
-        placements,
-        run_check=False,
-        shape=shape,
-        stride=torch.empty(shape, device="meta").stride(),
+        local, mesh, placements, run_check=False, shape=shape, stride=strides
     )
     return made
 

@@ -117,10 +117,7 @@ class FairscaleFacts(Door):
     @property
     def compute_device(self) -> torch.device:
         """Where parameters are gathered."""
-        state = self._state
-        if state.options.device is not None:
-            return state.options.device
-        return state.flats[0].param.device if state.flats else state.group.backend.device()
+        return self._state.compute_device
 
     @property
     def numel_padded_per_param(self) -> list[int]:
