@@ -11,6 +11,7 @@ from .adascale.optimizer import AdaScale
 from .checkpoint.loading import load
 from .checkpoint.prefix import load_with_or_without_prefix, with_prefix, without_prefix
 from .checkpoint.saving import save
+from .data import GlobalBatchSampler, ResumableLoader
 from .errors import (
     BackendError,
     ConfigurationError,
@@ -50,6 +51,7 @@ __all__ = [
     "DamagedFileError",
     "EvaluationSampler",
     "FileNotWrittenError",
+    "GlobalBatchSampler",
     "GradScaler",
     "LifecycleError",
     "OffloadPolicy",
@@ -60,6 +62,7 @@ __all__ = [
     "RankMismatchError",
     "ReducePolicy",
     "ReshardPolicy",
+    "ResumableLoader",
     "ShardedDDP",
     "ShardedGradScaler",
     "ShardkitError",
