@@ -20,7 +20,7 @@ from shardkit.errors import ConfigurationError
 
 from ..arguments import check_exchange, check_member, check_members, check_op, check_parts
 from ..host_objects import ObjectsOverBytes
-from .collectives import replica_groups
+from .collectives import Groups, replica_groups
 from .meeting import Call
 from .objects import pack
 from .replica import Replica
@@ -40,6 +40,7 @@ class XlaGroup(ObjectsOverBytes):
         self._position = torch.tensor([self.rank]).to(backend.device())  # data: graphs don't differ by it
         self._is_source: dict[int, torch.Tensor] = {}  # for broadcasts; data as well
         self._siblings: list[tuple[int, ...]] = [self.ranks]
+        self._cut: tuple[int, Groups] = (0, [])  # the groups of all replicas when there were so many siblings
         self._partitions: list[list[tuple[int, ...]]] = []  # of the sub-groups, see new_group
 
     def channel(self, name: str) -> XlaGroup:
@@ -184,8 +185,11 @@ class XlaGroup(ObjectsOverBytes):
     def _averaged(self, value: torch.Tensor, op: ReduceOp) -> torch.Tensor:
         return value / self.world_size if op is ReduceOp.AVG else value
 
-    def _groups(self) -> list[list[int]]:
-        return replica_groups(self.ranks, self._siblings, self._replica.world_size)
+    def _groups(self) -> Groups:
+        siblings = len(self._siblings)
+        if self._cut[0] != siblings:
+            self._cut = siblings, replica_groups(self.ranks, self._siblings, self._replica.world_size)
+        return self._cut[1]
 
     def _issue(self, what: str, label: str) -> None:
         self._replica.host.issued(Call(self.ranks, what, label))

@@ -33,3 +33,9 @@ def collectives(tensors: Sequence[torch.Tensor]) -> Counter[str]:
 def operations(tensors: Sequence[torch.Tensor]) -> int:
     """Recorded operations on which these pending tensors depend, their inputs included."""
     return len(re.findall(r"^ *%\d+ = ", _RUNTIME._get_xla_tensors_text(list(tensors)), re.MULTILINE))
+
+
+def aliased() -> int:
+    """Buffers of the program compiled last that it writes over, so that old and new values are not there together."""
+    data = _RUNTIME._xla_metric_data("InputOutputAliasCount")
+    return int(data[2][-1][1]) if data else 0

@@ -173,6 +173,6 @@ class FlatSegment:
             full = own.new_empty(self.layout.numel)
             self.group.all_gather_into(full, own, label="updated parameters")
         for p, value in zip(self.params, self.split(full), strict=True):
-            p.data = value if value.dtype == p.dtype else value.to(p.dtype)
+            p.copy_(value)  # in place, so that the program may write over the old value
         if own is not self.own and own.dtype != self.own.dtype:
             self.own.data = own.to(self.own.dtype)
