@@ -22,6 +22,7 @@ from types import TracebackType
 from typing import cast
 
 from shardkit.errors import ConfigurationError, RankFailedError
+from shardkit.started import note
 from shardkit.types import AnyCallable, Args, T
 
 from .diagnosis.job import begin_job, end_job, fail_job
@@ -49,6 +50,7 @@ def _serve(
     """Runs what comes over the pipe until it closes."""
     _die_with_parent()
     os.environ.update(variables)
+    note(0)  # a launch within the rank starts ranks of its own
     try:
         (start or join_ranks)(rank, world_size, rendezvous, backend)
         connection.send_bytes(pickle.dumps(("ready", None)))

@@ -33,6 +33,7 @@ from .launch import launch
 from .optimizers.elementwise import declare_elementwise
 from .oss.optimizer import OSS
 from .policy import Compression, OffloadPolicy, PrecisionPolicy, ReducePolicy, ReshardPolicy
+from .running.stopping import stop_requested
 from .sharded_ddp.wrapper import ShardedDDP
 from .summary import summary
 from .version import __version_tuple__
@@ -82,6 +83,7 @@ __all__ = [
     "register_fsdp_forward_method",
     "save",
     "sharding_of",
+    "stop_requested",
     "summary",
     "with_prefix",
     "without_prefix",

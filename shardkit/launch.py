@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import datetime
 import os
+import re
 from collections.abc import Callable
 from typing import TypeVar
 
 from .backend import Backend, get_backend
 from .errors import BackendError, ConfigurationError
+from .started import StartedRank, note, started_rank
 from .types import Args
 
 T = TypeVar("T")
@@ -31,7 +34,8 @@ def launch(
     A rank whose ``fn`` returns while others wait for it in a collective of shardkit ends the job with an
     OutOfStepError within seconds (on NCCL: when its own timeout is over).
 
-    Started by torchrun, this process is one rank already: ``fn`` runs here, and the list holds the results of
+    Started by ``shardkit run``, torchrun, srun, mpirun, or with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in the
+    environment (Kubernetes), this process is one rank already: ``fn`` runs here, and the list holds the results of
     all ranks.
 
     Args:
@@ -48,8 +52,8 @@ def launch(
     Raises:
         RankFailedError: a rank raised, died or was too late. The others are ended at once; it holds the rank and its
             traceback.
-        BackendError: the backend is not available on this machine.
-        ConfigurationError: ``world_size`` does not fit the ranks that torchrun started, or ``fn`` can't be sent to
+        BackendError: the backend is not available on this machine, or ranks that others started do not meet.
+        ConfigurationError: ``world_size`` does not fit the ranks that others started, or ``fn`` can't be sent to
             other processes.
     """
     chosen = get_backend(backend) if isinstance(backend, str) else backend
@@ -57,28 +61,74 @@ def launch(
         raise BackendError(
             f"backend {chosen.name!r} is not available on this machine: no such device, or its package is not installed"
         )
-    if "TORCHELASTIC_RUN_ID" in os.environ and chosen.process_group_backend is not None:
-        return _run_as_started_rank(fn, world_size, chosen, args)
+    started = started_rank() if chosen.process_group_backend is not None else None
+    if started is not None and (started.is_elastic or started.world_size > 1):
+        return _run_as_started_rank(fn, world_size, chosen, args, started, start_timeout)
     return chosen.launch(fn, world_size, args, timeout=timeout, start_timeout=start_timeout)
 
 
-def _run_as_started_rank(fn: Callable[..., T], world_size: int, backend: Backend, args: Args) -> list[T]:
-    """One of the ranks that torchrun started."""
+def _run_as_started_rank(
+    fn: Callable[..., T], world_size: int, backend: Backend, args: Args, started: StartedRank,
+    start_timeout: float | None,
+) -> list[T]:  # fmt: skip
+    """One of the ranks that another program started."""
     import torch.distributed as dist
 
-    started = int(os.environ["WORLD_SIZE"])
-    if started != world_size:
+    if started.world_size != world_size:
+        how = f"torchrun --nproc-per-node={world_size}" if started.is_elastic else "other numbers there"
         raise ConfigurationError(
-            f"torchrun started {started} ranks, launch was asked for {world_size}; pass world_size={started} or "
-            f"torchrun --nproc-per-node={world_size}"
+            f"{started.by} started {started.world_size} ranks, launch was asked for {world_size}; pass "
+            f"world_size={started.world_size} or {how}. If this process is no rank, and has only inherited these "
+            "variables, unset them"
         )
+    if not started.is_elastic:
+        os.environ.update(started.variables())
+    note()
     backend.device()  # selects the rank's device before the process group asks for it
     mine = not dist.is_initialized()
     if mine:
-        dist.init_process_group(backend.process_group_backend)
+        _meet(backend, started, start_timeout)
     try:
-        result = fn(int(os.environ["RANK"]), *args)
+        result = fn(started.rank, *args)
         return backend.group().all_gather_object(result, label="results of launch")
     finally:
         if mine:
             dist.destroy_process_group()
+
+
+def _meet(backend: Backend, started: StartedRank, start_timeout: float | None) -> None:
+    """Makes the process group.
+
+    Raises:
+        BackendError: the ranks do not meet.
+    """
+    import torch.distributed as dist
+
+    if started.is_elastic:
+        dist.init_process_group(backend.process_group_backend)
+        return
+    if not started.address:
+        raise ConfigurationError(
+            f"{started.by} started ranks on several machines, and does not say where rank 0 is: set MASTER_ADDR (and "
+            "MASTER_PORT) to an address of its machine, on all ranks"
+        )
+    place = f"{started.address}:{started.port} (MASTER_ADDR, MASTER_PORT)"
+    limit = datetime.timedelta(seconds=start_timeout or 10**6)
+    try:
+        store = dist.TCPStore(  # type: ignore[attr-defined]
+            started.address, started.port, started.world_size, is_master=started.rank == 0, timeout=limit
+        )
+    except (RuntimeError, ValueError) as error:
+        what = (
+            "it could not listen there: the port is taken, or the address is another machine's; choose others"
+        )
+        if started.rank or not re.search("EADDRINUSE|listen", str(error)):
+            what = f"not all were there after {limit}: others did not start, or can't reach that address"
+        raise BackendError(
+            f"rank {started.rank} of {started.world_size}, started by {started.by}, did not meet the others at "
+            f"{place}: {what}. ({str(error).splitlines()[0]})"
+        ) from error
+    store.set_timeout(dist.distributed_c10d.default_pg_timeout)
+    dist.init_process_group(
+        backend.process_group_backend, store=store, rank=started.rank, world_size=started.world_size
+    )

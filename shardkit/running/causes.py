@@ -1,0 +1,107 @@
+"""Which of several failed ranks was the cause, and what there is to say about each."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+
+STOPPED = 75  # EX_TEMPFAIL: the program was asked to stop, has saved, and can be started again
+# What a rank raises when another one failed first.
+_CONSEQUENCES = ("RankLostError", "OutOfStepError", "DistNetworkError", "DistBackendError", "DistStoreError")
+_OF_GLOO = re.compile(r"Connection closed by peer|Connection reset by peer|Broken pipe")
+_INSIDE = re.compile(r" \(\[/.*\)$")  # where in gloo's source it was found
+_LINES, _LETTERS = 40, 600  # of a traceback, and of a message
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A rank that has ended otherwise than with status 0.
+
+    Attributes:
+        rank: global.
+        status: exit status; negative: the signal that ended it.
+        noticed: when that was seen (seconds since the epoch).
+        files: path of its files, without their endings.
+    """
+
+    rank: int
+    pid: int
+    status: int
+    noticed: float
+    files: Path
+
+    def _error(self) -> dict[str, str]:
+        """The exception, as the rank wrote it down; empty if it could not."""
+        try:
+            message = json.loads(self.files.with_name(self.files.name + ".error.json").read_text())["message"]
+            extra = message["extraInfo"]
+        except (OSError, ValueError, KeyError, TypeError):
+            return {}
+        return {
+            "text": message["message"],
+            "trace": extra["py_callstack"],
+            "time": str(extra.get("time", "")),
+        }
+
+    @property
+    def when(self) -> float:
+        """When it failed."""
+        return float(self._error().get("time") or self.noticed)
+
+    @property
+    def text(self) -> str:
+        """The exception, or how the process ended, in a line."""
+        error = self._error()
+        if error:
+            return _INSIDE.sub("", error["text"].strip().partition("\n")[0])[:_LETTERS]
+        if self.status < 0:
+            return f"ended by {signal_name(-self.status)}{_KNOWN.get(-self.status, '')}"
+        return f"ended with exit status {self.status}"
+
+    @property
+    def trace(self) -> str:
+        """The traceback, or the last lines that it printed."""
+        trace = self._error().get("trace", "").rstrip()
+        lines = trace.splitlines() or tail(self.files.with_name(self.files.name + ".err"), 15)
+        if len(lines) > _LINES:
+            lines = [*lines[:5], f"  ... {len(lines) - _LINES} lines", *lines[5 - _LINES :]]
+        return "\n".join(lines)
+
+    @property
+    def is_consequence(self) -> bool:
+        """Whether it says no more than that another rank is gone."""
+        text = self._error().get("text", "")
+        return text.startswith(_CONSEQUENCES) or bool(_OF_GLOO.search(text))
+
+
+_KNOWN = {
+    int(signal.SIGKILL): (
+        " (from outside: the kernel does so where memory is short, see dmesg; schedulers do so at limits)"
+    ),
+    int(signal.SIGSEGV): " (a crash in compiled code)",
+    int(signal.SIGABRT): " (compiled code gave up; what it printed says why)",
+    int(signal.SIGBUS): " (mostly: /dev/shm is full, or a mapped file was cut)",
+}
+
+
+def signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def first_cause(failures: list[Failure]) -> Failure:
+    """The earliest one that is no consequence of another's."""
+    return min(failures, key=lambda f: (f.is_consequence, f.when))
+
+
+def tail(path: Path, lines: int) -> list[str]:
+    """The last lines of a file."""
+    try:
+        return path.read_text(errors="replace").splitlines()[-lines:]
+    except OSError:
+        return []

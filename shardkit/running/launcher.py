@@ -1,0 +1,223 @@
+"""Runs a program on ranks: ``shardkit run``."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+from ..errors import ConfigurationError
+from .folder import RUN_DIR, RunFolder
+from .news import News
+
+_TICK = 0.1
+_LAST_CALL = 10  # seconds that further machines are waited for, once there are enough
+_LOCAL = "127.0.0.1"
+
+
+@dataclass(frozen=True)
+class Options:
+    """What ``shardkit run`` was asked for.
+
+    Attributes:
+        program: ``[-m] PROGRAM ARGUMENTS``.
+        ranks: of each machine.
+        nodes: machines, at least and at most.
+        rendezvous: host and port where they meet; "" for one machine.
+        restarts: of all ranks, after failures.
+        least: ranks of a machine that it goes on with; None: all.
+        id: the run's name; "": one is made up.
+        runs: folder of runs.
+        join_timeout: seconds that other machines are waited for.
+        command: the line that starts it again.
+    """
+
+    program: Sequence[str]
+    ranks: int
+    nodes: tuple[int, int] = (1, 1)
+    rendezvous: str = ""
+    restarts: int = 0
+    least: int | None = None
+    id: str = ""
+    runs: Path = Path("runs")
+    join_timeout: int = 600
+    command: str = "shardkit run"
+
+    def __post_init__(self) -> None:
+        least, most = self.nodes
+        if not 1 <= least <= most:
+            raise ConfigurationError(f"--nodes {least}:{most}: write MIN:MAX with 1 <= MIN <= MAX")
+        if self.ranks < 1:
+            raise ConfigurationError(f"--ranks {self.ranks}: a machine has at least one")
+        if self.least is not None and not 1 <= self.least <= self.ranks:
+            raise ConfigurationError(f"--min-ranks {self.least}: between 1 and --ranks, {self.ranks}")
+        if self.restarts < 0:
+            raise ConfigurationError(f"--restarts {self.restarts}: at least 0")
+        if self.least not in (None, self.ranks) and self.restarts < 2:
+            raise ConfigurationError(
+                "--min-ranks needs --restarts of at least 2: a rank has to fail twice before others go on without it"
+            )
+        if most > 1 and not self.rendezvous:
+            raise ConfigurationError(
+                "--nodes above 1 needs --rdzv HOST:PORT, the same everywhere: a machine of the job, and a free port"
+            )
+        if most > 1 and not self._id():
+            raise ConfigurationError(
+                "--nodes above 1 needs --id NAME, the same everywhere and new for every job"
+            )
+        name = self.program[0] if self.program else ""
+        if name != "-m" and not Path(name).is_file():
+            raise ConfigurationError(f"there is no program {name!r}; for a module write -m MODULE")
+
+    def _id(self) -> str:
+        return self.id or os.environ.get("SLURM_JOB_ID", "")
+
+    @property
+    def name(self) -> str:
+        return self._id() or time.strftime("%Y%m%d-%H%M%S-") + f"{os.getpid() % 1000:03}"
+
+
+def run(options: Options) -> int:
+    """The exit status: 0; 1 after a failure; 75 if the program has saved and ended because it was asked to.
+
+    Raises:
+        ConfigurationError: machines can't meet as they were told to.
+    """
+    name = options.name
+    folder = RunFolder((options.runs / name).absolute())
+    (folder.path / "command").write_text(options.command + "\n")
+    os.environ[RUN_DIR] = str(folder.path)
+    _log_to(folder.log)
+    with tempfile.TemporaryDirectory(prefix="shardkit-run-") as pipes:
+        return _Running(options, name, folder, Path(pipes)).to_the_end()
+
+
+def _log_to(path: Path) -> None:
+    """What torch's agent says is for its file: the terminal gets what people need."""
+    logger, handler = logging.getLogger("torch.distributed.elastic"), logging.FileHandler(path)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(name)s %(message)s"))
+    logger.addHandler(handler)
+    logger.propagate = False
+
+
+class _Running:
+    """The agent has a thread of its own; signals come to the main thread, and it shows what happens."""
+
+    def __init__(self, options: Options, name: str, folder: RunFolder, pipes: Path) -> None:
+        from torch.distributed.elastic.agent.server.api import WorkerSpec
+        from torch.distributed.elastic.rendezvous import RendezvousParameters, registry
+
+        from .agent import Agent, Job
+        from .logs import RankLogs
+
+        host = options.rendezvous.rpartition(":")[0]
+        self._address = own_address(options.rendezvous) if host else _LOCAL
+        self._news = News(name, folder)
+        least = options.ranks if options.least is None else options.least
+        self._job = Job(name, folder, options.command, least, options.restarts, self._news)
+        parameters = RendezvousParameters(
+            backend="c10d",
+            endpoint=options.rendezvous or "localhost:0",
+            run_id=name,
+            min_nodes=options.nodes[0],
+            max_nodes=options.nodes[1],
+            local_addr=self._address,
+            join_timeout=options.join_timeout,
+            last_call_timeout=_LAST_CALL,
+            keep_alive_interval=2,
+        )
+        self._spec = WorkerSpec(
+            role="rank",
+            local_world_size=options.ranks,
+            entrypoint=sys.executable,
+            args=("-u", "-m", "shardkit.running.rank", *options.program),
+            rdzv_handler=registry.get_rendezvous_handler(parameters),
+            max_restarts=options.restarts,
+            monitor_interval=_TICK,
+            local_addr=self._address,
+        )
+        self._agent = Agent(self._spec, RankLogs(folder.path, pipes), self._job, self._address)
+        self._failed = True
+        self._error: BaseException | None = None
+
+    def to_the_end(self) -> int:
+        """The exit status."""
+        before = {s: signal.signal(s, self._signalled) for s in (signal.SIGTERM, signal.SIGINT)}
+        thread = threading.Thread(target=self._work, name="shardkit-agent", daemon=True)
+        thread.start()
+        try:
+            while thread.is_alive():
+                thread.join(_TICK)
+                self._news.show()
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+            self._news.close()
+        if self._error is not None:
+            raise self._error
+        if self._job.status is not None:
+            self._say_stopped(self._job.status)
+            return self._job.status
+        return int(self._failed)
+
+    def _work(self) -> None:
+        """The agent's thread."""
+        try:
+            self._failed = self._agent.run().is_failed()
+        except Exception as error:  # noqa: BLE001 - raised in the main thread
+            self._error = error
+        finally:
+            with contextlib.suppress(Exception):
+                self._spec.rdzv_handler.shutdown()
+
+    def _signalled(self, number: int, _: FrameType | None) -> None:
+        if not self._job.stop_asked:
+            self._job.stop_asked = True
+            self._news.say(
+                f"{signal.Signals(number).name}: ranks save and end; once more, and they end at once"
+            )
+            self._agent.signal_ranks(signal.SIGTERM)
+            return
+        self._agent.signal_ranks(signal.SIGKILL)
+        self._news.close()
+        os._exit(128 + number)
+
+    def _say_stopped(self, status: int) -> None:
+        saved = self._job.folder.last_checkpoint()
+        how = (
+            "ranks have stopped"
+            if status == 75
+            else "SIGTERM ended ranks whose program doesn't ask stop_requested()"
+        )
+        self._news.say(f"{how}. Last complete checkpoint: {saved or 'none'}. To resume: {self._job.command}")
+
+
+def own_address(rendezvous: str) -> str:
+    """The address of this machine from which the way leads to where machines meet.
+
+    Raises:
+        ConfigurationError: there is no such way, or the name has no address.
+    """
+    host, _, port = rendezvous.rpartition(":")
+    if not host or not port.isdigit():
+        raise ConfigurationError(f"--rdzv {rendezvous}: write HOST:PORT")
+    try:
+        kind, _, _, _, target = socket.getaddrinfo(host, int(port), type=socket.SOCK_DGRAM)[0]
+        with socket.socket(kind, socket.SOCK_DGRAM) as way:
+            way.connect(target)  # sends nothing
+            return str(way.getsockname()[0])
+    except OSError as error:
+        raise ConfigurationError(
+            f"--rdzv {rendezvous}: {error}. No way leads there from here: check the name, and with 'ip route get' "
+            "which interface it takes"
+        ) from error

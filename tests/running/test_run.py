@@ -1,0 +1,142 @@
+"""``shardkit run``: the page about a failure, restarts, fewer ranks, and stopping."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from shardkit.cli import main
+
+ROOT = Path(__file__).resolve().parents[2]
+pytestmark = pytest.mark.timeout(90)
+
+EXPECTED = [(0, 2, []), (1, 2, [2]), (2, 1, [2])]
+# Steps end in "checkpoints", as shardkit.save writes them. By attempt: rank 1 raises; dies; is left out.
+PROGRAM = """
+import os, signal, sys, time
+from pathlib import Path
+import torch, torch.distributed as dist
+import shardkit
+from shardkit.running.folder import note_checkpoints
+
+def complete_steps():
+    return sorted(int(p.name[5:]) for p in Path("saved").glob("step-*"))
+
+def save(step, rank):
+    dist.barrier()
+    if rank == 0:
+        note_checkpoints("saved")
+        Path(f"saved/step-{step:08}").mkdir(parents=True)
+        Path(f"saved/step-{step:08}/shardkit.json").write_text("{}")
+    dist.barrier()
+
+def train(rank, what):
+    attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    world_size = dist.get_world_size()
+    print("attempt", attempt, "of", world_size, "ranks from", complete_steps(), flush=True)
+    model = shardkit.FSDP(torch.nn.Linear(4, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(*{"fails": (1, 4), "stops": (1, 2000)}[what]):
+        model(torch.ones(2, 4)).sum().backward()
+        if what == "fails" and rank == 1 and attempt < 3 and step == 3:
+            if attempt == 0:
+                raise KeyError("what went wrong")
+            os.kill(os.getpid(), signal.SIGKILL)
+        optimizer.step()
+        optimizer.zero_grad()
+        if what == "fails" and attempt == 0 and step == 2:
+            save(step, rank)
+        if what == "stops":
+            Path("is running").touch()
+            if shardkit.stop_requested():
+                save(step, rank)
+                sys.exit(75)
+
+shardkit.launch(train, int(os.environ["WORLD_SIZE"]), args=tuple(sys.argv[1:]))
+"""
+
+
+def _begin(folder: Path, *arguments: str) -> subprocess.Popen[str]:
+    (folder / "train.py").write_text(PROGRAM)
+    return subprocess.Popen(
+        [sys.executable, "-m", "shardkit", "run", *arguments], cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+
+
+def test_failures_restarts_and_fewer_ranks(tmp_path: Path) -> None:
+    arguments = ("--ranks", "2", "--restarts", "2", "--min-ranks", "1", "--id", "one", "train.py", "fails")
+    job = _begin(tmp_path, *arguments)
+    out, err = job.communicate(timeout=80)
+    assert job.returncode == 0, err
+    began = [line for line in out.splitlines() if line.startswith("attempt")]
+    assert began == [f"attempt {n} of {ranks} ranks from {saved}" for n, ranks, saved in EXPECTED]
+    pages = re.findall(r"=====\n(rank .*?)=====", err, re.S)
+    assert [page.partition("\n")[0].partition(" (")[0] for page in pages] == [
+        "rank 1 of 2 failed: KeyError: 'what went wrong'",
+        "rank 1 of 2 failed: ended by SIGKILL",
+    ], err
+    first = pages[0]
+    assert "after optimizer step 2 of this attempt" in first
+    assert 'raise KeyError("what went wrong")' in first
+    assert re.search(r"  rank 0 (waited in|ended: RankLostError: .*during) \w+ of \d+ elements", first), first
+    assert f"Last complete checkpoint: {tmp_path}/saved/step-00000002\n" in first
+    assert "Restart 1 of 2, with 2 ranks" in first
+    assert "Restart 2 of 2, with 1 ranks on this machine, since the same rank failed twice" in pages[1]
+    run = tmp_path / "runs" / "one"
+    assert run.joinpath("failure.txt").read_text().strip("=\n") == pages[1].strip("=\n")
+    assert "attempt 0" in (run / "attempt-0" / "rank1.out").read_text()
+    assert "what went wrong" in (run / "attempt-0" / "rank1.err").read_text()
+
+
+def test_sigterm_lets_ranks_save_and_end(tmp_path: Path) -> None:
+    job = _begin(tmp_path, "--ranks", "2", "train.py", "stops")
+    _wait_for(job, tmp_path / "is running")
+    job.send_signal(signal.SIGTERM)
+    _, err = job.communicate(timeout=60)
+    assert job.returncode == 75, err
+    (saved,) = (tmp_path / "saved").iterdir()
+    assert f"ranks have stopped. Last complete checkpoint: {saved}. To resume: shardkit run --ranks 2" in err
+    assert not list(tmp_path.glob("runs/*/failure.txt"))
+
+
+def _wait_for(job: subprocess.Popen[str], file: Path) -> None:
+    while not file.exists():
+        assert job.poll() is None, job.communicate()
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--ranks", "0", "x.py"], "a machine has at least one"),
+        (["--ranks", "2", "--min-ranks", "3", "x.py"], "between 1 and --ranks, 2"),
+        (["--ranks", "2", "--min-ranks", "1", "x.py"], "needs --restarts of at least 2"),
+        (["--ranks", "2", "--nodes", "2", "x.py"], "needs --rdzv HOST:PORT"),
+        (["--ranks", "2", "--nodes", "2", "--rdzv", "a:1", "x.py"], "needs --id NAME"),
+        (["--ranks", "2", "--nodes", "3:2", "x.py"], "MIN:MAX"),
+        (["--ranks", "2", "missing.py"], "there is no program 'missing.py'"),
+        (["--ranks", "1", "--nodes", "2", "--id", "a", "--rdzv", "nowhere.invalid:1", "x.py"], "nowhere.invalid:1"),
+    ],
+)  # fmt: skip
+def test_what_can_not_be_started(
+    arguments: list[str],
+    says: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    monkeypatch.setenv("SHARDKIT_RUN_DIR", "")
+    (tmp_path / "x.py").write_text("")
+    assert main(["run", *arguments]) == 2
+    assert says in capsys.readouterr().err
