@@ -10,10 +10,10 @@ from . import compat, redirected
 from .adascale.optimizer import AdaScale
 from .checkpoint.loading import load
 from .checkpoint.prefix import load_with_or_without_prefix, with_prefix, without_prefix
-from .checkpoint.saving import save
 from .data import GlobalBatchSampler, ResumableLoader
 from .errors import (
     BackendError,
+    CheckpointError,
     ConfigurationError,
     DamagedFileError,
     FileNotWrittenError,
@@ -36,6 +36,9 @@ from .policy import Compression, OffloadPolicy, PrecisionPolicy, ReducePolicy, R
 from .running.stopping import stop_requested
 from .sharded_ddp.wrapper import ShardedDDP
 from .summary import summary
+from .training_checkpoints.folders import latest
+from .training_checkpoints.restoring import Restored, restore
+from .training_checkpoints.saving import save
 from .version import __version_tuple__
 from .whole_parameters.optimizer import WholeParameters
 from .wrapping.context import auto_wrap, enable_wrap, wrap
@@ -47,6 +50,7 @@ __all__ = [
     "OSS",
     "AdaScale",
     "BackendError",
+    "CheckpointError",
     "Compression",
     "ConfigurationError",
     "DamagedFileError",
@@ -63,6 +67,7 @@ __all__ = [
     "RankMismatchError",
     "ReducePolicy",
     "ReshardPolicy",
+    "Restored",
     "ResumableLoader",
     "ShardedDDP",
     "ShardedGradScaler",
@@ -77,10 +82,12 @@ __all__ = [
     "gather_tensors",
     "hybrid_groups",
     "in_step",
+    "latest",
     "launch",
     "load",
     "load_with_or_without_prefix",
     "register_fsdp_forward_method",
+    "restore",
     "save",
     "sharding_of",
     "stop_requested",

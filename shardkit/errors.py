@@ -92,3 +92,7 @@ class FileNotWrittenError(ShardkitError, OSError):
     def __init__(self, message: str, errno: int | None = None) -> None:
         super().__init__(message)
         self.errno = errno
+
+
+class CheckpointError(ShardkitError):
+    """A checkpoint was not saved or not restored, on any rank; those that were there before are whole."""

@@ -102,9 +102,9 @@ class OSS(core.OSS):
     def buckets(self) -> dict[torch.device, dict[int, torch.Tensor]]:
         """Device -> rank -> the flat buffer that the rank's trainable parameters are views of."""
         found: dict[torch.device, dict[int, torch.Tensor]] = {}
-        if not isinstance(self._placement, OwnedParameters):
+        if not isinstance(self.placement, OwnedParameters):
             return found
-        for flat in self._placement.buffers:
+        for flat in self.placement.buffers:
             for rank in range(self.world_size):
                 segment = flat.segment(rank)
                 if segment.numel():

@@ -56,20 +56,25 @@ def load(
             f"{name} is no regular file; pass the path of a file that torch.save has written"
         )
     with open(path, "rb") as file:
-        try:
-            return _Reading(name, file, map_location).result()
-        except NotData as found:
-            raise UntrustedFileError(
-                f"{name} is not read, since it holds more than tensors, numbers and containers of them: "
-                f"{', '.join(map(str, found.args))}. Reading that means running what it says. If you trust whoever "
-                "wrote it, pass trust_pickle=True (--trust-pickle on command lines) and save it anew as a state dict"
-            ) from found
-        except _Nowhere as found:
-            raise ConfigurationError(str(found)) from found
-        except Damage as found:
-            raise _damaged(name, str(found)) from found
-        except _UNREADABLE as error:
-            raise _damaged(name, f"its pickle makes no sense ({type(error).__name__}: {error})") from error
+        return load_data(file, os.fstat(file.fileno()).st_size, name, map_location)
+
+
+def load_data(file: BinaryIO, size: int, name: str, map_location: torch.device | str | None = "cpu") -> Data:
+    """The same from what is open already, of so many bytes; errors call it by the name."""
+    try:
+        return _Reading(name, file, size, map_location).result()
+    except NotData as found:
+        raise UntrustedFileError(
+            f"{name} is not read, since it holds more than tensors, numbers and containers of them: "
+            f"{', '.join(map(str, found.args))}. Reading that means running what it says. If you trust whoever "
+            "wrote it, pass trust_pickle=True (--trust-pickle on command lines) and save it anew as a state dict"
+        ) from found
+    except _Nowhere as found:
+        raise ConfigurationError(str(found)) from found
+    except Damage as found:
+        raise _damaged(name, str(found)) from found
+    except _UNREADABLE as error:
+        raise _damaged(name, f"its pickle makes no sense ({type(error).__name__}: {error})") from error
 
 
 def _damaged(path: str, what: str) -> DamagedFileError:
@@ -82,9 +87,8 @@ def _damaged(path: str, what: str) -> DamagedFileError:
 class _Reading:
     """One file being read: its pickle is interpreted, then its storages are filled and compared."""
 
-    def __init__(self, path: str, file: BinaryIO, map_location: torch.device | str | None) -> None:
-        self._path, self._file = path, file
-        self._size = os.fstat(file.fileno()).st_size
+    def __init__(self, path: str, file: BinaryIO, size: int, map_location: torch.device | str | None) -> None:
+        self._path, self._file, self._size = path, file, size
         self._device = None if map_location is None else torch.device(map_location)
         self._left = self._size  # bytes that the storages not seen yet can have
         self._storages: dict[str, Storage] = {}

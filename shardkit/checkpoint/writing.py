@@ -54,7 +54,7 @@ def write_atomically(
         if before_replacing is not None:
             before_replacing()
         os.replace(temporary, target)
-        _sync_folder(folder)
+        sync_folder(folder)
     except OSError as error:
         raise FileNotWrittenError(
             f"{os.fspath(path)} was not written ({error.strerror or error}); "
@@ -74,12 +74,13 @@ def _remove_what_was_left(folder: str, prefix: str) -> None:
     """By processes of this machine that are gone."""
     for entry in os.scandir(folder):
         owner = entry.name.removeprefix(prefix).partition(".")[0]
-        if entry.name.startswith(prefix) and entry.name.endswith(_ENDING) and not _is_alive(owner):
+        if entry.name.startswith(prefix) and entry.name.endswith(_ENDING) and not is_alive(owner):
             with contextlib.suppress(OSError):  # another process may remove it too
                 os.unlink(entry.path)
 
 
-def _is_alive(process: str) -> bool:
+def is_alive(process: str) -> bool:
+    """Whether a process of this machine, by its number, runs."""
     try:
         os.kill(int(process), 0)
     except ProcessLookupError:
@@ -98,7 +99,7 @@ def _take_over(temporary: str, old: os.stat_result) -> None:
     os.chmod(temporary, stat.S_IMODE(old.st_mode))
 
 
-def _sync_folder(folder: str) -> None:
+def sync_folder(folder: str) -> None:
     """So that the new name outlives a loss of power."""
     try:
         handle = os.open(folder, os.O_RDONLY)

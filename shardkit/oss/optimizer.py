@@ -30,7 +30,7 @@ from ..torch_seams.distributed_checkpoint import current_request, is_called_by
 from ..types import ParamGroup, ProcessGroup, StateDict, Tree
 from . import state as oss_state
 from .inner_optimizer import check_optimizer_class, make_inner
-from .param_groups import check_ranks_agree, copy_options, group_facts, names_of, options_of
+from .param_groups import check_ranks_agree, copy_options, group_facts, keep_groups, names_of, options_of
 from .placement import placement_for
 from .placement.flat_segment import FlatSegment
 
@@ -102,7 +102,7 @@ class OSS(Optimizer):
         self._has_stepped = False  # or loaded a state: on this rank or another
         self._before_step: list[Callable[[], None]] = []
         chosen = placement_for(optim, self._backend.even_shards_only)
-        self._placement = chosen(self._group, self._owner, broadcast_dtype)
+        self.placement = chosen(self._group, self._owner, broadcast_dtype)
         self._assign_owners()
         options = option_facts(optim=optim, partition=partition, broadcast_dtype=broadcast_dtype)
         check_ranks_agree(self._group, self.param_groups, [*options, *group_facts(self.param_groups, 0)])
@@ -126,7 +126,7 @@ class OSS(Optimizer):
     @property
     def runs_whole(self) -> bool:
         """Whether every rank updates all parameters, as an optimizer does that can't be split."""
-        return self._placement.runs_whole
+        return self.placement.runs_whole
 
     def _parameters(self) -> Iterator[nn.Parameter]:
         return (p for g in self.param_groups for p in g["params"])
@@ -148,11 +148,11 @@ class OSS(Optimizer):
 
     def gradients(self) -> list[torch.Tensor]:
         """The gradients that this rank's optimizer will read (after their reduction)."""
-        return self._placement.gradients(self.optim)
+        return self.placement.gradients(self.optim)
 
     def segments(self) -> list[FlatSegment]:
         """The flat segments that stand in for parameters where all ranks run one compiled graph."""
-        return self._placement.segments
+        return self.placement.segments
 
     # ---------------------------------------------------------------- structure
     def _refuse_shards(self, optim: object) -> None:
@@ -174,11 +174,11 @@ class OSS(Optimizer):
         """Takes what is trainable now into the placement's buffers."""
         self._all = list(self._parameters())
         self._trainable = [p.requires_grad for p in self._all]
-        self._placement.lay_out(self.param_groups)
+        self.placement.lay_out(self.param_groups)
 
     def _inner_group(self, index: int) -> StateDict:
         group = self.param_groups[index]
-        updated = self._placement.updated_here(index, group["params"])
+        updated = self.placement.updated_here(index, group["params"])
         return {**options_of(group), "params": updated, **names_of(updated, group)}
 
     def _adopt_inner(self) -> None:
@@ -227,7 +227,7 @@ class OSS(Optimizer):
             self._has_stepped = True
             self.refresh_trainable()
             copy_options(self.param_groups, self.optim.param_groups)
-            loss = self._placement.step(self.optim, closure, kwargs)
+            loss = self.placement.step(self.optim, closure, kwargs)
             copy_options(self.optim.param_groups, self.param_groups)
         except Exception as error:  # of the inner optimizer or the closure: noting_errors would cost calls
             note_error(error)
@@ -237,7 +237,7 @@ class OSS(Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's; gradients of parameters that other ranks own are cleared too."""
         super().zero_grad(set_to_none)
-        self._placement.clear_gradients()
+        self.placement.clear_gradients()
 
     def clip_grad_norm(
         self,
@@ -262,7 +262,7 @@ class OSS(Optimizer):
         """
         for prepare in self._before_step:
             prepare()
-        counted, clipped = self._placement.to_clip(self.optim, self._all, float(norm_type))
+        counted, clipped = self.placement.to_clip(self.optim, self._all, float(norm_type))
         if filter_params_fn is not None:
             chosen = filter_params_fn([p for g in self.optim.param_groups for p in g["params"]])
             everybody = self._backend.group(None)
@@ -295,7 +295,7 @@ class OSS(Optimizer):
             copy_options(self.param_groups, self.optim.param_groups)
             switch()
             copy_options(self.optim.param_groups, self.param_groups)
-            self._placement.publish()
+            self.placement.publish()
 
     # ---------------------------------------------------------------- state
     @noting_errors
@@ -307,7 +307,7 @@ class OSS(Optimizer):
             )
         copy_options(self.param_groups, self.optim.param_groups)
         index = {p: i for i, p in enumerate(self._parameters())}
-        owned = self._placement.state_of_owned(self.optim)
+        owned = self.placement.state_of_owned(self.optim)
         mine = {index[p]: oss_state.to_cpu(s) for p, s in owned.items()}
         self._consolidated = oss_state.collect(mine, self._group, recipient_rank)
         self._is_on_all_ranks = recipient_rank == -1 or self.world_size == 1
@@ -370,24 +370,21 @@ class OSS(Optimizer):
         except ConfigurationError as error:
             problem = error
         same_state.check_same_state(self._group, state_dict, problem)
-        kept = [p if self._placement.keeps_state_of(p) else None for p in params]
+        kept = [p if self.placement.keeps_state_of(p) else None for p in params]
+        self.take_state(oss_state.selected(state_dict, kept))
+
+    def take_state(self, state_dict: StateDict) -> None:
+        """The same with the state of those parameters alone that :attr:`placement` keeps here; nothing is sent."""
         shown, self._has_stepped = self.state, True
         groups_before = self.param_groups
-        super().load_state_dict(oss_state.selected(state_dict, kept))
-        self._keep_groups(groups_before)
+        super().load_state_dict(state_dict)
+        keep_groups(self, groups_before)
         loaded, self.state = cast("dict[nn.Parameter, StateDict]", self.state), shown
         copy_options(self.param_groups, self.optim.param_groups)
         groups = oss_state.local(self.optim)["param_groups"]
-        state = self._placement.inner_state(self.optim, loaded)
+        state = self.placement.inner_state(self.optim, loaded)
         self.optim.load_state_dict({"state": state, "param_groups": groups})
         self._adopt_inner()
-
-    def _keep_groups(self, groups: list[ParamGroup]) -> None:
-        """Torch's loading makes other dicts; schedulers and trainers that hold these see what was loaded."""
-        for group, loaded in zip(groups, self.param_groups, strict=True):
-            group.clear()
-            group.update(loaded)
-        self.param_groups = groups
 
     def rank_local_state_dict(self, rank: int, state_dict: StateDict) -> StateDict:
         """The part of a whole state dict that belongs to ``rank``, indexed as that rank's inner optimizer does."""

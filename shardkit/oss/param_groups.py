@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from torch import nn
+from torch.optim import Optimizer
 
 from ..backend import Group
 from ..checks.same_everywhere import check_same_everywhere, option_facts, refuse_lazy, shape_fact
@@ -28,6 +29,14 @@ def copy_options(source: list[ParamGroup], target: list[ParamGroup]) -> None:
     """Groups of one optimizer get the options of another's."""
     for a, b in zip(source, target, strict=True):
         b.update({k: v for k, v in a.items() if k != "params" and k != "param_names"})
+
+
+def keep_groups(optimizer: Optimizer, groups: list[ParamGroup]) -> None:
+    """Torch's loading makes other dicts; schedulers and trainers that hold these see what was loaded."""
+    for group, loaded in zip(groups, optimizer.param_groups, strict=True):
+        group.clear()
+        group.update(loaded)
+    optimizer.param_groups = groups
 
 
 def group_facts(groups: Sequence[ParamGroup], first: int) -> list[tuple[str, object]]:

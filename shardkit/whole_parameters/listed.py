@@ -202,8 +202,8 @@ def parts_of(model: nn.Module) -> list[Part]:
             wake(state)
     found, seen = [], set()
     pieces: dict[int, list[list[Piece]]] = {}  # of each flat parameter, by item
-    for name, param in _written(model):
-        flat, number = _place_of(param)
+    for name, param in written_parameters(model):
+        flat, number = place_of(param)
         key = id(param) if flat is None else (id(flat), number)
         if key in seen:
             continue
@@ -222,8 +222,9 @@ def parts_of(model: nn.Module) -> list[Part]:
     return found
 
 
-def _written(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    for path, module in nn.Module.named_modules(model):
+def written_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """The parameters of a model under all names that it was written with: those of tied weights, too."""
+    for path, module in nn.Module.named_modules(model, remove_duplicate=False):
         taken = dict(hidden(module))
         for name in written_names(module):
             own = module.__dict__.get(name)  # an original parameter, whatever is listed in its place
@@ -233,7 +234,7 @@ def _written(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
                 yield ".".join(p for p in (plain_name(path), name) if p), param
 
 
-def _place_of(param: nn.Parameter) -> tuple[FlatParamLike | None, int]:
+def place_of(param: nn.Parameter) -> tuple[FlatParamLike | None, int]:
     """The flat parameter that a parameter lies in, and its number there."""
     flat = flat_of_registered(param)
     if flat is not None:

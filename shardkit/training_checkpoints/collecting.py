@@ -1,0 +1,141 @@
+"""What a checkpoint is made of, as this rank has it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from ..backend import Backend, Group, backend_for, backend_of_job
+from ..errors import ConfigurationError
+from ..types import ProcessGroup, StateDict
+from .entries import Entry, check_names, of_extra
+from .leaves import Fixed, Ranks
+from .model_state import ModelState
+from .optimizer_state import Holder, holder_of
+from .rank_states import Stateful, random_states
+from .slots import Slot
+
+
+@dataclasses.dataclass(frozen=True)
+class Parts:
+    """What a training consists of, as :func:`shardkit.save` and :func:`shardkit.restore` take it."""
+
+    model: nn.Module | None = None
+    optimizer: Optimizer | None = None
+    scheduler: Stateful | None = None
+    scaler: Stateful | None = None
+    loader: Stateful | None = None
+
+    def check(self) -> None:
+        """Raises ConfigurationError for what is no such thing."""
+        if self.model is not None and not isinstance(self.model, nn.Module):
+            raise ConfigurationError(f"model is a {type(self.model).__name__}, expected a torch module")
+        if self.optimizer is not None and self.model is None:
+            raise ConfigurationError(
+                "optimizer= needs model= too: checkpoints keep optimizer state by the model's names"
+            )
+        for name in ("scheduler", "scaler", "loader"):
+            value = getattr(self, name)
+            if value is not None and not (hasattr(value, "state_dict") and hasattr(value, "load_state_dict")):
+                raise ConfigurationError(
+                    f"{name} is a {type(value).__name__} without state_dict() and load_state_dict()"
+                )
+
+
+def backend_and_ranks(model: nn.Module | None, group: ProcessGroup) -> tuple[Backend, Ranks]:
+    """Of a model's device, and who takes part: all ranks, or those of a group; one process alone has no group."""
+    tensors = [] if model is None else [p for p in model.parameters() if not p.is_meta]
+    backend = backend_for(tensors) if tensors else backend_of_job()
+    dist = torch.distributed
+    has_torchs = dist.is_available() and dist.is_initialized()
+    if group is None and backend.process_group_backend is not None and not has_torchs:
+        return backend, Ranks.of(None)
+    found: Group = backend.group(group)
+    return backend, Ranks.of(found)
+
+
+def model_entries(model: ModelState) -> Iterator[Entry]:
+    """Parameters and buffers."""
+    for name, value in model.leaves().items():
+        yield Entry(("model", name), value)
+
+
+def optimizer_entries(holder: Holder, slots: list[tuple[Slot, StateDict]]) -> Iterator[Entry]:
+    """State by the parameters' names, and groups; see ``docs/CHECKPOINTS.md`` for the format."""
+    for slot, state in slots:
+        for name, values in slot.leaves(state, holder.names.ranks).items():
+            for key, value in values.items():
+                yield Entry(("optimizer", "state", name, key), value)
+    for name, named in holder.named().items():
+        yield Entry(("optimizer", "state", name), Fixed(named))
+    for k, group in enumerate(holder.groups()):
+        for key, value in group.items():
+            yield Entry(("optimizer", "param_groups", k, key), Fixed(value))
+    for key, value in holder.others().items():
+        yield Entry(("optimizer", key), Fixed(value))
+
+
+def other_entries(
+    parts: Parts, step: int, extra: Mapping[str, object] | None, backend: Backend, ranks: Ranks
+) -> Iterator[Entry]:
+    """Everything beside the model and the optimizer."""
+    yield Entry(("step",), Fixed(step))
+    for name in ("scheduler", "scaler"):
+        value: Stateful | None = getattr(parts, name)
+        if value is not None:
+            yield Entry((name,), Fixed(value.state_dict()))
+    for key, inner in (extra or {}).items():
+        yield from of_extra(("extra", key), inner, ranks)
+    own = str(ranks.rank)
+    yield Entry(("rank_states", own, "random"), Fixed(random_states(backend), ranks.alone))
+    if parts.loader is not None:
+        yield Entry(("rank_states", own, "loader"), Fixed(parts.loader.state_dict(), ranks.alone))
+
+
+@dataclasses.dataclass(frozen=True)
+class Collected:
+    """What a checkpoint consists of.
+
+    Attributes:
+        entries: as this rank has them.
+        holder: the optimizer, if there is one.
+        slots: of the optimizer, with their state.
+    """
+
+    entries: list[Entry]
+    holder: Holder | None
+    slots: list[tuple[Slot, StateDict]]
+
+
+def collect(
+    parts: Parts, step: int, extra: Mapping[str, object] | None, backend: Backend, ranks: Ranks
+) -> Collected:
+    """All of it.
+
+    Raises:
+        ConfigurationError: something can't be kept in a checkpoint.
+    """
+    parts.check()
+    entries: list[Entry] = []
+    holder, slots = None, []
+    if parts.model is not None:
+        model = ModelState(parts.model, ranks)
+        entries += model_entries(model)
+        holder = holder_for(parts, model)
+        if holder is not None:
+            slots = holder.states()
+            entries += optimizer_entries(holder, slots)
+    entries += other_entries(parts, step, extra, backend, ranks)
+    check_names(entries)
+    return Collected(entries, holder, slots)
+
+
+def holder_for(parts: Parts, model: ModelState | None) -> Holder | None:
+    """The optimizer, if there is one."""
+    if parts.optimizer is None or model is None:
+        return None
+    return holder_of(parts.optimizer, model)

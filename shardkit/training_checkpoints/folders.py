@@ -1,0 +1,197 @@
+"""Folders of checkpoints: which are complete, how one gets its name, and which are removed.
+
+[Note: complete or not there] A checkpoint is written in a folder whose name begins with a dot, beside the others. When
+all of its files are synced, and it is, it gets its name in one move. What is being removed loses its name in the same
+way first. So ``step-00000017`` is complete whenever it is there, whatever was killed at what moment.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import socket
+import time
+import uuid
+from collections.abc import Iterator
+
+from ..checkpoint.writing import is_alive, sync_folder
+from ..errors import ConfigurationError
+from .manifest import NAME, read_manifest
+
+try:
+    import fcntl
+except ImportError:  # Windows: no one is told that a checkpoint is being read
+    fcntl = None  # type: ignore[assignment]
+
+_STEP = re.compile(r"step-(\d{8,})")
+_TEMPORARY = re.compile(
+    r"\.(?P<name>step-\d{8,})\.(?P<host>.*)\.(?P<pid>\d+)\.(?P<token>[0-9a-f]+)\.(?P<kind>part|old)"
+)
+_ABANDONED = 3600.0  # seconds in which nobody wrote to another machine's temporary folder
+
+
+def step_name(step: int) -> str:
+    """Of the folder of a step."""
+    return f"step-{step:08d}"
+
+
+def complete(folder: str | os.PathLike[str]) -> dict[int, str]:
+    """The complete checkpoints in a folder, by step in ascending order."""
+    found: dict[int, str] = {}
+    try:
+        names = os.listdir(folder)
+    except (FileNotFoundError, NotADirectoryError):
+        return found
+    for name in names:
+        matched = _STEP.fullmatch(name)
+        if matched and os.path.isfile(os.path.join(folder, name, NAME)):
+            found[int(matched[1])] = os.path.join(folder, name)
+    return dict(sorted(found.items()))
+
+
+def latest(folder: str | os.PathLike[str]) -> str | None:
+    """The path of the complete checkpoint with the highest step in a folder; None if there is none.
+
+    What is being written, or was when a process died, is never it. ``shardkit.restore`` takes the folder itself, too.
+    """
+    return next(iter(reversed(complete(folder).values())), None)
+
+
+def begin(folder: str, step: int) -> str:
+    """A temporary folder for a step's files.
+
+    Raises:
+        OSError: it can't be made.
+    """
+    os.makedirs(folder, exist_ok=True)
+    _clear(folder)
+    path = _temporary(folder, step, "part")
+    os.mkdir(path)
+    return path
+
+
+def finish(temporary: str, folder: str, step: int) -> str:
+    """Gives a folder, all files of which are synced, its name; a checkpoint of the same step gives way.
+
+    Raises:
+        OSError: it can't be renamed.
+    """
+    sync_folder(temporary)
+    target = os.path.join(folder, step_name(step))
+    old: str | None = None
+    if os.path.lexists(target):
+        old = _temporary(folder, step, "old")
+        os.rename(target, old)
+    os.rename(temporary, target)
+    sync_folder(folder)
+    if old is not None:
+        shutil.rmtree(old, ignore_errors=True)
+    return target
+
+
+def keep_newest(folder: str, count: int | None) -> None:
+    """Removes all checkpoints but so many with the highest steps, and those that somebody reads."""
+    if count is None:
+        return
+    for step, path in list(complete(folder).items())[:-count]:
+        with _for_removal(path) as free:
+            if free:
+                gone = _temporary(folder, step, "part")
+                with contextlib.suppress(OSError):  # others' files, or removed by others
+                    os.rename(path, gone)
+                    shutil.rmtree(gone, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def being_read(path: str) -> Iterator[None]:
+    """Inside, saves do not remove this checkpoint."""
+    if fcntl is None:
+        yield
+        return
+    with open(os.path.join(path, NAME), "rb") as file:
+        with contextlib.suppress(OSError):  # file systems without locks
+            fcntl.flock(file, fcntl.LOCK_SH)
+        yield
+
+
+@contextlib.contextmanager
+def _for_removal(path: str) -> Iterator[bool]:
+    if fcntl is None:
+        yield True
+        return
+    with contextlib.ExitStack() as opened:
+        try:
+            file = opened.enter_context(open(os.path.join(path, NAME), "rb"))
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+            return
+        except OSError:  # file systems without locks
+            pass
+        yield True
+
+
+def _temporary(folder: str, step: int, kind: str) -> str:
+    token = uuid.uuid4().hex[:12]
+    host = socket.gethostname()[:64]
+    return os.path.join(folder, f".{step_name(step)}.{host}.{os.getpid()}.{token}.{kind}")
+
+
+def _clear(folder: str) -> None:
+    """What killed saves have left: what was to be replaced comes back, if its place is free; all else goes."""
+    for name in os.listdir(folder):
+        matched = _TEMPORARY.fullmatch(name)
+        if matched is None or not _is_left_over(os.path.join(folder, name), matched):
+            continue
+        path, target = os.path.join(folder, name), os.path.join(folder, matched["name"])
+        if matched["kind"] == "old" and not os.path.lexists(target):
+            with contextlib.suppress(OSError):
+                os.rename(path, target)
+        else:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _is_left_over(path: str, matched: re.Match[str]) -> bool:
+    if matched["host"] == socket.gethostname()[:64]:
+        return matched["pid"] == str(os.getpid()) or not is_alive(matched["pid"])
+    return time.time() - last_change(path) > _ABANDONED
+
+
+def last_change(path: str) -> float:
+    """When something in a folder was last written, in seconds since 1970; 0 if it is not there."""
+    times = [0.0]
+    with contextlib.suppress(OSError):
+        times.append(os.stat(path).st_mtime)
+        for entry in os.scandir(path):
+            with contextlib.suppress(OSError):
+                times.append(entry.stat().st_mtime)
+    return max(times)
+
+
+def chosen(path: str | os.PathLike[str]) -> str:
+    """The checkpoint that a path means: itself, or the latest of those in it.
+
+    Raises:
+        ConfigurationError: there is none.
+    """
+    folder = os.path.realpath(path)
+    if os.path.isfile(os.path.join(folder, NAME)):
+        return folder
+    newest = latest(folder)
+    if newest is None:
+        raise ConfigurationError(
+            f"{os.fspath(path)} has no complete checkpoint: expected the folder that was given to shardkit.save, or a "
+            f"{step_name(17)} in it (an interrupted save leaves none)"
+        )
+    return newest
+
+
+def run_of(folder: str) -> str:
+    """The name of the training that a folder's checkpoints are of; a new one for a folder without any."""
+    newest = latest(folder)
+    if newest is not None:
+        with contextlib.suppress(Exception):
+            return read_manifest(newest).run
+    return uuid.uuid4().hex[:12]

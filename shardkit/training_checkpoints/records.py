@@ -1,0 +1,44 @@
+"""Records of DCP's data files: each is what ``torch.save`` writes, and is read as data, whoever wrote it."""
+
+from __future__ import annotations
+
+import io
+
+import torch
+
+from ..checkpoint.loading import load_data
+from ..errors import ConfigurationError, UntrustedFileError
+from ..types import Tree
+
+
+def read_object(name: str, data: bytes) -> Tree:
+    """What a record of an object holds, on the CPU.
+
+    Raises:
+        UntrustedFileError: it holds more than data.
+        DamagedFileError: it is no record.
+    """
+    return load_data(io.BytesIO(data), len(data), name)
+
+
+def read_tensor(data: bytes) -> torch.Tensor:
+    """What a record of a tensor holds, on the CPU."""
+    found = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    if not isinstance(found, torch.Tensor):
+        raise TypeError(f"a record of a tensor holds a {type(found).__name__}")
+    return found.detach()
+
+
+def refuse_what_is_no_data(name: str, data: bytes) -> None:
+    """Raises for a record that could not be read again.
+
+    Raises:
+        ConfigurationError: it holds objects of classes.
+    """
+    try:
+        read_object(name, data)
+    except UntrustedFileError as error:
+        raise ConfigurationError(
+            f"{name!r} can't be saved, since it holds more than tensors, numbers, strings and containers of them: "
+            f"{error.__cause__}. Pass its state_dict(), or what it consists of"
+        ) from error

@@ -1,0 +1,108 @@
+"""``shardkit.save``: a file of one object, or a checkpoint of a training in a folder of them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import overload
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from ..checkpoint.saving import save as save_file
+from ..errors import ConfigurationError
+from ..progress import noting_errors
+from ..types import ProcessGroup
+from .collecting import Parts, backend_and_ranks, collect
+from .handles import Handle
+from .rank_states import Stateful
+from .saves import Save
+
+_PathLike = str | os.PathLike[str]
+
+
+@overload
+def save(obj: object, path: _PathLike) -> None: ...
+@overload
+def save(
+    dir: _PathLike, /, *, step: int, model: nn.Module | None = ..., optimizer: Optimizer | None = ...,
+    scheduler: Stateful | None = ..., scaler: Stateful | None = ..., loader: Stateful | None = ...,
+    extra: Mapping[str, object] | None = ..., async_: bool = ..., keep: int | None = ..., group: ProcessGroup = ...,
+) -> Handle: ...  # fmt: skip
+def save(*args: object, **kwargs: object) -> Handle | None:
+    """Saves one object in a file, or a training in a folder of checkpoints.
+
+    ::
+
+        shardkit.save(obj, "file.pt")                                        # as torch.save
+        shardkit.save("checkpoints", model=model, optimizer=optimizer, step=17)
+
+    **A file**, ``save(obj, path)``: ``torch.save``, but a kill, a crash or a full disk leaves the file that was there,
+    and all bytes have checksums. ``torch.load`` reads the file as any other; :func:`shardkit.load` compares the
+    checksums. It is written beside the old one, synced and renamed: for a moment the disk holds both.
+
+    **A checkpoint**, ``save(dir, step=..., model=..., ...)`` (collective): all ranks write what they have, in
+    torch.distributed.checkpoint's format and under the names that the model was written with, to
+    ``dir/step-00000017``. That folder is complete or is not there. :func:`shardkit.restore` reads it at any number of
+    ranks, sharded in whatever way. See ``docs/CHECKPOINTS.md``.
+
+    Args:
+        obj: what ``torch.save`` takes; what :func:`shardkit.load` shall read is tensors, numbers, strings, containers
+            of them and numpy arrays of numbers.
+        path: a regular file, or none yet, in a folder that exists.
+        dir: folder of checkpoints, which all ranks see; it is made if need be.
+        step: that the training has done. A checkpoint of the same step is replaced.
+        model: plain, wrapped by ShardedDDP or DistributedDataParallel, or sharded by FSDP, fully_shard or FSDP2.
+        optimizer: over the model's parameters: plain, an OSS, WholeParameters, AdaScale around one.
+        scheduler, scaler: what has state_dict() and load_state_dict(); the first rank's is kept.
+        loader: the same, kept for each rank.
+        extra: whatever else by name, as data; the first rank's is kept.
+        async_: returns as soon as values are copied to the host; they are written in the background. The next save
+            waits for it, and so does the end of the program.
+        keep: how many checkpoints to keep; older ones are removed once the new one is complete. None: all.
+        group: ranks that take part; default all.
+
+    Returns:
+        Of a checkpoint a handle, with ``path``, ``done`` and ``wait()``; without ``async_`` all is done.
+
+    Raises:
+        FileNotWrittenError: the disk is full, or the folder can't be written to (also an OSError). For checkpoints this
+            and all errors below are raised on all ranks, and earlier checkpoints are whole.
+        ConfigurationError: the path of a file is a folder, a pipe or a device; something can't be kept in a checkpoint,
+            and the message says what; ranks don't see the same folder.
+        CheckpointError: something else went wrong on a rank.
+        RankMismatchError: ranks were called with different steps, or have different models.
+    """
+    if len(args) + ("obj" in kwargs) + ("path" in kwargs) > 1:
+        return save_file(*args, **kwargs)  # type: ignore[arg-type, func-returns-value]
+    if len(args) != 1 or not isinstance(args[0], str | os.PathLike):
+        raise ConfigurationError(
+            "shardkit.save takes an object and a path, save(obj, 'file.pt'), or a folder and what to keep in it by "
+            "name, save('checkpoints', model=model, optimizer=optimizer, step=17)"
+        )
+    return save_checkpoint(args[0], **kwargs)  # type: ignore[arg-type]
+
+
+@noting_errors
+def save_checkpoint(
+    dir: _PathLike,
+    *,
+    step: int | None = None,
+    model: nn.Module | None = None,
+    optimizer: Optimizer | None = None,
+    scheduler: Stateful | None = None,
+    scaler: Stateful | None = None,
+    loader: Stateful | None = None,
+    extra: Mapping[str, object] | None = None,
+    async_: bool = False,
+    keep: int | None = 3,
+    group: ProcessGroup = None,
+) -> Handle:
+    """See :func:`save`."""
+    backend, ranks = backend_and_ranks(model, group)
+    parts = Parts(model, optimizer, scheduler, scaler, loader)
+    saving = Save(os.path.realpath(dir), ranks, step, keep, async_)
+    with torch.no_grad():
+        saving.begin(lambda: collect(parts, saving.step, extra, backend, ranks))
+    return saving.in_background() if async_ else saving.write()

@@ -1,0 +1,129 @@
+"""What one parameter of a torch optimizer stands for: which of the model's parameters, and which elements of them.
+
+An optimizer over flat shards has state that is laid out as the shard: of each parameter in it a piece. Everything else
+that an optimizer keeps is a parameter's as a whole.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from ..errors import ConfigurationError
+from ..layout import Piece
+from ..optimizers.state_shapes import NUMBERS
+from ..torch_seams.marked_tensors import MarkedTensor
+from ..types import StateDict
+from .leaves import Fixed, Leaf, Ranks, of_dtensor, piece_of, refuse_class, whole
+
+
+class Span(NamedTuple):
+    """One of the model's parameters in a slot.
+
+    Attributes:
+        name: as the model was written.
+        shape: of the whole parameter.
+        piece: what of it lies in the slot; None for nothing.
+        answers: this rank (and its copies) keeps what is one number for the parameter.
+    """
+
+    name: str
+    shape: torch.Size
+    piece: Piece | None
+    answers: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Slot:
+    """A parameter as an optimizer lists it.
+
+    Attributes:
+        param: what is listed.
+        spans: what it stands for.
+        is_shard: a flat tensor with pieces of parameters; else one parameter as a whole, or a DTensor of it.
+        copies: ranks that have the same.
+    """
+
+    param: torch.Tensor
+    spans: tuple[Span, ...]
+    is_shard: bool
+    copies: tuple[int, ...]
+
+    @property
+    def names(self) -> list[str]:
+        """Of what it stands for."""
+        return [span.name for span in self.spans]
+
+    def is_spread(self, key: str, value: object) -> bool:
+        """Whether a state has one element for each of a shard's."""
+        if not isinstance(value, torch.Tensor) or value.shape != self.param.shape:
+            return False
+        return value.dim() > 0 or key not in NUMBERS
+
+    # ------------------------------------------------------------ what is there
+    def leaves(self, state: StateDict, ranks: Ranks) -> dict[str, dict[str, Leaf | Fixed]]:
+        """A state by the parameters' names.
+
+        Raises:
+            ConfigurationError: a state of a shard is neither laid out as the shard nor one number.
+        """
+        found: dict[str, dict[str, Leaf | Fixed]] = {span.name: {} for span in self.spans}
+        for key, value in state.items():
+            if isinstance(value, MarkedTensor):
+                value = value.as_subclass(torch.Tensor)
+            if isinstance(value, DTensor):
+                found[self.spans[0].name][key] = of_dtensor(f"optimizer state {key!r}", value, ranks)
+            elif self.is_shard and self.is_spread(key, value):
+                value = value.detach()  # one object: what lies together is copied together
+                for span in self.spans:
+                    found[span.name][key] = self._piece(span, value)
+            else:
+                self._check_number(key, value)
+                for span in self.spans:
+                    if span.answers:
+                        found[span.name][key] = self._whole(key, value)
+        return found
+
+    def _piece(self, span: Span, value: torch.Tensor) -> Leaf:
+        return piece_of(
+            span.shape, value.detach(), span.piece, self.copies if span.shape.numel() or span.answers else ()
+        )
+
+    def _whole(self, key: str, value: object) -> Leaf | Fixed:
+        if not isinstance(value, torch.Tensor):
+            return Fixed(value, self.copies)
+        if is_traceable_wrapper_subclass(value) or type(value) not in (torch.Tensor, torch.nn.Parameter):
+            refuse_class(f"optimizer state {key!r} of {self.names[0]}", value)
+        return whole(value, self.copies)
+
+    def _check_number(self, key: str, value: object) -> None:
+        many = isinstance(value, torch.Tensor) and value.numel() != 1
+        if self.is_shard and (many or isinstance(value, dict | list | tuple)):
+            shape = f" of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else ""
+            raise ConfigurationError(
+                f"optimizer state {key!r} of the shard of {', '.join(self.names[:3])} is a {type(value).__name__}"
+                f"{shape}, neither laid out as the shard ({tuple(self.param.shape)}) nor one number: what it says of "
+                "which parameter is not known here. Use shardkit.WholeParameters for this optimizer, whose state is "
+                "kept by whole parameters"
+            )
+
+    # ------------------------------------------------------------ what is to come
+    def can_spread(self, key: str, span: Span, shape: torch.Size) -> bool:
+        """Whether a state that was saved in a shape has one element for each of a parameter's, and is cut here."""
+        if not self.is_shard and not isinstance(self.param, DTensor):
+            return False
+        return shape == span.shape and (len(shape) > 0 or key not in NUMBERS)
+
+    def zeros(self, dtype: torch.dtype) -> torch.Tensor:
+        """Room for such a state."""
+        return torch.zeros_like(self.param.detach(), dtype=dtype)
+
+    def wanted(self, span: Span, value: torch.Tensor, ranks: Ranks) -> Leaf:
+        """The leaf that fills what :meth:`zeros` has made, of one parameter."""
+        if isinstance(value, DTensor):
+            return of_dtensor(f"optimizer state of {span.name}", value, ranks)
+        return self._piece(span, value)

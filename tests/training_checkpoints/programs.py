@@ -1,0 +1,125 @@
+"""Models and optimizers, sharded in every way, that save and restore each other's checkpoints."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard as fsdp2
+from torch.nn.parallel import DistributedDataParallel
+
+import shardkit
+from shardkit import FSDP, OSS, AdaScale, ShardedDDP, WholeParameters, fully_shard, hybrid_groups
+from shardkit.nn.data_parallel import FullyShardedDataParallel as FairscaleFSDP
+from shardkit.torch_fsdp import FullyShardedDataParallel as TorchFSDP
+
+ADAM: dict[str, Any] = {"lr": 0.01, "weight_decay": 0.1}
+
+
+class Model(nn.Module):
+    """Several dimensions, a tied weight, buffers, something frozen."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.inner = nn.Sequential(nn.Conv1d(3, 5, 2), nn.BatchNorm1d(5), nn.Tanh())
+        self.words = nn.Linear(7, 5, bias=False)
+        self.tied = nn.Linear(7, 5)
+        self.tied.weight = self.words.weight
+        self.frozen = nn.Linear(5, 3).requires_grad_(False)
+        self.register_buffer("hidden", torch.ones(2), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.frozen(self.words(self.inner(x)) + self.tied(self.inner(x)))
+        return found
+
+
+def build(kind: str, seed: int = 0) -> tuple[nn.Module, Any]:
+    """A model and its optimizer."""
+    model: Any = Model(seed)
+    if kind == "plain":
+        return model, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], **ADAM)
+    if kind == "ddp":
+        wrapped = DistributedDataParallel(model)
+        return wrapped, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], **ADAM)
+    if kind in ("oss", "adascale"):
+        optimizer: Any = OSS([p for p in model.parameters() if p.requires_grad], torch.optim.AdamW, **ADAM)
+        return ShardedDDP(model, optimizer), AdaScale(optimizer) if kind == "adascale" else optimizer
+    if kind == "fsdp2":
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        fsdp2(model.inner, mesh=mesh)
+        fsdp2(model, mesh=mesh)
+        return model, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], **ADAM)
+    wrap: Any = {"fsdp": FSDP, "hybrid": FSDP, "fairscale": FairscaleFSDP, "torch_fsdp": TorchFSDP}.get(kind)
+    options: dict[str, Any] = {"use_orig_params": True} if kind == "torch_fsdp" else {}
+    if kind == "hybrid":
+        options["group"], options["replicas"] = hybrid_groups(2)
+    if wrap is None:
+        options = {"align": "rows"} if kind == "fully_shard" else {"dtensors": kind == "dtensors"}
+        fully_shard(model.inner, **options)
+        model = fully_shard(model, **options)
+    else:
+        model.inner = wrap(model.inner, **options)
+        model = wrap(model, **options)
+    if kind == "whole":
+        return model, WholeParameters(model, torch.optim.AdamW, **ADAM)
+    if kind == "whole_muon":
+        return model, WholeParameters(model, torch.optim.Muon, lr=0.01)
+    return model, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], **ADAM)
+
+
+def step(model: nn.Module, optimizer: Any, number: int) -> None:
+    """The same batch on all ranks."""
+    torch.manual_seed(number)
+    optimizer.zero_grad()
+    model(torch.randn(4, 3, 8)).square().mean().backward()
+    optimizer.step()
+
+
+def write(rank: int, folder: str, kind: str, steps: int = 2, **options: Any) -> int:
+    """Trains, saves, and counts the collectives of that; then trains on and saves again, to be compared."""
+    model, optimizer = build(kind)
+    for k in range(steps):
+        step(model, optimizer, k)
+    shardkit.save(f"{folder}/a", model=model, optimizer=optimizer, step=steps, **options)
+    step(model, optimizer, steps)
+    shardkit.save(f"{folder}/b", model=model, optimizer=optimizer, step=steps + 1, **options)
+    return 0
+
+
+def read(rank: int, folder: str, kind: str, name: str) -> None:
+    """Restores, saves that; then trains on and saves again."""
+    model, optimizer = build(kind, seed=1)
+    if kind != "plain":
+        step(model, optimizer, 7)  # there is state to be replaced
+    found = shardkit.restore(f"{folder}/a", model=model, optimizer=optimizer)
+    shardkit.save(f"{folder}/{name}-a", model=model, optimizer=optimizer, step=found.step)
+    step(model, optimizer, found.step)
+    shardkit.save(f"{folder}/{name}-b", model=model, optimizer=optimizer, step=found.step + 1)
+
+
+def content(folder: str | Path) -> dict[str, Any]:
+    """A checkpoint as torch reads it, without anything of shardkit's."""
+    path = shardkit.latest(folder)
+    assert path is not None
+    dcp_to_torch_save(path, f"{path}.pt")
+    found: dict[str, Any] = torch.load(f"{path}.pt", weights_only=False)
+    return found
+
+
+def assert_same(a: dict[str, Any], b: dict[str, Any], exact: bool = True) -> None:
+    """Model and optimizer are equal."""
+    for part in ("model", "optimizer"):
+        assert a[part].keys() == b[part].keys()
+    tolerance = {"rtol": 0, "atol": 0} if exact else {"rtol": 1e-5, "atol": 1e-6}
+    torch.testing.assert_close(a["model"], b["model"], **tolerance)
+    torch.testing.assert_close(a["optimizer"]["state"], b["optimizer"]["state"], **tolerance)
+    for mine, theirs in zip(a["optimizer"]["param_groups"], b["optimizer"]["param_groups"], strict=True):
+        assert set(mine["params"]) == set(theirs["params"])
+        rest = [{k: v for k, v in group.items() if k != "params"} for group in (mine, theirs)]
+        assert rest[0] == rest[1]
