@@ -1,0 +1,1 @@
+"""Looks at machines before a job does: ``shardkit doctor``."""
