@@ -24,6 +24,23 @@ from .eager import EagerBackend
 from .processes import START_SECONDS, launch_processes
 
 
+class EventTimer:
+    """Times by events of the device's."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def mark(self) -> torch.Event:
+        event = torch.Event(self._device, enable_timing=True)
+        event.record()
+        return event
+
+    def seconds(self, first: object, second: object) -> float:
+        if not isinstance(first, torch.Event) or not isinstance(second, torch.Event):
+            raise TypeError("these are marks of another device's timer")
+        return float(first.elapsed_time(second)) / 1000.0
+
+
 class AcceleratorBackend(EagerBackend):
     """Tensors of one kind of accelerator.
 
@@ -112,6 +129,9 @@ class AcceleratorBackend(EagerBackend):
 
     def synchronize(self) -> None:
         self._module.synchronize(self.device())
+
+    def timer(self) -> EventTimer:
+        return EventTimer(self.device())
 
     def rng_state(self) -> torch.Tensor:
         return self._module.get_rng_state(self.device())

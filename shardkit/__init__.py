@@ -36,6 +36,7 @@ from .policy import Compression, OffloadPolicy, PrecisionPolicy, ReducePolicy, R
 from .running.stopping import stop_requested
 from .sharded_ddp.wrapper import ShardedDDP
 from .summary import summary
+from .tracing.tracer import trace
 from .training_checkpoints.folders import latest
 from .training_checkpoints.restoring import Restored, restore
 from .training_checkpoints.saving import save
@@ -92,6 +93,7 @@ __all__ = [
     "sharding_of",
     "stop_requested",
     "summary",
+    "trace",
     "with_prefix",
     "without_prefix",
     "wrap",

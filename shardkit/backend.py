@@ -20,7 +20,7 @@ import torch
 
 from .errors import BackendError
 from .progress import listen_to_errors
-from .types import Args, ProcessGroup
+from .types import Args, ProcessGroup, Timer
 
 T = TypeVar("T")
 
@@ -233,7 +233,6 @@ class Backend(abc.ABC):
             ConfigurationError: no process group exists yet, or this rank is no member.
         """
 
-    # memory
     @abc.abstractmethod
     def take_storage(self, tensor: torch.Tensor) -> None:
         """Gives a tensor whose storage was released its memory back (contents undefined)."""
@@ -250,6 +249,10 @@ class Backend(abc.ABC):
     def synchronize(self) -> None:
         """Blocks until all work of this rank's device is done."""
 
+    def timer(self) -> Timer | None:
+        """Of the current stream of this rank's device; None where devices tell no times."""
+        return None
+
     # lazy execution
     @abc.abstractmethod
     def mark_step(self, *, wait: bool = False) -> None:
@@ -262,7 +265,6 @@ class Backend(abc.ABC):
         Values stay the same. Tensors on other devices are left out.
         """
 
-    # random numbers
     @abc.abstractmethod
     def rng_state(self) -> torch.Tensor: ...
 

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from .backend import Backend, Group, ReduceOp, backend_for, backend_for_device
 from .errors import BackendError, ConfigurationError, LifecycleError
 from .torch_seams.device_mesh import group_of
+from .tracing.ranges import CLIP
 from .types import ProcessGroup, StateDict, Tree
 
 if TYPE_CHECKING:
@@ -258,7 +259,8 @@ class ShardedGradScaler(GradScaler):
         if self._never_scaled:
             found_inf.fill_(_NEVER_SCALED)
         group = self._group_for(optimizer, found_inf)
-        group.all_reduce(found_inf, op=ReduceOp.MAX, label="whether a gradient overflowed").wait()
+        with CLIP.overflow():
+            group.all_reduce(found_inf, op=ReduceOp.MAX, label="whether a gradient overflowed").wait()
         return {found_inf.device: found_inf}
 
     def _join_in_unscaled(self, optimizer: Optimizer) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 import torch
 from torch.autograd.function import FunctionCtx
@@ -46,6 +46,16 @@ ProcessGroup: TypeAlias = object
 
 Facts: TypeAlias = Sequence[tuple[str, object]]
 """What ranks have to agree on: (what it is, its value)."""
+
+
+class Timer(Protocol):
+    """Times on a device's stream."""
+
+    def mark(self) -> object:
+        """Notes when the device comes to where its current stream is now."""
+
+    def seconds(self, first: object, second: object) -> float:
+        """Between two marks that the device has passed."""
 
 
 class Context(FunctionCtx):

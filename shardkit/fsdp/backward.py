@@ -22,7 +22,6 @@ from ..torch_seams.hooks import (
     BackwardState,
     current_backward,
 )
-from ..torch_seams.phases import Phase
 from .backward_plan import BackwardPlan
 from .flat_param import FlatParam
 from .frozen import FrozenUnits
@@ -133,6 +132,8 @@ class Backward:
             self.begin_backward()
         elif self.state.thread != this_thread():
             check_one_thread(self, "backward")
+        with unit.ranges.backward():
+            pass  # traces show where it begins
         for graph in self.entered:
             for flat in unit.flats:
                 if flat in graph.versions and graph.versions[flat] != flat.param._version:
@@ -212,10 +213,9 @@ class Backward:
             with torch.no_grad():
                 self._send(unit)
             return
-        with Phase("shardkit::reduce-scatter"):
-            self._make_room(unit)
-            unit.send()
-            self._in_flight.append(unit)
+        self._make_room(unit)
+        unit.send()
+        self._in_flight.append(unit)
 
     def _make_room(self, unit: Unit) -> None:
         """One reduction is in flight at a time; see [Note: several forwards] for more than one."""
@@ -234,7 +234,8 @@ class Backward:
     @torch.no_grad()
     def _end_of_backward(self) -> None:
         try:
-            self._finish_backward()
+            with self.units[0].ranges.finish():
+                self._finish_backward()
         except BaseException:
             self._abandon()
             raise

@@ -26,6 +26,7 @@ from ..compression import BlockFormat, format_for
 from ..layout import ShardLayout
 from ..policy import Compression
 from ..torch_seams.hooks import NO_BACKWARD, current_backward
+from ..tracing.ranges import UNNAMED, UnitRanges
 from ..types import StateDict
 from .dtensor_shards import listed_for
 from .first_steps import check_first_steps
@@ -57,6 +58,7 @@ class FlatParam:
         listed: what modules list for ``param``: itself, or a DTensor.
         label: what it is called in errors.
         path: the unit's path in the root module, as far as it is known.
+        ranges: the unit's.
         store: where its values are, and in which state.
         is_borrowed: units of other modules need original parameters, too.
         modules: of the unit, where views of original parameters may be kept (see ``kept_views.py``).
@@ -82,6 +84,7 @@ class FlatParam:
         self.group = group
         self.layout = layout
         self.label = self.path = ""
+        self.ranges: UnitRanges = UNNAMED
         self.is_borrowed = False
         self.unused = Unused(len(self.originals))
         self.written: list[int] = []
@@ -267,7 +270,7 @@ class FlatParam:
     # ------------------------------------------------------------ being copied
     def __getstate__(self) -> StateDict:
         state = self.__dict__.copy()
-        for name in ("group", "store", "post_forward_mesh"):
+        for name in ("group", "store", "post_forward_mesh", "ranges"):
             state.pop(name, None)
         return state
 
@@ -275,4 +278,5 @@ class FlatParam:
         """Comes back to life after copying or unpickling."""
         self.group = group
         self.post_forward_mesh = post_forward_mesh
+        self.ranges = UNNAMED
         self._settle(None)

@@ -27,6 +27,7 @@ from ..compression import BlockFormat
 from ..errors import LifecycleError
 from ..layout import ShardLayout
 from ..torch_seams.tensor_facts import ALIKE, FACTS, SHAPE, name_of
+from ..tracing.ranges import UnitRanges
 from ..types import AnyCallable, Args, Kwargs, Memo, Tree
 from .unused import Unused
 
@@ -135,6 +136,7 @@ class FlatParamLike(Protocol):
     unused: Unused
     written: list[int]
     hears: Callable[[torch.Tensor, torch.Tensor], object] | None
+    ranges: UnitRanges
 
     @property
     def compute_dtype(self) -> torch.dtype: ...

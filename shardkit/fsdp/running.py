@@ -10,6 +10,9 @@ import torch
 from ..errors import LifecycleError
 from ..torch_seams.compiling import not_compiled
 from ..torch_seams.hooks import NO_BACKWARD, current_backward, tensors_in, tensors_of, watch_outputs
+from ..tracing.ranges import Range
+from ..tracing.ranges import leave as leave_range
+from ..tracing.tracer import training_begins
 from ..types import Args, Kwargs, Tree
 from . import construct
 from .backward import Watcher
@@ -32,11 +35,13 @@ class Entered(NamedTuple):
         engine: runs it.
         is_outermost: the root's forward.
         watcher: is told when backward reaches the outputs.
+        range: in traces; user's code may start a profiler inside of it, which makes leaving it an error.
     """
 
     engine: Engine
     is_outermost: bool
     watcher: Watcher
+    range: Range
 
 
 @not_compiled
@@ -45,13 +50,14 @@ def become_root(state: ShardingState) -> Engine:
     states = state.states()
     names = {id(m): n for n, m in state.door.named_modules() if state_of(m) is not None}
     for s in states:
-        s.unit.name = clean(names[id(s.door)])
+        s.unit.rename(clean(names[id(s.door)]))
         for k, flat in enumerate(s.flats):
             flat.label = f"parameters {k} of {s.unit.name or 'the root'}"
             flat.path = s.unit.name
         s.is_root = s is state
     reshard = state.options.reshard
     state.unit.keep_after_forward = reshard.after_forward is False or not reshard.root
+    training_begins(state.group)
     after_backward = state.group.backend.mark_step if state.options.mark_step else None
     engine = Engine([s.unit for s in states], reshard.prefetch, after_backward)
     for s in states:
@@ -91,7 +97,8 @@ def enter(state: ShardingState, args: Args, kwargs: Kwargs) -> Entered:
         if other not in (me, NO_THREAD):
             check_one_thread(engine, "forward")
         engine.thread = me
-    entered = Entered(engine, is_outermost, unit)
+    entered = Entered(engine, is_outermost, unit, unit.ranges.forward())
+    entered.range.__enter__()
     try:
         if is_outermost:
             engine.begin_forward()
@@ -131,8 +138,12 @@ def watched(entered: Entered, state: ShardingState, inputs: object) -> Entered:
 @not_compiled
 def leave(state: ShardingState, entered: Entered, outputs: Tree) -> Tree:
     """Gives back what the unit gathered; returns the outputs, with copies in place of memory that goes."""
-    engine, is_outermost, watcher = entered
+    engine, is_outermost, watcher, in_trace = entered
     unit = state.unit
+    try:  # noqa: SIM105 - it would cost calls
+        in_trace.__exit__(None, None, None)
+    except RuntimeError:
+        pass
     tensors = (outputs,) if isinstance(outputs, torch.Tensor) else tensors_of(outputs)
     if lends_memory(unit, tensors):
         try:
@@ -157,7 +168,8 @@ def leave(state: ShardingState, entered: Entered, outputs: Tree) -> Tree:
 @not_compiled
 def fail(state: ShardingState, entered: Entered, error: BaseException) -> None:
     """A forward raised inside of the unit."""
-    engine, is_outermost, _ = entered
+    engine, is_outermost, _, in_trace = entered
+    leave_range(in_trace)
     engine.fail_forward(is_outermost)
     if engine.forwards <= 0:
         engine.thread = NO_THREAD

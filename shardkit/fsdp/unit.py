@@ -12,8 +12,9 @@ from ..compression import CompressedAllReduce
 from ..policy import ReducePolicy
 from ..torch_seams.compiling import not_compiled
 from ..torch_seams.hooks import NO_BACKWARD, BackwardState, GradientHooks, current_backward
+from ..tracing.ranges import UNNAMED, UnitRanges
 from .flat_param import FlatParam
-from .gradients import GradientPack, Replicas, way_for
+from .gradients import GradientPack, Replicas, packed_dtype, way_for
 from .local_gradients import LocalGradients
 from .originals import as_tensors
 from .refusals import backward_when_summoned, unknown_root, written_original
@@ -37,6 +38,7 @@ class Unit:
 
     Attributes:
         name: path of the wrapper in the root module.
+        ranges: what it does, in traces.
         flats: flat parameters that this unit owns.
         borrowed: those of other units with weights that this unit's module uses too.
         needs: both.
@@ -61,6 +63,7 @@ class Unit:
         replicas: Group | None = None,
     ) -> None:
         self.name = ""
+        self.ranges: UnitRanges = UNNAMED
         self.flats = list(flats)
         self.borrowed = list(borrowed)
         self.keep_after_forward = keep_after_forward
@@ -152,8 +155,9 @@ class Unit:
         if not self.is_held:
             self.is_held = True
             after = self.engine.after if self.engine is not None else ()
-            for flat in self.needs:
-                flat.start_gather(after)
+            with self.ranges.gather():
+                for flat in self.needs:
+                    flat.start_gather(after)
 
     def finish_gather(self) -> None:
         """Waits for them."""
@@ -169,8 +173,9 @@ class Unit:
         """
         if self.is_held:
             self.is_held = False
-            for flat in self.needs:
-                flat.release(until_backward)
+            with self.ranges.reshard():
+                for flat in self.needs:
+                    flat.release(until_backward)
             for flat in self.needs:
                 if flat.written:
                     raise written_original(flat)
@@ -182,6 +187,22 @@ class Unit:
                 flat.store.forget_kept()
 
     # ------------------------------------------------------------ backward
+    def rename(self, name: str) -> None:
+        """Its path in the root module is known."""
+        self.name = name
+        group = self.group
+        values = sum(f.layout.padded_numel * f.compute_dtype.itemsize for f in self.flats)
+        gradients = sum(
+            p.part_numel * f.group.world_size * packed_dtype(f, self.reduce).itemsize
+            for f, p in zip(self.flats, self._packs, strict=True)
+            if any(p.trainable)
+        )
+        self.ranges = UnitRanges(
+            name or "root", () if group is None else group.ranks, gather=values, reduce=gradients
+        )
+        for flat in self.flats:
+            flat.ranges = self.ranges
+
     def enter_backward(self, gradient: torch.Tensor | None = None) -> None:
         """Backward reached an output of the module."""
         if self.engine is not None:
@@ -215,9 +236,10 @@ class Unit:
     def send(self) -> None:
         """Starts the reduction of its gradients."""
         self.reduced = True
-        for pack in self._packs:
-            if any(pack.trainable):
-                pack.send()
+        with self.ranges.reduce():
+            for pack in self._packs:
+                if any(pack.trainable):
+                    pack.send()
 
     def is_reduced(self) -> bool:
         """Whether :meth:`receive` would not wait."""

@@ -27,7 +27,7 @@ import torch
 from torch import nn
 
 from ..activations.checkpointing import call_checkpointed
-from ..torch_seams.phases import Phase
+from ..tracing.ranges import Phase
 from .microbatch import Value, check
 from .skip import Skips, arriving_keys, holding
 

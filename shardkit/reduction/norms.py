@@ -9,6 +9,8 @@ from typing import NamedTuple
 import torch
 
 from ..backend import Group, ReduceOp
+from ..tracing import ranges
+from ..tracing.ranges import CLIP
 
 
 class Portion(NamedTuple):
@@ -75,10 +77,12 @@ def global_norm(local: torch.Tensor, norm_type: float, group: Group, label: str 
     control, label = group.channel("control"), label or "norm of gradients"
     if math.isinf(norm_type):
         total, op = local.clone(), ReduceOp.MAX if norm_type > 0 else ReduceOp.MIN
-        control.all_reduce(total, op=op, label=label)
+        with CLIP.norm():
+            control.all_reduce(total, op=op, label=label)
         return total
     total = local.clone() if norm_type == 0 else local.pow(norm_type)  # of order 0: how many are not zero
-    control.all_reduce(total, label=label)
+    with CLIP.norm():
+        control.all_reduce(total, label=label)
     return total if norm_type == 0 else total.pow(1.0 / norm_type)
 
 
@@ -104,13 +108,16 @@ def clip_by_global_norm(
 
     Every rank calls it with portions of the same groups in the same order.
     """
-    norms = []
-    for gradients, groups in portions:
-        norm = local_norm(gradients, norm_type, like, foreach)
-        for group in groups:
-            norm = global_norm(norm, norm_type, group)
-        norms.append(norm)
-    total = combined(norms, norm_type)
+    with CLIP.clip():
+        norms = []
+        for gradients, groups in portions:
+            norm = local_norm(gradients, norm_type, like, foreach)
+            for group in groups:
+                norm = global_norm(norm, norm_type, group)
+            norms.append(norm)
+        total = combined(norms, norm_type)
+    if ranges.listening:
+        ranges.tell("gradient_norm", total)
     if error_if_nonfinite and not bool(torch.isfinite(total)):
         raise RuntimeError(
             f"The total norm of order {norm_type} of the gradients is {total.item()}, so it can't be clipped. Pass "

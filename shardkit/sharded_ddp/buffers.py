@@ -10,6 +10,7 @@ from torch import nn
 
 from ..backend import Group
 from ..errors import ConfigurationError
+from ..tracing.ranges import ModuleRanges
 from ..types import ProcessGroup
 
 
@@ -49,6 +50,7 @@ class BufferSync:
 
     Attributes:
         changed: a training forward ran since the last time.
+        ranges: in traces.
     """
 
     def __init__(self, module: nn.Module, group: Group, enabled: bool) -> None:
@@ -59,6 +61,7 @@ class BufferSync:
         ]
         self._enabled = enabled and group.world_size > 1 and bool(self._places)
         self.changed = False
+        self.ranges = ModuleRanges("buffers", group.ranks)
 
     def sync(self) -> None:
         """Replaces them now (every rank calls)."""
@@ -66,7 +69,8 @@ class BufferSync:
         found = (m._buffers.get(name) for m, name in self._places)
         buffers = {id(b): b for b in found if b is not None}
         if buffers and self._group.world_size > 1:
-            broadcast_together(list(buffers.values()), self._group, "buffers of rank 0")
+            with self.ranges.buffers():
+                broadcast_together(list(buffers.values()), self._group, "buffers of rank 0")
 
     def sync_if_changed(self) -> None:
         if self._enabled and self.changed:

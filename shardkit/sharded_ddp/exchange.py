@@ -31,6 +31,7 @@ from ..torch_seams.hooks import (
     tensors_of,
     watch_outputs,
 )
+from ..tracing.ranges import ModuleRanges
 from .buffers import BufferSync
 from .reducer import Bucket, Reducer
 from .sparse_reducer import SparseReducer, sparse_parameters
@@ -52,7 +53,11 @@ class GradientPart(Protocol):
 
 
 class GradientExchange:
-    """Listens to the backward of a module and reduces its gradients to their owners."""
+    """Listens to the backward of a module and reduces its gradients to their owners.
+
+    Attributes:
+        ranges: in traces.
+    """
 
     def __init__(
         self,
@@ -76,6 +81,7 @@ class GradientExchange:
             "in a hook before the step (OSS.register_step_pre_hook); param.register_hook sees this rank's gradient"
         )
         self._parts: list[GradientPart] = []
+        self.ranges = ModuleRanges("root", group.ranks)
         self._build()
         for optimizer in self._optimizers:
             optimizer._before_step.append(self._before_step)
@@ -113,7 +119,7 @@ class GradientExchange:
             self._parts = self._bucket_parts([p for p in trainable if p not in whole], owner)
         everywhere = [p for p in trainable if p not in owner or p in whole]
         if everywhere and self._group.world_size > 1:
-            self._parts.append(EverywhereReducer(everywhere, self._channel, self.state))
+            self._parts.append(EverywhereReducer(everywhere, self._channel, self.state, self.ranges))
         for part in self._parts:
             for param, before, after in part.hooks():
                 self._hooks.attach(param, before, after)
@@ -211,8 +217,9 @@ class GradientExchange:
             self._group.agree(DROPPED)
 
     def _end_of_backward(self) -> None:
-        for part in self._parts:
-            part.finish()
+        with self.ranges.finish():
+            for part in self._parts:
+                part.finish()
         self.state.unreduced = False
         self._buffers.sync_if_changed()
 
@@ -283,8 +290,10 @@ class EverywhereReducer:
     A mean that gets local gradients added needs no care: the mean of (mean + local) is what is wanted.
     """
 
-    def __init__(self, params: Sequence[nn.Parameter], group: Group, state: BackwardState) -> None:
-        self._params, self._group, self._state = list(params), group, state
+    def __init__(
+        self, params: Sequence[nn.Parameter], group: Group, state: BackwardState, ranges: ModuleRanges
+    ) -> None:
+        self._params, self._group, self._state, self._ranges = list(params), group, state, ranges
 
     def hooks(self) -> list[tuple[nn.Parameter, GradientHook | None, GradientHook]]:
         return [(p, None, _begin_only(self._state)) for p in self._params]
@@ -296,7 +305,8 @@ class EverywhereReducer:
                 p.grad = torch.zeros_like(p)
             elif p.grad.is_sparse:
                 p.grad = p.grad.to_dense()
-            self._group.all_reduce(p.grad, op=ReduceOp.AVG, label="gradient without an owner")
+            with self._ranges.reduce():
+                self._group.all_reduce(p.grad, op=ReduceOp.AVG, label="gradient without an owner")
 
     def abandon(self) -> None:
         """Nothing is in flight."""

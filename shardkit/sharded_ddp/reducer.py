@@ -34,8 +34,8 @@ from ..layout import alignment, buckets_by_numel, rounded_up, segment_layout
 from ..policy import ReducePolicy
 from ..reduction.packing import PackedForm, WrittenPack, has_mean
 from ..torch_seams.hooks import NO_BACKWARD, BackwardState, GradientHook, current_backward
-from ..torch_seams.phases import Phase
 from ..torch_seams.strided_views import dense_strides, strided_view
+from ..tracing.ranges import BucketRanges
 
 DEFAULT_BUCKET = 2**23  # elements
 
@@ -77,6 +77,7 @@ class Bucket:
         )
         self.has_mean = has_mean(wire) or blocks is not None
         self.nbytes = self.form.starts[-1] * wire.itemsize
+        self.ranges = BucketRanges(f"bucket {index}", group.ranks, reduce=self.nbytes)
         self.owned = layout.items_of(group.rank)
         # how an owned gradient lies in this rank's part: shape, strides, offset
         self.owned_views = [
@@ -229,7 +230,7 @@ class Reducer:
         if not self._slot_is_taken:
             self._group.backend.take_storage(self._slot)
             self._slot_is_taken = True
-        with Phase("shardkit::reduce-scatter"):
+        with bucket.ranges.reduce():
             had = self._pack(bucket)
             op = ReduceOp.AVG if bucket.has_mean else ReduceOp.SUM
             if bucket.compressed is not None:
@@ -270,7 +271,8 @@ class Reducer:
 
     def _receive(self, flight: InFlight) -> None:
         bucket, work, shard, had = flight
-        work.wait()
+        with bucket.ranges.reduce_wait():
+            work.wait()
         self._in_flight = None
         if had is not None:
             had = bucket.form.anywhere(had, shard, self._group.rank)

@@ -28,6 +28,8 @@ from ..progress import noting_errors
 from ..torch_seams.device_mesh import group_of
 from ..torch_seams.forward_signature import signed_as_wrapped
 from ..torch_seams.other_wrappers import PreparedForAccelerate, check_wrappable, note_wrapper
+from ..tracing.layers import note_model
+from ..tracing.ranges import leave
 from ..types import ProcessGroup, StateDict, Tree
 from .buffers import BufferSync, broadcast_module, connect_sync_batch_norm
 from .exchange import GradientExchange
@@ -122,6 +124,7 @@ class ShardedDDP(PreparedForAccelerate, nn.Module):
         )
         # hooks on parameters outlive the wrapper; a module may be wrapped again
         weakref.finalize(self, self._exchange.close).atexit = False
+        note_model(module)
         self._announce()
 
     def _announce(self) -> None:
@@ -144,13 +147,20 @@ class ShardedDDP(PreparedForAccelerate, nn.Module):
             if self._watch_trainable:
                 exchange.refresh_if_changed(self._warn_on_change)
             exchange.begin_forward()
+            in_trace = exchange.ranges.forward()
+            in_trace.__enter__()
         try:
             outputs = self.module(*args, **kwargs)
         except BaseException as error:
             if training:
+                leave(in_trace)
                 exchange.fail_forward(error)
             raise
         if training:
+            try:  # noqa: SIM105 - it would cost calls
+                in_trace.__exit__(None, None, None)
+            except RuntimeError:  # a profiler was started inside of it
+                pass
             exchange.end_forward(outputs)
         return outputs
 

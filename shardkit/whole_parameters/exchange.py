@@ -15,6 +15,7 @@ import torch
 
 from ..backend import DONE, Group, Work
 from ..layout import Piece
+from ..tracing.ranges import WholeRanges
 from .bringing import Bringing, Owned, shard_of
 from .listed import Part
 from .plan import Plan, Route, plan_of
@@ -48,6 +49,8 @@ class Exchange(Bringing):
         self._flags: dict[tuple[bool, ...], torch.Tensor] = {}
         self._plans: dict[tuple[bool, ...], Plan] = {}
         self._arriving: tuple[Plan, bool, torch.Tensor, torch.Tensor, Work] | None = None
+        self._to_owners = WholeRanges("parameters to owners", group.ranks)
+        self._to_shards = WholeRanges("updated parameters", group.ranks)
 
     def _plan(self) -> Plan:
         """Frozen parameters don't travel; all ranks know which are."""
@@ -70,9 +73,10 @@ class Exchange(Bringing):
         arrived = torch.empty(sum(receive), dtype=sent.dtype, device=sent.device)
         work = DONE
         if plan.total:
-            work = self._group.all_to_all(
-                arrived, sent, receive, send, async_op=True, label="parameters for whole updates"
-            )
+            with self._to_owners.exchange():
+                work = self._group.all_to_all(
+                    arrived, sent, receive, send, async_op=True, label="parameters for whole updates"
+                )
         self._arriving = (plan, gradients, sent, arrived, work)
 
     def _sent(self, pieces: Sequence[Piece], gradients: bool) -> list[torch.Tensor]:
@@ -93,7 +97,8 @@ class Exchange(Bringing):
         if self._arriving is None:
             return
         plan, gradients, _, arrived, work = self._arriving
-        work.wait()
+        with self._to_owners.exchange_wait():
+            work.wait()
         arrived = arrived.to(self._like.device)
         self._arriving = None
         numels = [o.part.shape.numel() for o in self.owned]
@@ -172,16 +177,23 @@ class Exchange(Bringing):
         )
         work = DONE
         if plan.total:
-            work = self._group.all_to_all(
-                arrived, sent, plan.away.numels, plan.own.numels, async_op=True, label="updated parameters"
-            )
+            with self._to_shards.exchange():
+                work = self._group.all_to_all(
+                    arrived,
+                    sent,
+                    plan.away.numels,
+                    plan.own.numels,
+                    async_op=True,
+                    label="updated parameters",
+                )
         self._arriving = (plan, False, sent, arrived, work)
 
     def take_back(self) -> None:
         if self._arriving is None:
             return
         plan, _, _, arrived, work = self._arriving
-        work.wait()
+        with self._to_shards.exchange_wait():
+            work.wait()
         arrived = arrived.to(self._like.device)
         self._arriving = None
         pieces = [p for _, p in plan.away.pieces]

@@ -74,6 +74,7 @@ def count_step(
     figures: dict[str, Any] = {
         "operations": operations.operations,
         "calls": calls.calls,
+        "tracing": sum(n for (path, _), n in calls.by_function.items() if "/shardkit/tracing/" in path),
         "collectives": dict(operations.collectives),
         "sent": operations.sent,
         "moved": operations.moved,

@@ -59,6 +59,12 @@ def test_dispatched_operations(world_size: int, implementation: str) -> None:
 
 @worlds
 @both
+def test_ranges_in_traces_cost_nobody_a_call_who_does_not_trace(world_size: int, implementation: str) -> None:
+    assert of(world_size, implementation, "tracing") == [0] * world_size
+
+
+@worlds
+@both
 def test_python_calls(world_size: int, implementation: str) -> None:
     assert over_bare(world_size, implementation, "calls") <= 600
 

@@ -15,8 +15,8 @@ from .stored import StoredPack
 from .whole import WholePack
 
 __all__ = [
-    "GradientPack", "LazyPack", "Reduction", "Replicas", "StoredPack", "Way", "WholePack", "predivide_factor",
-    "way_for",
+    "GradientPack", "LazyPack", "Reduction", "Replicas", "StoredPack", "Way", "WholePack", "packed_dtype",
+    "predivide_factor", "way_for",
 ]  # fmt: skip
 
 

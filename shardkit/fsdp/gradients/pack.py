@@ -137,7 +137,8 @@ class GradientPack(ABC):
         had, had_all, result, work = self._in_flight
         self._in_flight = None
         if work is not None:
-            work.wait()
+            with self._flat.ranges.reduce_wait():
+                work.wait()
             self._arrived()
         if replicas is not None:
             self._average(result, replicas)
@@ -196,9 +197,10 @@ class GradientPack(ABC):
         is_mean = has_mean(result.dtype)
         if not is_mean:
             result.mul_(1.0 / replicas.world_size)
-        replicas.all_reduce(
-            result, op=ReduceOp.AVG if is_mean else ReduceOp.SUM, label=f"gradients of {self._flat.label}"
-        ).wait()
+        with self._flat.ranges.replicas():
+            replicas.all_reduce(
+                result, op=ReduceOp.AVG if is_mean else ReduceOp.SUM, label=f"gradients of {self._flat.label}"
+            ).wait()
 
     def _hand_over(self, gradient: torch.Tensor) -> None:
         """Adds to the shard's gradient, as autograd would: through hooks, which autograd never calls for it."""

@@ -91,7 +91,8 @@ class Store(ABC):
         """From gathering to gathered."""
         gather, self.in_flight = self.in_flight, None
         if gather is not None:  # else it has failed, and there are no values
-            gather.work.wait()
+            with self._flat.ranges.gather_wait():
+                gather.work.wait()
             self.state = GATHERED
             self._arrive(gather.output)
 
@@ -171,7 +172,8 @@ class Store(ABC):
         if self._group.world_size == 1 or shard.is_meta:
             return shard.new_empty(self._layout.padded_numel) if shard.is_meta else shard.clone()
         full = shard.new_empty(self._layout.padded_numel)
-        self._channel.all_gather_into(full, shard, label=f"{self._flat.label} in full precision")
+        with self._flat.ranges.summon():
+            self._channel.all_gather_into(full, shard, label=f"{self._flat.label} in full precision")
         return full
 
     @torch.no_grad()

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from ...backend import Group
 from ...reduction.norms import Portion
+from ...tracing.tracer import training_begins
 from ...types import Kwargs, ParamGroup, StateDict, Tree
 from .flat_segment import FlatSegment
 
@@ -40,6 +41,7 @@ class Placement(ABC):
         self.segments: list[FlatSegment] = []
         self._owner = owner
         self._wire_dtype = wire_dtype
+        training_begins(group)
 
     # ------------------------------------------------------------ values
     @abstractmethod

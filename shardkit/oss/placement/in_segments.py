@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from ...errors import ConfigurationError
 from ...reduction.norms import Portion
 from ...reduction.unused import PutAside
-from ...torch_seams.phases import Phase
+from ...tracing.ranges import PublishRanges
 from ...types import Kwargs, ParamGroup, Tree
 from .base import Closure, Placement, State, by_dtype, gradients_of, published_between
 from .flat_segment import FlatSegment
@@ -31,6 +31,7 @@ class InSegments(Placement):
             for params in new.values():
                 segment = FlatSegment(params, [self._owner[p] for p in params], channel, index)
                 self.segments.append(segment)
+        self.ranges = PublishRanges("updated parameters", self.group.ranks)
 
     def updated_here(self, index: int, params: Sequence[nn.Parameter]) -> list[nn.Parameter]:
         return [s.own for s in self.segments if s.param_group == index]
@@ -73,7 +74,7 @@ class InSegments(Placement):
 
     def publish(self) -> None:
         """See :meth:`Placement.publish`."""
-        with Phase("shardkit::oss all-gather"):
+        with self.ranges.gather():
             for segment in self.segments:
                 segment.publish(self._wire_dtype)
 

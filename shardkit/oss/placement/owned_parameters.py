@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ...reduction.norms import Portion
-from ...torch_seams.phases import Phase
+from ...tracing.ranges import PublishRanges
 from ...types import Kwargs, ParamGroup, Tree
 from .base import Closure, OfParameters, by_dtype, gradients_of, published_between
 from .flat_parameters import FlatParameters
@@ -22,9 +22,11 @@ class OwnedParameters(OfParameters):
 
     Attributes:
         buffers: what the trainable parameters are views of, one for each dtype.
+        ranges: in traces.
     """
 
     buffers: Sequence[FlatParameters] = ()
+    ranges: PublishRanges
 
     def lay_out(self, groups: Sequence[ParamGroup]) -> None:
         trainable = by_dtype(p for g in groups for p in g["params"] if p.requires_grad)
@@ -32,12 +34,14 @@ class OwnedParameters(OfParameters):
         self.buffers = [
             FlatParameters(ps, [self._owner[p] for p in ps], channel) for ps in trainable.values()
         ]
+        nbytes = sum(p.numel() * p.element_size() for ps in trainable.values() for p in ps)
+        self.ranges = PublishRanges("updated parameters", self.group.ranks, gather=nbytes)
 
     def updated_here(self, index: int, params: Sequence[nn.Parameter]) -> list[nn.Parameter]:
         return [p for p in params if self._owner[p] == self.group.rank]
 
     def step(self, optimizer: Optimizer, closure: Closure | None, kwargs: Kwargs) -> Tree:
-        with Phase("shardkit::oss step"):
+        with self.ranges.step():
             if closure is None:
                 loss = optimizer.step(**kwargs)
             else:
@@ -47,8 +51,10 @@ class OwnedParameters(OfParameters):
 
     def publish(self) -> None:
         """See :meth:`Placement.publish`."""
-        with Phase("shardkit::oss all-gather"):
-            for work in [buffer.publish(self._wire_dtype) for buffer in self.buffers]:
+        with self.ranges.gather():
+            works = [buffer.publish(self._wire_dtype) for buffer in self.buffers]
+        with self.ranges.gather_wait():
+            for work in works:
                 if work is not None:
                     work.wait()
 

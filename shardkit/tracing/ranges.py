@@ -1,0 +1,263 @@
+"""Named ranges of what a step does, for profilers and for this package's own listeners.
+
+[Note: ranges] Whoever communicates has an object of ranges (:class:`UnitRanges`, ...), each attribute of which opens a
+range when it is called: ``with unit.ranges.gather(): ...``. While nobody listens, an attribute is a partial of a class
+written in C, which a running torch.profiler shows and which costs no Python call. While somebody listens, the same
+attribute of all these objects makes Python objects that take the time. So nothing is asked in a step, and nothing is
+called that is not needed.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import ClassVar, NamedTuple, Protocol, TypeAlias
+
+import torch
+
+# Written in C: it costs no Python call and records nothing unless a profiler runs. (torch.profiler.record_function
+# makes some fifteen Python calls each time, profiler or not.)
+Phase = torch._C._profiler._RecordFunctionFast
+
+Range: TypeAlias = AbstractContextManager[object, None]
+Opens: TypeAlias = Callable[[], Range]
+
+now = time.perf_counter_ns
+
+
+class What(NamedTuple):
+    """What a range is of.
+
+    Attributes:
+        kind: as ``all_gather``; ``all_gather.wait`` is the time in which this rank waits for it.
+        unit: whose it is: a path in the model, or another name.
+        ranks: global ranks that take part; none where it is no collective.
+        nbytes: of what is gathered or reduced, over all ranks.
+    """
+
+    kind: str
+    unit: str
+    ranks: tuple[int, ...] = ()
+    nbytes: int = 0
+
+    @property
+    def name(self) -> str:
+        """In traces."""
+        return f"shardkit.{self.kind}({self.unit})"
+
+
+class Listener(Protocol):
+    """Hears of ranges as they end.
+
+    Attributes:
+        mark: notes a time on the device's current stream; None where there is no such time.
+    """
+
+    mark: Callable[[], object] | None
+
+    def heard(self, what: What, start: int, end: int, marks: tuple[object, object] | None) -> None:
+        """A range of this rank has ended; ``start`` and ``end`` are of :func:`now`."""
+
+    def told(self, name: str, value: torch.Tensor) -> None:
+        """A number has been computed anyway, such as the norm of the gradients."""
+
+
+# ------------------------------------------------------------ who listens
+_lock = threading.Lock()
+_objects: weakref.WeakSet[Ranges] = weakref.WeakSet()
+# By thread: ranks may be threads of one process.
+_listeners: dict[int, tuple[Listener, ...]] = {}
+_others: tuple[Listener, ...] = ()  # of threads that autograd or a device has
+
+
+listening = False  # whether anybody does; looked at where a call would cost more
+
+
+def listeners_here() -> tuple[Listener, ...]:
+    """Those of the rank that the calling thread belongs to."""
+    return _listeners.get(threading.get_ident(), _others)
+
+
+def listen(listener: Listener) -> None:
+    """From now on ``listener`` hears of the ranges of the calling thread's rank."""
+    with _lock:
+        me = threading.get_ident()
+        _listeners[me] = (*_listeners.get(me, ()), listener)
+        _changed()
+
+
+def stop_listening(listener: Listener) -> None:
+    """The opposite; from any thread."""
+    with _lock:
+        for thread, found in list(_listeners.items()):
+            left = tuple(other for other in found if other is not listener)
+            if left:
+                _listeners[thread] = left
+            else:
+                del _listeners[thread]
+        _changed()
+
+
+def _changed() -> None:
+    global _others, listening
+    listening = bool(_listeners)
+    _others = next(iter(_listeners.values())) if len(_listeners) == 1 else ()
+    for ranges in list(_objects):
+        ranges.bind()
+
+
+def tell(name: str, value: torch.Tensor) -> None:
+    """Listeners of this rank hear of a number; asked for only while somebody listens."""
+    for listener in listeners_here():
+        listener.told(name, value)
+
+
+class Heard:
+    """A range while somebody listens; it may be left twice."""
+
+    __slots__ = ("_listeners", "_marks", "_phase", "_start", "_what")
+
+    def __init__(self, what: What) -> None:
+        self._what = what
+        self._listeners: tuple[Listener, ...] = ()
+
+    def __enter__(self) -> Heard:
+        self._phase = Phase(self._what.name)
+        self._phase.__enter__()
+        self._listeners = listeners_here()
+        self._marks = [None if one.mark is None else one.mark() for one in self._listeners]
+        self._start = now()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        end = now()
+        listeners, self._listeners = self._listeners, ()
+        for one, before in zip(listeners, self._marks, strict=False):
+            marks = None if before is None or one.mark is None else (before, one.mark())
+            one.heard(self._what, self._start, end, marks)
+        leave(self._phase)
+
+
+def leave(entered: Range) -> None:
+    """Ends a range that does not end with a ``with`` block; twice does no harm."""
+    try:
+        entered.__exit__(None, None, None)
+    except RuntimeError:
+        return  # a profiler was started inside of it, or it has ended
+
+
+# ------------------------------------------------------------ objects of ranges
+class Ranges:
+    """Ranges of one owner; the attributes of ``kinds`` open them.
+
+    Args:
+        unit: whose they are, in their names.
+        ranks: that take part in its collectives.
+        nbytes: of what is gathered or reduced.
+    """
+
+    kinds: ClassVar[dict[str, str]] = {}
+
+    def __init__(self, unit: str, ranks: tuple[int, ...] = (), **nbytes: int) -> None:
+        self._whats = {
+            attribute: What(kind, unit, ranks, nbytes.get(attribute, 0))
+            for attribute, kind in self.kinds.items()
+        }
+        with _lock:
+            _objects.add(self)
+            self.bind()
+
+    def bind(self) -> None:
+        """Attributes follow whether anybody listens."""
+        heard = bool(_listeners)
+        for attribute, what in self._whats.items():
+            opens = functools.partial(Heard, what) if heard else functools.partial(Phase, what.name)
+            setattr(self, attribute, opens)
+
+
+class UnitRanges(Ranges):
+    """Of a unit of FSDP."""
+
+    kinds: ClassVar[dict[str, str]] = {
+        "forward": "forward",
+        "backward": "backward",
+        "gather": "all_gather",
+        "gather_wait": "all_gather.wait",
+        "reshard": "reshard",
+        "reduce": "reduce_scatter",
+        "reduce_wait": "reduce_scatter.wait",
+        "replicas": "all_reduce",
+        "summon": "summon",
+        "finish": "backward.end",
+    }
+    forward: Opens
+    backward: Opens  # a moment: backward goes into the unit
+    gather: Opens
+    gather_wait: Opens
+    reshard: Opens
+    reduce: Opens
+    reduce_wait: Opens
+    replicas: Opens
+    summon: Opens
+    finish: Opens
+
+
+class BucketRanges(Ranges):
+    """Of gradients that ShardedDDP sends together."""
+
+    kinds: ClassVar[dict[str, str]] = {"reduce": "reduce_scatter", "reduce_wait": "reduce_scatter.wait"}
+    reduce: Opens
+    reduce_wait: Opens
+
+
+class ModuleRanges(Ranges):
+    """Of a module that ShardedDDP wraps."""
+
+    kinds: ClassVar[dict[str, str]] = {
+        "forward": "forward",
+        "finish": "backward.end",
+        "buffers": "broadcast",
+        "reduce": "all_reduce",
+    }
+    forward: Opens
+    finish: Opens
+    buffers: Opens
+    reduce: Opens
+
+
+class PublishRanges(Ranges):
+    """Of parameters that owners have updated."""
+
+    kinds: ClassVar[dict[str, str]] = {
+        "step": "update",
+        "gather": "all_gather",
+        "gather_wait": "all_gather.wait",
+    }
+    step: Opens
+    gather: Opens
+    gather_wait: Opens
+
+
+class WholeRanges(Ranges):
+    """Of pieces of parameters that travel to their owners and back."""
+
+    kinds: ClassVar[dict[str, str]] = {"exchange": "all_to_all", "exchange_wait": "all_to_all.wait"}
+    exchange: Opens
+    exchange_wait: Opens
+
+
+class ClipRanges(Ranges):
+    """Of what is done to gradients between backward and step."""
+
+    kinds: ClassVar[dict[str, str]] = {"clip": "clip", "norm": "norm.wait", "overflow": "overflow.wait"}
+    clip: Opens
+    norm: Opens
+    overflow: Opens
+
+
+CLIP = ClipRanges("gradients")
+UNNAMED = UnitRanges("unnamed")  # of units before the first forward of their root

@@ -1,0 +1,165 @@
+"""What one rank records, and the form in which it travels: a part."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import socket
+import threading
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple, TypedDict
+
+import torch
+
+from ..backend import Group
+from ..errors import DamagedFileError
+from .clocks import Reading
+from .ranges import What, now
+
+FORMAT = 1
+
+
+class Part(TypedDict):
+    """One rank's records, as JSON has them.
+
+    ``whats``: [kind, unit, ranks, nbytes]; ``events``: [number of what, start, end, thread, device start, device end],
+    times in ns on the rank's clock, those of the device on the same clock or None; ``steps``: [number, when it ended];
+    ``clock``: readings of it.
+    """
+
+    format: int
+    rank: int
+    world_size: int
+    backend: str
+    host: str
+    process: int
+    torch: str
+    first_step: int
+    began: int
+    ended: int
+    threads: list[int]
+    whats: list[tuple[str, str, tuple[int, ...], int]]
+    events: list[tuple[int, int, int, int, float | None, float | None]]
+    steps: list[tuple[int, int]]
+    clock: list[tuple[int, float, float]]
+
+
+class _Event(NamedTuple):
+    what: What
+    start: int
+    end: int
+    thread: int
+    marks: tuple[object, object] | None
+
+
+class Recorder:
+    """Listens to one rank, and keeps all it hears.
+
+    Attributes:
+        events: in the order of their ends.
+        steps: number of each step that ended, and when.
+    """
+
+    def __init__(self, group: Group, first_step: int = 0) -> None:
+        self._group = group
+        self._first_step = first_step
+        self.events: list[_Event] = []
+        self.steps: list[tuple[int, int]] = []
+        self.clock: list[Reading] = []
+        self.thread = threading.get_ident()
+        self.began = now()
+        self.ended = 0
+        self._timer = group.backend.timer()
+        self.mark: Callable[[], object] | None = None
+        if self._timer is not None:
+            self.mark = self._timer.mark
+            group.backend.synchronize()
+            self._zero = self._timer.mark(), now()
+
+    def heard(self, what: What, start: int, end: int, marks: tuple[object, object] | None) -> None:
+        self.events.append(_Event(what, start, end, threading.get_ident(), marks))
+
+    def note_step(self, number: int) -> None:
+        """A step has ended."""
+        self.steps.append((number, now()))
+
+    def stop(self) -> None:
+        """Nothing more comes."""
+        self.ended = now()
+
+    def told(self, name: str, value: torch.Tensor) -> None:
+        """Numbers are for metrics."""
+
+    def part(self) -> Part:
+        """Everything, in the form that travels."""
+        if self._timer is not None:
+            self._group.backend.synchronize()
+        numbers: dict[What, int] = {}
+        threads = {self.thread: 0}
+        events = []
+        for what, start, end, thread, marks in self.events:
+            on_device = self._on_device(marks)
+            events.append(
+                (
+                    numbers.setdefault(what, len(numbers)), start, end, threads.setdefault(thread, len(threads)),
+                    *on_device,
+                )
+            )  # fmt: skip
+        group = self._group
+        return Part(
+            format=FORMAT, rank=group.ranks[group.rank], world_size=group.world_size, backend=group.backend.name,
+            host=socket.gethostname(), process=os.getpid(), torch=f"{torch.__version__} ({platform.python_version()})",
+            first_step=self._first_step, began=self.began, ended=self.ended or now(),
+            threads=list(range(len(threads))),
+            whats=[(w.kind, w.unit, w.ranks, w.nbytes) for w in numbers], events=events,
+            steps=list(self.steps), clock=[(r.at, r.ahead, r.error) for r in self.clock],
+        )  # fmt: skip
+
+    def _on_device(self, marks: tuple[object, object] | None) -> tuple[float | None, float | None]:
+        if marks is None or self._timer is None:
+            return None, None
+        (zero, at), timer = self._zero, self._timer
+        return at + timer.seconds(zero, marks[0]) * 1e9, at + timer.seconds(zero, marks[1]) * 1e9
+
+
+def packed(part: Part) -> bytes:
+    """To be sent."""
+    return zlib.compress(json.dumps(part).encode(), 1)
+
+
+def unpacked(data: bytes) -> Part:
+    """What was sent."""
+    found: Part = json.loads(zlib.decompress(data))
+    return found
+
+
+def part_path(path: Path, rank: int) -> Path:
+    """Where a rank's own part is written if the ranks can't put theirs together."""
+    return path.with_name(f"{path.stem}.rank-{rank}{path.suffix}")
+
+
+def read_part(path: Path) -> Part:
+    """A part from its file.
+
+    Raises:
+        DamagedFileError: the file is something else.
+    """
+    try:
+        found = json.loads(path.read_text())
+    except (ValueError, UnicodeDecodeError) as error:
+        raise DamagedFileError(f"{path} is no trace: {error}") from error
+    if not isinstance(found, dict) or found.get("format") != FORMAT or "whats" not in found:
+        raise DamagedFileError(f"{path} is no part of a trace of shardkit's (format {FORMAT})")
+    part: Part = found  # type: ignore[assignment]
+    return part
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """The file is complete or as it was."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    beside.write_text(text)
+    os.replace(beside, path)

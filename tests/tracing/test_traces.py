@@ -1,0 +1,179 @@
+"""One file for all ranks, and what it tells."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import shardkit
+from shardkit.backend import backend_of_job
+from shardkit.errors import ConfigurationError, DamagedFileError, RankMismatchError
+from shardkit.tracing import clocks, stepping
+from shardkit.tracing.analysis import analyse
+from shardkit.tracing.clocks import Reading, compare_clocks, on_rank_0
+from shardkit.tracing.timeline import read_trace
+from shardkit.tracing.tracer import read_plan
+from tests.pools import rank_pool
+from tests.tracing.trainings import SLOW, sharded, train
+
+PHASES = {
+    "forward": ("forward", "layers.2"),
+    "backward": ("backward", "layers.2"),
+    "data": ("data", "DataLoader"),
+}
+
+
+@pytest.mark.parametrize(
+    ("backend", "way", "slow"),
+    [
+        *(("gloo", "fsdp", slow) for slow in PHASES),
+        ("gloo", "fully_shard", "forward"),
+        ("gloo", "sharded_ddp", "forward"),
+        ("gloo", "sharded_ddp", "backward"),
+        ("simulated", "fully_shard", "forward"),
+        ("simulated", "fsdp", "data"),
+    ],
+)
+def test_what_makes_a_rank_late_is_named(tmp_path: Path, backend: str, way: str, slow: str) -> None:
+    path = tmp_path / "trace.json"
+    rank_pool(2, backend).run(train, way, slow, 3, str(path), range(1, 3))
+    check_file(json.loads(path.read_text()), ranks=2, steps=[1, 2])
+    found = analyse(read_trace([path]))
+    first = found.late[0]
+    assert tuple(first.cause) == (1, *PHASES[slow])
+    assert first.total_us > 0.6e6 * 2 * SLOW
+    if backend == "gloo":  # others may use the machine: rank 0 is late too, now and then
+        assert found.exposed_us[0] > 0.25e6 * SLOW
+        assert found.waiting_us[0] > 0.25e6 * SLOW
+    assert found.steps == 2
+    assert all(f"layers.{k}" in found.units for k in range(4))
+
+
+def check_file(trace: dict[str, Any], ranks: int, steps: list[int]) -> None:
+    """Ranges of a track nest, flows have a beginning and an end inside of ranges, and what begins ends."""
+    events = trace["traceEvents"]
+    tracks: dict[tuple[int, int], list[tuple[float, float]]] = defaultdict(list)
+    for e in events:
+        if e["ph"] == "X":
+            assert e["dur"] >= 0
+            assert e["ts"] >= 0 or e["cat"] == "steps"
+            tracks[e["pid"], e["tid"]].append((e["ts"], e["ts"] + e["dur"]))
+    assert {pid for pid, _ in tracks} == set(range(ranks))
+    for track in tracks.values():
+        around: list[float] = []
+        for start, end in sorted(track, key=lambda s: (s[0], -s[1])):
+            while around and around[-1] <= start + 0.002:  # times are rounded to a thousandth
+                around.pop()
+            assert not around or end <= around[-1] + 0.002
+            around.append(end)
+    for rank in range(ranks):
+        assert [
+            e["args"]["step"] for e in events if e["ph"] == "X" and e["cat"] == "steps" and e["pid"] == rank
+        ] == steps
+    flows: dict[int, list[dict[str, Any]]] = defaultdict(list)
+    for e in events:
+        if e["ph"] in "stf":
+            flows[e["id"]].append(e)
+            assert any(a <= e["ts"] <= b for a, b in tracks[e["pid"], e["tid"]])
+    assert flows
+    for flow in flows.values():
+        assert [e["ph"] for e in flow] == ["s", *["t"] * (ranks - 2), "f"]
+        assert {e["pid"] for e in flow} == set(range(ranks))
+        assert [e["ts"] for e in flow] == sorted(e["ts"] for e in flow)
+    begun = [e["id"] for e in events if e["ph"] == "b"]
+    assert begun
+    assert sorted(begun) == sorted(e["id"] for e in events if e["ph"] == "e")
+
+
+# ------------------------------------------------------------ clocks
+def _with_another_clock(rank: int) -> tuple[Reading, int]:
+    before, ahead = clocks.now, rank * 3_000_000_000
+    clocks.now = lambda: before() + ahead
+    try:
+        return compare_clocks(backend_of_job().group(None)), ahead
+    finally:
+        clocks.now = before
+
+
+def test_clocks_that_differ_are_found_out() -> None:
+    for reading, ahead in rank_pool(3).run(_with_another_clock):
+        assert abs(reading.ahead - ahead) <= reading.error
+        assert reading.error < 50e6
+
+
+def test_clocks_that_drift_are_followed_between_readings() -> None:
+    readings = [Reading(1000, 100.0, 1.0), Reading(3000, 300.0, 1.0)]
+    assert [on_rank_0(t, readings) for t in (1000, 2000, 3000)] == [900, 1800, 2700]
+    assert on_rank_0(2000, [Reading(1000, 100.0, 60.0), Reading(3000, 120.0, 10.0)]) == 1880
+
+
+# ------------------------------------------------------------ how a trace begins and ends
+def _by_environment(rank: int, folder: str) -> list[bool]:
+    os.environ["SHARDKIT_TRACE"] = f"steps=1:2,dir={folder}"
+    try:
+        train(rank, "sharded_ddp", "", 3, None)
+    finally:
+        del os.environ["SHARDKIT_TRACE"]
+    return [not stepping._watches, stepping._patched == []]
+
+
+def test_the_environment_begins_a_trace(tmp_path: Path) -> None:
+    assert rank_pool(2).run(_by_environment, str(tmp_path)) == [[True, True]] * 2
+    assert analyse(read_trace([tmp_path])).steps == 1
+
+
+def _failing(rank: int, folder: str) -> None:
+    model, optimizer = sharded("fsdp", "")
+    try:
+        with shardkit.trace(f"{folder}/t.json"):
+            for batch in range(3):
+                model(torch.full((2, 8), float(batch))).sum().backward()
+                optimizer.step()
+            raise KeyError("over")
+    except KeyError:
+        pass
+
+
+def test_an_error_leaves_parts_that_can_be_put_together(tmp_path: Path) -> None:
+    rank_pool(2).run(_failing, str(tmp_path))
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["t.rank-0.json", "t.rank-1.json"]
+    assert analyse(read_trace([tmp_path])).steps == 3
+
+
+def test_what_is_no_trace_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text("{}")
+    (tmp_path / "b.rank-0.json").write_text("[1]")
+    for path in (tmp_path / "a.json", tmp_path / "b.rank-0.json"):
+        with pytest.raises(DamagedFileError, match="no "):
+            read_trace([path])
+    with pytest.raises(ConfigurationError, match="SHARDKIT_TRACE"):
+        read_plan("steps=4:2")
+    assert read_plan("steps=10:12,dir=a/b") == (range(10, 12), Path("a/b"))
+
+
+def _wrong(rank: int) -> list[str]:
+    found = []
+    try:
+        with shardkit.trace("never.json", steps=range(4, 4)):
+            pass
+    except ConfigurationError as error:
+        found.append(str(error))
+    try:
+        with shardkit.trace("never.json", steps=range(1 + rank)):
+            pass
+    except RankMismatchError as error:
+        found.append(str(error))
+    return found
+
+
+def test_ranks_that_trace_different_steps_hear_of_it() -> None:
+    for steps, mismatch in rank_pool(2).run(_wrong):
+        assert "range(10, 12)" in steps
+        assert "rank 0: [0, 1]; rank 1: [0, 2]" in mismatch
+    assert not Path("never.json").exists()
