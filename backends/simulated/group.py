@@ -15,7 +15,8 @@ from ..c10d.call_order import ORDERED_CHANNELS
 from ..diagnosis.calls import Call
 from ..host_objects import ObjectsOverBytes
 from . import collectives
-from .rank_threads import Finish, Meeting, RankThreads
+from .meetings import Finish, Meeting
+from .rank_threads import RankThreads
 
 
 class Line:
@@ -25,10 +26,24 @@ class Line:
         self.ranks = tuple(ranks)
         self.name = name
         self._meetings: dict[int, Meeting] = {}
+        self._pairs: dict[tuple[int, int, int], Line] = {}
+        self._named: dict[str, Line] = {}
 
     def meeting(self, sequence: int) -> Meeting:
         """The one for a rank's call of that number."""
         return self._meetings.setdefault(sequence, Meeting(self.ranks))
+
+    def between(self, source: int, destination: int, tag: int) -> Line:
+        """What two of its ranks share, in one direction."""
+        key = source, destination, tag
+        if key not in self._pairs:
+            ranks = self.ranks[source], self.ranks[destination]
+            self._pairs[key] = Line(ranks, f"{self.name}, rank {ranks[0]} to rank {ranks[1]}, tag {tag}")
+        return self._pairs[key]
+
+    def named(self, ranks: Sequence[int], name: str) -> Line:
+        """What some of its ranks share."""
+        return self._named.setdefault(name, Line([self.ranks[r] for r in ranks], name))
 
     def drop(self, sequence: int) -> None:
         self._meetings.pop(sequence, None)
@@ -72,13 +87,16 @@ class SimulatedGroup(ObjectsOverBytes):
 
     def _issue(
         self, operation: str, numel: int, label: str, terms: tuple[object, ...], brought: Tree,
-        finish: Finish, async_op: bool = False,
+        finish: Finish, async_op: bool = False, itemsize: int = 1, either: bool = False,
     ) -> SimulatedWork:  # fmt: skip
+        """This rank's part of a collective over ``numel`` elements; ``either``: ranks call it by different names."""
         self._sequence += 1
         call = Call(self._line.name, self._sequence, operation, numel, label)
         meeting = self._line.meeting(self._sequence)
         rank = self.ranks[self.rank]
-        self._threads.arrive(rank, meeting, call, (operation, *terms), brought, finish)
+        self._threads.arrive(
+            rank, meeting, call, terms if either else (operation, *terms), brought, finish, numel * itemsize
+        )
         if not meeting.missing():
             self._line.drop(self._sequence)
         work = SimulatedWork(self, meeting, call)
@@ -89,7 +107,17 @@ class SimulatedGroup(ObjectsOverBytes):
     def _wait(self, meeting: Meeting, call: Call) -> None:
         self._threads.wait(self.ranks[self.rank], meeting, call)
 
+    @property
+    def issued(self) -> int:
+        """How many calls there were."""
+        return self._sequence
+
     # ------------------------------------------------------------ groups
+    def between(self, source: int, destination: int, tag: int) -> SimulatedGroup:
+        """Two ranks of the group, of which this is one, for what goes from the first to the second."""
+        line = self._line.between(source, destination, tag)
+        return SimulatedGroup(self.backend, self._threads, line, 0 if self.rank == source else 1)
+
     def channel(self, name: str) -> SimulatedGroup:
         if name not in self._channels:
             work = self._issue(f"channel({name!r})", 0, "", (), None, lambda _: Line(self.ranks, name))
@@ -106,6 +134,13 @@ class SimulatedGroup(ObjectsOverBytes):
             return None
         return SimulatedGroup(self.backend, self._threads, line, members.index(self.rank))
 
+    def among(self, members: Sequence[int], name: str) -> SimulatedGroup:
+        """These ranks, of which this is one, without a word to the others; they all call it by the same name."""
+        line = self._line.named(members, name)
+        if name not in self._channels:
+            self._channels[name] = SimulatedGroup(self.backend, self._threads, line, members.index(self.rank))
+        return self._channels[name]
+
     # ------------------------------------------------------------ tensors
     def all_gather_into(
         self, output: torch.Tensor, shard: torch.Tensor, sizes: Sequence[int] | None = None, *,
@@ -120,7 +155,16 @@ class SimulatedGroup(ObjectsOverBytes):
 
         purpose = label if self._line.name in ORDERED_CHANNELS else ""
         terms = (str(shard.dtype), parts, purpose)
-        return self._issue("all_gather_into", output.numel(), label, terms, (output, shard), finish, async_op)
+        return self._issue(
+            "all_gather_into",
+            output.numel(),
+            label,
+            terms,
+            (output, shard),
+            finish,
+            async_op,
+            output.element_size(),
+        )
 
     def reduce_scatter_into(
         self, shard: torch.Tensor, input: torch.Tensor, sizes: Sequence[int] | None = None, *,
@@ -136,7 +180,14 @@ class SimulatedGroup(ObjectsOverBytes):
 
         terms = (str(input.dtype), op.value, parts)
         return self._issue(
-            "reduce_scatter_into", input.numel(), label, terms, (shard, input), finish, async_op
+            "reduce_scatter_into",
+            input.numel(),
+            label,
+            terms,
+            (shard, input),
+            finish,
+            async_op,
+            input.element_size(),
         )
 
     def all_to_all(
@@ -159,7 +210,16 @@ class SimulatedGroup(ObjectsOverBytes):
             collectives.all_to_all(outputs, inputs, comes, goes)
 
         brought = (output, input, come, go)
-        return self._issue("all_to_all", input.numel(), label, (str(input.dtype),), brought, finish, async_op)
+        return self._issue(
+            "all_to_all",
+            input.numel(),
+            label,
+            (str(input.dtype),),
+            brought,
+            finish,
+            async_op,
+            input.element_size(),
+        )
 
     def all_reduce(
         self, tensor: torch.Tensor, *, op: ReduceOp = ReduceOp.SUM, async_op: bool = False, label: str = ""
@@ -168,7 +228,8 @@ class SimulatedGroup(ObjectsOverBytes):
         check_op("all_reduce", self.rank, op, tensor.dtype)
         terms = (str(tensor.dtype), op.value, tensor.numel())
         return self._issue(
-            "all_reduce", tensor.numel(), label, terms, tensor, lambda all_: collectives.all_reduce(all_, op), async_op
+            "all_reduce", tensor.numel(), label, terms, tensor, lambda all_: collectives.all_reduce(all_, op), async_op,
+            tensor.element_size(),
         )  # fmt: skip
 
     def reduce(
@@ -179,7 +240,8 @@ class SimulatedGroup(ObjectsOverBytes):
         check_op("reduce", self.rank, op, tensor.dtype)
         terms = (str(tensor.dtype), op.value, tensor.numel(), dst)
         return self._issue(
-            "reduce", tensor.numel(), label, terms, tensor, lambda all_: collectives.reduce(all_, dst, op), async_op
+            "reduce", tensor.numel(), label, terms, tensor, lambda all_: collectives.reduce(all_, dst, op), async_op,
+            tensor.element_size(),
         )  # fmt: skip
 
     def broadcast(
@@ -189,7 +251,8 @@ class SimulatedGroup(ObjectsOverBytes):
         check_member("broadcast", self.rank, self.world_size, src)
         terms = (str(tensor.dtype), tensor.numel(), src)
         return self._issue(
-            "broadcast", tensor.numel(), label, terms, tensor, lambda all_: collectives.broadcast(all_, src), async_op
+            "broadcast", tensor.numel(), label, terms, tensor, lambda all_: collectives.broadcast(all_, src), async_op,
+            tensor.element_size(),
         )  # fmt: skip
 
     def barrier(self, *, label: str = "") -> None:

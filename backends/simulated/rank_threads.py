@@ -11,91 +11,52 @@ import copy
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
-import torch
-
-from shardkit.errors import (
-    BackendError,
-    ConfigurationError,
-    OutOfStepError,
-    RankFailedError,
-    RankLostError,
-    ShardkitError,
-)
+from shardkit.errors import ConfigurationError, RankFailedError, RankLostError
 from shardkit.types import Args, T, Tree
 
 from ..diagnosis.calls import Call
-from ..diagnosis.watch import OUT_OF_STEP_HINT
 from ..forked import belongs_here, refusal
 from ..random_states import HostRandomStates, host_random_states, set_host_random_states
+from .meetings import Awaited, Finish, Meeting
+from .places import Place, here, place_of_error
 
-Finish = Callable[[list[Tree]], object]  # what is done with all that ranks brought
 _LAST_WORDS = 2.0  # seconds that ranks get to unwind after a timeout
 
 
-class Meeting:
-    """One collective, from the first rank that arrives to the last.
+# a rank's call, its line, the bytes of the whole tensor, and how many ranks take part
+Issued = Callable[[int, Call, Place, int, int], None]
 
-    Args:
-        ranks: global rank of each member, in group order.
+
+class Hang(NamedTuple):
+    """The first thing that went wrong.
 
     Attributes:
-        done: all have arrived, and the result is there.
-        error: why it can't be done any more: an exception's class and message.
-        given_up: how often each rank that has arrived had given up before.
-        result: what ``finish`` returned on the last rank to arrive.
+        what: in words, with the lines of those concerned.
+        stands: what each rank was doing then.
     """
 
-    def __init__(self, ranks: Sequence[int]) -> None:
-        self.ranks = tuple(ranks)
-        self.result: object = None
-        self.error: tuple[type[ShardkitError], str] | None = None
-        self.done = False
-        self.given_up: dict[int, int] = {}
-        self._calls: dict[int, Call] = {}  # by global rank
-        self._terms: dict[int, object] = {}
-        self._brought: dict[int, Tree] = {}
+    what: str
+    stands: dict[int, str]
 
-    @property
-    def over(self) -> bool:
-        """It came to its end, good or bad."""
-        return self.done or self.error is not None
 
-    def missing(self) -> set[int]:
-        return set(self.ranks) - self._calls.keys()
+def in_words(stands: Mapping[int, str]) -> str:
+    """What ranks do; those that do the same together."""
+    alike: dict[str, list[int]] = {}
+    for rank, text in stands.items():
+        alike.setdefault(text, []).append(rank)
+    return "; ".join(f"{named(ranks)} {text}" for text, ranks in alike.items())
 
-    def arrive(self, rank: int, call: Call, terms: object, brought: Tree, finish: Finish) -> None:
-        """``rank`` is here; the last one does the work for all.
 
-        Args:
-            terms: what has to be equal on all ranks.
-            brought: handed to ``finish`` as a list in group order.
-        """
-        self._calls[rank], self._terms[rank] = call, terms
-        if self.error is not None:
-            return
-        other = next((r for r, t in self._terms.items() if t != terms), None)
-        if other is not None:
-            theirs = f"rank {other} is in {self._calls[other].describe()} {self._terms[other]}"
-            self.fail(f"{theirs}, rank {rank} in {call.describe()} {terms}")
-            return
-        self._brought[rank] = brought
-        if self.missing():
-            return
-        try:
-            with torch.no_grad():
-                self.result = finish([self._brought[r] for r in self.ranks])
-        except OutOfStepError as error:
-            self.fail(str(error))
-        except Exception as error:  # noqa: BLE001 - it is every member's
-            self.error = BackendError, f"{call.describe()} failed: {type(error).__name__}: {error}"
-        self.done = self.error is None
-        self._brought.clear()
-
-    def fail(self, what: str) -> None:
-        self.error = OutOfStepError, f"ranks are out of step: {what}. {OUT_OF_STEP_HINT}"
-        self._brought.clear()
+def named(ranks: list[int]) -> str:
+    """``rank 3``, ``ranks 1, 2``, ``ranks 1 to 63``."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    if len(ranks) > 2 and ranks == list(range(ranks[0], ranks[-1] + 1)):
+        return f"ranks {ranks[0]} to {ranks[-1]}"
+    return f"ranks {', '.join(map(str, ranks))}"
 
 
 class RankThreads:
@@ -104,17 +65,28 @@ class RankThreads:
     Args:
         world_size: number of ranks.
         enter: called in each rank's thread before its function.
+        issued: told of each call.
+
+    Attributes:
+        hang: why ranks could not go on.
     """
 
-    def __init__(self, world_size: int, enter: Callable[[int], None] = lambda rank: None) -> None:
+    def __init__(
+        self,
+        world_size: int,
+        enter: Callable[[int], None] = lambda rank: None,
+        issued: Issued | None = None,
+    ) -> None:
         if world_size < 1:
             raise ConfigurationError(f"world_size must be at least 1, got {world_size}")
         self.world_size = world_size
-        self._enter = enter
+        self.hang: Hang | None = None
+        self._enter, self._issued = enter, issued
         self._gates = [threading.Semaphore(0) for _ in range(world_size)]
         self._threads: list[threading.Thread] = []
         self._running = 0
-        self._waits: dict[int, tuple[Meeting, Call]] = {}
+        self._waits: dict[int, Awaited] = {}
+        self._last: dict[int, tuple[Call, Place]] = {}  # what each rank has issued last
         self._open: dict[int, Meeting] = {}  # by id: those that not all members have reached
         self._finished: set[int] = set()
         self._failure: tuple[int, BaseException, str] | None = None
@@ -181,13 +153,15 @@ class RankThreads:
         except BaseException as error:  # noqa: BLE001 - reported by run
             if self._failure is None:
                 self._failure = rank, error, traceback.format_exc()
+                words = f"failed with {type(error).__name__}: {error} at {place_of_error(error)}"
+                self._note_hang(f"rank {rank} {words}", {rank: words})
                 self._ended = self._ended or f"rank {rank} failed with {type(error).__name__}: {error}"
         finally:
             self._finish(rank)
 
     def _finish(self, rank: int) -> None:
         self._finished.add(rank)
-        self._fail_without(rank, "has finished")
+        self._fail_without(rank, self._at_end(rank))
         if len(self._finished) == self.world_size:
             self._all_done.set()
         else:
@@ -210,9 +184,9 @@ class RankThreads:
 
     # ------------------------------------------------------------ from a rank
     def arrive(
-        self, rank: int, meeting: Meeting, call: Call, terms: object, brought: Tree, finish: Finish
+        self, rank: int, meeting: Meeting, call: Call, terms: object, brought: Tree, finish: Finish, size: int = 0
     ) -> None:  # fmt: skip
-        """``rank`` issues its part of a collective.
+        """``rank`` issues its part of a collective over ``size`` bytes.
 
         Raises:
             RankLostError: another rank failed.
@@ -224,18 +198,26 @@ class RankThreads:
                 "that runs a simulated rank can communicate"
             )
         self._check_alive(rank, call)
+        place = here()
+        self._last[rank] = call, place
+        if self._issued is not None:
+            self._issued(rank, call, place, size, len(meeting.ranks))
         meeting.given_up[rank] = self._given_up[rank]
-        meeting.arrive(rank, call, terms, brought, finish)
+        meeting.arrive(rank, call, place, terms, brought, finish)
         missing = meeting.missing()
         if not missing:
             self._open.pop(id(meeting), None)
-            return
-        self._open[id(meeting)] = meeting
-        gone = sorted(missing & self._finished)
-        if gone and meeting.error is None:
-            meeting.fail(f"rank {rank} is in {call.describe()}, but rank {gone[0]} has finished")
+        else:
+            self._open[id(meeting)] = meeting
+            gone = sorted(missing & self._finished)
+            if gone and meeting.error is None:
+                meeting.fail(
+                    f"rank {rank} is in {meeting.describe(rank)}, but rank {gone[0]} {self._at_end(gone[0])}"
+                )
+        if meeting.error is not None:
+            self._note_hang(meeting.error[1])
 
-    def wait(self, rank: int, meeting: Meeting, call: Call) -> None:
+    def wait(self, rank: int, meeting: Awaited, call: Call) -> None:
         """Returns when all have arrived.
 
         Raises:
@@ -244,13 +226,15 @@ class RankThreads:
         """
         if not meeting.over:
             self._check_alive(rank, call)
-            self._waits[rank] = meeting, call
+            self._waits[rank] = meeting
+            if rank not in self._last or self._last[rank][0] != call:
+                self._last[rank] = call, here()
             states = host_random_states()
             self._pass_on()
             self._gates[rank].acquire()
             set_host_random_states(states)
             self._waits.pop(rank, None)
-        if meeting.done:
+        if meeting.over and meeting.error is None:
             return
         self._check_alive(rank, call)
         if meeting.error is not None:
@@ -263,11 +247,35 @@ class RankThreads:
         times = self._given_up[rank]
         self._fail_without(rank, f"gave up: {why}", lambda m: any(n < times for n in m.given_up.values()))
 
+    def stands(self) -> dict[int, str]:
+        """What each rank is doing now, with its line."""
+        return {rank: self._stand(rank) for rank in range(self.world_size)}
+
+    def _stand(self, rank: int) -> str:
+        if rank in self._finished:
+            return self._at_end(rank)
+        if rank not in self._last:
+            return "has not communicated"
+        call, place = self._last[rank]
+        word = "is in" if rank in self._waits else "runs, after"
+        return f"{word} {call.describe()} at {place}"
+
+    def _at_end(self, rank: int) -> str:
+        last = self._last.get(rank)
+        return "has finished" + (
+            "" if last is None else f" (its last call: {last[0].describe()} at {last[1]})"
+        )
+
+    def _note_hang(self, what: str, known: Mapping[int, str] | None = None) -> None:
+        if self.hang is None:
+            self.hang = Hang(what, {**self.stands(), **(known or {})})
+
     def _fail_without(self, rank: int, why: str, which: Callable[[Meeting], bool] = lambda _: True) -> None:
         for meeting in self._open.values():
             if rank in meeting.missing() and meeting.error is None and which(meeting):
-                waiting, call = next(iter(meeting._calls.items()))
-                meeting.fail(f"rank {waiting} is in {call.describe()}, but rank {rank} {why}")
+                first = meeting.first()
+                meeting.fail(f"rank {first} is in {meeting.describe(first)}, but rank {rank} {why}")
+                self._note_hang(f"rank {first} is in {meeting.describe(first)}, but rank {rank} {why}")
 
     def left_behind(self) -> None:
         """See forked.py; a single rank needs no other thread."""
@@ -282,11 +290,12 @@ class RankThreads:
     def _pass_on(self) -> None:
         """Lets the lowest rank run that can (the caller waits for its own gate next, or ends)."""
         left = [r for r in range(self.world_size) if r not in self._finished]
-        ready = [r for r in left if self._ended or r not in self._waits or self._waits[r][0].over]
+        ready = [r for r in left if self._ended or r not in self._waits or self._waits[r].over]
         if not ready:
-            where = "; ".join(f"rank {r} is in {self._waits[r][1].describe()}" for r in left)
-            for meeting, _ in list(self._waits.values()):
-                meeting.fail(where)
+            where = in_words({r: self._stand(r) for r in left})
+            self._note_hang(where)
+            for awaited in list(self._waits.values()):
+                awaited.fail(where)
             ready = left
         self._running = ready[0]
         self._gates[self._running].release()

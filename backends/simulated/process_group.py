@@ -1,0 +1,317 @@
+"""A process group of torch's over simulated ranks: what ``torch.distributed`` and libraries on top of it call.
+
+torch passes lists of one tensor where one is meant; lists of W tensors have one for each rank. Methods have the names
+and arguments that torch calls them with, from Python and from C++.
+
+[Note: behind autograd's back] Collectives change tensors without telling autograd, as those of processes do: they
+write to ``tensor.data``, which has a version counter of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from shardkit.errors import ConfigurationError
+from shardkit.types import Tree
+
+from . import torch_collectives as compute
+from .group import SimulatedGroup, SimulatedWork
+from .torch_work import TorchWork
+
+Tensors = Sequence[torch.Tensor]
+Given = Tensors | torch.Tensor
+_SUM = dist.ReduceOp(dist.ReduceOp.SUM)
+# Its stubs list overloads that torch itself never calls, and which a Python class could not override one by one.
+_Base: Tree = dist.ProcessGroup
+
+
+class ProcessGroupOfThreads(_Base):  # type: ignore[misc]
+    """See above.
+
+    Args:
+        below: carries everything.
+    """
+
+    supports_splitting = supports_coalescing = False  # what torch asks of a group's backend
+
+    def __init__(self, below: SimulatedGroup) -> None:
+        super().__init__(below.rank, below.world_size)
+        self.below = below
+        self._name = self._description = ""
+        self._pairs: dict[tuple[int, int, int], SimulatedGroup] = {}
+
+    # ------------------------------------------------------------ what torch asks
+    def getBackendName(self) -> str:
+        return "simulated"  # whoever reads "gloo" here looks for gloo's own objects behind it
+
+    @property
+    def group_name(self) -> str:
+        return self._name
+
+    @property
+    def pg_name(self) -> str:
+        return self._name
+
+    @property
+    def group_desc(self) -> str:
+        return self._description
+
+    def _set_group_name(self, name: str) -> None:
+        self._name = name
+
+    def _set_group_desc(self, description: str) -> None:
+        self._description = description
+
+    def _get_backend(self, device: torch.device) -> ProcessGroupOfThreads:
+        return self
+
+    def _get_sequence_number_for_group(self) -> int:
+        return self.below.issued
+
+    def shutdown(self) -> None:
+        """Nothing to close."""
+
+    def abort(self) -> None:
+        """Nothing to close."""
+
+    def __repr__(self) -> str:
+        return f"<process group of simulated ranks {list(self.below.ranks)}, here rank {self.below.rank}>"
+
+    # ------------------------------------------------------------ the same tensors on all ranks
+    def allreduce(self, tensors: Given, opts: Tree = None) -> TorchWork:
+        return self._all_reduce("all_reduce", tensors, opts)
+
+    def allreduce_coalesced(self, tensors: Given, opts: Tree = None) -> TorchWork:
+        return self._all_reduce("all_reduce_coalesced", tensors, opts)
+
+    def _all_reduce(self, operation: str, tensors: Given, opts: Tree) -> TorchWork:
+        own, op = _listed(tensors), compute.op_name(_op(opts))
+        return self._issue(
+            operation, own, (op,), _behind(own), lambda all_: compute.all_reduce(all_, op), outputs=own
+        )
+
+    def broadcast(self, tensors: Given, opts: Tree = None, **kwargs: int) -> TorchWork:
+        own, root = _listed(tensors), _root(opts, kwargs)
+        return self._issue(
+            "broadcast", own, (f"from {root}",), _behind(own), lambda all_: compute.broadcast(all_, root), outputs=own
+        )  # fmt: skip
+
+    def reduce(self, tensors: Given, opts: Tree = None, **kwargs: int) -> TorchWork:
+        own, root, op = _listed(tensors), _root(opts, kwargs), compute.op_name(_op(opts))
+        terms = (op, f"to {root}")
+        return self._issue(
+            "reduce", own, terms, _behind(own)[0], lambda all_: compute.reduce(all_, op, root), outputs=own
+        )
+
+    def barrier(self, opts: Tree = None, **_: object) -> TorchWork:
+        return self._issue("barrier", (), (), None, lambda _: None)
+
+    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+        self._issue("monitored_barrier", (), (), None, lambda _: None).wait()
+
+    # ------------------------------------------------------------ gathering
+    def allgather(
+        self, output_tensors: Sequence[Given], input_tensor: Given, opts: object = None
+    ) -> TorchWork:
+        outputs = [_listed(pieces) for pieces in output_tensors]
+        if outputs and isinstance(output_tensors[0], torch.Tensor):
+            outputs = [list(output_tensors)]  # type: ignore[arg-type]  # one list, for one tensor
+        return self._all_gather("all_gather", outputs, _listed(input_tensor))
+
+    def allgather_coalesced(
+        self, output_lists: Sequence[Tensors], input_list: Tensors, opts: object = None
+    ) -> TorchWork:
+        by_input = [list(pieces) for pieces in zip(*output_lists, strict=True)]
+        return self._all_gather("all_gather_coalesced", by_input, input_list)
+
+    def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: object = None) -> TorchWork:
+        return self._all_gather("all_gather_into_tensor", [self._cut(output)], [input], [output])
+
+    def all_gather_single_coalesced(
+        self, outputs: Tensors, inputs: Tensors, opts: object = None
+    ) -> TorchWork:
+        cut = [self._cut(output) for output in outputs]
+        return self._all_gather("all_gather_into_tensor_coalesced", cut, inputs, outputs)
+
+    _allgather_base = all_gather_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+
+    def _all_gather(
+        self, operation: str, outputs: Sequence[Tensors], inputs: Tensors, result: Tensors | None = None
+    ) -> TorchWork:
+        brought = [_behind(pieces) for pieces in outputs], _behind(inputs)
+
+        def finish(all_: list[Tree]) -> None:
+            compute.all_gather([out for out, _ in all_], [own for _, own in all_])
+
+        given = [piece for pieces in outputs for piece in pieces] if result is None else result
+        return self._issue(operation, inputs, (), brought, finish, outputs=given, share=self.below.world_size)
+
+    def gather(self, output_tensors: Sequence[Tensors], input_tensors: Given, opts: Tree = None) -> TorchWork:
+        own, root = _listed(input_tensors), _root(opts)
+        pieces = _behind(output_tensors[0]) if output_tensors else []
+
+        def finish(all_: list[Tree]) -> None:
+            compute.gather([out for out, _ in all_], [mine for _, mine in all_], root)
+
+        brought = pieces, _behind(own)[0]
+        return self._issue("gather", own, (f"to {root}",), brought, finish, outputs=pieces)
+
+    # ------------------------------------------------------------ a part for each rank
+    def reduce_scatter(
+        self, output_tensors: Given, input_tensors: Sequence[Tensors], opts: Tree = None
+    ) -> TorchWork:
+        pieces = input_tensors if isinstance(input_tensors[0], torch.Tensor) else input_tensors[0]
+        return self._reduce_scatter("reduce_scatter", _listed(output_tensors)[0], list(pieces), opts)  # type: ignore[arg-type]
+
+    def reduce_scatter_single(
+        self, output: torch.Tensor, input: torch.Tensor, opts: Tree = None
+    ) -> TorchWork:
+        return self._reduce_scatter("reduce_scatter_tensor", output, self._cut(input), opts)
+
+    def reduce_scatter_single_coalesced(
+        self, outputs: Tensors, inputs: Tensors, opts: Tree = None
+    ) -> TorchWork:
+        works = [self.reduce_scatter_single(o, i, opts) for o, i in zip(outputs, inputs, strict=True)]
+        return TorchWork([part for work in works for part in work.parts], outputs)
+
+    _reduce_scatter_base = reduce_scatter_single
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
+    def _reduce_scatter(self, operation: str, output: torch.Tensor, pieces: Tensors, opts: Tree) -> TorchWork:
+        op, brought = compute.op_name(_op(opts)), (output.data, _behind(pieces))
+
+        def finish(all_: list[Tree]) -> None:
+            compute.reduce_scatter([out for out, _ in all_], [parts for _, parts in all_], op)
+
+        return self._issue(operation, pieces, (op,), brought, finish, outputs=[output])
+
+    def scatter(
+        self, output_tensors: Given, input_tensors: Sequence[Tensors], opts: Tree = None
+    ) -> TorchWork:
+        own, root = _listed(output_tensors), _root(opts)
+        pieces = _behind(input_tensors[0]) if input_tensors else []
+
+        def finish(all_: list[Tree]) -> None:
+            compute.scatter([out for out, _ in all_], [mine for _, mine in all_], root)
+
+        return self._issue("scatter", own, (f"from {root}",), (own[0].data, pieces), finish, outputs=own)
+
+    # ------------------------------------------------------------ each with each
+    def alltoall(self, output_tensors: Tensors, input_tensors: Tensors, opts: object = None) -> TorchWork:
+        return self._all_to_all("all_to_all", output_tensors, input_tensors, output_tensors)
+
+    def all_to_all_single(
+        self, output: torch.Tensor, input: torch.Tensor, output_sizes: Sequence[int] | None = None,
+        input_sizes: Sequence[int] | None = None, opts: object = None,
+    ) -> TorchWork:  # fmt: skip
+        come, go = self._rows(output, output_sizes), self._rows(input, input_sizes)
+        return self._all_to_all("all_to_all_single", come, go, [output])
+
+    alltoall_base = all_to_all_single
+
+    def _all_to_all(self, operation: str, come: Tensors, go: Tensors, outputs: Tensors) -> TorchWork:
+        def finish(all_: list[Tree]) -> None:
+            compute.all_to_all([out for out, _ in all_], [pieces for _, pieces in all_])
+
+        numel = sum(piece.numel() for piece in go)
+        work = self.below._issue(
+            operation, numel, "", (str(go[0].dtype),), (_behind(come), _behind(go)), finish, True, go[0].element_size()
+        )  # fmt: skip
+        return TorchWork([work], outputs)
+
+    # ------------------------------------------------------------ two ranks
+    def send(self, tensors: Given, dst: int, tag: int) -> TorchWork:
+        return self._between("send", self.below.rank, int(dst), int(tag), _listed(tensors))
+
+    def recv(self, tensors: Given, src: int, tag: int) -> TorchWork:
+        return self._between("recv", int(src), self.below.rank, int(tag), _listed(tensors))
+
+    def recv_anysource(self, tensors: Given, tag: int) -> TorchWork:
+        """Simulated ranks name the sender."""
+        raise ConfigurationError(
+            f"rank {self.below.rank}: simulated ranks can't receive from any rank; name the sender, as in "
+            "recv(tensor, src=0)"
+        )
+
+    def _between(self, operation: str, source: int, destination: int, tag: int, own: Tensors) -> TorchWork:
+        if source == destination:
+            raise ConfigurationError(f"rank {self.below.rank}: {operation} to itself, which gloo refuses too")
+        key = source, destination, tag
+        if key not in self._pairs:
+            self._pairs[key] = self.below.between(*key)
+        sent = own[0].data
+
+        def finish(all_: list[Tree]) -> None:
+            all_[1].copy_(all_[0].reshape(all_[1].shape))
+
+        terms = str(sent.dtype), sent.numel()
+        work = self._pairs[key]._issue(
+            operation, sent.numel(), "", terms, sent, finish, True, sent.element_size(), either=True
+        )
+        return TorchWork([work], own, lambda: source)
+
+    # ------------------------------------------------------------ helpers
+    def _issue(
+        self, operation: str, carried: Tensors, terms: tuple[object, ...], brought: Tree,
+        finish: Callable[[list[Tree]], object], outputs: Tensors = (), share: int = 1,
+    ) -> TorchWork:  # fmt: skip
+        """A collective over ``carried``, which have to be alike on all ranks, and are 1/share of what there is."""
+        for tensor in carried:
+            if tensor.layout is not torch.strided:
+                raise ConfigurationError(
+                    f"rank {self.below.rank}: {operation} of a {tensor.layout} tensor between simulated ranks; make it "
+                    "dense before"
+                )
+        alike = tuple((str(t.dtype), t.numel()) for t in carried)
+        numel = sum(t.numel() for t in carried) * share
+        itemsize = carried[0].element_size() if carried else 1
+        work: SimulatedWork = self.below._issue(
+            operation, numel, "", (*terms, *alike), brought, finish, True, itemsize
+        )
+        return TorchWork([work], outputs)
+
+    def _cut(self, whole: torch.Tensor) -> list[torch.Tensor]:
+        """Each rank's part."""
+        world_size = self.below.world_size
+        if whole.numel() % world_size or not whole.is_contiguous():
+            raise ConfigurationError(
+                f"rank {self.below.rank}: a tensor of shape {tuple(whole.shape)} and strides {whole.stride()} can't be "
+                f"cut evenly over {world_size} ranks"
+            )
+        return list(whole.data.view(-1).split([whole.numel() // world_size] * world_size))
+
+    def _rows(self, whole: torch.Tensor, sizes: Sequence[int] | None) -> list[torch.Tensor]:
+        """What goes to or comes from each rank: that many rows."""
+        if sizes:
+            return list(whole.data.split(list(sizes)))
+        world_size = self.below.world_size
+        if whole.size(0) % world_size:
+            raise ConfigurationError(
+                f"rank {self.below.rank}: {whole.size(0)} rows can't be split evenly over {world_size} ranks; pass the "
+                "sizes"
+            )
+        return list(whole.data.split([whole.size(0) // world_size] * world_size))
+
+
+def _listed(tensors: Given) -> list[torch.Tensor]:
+    return [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+
+
+def _behind(tensors: Tensors) -> list[torch.Tensor]:
+    """See [Note: behind autograd's back]."""
+    return [tensor.data for tensor in tensors]
+
+
+def _op(opts: Tree) -> Tree:
+    """Of options, or given as it is."""
+    return _SUM if opts is None else getattr(opts, "reduceOp", opts)
+
+
+def _root(opts: Tree, kwargs: dict[str, int] | None = None) -> int:
+    root: Tree = (kwargs or {}).get("root", 0) if opts is None else getattr(opts, "rootRank", opts)
+    return int(root)

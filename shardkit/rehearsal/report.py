@@ -1,0 +1,151 @@
+"""What a rehearsal has seen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from shardkit.backends.simulated.rank_threads import Hang, named
+from shardkit.errors import RankFailedError
+
+from .ranks import Seen, Sent
+
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+_LARGEST = 12  # kinds of collectives that are listed
+
+
+@dataclass(frozen=True)
+class Report:
+    """See above.
+
+    Attributes:
+        name: the program's.
+        steps: after how many steps ranks were to end.
+        ranks: what each did.
+        hang: where ranks could not go on; None: they all came to their end.
+        failure: the first error of a rank; where ranks would hang, an OutOfStepError.
+        results: what the function returned, by rank; empty if a rank failed.
+    """
+
+    name: str
+    steps: int | None
+    ranks: Sequence[Seen]
+    hang: Hang | None
+    failure: RankFailedError | None
+    results: Sequence[object]
+
+    @property
+    def is_good(self) -> bool:
+        """All ranks came to their end, and none would wait for ever."""
+        return self.hang is None and self.failure is None
+
+    def uneven_batches(self) -> list[str]:
+        """Passes over data that are longer on some ranks than on others, one sentence for each."""
+        found = []
+        for passes in zip(*(seen.loaders for seen in self.ranks), strict=False):
+            lengths = {rank: loader.batches for rank, loader in enumerate(passes)}
+            if len(set(lengths.values())) > 1:
+                parts = [f"{named(ranks)} {count}" for count, ranks in _alike(lengths).items()]
+                found.append(f"the DataLoader at {passes[0].place} has batches: {'; '.join(parts)}")
+        return found
+
+    def losses(self) -> list[float]:
+        """Of each step: the mean over ranks, and over backwards of a rank, of what ``backward`` was called on."""
+        means = []
+        for per_rank in zip(*(seen.losses for seen in self.ranks), strict=False):
+            values = [value for losses in per_rank for value in losses]
+            if values:
+                means.append(sum(values) / len(values))
+        return means
+
+    def text(self) -> str:
+        """For people."""
+        return "\n".join(self._lines())
+
+    def __str__(self) -> str:
+        return self.text()
+
+    def as_data(self) -> dict[str, object]:
+        """For programs: numbers, lists and text."""
+        return {
+            "program": self.name,
+            "ranks": len(self.ranks),
+            "good": self.is_good,
+            "hang": None if self.hang is None else self.hang.what,
+            "stands": {} if self.hang is None else {str(r): text for r, text in self.hang.stands.items()},
+            "error": None if self.failure is None else self.failure.remote_traceback,
+            "uneven_batches": self.uneven_batches(),
+            "steps": [seen.steps for seen in self.ranks],
+            "losses": self.losses(),
+            "peak_bytes": [seen.peak for seen in self.ranks],
+            "sent_bytes": [sum(seen.sent.values()) for seen in self.ranks],
+            "collectives": [
+                {"operation": kind.operation, "place": str(kind.place), "calls": calls, "sent_bytes": sent}
+                for kind, calls, sent in self._by_kind()
+            ],
+        }
+
+    def _lines(self) -> Iterator[str]:
+        count = len(self.ranks)
+        yield f"{self.name} on {count} simulated rank{'s' if count > 1 else ''}: " + (
+            "every rank came to its end" if self.is_good else "RANKS CAN'T GO ON"
+        )
+        yield from self._troubles()
+        uneven = self.uneven_batches()
+        if uneven:
+            yield "\nUneven batches: with a step for each batch, ranks with more of them wait for ever."
+            yield from (f"  {text}" for text in uneven)
+        yield "\n" + " " * 24 + "least   most of all ranks"
+        yield _row("steps", [seen.steps for seen in self.ranks], str)
+        if any(seen.peak for seen in self.ranks):
+            yield _row("bytes in tensors, peak", [seen.peak for seen in self.ranks], in_bytes)
+        yield _row("bytes sent", [sum(seen.sent.values()) for seen in self.ranks], in_bytes)
+        losses = self.losses()
+        if losses:
+            shown = ", ".join(f"{loss:.6g}" for loss in losses[:8])
+            yield f"loss by step, mean of all ranks: {shown}{', ...' if len(losses) > 8 else ''}"
+        kinds = self._by_kind()
+        if kinds:
+            yield "\nCollectives of rank 0, and the bytes that a rank sends for them:"
+            for kind, calls, sent in kinds[:_LARGEST]:
+                yield f"  {calls:6} x {kind.operation:26} {in_bytes(sent):>10}  {kind.place}"
+            if len(kinds) > _LARGEST:
+                yield f"  and {len(kinds) - _LARGEST} kinds more"
+
+    def _troubles(self) -> Iterator[str]:
+        if self.hang is not None:
+            yield f"\n{self.hang.what}"
+            yield "\nWhere each rank stood:"
+            for text, ranks in _alike(self.hang.stands).items():
+                yield f"  {named(ranks)} {text}"
+        if self.failure is not None and self.failure.remote_type not in ("OutOfStepError", "RankLostError"):
+            yield f"\nThe first error, on rank {self.failure.rank}:\n{self.failure.remote_traceback.rstrip()}"
+
+    def _by_kind(self) -> list[tuple[Sent, int, int]]:
+        """Of rank 0; those that send most first."""
+        first = self.ranks[0]
+        kinds = sorted(first.calls, key=lambda kind: -first.sent[kind])
+        return [(kind, first.calls[kind], first.sent[kind]) for kind in kinds]
+
+
+def _alike(by_rank: dict[int, object] | dict[int, str] | dict[int, int | None]) -> dict[object, list[int]]:
+    """Ranks by what they have."""
+    found: dict[object, list[int]] = {}
+    for rank, value in by_rank.items():
+        found.setdefault(value, []).append(rank)
+    return found
+
+
+def _row(what: str, values: Sequence[int], as_text: Callable[[int], str]) -> str:
+    least, most = min(values), max(values)
+    ranks = [rank for rank, value in enumerate(values) if value == most]
+    who = "" if least == most else f"   most on {named(ranks)}"
+    return f"{what:22} {as_text(least):>7} {as_text(most):>7}{who}"
+
+
+def in_bytes(count: int) -> str:
+    """``1.5MiB``."""
+    value, unit = float(count), 0
+    while value >= 1024 and unit < len(_UNITS) - 1:
+        value, unit = value / 1024, unit + 1
+    return f"{value:.0f}B" if unit == 0 else f"{value:.1f}{_UNITS[unit]}"

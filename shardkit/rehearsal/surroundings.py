@@ -1,0 +1,203 @@
+"""What a program finds around it, for ranks that share a process: environment, ``__main__``, output, signals, pdb.
+
+[Note: one process, many ranks] Each of these is replaced by something that looks which rank's thread asks. All else
+that a process has once (imported modules and their variables, the working directory, torch's flags) the ranks share.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pdb
+import signal
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from types import FrameType, ModuleType
+from typing import TextIO
+from unittest import mock
+
+from shardkit.types import Tree
+
+from .ranks import Rank, current, starting
+
+_KEPT = 40  # lines of a rank whose output is not shown
+
+
+class RankEnvironment(os._Environ):  # type: ignore[type-arg]
+    """``os.environ``, where each rank sees its own RANK, and what a rank sets no other one sees."""
+
+    def __getitem__(self, key: str) -> str:
+        rank = current()
+        if rank is not None and key in rank.environment:
+            value = rank.environment[key]
+            if value is None:
+                raise KeyError(key)
+            return value
+        found: str = super().__getitem__(key)
+        return found
+
+    def __setitem__(self, key: str, value: str) -> None:
+        rank = current()
+        if rank is None:
+            super().__setitem__(key, value)
+            return
+        if not isinstance(value, str):
+            raise TypeError(f"str expected, not {type(value).__name__}")
+        rank.environment[key] = value
+
+    def __delitem__(self, key: str) -> None:
+        rank = current()
+        if rank is None:
+            super().__delitem__(key)
+            return
+        self[key]  # raises KeyError where there is none
+        rank.environment[key] = None
+
+    def __iter__(self) -> Iterator[str]:
+        rank = current()
+        own = {} if rank is None else rank.environment
+        keys = [key for key in super().__iter__() if key not in own]
+        yield from [*keys, *(key for key, value in own.items() if value is not None)]
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+class RankMain(ModuleType):
+    """``sys.modules["__main__"]``: each rank's own; other threads find the program's."""
+
+    def __init__(self, outside: ModuleType) -> None:
+        super().__init__("__main__")
+        object.__setattr__(self, "outside", outside)
+
+    def __getattribute__(self, name: str) -> Tree:
+        return getattr(_main_of(self), name)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        setattr(_main_of(self), name, value)
+
+    def __delattr__(self, name: str) -> None:
+        delattr(_main_of(self), name)
+
+
+def _main_of(proxy: RankMain) -> ModuleType:
+    rank = current()
+    outside: ModuleType = object.__getattribute__(proxy, "outside")
+    return outside if rank is None or rank.main is None else rank.main
+
+
+class RankOutput:
+    """Shows what some ranks print, and keeps the end of what the others do.
+
+    Args:
+        below: where it goes.
+        shown: ranks; with more than one each line tells whose it is.
+    """
+
+    def __init__(self, below: TextIO, shown: Sequence[int]) -> None:
+        self._below, self._shown = below, frozenset(shown)
+        self._unfinished: dict[int, str] = {}
+
+    def write(self, text: str) -> int:
+        rank = current()
+        if rank is None or self._shown == {rank.number}:
+            return self._below.write(text)
+        *lines, self._unfinished[rank.number] = (self._unfinished.get(rank.number, "") + text).split("\n")
+        for line in lines:
+            if rank.number in self._shown:
+                self._below.write(f"[rank {rank.number}] {line}\n")
+            else:
+                rank.seen.last_words = [*rank.seen.last_words[1 - _KEPT :], line.rpartition("\r")[2]]
+        return len(text)
+
+    def writelines(self, lines: Sequence[str]) -> None:
+        for line in lines:
+            self.write(line)
+
+    def __getattr__(self, name: str) -> Tree:
+        return getattr(self._below, name)
+
+
+@contextlib.contextmanager
+def surroundings(shown: Sequence[int]) -> Iterator[None]:
+    """Inside, what this module is about is each rank's own."""
+    with ExitStack() as stack:
+        kind = type(os.environ)
+        os.environ.__class__ = RankEnvironment
+        stack.callback(setattr, os.environ, "__class__", kind)
+        for owner, name, value in (
+            (sys, "stdout", RankOutput(sys.stdout, shown)),
+            (sys, "stderr", RankOutput(sys.stderr, shown)),
+            (sys, "breakpointhook", _breakpoint),
+            (pdb, "set_trace", _breakpoint),
+            (signal, "signal", _handling(signal.signal)),
+            (threading.Thread, "start", starting(threading.Thread.start)),
+        ):
+            stack.enter_context(mock.patch.object(owner, name, value))
+        main = sys.modules["__main__"]
+        sys.modules["__main__"] = RankMain(main)
+        stack.callback(sys.modules.__setitem__, "__main__", main)
+        yield
+
+
+def environment_of(rank: int, world_size: int) -> dict[str, str | None]:
+    """What torchrun would set."""
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "GROUP_RANK": "0",
+        "ROLE_RANK": str(rank),
+        "ROLE_NAME": "default",
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "ROLE_WORLD_SIZE": str(world_size),
+        "GROUP_WORLD_SIZE": "1",
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": "29500",
+        "OMP_NUM_THREADS": "1",
+        "TORCHELASTIC_RUN_ID": "rehearsal",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_MAX_RESTARTS": "0",
+    }
+
+
+def _breakpoint(*_: object, header: str | None = None, **__: object) -> None:
+    """Stops here: the other ranks wait meanwhile, for only one runs at a time."""
+    rank, out = current(), sys.stdout
+    below = object.__getattribute__(out, "_below") if isinstance(out, RankOutput) else out
+    debugger = pdb.Pdb(stdin=sys.stdin, stdout=below, nosigint=True)
+    debugger.use_rawinput = False
+    if rank is not None:
+        below.write(f"rank {rank.number} of {rank.world_size} stops here; the others wait\n")
+    if header:
+        below.write(header + "\n")
+    frame: FrameType | None = sys._getframe(1)
+    debugger.set_trace(frame)
+
+
+def _handling(outside: Tree) -> Tree:
+    """``signal.signal``, which only the main thread may call: a rank's handlers are left out."""
+
+    def handle(number: int, handler: Tree) -> Tree:
+        if current() is None or threading.current_thread() is threading.main_thread():
+            return outside(number, handler)
+        return signal.getsignal(number)
+
+    return handle
+
+
+def named_main(rank: Rank, file: str, package: str | None, spec: Tree) -> ModuleType:
+    """A new module ``__main__`` for the rank."""
+    module = ModuleType("__main__")
+    module.__dict__.update(
+        __file__=file,
+        __package__=package,
+        __spec__=spec,
+        __loader__=None,
+        __cached__=None,
+        __builtins__=__builtins__,
+    )
+    rank.main = module
+    return module

@@ -1,0 +1,181 @@
+"""torch.distributed for simulated ranks: every thread has process groups of its own.
+
+torch keeps what a process knows of its groups in one object, ``_world``, which may be replaced; groups are made by one
+function. Both names are torch's own: :func:`check` says what is missing in another version.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from types import SimpleNamespace
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+from shardkit.backends.simulated.group import Line, SimulatedGroup
+from shardkit.backends.simulated.process_group import ProcessGroupOfThreads
+from shardkit.errors import BackendError, ConfigurationError
+from shardkit.types import Tree
+
+from .ranks import Rank, current, new_world
+from .store import SharedStore
+
+_C10D: Tree = dist.distributed_c10d
+_BINDINGS: Tree = torch._C._distributed_c10d
+_PLUGIN = "shardkit_rehearsal"
+NAMES = (
+    "_world",
+    "_new_process_group_helper",
+    "rendezvous",
+    "_default_pg_init_method",
+    "_backend",
+    "BackendConfig",
+)
+_DERIVED = {"pg_config_info"}  # what torch computes of the others
+_pending = threading.local()  # line: what the group that is being made communicates over
+
+
+class Worlds:
+    """Stands for torch's ``_world``: shows each rank its own, and every other thread the process's.
+
+    Args:
+        outside: the process's.
+    """
+
+    def __init__(self, outside: object) -> None:
+        object.__setattr__(self, "_outside", outside)
+
+    def _mine(self) -> object:
+        rank = current()
+        return object.__getattribute__(self, "_outside") if rank is None else rank.world
+
+    def __getattr__(self, name: str) -> Tree:
+        mine = self._mine()
+        if name in _DERIVED and isinstance(mine, SimpleNamespace):
+            return getattr(type(object.__getattribute__(self, "_outside")), name).fget(mine)
+        return getattr(mine, name)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        setattr(self._mine(), name, value)
+
+
+def check() -> None:
+    """Raises BackendError naming what this version of torch has otherwise."""
+    missing = [name for name in NAMES if not hasattr(_C10D, name)]
+    if not hasattr(_BINDINGS, "_set_thread_isolation_mode"):
+        missing.append("_set_thread_isolation_mode")
+    if not missing:
+        kept = {name for name, value in vars(type(_C10D._world)).items() if isinstance(value, property)}
+        missing = [f"_World.{name}" for name in sorted(kept - _DERIVED - set(vars(new_world())))]
+    if missing:
+        raise BackendError(
+            f"torch {torch.__version__} keeps its process groups otherwise than a rehearsal knows: "
+            f"{', '.join(missing)}; take a version of torch that shardkit supports, or rehearse what needs no "
+            "torch.distributed with shardkit.launch(..., backend='simulated')"
+        )
+
+
+@contextlib.contextmanager
+def torch_worlds(store: SharedStore) -> Iterator[None]:
+    """Inside, ``torch.distributed`` of each rank's thread is that of a process of its own."""
+    check()
+    if _PLUGIN.upper() not in dist.Backend._plugins:
+        dist.Backend.register_backend(_PLUGIN, _create, extended_api=True, devices=["cpu"])
+    isolate: Callable[[bool], None] = _BINDINGS._set_thread_isolation_mode
+    with ExitStack() as stack:
+        for name, value in {
+            "_world": Worlds(_C10D._world),
+            "_new_process_group_helper": _helper(_C10D._new_process_group_helper),
+            "rendezvous": _rendezvous(_C10D.rendezvous, store),
+            "_default_pg_init_method": _C10D._default_pg_init_method,
+            "_backend": _C10D._backend,
+        }.items():
+            stack.enter_context(mock.patch.object(_C10D, name, value))
+        stack.enter_context(mock.patch.object(sys, "excepthook", sys.excepthook))
+        isolate(True)
+        stack.callback(isolate, False)
+        yield
+
+
+def leave(rank: Rank) -> None:
+    """The rank's thread ends: it has no groups any more."""
+    if rank.world.default_pg is not None:
+        dist.destroy_process_group()
+
+
+def _rendezvous(outside: Callable[..., Tree], store: SharedStore) -> Callable[..., Tree]:
+    def rendezvous(url: str, rank: int = -1, world_size: int = -1, **kwargs: object) -> Tree:
+        here = current()
+        if here is None:
+            return outside(url, rank, world_size, **kwargs)
+        for name, given, true in (("rank", rank, here.number), ("world_size", world_size, here.world_size)):
+            if given not in (-1, true):
+                raise ConfigurationError(
+                    f"rank {here.number}: init_process_group was given {name}={given}, but this is rank {here.number} "
+                    f"of {here.world_size} in the rehearsal; take both from the environment (RANK, WORLD_SIZE), or "
+                    f"rehearse with --ranks {given if name == 'world_size' else here.world_size}"
+                )
+        return iter([(store, here.number, here.world_size)])
+
+    return rendezvous
+
+
+def _helper(outside: Callable[..., Tree]) -> Callable[..., Tree]:
+    """Makes groups; all ranks come here for all groups, but where a group synchronizes its members only."""
+
+    def helper(
+        group_size: int, group_rank: int | None, global_ranks_in_group: Sequence[int], backend: str, store: object,
+        group_name: str, *args: object, **kwargs: object,
+    ) -> Tree:  # fmt: skip
+        rank = current()
+        if rank is None:
+            return outside(
+                group_size, group_rank, global_ranks_in_group, backend, store, group_name, *args, **kwargs
+            )
+        _pending.line = _agreed_line(rank, list(global_ranks_in_group), str(group_name))
+        kwargs.update(backend_options=None, device_id=None)
+        made = outside(
+            group_size, group_rank, global_ranks_in_group, _PLUGIN, store, group_name, *args, **kwargs
+        )
+        group = made[0]
+        if isinstance(group, ProcessGroupOfThreads):
+            rank.world.pg_map[group] = dist.Backend(backend), rank.world.pg_map[group][1]
+            rank.world.pg_backend_config[group] = str(_C10D.BackendConfig(dist.Backend(backend)))
+        return made
+
+    return helper
+
+
+def _agreed_line(rank: Rank, members: list[int], name: str) -> Line:
+    """What the members of a new group share; returns when all that have to call have."""
+    everyone, is_local = (
+        rank.everyone,
+        len(name) == 40,
+    )  # the name of a group that only its members know is a hash
+    if is_local and members:
+        caller = everyone.among(members, f"group of ranks {members} {name[:8]}")
+        return caller._issue(
+            "new_group", 0, "", (tuple(members),), None, lambda _: Line(members, f"group of {members}")
+        ).result()
+    what, named = "init_process_group", "default group"
+    if members:
+        what, named = f"new_group({members})", f"group {name} of ranks {members}"
+    found: Line = everyone._issue(
+        what, 0, "", (), None, lambda _: Line(members or everyone.ranks, named)
+    ).result()
+    return found
+
+
+def _create(options: Tree, _: object) -> ProcessGroupOfThreads:
+    """Called by torch for each member of a new group."""
+    rank = current()
+    if rank is None:
+        raise ConfigurationError(f"{_PLUGIN!r} serves ranks of a rehearsal only")
+    everyone, line = rank.everyone, _pending.line
+    below = SimulatedGroup(everyone.backend, everyone._threads, line, line.ranks.index(rank.number))
+    return ProcessGroupOfThreads(below)
