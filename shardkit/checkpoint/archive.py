@@ -94,6 +94,17 @@ class Archive:
         """The object's pickle."""
         return io.BytesIO(self._record("data.pkl"))
 
+    def where(self, key: str) -> tuple[int, int, int | None]:
+        """First byte, number of bytes and CRC-32 (None: the file has none) of a storage.
+
+        Raises:
+            Damage: it is not there.
+        """
+        entry = self._zip.NameToInfo.get(f"{self._prefix}data/{key}")
+        if entry is None:
+            raise Damage(f"its record data/{key} is missing")
+        return self._start(entry), entry.file_size, entry.CRC if self._has_checksums else None
+
     def fill(self, key: str, storage: torch.UntypedStorage) -> str | None:
         """Reads a storage; returns what is wrong with it."""
         entry = self._zip.NameToInfo.get(f"{self._prefix}data/{key}")
@@ -231,6 +242,10 @@ class Legacy:
             self._begins[key] = at + 8
             at += 8 + size
         return wrong + [(key, "it is missing") for key in self._expected if key not in keys]
+
+    def where(self, key: str) -> tuple[int, int, int | None]:
+        """First byte and number of bytes of a storage, which has no checksum; see ``missing()``."""
+        return self._begins[key], self._expected[key][0], None
 
     def fill(self, key: str, storage: torch.UntypedStorage) -> str | None:
         """Reads a storage; returns what is wrong with it."""

@@ -17,7 +17,7 @@ from .data_pickle import Data, NotData, named_globals, read
 from .rebuilding import Storage, StorageType, build, names, without_values
 
 # What a pickle that is no pickle, or parts that don't fit, come out as.
-_UNREADABLE = (
+UNREADABLE = (
     ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError, RuntimeError, EOFError, MemoryError,
     RecursionError, NotImplementedError, struct.error,
 )  # fmt: skip
@@ -73,7 +73,7 @@ def load_data(file: BinaryIO, size: int, name: str, map_location: torch.device |
         raise ConfigurationError(str(found)) from found
     except Damage as found:
         raise _damaged(name, str(found)) from found
-    except _UNREADABLE as error:
+    except UNREADABLE as error:
         raise _damaged(name, f"its pickle makes no sense ({type(error).__name__}: {error})") from error
 
 
@@ -139,7 +139,7 @@ class _Reading:
 
     def _storage(self, name: tuple[object, ...]) -> Storage:
         """What a persistent id stands for, read from the file."""
-        kind, key, location, size = _parts(name)
+        kind, key, location, size = storage_parts(name)
         if key in self._storages:
             return Storage(self._storages[key].memory, kind.dtype)
         if not 0 <= size <= self._left:
@@ -155,7 +155,7 @@ class _Reading:
 
     def _storage_without_bytes(self, name: tuple[object, ...]) -> Storage:
         """What a persistent id stands for, on torch's device without memory."""
-        kind, key, _, size = _parts(name)
+        kind, key, _, size = storage_parts(name)
         if key not in self._storages:
             self._storages[key] = Storage(torch.UntypedStorage(size, device="meta"), kind.dtype)
             if not isinstance(self._archive, Archive):
@@ -177,7 +177,7 @@ class _Reading:
             self._start = self._archive.pickle().tell()
             found = self._interpret(without_values(self._names), self._storage_without_bytes)
             self._wrong += self._archive.missing(self._start)
-        except (Damage, NotData, *_UNREADABLE):
+        except (Damage, NotData, *UNREADABLE):
             return  # its head says nothing either
         if self._wrong:
             raise Damage(f"it is truncated; {self._worst(found)}") from damage
@@ -212,7 +212,7 @@ class _Nowhere(Exception):
     """A device that storages can't go to."""
 
 
-def _parts(name: tuple[Data, ...]) -> tuple[StorageType, str, str, int]:
+def storage_parts(name: tuple[Data, ...]) -> tuple[StorageType, str, str, int]:
     """Type, key, location and bytes of a persistent id ("storage", type, key, location, numel, ...)."""
     if len(name) < 5 or name[0] != "storage" or type(name[1]) is not StorageType or any(name[5:]):
         raise NotData("a reference to what is no storage")

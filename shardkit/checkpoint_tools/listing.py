@@ -1,0 +1,126 @@
+"""What steps a folder holds, and what a checkpoint holds, as data."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+from ..errors import ShardkitError
+from ..training_checkpoints.manifest import read_manifest
+from ..types import StateDict
+from .comparing import short, short_dtype
+from .opening import open_checkpoint
+from .steps import steps_in
+from .stored import Box, StoredTensor
+from .trees import Checkpoint
+
+
+def steps(folder: str) -> list[StateDict]:
+    """A row for each step of a folder, or for the checkpoint that the path is.
+
+    Raises:
+        ConfigurationError: there is neither.
+    """
+    if not os.path.isdir(folder) or not steps_in(folder):
+        checkpoint = open_checkpoint(folder)
+        return [_row(checkpoint.path, checkpoint.kind, dict(checkpoint.facts))]
+    rows = []
+    for step in steps_in(folder):
+        path = os.path.join(folder, step.name)
+        facts: StateDict = {"step": step.step}
+        problem = None if step.is_complete else "incomplete: it has no shardkit.json"
+        if step.is_complete:
+            try:
+                manifest = read_manifest(path)
+                facts = {
+                    "step": manifest.step, "world_size": manifest.world_size, "written": manifest.written,
+                    "run": manifest.run, "versions": dict(manifest.versions),
+                }  # fmt: skip
+                problem = _problem(path, {name: f.bytes for name, f in manifest.files.items()})
+                if problem is None and manifest.step != step.step:
+                    problem = f"its shardkit.json is of step {manifest.step}"
+            except ShardkitError as error:
+                problem = str(error)
+        rows.append({**_row(path, "shardkit", facts), "problem": problem})
+    return rows
+
+
+def _row(path: str, kind: str, facts: StateDict) -> StateDict:
+    files = [e for e in os.scandir(path) if e.is_file()] if os.path.isdir(path) else []
+    size = sum(e.stat().st_size for e in files) if files else _size(path)
+    return {
+        "path": path, "kind": kind, "bytes": size, "files": len(files) or 1, "problem": None, **facts,
+    }  # fmt: skip
+
+
+def _size(path: str) -> int:
+    return os.path.getsize(path) if os.path.isfile(path) else 0
+
+
+def _problem(folder: str, files: Mapping[str, int]) -> str | None:
+    """What sizes tell; verify compares the bytes."""
+    for name, size in files.items():
+        path = os.path.join(folder, name)
+        if not os.path.exists(path):
+            return f"{name} is missing"
+        if os.path.getsize(path) != size:
+            return f"{name} has {os.path.getsize(path)} bytes, and {size} were written"
+    return None
+
+
+def contents(checkpoint: Checkpoint) -> StateDict:
+    """All tensors, the optimizer's groups, and what else there is."""
+    tensors = [_tensor(name, tensor) for name, tensor in checkpoint.tensors()]
+    model = {id(v): None for v in checkpoint.model.values()}
+    held = [t for _, t in checkpoint.tensors()]
+    of_model = [t for t in held if id(t) in model]
+    return {
+        "path": checkpoint.path,
+        "kind": checkpoint.kind,
+        **checkpoint.facts,
+        "tensors": tensors,
+        "bytes": sum(t.nbytes for t in held),
+        "model": {
+            "key": ".".join(map(str, checkpoint.model_path)),
+            "tensors": len(of_model),
+            "elements": sum(t.numel for t in of_model),
+            "bytes": sum(t.nbytes for t in of_model),
+        },
+        "param_groups": _groups(checkpoint),
+        "values": dict(_other_values(checkpoint)),
+        "left_out": checkpoint.left_out,
+    }
+
+
+def _tensor(name: str, tensor: StoredTensor) -> StateDict:
+    boxes = [p for p in tensor.parts if isinstance(p, Box)]
+    return {
+        "name": name, "shape": list(tensor.shape), "dtype": short_dtype(tensor.dtype), "bytes": tensor.nbytes,
+        "parts": len(boxes) if boxes else max(1, len(tensor.parts)),
+    }  # fmt: skip
+
+
+def _groups(checkpoint: Checkpoint) -> list[StateDict]:
+    key = checkpoint.optimizer_key
+    if key is None:
+        return []
+    groups = checkpoint.tree[key]["param_groups"]
+    return [
+        {k: (len(v) if k == "params" else _plain(v)) for k, v in g.items() if k != "param_names"}
+        for g in groups
+    ]
+
+
+def _other_values(checkpoint: Checkpoint) -> list[tuple[str, object]]:
+    key = checkpoint.optimizer_key
+    hidden = f"{key}.param_groups."
+    return [(n, _plain(v)) for n, v in checkpoint.values() if key is None or not n.startswith(hidden)]
+
+
+def _plain(value: object) -> object:
+    """As JSON takes it."""
+    if isinstance(value, bool | int | float | str | type(None)):
+        return value
+    if isinstance(value, StoredTensor):
+        return value.read().tolist() if value.numel == 1 else f"tensor {list(value.shape)}"
+    return short(value)

@@ -1,0 +1,316 @@
+"""Every kind of checkpoint as every other, to the bit, read by those for whom they are."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+from shardkit import load
+from shardkit.checkpoint_tools import Conversion, compare, convert, open_checkpoint
+from shardkit.errors import ConfigurationError, UntrustedFileError
+from tests.checkpoint_tools.samples import Net, assert_same, by_name, everything, make, trained
+from tests.pools import rank_pool
+
+SOURCES = ("shardkit", "dcp", "torch", "legacy", "bare", "fairscale", "xla", "hf")
+TARGETS = {"dcp": None, "torch": None, "fairscale": None, "fairscale of ranks": 2, "xla": 3, "hf": None}
+
+
+def _read(path: str, target: str) -> dict[str, Any]:
+    """The model's state dict, by a reader of the target's own."""
+    if target == "dcp":
+        state = {"model": {k: torch.full_like(v, 3) for k, v in Net().state_dict().items()}}
+        dcp.load(state, checkpoint_id=path, no_dist=True)
+        return state["model"]
+    if target in ("torch", "fairscale"):
+        state = torch.load(path)
+        assert_same(_model_of(load(path)), _model_of(state))
+        return _model_of(state)
+    if target == "hf":
+        from safetensors import safe_open
+
+        found: dict[str, Any] = {}
+        assert (Path(path) / "model.safetensors.index.json").exists()
+        for name in sorted(n for n in os.listdir(path) if n.endswith(".safetensors")):
+            with safe_open(os.path.join(path, name), framework="pt") as file:
+                found.update({k: file.get_tensor(k) for k in file.keys()})  # noqa: SIM118  (no dict)
+                found.update({k: found[v] for k, v in file.metadata().items() if v in found})
+        return found
+    files = [load(os.path.join(path, name)) for name in sorted(os.listdir(path))]
+    if target == "xla":
+        from shardkit.extra.padded_shards.consolidation import consolidate_sharded_state_dicts
+
+        return consolidate_sharded_state_dicts([f["model"] for f in files], files[0]["shard_metadata"])
+    from shardkit.fsdp.local_checkpoint import consolidate
+
+    return consolidate([f["model"] for f in files], [f["shard_metadata"] for f in files])
+
+
+def _model_of(state: dict[str, Any]) -> dict[str, Any]:
+    return state.get("model", state)
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    return {kind: make(kind, tmp_path_factory.mktemp(kind)) for kind in SOURCES}
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_all_pairs(source: str, sources: dict[str, str], tmp_path: Path) -> None:
+    expected = everything()["model"]
+    for target, ranks in TARGETS.items():
+        path = str(tmp_path / target.replace(" ", "-"))
+        how = Conversion(target.partition(" ")[0], ranks, max_shard_size="0.3KB", buffers=(r"norm\.nothing",))
+        done = convert(sources[source], path, how)
+        assert_same(_read(path, target), expected)
+        result = compare(open_checkpoint(sources[source]), open_checkpoint(path), model_only=True)
+        assert result.differences == []
+        assert result.tensors == len(expected)
+        whole = source in ("shardkit", "dcp", "torch", "legacy")
+        said = any(note.startswith("left out") and "optimizer" in note for note in done.notes)
+        assert said == (whole and target not in ("dcp", "torch", "fairscale"))
+
+
+def test_the_rest_goes_along(sources: dict[str, str], tmp_path: Path) -> None:
+    """Optimizer, step and what a user put there: to the bit, by name in DCP, by number in OSS's format."""
+    state = everything()
+    convert(sources["torch"], str(tmp_path / "dcp"), Conversion("dcp"))
+    convert(str(tmp_path / "dcp"), str(tmp_path / "back"), Conversion("fairscale"))
+    dcp_to_torch_save(str(tmp_path / "dcp"), str(tmp_path / "torchs"))
+    named = torch.load(tmp_path / "torchs")
+    assert named["step"] == 2
+    assert named["extra"] == state["extra"]
+    for name, values in by_name(state)["optimizer"]["state"].items():
+        assert_same(named["optimizer"]["state"][name], values)
+    back = torch.load(tmp_path / "back")
+    (group,) = back["optimizer"]["param_groups"]
+    assert group.pop("param_names") == [n for n, _ in Net().named_parameters()]
+    assert group == state["optimizer"]["param_groups"][0]
+    model, optimizer = trained()
+    model.load_state_dict(back["model"])
+    optimizer.load_state_dict(back["optimizer"])
+    for k, values in optimizer.state_dict()["state"].items():
+        assert_same(values, state["optimizer"]["state"][k])
+    manifest = json.loads((tmp_path / "dcp" / "shardkit.json").read_text())
+    assert manifest["step"] == 2
+    convert(sources["torch"], str(tmp_path / "alone"), Conversion("torch", model_only=True))
+    assert_same(torch.load(tmp_path / "alone"), state["model"])
+
+
+def test_an_optimizer_whose_parameters_are_uncertain_keeps_its_numbers(tmp_path: Path) -> None:
+    state = everything()
+    state["optimizer"]["param_groups"][0]["params"].append(77)
+    torch.save(state, tmp_path / "file")
+    done = convert(str(tmp_path / "file"), str(tmp_path / "dcp"), Conversion("dcp"))
+    assert any("stays by numbers" in note for note in done.notes)
+
+
+def test_dtypes_are_the_models_alone(sources: dict[str, str], tmp_path: Path) -> None:
+    convert(sources["shardkit"], str(tmp_path / "file"), Conversion("torch", dtype=torch.bfloat16))
+    found, state = torch.load(tmp_path / "file"), everything()
+    expected = {k: v.bfloat16() if v.is_floating_point() else v for k, v in state["model"].items()}
+    assert_same(found["model"], expected)
+    moment = found["optimizer"]["state"]["hidden.weight"]["exp_avg"]
+    assert torch.equal(moment, by_name(state)["optimizer"]["state"]["hidden.weight"]["exp_avg"])
+
+
+def test_tied_weights_stay_tied(sources: dict[str, str], tmp_path: Path) -> None:
+    for kind in ("torch", "hf"):
+        convert(sources["torch"], str(tmp_path / kind), Conversion(kind, model_only=True))
+    convert(str(tmp_path / "hf"), str(tmp_path / "again"), Conversion("torch"))
+    for name in ("torch", "again"):
+        found = torch.load(tmp_path / name)
+        assert found["head.weight"].data_ptr() == found["embedding.weight"].data_ptr()
+
+
+def _spread(rank: int, folder: str) -> None:
+    """FSDP2 writes rows on two ranks, and reads what was converted."""
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(5, 7), nn.ReLU(), nn.Linear(7, 3))
+    plain = {k: v.clone() for k, v in model.state_dict().items()}
+    fully_shard(model)
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(2, 5)).sum().backward()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.grad.zero_()  # type: ignore[union-attr]
+    optimizer.step()
+    state = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
+    dcp.save(state, checkpoint_id=f"{folder}/fsdp2")
+    if rank == 0:
+        convert(f"{folder}/fsdp2", f"{folder}/torch", Conversion("torch"))
+        assert_same(torch.load(f"{folder}/torch")["model"], plain)
+        convert(f"{folder}/torch", f"{folder}/back", Conversion("dcp"))
+    torch.distributed.barrier()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.fill_(9)
+    state = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
+    dcp.load(state, checkpoint_id=f"{folder}/back")
+    model.load_state_dict(state["model"])
+    assert_same({k: v.full_tensor() for k, v in model.state_dict().items()}, plain)
+
+
+def test_fsdp2_on_two_ranks(tmp_path: Path) -> None:
+    rank_pool(2).run(_spread, str(tmp_path))
+
+
+def _flat(rank: int, folder: str) -> Any:
+    """Files of ranks as programs save them: nested wrappers, flat parameters, aligned ones."""
+    from shardkit import FSDP
+
+    torch.manual_seed(3)
+    inner = nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Linear(7, 3))
+    model = FSDP(nn.Sequential(FSDP(inner), nn.Linear(3, 2)))
+    full = {k: v.clone() for k, v in model.state_dict().items()}
+    saved = {"weights": model.local_state_dict(), "shard_metadata": model.local_metadata_dict(), "epoch": 3}
+    torch.save(saved, f"{folder}/rank-{rank}.pt")
+    return full
+
+
+def test_flat_parameters_of_ranks(tmp_path: Path) -> None:
+    full = rank_pool(3).run(_flat, str(tmp_path))[0]
+    checkpoint = open_checkpoint(str(tmp_path))
+    assert checkpoint.kind == "fairscale"
+    assert checkpoint.left_out == ["'epoch' in the files of ranks"]
+    assert_same({k: v.read() for k, v in checkpoint.model.items()}, full)
+    (tmp_path / "rank-1.pt").rename(tmp_path / "rank-1.lost")
+    with pytest.raises(ConfigurationError, match=r"files of ranks \[0, 2\]"):
+        open_checkpoint(str(tmp_path))
+
+
+def test_transformers_reads_it(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(5)
+    config = transformers.LlamaConfig(
+        vocab_size=40, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, tie_word_embeddings=True,
+    )  # fmt: skip
+    model = transformers.LlamaForCausalLM(config)
+    model.save_pretrained(tmp_path / "base")
+    torch.save({"model": {f"module.{k}": v for k, v in model.state_dict().items()}}, tmp_path / "trained.pt")
+    dcp.save({"model": model.state_dict()}, checkpoint_id=str(tmp_path / "dcp"), no_dist=True)
+    sources = {"trained.pt": str(tmp_path / "base"), "dcp": str(tmp_path / "base"), "base": None}
+    for k, (source, files_from) in enumerate(sources.items()):
+        path = tmp_path / f"hf{k}"
+        done = convert(
+            str(tmp_path / source), str(path), Conversion("hf", max_shard_size="5KB", files_from=files_from)
+        )
+        assert any("without 'module.'" in n for n in done.notes) == (source == "trained.pt")
+        found, info = transformers.LlamaForCausalLM.from_pretrained(path, output_loading_info=True)
+        assert not any(info.values()), info
+        assert_same(found.state_dict(), model.state_dict())
+    convert(str(tmp_path / "hf0"), str(tmp_path / "half"), Conversion("hf", dtype=torch.bfloat16))
+    half = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "half", dtype="auto")
+    assert half.dtype == torch.bfloat16
+    assert_same(half.state_dict(), model.bfloat16().state_dict())
+
+
+@pytest.mark.oracle
+def test_fairscale_reads_and_writes_files_of_ranks(sources: dict[str, str], tmp_path: Path) -> None:
+    from fairscale.nn import FullyShardedDataParallel as Theirs
+
+    convert(sources["torch"], str(tmp_path / "ranks"), Conversion("fairscale", 3))
+    files = [torch.load(p) for p in sorted((tmp_path / "ranks").iterdir())]
+    found = Theirs.consolidate_shard_weights(
+        [f["model"] for f in files], [f["shard_metadata"] for f in files]
+    )
+    assert_same(found, everything()["model"])
+    expected = rank_pool(2, "fairscale").run(_theirs, str(tmp_path))[0]
+    assert_same({k: v.read() for k, v in open_checkpoint(f"{tmp_path}/flat*.pt").model.items()}, expected)
+
+
+def _theirs(rank: int, folder: str) -> Any:
+    """fairscale's own files, and its reading of a converted one."""
+    from fairscale.nn import FullyShardedDataParallel as Theirs
+
+    def build(flatten: bool) -> Any:
+        torch.manual_seed(3)
+        inner = nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Linear(7, 3))
+        options: dict[str, Any] = {"flatten_parameters": flatten, "compute_device": torch.device("cpu")}
+        return Theirs(nn.Sequential(Theirs(inner, **options), nn.Linear(3, 2)), **options)
+
+    model = build(True)
+    full = {k: v.clone() for k, v in model.state_dict().items()}
+    saved = {"model": model.local_state_dict(), "shard_metadata": model.local_metadata_dict()}
+    torch.save(saved, f"{folder}/flat{rank}.pt")
+    if rank == 0:
+        torch.save({k: v + 1 for k, v in full.items()}, f"{folder}/more.pt")
+        convert(f"{folder}/more.pt", f"{folder}/cut", Conversion("fairscale", 2))
+    torch.distributed.barrier()
+    other = build(False)
+    other.state_dict()  # fairscale has to be set up before it takes shards
+    other.load_local_state_dict(torch.load(f"{folder}/cut/rank-{rank:05d}-of-00002.pt")["model"])
+    for name, value in other.state_dict().items():
+        assert torch.equal(value, full[name] + 1), name
+    return full
+
+
+def test_what_can_not_be_is_said(sources: dict[str, str], tmp_path: Path) -> None:
+    source, there = sources["torch"], tmp_path / "there"
+    there.mkdir()
+    (there / "letter.txt").write_text("kept")
+    cases = [
+        (Conversion("dcp"), there, "--overwrite"),
+        (Conversion("dcp", overwrite=True), there, "no checkpoint"),
+        (Conversion("torch", overwrite=True), there, "no checkpoint"),
+        (Conversion("hf", 2), tmp_path / "x", "--ranks 2"),
+        (Conversion("xla"), tmp_path / "x", "pass --ranks"),
+        (Conversion("xla", 0), tmp_path / "x", "1 or more"),
+        (Conversion("hf", max_shard_size="5 apples"), tmp_path / "x", "--max-shard-size"),
+        (Conversion("torch", overwrite=True), Path(source), "lie in each other"),
+        (Conversion("torch"), tmp_path / "no" / "x", "there is no folder"),
+    ]
+    for how, path, words in cases:
+        with pytest.raises(ConfigurationError, match=words):
+            convert(source, str(path), how)
+    assert [p.name for p in tmp_path.iterdir()] == ["there"]
+    assert (there / "letter.txt").read_text() == "kept"
+    convert(source, str(tmp_path / "out"), Conversion("dcp"))
+    convert(source, str(tmp_path / "out"), Conversion("hf", overwrite=True))
+    assert open_checkpoint(str(tmp_path / "out")).kind == "hf"
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["out", "there"]
+
+
+class _Calls:
+    def __init__(self, path: Path) -> None:
+        self.path = str(path)
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (self.path,)
+
+
+def test_forged_files_run_nothing(sources: dict[str, str], tmp_path: Path) -> None:
+    import pickle
+
+    from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
+
+    folder = tmp_path / "dcp"
+    folder.mkdir()
+    made = tmp_path / "made"
+    forged: list[object] = [_Calls(made), Metadata({"a": BytesStorageMetadata()}, planner_data=_Calls(made))]
+    for value in forged:
+        (folder / ".metadata").write_bytes(pickle.dumps(value))
+        with pytest.raises(UntrustedFileError, match=r"posix\.mkdir"):
+            open_checkpoint(str(folder))
+    dcp.save({"model": {"a": torch.ones(2)}, "extra": _Calls(made)}, checkpoint_id=str(folder), no_dist=True)
+    assert not made.exists() or not made.rmdir()
+    with pytest.raises(UntrustedFileError, match="extra"):
+        open_checkpoint(str(folder))
+    assert not made.exists()
+    # instructions that would set attributes of a class that stands for one of torch's
+    head = b"\x80\x04ctorch.distributed.checkpoint.metadata\nMetadata\n"
+    for body in (b"N}X\x03\x00\x00\x00getcNO", b"N}X\x03\x00\x00\x00getK\x01s\x86b."):
+        (folder / ".metadata").write_bytes(head + body)
+        with pytest.raises(Exception, match=r"is damaged|is no table"):
+            open_checkpoint(str(folder))
