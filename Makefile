@@ -60,22 +60,28 @@ demo: $(CORE)/.ready
 demo-xla: $(XLA)/.ready
 	@$(XLA)/bin/python -m shardkit.examples.digits --backend xla
 
-# Both runs at once, for half of each is waiting; both are reported, whatever they give. The second one's report comes
-# from a file, when the first one is through.
+# Two runs at once, for half of each is waiting: most of the newest torch's tests, and the oldest torch's with the rest
+# after them. Both are reported, whatever they give; the second one's report comes from a file, when both are through.
 test: $(CORE)/.ready $(XLA)/.ready
-	@core=0; xla=0; log=$$(mktemp); \
-	$(MAKE) --no-print-directory test-xla >$$log 2>&1 & other=$$!; \
+	@first=0; second=0; log=$$(mktemp); \
+	$(MAKE) --no-print-directory --keep-going test-xla test-core TESTS="$(SECOND)" >$$log 2>&1 & other=$$!; \
 	trap 'kill $$other; exit 130' INT TERM; \
-	$(MAKE) --no-print-directory test-core || core=$$?; \
-	wait $$other || xla=$$?; \
+	$(MAKE) --no-print-directory test-core WITHOUT="$(SECOND)" || first=$$?; \
+	wait $$other || second=$$?; \
 	cat $$log; rm -f $$log; \
-	test $$core -eq 0 || echo "make test: the run in $(CORE) ($(TORCH)) failed"; \
-	test $$xla -eq 0 || echo "make test: the run in $(XLA) ($(TORCH_XLA)) failed"; \
-	test $$core -eq 0 -a $$xla -eq 0
+	test $$first -eq 0 || echo "make test: the first run ($(TORCH)) failed"; \
+	test $$second -eq 0 || echo "make test: the second run ($(TORCH_XLA), and the rest on $(TORCH)) failed"; \
+	test $$first -eq 0 -a $$second -eq 0
 
+# About a third of the newest torch's tests: those that start processes of their own.
+SECOND := $(addprefix tests/,checkpoint_tools cli clients doctor estimate examples faults gpu integrations rehearsal running \
+  seeds testing tracing training_checkpoints test_launch.py test_packaging.py)
+
+TESTS := tests
+WITHOUT :=
 test-core: $(CORE)/.ready
 	@echo "== tests on $(TORCH)"
-	@$(CORE)/bin/python -m pytest -m "not xla" tests
+	@$(CORE)/bin/python -m pytest -m "not xla" $(addprefix --ignore ,$(WITHOUT)) $(TESTS)
 
 # The oldest torch runs the contract, what is compared with one process, and XLA. Left out there: what doesn't depend on
 # torch's version, what is drawn at random, and how processes start, get lost and end.
