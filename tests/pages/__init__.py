@@ -1,0 +1,1 @@
+"""Pages that are run: what a reader copies from them works."""
