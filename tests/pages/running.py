@@ -47,7 +47,7 @@ def blocks_of(page: Path) -> list[Block]:
 
 
 @contextlib.contextmanager
-def _inside(folder: Path) -> Iterator[None]:
+def inside(folder: Path) -> Iterator[None]:
     """Files and the environment stay here."""
     before, environment = os.getcwd(), dict(os.environ)
     os.chdir(folder)
@@ -66,7 +66,7 @@ def _on_rank(rank: int, page: Path, until: int, name: str, folder: Path, args: A
     printed = io.StringIO()
     with contextlib.ExitStack() as until_returned:
         if threading.current_thread() is threading.main_thread():  # a process of its own, and no replica
-            until_returned.enter_context(_inside(folder))
+            until_returned.enter_context(inside(folder))
             until_returned.enter_context(contextlib.redirect_stdout(printed))
         for block in blocks_of(page)[:until]:
             if block.kind == "python":
@@ -77,7 +77,7 @@ def _on_rank(rank: int, page: Path, until: int, name: str, folder: Path, args: A
         return found(rank, *args), printed.getvalue()
 
 
-def _show(found: str, expected: str, page: Path, line: int) -> None:
+def show(found: str, expected: str, page: Path, line: int) -> None:
     """Compares words; ``...`` stands for anything."""
     wanted = ".*?".join(re.escape(part.strip()) for part in " ".join(expected.split()).split("..."))
     same = re.search(wanted.replace(r"\ ", " "), " ".join(found.split()))
@@ -108,7 +108,7 @@ def run_page(page: Path, folder: Path, backend: str = "gloo") -> dict[str, Any]:
     shown = 0
     shardkit.launch = launch
     try:
-        with _inside(folder), contextlib.redirect_stdout(printed):
+        with inside(folder), contextlib.redirect_stdout(printed):
             for at, block in enumerate(blocks):
                 if block.kind == "python":
                     block.execute(module.__dict__, page)
@@ -117,7 +117,7 @@ def run_page(page: Path, folder: Path, backend: str = "gloo") -> dict[str, Any]:
                     Path("train.py").write_text(program)
                     _commands(block.text)
                 elif block.kind == "text":
-                    _show(printed.getvalue()[shown:], block.text, page, block.line)
+                    show(printed.getvalue()[shown:], block.text, page, block.line)
                     shown = len(printed.getvalue())
     finally:
         shardkit.launch = _launch
