@@ -14,7 +14,8 @@ import pytest
 import shardkit
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+DOCS = ROOT / "docs"
+PAGES = sorted([*ROOT.glob("*.md"), *DOCS.glob("*.md"), *DOCS.glob("tutorials/*.md")])
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 
 
@@ -46,9 +47,29 @@ def test_modules_exist(page: Path) -> None:
 
 @each_page
 def test_links_lead_somewhere(page: Path) -> None:
-    targets = [t.split("#")[0] for t in re.findall(r"\]\(([^)]+)\)", text_of(page)) if "://" not in t]
-    missing = [t for t in targets if t and not (page.parent / t).exists()]
+    """To a file, and to a heading in it."""
+    targets = [t.partition("#") for t in re.findall(r"\]\(([^)]+)\)", text_of(page)) if "://" not in t]
+    missing = [file for file, _, _ in targets if file and not (page.parent / file).exists()]
     assert not missing, f"{page.name} links to what is not there: {missing}"
+    for file, _, anchor in targets:
+        there = page.parent / file if file else page
+        assert not anchor or anchor in anchors_of(there), (
+            f"{page.name}: {there.name} has no heading #{anchor}"
+        )
+
+
+@lru_cache
+def anchors_of(page: Path) -> frozenset[str]:
+    """Of headings, as GitHub and MyST name them."""
+    headings = re.findall(r"^#+ (.+)$", text_of(page), re.M)
+    return frozenset(re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings)
+
+
+def test_every_page_is_in_the_table_of_contents() -> None:
+    trees = re.findall(r"^```\{toctree\}\n(.*?)^```", (DOCS / "index.md").read_text(), re.M | re.S)
+    listed = {line for tree in trees for line in tree.split() if not line.startswith(":")}
+    pages = {p.relative_to(DOCS).with_suffix("").as_posix() for p in PAGES if DOCS in p.parents} - {"index"}
+    assert pages <= listed, f"docs/index.md leaves out {sorted(pages - listed)}"
 
 
 @each_page

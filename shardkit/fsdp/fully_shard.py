@@ -87,8 +87,8 @@ def fully_shard(
     ``FSDP(module)`` is faster, which sends one flat one. With ``dtensors=True`` they list DTensors, cut by rows,
     as FSDP2 does, and ``state_dict()`` has these, so that torch's own functions know what to do with them.
 
-    Args: those of :class:`~shardkit.FSDP`, or those of torch's ``fully_shard`` (FSDP2) with torch's policies: ``mesh``,
-        ``reshard_after_forward``, ``mp_policy``, ``offload_policy``. Of several modules each becomes a unit.
+    Arguments are those of :class:`~shardkit.FSDP`, or those of torch's ``fully_shard`` (FSDP2) with torch's policies:
+    ``mesh``, ``reshard_after_forward``, ``mp_policy``, ``offload_policy``. Of several modules each becomes a unit.
     Returns: what was passed; FSDP2's methods (``unshard``, ``set_requires_gradient_sync``, ...) are attributes of it.
     Raises: ConfigurationError (sharded already) and what :class:`~shardkit.FSDP` raises.
     Source: the shape of torch.distributed.fsdp.fully_shard (FSDP2).

@@ -34,7 +34,7 @@ class Sharding:
     Attributes:
         units: classes of modules, or their names, that are gathered together; or a function that tells of a module
             whether it is one. None: what the model calls its ``_no_split_modules`` (transformers), else the members of
-            its outermost ``ModuleList``s.
+            each outermost ``ModuleList``.
         precision, reshard, offload, reduce, group, replicas, mesh: as of :func:`~shardkit.fully_shard`.
     """
 

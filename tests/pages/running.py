@@ -1,8 +1,8 @@
 """Runs a page's blocks in order, as a reader does who copies them into one file.
 
-``python`` blocks are one program, train.py, whose ``shardkit.launch`` uses the session's ranks. ``shardkit`` commands in
-``console`` blocks are run too. What a ``text`` block shows has to be what was printed since the last one, with ``...``
-for anything. Other blocks (``diff``, ``sh``) are for reading.
+``python`` blocks are one program, train.py, whose ``shardkit.launch`` uses the session's ranks. ``shardkit`` commands
+in ``console`` blocks are run too. What a ``text`` block shows has to be what was printed since the last one, with
+``...`` for anything. Other blocks (``diff``, ``sh``) are for reading.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ class Block:
     text: str
     line: int
 
-    def execute(self, names: dict[str, Any], page: Path) -> None:
+    def execute(self, names: dict[str, Any]) -> None:
         """Python; tracebacks name the page's lines."""
-        exec(compile("\n" * (self.line - 1) + self.text, str(page), "exec"), names)
+        exec(compile("\n" * (self.line - 1) + self.text, "train.py", "exec"), names)
 
 
 def blocks_of(page: Path) -> list[Block]:
@@ -70,7 +70,7 @@ def _on_rank(rank: int, page: Path, until: int, name: str, folder: Path, args: A
             until_returned.enter_context(contextlib.redirect_stdout(printed))
         for block in blocks_of(page)[:until]:
             if block.kind == "python":
-                block.execute(module.__dict__, page)
+                block.execute(module.__dict__)
         found: Any = module
         for part in name.split("."):
             found = getattr(found, part)
@@ -111,7 +111,7 @@ def run_page(page: Path, folder: Path, backend: str = "gloo") -> dict[str, Any]:
         with inside(folder), contextlib.redirect_stdout(printed):
             for at, block in enumerate(blocks):
                 if block.kind == "python":
-                    block.execute(module.__dict__, page)
+                    block.execute(module.__dict__)
                 elif block.kind == "console":
                     program = "\n".join(b.text for b in blocks[:at] if b.kind == "python")
                     Path("train.py").write_text(program)
