@@ -36,6 +36,8 @@ from .policy import Compression, OffloadPolicy, PrecisionPolicy, ReducePolicy, R
 from .running.stopping import stop_requested
 from .sharded_ddp.wrapper import ShardedDDP
 from .summary import summary
+from .tracing.metrics import Metrics
+from .tracing.ranges import span
 from .tracing.tracer import trace
 from .training_checkpoints.folders import latest
 from .training_checkpoints.restoring import Restored, restore
@@ -60,6 +62,7 @@ __all__ = [
     "GlobalBatchSampler",
     "GradScaler",
     "LifecycleError",
+    "Metrics",
     "OffloadPolicy",
     "OutOfStepError",
     "PrecisionPolicy",
@@ -91,6 +94,7 @@ __all__ = [
     "restore",
     "save",
     "sharding_of",
+    "span",
     "stop_requested",
     "summary",
     "trace",

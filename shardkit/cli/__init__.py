@@ -10,9 +10,19 @@ import argparse
 from collections.abc import Sequence
 from types import ModuleType
 
-from . import ckpt, doctor, estimate, migrate, rehearse, run, run_as_fairscale, verify
+from . import ckpt, doctor, estimate, migrate, rehearse, run, run_as_fairscale, trace, verify
 
-COMMANDS: tuple[ModuleType, ...] = (ckpt, doctor, estimate, migrate, rehearse, run, run_as_fairscale, verify)
+COMMANDS: tuple[ModuleType, ...] = (
+    ckpt,
+    doctor,
+    estimate,
+    migrate,
+    rehearse,
+    run,
+    run_as_fairscale,
+    trace,
+    verify,
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

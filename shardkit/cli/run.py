@@ -43,6 +43,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--join-timeout", type=int, default=600, metavar="SECONDS", help="for other machines (default: 600)"
     )
+    parser.add_argument(
+        "--trace",
+        default="",
+        metavar="steps=FIRST:LAST",
+        help="runs/ID/trace.json has these steps of all ranks, as steps=10:12; shardkit trace explains it",
+    )
     parser.add_argument("-m", dest="is_module", action="store_true", help="the program is a module's name")
     parser.add_argument("program", help="a script; with -m, a module")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="the program's own")
@@ -64,6 +70,7 @@ def run(options: argparse.Namespace) -> int:
                 id=options.id,
                 runs=options.runs,
                 join_timeout=options.join_timeout,
+                trace=options.trace,
                 command=shlex.join(["shardkit", *sys.argv[1:]]),
             )
         )

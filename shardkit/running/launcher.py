@@ -17,6 +17,8 @@ from pathlib import Path
 from types import FrameType
 
 from ..errors import ConfigurationError
+from ..tracing.tracer import VARIABLE as TRACE
+from ..tracing.tracer import read_plan
 from .folder import RUN_DIR, RunFolder
 from .news import News
 
@@ -40,6 +42,7 @@ class Options:
         runs: folder of runs.
         join_timeout: seconds that other machines are waited for.
         command: the line that starts it again.
+        trace: ``steps=FIRST:LAST`` that are traced; "": none.
     """
 
     program: Sequence[str]
@@ -52,6 +55,7 @@ class Options:
     runs: Path = Path("runs")
     join_timeout: int = 600
     command: str = "shardkit run"
+    trace: str = ""
 
     def __post_init__(self) -> None:
         least, most = self.nodes
@@ -75,6 +79,8 @@ class Options:
             raise ConfigurationError(
                 "--nodes above 1 needs --id NAME, the same everywhere and new for every job"
             )
+        if self.trace:
+            read_plan(self.trace, "--trace")
         name = self.program[0] if self.program else ""
         if name != "-m" and not Path(name).is_file():
             raise ConfigurationError(f"there is no program {name!r}; for a module write -m MODULE")
@@ -97,9 +103,14 @@ def run(options: Options) -> int:
     folder = RunFolder((options.runs / name).absolute())
     (folder.path / "command").write_text(options.command + "\n")
     os.environ[RUN_DIR] = str(folder.path)
+    if options.trace:
+        os.environ[TRACE] = f"{options.trace},dir={folder.path}"
     _log_to(folder.log)
     with tempfile.TemporaryDirectory(prefix="shardkit-run-") as pipes:
-        return _Running(options, name, folder, Path(pipes)).to_the_end()
+        status = _Running(options, name, folder, Path(pipes)).to_the_end()
+    if options.trace and (any(folder.path.glob("trace.json")) or any(folder.path.glob("trace.rank-*.json"))):
+        print(f"shardkit run: what ranks waited for: shardkit trace {folder.path}", file=sys.stderr)
+    return status
 
 
 def _log_to(path: Path) -> None:

@@ -80,6 +80,7 @@ class Analysis:
         units: by name, in the order of forward.
         late: causes, the largest first.
         others: exposed time of what is no unit's.
+        others_late: of that, for ranks that came late.
     """
 
     facts: Mapping[str, object]
@@ -91,6 +92,7 @@ class Analysis:
     phases: dict[str, float]
     units: dict[str, UnitTime]
     others: dict[str, float]
+    others_late: dict[str, float]
     late: list[Late]
 
 
@@ -103,6 +105,7 @@ def analyse(trace: Trace) -> Analysis:
     units = _units(trace)
     phases: dict[str, float] = defaultdict(float)
     others: dict[str, float] = defaultdict(float)
+    others_late: dict[str, float] = defaultdict(float)
     busy, exposed, waiting = (dict.fromkeys(trace.ranks, 0.0) for _ in range(3))
     for number, rank in trace.ranks.items():
         for moment in rank.moments:
@@ -124,10 +127,11 @@ def analyse(trace: Trace) -> Analysis:
                 units[name].late[kind] += late * share
             else:
                 others[moment.wait] += moment.exposed * share
+                others_late[moment.wait] += late * share
     lengths = [rank.end - rank.start for rank in trace.ranks.values()]
     return Analysis(
         trace.facts, steps, max(lengths, default=0.0) / count, exposed, waiting, busy, dict(phases), units,
-        dict(others), _late(trace),
+        dict(others), dict(others_late), _late(trace),
     )  # fmt: skip
 
 

@@ -150,6 +150,17 @@ def leave(entered: Range) -> None:
         return  # a profiler was started inside of it, or it has ended
 
 
+def span(name: str) -> Range:
+    """A range of a program's own, in profiles and in traces; nothing where neither runs.
+
+    ::
+
+        with shardkit.span("augmentation"):
+            batch = augment(batch)
+    """
+    return Heard(What("range", name)) if listening else Phase(f"shardkit.range({name})")
+
+
 # ------------------------------------------------------------ objects of ranges
 class Ranges:
     """Ranges of one owner; the attributes of ``kinds`` open them.

@@ -149,7 +149,7 @@ def read_part(path: Path) -> Part:
     """
     try:
         found = json.loads(path.read_text())
-    except (ValueError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise DamagedFileError(f"{path} is no trace: {error}") from error
     if not isinstance(found, dict) or found.get("format") != FORMAT or "whats" not in found:
         raise DamagedFileError(f"{path} is no part of a trace of shardkit's (format {FORMAT})")

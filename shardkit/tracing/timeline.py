@@ -34,6 +34,8 @@ class Place(NamedTuple):
     def __str__(self) -> str:
         named = {"data": "data loading", "backward.end": "end of backward", "clip": "clipping"}
         phase = named.get(self.phase, self.phase)
+        if self.phase == "range":
+            return f"{self.unit!r}"
         return phase if not self.unit or self.phase in named else f"{phase} of {self.unit}"
 
 

@@ -186,8 +186,8 @@ def training_begins(group: Group) -> None:
     atexit.register(tracer.abandon)  # a training that ends before the last of these steps
 
 
-def read_plan(text: str) -> tuple[range, Path]:
-    """``steps=10:12,dir=/path`` as a range of steps and a folder.
+def read_plan(text: str, where: str = VARIABLE) -> tuple[range, Path]:
+    """``steps=10:12,dir=/path`` as a range of steps and a folder; ``where`` it was asked for.
 
     Raises:
         ConfigurationError: it is something else.
@@ -195,6 +195,7 @@ def read_plan(text: str) -> tuple[range, Path]:
     found = re.fullmatch(r"steps=(\d+):(\d+)(?:,dir=(.+))?", text.strip())
     if found is None or int(found[1]) >= int(found[2]):
         raise ConfigurationError(
-            f"{VARIABLE}={text!r}: write steps=FIRST:LAST,dir=FOLDER, as steps=10:12,dir=runs/1 for the steps 10 and 11"
+            f"{where} {text!r}: write steps=FIRST:LAST, as steps=10:12 for the steps 10 and 11; for the variable "
+            f"{VARIABLE} also where to, as steps=10:12,dir=runs/1"
         )
     return range(int(found[1]), int(found[2])), Path(found[3] or ".")

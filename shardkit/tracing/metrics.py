@@ -1,0 +1,245 @@
+"""Numbers of a training, while it runs: how fast it is, what it sends, how long it waits."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol, TypeAlias, runtime_checkable
+
+import torch
+
+from ..backend import Group, backend_of_job
+from ..errors import ConfigurationError, LifecycleError
+from ..types import ProcessGroup
+from .merging import is_collective
+from .over_ranks import combined
+from .ranges import What, listen, now, stop_listening
+from .sinks import JsonLines
+from .timeline import WAITING
+
+Number: TypeAlias = float | int | torch.Tensor
+Record: TypeAlias = dict[str, float | int]
+
+
+@runtime_checkable
+class Sink(Protocol):
+    """Where records go; any callable will do, too."""
+
+    def write(self, record: Record) -> None:
+        """One record: ``step``, ``time`` (seconds since 1970), and numbers by name."""
+
+    def close(self) -> None:
+        """No more records come."""
+
+
+class _Calls:
+    def __init__(self, function: Callable[[Record], object]) -> None:
+        self._function = function
+
+    def write(self, record: Record) -> None:
+        self._function(record)
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+class Metrics:
+    """Writes numbers of a training every few steps.
+
+    ::
+
+        metrics = shardkit.Metrics("metrics.jsonl", every=10)
+        for batch in loader:
+            loss = model(batch).mean()
+            loss.backward()
+            clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            metrics.step(loss=loss, tokens=batch.numel())
+        metrics.close()
+
+    A record has ``step``, ``time``, ``step_time_s``, ``gathered_bytes`` and ``reduced_bytes`` (that come from and go to
+    other ranks, before compression), ``exposed_wait_s`` (waiting that nothing hides), ``peak_memory_bytes`` (of the
+    device, or of the process), and where they are known ``gradient_norm`` (of the last clipping), ``loss`` (the mean),
+    ``tokens_per_s`` and ``samples_per_s``: for one step, the mean since the last record.
+
+    Args:
+        *sinks: names of files (JSON lines are appended), callables that take a record, or objects with
+            ``write(record)`` and ``close()``, as those of ``shardkit.tracing.sinks`` for TensorBoard and W&B.
+        every: steps between records. Tensors are read then, so that the host waits for the device once.
+        over_ranks: numbers of all ranks together, by one small collective for each record: sums of rates and bytes,
+            the mean loss, the longest step, the largest memory, and ``waited_for_rank``, which waits the least. Else
+            they are rank 0's own, without any collective.
+        per_rank: every rank writes its own records, to ``metrics.rank-3.jsonl`` for a file's name ``metrics.jsonl``.
+        group: the ranks; None for all.
+
+    Raises:
+        ConfigurationError: no sink, something that is none, or ``every`` below 1.
+    """
+
+    def __init__(
+        self,
+        *sinks: str | os.PathLike[str] | Sink | Callable[[Record], object],
+        every: int = 1,
+        over_ranks: bool = False,
+        per_rank: bool = False,
+        group: ProcessGroup = None,
+    ) -> None:
+        if every < 1:
+            raise ConfigurationError(f"every={every}: write a record every so many steps, 1 or more")
+        if over_ranks and per_rank:
+            raise ConfigurationError("over_ranks and per_rank exclude each other")
+        self._group: Group = backend_of_job().group(group)
+        self._every, self._over_ranks = every, over_ranks
+        self._writes = per_rank or self._group.rank == 0
+        checked = [_sink(sink, self._group.rank if per_rank else None) for sink in sinks]
+        if not checked:
+            raise ConfigurationError("Metrics needs somewhere to write: a file's name, or a callable")
+        self._sinks = [make() for make in checked] if self._writes else []
+        self._timer = self._group.backend.timer()
+        self.mark = None if self._timer is None else self._timer.mark
+        self._count = 0
+        self._is_open = True
+        self._forget()
+        listen(self)
+
+    # ------------------------------------------------------------ what is heard
+    def heard(self, what: What, start: int, end: int, marks: tuple[object, object] | None) -> None:
+        """See :class:`shardkit.tracing.ranges.Listener`."""
+        if what.nbytes and is_collective(what.kind):
+            share = what.nbytes * (len(what.ranks) - 1) / len(what.ranks)
+            if what.kind == "all_gather":
+                self._gathered += share
+            else:
+                self._reduced += share
+        if what.kind.endswith(".wait") or what.kind in WAITING:
+            self._waited += (end - start) / 1e9
+            if marks is not None:
+                self._marks.append(marks)
+
+    def told(self, name: str, value: torch.Tensor) -> None:
+        """See :class:`shardkit.tracing.ranges.Listener`."""
+        self._more[name] = value.detach()
+
+    # ------------------------------------------------------------ steps
+    def step(
+        self,
+        *,
+        loss: Number | None = None,
+        tokens: int | None = None,
+        samples: int | None = None,
+        **more: Number,
+    ) -> None:
+        """A step has ended; with ``over_ranks``, a collective every ``every`` steps.
+
+        Args:
+            loss: of this step.
+            tokens, samples: that this rank has computed with in it.
+            **more: written as they are.
+        """
+        if not self._is_open:
+            raise LifecycleError("these Metrics are closed")
+        self._count += 1
+        self._steps += 1
+        if loss is not None:
+            self._losses.append(loss.detach() if isinstance(loss, torch.Tensor) else loss)
+        self._tokens += tokens or 0
+        self._samples += samples or 0
+        self._more.update({k: v.detach() if isinstance(v, torch.Tensor) else v for k, v in more.items()})
+        if self._count % self._every == 0:
+            self._write()
+
+    def close(self) -> None:
+        """Writes no more."""
+        if self._is_open:
+            self._is_open = False
+            stop_listening(self)
+            for sink in self._sinks:
+                sink.close()
+
+    def __enter__(self) -> Metrics:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _forget(self) -> None:
+        self._began = now()
+        self._steps = self._tokens = self._samples = 0
+        self._gathered = self._reduced = self._waited = 0.0
+        self._losses: list[Number] = []
+        self._marks: list[tuple[object, object]] = []
+        self._more: dict[str, Number] = {}
+
+    def _write(self) -> None:
+        if not self._writes and not self._over_ranks:
+            self._forget()
+            return
+        record = self._record()
+        self._forget()
+        if self._over_ranks:
+            record = combined(record, self._group)
+        for sink in self._sinks:
+            sink.write(record)
+
+    def _record(self) -> Record:
+        if self._timer is not None:
+            self._group.backend.synchronize()
+            on_device = sum(self._timer.seconds(first, second) for first, second in self._marks)
+            self._waited = max(self._waited, on_device)
+        seconds, steps = (now() - self._began) / 1e9, self._steps
+        record: Record = {
+            "step": self._count,
+            "time": time.time(),
+            "step_time_s": seconds / steps,
+            "gathered_bytes": round(self._gathered / steps),
+            "reduced_bytes": round(self._reduced / steps),
+            "exposed_wait_s": self._waited / steps,
+            "peak_memory_bytes": _peak_memory(self._group.backend.device()),
+        }
+        if self._losses:
+            record["loss"] = _mean(self._losses)
+        if self._tokens:
+            record["tokens_per_s"] = self._tokens / seconds
+        if self._samples:
+            record["samples_per_s"] = self._samples / seconds
+        for name, value in self._more.items():
+            record[name] = value.item() if isinstance(value, torch.Tensor) else value
+        return record
+
+
+def _mean(values: Sequence[Number]) -> float:
+    tensors = [value.float().mean() for value in values if isinstance(value, torch.Tensor)]
+    total = float(torch.stack(tensors).sum()) if tensors else 0.0
+    return (total + sum(float(v) for v in values if not isinstance(v, torch.Tensor))) / len(values)
+
+
+def _peak_memory(device: torch.device) -> int:
+    """Bytes: at most so far, in tensors of a device that counts them, else of the process."""
+    counts = getattr(torch.accelerator, "max_memory_allocated", None)
+    accelerator = torch.accelerator.current_accelerator()
+    if counts is not None and accelerator is not None and device.type == accelerator.type:
+        return int(counts(device))
+    try:
+        import resource
+    except ImportError:  # Windows
+        return 0
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return most if sys.platform == "darwin" else most * 1024
+
+
+def _sink(
+    given: str | os.PathLike[str] | Sink | Callable[[Record], object], rank: int | None
+) -> Callable[[], Sink]:
+    """Makes a sink of what was given, on ranks that write."""
+    if isinstance(given, str | os.PathLike):
+        return lambda: JsonLines(given, rank)
+    if isinstance(given, Sink):
+        return lambda: given
+    if callable(given):
+        return lambda: _Calls(given)
+    raise ConfigurationError(
+        f"{given!r} is no place for metrics: pass a file's name, a callable that takes a record, or an object with "
+        "write(record) and close()"
+    )
