@@ -15,7 +15,7 @@ from . import rank_writing
 from .distributed_writing import write_distributed
 from .hugging_face_writing import without_wrappers, write_hugging_face
 from .opening import open_checkpoint
-from .optimizer_names import by_name, by_number, is_by_name
+from .optimizer_names import by_name, by_number, is_by_name, says_names
 from .stored import StoredTensor
 from .torch_writing import write_torch_file
 from .trees import Checkpoint, copied, dotted
@@ -161,11 +161,8 @@ def _prepared(checkpoint: Checkpoint, how: Conversion, done: Converted) -> State
 def _model_alone(checkpoint: Checkpoint, tree: StateDict, how: Conversion, done: Converted) -> StateDict:
     others = [str(k) for k in tree if checkpoint.model_path and k != checkpoint.model_path[0]]
     if others:
-        why = (
-            ""
-            if how.model_only
-            else f" ({how.to}{' files of ranks' if how.ranks else ''} hold the model alone)"
-        )
+        what = "files of ranks hold" if how.ranks else "Hugging Face's format holds"
+        why = "" if how.model_only else f" ({what} the model alone)"
         done.notes.append(f"left out{why}: {', '.join(others)}")
     for part in checkpoint.model_path:
         tree = tree[str(part)]
@@ -197,8 +194,15 @@ def _for_dcp(checkpoint: Checkpoint, tree: StateDict, done: Converted) -> StateD
                 "named_parameters() does): only programs with the same numbers can load it"
             )
         else:
+            done.notes.append(
+                f"{key} is by the names of parameters"
+                + (
+                    ""
+                    if says_names(tree[key])
+                    else ": its numbers were taken for those of model.parameters()"
+                )
+            )
             tree[key] = named
-            done.notes.append(f"{key} is by the names of parameters")
     if key is not None and key != "optimizer" and "optimizer" not in tree:
         done.notes.append(f"{key!r} is called 'optimizer'")
         tree = {("optimizer" if k == key else k): v for k, v in tree.items()}
@@ -217,7 +221,9 @@ def _write_folder(
     if how.to == "dcp":
         step = checkpoint.facts.get("step", checkpoint.tree.get("step"))
         number = step if type(step) is int else 0
-        write_distributed(folder, tree, number, str(checkpoint.facts.get("run", "converted")))
+        own = tree.get("rank_states")
+        world_size = len(own) if isinstance(own, dict) and own else 1  # restore() looks for so many
+        write_distributed(folder, tree, number, str(checkpoint.facts.get("run", "converted")), world_size)
     elif how.to == "hf":
         files_from = how.files_from
         if files_from is None and checkpoint.kind == "hf" and os.path.isdir(checkpoint.path):

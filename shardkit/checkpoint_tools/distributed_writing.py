@@ -20,12 +20,12 @@ from .trees import copied, dotted, leaves
 _DATA = "__0_0.distcp"
 
 
-def write_distributed(folder: str, tree: StateDict, step: int, run: str) -> None:
+def write_distributed(folder: str, tree: StateDict, step: int, run: str, world_size: int) -> None:
     """One data file, the table of contents, and checksums of all.
 
     Args:
         folder: empty.
-        step, run: for ``shardkit.json``.
+        step, run, world_size: for ``shardkit.json``.
     """
     from torch.distributed.checkpoint.filesystem import _StorageInfo
     from torch.distributed.checkpoint.metadata import (
@@ -66,7 +66,7 @@ def write_distributed(folder: str, tree: StateDict, step: int, run: str) -> None
         _DATA: hashed(os.path.join(folder, _DATA), spans, kind),
         METADATA: hashed(os.path.join(folder, METADATA), [], kind),
     }
-    write_manifest(folder, Manifest(step=step, run=run, world_size=1, files=files, hash=kind))
+    write_manifest(folder, Manifest(step=step, run=run, world_size=world_size, files=files, hash=kind))
 
 
 def _at(tree: Tree, path: tuple[object, ...]) -> object:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 
 from ..errors import ShardkitError
 from ..training_checkpoints.manifest import read_manifest
@@ -14,6 +15,8 @@ from .steps import steps_in
 from .stored import Box, StoredTensor
 from .trees import Checkpoint
 
+_HIDDEN = re.compile(r"\.step-(\d{8,})\..*\.part$")
+
 
 def steps(folder: str) -> list[StateDict]:
     """A row for each step of a folder, or for the checkpoint that the path is.
@@ -21,10 +24,10 @@ def steps(folder: str) -> list[StateDict]:
     Raises:
         ConfigurationError: there is neither.
     """
-    if not os.path.isdir(folder) or not steps_in(folder):
+    if not os.path.isdir(folder) or not (steps_in(folder) or unfinished(folder)):
         checkpoint = open_checkpoint(folder)
         return [_row(checkpoint.path, checkpoint.kind, dict(checkpoint.facts))]
-    rows = []
+    rows = unfinished(folder)
     for step in steps_in(folder):
         path = os.path.join(folder, step.name)
         facts: StateDict = {"step": step.step}
@@ -42,6 +45,19 @@ def steps(folder: str) -> list[StateDict]:
             except ShardkitError as error:
                 problem = str(error)
         rows.append({**_row(path, "shardkit", facts), "problem": problem})
+    return rows
+
+
+def unfinished(folder: str) -> list[StateDict]:
+    """A row for each step that is being written, or was when its job was killed."""
+    rows = []
+    for entry in sorted(os.listdir(folder)):
+        match = _HIDDEN.match(entry)
+        if match:
+            what = "being written, or left by a job that was killed; the next save removes it"
+            rows.append(
+                {**_row(os.path.join(folder, entry), "shardkit", {"step": int(match[1])}), "problem": what}
+            )
     return rows
 
 
@@ -70,7 +86,7 @@ def _problem(folder: str, files: Mapping[str, int]) -> str | None:
 
 def contents(checkpoint: Checkpoint) -> StateDict:
     """All tensors, the optimizer's groups, and what else there is."""
-    tensors = [_tensor(name, tensor) for name, tensor in checkpoint.tensors()]
+    tensors = [_tensor(name, tensor) for name, tensor in in_natural_order(checkpoint.tensors())]
     model = {id(v): None for v in checkpoint.model.values()}
     held = [t for _, t in checkpoint.tensors()]
     of_model = [t for t in held if id(t) in model]
@@ -90,6 +106,19 @@ def contents(checkpoint: Checkpoint) -> StateDict:
         "values": dict(_other_values(checkpoint)),
         "left_out": checkpoint.left_out,
     }
+
+
+def in_natural_order(tensors: Iterable[tuple[str, StoredTensor]]) -> list[tuple[str, StoredTensor]]:
+    """By name, layers.2 before layers.10; in the order of what they belong to."""
+    named = list(tensors)
+    tops = list(dict.fromkeys(name.partition(".")[0] for name, _ in named))
+
+    def key(item: tuple[str, StoredTensor]) -> tuple[int, list[tuple[bool, int, str]]]:
+        top, _, rest = item[0].partition(".")
+        parts = [(not p.isdigit(), int(p) if p.isdigit() else 0, p) for p in rest.split(".")]
+        return (tops.index(top) if rest else -1), parts
+
+    return sorted(named, key=key)
 
 
 def _tensor(name: str, tensor: StoredTensor) -> StateDict:

@@ -15,6 +15,11 @@ def is_by_name(optimizer: StateDict) -> bool:
     return bool(listed) and all(isinstance(p, str) for p in listed)
 
 
+def says_names(optimizer: StateDict) -> bool:
+    """Whether param groups tell the name of each number, as those of an optimizer of named_parameters() do."""
+    return all(len(g.get("param_names") or ()) == len(g["params"]) for g in optimizer["param_groups"])
+
+
 def by_number(optimizer: StateDict) -> StateDict:
     """As ``Optimizer.state_dict()`` has it, and OSS's: a parameter's number is its place in all groups."""
     groups, numbers = [], dict[str, int]()
@@ -44,7 +49,7 @@ def by_name(optimizer: StateDict, model: Mapping[str, Tree], params: list[str]) 
     """
     groups = optimizer["param_groups"]
     numbers = [p for group in groups for p in group.get("params", [])]
-    if all(len(group.get("param_names") or ()) == len(group["params"]) for group in groups):
+    if says_names(optimizer):
         names = [name for group in groups for name in group["param_names"]]
     elif len(groups) == 1 and len(numbers) == len(params):
         names = params

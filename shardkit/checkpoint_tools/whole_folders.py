@@ -8,6 +8,7 @@ import shutil
 import socket
 from collections.abc import Iterator
 
+from ..checkpoint.writing import is_alive, sync_folder
 from ..errors import ConfigurationError, FileNotWrittenError, ShardkitError
 
 _ENDING = ".part"
@@ -41,7 +42,7 @@ def folder_written_whole(path: str, overwrite: bool) -> Iterator[str]:
             _sync(file.path)
         _sync(temporary)
         _take_name(temporary, target, os.path.join(above, f"{before}{os.getpid()}.old{_ENDING}"))
-        _sync(above)
+        sync_folder(above)
     except OSError as error:
         if isinstance(error, ShardkitError):
             raise
@@ -75,18 +76,8 @@ def _remove_what_was_left(above: str, before: str) -> None:
     for entry in os.scandir(above):
         owner = entry.name.removeprefix(before).partition(".")[0]
         is_left = entry.name.startswith(before) and entry.name.endswith(_ENDING) and ".old." not in entry.name
-        if is_left and owner.isdigit() and not _is_alive(int(owner)):
+        if is_left and not is_alive(owner):
             shutil.rmtree(entry.path, ignore_errors=True)
-
-
-def _is_alive(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass
-    return True
 
 
 def _sync(path: str) -> None:

@@ -179,13 +179,13 @@ def _flat(rank: int, folder: str) -> Any:
 
 
 def test_flat_parameters_of_ranks(tmp_path: Path) -> None:
-    full = rank_pool(3).run(_flat, str(tmp_path))[0]
+    full = rank_pool(2).run(_flat, str(tmp_path))[0]
     checkpoint = open_checkpoint(str(tmp_path))
     assert checkpoint.kind == "fairscale"
     assert checkpoint.left_out == ["'epoch' in the files of ranks"]
     assert_same({k: v.read() for k, v in checkpoint.model.items()}, full)
     (tmp_path / "rank-1.pt").rename(tmp_path / "rank-1.lost")
-    with pytest.raises(ConfigurationError, match=r"files of ranks \[0, 2\]"):
+    with pytest.raises(ConfigurationError, match=r"files of ranks \[0\]"):
         open_checkpoint(str(tmp_path))
 
 
