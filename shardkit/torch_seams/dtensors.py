@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import sys
+from typing import TYPE_CHECKING, TypeGuard
 
 import torch
 
@@ -11,6 +12,7 @@ from ..types import ProcessGroup, Tree
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor
 
 
 def mesh_over(ranks: ProcessGroup | DeviceMesh, device_type: str) -> DeviceMesh:
@@ -51,6 +53,12 @@ def cut_rows(full: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
     rank, chunks = mesh.get_local_rank(mesh.ndim - 1), full.chunk(mesh.size(mesh.ndim - 1))
     local = chunks[rank] if rank < len(chunks) else full[:0]
     return _of_rows(local.clone(), mesh, full.shape)
+
+
+def is_dtensor(value: object) -> TypeGuard[DTensor]:
+    """Whether it is a DTensor; imports nothing: where there is one, somebody has."""
+    loaded = sys.modules.get("torch.distributed.tensor")
+    return loaded is not None and isinstance(value, loaded.DTensor)
 
 
 def is_cut(value: object) -> bool:

@@ -13,9 +13,10 @@ from ..backend import Backend, Group, backend_for, backend_of_job
 from ..errors import ConfigurationError
 from ..types import ProcessGroup, StateDict
 from .entries import Entry, check_names, of_extra
+from .holders import holder_of
 from .leaves import Fixed, Ranks
 from .model_state import ModelState
-from .optimizer_state import Holder, holder_of
+from .optimizer_state import Holder
 from .rank_states import Stateful, random_states
 from .slots import Slot
 
@@ -73,8 +74,9 @@ def optimizer_entries(holder: Holder, slots: list[tuple[Slot, StateDict]]) -> It
     for name, named in holder.named().items():
         yield Entry(("optimizer", "state", name), Fixed(named))
     for k, group in enumerate(holder.groups()):
+        writers = holder.writers_of(k)
         for key, value in group.items():
-            yield Entry(("optimizer", "param_groups", k, key), Fixed(value))
+            yield Entry(("optimizer", "param_groups", k, key), Fixed(value, writers))
     for key, value in holder.others().items():
         yield Entry(("optimizer", key), Fixed(value))
 

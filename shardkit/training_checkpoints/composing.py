@@ -23,9 +23,7 @@ from ..checkpoint.writing import write_atomically
 from ..errors import ShardkitError
 from .data_file import Index, Written, index_of, name_of, read_index
 from .hashing import hash_of
-from .manifest import Item, Manifest, StoredFile, write_manifest
-
-METADATA = ".metadata"
+from .manifest import METADATA, Item, Manifest, StoredFile, write_manifest
 
 
 class IncompleteError(ShardkitError):

@@ -8,11 +8,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 import torch
-from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..errors import ConfigurationError
 from ..fsdp.pieces import Box, Pieces
+from ..torch_seams.dtensors import is_dtensor
 from .leaves import Fixed, Leaf, Ranks, of_dtensor, of_pieces, refuse_class, whole
 from .records import refuse_what_is_no_data
 
@@ -56,7 +56,7 @@ def of_extra(path: Path, value: object, ranks: Ranks) -> Iterator[Entry]:
     """A user's own: dicts of tensors by name are stored tensor by tensor, all else as one record."""
     if isinstance(value, Pieces):
         yield Entry(path, of_pieces(value, ranks))
-    elif isinstance(value, DTensor):
+    elif is_dtensor(value):
         yield Entry(path, of_dtensor(".".join(map(str, path)), value, ranks))
     elif isinstance(value, torch.Tensor):
         if is_traceable_wrapper_subclass(value):

@@ -28,7 +28,7 @@ def shards_with_state(holder: Holder | None, slots: Sequence[tuple[Slot, StateDi
     if holder is None:
         return ""
     there = {id(slot.param) for slot, _ in slots}
-    return "".join("01"[id(slot.param) in there] for slot in holder.needed() if slot.is_shard)
+    return "".join("01"[id(slot.param) in there] for slot in holder.shards())
 
 
 def lacking_entries(collected: Collected, ranks: Ranks, everybody: Sequence[str]) -> list[Entry]:
@@ -36,7 +36,7 @@ def lacking_entries(collected: Collected, ranks: Ranks, everybody: Sequence[str]
     holder, group = collected.holder, ranks.group
     if holder is None or group is None or len(set(everybody)) == 1:
         return []
-    shards = [slot for slot in holder.needed() if slot.is_shard]
+    shards = holder.shards()
     states = {id(slot.param): state for slot, state in collected.slots}
     mine: Kinds = {
         k: {key: _kind(slot, key, value) for key, value in states[id(slot.param)].items()}

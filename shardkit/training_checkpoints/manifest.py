@@ -23,6 +23,7 @@ from .hashing import hash_of
 
 FORMAT = 1
 NAME = "shardkit.json"
+METADATA = ".metadata"  # what DCP reads first
 _OWN = "hash_of_this"
 T = TypeVar("T")
 

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -18,6 +17,7 @@ from ..fsdp.names import plain_name
 from ..fsdp.state import ShardingState, state_of
 from ..layout import Piece
 from ..sharded_ddp.wrapper import ShardedDDP
+from ..torch_seams.dtensors import is_dtensor
 from ..types import StateDict, Tree
 from ..whole_parameters.listed import place_of, written_parameters
 from .leaves import Fixed, Leaf, Ranks, of_dtensor, piece_of, refuse_class, whole
@@ -125,7 +125,7 @@ class ModelState:
             return Fixed(value)
         if value.is_meta:
             raise ConfigurationError(f"{name!r} has no values yet: it is on the meta device")
-        if isinstance(value, DTensor):
+        if is_dtensor(value):
             return of_dtensor(name, value, self.ranks)
         if is_traceable_wrapper_subclass(value):
             refuse_class(name, value)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -13,7 +13,9 @@ from .leaves import whole
 from .optimizer_state import Holder
 from .reading import Wanted
 from .slots import Slot
-from .stored import Place, Stored
+
+if TYPE_CHECKING:
+    from .stored import Place, Stored
 
 _ONE = ("state", "param_groups")
 
@@ -68,6 +70,11 @@ class OptimizerReads:
             )
         for k, (theirs, mine) in enumerate(zip(saved, own, strict=True)):
             there, here = set(self._stored.object(theirs["params"])), set(mine["params"])
+            # frozen ones may be listed or not: they have no state
+            there, here = (
+                {n for n in there if n in here or n in self._of},
+                here - (self._holder.names.frozen - there),
+            )
             if there != here:
                 raise ConfigurationError(
                     f"group {k} of the optimizer in {self._stored.folder} has parameters {_some(there - here)} that it "

@@ -7,18 +7,12 @@ import copy
 from collections.abc import Mapping, Sequence
 
 import torch
-from torch import nn
 from torch.optim import Optimizer
 
-from ..adascale.optimizer import AdaScale
 from ..errors import ConfigurationError
 from ..fsdp.flat_param import FlatParam
-from ..fsdp.state_of_shards import NOTE
 from ..optimizers.shards import shard_behind
-from ..oss.optimizer import OSS
-from ..oss.param_groups import copy_options, options_of
 from ..types import StateDict, Tree
-from .leaves import Ranks
 from .model_state import ModelState
 from .slots import Slot, Span
 
@@ -51,6 +45,14 @@ class Holder(abc.ABC):
     def load(self, states: Sequence[StateDict], groups: Sequence[StateDict], others: StateDict) -> None:
         """Takes the state of each needed slot, each group's options, and what else there is."""
 
+    def shards(self) -> list[Slot]:
+        """Slots that are shards, where a rank may lack state that others have; the same ones on all ranks."""
+        return []
+
+    def writers_of(self, group: int) -> tuple[int, ...]:
+        """Ranks whose options of a group count."""
+        return (0,)
+
     def others(self) -> StateDict:
         """Entries beside state and groups."""
         return {}
@@ -67,7 +69,11 @@ class Holder(abc.ABC):
 
 
 class Names:
-    """Which of the model's parameters a parameter of an optimizer stands for."""
+    """Which of the model's parameters a parameter of an optimizer stands for.
+
+    Attributes:
+        frozen: names of those that don't train.
+    """
 
     def __init__(self, model: ModelState) -> None:
         self.model = model
@@ -75,7 +81,10 @@ class Names:
         self._of_flat: dict[int, dict[int, str]] = {}
         self._of_param: dict[int, str] = {}
         self._flats: dict[int, FlatParam] = {}
+        self.frozen: set[str] = set()
         for name, param, flat, number in model.parameters():
+            if not (param if flat is None else flat.param).requires_grad:
+                self.frozen.add(name)
             if flat is None:
                 self._of_param.setdefault(id(param), name)
                 continue
@@ -119,133 +128,3 @@ class Names:
             for k, p in enumerate(params)
             for n in self.slot(p, f"parameter {k} of the optimizer's group {index}").names
         ]
-
-
-class Plain(Holder):
-    """An optimizer of torch's interface over parameters, shards or DTensors."""
-
-    def __init__(self, optimizer: Optimizer, names: Names) -> None:
-        super().__init__(optimizer, names)
-        self._saved = optimizer.state_dict()
-        if not {"state", "param_groups"} <= set(self._saved):
-            raise ConfigurationError(
-                f"the state of {type(optimizer).__name__} has {', '.join(self._saved)} and not 'state' and "
-                "'param_groups': which parameter each part is of is not known. Pass the optimizer that it wraps as "
-                "optimizer=, and what else it keeps in extra="
-            )
-
-    def _indexed(self) -> list[tuple[int, torch.Tensor]]:
-        return [
-            (index, param)
-            for own, saved in zip(self.optimizer.param_groups, self._saved["param_groups"], strict=True)
-            for index, param in zip(saved["params"], own["params"], strict=True)
-        ]
-
-    def needed(self) -> list[Slot]:
-        return [self.names.slot(p, f"parameter {k} of the optimizer") for k, p in self._indexed()]
-
-    def states(self) -> list[tuple[Slot, StateDict]]:
-        state = self._saved["state"]
-        return [
-            (slot, state[k])
-            for (k, _), slot in zip(self._indexed(), self.needed(), strict=True)
-            if state.get(k)
-        ]
-
-    def groups(self) -> list[StateDict]:
-        found = []
-        for k, (own, saved) in enumerate(
-            zip(self.optimizer.param_groups, self._saved["param_groups"], strict=True)
-        ):
-            options = {key: v for key, v in options_of(saved).items() if key != NOTE}
-            found.append({"params": self.names.group(own["params"], k), **options})
-        return found
-
-    def others(self) -> StateDict:
-        return {k: v for k, v in self._saved.items() if k not in ("state", "param_groups")}
-
-    def named(self) -> dict[str, object]:
-        return {k: copy.deepcopy(v) for k, v in self._saved["state"].items() if isinstance(k, str)}
-
-    def load(self, states: Sequence[StateDict], groups: Sequence[StateDict], others: StateDict) -> None:
-        packed = {k: s for (k, _), s in zip(self._indexed(), states, strict=True) if s}
-        made = [
-            {**options, "params": saved["params"]}
-            for options, saved in zip(groups, self._saved["param_groups"], strict=True)
-        ]
-        self.optimizer.load_state_dict({**others, "state": packed, "param_groups": made})
-
-
-class Owned(Holder):
-    """An OSS: each rank has the state of the parameters that it owns."""
-
-    optimizer: OSS
-
-    def __init__(self, optimizer: OSS, names: Names) -> None:
-        super().__init__(optimizer, names)
-        names.ranks.refuse_others("the state of the OSS", optimizer._group.ranks)
-
-    def _slot(self, param: nn.Parameter) -> Slot:
-        return self.names.slot(param, "a parameter of the OSS", self.names.ranks.alone)
-
-    def _params(self) -> list[nn.Parameter]:
-        return [p for g in self.optimizer.param_groups for p in g["params"]]
-
-    def states(self) -> list[tuple[Slot, StateDict]]:
-        copy_options(self.optimizer.param_groups, self.optimizer.optim.param_groups)
-        owned = self.optimizer.placement.state_of_owned(self.optimizer.optim)
-        return [(self._slot(p), owned[p]) for p in self._params() if p in owned]
-
-    def groups(self) -> list[StateDict]:
-        return [
-            {"params": self.names.group(g["params"], k), **options_of(g)}
-            for k, g in enumerate(self.optimizer.param_groups)
-        ]
-
-    def _needed(self) -> list[nn.Parameter]:
-        """At least one, by whose state others are shaped where all ranks run one program."""
-        params = self._params()
-        needed = [p for p in params if self.optimizer.placement.keeps_state_of(p)]
-        return needed or [min(params, key=torch.Tensor.numel)]
-
-    def needed(self) -> list[Slot]:
-        return [self._slot(p) for p in self._needed()]
-
-    def load(self, states: Sequence[StateDict], groups: Sequence[StateDict], others: StateDict) -> None:
-        index = {p: i for i, p in enumerate(self._params())}
-        packed = [
-            {**options, "params": [index[p] for p in own["params"]]}
-            for options, own in zip(groups, self.optimizer.param_groups, strict=True)
-        ]
-        state = {index[p]: s for p, s in zip(self._needed(), states, strict=True) if s}
-        self.optimizer.take_state({"state": state, "param_groups": packed})
-
-
-def holder_of(optimizer: Optimizer, model: ModelState) -> Holder:
-    """The optimizer, without what wraps it.
-
-    Raises:
-        ConfigurationError: it is of a kind whose state is not known here.
-    """
-    inner = optimizer
-    while isinstance(inner, AdaScale) or type(inner).__module__.partition(".")[0] in (
-        "accelerate",
-        "lightning",
-    ):
-        found = getattr(inner, "optimizer", None)
-        if not isinstance(found, Optimizer):
-            break
-        inner = found
-    if isinstance(inner, AdaScale):
-        inner = inner.optimizer
-    if not isinstance(inner, Optimizer):
-        raise ConfigurationError(f"optimizer is a {type(optimizer).__name__}, expected a torch optimizer")
-    names = Names(model)
-    if isinstance(inner, OSS):
-        return Owned(inner, names)
-    return Plain(inner, names)
-
-
-def ranks_of(holder: Holder) -> Ranks:
-    """Those that save or restore."""
-    return holder.names.ranks

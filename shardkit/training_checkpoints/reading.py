@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -11,7 +11,9 @@ from ..errors import ConfigurationError
 from ..fsdp.pieces import Box
 from .leaves import Leaf
 from .records import read_tensor
-from .stored import Chunk, Place, Stored
+
+if TYPE_CHECKING:
+    from .stored import Chunk, Place, Stored
 
 
 class Wanted(NamedTuple):

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import os
 from collections.abc import Iterable, Mapping
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from torch import nn
 from torch.optim import Optimizer
@@ -23,7 +23,9 @@ from .model_state import ModelState
 from .optimizer_loading import OptimizerReads
 from .rank_states import Stateful, load_loader, set_random_states
 from .reading import Reads, Wanted, whole_tensor
-from .stored import Stored
+
+if TYPE_CHECKING:
+    from .stored import Stored
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,6 +101,8 @@ def _prepared(
     path: str, parts: Parts, backend: Backend, ranks: Ranks, with_random: bool, verify: bool,
     held: contextlib.ExitStack,
 ) -> _Restoring:  # fmt: skip
+    from .stored import Stored  # torch's part takes long to import
+
     if not os.path.isdir(path):
         raise ConfigurationError(
             f"rank {ranks.world[ranks.rank]} does not see {path}, which rank {ranks.world[0]} restores: a checkpoint "

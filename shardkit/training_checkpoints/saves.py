@@ -21,7 +21,6 @@ from . import folders
 from .agreeing import agree, attempt
 from .background import Background
 from .collecting import Collected
-from .composing import compose
 from .data_file import on_host, write_parts
 from .entries import Part, parts_of_rank
 from .handles import Handle, join_earlier
@@ -141,6 +140,8 @@ class Save:
 
     def complete(self) -> None:
         """All ranks have written: the checkpoint gets its name, then old ones go."""
+        from .composing import compose  # torch's part takes long to import
+
         compose(self.temporary, self.ranks.size, self.step, self.run, self.kind)
         folders.finish(self.temporary, self.folder, self.step)
         folders.keep_newest(self.folder, self.keep)

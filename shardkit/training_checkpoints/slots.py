@@ -10,12 +10,12 @@ import dataclasses
 from typing import NamedTuple
 
 import torch
-from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..errors import ConfigurationError
 from ..layout import Piece
 from ..optimizers.state_shapes import NUMBERS
+from ..torch_seams.dtensors import is_dtensor
 from ..torch_seams.marked_tensors import MarkedTensor
 from ..types import StateDict
 from .leaves import Fixed, Leaf, Ranks, of_dtensor, piece_of, refuse_class, whole
@@ -75,7 +75,7 @@ class Slot:
         for key, value in state.items():
             if isinstance(value, MarkedTensor):
                 value = value.as_subclass(torch.Tensor)
-            if isinstance(value, DTensor):
+            if is_dtensor(value):
                 found[self.spans[0].name][key] = of_dtensor(f"optimizer state {key!r}", value, ranks)
             elif self.is_shard and self.is_spread(key, value):
                 value = value.detach()  # one object: what lies together is copied together
@@ -114,7 +114,7 @@ class Slot:
     # ------------------------------------------------------------ what is to come
     def can_spread(self, key: str, span: Span, shape: torch.Size) -> bool:
         """Whether a state that was saved in a shape has one element for each of a parameter's, and is cut here."""
-        if not self.is_shard and not isinstance(self.param, DTensor):
+        if not self.is_shard and not is_dtensor(self.param):
             return False
         return shape == span.shape and (len(shape) > 0 or key not in NUMBERS)
 
@@ -124,6 +124,6 @@ class Slot:
 
     def wanted(self, span: Span, value: torch.Tensor, ranks: Ranks) -> Leaf:
         """The leaf that fills what :meth:`zeros` has made, of one parameter."""
-        if isinstance(value, DTensor):
+        if is_dtensor(value):
             return of_dtensor(f"optimizer state of {span.name}", value, ranks)
         return self._piece(span, value)

@@ -12,9 +12,8 @@ from torch.distributed.checkpoint import filesystem, metadata
 
 from ..errors import ConfigurationError, DamagedFileError, UntrustedFileError
 from ..types import Tree
-from .composing import METADATA
 from .hashing import hash_of
-from .manifest import Manifest, read_manifest
+from .manifest import METADATA, Manifest, read_manifest
 from .records import read_object
 from .verifying import refuse_damage
 

@@ -25,7 +25,7 @@ from .closures import Led
 from .costs import Cost, cost_of
 from .in_place import shards_of
 from .listed import parts_of
-from .placing import Placing
+from .placing import Inner, Placing
 from .rules import GivenRule, Kind, OptimizerClass, Rule, rules_for
 
 
@@ -315,12 +315,34 @@ class WholeParameters(Optimizer):
             changed = hook(self, state_dict)
             state_dict = state_dict if changed is None else changed
         saved.load(state_dict, self._placing.inners, self.param_groups, self._parts, self._groups)
+        self._show_loaded()
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
+
+    def _show_loaded(self) -> None:
         self.state.clear()
         for inner in self._placing.inners:
             inner.forget_state()
         self._options_from_inners()
-        for after in self._optimizer_load_state_dict_post_hooks.values():
-            after(self)
+
+    def placed(self) -> list[Inner]:
+        """The optimizers of this rank, one for each group, with the groups' options."""
+        self._options_to_inners()
+        return self._placing.inners
+
+    def take_states(self, states: Sequence[dict[int, StateDict]], options: Sequence[StateDict]) -> None:
+        """Loads the state of what this rank's optimizers update, by index, and the options of all groups.
+
+        Nothing is sent: every rank has read its part of one checkpoint.
+        """
+        for inner, group, state, given in zip(
+            self._placing.inners, self.param_groups, states, options, strict=True
+        ):
+            group.update(given)
+            if inner.optimizer is not None:
+                packed = {**given, "params": list(range(len(inner.params)))}
+                inner.optimizer.load_state_dict({"state": state, "param_groups": [packed]})
+        self._show_loaded()
 
     def __getstate__(self) -> StateDict:
         raise LifecycleError(
