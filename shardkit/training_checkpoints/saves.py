@@ -156,6 +156,10 @@ class Save:
         handle = Handle(self.target)
         work = Background(self.temporary, self.target, self.ranks, self.what)
         handle.start(self.ranks.rank, lambda: work.run(self.write_own, self.complete))
+        group = self.ranks.group
+        if group is not None and group.backend.process_group_backend is None:
+            # ranks that are threads take turns: one that waits for the others' files would keep them from beginning
+            group.channel("control").barrier(label=self.what)
         return handle
 
 

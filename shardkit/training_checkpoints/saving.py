@@ -38,14 +38,12 @@ def save(*args: object, **kwargs: object) -> Handle | None:
         shardkit.save(obj, "file.pt")                                        # as torch.save
         shardkit.save("checkpoints", model=model, optimizer=optimizer, step=17)
 
-    **A file**, ``save(obj, path)``: ``torch.save``, but a kill, a crash or a full disk leaves the file that was there,
-    and all bytes have checksums. ``torch.load`` reads the file as any other; :func:`shardkit.load` compares the
-    checksums. It is written beside the old one, synced and renamed: for a moment the disk holds both.
+    **A file**: ``torch.save``, but a kill or a full disk leaves the file that was there, and all bytes have checksums,
+    which :func:`shardkit.load` compares. It is written beside the old one and renamed; the disk holds both then.
 
-    **A checkpoint**, ``save(dir, step=..., model=..., ...)`` (collective): all ranks write what they have, in
-    torch.distributed.checkpoint's format and under the names that the model was written with, to
-    ``dir/step-00000017``. That folder is complete or is not there. :func:`shardkit.restore` reads it at any number of
-    ranks, sharded in whatever way. See ``docs/CHECKPOINTS.md``.
+    **A checkpoint** (collective): all ranks write what they have, in torch.distributed.checkpoint's format and by the
+    model's own names, to ``dir/step-00000017``. That folder is complete or is not there. :func:`shardkit.restore` reads
+    it at any number of ranks, sharded in whatever way. See ``docs/CHECKPOINTS.md``.
 
     Args:
         obj: what ``torch.save`` takes; what :func:`shardkit.load` shall read is tensors, numbers, strings, containers

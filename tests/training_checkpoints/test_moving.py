@@ -9,7 +9,15 @@ import pytest
 from tests.pools import rank_pool
 from tests.training_checkpoints.programs import assert_same, content, read, write
 
-WRITERS = [("plain", 1), ("fsdp", 3), ("fully_shard", 2), ("oss", 2), ("hybrid", 4), ("torch_fsdp", 2), ("whole", 2)]
+WRITERS = [
+    ("plain", 1),
+    ("fsdp", 3),
+    ("fully_shard", 2),
+    ("oss", 2),
+    ("hybrid", 4),
+    ("torch_fsdp", 2),
+    ("whole", 2),
+]
 READERS = {
     "plain": [("fsdp", 2), ("ddp", 2)],
     "fsdp": [("fsdp", 4), ("oss", 3), ("fsdp2", 2), ("plain", 1)],
@@ -19,7 +27,12 @@ READERS = {
     "torch_fsdp": [("torch_fsdp", 3), ("plain", 1)],
     "whole": [("whole", 3), ("fsdp", 2)],
 }
-ALONE = [("whole_muon", 2, 3), ("adascale", 2, 2), ("fsdp2", 2, 4), ("dtensors", 2, 2)]  # read by their own kind
+ALONE = [
+    ("whole_muon", 2, 3),
+    ("adascale", 2, 2),
+    ("fsdp2", 2, 4),
+    ("dtensors", 2, 2),
+]  # read by their own kind
 
 
 def _check(folder: Path, kind: str, ranks: int, readers: list[tuple[str, int]]) -> None:

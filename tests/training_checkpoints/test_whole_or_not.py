@@ -1,0 +1,253 @@
+"""A checkpoint is complete or not there: kills, errors on one rank, what is kept, what runs in the background."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import shardkit
+from shardkit.errors import (
+    CheckpointError,
+    ConfigurationError,
+    DamagedFileError,
+    FileNotWrittenError,
+    RankMismatchError,
+)
+from shardkit.training_checkpoints import background, data_file, folders, saves
+from shardkit.training_checkpoints.manifest import read_manifest
+from shardkit.training_checkpoints.verifying import verify
+from tests.pools import rank_pool
+
+ROOT = Path(__file__).parents[2]
+
+# Simulated ranks in forks of a process, killed before or after each call that changes a folder, in turn.
+KILLED = """
+import os, sys
+import torch, shardkit
+from shardkit.backend import get_backend
+from shardkit.training_checkpoints.verifying import verify
+folder, background = sys.argv[1], sys.argv[2] == "True"
+
+def train(rank, first, last):
+    model = torch.nn.Linear(3, 3)
+    for step in range(first, last):
+        with torch.no_grad():
+            model.weight.fill_(step)
+        shardkit.save(folder, model=model, step=step, keep=1, async_=background).wait()
+
+launch = get_backend("simulated").launch
+launch(train, 2, (1, 2))
+points = 0
+for k in range(200):
+    before = int(shardkit.latest(folder)[-8:])
+    child = os.fork()
+    if not child:
+        left = k
+        def counted(call):
+            def wrapper(*arguments, **options):
+                global left
+                for moment in range(2):
+                    if left == 0:
+                        os.kill(os.getpid(), 9)
+                    left -= 1
+                    if not moment:
+                        result = call(*arguments, **options)
+                return result
+            return wrapper
+        for name in ("mkdir", "fsync", "replace", "rename", "unlink", "rmdir"):
+            setattr(os, name, counted(getattr(os, name)))
+        launch(train, 2, (before + 1, before + 2))
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    points += 1
+    found = shardkit.latest(folder)
+    model = torch.nn.Linear(3, 3)
+    step = shardkit.restore(folder, model=model).step
+    assert verify(found).step == step in (before, before + 1), k
+    assert set(model.weight.flatten().tolist()) == {float(step)}, k
+    if status == 0:
+        assert step == before + 1
+        break
+assert points > 20 and status == 0, points
+launch(train, 2, (before + 5, before + 6))
+print(sorted(os.listdir(folder)) == [f"step-{before + 5:08d}"])
+"""
+
+
+@pytest.mark.parametrize("in_background", [False, True])
+def test_killed_at_any_moment(in_background: bool, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(KILLED), str(tmp_path), str(in_background)],
+        cwd=ROOT, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "True\n"
+
+
+def _model(value: float = 0.0) -> nn.Linear:
+    model = nn.Linear(4, 4)
+    with torch.no_grad():
+        model.weight.fill_(value)
+    return model
+
+
+def _full(*_: Any) -> Any:
+    raise OSError(28, "No space left on device", "a file")
+
+
+def _errors(rank: int, folder: str, in_background: bool) -> None:
+    """Each on the second rank alone; all ranks raise."""
+    shardkit.save(folder, model=_model(1.0), step=1)
+
+    def save(**options: Any) -> None:
+        given: Any = {"model": _model(2.0), "step": 2, "async_": in_background, **options}
+        shardkit.save(folder, **given).wait()
+
+    class NoData:
+        pass
+
+    with pytest.raises(ConfigurationError, match=r"rank 1: 'rank_states\.1\.loader' can't be saved"):
+        save(loader=_Loader(NoData() if rank else {}))
+    with pytest.raises(CheckpointError, match="rank 1: KeyError: 'a loader that fails'"):
+        save(loader=_Loader(KeyError("a loader that fails") if rank else {}))
+    with pytest.raises(RankMismatchError, match=r"different steps: \[2, 3\]"):
+        save(step=2 + rank)
+    with pytest.raises(RankMismatchError, match=r"what shardkit\.save was given"):
+        save(model=nn.Linear(4, 4 + rank))
+    writes = data_file.torch.save
+    try:
+        if rank:
+            data_file.write_parts.__globals__["_write"], kept = _full, data_file._write
+        with pytest.raises(FileNotWrittenError, match="on rank 1: No space left") as raised:
+            save()
+        assert raised.value.errno == 28
+    finally:
+        if rank:
+            data_file.write_parts.__globals__["_write"] = kept
+    assert data_file.torch.save is writes
+    found = shardkit.latest(folder)
+    assert found is not None
+    assert verify(found).step == 1
+    save()
+    assert sorted(os.listdir(folder)) == ["step-00000001", "step-00000002"]
+
+
+class _Loader:
+    def __init__(self, state: Any) -> None:
+        self.state = state
+
+    def state_dict(self) -> Any:
+        if isinstance(self.state, Exception):
+            raise self.state
+        return self.state
+
+    def load_state_dict(self, state: Any) -> None:
+        self.state = state
+
+
+@pytest.mark.parametrize("in_background", [False, True])
+def test_an_error_on_one_rank_is_everybodys(in_background: bool, tmp_path: Path) -> None:
+    rank_pool(2).run(_errors, str(tmp_path), in_background)
+
+
+def test_what_is_kept(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    for step in range(5):
+        shardkit.save(folder, model=_model(step), step=step, keep=2)
+    assert sorted(os.listdir(folder)) == ["step-00000003", "step-00000004"]
+    assert read_manifest(folder / "step-00000003").run == read_manifest(folder / "step-00000004").run
+    with folders.being_read(str(folder / "step-00000003")):
+        shardkit.save(folder, model=_model(5), step=5, keep=1)
+        assert sorted(os.listdir(folder)) == ["step-00000003", "step-00000005"]
+    shardkit.save(folder, model=_model(7), step=5, keep=1)  # takes the other's place
+    assert os.listdir(folder) == ["step-00000005"]
+    model = _model()
+    found = shardkit.restore(folder / "step-00000005", model=model)
+    assert (found.step, found.world_size, model.weight[0, 0].item()) == (5, 1, 7.0)
+    for wrong in (0, -1, True, "3"):
+        with pytest.raises(ConfigurationError, match="keep="):
+            shardkit.save(folder, model=model, step=6, keep=wrong)  # type: ignore[call-overload]
+    with pytest.raises(ConfigurationError, match="step="):
+        shardkit.save(folder, model=model)  # type: ignore[call-overload]
+
+
+def test_training_goes_on_while_it_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    go_on = threading.Event()
+    real = data_file.write_parts
+
+    def slow(*args: Any) -> None:
+        assert go_on.wait(30)
+        real(*args)
+
+    monkeypatch.setattr(saves, "write_parts", slow)
+    model = _model(1.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9)
+    model(torch.ones(4)).sum().backward()
+    optimizer.step()
+    kept, momentum = model.weight.detach().clone(), optimizer.state[model.weight]["momentum_buffer"].clone()
+    extra = {"ema": torch.ones(3)}
+    handle = shardkit.save(tmp_path, model=model, optimizer=optimizer, step=1, extra=extra, async_=True)
+    assert not handle.done
+    assert not handle.wait(timeout=0.01)
+    assert shardkit.latest(tmp_path) is None
+    optimizer.step()
+    extra["ema"].zero_()
+    go_on.set()
+    later = shardkit.save(
+        tmp_path, model=model, optimizer=optimizer, step=2, async_=True
+    )  # waits for the first
+    assert handle.done
+    assert handle.wait()
+    later.wait()
+    found = shardkit.restore(handle.path, model=model, optimizer=optimizer)
+    assert torch.equal(model.weight, kept)
+    assert torch.equal(optimizer.state[model.weight]["momentum_buffer"], momentum)
+    assert torch.equal(found.extra["ema"], torch.ones(3))  # type: ignore[arg-type]
+
+
+def test_the_next_save_raises_what_went_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(saves, "write_parts", _full)
+    shardkit.save(tmp_path, model=_model(), step=1, async_=True)
+    with pytest.raises(FileNotWrittenError, match="the save before failed"):
+        shardkit.save(tmp_path, model=_model(), step=2)
+    monkeypatch.undo()
+    shardkit.save(tmp_path, model=_model(), step=3)
+    assert os.listdir(tmp_path) == ["step-00000003"]
+
+
+def test_a_rank_that_is_gone_is_not_waited_for_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(background, "PATIENCE", 0.2)
+    from shardkit.training_checkpoints.leaves import Ranks
+
+    folder = folders.begin(str(tmp_path), 1)
+    work = background.Background(folder, str(tmp_path / "step-00000001"), Ranks(None, 0, (0, 1)), "saving")
+    begin = time.time()
+    with pytest.raises(CheckpointError, match="is one of them gone"):
+        work.run(lambda: None, lambda: None)
+    assert time.time() - begin < 10
+
+
+def test_damage_is_found_before_anything_is_changed(tmp_path: Path) -> None:
+    model = _model(1.0)
+    shardkit.save(tmp_path, model=model, step=1)
+    path = tmp_path / "step-00000001" / "__0_0.distcp"
+    item = next(i for i in read_manifest(path.parent).files[path.name].items if i.name == "model.weight")
+    data = bytearray(path.read_bytes())
+    data[item.offset + item.length // 2] ^= 1
+    path.write_bytes(data)
+    other = _model(2.0)
+    with pytest.raises(DamagedFileError, match=r"__0_0\.distcp \(model\.weight\) has other bytes"):
+        shardkit.restore(tmp_path, model=other)
+    assert torch.equal(other.weight, torch.full((4, 4), 2.0))
