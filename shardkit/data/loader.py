@@ -13,6 +13,7 @@ from ..errors import ConfigurationError
 from ..types import Kwargs, StateDict
 from .sampler import GlobalBatchSampler
 from .seeding import Asked, SeededCollate, SeededSamples
+from .worker import Worker
 
 T = TypeVar("T")
 
@@ -75,6 +76,7 @@ class ResumableLoader(Generic[T]):
             batch_sampler=_AskedBatches(self.sampler),
             collate_fn=cast("Callable[[list[T]], T]", collate),
             generator=torch.Generator(),
+            worker_init_fn=Worker(given.pop("worker_init_fn", None), given.get("multiprocessing_context")),
             **given,
         )
         self._used = 0

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import random
+import time
 from collections.abc import Iterator
 from itertools import pairwise
+from typing import Any
 
 import numpy
 import pytest
@@ -14,6 +18,7 @@ from hypothesis import strategies as st
 from torch.utils.data import Dataset, IterableDataset
 
 from shardkit import GlobalBatchSampler, ResumableLoader
+from shardkit.data.worker import Worker
 from shardkit.errors import ConfigurationError
 
 
@@ -234,3 +239,27 @@ def test_with_torchdata_on_another_number_of_ranks(workers: int) -> None:
     assert [a + b + c for a, b, c in zip(*resumed, strict=True)] == expected[2:]
     if workers == 0:
         assert states[0] == states[1]
+
+
+def _orphan(to_tell: object) -> None:
+    """Forks what stands for a worker, and ends before that one begins."""
+    worker = multiprocessing.get_context("fork").Process(target=_begin_late, args=(to_tell,))
+    worker.start()
+    os._exit(0)
+
+
+def _begin_late(to_tell: Any) -> None:
+    while os.getppid() == multiprocessing.parent_process().pid:
+        time.sleep(0.01)
+    Worker(None, "fork")(0)
+    to_tell.send("it loads samples for nobody")
+
+
+def test_workers_of_a_rank_that_is_gone_end() -> None:
+    here, there = multiprocessing.Pipe(duplex=False)
+    rank = multiprocessing.get_context("fork").Process(target=_orphan, args=(there,))
+    rank.start()
+    there.close()
+    rank.join(20)
+    with pytest.raises(EOFError):
+        here.recv()
