@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Callable
 
 import torch
 
@@ -18,7 +19,7 @@ from .opening import open_checkpoint
 from .optimizer_names import by_name, by_number, is_by_name, says_names
 from .stored import StoredTensor
 from .torch_writing import write_torch_file
-from .trees import Checkpoint, copied, dotted
+from .trees import Checkpoint, Path, at, copied, dotted, put
 from .whole_folders import folder_written_whole
 
 KINDS = ("dcp", "torch", "fairscale", "xla", "hf")
@@ -66,13 +67,19 @@ class Converted:
     notes: list[str] = dataclasses.field(default_factory=list)
 
 
-def convert(checkpoint: Checkpoint | str, path: str, how: Conversion) -> Converted:
+def convert(
+    checkpoint: Checkpoint | str,
+    path: str,
+    how: Conversion,
+    watch: Callable[[StoredTensor], None] | None = None,
+) -> Converted:
     """Writes a checkpoint in another format.
 
     Memory: one tensor, and some MB.
 
     Args:
         checkpoint: an opened one, or a path.
+        watch: called for each tensor that was read.
         path: of what is written, a folder, or for torch (and fairscale without ranks) a file.
 
     Raises:
@@ -87,6 +94,10 @@ def convert(checkpoint: Checkpoint | str, path: str, how: Conversion) -> Convert
     if how.to != "hf" or checkpoint.kind != "hf":
         done.notes += [f"left out: {what}" for what in checkpoint.left_out]
     tree = _prepared(checkpoint, how, done)
+    if watch is not None:
+        tree = copied(
+            tree, lambda _, v: dataclasses.replace(v, watch=watch) if isinstance(v, StoredTensor) else v
+        )
     if how.to == "torch" or (how.to == "fairscale" and how.ranks is None):
         with write_atomically(path) as file:
             write_torch_file(file, tree)
@@ -148,10 +159,12 @@ def _prepared(checkpoint: Checkpoint, how: Conversion, done: Converted) -> State
     of_ranks = how.ranks is not None
     if how.model_only or how.to == "hf" or of_ranks:
         return _model_alone(checkpoint, tree, how, done)
-    key = checkpoint.optimizer_key
-    if how.to == "fairscale" and key is not None and is_by_name(tree[key]):
-        tree[key] = by_number(tree[key])
-        done.notes.append(f"{key}: parameters are numbered in the order of its param groups, as OSS does")
+    path = checkpoint.optimizer_path
+    if how.to == "fairscale" and path is not None and is_by_name(at(tree, path)):
+        put(tree, path, by_number(at(tree, path)))
+        done.notes.append(
+            f"{dotted(path)}: parameters are numbered in the order of its param groups, as OSS does"
+        )
     if how.to == "dcp":
         tree = _for_dcp(checkpoint, tree, done)
     _count(tree, done)
@@ -184,29 +197,32 @@ def _for_dcp(checkpoint: Checkpoint, tree: StateDict, done: Converted) -> StateD
     if checkpoint.model_path != ("model",) and len(checkpoint.model_path) == 1 and "model" not in tree:
         done.notes.append(f"{checkpoint.model_path[0]!r} is called 'model'")
         tree = {("model" if k == checkpoint.model_path[0] else k): v for k, v in tree.items()}
-    key = checkpoint.optimizer_key
-    if key is not None and not is_by_name(tree[key]):
-        model = checkpoint.model
-        named = by_name(tree[key], model, list(rank_writing.sort_out(model, []).params))
-        if named is None:
-            done.notes.append(
-                f"{key} stays by numbers, since it doesn't say which parameters they are (an optimizer of "
-                "named_parameters() does): only programs with the same numbers can load it"
-            )
-        else:
-            done.notes.append(
-                f"{key} is by the names of parameters"
-                + (
-                    ""
-                    if says_names(tree[key])
-                    else ": its numbers were taken for those of model.parameters()"
-                )
-            )
-            tree[key] = named
-    if key is not None and key != "optimizer" and "optimizer" not in tree:
-        done.notes.append(f"{key!r} is called 'optimizer'")
-        tree = {("optimizer" if k == key else k): v for k, v in tree.items()}
+    path = checkpoint.optimizer_path
+    if path is None:
+        return tree
+    if not is_by_name(at(tree, path)):
+        _name_parameters(checkpoint, tree, path, done)
+    if path != ("optimizer",):
+        done.notes.append(f"{dotted(path)!r} is called 'optimizer'")
+        optimizer = at(tree, path)
+        tree = {k: v for k, v in tree.items() if k != path[0]}
+        tree["optimizer"] = optimizer
     return tree
+
+
+def _name_parameters(checkpoint: Checkpoint, tree: StateDict, path: Path, done: Converted) -> None:
+    """Puts names for numbers in the optimizer's state, where it is certain which they are."""
+    old, key, model = at(tree, path), dotted(path), checkpoint.model
+    named = by_name(old, model, list(rank_writing.sort_out(model, []).params))
+    if named is None:
+        done.notes.append(
+            f"{key} stays by numbers, since it doesn't say which parameters they are (an optimizer of "
+            "named_parameters() does): only programs with the same numbers can load it"
+        )
+        return
+    taken = "" if says_names(old) else ": its numbers were taken for those of model.parameters()"
+    done.notes.append(f"{key} is by the names of parameters{taken}")
+    put(tree, path, named)
 
 
 def _count(tree: StateDict, done: Converted) -> None:

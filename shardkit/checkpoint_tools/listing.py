@@ -13,7 +13,7 @@ from .comparing import short, short_dtype
 from .opening import open_checkpoint
 from .steps import steps_in
 from .stored import Box, StoredTensor
-from .trees import Checkpoint
+from .trees import Checkpoint, at, dotted
 
 _HIDDEN = re.compile(r"\.step-(\d{8,})\..*\.part$")
 
@@ -130,10 +130,10 @@ def _tensor(name: str, tensor: StoredTensor) -> StateDict:
 
 
 def _groups(checkpoint: Checkpoint) -> list[StateDict]:
-    key = checkpoint.optimizer_key
-    if key is None:
+    path = checkpoint.optimizer_path
+    if path is None:
         return []
-    groups = checkpoint.tree[key]["param_groups"]
+    groups = at(checkpoint.tree, path)["param_groups"]
     return [
         {k: (len(v) if k == "params" else _plain(v)) for k, v in g.items() if k != "param_names"}
         for g in groups
@@ -141,9 +141,9 @@ def _groups(checkpoint: Checkpoint) -> list[StateDict]:
 
 
 def _other_values(checkpoint: Checkpoint) -> list[tuple[str, object]]:
-    key = checkpoint.optimizer_key
-    hidden = f"{key}.param_groups."
-    return [(n, _plain(v)) for n, v in checkpoint.values() if key is None or not n.startswith(hidden)]
+    path = checkpoint.optimizer_path
+    hidden = None if path is None else f"{dotted(path)}.param_groups."
+    return [(n, _plain(v)) for n, v in checkpoint.values() if hidden is None or not n.startswith(hidden)]
 
 
 def _plain(value: object) -> object:

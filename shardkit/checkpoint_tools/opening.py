@@ -13,7 +13,7 @@ from . import hugging_face, rank_files
 from .distributed import read_folder
 from .metadata import METADATA
 from .steps import complete_steps
-from .trees import Checkpoint, find_model
+from .trees import Checkpoint, find_model, without_layer
 
 _ENDINGS = (".pt", ".pth", ".bin", ".ckpt", ".tar")
 
@@ -85,8 +85,18 @@ def _of_folder(path: str, model_key: str | None, trust_pickle: bool) -> Checkpoi
             "written": manifest.written, "versions": dict(manifest.versions),
         }  # fmt: skip
         kind = "shardkit"
-    tree = read_folder(path, trust_pickle)
-    return Checkpoint(path, kind, tree, find_model(tree, model_key, path), facts)
+    return _with_model(path, kind, read_folder(path, trust_pickle), model_key, facts)
+
+
+def _with_model(
+    path: str, kind: str, tree: StateDict, model_key: str | None, facts: dict[str, object]
+) -> Checkpoint:
+    left_out = []
+    if model_key is None:
+        tree, layer = without_layer(tree)
+        if layer is not None:
+            left_out.append(f"the key {layer!r} around everything")
+    return Checkpoint(path, kind, tree, find_model(tree, model_key, path), facts, left_out)
 
 
 def _of_files(path: str, files: list[str], model_key: str | None, trust_pickle: bool) -> Checkpoint:
@@ -105,8 +115,7 @@ def _of_files(path: str, files: list[str], model_key: str | None, trust_pickle: 
         raise ConfigurationError(
             f"{path} has {len(files)} files that each are a checkpoint; pass one of them"
         )
-    tree = _as_dict(trees[0], files[0])
-    return Checkpoint(files[0], "torch", tree, find_model(tree, model_key, files[0]))
+    return _with_model(files[0], "torch", _as_dict(trees[0], files[0]), model_key, {})
 
 
 def _as_dict(tree: Tree, path: str) -> StateDict:

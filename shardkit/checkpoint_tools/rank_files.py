@@ -8,12 +8,14 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
+import torch
+
 from ..errors import ConfigurationError
 from ..extra.padded_shards.names import FLAT, split_shard_name
 from ..fsdp.local_checkpoint import note_of
 from ..fsdp.names import clean
 from ..types import SavedState, StateDict, Tree
-from .stored import Place, Range, Shape, StoredTensor
+from .stored import Place, Range, Shape, StoredTensor, in_memory
 from .torch_files import read_torch_file
 
 METADATA_KEY = "shard_metadata"
@@ -100,6 +102,9 @@ def _place_of(shard: StoredTensor) -> Callable[[], Place]:
 def _cut_out(name: str, shape: Shape, start: int, shards: Sequence[tuple[StoredTensor, int]]) -> StoredTensor:
     """A tensor that is the elements from ``start`` on of shards end to end, each with its numel without padding."""
     numel, parts, begin = math.prod(shape), [], 0
+    if any(shard.value is not None for shard, _ in shards):  # they had to be read already
+        whole = torch.cat([shard.read().reshape(-1)[:held] for shard, held in shards])
+        return replace(in_memory(name, whole[start : start + numel].view(shape)), identity=None)
     for shard, held in shards:
         low, high = max(begin, start), min(begin + held, start + numel)
         if low < high:

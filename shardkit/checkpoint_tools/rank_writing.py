@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import torch
 
+from ..errors import ConfigurationError
 from ..extra.padded_shards.names import shard_name
 from ..fsdp.names import INNER
 from ..types import StateDict
@@ -50,10 +51,14 @@ def sort_out(model: StateDict, buffers: list[str]) -> Cut:
     kept: dict[str, StoredTensor] = {}
     shared: dict[str, str] = {}
     first: dict[object, str] = {}
+    try:
+        patterns = [re.compile(b) for b in buffers]
+    except re.error as error:
+        raise ConfigurationError(f"--buffer {error.pattern!r} is no pattern: {error}") from None
     for name, value in model.items():
         if not isinstance(value, StoredTensor):
             continue
-        named = any(name == b or re.fullmatch(b, name) for b in buffers)
+        named = name in buffers or any(p.fullmatch(name) for p in patterns)
         if named or _BUFFER.search(name) or not (value.dtype.is_floating_point or value.dtype.is_complex):
             kept[name] = value
         elif value.identity is not None and value.identity in first:

@@ -15,7 +15,7 @@ from typing import BinaryIO
 
 import torch
 
-from ..errors import DamagedFileError
+from ..errors import ConfigurationError, DamagedFileError
 
 _LARGE = 1 << 16
 BLOCK = 1 << 22  # bytes that are held at a time beside a tensor
@@ -81,6 +81,7 @@ class StoredTensor:
         dtype: as which it is handed out.
         identity: equal for names of the same tensor (tied weights); None where a file doesn't tell.
         value: the tensor itself where it had to be read already.
+        watch: told when it has been read.
     """
 
     name: str
@@ -90,6 +91,7 @@ class StoredTensor:
     dtype: torch.dtype = torch.float32
     identity: object = None
     value: torch.Tensor | None = None
+    watch: Callable[[StoredTensor], None] | None = None
 
     @property
     def numel(self) -> int:
@@ -111,8 +113,12 @@ class StoredTensor:
         Raises:
             DamagedFileError: the file ends before, or has other bytes than were written.
         """
-        if self.value is not None:
-            return self.value
+        found = self._read() if self.value is None else self.value
+        if self.watch is not None:
+            self.watch(self)
+        return found
+
+    def _read(self) -> torch.Tensor:
         self._check_complete()
         target = _empty(self.shape, self.stored_dtype)
         for part in self.parts:
@@ -120,6 +126,10 @@ class StoredTensor:
             with open(place.path, "rb", buffering=0) as file:
                 source = _Source(file, place, self.name)
                 if isinstance(part, Range):
+                    if place.strides is not None:
+                        raise ConfigurationError(
+                            f"{place.path}: the shard of {self.name!r} is not contiguous; save it as it is in memory"
+                        )
                     flat = target.view(-1)[part.start : part.start + part.numel]
                     source.fill(flat, part.skip * self.stored_dtype.itemsize)
                 else:
@@ -193,14 +203,20 @@ def _empty(shape: Shape, dtype: torch.dtype) -> torch.Tensor:
     """Memory that the system gets back at once: malloc keeps some tens of MB of what large tensors leave."""
     size = math.prod(shape) * dtype.itemsize
     if size < _LARGE:
-        return torch.empty(shape, dtype=dtype)
-    return torch.frombuffer(mmap.mmap(-1, size), dtype=dtype).view(shape)
+        return torch.zeros(shape, dtype=dtype)
+    try:
+        return torch.frombuffer(mmap.mmap(-1, size), dtype=dtype).view(shape)
+    except (OSError, OverflowError, ValueError) as error:
+        raise DamagedFileError(f"a tensor of shape {shape} doesn't fit into memory ({error})") from None
 
 
 def in_memory(name: str, value: torch.Tensor) -> StoredTensor:
     """A tensor that was read already."""
-    value = value.detach().contiguous()
-    return StoredTensor(name, tuple(value.shape), value.dtype, (), value.dtype, None, value)
+    identity = None
+    if value.numel() > 0:
+        identity = ("memory", value.data_ptr(), tuple(value.shape), value.stride(), value.dtype)
+    value = value.detach().cpu().contiguous()
+    return StoredTensor(name, tuple(value.shape), value.dtype, (), value.dtype, identity, value)
 
 
 def memory_of(tensor: torch.Tensor) -> memoryview:

@@ -17,7 +17,9 @@ Path: TypeAlias = tuple[object, ...]
 
 # Under which programs keep the model's state dict in a file.
 _MODEL_KEYS = ("model", "state_dict", "model_state_dict", "model_state", "module", "net", "weights")
-OPTIMIZER_KEYS = ("optimizer", "optim", "optimizer_state_dict", "optimizer_state", "optimizers")
+_OPTIMIZER_KEYS = (
+    "optimizer", "optim", "optimizer_state_dict", "optimizer_state", "optimizers", "optimizer_states",
+)  # fmt: skip
 
 
 @dataclasses.dataclass
@@ -43,18 +45,18 @@ class Checkpoint:
     @property
     def model(self) -> StateDict:
         """The model's state dict by name."""
-        found: Tree = self.tree
-        for key in self.model_path:
-            found = found[key]
-        return dict(flat_items(found))
+        return dict(flat_items(at(self.tree, self.model_path)))
 
     @property
-    def optimizer_key(self) -> str | None:
-        """Key of the optimizer's state dict, where there is one."""
-        if self.model_path:
-            for key in OPTIMIZER_KEYS:
-                if isinstance(self.tree.get(key), Mapping) and "param_groups" in self.tree[key]:
-                    return key
+    def optimizer_path(self) -> Path | None:
+        """Keys that lead to the optimizer's state dict, where there is one; frameworks keep a list of them."""
+        for key in _OPTIMIZER_KEYS if self.model_path else ():
+            value = self.tree.get(key)
+            if isinstance(value, Mapping) and "param_groups" in value:
+                return (key,)
+            only = value[0] if isinstance(value, list) and len(value) == 1 else None
+            if isinstance(only, Mapping) and "param_groups" in only:
+                return (key, 0)
         return None
 
     def tensors(self) -> Iterator[tuple[str, StoredTensor]]:
@@ -73,6 +75,18 @@ class Checkpoint:
 def dotted(path: Path) -> str:
     """Keys joined as torch's planner does."""
     return ".".join(map(str, path))
+
+
+def at(tree: Tree, path: Path) -> Tree:
+    """What keys lead to."""
+    for key in path:
+        tree = tree[key]
+    return tree
+
+
+def put(tree: Tree, path: Path, value: Tree) -> None:
+    """Replaces what keys lead to."""
+    at(tree, path[:-1])[path[-1]] = value
 
 
 def holds_tensors(value: object) -> bool:
@@ -178,6 +192,14 @@ def find_model(tree: StateDict, key: str | None, where: str) -> Path:
     raise ConfigurationError(
         f"{where}: none of its keys is known for a model's state dict ({_names(tree)}); pass --model-key KEY"
     )
+
+
+def without_layer(tree: StateDict) -> tuple[StateDict, str | None]:
+    """What is in the one key of a checkpoint, if the model's and the optimizer's are in there; and that key."""
+    for key, value in tree.items() if len(tree) == 1 else ():
+        if isinstance(value, dict) and any(isinstance(value.get(name), Mapping) for name in _MODEL_KEYS):
+            return value, key
+    return tree, None
 
 
 def _names(tree: Mapping[str, object]) -> str:

@@ -161,7 +161,9 @@ def _convert(options: argparse.Namespace) -> int:
     checkpoint = open_checkpoint(
         options.source, model_key=options.model_key, trust_pickle=options.trust_pickle
     )
-    result = convert(checkpoint, options.target, how)
+    total = sum(tensor.nbytes for _, tensor in checkpoint.tensors())
+    with reporting.progress(f"to {options.to}", total) as watch:
+        result = convert(checkpoint, options.target, how, watch)
     if options.json:
         kinds = {"from": result.source, "to": result.target}
         done = {"tensors": result.tensors, "bytes": result.bytes, "notes": result.notes}

@@ -130,6 +130,42 @@ def test_tied_weights_stay_tied(sources: dict[str, str], tmp_path: Path) -> None
         assert found["head.weight"].data_ptr() == found["embedding.weight"].data_ptr()
 
 
+def test_other_programs_keys(tmp_path: Path) -> None:
+    """Lightning's, and those of torch's tutorial: one layer around all."""
+    state = everything()
+    lightning = {"epoch": 1, "state_dict": state["model"], "optimizer_states": [state["optimizer"]]}
+    torch.save(lightning, tmp_path / "last.ckpt")
+    dcp.save({"app": by_name(state)}, checkpoint_id=str(tmp_path / "app"), no_dist=True)
+    for k, name in enumerate(("last.ckpt", "app")):
+        done = convert(str(tmp_path / name), str(tmp_path / str(k)), Conversion("dcp"))
+        assert any("'app'" in n for n in done.notes) == (name == "app")
+        assert any("of model.parameters()" in n for n in done.notes) == (name == "last.ckpt")
+        dcp_to_torch_save(str(tmp_path / str(k)), str(tmp_path / "torchs"))
+        found = torch.load(tmp_path / "torchs")
+        assert_same(found["model"], state["model"])
+        for parameter, values in by_name(state)["optimizer"]["state"].items():
+            assert_same(found["optimizer"]["state"][parameter], values)
+
+
+def test_tensors_that_had_to_be_read(tmp_path: Path) -> None:
+    """Files of which tensors can't be left where they are, whole ones and shards."""
+    path = make("fairscale", tmp_path)
+    for file in Path(path).iterdir():
+        saved = load(file)
+        saved["more"] = torch.eye(3).to_sparse()
+        torch.save(saved, file)
+    assert_same({k: v.read() for k, v in open_checkpoint(path).model.items()}, everything()["model"])
+    model = everything()["model"]
+    torch.save({"model": model, "more": _Calls(tmp_path / "made")}, tmp_path / "file")
+    with pytest.raises(UntrustedFileError):
+        open_checkpoint(str(tmp_path / "file"))
+    checkpoint = open_checkpoint(str(tmp_path / "file"), trust_pickle=True)
+    convert(checkpoint, str(tmp_path / "out"), Conversion("torch", model_only=True))
+    found = torch.load(tmp_path / "out")
+    assert_same(found, model)
+    assert found["head.weight"].data_ptr() == found["embedding.weight"].data_ptr()
+
+
 def _spread(rank: int, folder: str) -> None:
     """FSDP2 writes rows on two ranks, and reads what was converted."""
     from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
@@ -266,6 +302,7 @@ def test_what_can_not_be_is_said(sources: dict[str, str], tmp_path: Path) -> Non
         (Conversion("torch", overwrite=True), there, "no checkpoint"),
         (Conversion("hf", 2), tmp_path / "x", "--ranks 2"),
         (Conversion("xla"), tmp_path / "x", "pass --ranks"),
+        (Conversion("xla", 2, buffers=("a(",)), tmp_path / "x", "--buffer"),
         (Conversion("xla", 0), tmp_path / "x", "1 or more"),
         (Conversion("hf", max_shard_size="5 apples"), tmp_path / "x", "--max-shard-size"),
         (Conversion("torch", overwrite=True), Path(source), "lie in each other"),
