@@ -21,8 +21,10 @@ def table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]], right:
         return
     if importlib.util.find_spec("rich") is not None and sys.stdout.isatty():
         from rich.console import Console
+        from rich.markup import escape
 
-        Console(soft_wrap=True).print(rich_table(title, head, rows, right, []))
+        shown = [[escape(cell) for cell in row] for row in rows]
+        Console(soft_wrap=True).print(rich_table(escape(title), head, shown, right, []))
         return
     print(f"{title}\n{plain_table(head, rows, right)}" if title else plain_table(head, rows, right))
 

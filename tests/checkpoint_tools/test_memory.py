@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-LARGEST = 48  # MB, of one tensor
+LARGEST = 96  # MB, of one tensor
 MANY = 25  # tensors of 8 MB
 
 PROGRAM = """
