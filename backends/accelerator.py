@@ -134,9 +134,11 @@ class AcceleratorBackend(EagerBackend):
         return EventTimer(self.device())
 
     def rng_state(self) -> torch.Tensor:
+        """Of the rank's device."""
         return self._module.get_rng_state(self.device())
 
     def set_rng_state(self, state: torch.Tensor) -> None:
+        """Of the rank's device."""
         self._module.set_rng_state(state, self.device())
 
     def launch(

@@ -373,7 +373,7 @@ def backend_of_job(name: str | Backend | None = None) -> Backend:
 
 
 def backend_for_device(device_type: str) -> Backend:
-    """The backend that serves a device type ("cpu" and "meta": gloo)."""
+    """The backend that serves a device type ("cpu" and "meta": gloo); a BackendError if none does."""
     if device_type in ("cpu", "meta"):
         return get_backend("gloo")
     if device_type in _BUILT_IN:

@@ -169,7 +169,11 @@ class MemoryEfficientVocabOutput(nn.Module):
         return input @ self.proj_weight.T
 
     def forward(self, input: torch.Tensor, target: torch.Tensor | None) -> torch.Tensor:
-        """[..., D] and [...] -> the loss; in eval mode, without a target, the logits."""
+        """[..., D] and [...] -> the loss; in eval mode, without a target, the logits.
+
+        Raises:
+            ConfigurationError: there is no target, and the module is in training mode.
+        """
         if target is None:
             if self.training:
                 raise ConfigurationError("a loss needs targets; for logits call eval() first")

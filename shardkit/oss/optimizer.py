@@ -300,7 +300,11 @@ class OSS(Optimizer):
     # ---------------------------------------------------------------- state
     @noting_errors
     def consolidate_state_dict(self, recipient_rank: int = 0) -> None:
-        """Collects the state of all ranks (as CPU tensors) on one rank of the group, or on all for -1."""
+        """Collects the state of all ranks (as CPU tensors) on one rank of the group, or on all for -1.
+
+        Raises:
+            ConfigurationError: the group has no such rank.
+        """
         if not -1 <= recipient_rank < self.world_size:
             raise ConfigurationError(
                 f"recipient_rank is {recipient_rank}; the group has ranks 0 to {self.world_size - 1}, and -1 means all"

@@ -133,7 +133,11 @@ class Verifier:
         options: SavedState | None = None,
         tolerance: Tolerance | None = None,
     ) -> Report:
-        """:func:`verify` in these processes."""
+        """:func:`verify` in these processes.
+
+        Raises:
+            ConfigurationError: the strategy is unknown, or there are no steps.
+        """
         if strategy not in get_args(Strategy):
             raise ConfigurationError(
                 f"strategy must be one of {', '.join(get_args(Strategy))}, got {strategy!r}"

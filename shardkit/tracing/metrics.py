@@ -137,6 +137,9 @@ class Metrics:
             loss: of this step.
             tokens, samples: that this rank has computed with in it.
             **more: written as they are.
+
+        Raises:
+            LifecycleError: they are closed.
         """
         if not self._is_open:
             raise LifecycleError("these Metrics are closed")

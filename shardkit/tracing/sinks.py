@@ -33,6 +33,7 @@ class JsonLines:
         self._file.write(json.dumps(shown) + "\n")
 
     def close(self) -> None:
+        """Closes the file."""
         self._file.close()
 
 
@@ -66,6 +67,7 @@ class TensorBoard:
         self._writer.flush()
 
     def close(self) -> None:
+        """Writes what is left."""
         if self._writer is not None:
             self._writer.close()
 

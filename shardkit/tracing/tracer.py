@@ -57,7 +57,11 @@ class Tracer:
 
     # ------------------------------------------------------------ a trace's course
     def begin(self) -> None:
-        """Records from now on (collective)."""
+        """Records from now on (collective).
+
+        Raises:
+            RankMismatchError: ranks trace different steps.
+        """
         what = json.dumps(None if self._steps is None else [self._steps.start, self._steps.stop])
         plans = self.group.channel("control").all_gather_bytes(what.encode(), label="which steps are traced")
         if len(set(plans)) > 1:

@@ -133,7 +133,11 @@ class WholeParameters(Optimizer):
         return [inner.optimizer for inner in self._placing.inners]
 
     def owner_of(self, name: str) -> int | None:
-        """The rank, within its group, that updates a parameter; None if every rank updates its piece."""
+        """The rank, within its group, that updates a parameter; None if every rank updates its piece.
+
+        Raises:
+            ConfigurationError: no parameter has that name.
+        """
         number = next((k for k, p in enumerate(self._parts) if p.name == name), None)
         if number is None:
             raise ConfigurationError(f"no parameter is called {name!r}")
