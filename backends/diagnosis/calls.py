@@ -24,7 +24,8 @@ class Call(NamedTuple):
 
     def describe(self) -> str:
         what = f" ({self.label})" if self.label else ""
-        return f"{self.operation} of {self.numel} elements{what}, call {self.sequence} of channel {self.channel!r}"
+        size = f" of {self.numel} elements" if self.numel else ""
+        return f"{self.operation}{size}{what}, call {self.sequence} of channel {self.channel!r}"
 
     def meets(self, other: Call) -> bool:
         """Whether two ranks' calls of the same number in the same channel can work together."""

@@ -33,17 +33,32 @@ class Awaited(Protocol):
     def fail(self, what: str) -> None:
         """Nobody will bring it."""
 
+    def release(self) -> bool:
+        """No rank can go on: whether this one may, without it."""
+
 
 class Condition:
-    """Something that another rank makes true."""
+    """Something that another rank makes true.
 
-    def __init__(self, holds: Callable[[], bool]) -> None:
+    Args:
+        optional: who waits for it goes on when no rank could otherwise.
+
+    Attributes:
+        released: it went on so.
+    """
+
+    def __init__(self, holds: Callable[[], bool], optional: bool = False) -> None:
         self.error: tuple[type[ShardkitError], str] | None = None
-        self._holds = holds
+        self.released = False
+        self._holds, self._optional = holds, optional
 
     @property
     def over(self) -> bool:
-        return self.error is not None or self._holds()
+        return self.released or self.error is not None or self._holds()
+
+    def release(self) -> bool:
+        self.released = self.released or self._optional
+        return self.released
 
     def fail(self, what: str) -> None:
         self.error = OutOfStepError, f"ranks are out of step: {what}. {OUT_OF_STEP_HINT}"
@@ -77,6 +92,9 @@ class Meeting:
     def over(self) -> bool:
         """It came to its end, good or bad."""
         return self.done or self.error is not None
+
+    def release(self) -> bool:
+        return False
 
     def missing(self) -> set[int]:
         return set(self.ranks) - self._calls.keys()

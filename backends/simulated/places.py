@@ -27,6 +27,8 @@ class Place(NamedTuple):
     function: str
 
     def __str__(self) -> str:
+        if not self.line:
+            return self.file
         inside = "" if self.function == "<module>" else f" in {self.function}"
         return f"{_shortened(self.file)}:{self.line}{inside}"
 
@@ -35,6 +37,8 @@ class Place(NamedTuple):
 def _kind(file: str) -> int:
     """0: the program's own; 1: a library's that it uses; 2: torch's, Python's and ours."""
     path = os.path.realpath(file)
+    if file == "<string>":
+        return 1  # written by a library, as dataclasses do
     if _EXAMPLES in path:
         return 0
     if file.startswith("<frozen") or path.startswith(_TORCH):
@@ -62,8 +66,8 @@ def place_of(frame: FrameType | None) -> Place:
             if kind == 0:
                 break
         frame = frame.f_back
-    if best is None:
-        return Place("(nowhere)", 0, "<module>")
+    if best is None or best[0] == 2:
+        return Place("(no line of the program's)", 0, "<module>")
     code = best[1].f_code
     return Place(code.co_filename, best[1].f_lineno, code.co_name)
 

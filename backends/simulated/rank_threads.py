@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from shardkit.errors import ConfigurationError, RankFailedError, RankLostError
+from shardkit.errors import ConfigurationError, OutOfStepError, RankFailedError, RankLostError
 from shardkit.types import Args, T, Tree
 
 from ..diagnosis.calls import Call
@@ -47,7 +47,15 @@ def in_words(stands: Mapping[int, str]) -> str:
     alike: dict[str, list[int]] = {}
     for rank, text in stands.items():
         alike.setdefault(text, []).append(rank)
-    return "; ".join(f"{named(ranks)} {text}" for text, ranks in alike.items())
+    return "; ".join(said_of(ranks, text) for text, ranks in alike.items())
+
+
+def said_of(ranks: list[int], text: str) -> str:
+    """``ranks 1, 2 are in ...`` of ``is in ...``."""
+    verb, _, rest = text.partition(" ")
+    if len(ranks) > 1:
+        verb = {"is": "are", "has": "have", "runs,": "run,"}.get(verb, verb)
+    return f"{named(ranks)} {verb} {rest}"
 
 
 def named(ranks: list[int]) -> str:
@@ -66,9 +74,11 @@ class RankThreads:
         world_size: number of ranks.
         enter: called in each rank's thread before its function.
         issued: told of each call.
+        patient: when a rank fails the others go on until they can't, which shows where each would wait for it.
 
     Attributes:
         hang: why ranks could not go on.
+        is_finishing: what runs now is done for all ranks together.
     """
 
     def __init__(
@@ -76,12 +86,14 @@ class RankThreads:
         world_size: int,
         enter: Callable[[int], None] = lambda rank: None,
         issued: Issued | None = None,
+        patient: bool = False,
     ) -> None:
         if world_size < 1:
             raise ConfigurationError(f"world_size must be at least 1, got {world_size}")
         self.world_size = world_size
         self.hang: Hang | None = None
-        self._enter, self._issued = enter, issued
+        self.is_finishing = False
+        self._enter, self._issued, self._patient = enter, issued, patient
         self._gates = [threading.Semaphore(0) for _ in range(world_size)]
         self._threads: list[threading.Thread] = []
         self._running = 0
@@ -91,7 +103,9 @@ class RankThreads:
         self._finished: set[int] = set()
         self._failure: tuple[int, BaseException, str] | None = None
         self._given_up = [0] * world_size  # how often
-        self._ended = ""  # why ranks have to stop
+        self._errors: dict[int, str] = {}  # how ranks failed
+        self._doomed = ""  # why ranks will have to stop
+        self._ended = ""  # why they have to, now
         self._all_done = threading.Event()
         self._is_left_behind = False
         belongs_here(self)
@@ -151,17 +165,25 @@ class RankThreads:
             self._enter(rank)
             results[rank] = fn(rank, *args)
         except BaseException as error:  # noqa: BLE001 - reported by run
-            if self._failure is None:
-                self._failure = rank, error, traceback.format_exc()
-                words = f"failed with {type(error).__name__}: {error} at {place_of_error(error)}"
-                self._note_hang(f"rank {rank} {words}", {rank: words})
-                self._ended = self._ended or f"rank {rank} failed with {type(error).__name__}: {error}"
+            self._note_failure(rank, error)
         finally:
             self._finish(rank)
 
+    def _note_failure(self, rank: int, error: BaseException) -> None:
+        what = f"failed with {type(error).__name__}: {error}"
+        self._errors[rank] = f"{what} at {place_of_error(error)}"
+        if self._failure is not None:
+            return
+        self._failure = rank, error, traceback.format_exc()
+        self._note_hang(f"rank {rank} {self._errors[rank]}", {rank: self._errors[rank]})
+        self._doomed = self._doomed or f"rank {rank} {what}"
+        if not self._patient or isinstance(error, OutOfStepError | RankLostError):
+            self._ended = self._ended or self._doomed
+
     def _finish(self, rank: int) -> None:
         self._finished.add(rank)
-        self._fail_without(rank, self._at_end(rank))
+        if not self._doomed:
+            self._fail_without(rank, self._at_end(rank))
         if len(self._finished) == self.world_size:
             self._all_done.set()
         else:
@@ -183,6 +205,11 @@ class RankThreads:
         return RankFailedError(self._running, "TimeoutError", text)
 
     # ------------------------------------------------------------ from a rank
+    @property
+    def left(self) -> set[int]:
+        """Ranks that have not finished."""
+        return set(range(self.world_size)) - self._finished
+
     def arrive(
         self, rank: int, meeting: Meeting, call: Call, terms: object, brought: Tree, finish: Finish, size: int = 0
     ) -> None:  # fmt: skip
@@ -203,19 +230,21 @@ class RankThreads:
         if self._issued is not None:
             self._issued(rank, call, place, size, len(meeting.ranks))
         meeting.given_up[rank] = self._given_up[rank]
+        self.is_finishing = True
         meeting.arrive(rank, call, place, terms, brought, finish)
+        self.is_finishing = False
         missing = meeting.missing()
         if not missing:
             self._open.pop(id(meeting), None)
         else:
             self._open[id(meeting)] = meeting
             gone = sorted(missing & self._finished)
-            if gone and meeting.error is None:
+            if gone and meeting.error is None and not self._doomed:
                 meeting.fail(
                     f"rank {rank} is in {meeting.describe(rank)}, but rank {gone[0]} {self._at_end(gone[0])}"
                 )
         if meeting.error is not None:
-            self._note_hang(meeting.error[1])
+            self._note_hang(meeting.error[1], {rank: f"is in {meeting.describe(rank)}"})
 
     def wait(self, rank: int, meeting: Awaited, call: Call) -> None:
         """Returns when all have arrived.
@@ -252,6 +281,8 @@ class RankThreads:
         return {rank: self._stand(rank) for rank in range(self.world_size)}
 
     def _stand(self, rank: int) -> str:
+        if rank in self._errors:
+            return self._errors[rank]
         if rank in self._finished:
             return self._at_end(rank)
         if rank not in self._last:
@@ -291,6 +322,12 @@ class RankThreads:
         """Lets the lowest rank run that can (the caller waits for its own gate next, or ends)."""
         left = [r for r in range(self.world_size) if r not in self._finished]
         ready = [r for r in left if self._ended or r not in self._waits or self._waits[r].over]
+        if not ready:
+            ready = [r for r in left if self._waits[r].release()]
+        if not ready and self._doomed:
+            self._ended, ready = self._ended or self._doomed, left
+            if self.hang is not None:
+                self.hang = Hang(self.hang.what, self.stands())
         if not ready:
             where = in_words({r: self._stand(r) for r in left})
             self._note_hang(where)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.abc
 import importlib.util
 import sys
@@ -10,6 +11,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from importlib.machinery import ModuleSpec
 from types import ModuleType
+from unittest import mock
 
 from shardkit.types import Framework, StateDict, Tree
 
@@ -62,6 +64,8 @@ class _Watcher(importlib.abc.MetaPathFinder):
 def libraries() -> Iterator[None]:
     """Inside, ranks have such state of their own, in libraries that are imported, or will be."""
     with contextlib.ExitStack() as undo:
+        if hasattr(functools.cached_property(lambda _: None), "lock"):
+            undo.enter_context(mock.patch.object(functools.cached_property, "__get__", _without_lock))
         if _MODULE in sys.modules:
             _separate(sys.modules[_MODULE], undo)
         else:
@@ -69,6 +73,20 @@ def libraries() -> Iterator[None]:
             sys.meta_path.insert(0, watcher)
             undo.callback(sys.meta_path.remove, watcher)
         yield
+
+
+def _without_lock(attribute: Framework, instance: object, owner: type | None = None) -> Tree:
+    """``cached_property`` of Python 3.12: before, all objects of a class compute theirs under one lock.
+
+    Where that communicates, as transformers' arguments do, a second rank would wait for the lock, and the first one for
+    the second.
+    """
+    if instance is None:
+        return attribute
+    values = vars(instance)
+    if attribute.attrname not in values:
+        values[attribute.attrname] = attribute.func(instance)
+    return values[attribute.attrname]
 
 
 def _separate(module: Framework, undo: contextlib.ExitStack) -> None:

@@ -9,6 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
+from shardkit.backends.simulated.rank_threads import RankThreads
 from shardkit.types import Args, Kwargs, Tree
 
 from .ranks import Rank, current
@@ -17,11 +18,15 @@ _active: dict[int, RankMemory] = {}  # by rank
 
 
 class RankMemory(TorchDispatchMode):
-    """Counts the bytes of the storages that a rank's operations make, for as long as they live."""
+    """Counts the bytes of the storages that a rank's operations make, for as long as they live.
 
-    def __init__(self, rank: Rank) -> None:
+    Args:
+        threads: what they do for all ranks together does not count.
+    """
+
+    def __init__(self, rank: Rank, threads: RankThreads) -> None:
         super().__init__()
-        self._rank, self._bytes = rank, 0
+        self._rank, self._threads, self._bytes = rank, threads, 0
         self._sizes: dict[int, int] = {}  # by storage
         self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
@@ -50,6 +55,8 @@ class RankMemory(TorchDispatchMode):
         self, func: Callable[..., Tree], types: object, args: Args = (), kwargs: Kwargs | None = None
     ) -> Tree:
         result = func(*args, **(kwargs or {}))
+        if self._threads.is_finishing:
+            return result
         for leaf in (result,) if isinstance(result, torch.Tensor) else tree_leaves(result):
             if isinstance(leaf, torch.Tensor):
                 for tensor in _plain(leaf):

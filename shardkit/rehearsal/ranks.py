@@ -35,20 +35,30 @@ class Seen:
     """What a rank did.
 
     Attributes:
-        steps: the most steps that one of its optimizers has made.
-        losses: of each step, what ``backward`` was called on.
+        steps: how many the optimizer has made that stepped last.
+        losses: of each of these, what ``backward`` was called on before.
         calls, sent: collectives, and bytes that a rank sends for them on average over ranks.
         peak: bytes in tensors, at most.
         last_words: what it has printed last, where that was not shown.
     """
 
-    steps: int = 0
-    losses: list[list[float]] = field(default_factory=list)
+    by_optimizer: dict[int, list[list[float]]] = field(
+        default_factory=dict
+    )  # in the order of their last step
+    pending: list[float] = field(default_factory=list)
     loaders: list[Loader] = field(default_factory=list)
     calls: Counter[Sent] = field(default_factory=Counter)
     sent: Counter[Sent] = field(default_factory=Counter)
     peak: int = 0
     last_words: list[str] = field(default_factory=list)
+
+    @property
+    def losses(self) -> list[list[float]]:
+        return list(self.by_optimizer.values())[-1] if self.by_optimizer else []
+
+    @property
+    def steps(self) -> int:
+        return len(self.losses)
 
 
 @dataclass

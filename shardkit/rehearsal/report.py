@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from shardkit.backends.simulated.rank_threads import Hang, named
+from shardkit.backends.simulated.rank_threads import Hang, named, said_of
 from shardkit.errors import RankFailedError
 
 from .ranks import Seen, Sent
@@ -45,8 +45,8 @@ class Report:
         for passes in zip(*(seen.loaders for seen in self.ranks), strict=False):
             lengths = {rank: loader.batches for rank, loader in enumerate(passes)}
             if len(set(lengths.values())) > 1:
-                parts = [f"{named(ranks)} {count}" for count, ranks in _alike(lengths).items()]
-                found.append(f"the DataLoader at {passes[0].place} has batches: {'; '.join(parts)}")
+                parts = [f"{count} on {named(ranks)}" for count, ranks in _alike(lengths).items()]
+                found.append(f"batches of the DataLoader at {passes[0].place}: {', '.join(parts)}")
         return found
 
     def losses(self) -> list[float]:
@@ -117,7 +117,7 @@ class Report:
             yield f"\n{self.hang.what}"
             yield "\nWhere each rank stood:"
             for text, ranks in _alike(self.hang.stands).items():
-                yield f"  {named(ranks)} {text}"
+                yield f"  {said_of(ranks, str(text))}"
         if self.failure is not None and self.failure.remote_type not in ("OutOfStepError", "RankLostError"):
             yield f"\nThe first error, on rank {self.failure.rank}:\n{self.failure.remote_traceback.rstrip()}"
 

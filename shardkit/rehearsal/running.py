@@ -27,7 +27,7 @@ from .report import Report
 from .store import SharedStore
 from .surroundings import environment_of, surroundings
 from .torch_world import leave, torch_worlds
-from .watching import EnoughSteps, note_call, watching
+from .watching import EnoughSteps, Goal, note_call, watching
 
 _STOOD_FOR = ("gloo", "cuda", "simulated")  # shardkit's backends that the rehearsal's serves
 
@@ -80,7 +80,7 @@ class _Rehearsal:
     def __init__(self, program: Program | Function, world_size: int, memory: bool) -> None:
         self._program, self._memory = program, memory
         self._backend = RehearsalBackend()
-        self._threads = RankThreads(world_size, issued=self._note)
+        self._threads = RankThreads(world_size, issued=self._note, patient=True)
         line = Line(range(world_size), "all ranks")
         self._ranks = [
             Rank(number, SimulatedGroup(self._backend, self._threads, line, number), environment_of(number, world_size))
@@ -99,7 +99,7 @@ class _Rehearsal:
             stack.enter_context(torch_worlds(SharedStore(self._threads)))
             stack.enter_context(surroundings(show))
             stack.enter_context(libraries())
-            stack.enter_context(watching(steps))
+            stack.enter_context(watching(None if steps is None else Goal(steps, self._threads)))
             for name in ("spawn", "start_processes"):
                 outside = getattr(torch.multiprocessing, name)
                 stack.enter_context(mock.patch.object(torch.multiprocessing, name, spawning(outside)))
@@ -113,7 +113,7 @@ class _Rehearsal:
 
     def _run_rank(self, number: int) -> object:
         rank = self._ranks[number]
-        with acting_as(rank), RankMemory(rank) if self._memory else contextlib.nullcontext():
+        with acting_as(rank), RankMemory(rank, self._threads) if self._memory else contextlib.nullcontext():
             enter_group(rank.everyone)
             begin_as_new_process(number)
             try:

@@ -15,7 +15,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.data import DataLoader
 
 from shardkit.backends.diagnosis.calls import Call
+from shardkit.backends.simulated.meetings import Condition
 from shardkit.backends.simulated.places import Place, here
+from shardkit.backends.simulated.rank_threads import RankThreads
 from shardkit.optimizers.stepping import take_part
 from shardkit.types import Tree
 
@@ -37,22 +39,43 @@ class _Nothing:
 _NOTHING = _Nothing()
 
 
-class _Steps(threading.local):
-    """How many steps each optimizer of this thread's rank has made, and how many it is inside of."""
+class _Inside(threading.local):
+    """How many optimizers' steps this thread is inside of."""
 
-    def __init__(self) -> None:
-        self.depth = 0
-        self.made: dict[int, int] = {}
+    depth = 0
+
+
+class Goal:
+    """After so many steps of an optimizer a rank waits for the others; when all have come so far, all end.
+
+    Where the others wait for this one elsewhere, it goes on: it trains something by itself, or they would hang.
+    """
+
+    def __init__(self, steps: int, threads: RankThreads) -> None:
+        self._steps, self._threads = steps, threads
+        self._there: set[int] = set()
+
+    def reached(self, rank: Rank, made: int) -> None:
+        """``rank`` has made that many.
+
+        Raises:
+            EnoughSteps: as all others have.
+        """
+        if made < self._steps:
+            return
+        self._there.add(rank.number)
+        awaited = Condition(lambda: self._there >= self._threads.left, optional=True)
+        call = Call("steps", made, f"its step {made}, the last of the rehearsal,", 0, "")
+        self._threads.wait(rank.number, awaited, call)
+        if not awaited.released:
+            raise EnoughSteps
+        self._there.discard(rank.number)
 
 
 @contextlib.contextmanager
-def watching(steps: int | None) -> Iterator[None]:
-    """Inside, :class:`Seen` of each rank is kept.
-
-    Args:
-        steps: a rank ends (:class:`EnoughSteps`) when one of its optimizers has made that many.
-    """
-    mine = _Steps()
+def watching(goal: Goal | None) -> Iterator[None]:
+    """Inside, :class:`Seen` of each rank is kept, and ranks end at the goal."""
+    mine = _Inside()
 
     def before(optimizer: Optimizer, args: object, kwargs: object) -> None:
         mine.depth += 1
@@ -62,10 +85,11 @@ def watching(steps: int | None) -> Iterator[None]:
         rank = current()
         if rank is None or mine.depth:  # an optimizer inside of another one
             return
-        made = mine.made[id(optimizer)] = mine.made.get(id(optimizer), 0) + 1
-        rank.seen.steps = max(rank.seen.steps, made)
-        if steps is not None and made >= steps:
-            raise EnoughSteps
+        steps = rank.seen.by_optimizer.pop(id(optimizer), [])
+        steps.append(rank.seen.pending)
+        rank.seen.by_optimizer[id(optimizer)], rank.seen.pending = steps, []
+        if goal is not None:
+            goal.reached(rank, len(steps))
 
     take_part(_NOTHING)
     with ExitStack() as stack:
@@ -85,9 +109,7 @@ def _noting_losses(backward: Callable[..., None]) -> Callable[..., None]:
     def noting(loss: torch.Tensor, *args: object, **kwargs: object) -> None:
         rank = current()
         if rank is not None and type(loss) is torch.Tensor and loss.numel() == 1:
-            losses = rank.seen.losses
-            losses.extend([] for _ in range(len(losses), rank.seen.steps + 1))
-            losses[rank.seen.steps].append(float(loss.detach()))
+            rank.seen.pending.append(float(loss.detach()))
         backward(loss, *args, **kwargs)
 
     return noting

@@ -1,0 +1,259 @@
+"""Unchanged scripts under ``shardkit rehearse``."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from shardkit.cli import main
+from shardkit.errors import ConfigurationError
+from shardkit.rehearsal import rehearse
+
+
+def written(folder: Path, text: str, name: str = "train.py") -> str:
+    path = folder / name
+    path.write_text(textwrap.dedent(text))
+    return str(path)
+
+
+def test_a_script_for_torchrun(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each rank has its own environment, ``__main__`` and generators; the end is as the beginning."""
+    script = written(
+        tmp_path,
+        """
+        import os, pickle, random, sys
+        import helper
+        import torch
+        import torch.distributed as dist
+
+        SEEN = []
+
+
+        class Message:
+            def __init__(self):
+                self.rank = int(os.environ["RANK"])
+
+
+        def main():
+            assert sys.argv[1:] == ["--lr", "3"], sys.argv
+            first = torch.rand(1)
+            dist.init_process_group("nccl" if helper.on_gpu() else "gloo")
+            rank, world = dist.get_rank(), dist.get_world_size()
+            os.environ["MINE"] = str(rank)
+            SEEN.append(rank)
+            dist.barrier()
+            assert os.environ["MINE"] == str(rank) and "MINE" in os.environ and dict(os.environ)["MINE"] == str(rank)
+            assert SEEN == [rank] and sys.modules["__main__"].SEEN is SEEN
+            assert int(os.environ["LOCAL_RANK"]) == rank and int(os.environ["WORLD_SIZE"]) == world == 3
+            found = [None] * world
+            dist.all_gather_object(found, (Message(), first.item(), random.random()))
+            assert [m.rank for m, _, _ in found] == [0, 1, 2] and type(found[1][0]) is Message
+            assert len({t for _, t, _ in found}) == 1 and len({r for _, _, r in found}) == 3
+            print(f"this is rank {rank}")
+            dist.destroy_process_group()
+
+
+        if __name__ == "__main__":
+            main()
+        """,
+    )
+    written(tmp_path, "def on_gpu():\n    return False\n", "helper.py")
+    before = dict(os.environ), sys.argv, list(sys.path), sys.modules["__main__"], sys.stdout, type(os.environ)
+    assert main(["rehearse", "--ranks", "3", "--show", "0,2", script, "--lr", "3"]) == 0
+    assert before == (
+        dict(os.environ),
+        sys.argv,
+        sys.path,
+        sys.modules["__main__"],
+        sys.stdout,
+        type(os.environ),
+    )
+    sys.modules.pop("helper")
+    out = capsys.readouterr().out
+    assert "[rank 0] this is rank 0" in out
+    assert "[rank 2] this is rank 2" in out
+    assert "rank 1\n" not in out
+    assert "3 simulated ranks: every rank came to its end" in out
+
+
+def test_scripts_that_start_ranks_themselves(tmp_path: Path) -> None:
+    script = written(
+        tmp_path,
+        """
+        import torch
+        import torch.distributed as dist
+        import torch.multiprocessing as mp
+        import shardkit
+
+
+        def work(rank, world, name):
+            dist.init_process_group("gloo", init_method="tcp://127.0.0.1:29511", rank=rank, world_size=world)
+            total = torch.tensor([float(rank)])
+            dist.all_reduce(total)
+            assert total.item() == 3 and name == "x"
+            dist.destroy_process_group()
+
+
+        if __name__ == "__main__":
+            mp.spawn(work, args=(3, "x"), nprocs=3)
+            offset = 5
+            for backend in ("gloo", "simulated"):
+                assert shardkit.launch(lambda rank: rank + offset, 3, backend=backend) == [5, 6, 7]
+        """,
+    )
+    report = rehearse(script, 3)
+    assert report.is_good, str(report)
+    report = rehearse(script, 2)
+    assert report.failure is not None
+    assert "spawns 3 processes, and the rehearsal has 2 ranks" in report.failure.remote_traceback
+
+
+TRAINING = """
+    import sys
+    import torch
+    from torch.nn.parallel import DistributedDataParallel as DDP
+    import torch.distributed as dist
+
+    dist.init_process_group()
+    rank = dist.get_rank()
+    if rank == 0:  # by itself, before all train together
+        alone = torch.nn.Linear(2, 2)
+        optimizer = torch.optim.SGD(alone.parameters(), lr=0.1)
+        for _ in range(5):
+            alone(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+    model = DDP(torch.nn.Linear(64, 64))
+    optimizer = torch.optim.Adam(model.parameters())
+    for step in range(100):
+        loss = model(torch.full((2, 64), float(rank))).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    print("never here")
+"""
+
+
+def test_steps_end_all_ranks_together(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A rank that trains something by itself before is no rank that would hang."""
+    script = written(tmp_path, TRAINING)
+    assert main(["rehearse", "--ranks", "4", "--steps", "3", "--json", script]) == 0
+    out = capsys.readouterr().out
+    assert "never here" not in out
+    data = json.loads(out)
+    assert data["steps"] == [3, 3, 3, 3]
+    assert len(data["losses"]) == 3
+    weights = (64 * 64 + 64) * 4
+    assert (
+        weights * 3 < data["peak_bytes"][1] < weights * 8
+    )  # parameters, gradients, two averages, what comes and goes
+    assert 3 * weights * 6 // 4 <= data["sent_bytes"][0] < 6 * weights * 6 // 4
+    kinds = {(k["operation"], k["place"].rpartition(":")[2]): k["calls"] for k in data["collectives"]}
+    assert kinds["all_reduce", "19"] == 3
+
+
+def test_what_went_wrong_is_the_status(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = written(
+        tmp_path,
+        """
+        import torch, torch.distributed as dist
+        dist.init_process_group("gloo")
+        if dist.get_rank() == 5:
+            raise KeyError("a sample")
+        dist.all_reduce(torch.ones(2))
+        """,
+    )
+    assert main(["rehearse", "--ranks", "8", script]) == 1
+    out = capsys.readouterr().out
+    assert "rank 5 failed with KeyError: 'a sample' at" in out
+    assert "train.py:5" in out
+    assert "ranks 0, 1, 2, 3, 4, 6, 7 are in all_reduce of 2 elements" in out
+    assert "train.py:6" in out
+    assert main(["rehearse", str(tmp_path / "other.py")]) == 2
+    assert "no such script" in capsys.readouterr().err
+    with pytest.raises(ConfigurationError, match="from 1"):
+        rehearse(script, 0)
+
+
+def test_a_debugger_stops_all_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = written(
+        tmp_path,
+        """
+        import torch.distributed as dist
+        dist.init_process_group("gloo")
+        if dist.get_rank() == 1:
+            secret = 6 * 7
+            breakpoint()
+            secret += 1
+        dist.barrier()
+        """,
+    )
+    monkeypatch.setattr(sys, "stdin", io.StringIO("p secret\nc\n"))
+    assert main(["rehearse", "--ranks", "2", script]) == 0
+    out = capsys.readouterr().out
+    assert "rank 1 of 2 stops here; the others wait" in out
+    assert "(Pdb) 42" in out
+
+
+def test_accelerate(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    script = written(
+        tmp_path,
+        """
+        import torch
+        from accelerate import Accelerator
+        from torch.utils.data import DataLoader, TensorDataset
+
+        torch.manual_seed(0)
+        accelerator = Accelerator(cpu=True)
+        model = torch.nn.Linear(8, 2)
+        data = DataLoader(TensorDataset(torch.randn(36, 8)), batch_size=4, shuffle=True)
+        model, optimizer, data = accelerator.prepare(model, torch.optim.AdamW(model.parameters()), data)
+        for (batch,) in data:
+            accelerator.backward(model(batch).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+        assert accelerator.num_processes == 3
+        ranks = accelerator.gather(torch.tensor([accelerator.process_index]))
+        assert ranks.tolist() == [0, 1, 2]
+        """,
+    )
+    report = rehearse(script, 3)
+    assert report.is_good, str(report)
+    assert [seen.steps for seen in report.ranks] == [3, 3, 3]
+
+
+def test_sixty_four_ranks_need_little(tmp_path: Path) -> None:
+    """Of the digits example's model, in less than 4 GiB: threads share the process."""
+    script = written(
+        tmp_path,
+        """
+        import torch
+        import torch.distributed as dist
+        from shardkit.examples.digits.model import DigitTransformer
+        from shardkit.examples.digits.train import nested_fsdp
+
+        dist.init_process_group("gloo")
+        model = nested_fsdp(DigitTransformer())
+        optimizer = torch.optim.AdamW(model.parameters())
+        while True:
+            model(torch.randn(1, 1, 8, 8)).square().mean().backward()
+            optimizer.step()
+        """,
+    )
+    program = (
+        "import resource, sys; from shardkit.cli import main; code = main(sys.argv[1:]);"
+        "print('MiB', resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024); sys.exit(code)"
+    )
+    call = [sys.executable, "-c", program, "rehearse", "--ranks", "64", "--steps", "1", "--no-memory", script]
+    done = subprocess.run(call, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert int(done.stdout.split("MiB")[-1]) < 4096
