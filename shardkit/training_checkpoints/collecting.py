@@ -51,12 +51,19 @@ def backend_and_ranks(model: nn.Module | None, group: ProcessGroup) -> tuple[Bac
     """Of a model's device, and who takes part: all ranks, or those of a group; one process alone has no group."""
     tensors = [] if model is None else [p for p in model.parameters() if not p.is_meta]
     backend = backend_for(tensors) if tensors else backend_of_job()
-    dist = torch.distributed
-    has_torchs = dist.is_available() and dist.is_initialized()
-    if group is None and backend.process_group_backend is not None and not has_torchs:
+    try:
+        found: Group = backend.group(group)
+    except ConfigurationError:
+        if group is not None or has_torchs_ranks():
+            raise
         return backend, Ranks.of(None)
-    found: Group = backend.group(group)
     return backend, Ranks.of(found)
+
+
+def has_torchs_ranks() -> bool:
+    """Whether ranks are processes that torch.distributed knows."""
+    dist = torch.distributed
+    return dist.is_available() and dist.is_initialized()
 
 
 def model_entries(model: ModelState) -> Iterator[Entry]:

@@ -124,6 +124,8 @@ class Owned(Holder):
         ]
         state = {index[p]: s for p, s in zip(self._needed(), states, strict=True) if s}
         self.optimizer.take_state({"state": state, "param_groups": packed})
+        for segment in self.optimizer.segments():
+            segment.take_values()
 
 
 class Whole(Holder):

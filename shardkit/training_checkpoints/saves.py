@@ -20,7 +20,7 @@ from ..progress import note_error
 from . import folders
 from .agreeing import agree, attempt
 from .background import Background
-from .collecting import Collected
+from .collecting import Collected, has_torchs_ranks
 from .data_file import on_host, write_parts
 from .entries import Part, parts_of_rank
 from .handles import Handle, join_earlier
@@ -157,8 +157,8 @@ class Save:
         work = Background(self.temporary, self.target, self.ranks, self.what)
         handle.start(self.ranks.rank, lambda: work.run(self.write_own, self.complete))
         group = self.ranks.group
-        if group is not None and group.backend.process_group_backend is None:
-            # ranks that are threads take turns: one that waits for the others' files would keep them from beginning
+        if group is not None and not has_torchs_ranks():
+            # ranks that are threads may take turns: one that waits for the others' files would keep them from beginning
             group.channel("control").barrier(label=self.what)
         return handle
 

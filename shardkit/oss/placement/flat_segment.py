@@ -137,6 +137,11 @@ class FlatSegment:
         rows = self.pack(tensors).view(self.group.world_size, -1)
         return rows.index_select(0, index).view(-1)
 
+    @torch.no_grad()
+    def take_values(self) -> None:
+        """Parameters were given values by somebody else: the optimizer goes on from these."""
+        self.own.copy_(self.take_own([p.detach() for p in self.params]))
+
     def split(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """A buffer laid out by owner [W * S] as per-parameter tensors, in parameter order."""
         found = self._pack.split(flat)
