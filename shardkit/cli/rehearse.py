@@ -27,6 +27,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--show", default="0", help='ranks whose output is shown, as 0,3, or "all" or "none"')
     parser.add_argument("--no-memory", action="store_true", help="does not count bytes in tensors: faster")
+    parser.add_argument(
+        "--compare",
+        action="store_true",
+        help="runs it on one rank too, on the batches of all, for its losses",
+    )
     parser.add_argument("--timeout", type=float, help="seconds (default: no limit)")
     parser.add_argument("--json", action="store_true", help="prints data, not text")
     parser.add_argument("-m", dest="is_module", action="store_true", help="the program is a module's name")
@@ -48,6 +53,7 @@ def run(options: argparse.Namespace) -> int:
             show=_ranks(options.show, options.ranks),
             memory=not options.no_memory,
             timeout=options.timeout,
+            compare=options.compare,
         )
     except (BackendError, ConfigurationError) as error:
         print(error, file=sys.stderr)

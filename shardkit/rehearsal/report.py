@@ -25,6 +25,7 @@ class Report:
         hang: where ranks could not go on; None: they all came to their end.
         failure: the first error of a rank; where ranks would hang, an OutOfStepError.
         results: what the function returned, by rank; empty if a rank failed.
+        alone: the same program on one rank, if that was asked for.
     """
 
     name: str
@@ -33,6 +34,7 @@ class Report:
     hang: Hang | None
     failure: RankFailedError | None
     results: Sequence[object]
+    alone: Report | None = None
 
     @property
     def is_good(self) -> bool:
@@ -77,6 +79,7 @@ class Report:
             "uneven_batches": self.uneven_batches(),
             "steps": [seen.steps for seen in self.ranks],
             "losses": self.losses(),
+            "losses_of_one_process": None if self.alone is None else self.alone.losses(),
             "peak_bytes": [seen.peak for seen in self.ranks],
             "sent_bytes": [sum(seen.sent.values()) for seen in self.ranks],
             "collectives": [
@@ -102,8 +105,8 @@ class Report:
         yield _row("bytes sent", [sum(seen.sent.values()) for seen in self.ranks], in_bytes)
         losses = self.losses()
         if losses:
-            shown = ", ".join(f"{loss:.6g}" for loss in losses[:8])
-            yield f"loss by step, mean of all ranks: {shown}{', ...' if len(losses) > 8 else ''}"
+            yield f"loss by step, mean of all ranks: {_some(losses)}"
+        yield from self._beside_one_process(losses)
         kinds = self._by_kind()
         if kinds:
             yield "\nCollectives of rank 0, and the bytes that a rank sends for them:"
@@ -111,6 +114,20 @@ class Report:
                 yield f"  {calls:6} x {kind.operation:26} {in_bytes(sent):>10}  {kind.place}"
             if len(kinds) > _LARGEST:
                 yield f"  and {len(kinds) - _LARGEST} kinds more"
+
+    def _beside_one_process(self, losses: Sequence[float]) -> Iterator[str]:
+        if self.alone is None:
+            return
+        if self.alone.failure is not None:
+            last = self.alone.failure.remote_traceback.rstrip().rpartition("\n")[2]
+            yield f"one process could not run it: {last}"
+            return
+        theirs = self.alone.losses()
+        yield f"loss by step, in one process:    {_some(theirs)}"
+        pairs = list(zip(losses, theirs, strict=False))
+        if pairs:
+            apart = [abs(a - b) / max(abs(b), 1e-30) for a, b in pairs]
+            yield f"they differ by at most {max(apart):.1e} (step {apart.index(max(apart)) + 1} of {len(pairs)})"
 
     def _troubles(self) -> Iterator[str]:
         if self.hang is not None:
@@ -141,6 +158,10 @@ def _row(what: str, values: Sequence[int], as_text: Callable[[int], str]) -> str
     ranks = [rank for rank, value in enumerate(values) if value == most]
     who = "" if least == most else f"   most on {named(ranks)}"
     return f"{what:22} {as_text(least):>7} {as_text(most):>7}{who}"
+
+
+def _some(losses: Sequence[float]) -> str:
+    return ", ".join(f"{loss:.6g}" for loss in losses[:8]) + (", ..." if len(losses) > 8 else "")
 
 
 def in_bytes(count: int) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -27,7 +28,7 @@ from .report import Report
 from .store import SharedStore
 from .surroundings import environment_of, surroundings
 from .torch_world import leave, torch_worlds
-from .watching import EnoughSteps, Goal, note_call, watching
+from .watching import EnoughSteps, Goal, WholeBatches, note_call, watching
 
 _STOOD_FOR = ("gloo", "cuda", "simulated")  # shardkit's backends that the rehearsal's serves
 
@@ -42,6 +43,7 @@ def rehearse(
     show: Sequence[int] = (0,),
     memory: bool = True,
     timeout: float | None = None,
+    compare: bool = False,
 ) -> Report:
     """Runs an unchanged script on simulated ranks: threads of this process that take turns.
 
@@ -56,6 +58,7 @@ def rehearse(
         show: ranks whose output is shown.
         memory: counts the bytes in tensors, which makes small operations slower.
         timeout: seconds; None: no limit.
+        compare: runs it once more, on one rank that draws the batches of all of them together, for its losses.
 
     Returns:
         What was seen. Ranks that would hang, and errors of the script, are in it; nothing is raised for them.
@@ -71,7 +74,11 @@ def rehearse(
     program: Program | Function = (
         Function(target) if callable(target) else Program(os.fspath(target), is_module, arguments)
     )
-    return _Rehearsal(program, ranks, memory).run(steps, show, timeout)
+    report = _Rehearsal(program, ranks, memory).run(steps, show, timeout)
+    if not compare or not report.is_good:
+        return report
+    whole = WholeBatches(report.ranks[0].loaders, ranks)
+    return dataclasses.replace(report, alone=_Rehearsal(program, 1, False).run(steps, (), timeout, whole))
 
 
 class _Rehearsal:
@@ -87,7 +94,13 @@ class _Rehearsal:
             for number in range(world_size)
         ]  # fmt: skip
 
-    def run(self, steps: int | None, show: Sequence[int], timeout: float | None) -> Report:
+    def run(
+        self,
+        steps: int | None,
+        show: Sequence[int],
+        timeout: float | None,
+        batches: WholeBatches | None = None,
+    ) -> Report:
         failure: RankFailedError | None = None
         results: list[object] = []
         with ExitStack() as stack:
@@ -99,7 +112,7 @@ class _Rehearsal:
             stack.enter_context(torch_worlds(SharedStore(self._threads)))
             stack.enter_context(surroundings(show))
             stack.enter_context(libraries())
-            stack.enter_context(watching(None if steps is None else Goal(steps, self._threads)))
+            stack.enter_context(watching(None if steps is None else Goal(steps, self._threads), batches))
             for name in ("spawn", "start_processes"):
                 outside = getattr(torch.multiprocessing, name)
                 stack.enter_context(mock.patch.object(torch.multiprocessing, name, spawning(outside)))

@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from unittest import mock
 
 import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.utils.data import DataLoader
+from torch.utils.data import BatchSampler, DataLoader
 
 from shardkit.backends.diagnosis.calls import Call
 from shardkit.backends.simulated.meetings import Condition
@@ -72,8 +72,32 @@ class Goal:
         self._there.discard(rank.number)
 
 
+class WholeBatches:
+    """Lets one rank draw in a step what many ranks drew together.
+
+    Args:
+        passes: one of these ranks' passes over DataLoaders.
+        ranks: how many they were.
+
+    [Note: one process beside many] A DistributedSampler deals out samples in turns. So the k-th batches of all ranks
+    together are the k-th batch of one rank with a batch size that is as many times larger. A script that divides a
+    global batch size itself has the larger one already: then nothing is changed.
+    """
+
+    def __init__(self, passes: Sequence[Loader], ranks: int) -> None:
+        self._passes, self._ranks = iter(passes), ranks
+
+    def enlarge(self, loader: Tree) -> None:
+        """The next pass is over ``loader``."""
+        before, sampler = next(self._passes, None), loader.batch_sampler
+        if before is None or type(sampler) is not BatchSampler or not before.batch_size:
+            return
+        if sampler.batch_size == before.batch_size:
+            sampler.batch_size *= self._ranks
+
+
 @contextlib.contextmanager
-def watching(goal: Goal | None) -> Iterator[None]:
+def watching(goal: Goal | None, batches: WholeBatches | None = None) -> Iterator[None]:
     """Inside, :class:`Seen` of each rank is kept, and ranks end at the goal."""
     mine = _Inside()
 
@@ -97,7 +121,7 @@ def watching(goal: Goal | None) -> Iterator[None]:
             stack.callback(handle.remove)
         for owner, name, replace in (
             (torch.Tensor, "backward", _noting_losses),
-            (DataLoader, "__iter__", _noting_loaders),
+            (DataLoader, "__iter__", functools.partial(_noting_loaders, batches)),
             (torch.UntypedStorage, "resize_", resizing),
         ):
             stack.enter_context(mock.patch.object(owner, name, replace(getattr(owner, name))))
@@ -115,11 +139,13 @@ def _noting_losses(backward: Callable[..., None]) -> Callable[..., None]:
     return noting
 
 
-def _noting_loaders(iterate: Callable[..., Tree]) -> Callable[..., Tree]:
+def _noting_loaders(whole: WholeBatches | None, iterate: Callable[..., Tree]) -> Callable[..., Tree]:
     @functools.wraps(iterate)
     def noting(loader: Tree) -> Tree:
         rank = current()
         if rank is not None:
+            if whole is not None:
+                whole.enlarge(loader)
             try:
                 batches: int | None = len(loader)
             except (TypeError, NotImplementedError):

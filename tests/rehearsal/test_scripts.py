@@ -257,3 +257,37 @@ def test_sixty_four_ranks_need_little(tmp_path: Path) -> None:
     done = subprocess.run(call, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert int(done.stdout.split("MiB")[-1]) < 4096
+
+
+@pytest.mark.parametrize("divided", [True, False])
+def test_losses_beside_one_process(tmp_path: Path, divided: bool) -> None:
+    """The same samples in each step, whether the script divides the batch size or not."""
+    script = written(
+        tmp_path,
+        """
+        import sys
+        import torch
+        import torch.distributed as dist
+        from torch.nn.parallel import DistributedDataParallel as DDP
+        from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+        dist.init_process_group("gloo")
+        torch.manual_seed(0)
+        data = TensorDataset(torch.randn(48, 8))
+        size = 12 // dist.get_world_size() if sys.argv[1] == "True" else 4
+        loader = DataLoader(data, batch_size=size, sampler=DistributedSampler(data))
+        model = DDP(torch.nn.Linear(8, 2))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        for (batch,) in loader:
+            loss = model(batch).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        """,
+    )
+    report = rehearse(script, 3, arguments=[str(divided)], compare=True)
+    assert report.alone is not None
+    assert len(report.losses()) == 4
+    assert report.alone.losses() == pytest.approx(report.losses(), rel=1e-5)
+    assert report.losses()[-1] < report.losses()[0]
+    assert "they differ by at most" in str(report)
