@@ -108,6 +108,13 @@ def _differences(name: str, x: Tree, y: Tree, tolerance: float) -> Iterator[Diff
             )
 
 
+def same_bits(x: StoredTensor, y: StoredTensor) -> bool:
+    """Whether two tensors of one shape and dtype have the same bytes."""
+    found = _Found()
+    found.see(x, y)
+    return not found.bits
+
+
 class _Found:
     """What was seen of a pair of tensors."""
 

@@ -20,6 +20,7 @@ from .optimizer_names import by_name, by_number, is_by_name, says_names
 from .stored import StoredTensor
 from .torch_writing import write_torch_file
 from .trees import Checkpoint, Path, at, copied, dotted, put
+from .tying import tie
 from .whole_folders import folder_written_whole
 
 KINDS = ("dcp", "torch", "fairscale", "xla", "hf")
@@ -37,6 +38,7 @@ class Conversion:
         model_only: leave all but the model's state dict out, and what it lies in.
         overwrite: DST may be there.
         buffers: for files of ranks, names (or patterns) of tensors that are buffers.
+        tied: pairs of names of one weight, where the source doesn't tell; they have to be equal to the bit.
         files_from: for hf, a folder whose configuration and tokenizer are copied; a source of kind hf is one.
     """
 
@@ -48,6 +50,7 @@ class Conversion:
     overwrite: bool = False
     buffers: tuple[str, ...] = ()
     files_from: str | None = None
+    tied: tuple[tuple[str, str], ...] = ()
 
 
 @dataclasses.dataclass
@@ -156,6 +159,7 @@ def _prepared(checkpoint: Checkpoint, how: Conversion, done: Converted) -> State
         return value.cast(how.dtype) if is_number else value
 
     tree = copied(checkpoint.tree, cast)
+    tie(at(tree, checkpoint.model_path), how.tied)
     of_ranks = how.ranks is not None
     if how.model_only or how.to == "hf" or of_ranks:
         return _model_alone(checkpoint, tree, how, done)

@@ -38,13 +38,13 @@ def open_checkpoint(path: str, *, model_key: str | None = None, trust_pickle: bo
     if os.path.exists(os.path.join(path, METADATA)):
         return _of_folder(path, model_key, trust_pickle)
     if os.path.exists(path) and hugging_face.weight_files(path):
-        left_out = []
-        if hugging_face.ties_without_saying(path):
+        weights, left_out = hugging_face.read_weights(path, trust_pickle), []
+        if "lm_head.weight" not in weights and hugging_face.ties_without_saying(path):
             left_out.append(
                 "names of tied weights that the files don't have (config.json: tie_word_embeddings); tie_weights() of "
                 "the model, or load_state_dict(strict=False), brings them back"
             )
-        return Checkpoint(path, "hf", hugging_face.read_weights(path, trust_pickle), left_out=left_out)
+        return Checkpoint(path, "hf", weights, left_out=left_out)
     return _of_files(path, files_of_ranks(path), model_key, trust_pickle)
 
 

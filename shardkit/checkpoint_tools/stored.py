@@ -107,6 +107,10 @@ class StoredTensor:
         """The same, handed out as another dtype."""
         return dataclasses.replace(self, dtype=dtype)
 
+    def identified(self, identity: object) -> StoredTensor:
+        """The same, known to be one with others of this identity."""
+        return dataclasses.replace(self, identity=identity)
+
     def read(self) -> torch.Tensor:
         """All of it, as it is stored: memory of one tensor, and a block.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import os
 from collections.abc import Callable
@@ -126,25 +127,17 @@ class Contents:
             raise Damage("it doesn't begin with a record")
         return Legacy(file, self._length)
 
-    def _interpret(
-        self, archive: Archive | Legacy, storage: Callable[[tuple[object, ...]], Storage], named: SavedState
-    ) -> Tree:
-        source = archive.pickle()
-        start = source.tell()
-        unknown = sorted(named_globals(source) - set(named))
-        if unknown:
-            raise NotData(*unknown)
-        source.seek(start)
-        return read(source, named, storage, build)
-
     def _tree(self, file: BinaryIO) -> Tree:
         archive = self._archive(file)
         source = archive.pickle()
-        start = source.tell()
-        looking = named_globals(source) & _LOOKING
-        source.seek(start)
-        if looking:
+        start, known = source.tell(), _names()
+        named = named_globals(source)
+        unknown = sorted(name for name in named if name not in known)
+        if unknown:
+            raise NotData(*unknown)
+        if named & _LOOKING:
             return replaced(self.values(), held)
+        source.seek(start)
 
         def empty(name: tuple[object, ...]) -> Storage:
             kind, key, _, size = storage_parts(name)
@@ -155,7 +148,7 @@ class Contents:
                     archive.expect(key, size, kind.dtype.itemsize if kind.dtype else 1)
             return Storage(self._memory[key].memory, kind.dtype)
 
-        found = self._interpret(archive, empty, without_values(names(_on_host)))
+        found = read(source, known, empty, build)
         if isinstance(archive, Legacy):
             for _, wrong in archive.missing(archive.pickle().tell()):
                 raise Damage(wrong)
@@ -192,6 +185,12 @@ def held(path: Path, value: Tree) -> Tree:
 
 def _on_host(tensor: torch.Tensor, dtype: torch.dtype, device: str, requires_grad: bool) -> torch.Tensor:
     return tensor.to(dtype=dtype)
+
+
+@functools.cache
+def _names() -> SavedState:
+    """All that a file may name, while storages are not filled. A checkpoint may have a million chunks, each a file."""
+    return without_values(names(_on_host))
 
 
 def read_torch_file(path: str, trust_pickle: bool = False) -> Tree:

@@ -73,6 +73,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="--ranks: a tensor that is a buffer (or a pattern of names), which is not cut",
     )  # fmt: skip
     convert.add_argument(
+        "--tied", action="append", default=[], metavar="NAME=OTHER",
+        help="two names of one weight, as lm_head.weight=model.embed_tokens.weight, where SRC doesn't tell",
+    )  # fmt: skip
+    convert.add_argument(
         "--overwrite", action="store_true", help="DST may be there; it is replaced at the end"
     )
 
@@ -156,7 +160,7 @@ def _convert(options: argparse.Namespace) -> int:
             )
     how = Conversion(
         options.to, options.ranks, dtype, options.max_shard_size, options.model_only, options.overwrite,
-        tuple(options.buffer), options.files_from,
+        tuple(options.buffer), options.files_from, tuple(_pair(text) for text in options.tied),
     )  # fmt: skip
     checkpoint = open_checkpoint(
         options.source, model_key=options.model_key, trust_pickle=options.trust_pickle
@@ -171,6 +175,13 @@ def _convert(options: argparse.Namespace) -> int:
     else:
         reporting.print_converted(checkpoint.path, options.target, result)
     return 0
+
+
+def _pair(text: str) -> tuple[str, str]:
+    name, equals, other = text.partition("=")
+    if not equals or not name or not other:
+        raise ConfigurationError(f"--tied {text}: it has to be NAME=OTHER")
+    return name, other
 
 
 def _print_json(value: object) -> None:

@@ -130,6 +130,27 @@ def test_tied_weights_stay_tied(sources: dict[str, str], tmp_path: Path) -> None
         assert found["head.weight"].data_ptr() == found["embedding.weight"].data_ptr()
 
 
+def test_weights_are_tied_on_request(sources: dict[str, str], tmp_path: Path) -> None:
+    """Each name has a tensor of its own in DCP."""
+    pair = ("head.weight", "embedding.weight")
+    for kind, ranks in (("torch", None), ("xla", 2), ("fairscale", 2)):
+        path = str(tmp_path / f"{kind}{ranks}")
+        convert(sources["dcp"], path, Conversion(kind, ranks, tied=(pair,), model_only=True))
+        model = open_checkpoint(path).model
+        assert model["head.weight"].identity == model["embedding.weight"].identity is not None
+        assert_same({k: v.read() for k, v in model.items()}, everything()["model"])
+    (pair,) = load(tmp_path / "xla2" / "rank-00000000-of-00000002.pth")["shard_metadata"][
+        "shared_info"
+    ].items()
+    assert pair == ("head.weight", "embedding.weight")
+    for wrong, words in (
+        (("head.weight", "head.bias"), "no tensor 'head.bias'"),
+        (("norm.bias", "norm.weight"), "differ"),
+    ):
+        with pytest.raises(ConfigurationError, match=words):
+            convert(sources["dcp"], str(tmp_path / "x"), Conversion("hf", tied=(wrong,)))
+
+
 def test_other_programs_keys(tmp_path: Path) -> None:
     """Lightning's, and those of torch's tutorial: one layer around all."""
     state = everything()

@@ -128,6 +128,7 @@ def test_a_killed_conversion_leaves_nothing(tmp_path: Path) -> None:
         process = subprocess.Popen([*command, "--to", target, *ranks], stdout=subprocess.PIPE)
         deadline = time.monotonic() + 60
         while not (hidden := list(tmp_path.glob(".out.*"))) and time.monotonic() < deadline:
+            assert process.poll() is None
             time.sleep(0.002)
         time.sleep(moment)
         process.send_signal(signal.SIGKILL)

@@ -120,6 +120,7 @@ def test_errors_are_one_line(steps: Path, tmp_path: Path, capsys: pytest.Capture
         (["verify", str(steps / "notes")], "is no checkpoint"),
         (["convert", str(steps), str(tmp_path / "x"), "--to", "hf", "--dtype", "int8"], "--dtype int8"),
         (["convert", str(steps), str(steps / "notes"), "--to", "hf"], "is there already"),
+        (["convert", str(steps), str(tmp_path / "x"), "--to", "hf", "--tied", "a"], "NAME=OTHER"),
         (["show", str(steps), "--model-key", "weights"], "has no 'weights'"),
     ]
     for arguments, words in cases:
