@@ -65,6 +65,13 @@ class Handle:
         self._thread.start()
 
 
+def wait_for_earlier(rank: int) -> None:
+    """Waits for this rank's earlier save; what went wrong is told to the next one."""
+    handle = _running.get(rank)
+    if handle is not None and handle._thread is not None:
+        handle._thread.join()
+
+
 def join_earlier(rank: int) -> None:
     """Waits for this rank's earlier save.
 

@@ -146,7 +146,9 @@ class Whole(Holder):
         )
 
     def _copies(self, part: Part, whole: bool) -> tuple[int, ...]:
-        if part.flat is None or (whole and part.flat.group.backend.even_shards_only):
+        if part.flat is None:
+            return self.names.model.same
+        if whole and part.flat.group.backend.even_shards_only:
             return self.names.ranks.everybody
         return self.names.model.copies_of(part.flat)
 

@@ -38,6 +38,7 @@ class ModelState:
     Attributes:
         module: the model without what averages its gradients.
         is_sharded: some of it lies in flat parameters.
+        same: ranks that write what every rank has as a whole.
 
     Raises:
         ConfigurationError: what it is sharded over is neither all of the ranks nor replicated over them; or it has no
@@ -47,6 +48,8 @@ class ModelState:
 
     def __init__(self, model: nn.Module, ranks: Ranks) -> None:
         self.module = _unwrapped(model)
+        # who wraps a model keeps it the same on all ranks; else nobody says so, and the first rank's counts
+        self.same = ranks.everybody if self.module is not model else (0,)
         self.ranks = ranks
         self._copies: dict[int, tuple[int, ...]] = {}
         self._here: dict[int, dict[int, Piece]] = {}
@@ -131,7 +134,7 @@ class ModelState:
             refuse_class(name, value)
         # buffers may differ between ranks: those of the first count, as in state dicts
         is_buffer = of_first or not isinstance(value, nn.Parameter)
-        return whole(value, (0,) if is_buffer else self.ranks.everybody)
+        return whole(value, (0,) if is_buffer else self.same)
 
     # ------------------------------------------------------------ loading
     def loaded(self, found: Mapping[str, object]) -> None:

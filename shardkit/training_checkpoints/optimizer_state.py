@@ -96,7 +96,7 @@ class Names:
 
         Args:
             what: is said in errors.
-            copies: of what is no shard; default all ranks.
+            copies: of what is no shard; default those of the model.
         """
         flat = self._flats.get(id(param), shard_behind(param))
         if flat is not None and id(flat) in self._of_flat:
@@ -109,7 +109,7 @@ class Names:
                 "nn.ModuleDict)"
             )
         span = Span(name, param.shape, None, True)
-        return Slot(param, (span,), False, self.ranks.everybody if copies is None else copies)
+        return Slot(param, (span,), False, self.model.same if copies is None else copies)
 
     def _of_shard(self, param: torch.Tensor, flat: FlatParam) -> Slot:
         spans = []

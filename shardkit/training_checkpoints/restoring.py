@@ -18,6 +18,7 @@ from ..types import ProcessGroup, StateDict, Tree
 from . import folders
 from .agreeing import agree, attempt
 from .collecting import Parts, backend_and_ranks, holder_for
+from .handles import wait_for_earlier
 from .leaves import Fixed, Leaf, Ranks
 from .model_state import ModelState
 from .optimizer_loading import OptimizerReads
@@ -83,6 +84,7 @@ def restore(
     parts = Parts(model, optimizer, scheduler, scaler, loader)
     with_random = optimizer is not None if random_states is None else random_states
     what = f"restoring {os.fspath(dir)}"
+    wait_for_earlier(ranks.rank)
     path, problem = attempt(lambda: folders.chosen(dir)) if ranks.rank == 0 else ("", None)
     path = agree(ranks, problem, what, path)[0]
     with contextlib.ExitStack() as held:

@@ -215,6 +215,35 @@ def test_training_goes_on_while_it_is_written(tmp_path: Path, monkeypatch: pytes
     assert torch.equal(found.extra["ema"], torch.ones(3))  # type: ignore[arg-type]
 
 
+def test_the_end_of_the_program_waits(tmp_path: Path) -> None:
+    code = """
+    import sys, time, torch, shardkit
+    from shardkit.training_checkpoints import saves
+    real = saves.write_parts
+    def slow(*arguments):
+        time.sleep(0.5)
+        real(*arguments)
+    saves.write_parts = slow
+    shardkit.save(sys.argv[1], model=torch.nn.Linear(2, 2), step=1, async_=True)
+    assert shardkit.latest(sys.argv[1]) is None
+    """
+    command = [sys.executable, "-c", textwrap.dedent(code), str(tmp_path)]
+    subprocess.run(command, cwd=ROOT, timeout=120, check=True)
+    assert shardkit.latest(tmp_path) == str(tmp_path / "step-00000001")
+
+
+def _apart(rank: int, folder: str) -> None:
+    """Models that nobody keeps the same: the first rank's, whole."""
+    shardkit.save(folder, model=_model(float(rank + 1)), step=1)
+    model = _model()
+    shardkit.restore(folder, model=model)
+    assert torch.equal(model.weight, torch.ones(4, 4))
+
+
+def test_models_that_differ(tmp_path: Path) -> None:
+    rank_pool(2).run(_apart, str(tmp_path))
+
+
 def test_the_next_save_raises_what_went_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(saves, "write_parts", _full)
     shardkit.save(tmp_path, model=_model(), step=1, async_=True)
