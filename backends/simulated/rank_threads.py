@@ -204,6 +204,11 @@ class RankThreads:
                 text += f"\n--- rank {rank}\n{''.join(traceback.format_stack(stack))}"
         return RankFailedError(self._running, "TimeoutError", text)
 
+    @property
+    def running(self) -> tuple[int, threading.Thread] | None:
+        """Whose turn it is; None before they start."""
+        return (self._running, self._threads[self._running]) if self._threads else None
+
     # ------------------------------------------------------------ from a rank
     @property
     def left(self) -> set[int]:

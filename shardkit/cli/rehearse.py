@@ -28,6 +28,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--show", default="0", help='ranks whose output is shown, as 0,3, or "all" or "none"')
     parser.add_argument("--no-memory", action="store_true", help="does not count bytes in tensors: faster")
     parser.add_argument(
+        "--cpu",
+        action="store_true",
+        default=None,
+        help="CUDA devices that the script names mean the CPU (default: where there is no CUDA)",
+    )
+    parser.add_argument(
         "--compare",
         action="store_true",
         help="runs it on one rank too, on the batches of all, for its losses",
@@ -54,6 +60,7 @@ def run(options: argparse.Namespace) -> int:
             memory=not options.no_memory,
             timeout=options.timeout,
             compare=options.compare,
+            cpu=options.cpu,
         )
     except (BackendError, ConfigurationError) as error:
         print(error, file=sys.stderr)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import os
 from collections.abc import Callable, Sequence
@@ -12,8 +11,10 @@ from unittest import mock
 import torch
 
 from shardkit import backend as backends
+from shardkit.backend import get_backend
 from shardkit.backends.diagnosis.calls import Call
 from shardkit.backends.simulated.backend import enter_group
+from shardkit.backends.simulated.devices_on_host import DevicesOnHost, host_for_devices
 from shardkit.backends.simulated.group import Line, SimulatedGroup
 from shardkit.backends.simulated.places import Place
 from shardkit.backends.simulated.rank_threads import RankThreads
@@ -22,6 +23,7 @@ from shardkit.errors import ConfigurationError, RankFailedError
 from .backend import RehearsalBackend
 from .libraries import libraries
 from .memory import RankMemory
+from .patience import noticing_stillness
 from .program import Function, Program, begin_as_new_process, spawning
 from .ranks import Rank, acting_as, current
 from .report import Report
@@ -44,6 +46,7 @@ def rehearse(
     memory: bool = True,
     timeout: float | None = None,
     compare: bool = False,
+    cpu: bool | None = None,
 ) -> Report:
     """Runs an unchanged script on simulated ranks: threads of this process that take turns.
 
@@ -58,6 +61,7 @@ def rehearse(
         show: ranks whose output is shown.
         memory: counts the bytes in tensors, which makes small operations slower.
         timeout: seconds; None: no limit.
+        cpu: CUDA devices that the script names mean the CPU; None: where CUDA is not available.
         compare: runs it once more, on one rank that draws the batches of all of them together, for its losses.
 
     Returns:
@@ -74,18 +78,21 @@ def rehearse(
     program: Program | Function = (
         Function(target) if callable(target) else Program(os.fspath(target), is_module, arguments)
     )
-    report = _Rehearsal(program, ranks, memory).run(steps, show, timeout)
+    on_host = not get_backend("cuda").is_available() if cpu is None else cpu
+    report = _Rehearsal(program, ranks, memory, on_host).run(steps, show, timeout)
     if not compare or not report.is_good:
         return report
     whole = WholeBatches(report.ranks[0].loaders, ranks)
-    return dataclasses.replace(report, alone=_Rehearsal(program, 1, False).run(steps, (), timeout, whole))
+    return dataclasses.replace(
+        report, alone=_Rehearsal(program, 1, False, on_host).run(steps, (), timeout, whole)
+    )
 
 
 class _Rehearsal:
     """One run."""
 
-    def __init__(self, program: Program | Function, world_size: int, memory: bool) -> None:
-        self._program, self._memory = program, memory
+    def __init__(self, program: Program | Function, world_size: int, memory: bool, on_host: bool) -> None:
+        self._program, self._memory, self._on_host = program, memory, on_host
         self._backend = RehearsalBackend()
         self._threads = RankThreads(world_size, issued=self._note, patient=True)
         line = Line(range(world_size), "all ranks")
@@ -112,11 +119,14 @@ class _Rehearsal:
             stack.enter_context(torch_worlds(SharedStore(self._threads)))
             stack.enter_context(surroundings(show))
             stack.enter_context(libraries())
+            if self._on_host:
+                stack.enter_context(host_for_devices())
             stack.enter_context(watching(None if steps is None else Goal(steps, self._threads), batches))
             for name in ("spawn", "start_processes"):
                 outside = getattr(torch.multiprocessing, name)
                 stack.enter_context(mock.patch.object(torch.multiprocessing, name, spawning(outside)))
             stack.enter_context(self._program.beginning())
+            stack.enter_context(noticing_stillness(self._threads))
             try:
                 results = self._threads.run(self._run_rank, (), timeout)
             except RankFailedError as error:
@@ -126,7 +136,12 @@ class _Rehearsal:
 
     def _run_rank(self, number: int) -> object:
         rank = self._ranks[number]
-        with acting_as(rank), RankMemory(rank, self._threads) if self._memory else contextlib.nullcontext():
+        with ExitStack() as stack:
+            stack.enter_context(acting_as(rank))
+            if self._on_host:
+                stack.enter_context(DevicesOnHost())
+            if self._memory:
+                stack.enter_context(RankMemory(rank, self._threads))
             enter_group(rank.everyone)
             begin_as_new_process(number)
             try:

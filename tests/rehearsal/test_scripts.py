@@ -5,16 +5,20 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 import textwrap
+import threading
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from shardkit.cli import main
 from shardkit.errors import ConfigurationError
-from shardkit.rehearsal import rehearse
+from shardkit.rehearsal import patience, rehearse
 
 
 def written(folder: Path, text: str, name: str = "train.py") -> str:
@@ -291,3 +295,53 @@ def test_losses_beside_one_process(tmp_path: Path, divided: bool) -> None:
     assert report.alone.losses() == pytest.approx(report.losses(), rel=1e-5)
     assert report.losses()[-1] < report.losses()[0]
     assert "they differ by at most" in str(report)
+
+
+def test_cuda_means_the_cpu_where_there_is_none(tmp_path: Path) -> None:
+    script = written(
+        tmp_path,
+        """
+        import os
+        import torch
+        import torch.distributed as dist
+        from torch.distributed.fsdp import fully_shard
+        from torch.nn.parallel import DistributedDataParallel as DDP
+
+        local = int(os.environ["LOCAL_RANK"])
+        torch.cuda.set_device(local)
+        device = torch.device("cuda", local)
+        dist.init_process_group("nccl", device_id=device)
+        assert dist.get_backend() == "nccl"
+        for place in (device, local, f"cuda:{local}"):
+            model = DDP(torch.nn.Linear(8, 2).to(place), device_ids=[local])
+            model(torch.ones(2, 8, device=place).to(place, non_blocking=True).cuda()).sum().backward()
+        mesh = dist.init_device_mesh("cuda", (2,))
+        sharded = torch.nn.Linear(8, 2, device="cuda").cuda()
+        fully_shard(sharded, mesh=mesh)
+        sharded(torch.ones(2, 8).cuda(local)).sum().backward()
+        dist.barrier(device_ids=[local])
+        torch.cuda.synchronize()
+        """,
+    )
+    report = rehearse(script, 2, cpu=True)
+    assert report.is_good, str(report)
+    assert torch.cuda.set_device.__module__ == "torch.cuda"
+
+
+def test_a_lock_that_another_rank_holds_is_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Ranks of a rehearsal share locks, where processes have one each: said, and ended by the timeout."""
+    monkeypatch.setattr(patience.noticing_stillness.__wrapped__, "__defaults__", (0.3,))  # type: ignore[attr-defined]
+    lock = threading.Lock()
+
+    def work(rank: int) -> None:
+        with lock:
+            dist.barrier()
+
+    report = rehearse(work, 2, timeout=1.0)
+    assert not report.is_good
+    assert "TimeoutError" in str(report)
+    assert re.search(
+        r"rank 1 has done nothing for 0 s, at .*test_scripts\.py:\d+ in work", capsys.readouterr().err
+    )
