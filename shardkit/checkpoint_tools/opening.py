@@ -8,6 +8,7 @@ import os
 from ..errors import ConfigurationError, DamagedFileError
 from ..training_checkpoints.manifest import NAME as MANIFEST
 from ..training_checkpoints.manifest import read_manifest
+from ..training_checkpoints.verifying import refuse_damage
 from ..types import StateDict, Tree
 from . import hugging_face, rank_files
 from .distributed import read_folder
@@ -78,6 +79,9 @@ def _of_folder(path: str, model_key: str | None, trust_pickle: bool) -> Checkpoi
     if os.path.exists(os.path.join(path, MANIFEST)):
         try:
             manifest = read_manifest(path)
+            if METADATA not in manifest.files:
+                raise DamagedFileError(f"{path}: its {MANIFEST} doesn't name {METADATA}")
+            refuse_damage(path, manifest, [METADATA])  # tensors have a CRC-32 each, which is compared later
         except DamagedFileError as error:
             raise DamagedFileError(f"{error}; shardkit ckpt verify {path} tells more") from None
         facts = {

@@ -5,13 +5,14 @@ Legend: N numel of a tensor; a tensor's elements are in row-major order unless s
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import dataclasses
 import math
 import mmap
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import BinaryIO
+from typing import BinaryIO, cast
 
 import torch
 
@@ -127,7 +128,7 @@ class StoredTensor:
         target = _empty(self.shape, self.stored_dtype)
         for part in self.parts:
             place = self._place(part)
-            with open(place.path, "rb", buffering=0) as file:
+            with _opened(place.path) as file:
                 source = _Source(file, place, self.name)
                 if isinstance(part, Range):
                     if place.strides is not None:
@@ -170,7 +171,7 @@ class StoredTensor:
     def _fill_rows(self, part: Box | Range, view: torch.Tensor, skip: int) -> None:
         place = self._place(part)
         offset = place.offset + skip * self.stored_dtype.itemsize
-        with open(place.path, "rb", buffering=0) as file:
+        with _opened(place.path) as file:
             _Source(file, Place(place.path, offset), self.name).fill_box(view, None)
 
     def slabs(self) -> Iterator[tuple[int, int]]:
@@ -243,6 +244,15 @@ def blocks_of(tensor: torch.Tensor, dtype: torch.dtype) -> Iterator[memoryview]:
     for start in range(0, flat.numel(), step):
         part = flat[start : start + step]
         yield memory_of(block[: part.numel()].copy_(part))
+
+
+@contextlib.contextmanager
+def _opened(path: str) -> Iterator[BinaryIO]:
+    try:
+        with open(path, "rb", buffering=0) as file:
+            yield cast(BinaryIO, file)
+    except OSError as error:  # by its own name: who writes meanwhile would take it for the target's
+        raise DamagedFileError(f"{path} can't be read ({error.strerror or error})") from error
 
 
 def _box_of(target: torch.Tensor, part: Box) -> torch.Tensor:

@@ -52,6 +52,28 @@ def test_every_flipped_byte_is_named(tmp_path: Path) -> None:
     assert whole.damages == []
 
 
+def test_what_is_read_was_compared(tmp_path: Path) -> None:
+    """The table of contents with shardkit.json, tensors and objects with their own checksums."""
+    folder = Path(make("shardkit", tmp_path))
+    expected = {name: tensor.read() for name, tensor in open_checkpoint(str(folder)).tensors()}
+    items = list(items_of(str(folder), read_metadata(folder)))
+    drawn, refused = random.Random(6), []
+    for _ in range(150):
+        file = drawn.choice(sorted(folder.iterdir()))
+        position = drawn.randrange(file.stat().st_size)
+        _flip(file, position)
+        try:
+            found = {name: tensor.read() for name, tensor in open_checkpoint(str(folder)).tensors()}
+        except DamagedFileError as error:
+            names = [i.name for i in items if i.file == str(file) and 0 <= position - i.start < i.length]
+            refused.append((str(error), [*names, file.name][0]))
+        else:  # a byte that nothing is made of, as of the padding in front of a tensor
+            assert {k: v.tolist() for k, v in found.items()} == {k: v.tolist() for k, v in expected.items()}
+        _flip(file, position)
+    assert len(refused) > 100
+    assert [(error, name) for error, name in refused if name not in error] == []
+
+
 def test_missing_and_cut_files(tmp_path: Path) -> None:
     folder = Path(make("shardkit", tmp_path))
     data = folder / "__0_0.distcp"
