@@ -172,7 +172,7 @@ class RankThreads:
     def _note_failure(self, rank: int, error: BaseException) -> None:
         what = f"failed with {type(error).__name__}: {error}"
         self._errors[rank] = f"{what} at {place_of_error(error)}"
-        if self._failure is not None:
+        if self._failure is not None or self._ended:
             return
         self._failure = rank, error, traceback.format_exc()
         self._note_hang(f"rank {rank} {self._errors[rank]}", {rank: self._errors[rank]})
@@ -198,6 +198,7 @@ class RankThreads:
     def _timed_out(self, timeout: float | None) -> RankFailedError:
         frames = sys._current_frames()
         text = f"no answer after {timeout} s; rank {self._running} was running"
+        self._note_hang(text)
         for rank, thread in enumerate(self._threads):
             stack = frames.get(thread.ident or 0)
             if rank not in self._finished and stack is not None:

@@ -61,7 +61,7 @@ def rehearse(
         show: ranks whose output is shown.
         memory: counts the bytes in tensors, which makes small operations slower.
         timeout: seconds; None: no limit.
-        cpu: CUDA devices that the script names mean the CPU; None: where CUDA is not available.
+        cpu: CUDA devices mean the CPU; None: where there is no CUDA.
         compare: runs it once more, on one rank that draws the batches of all of them together, for its losses.
 
     Returns:
@@ -69,15 +69,13 @@ def rehearse(
 
     Raises:
         ConfigurationError: the target can't be run, or a rehearsal runs already.
-        BackendError: this version of torch is not supported.
+        BackendError: not with this version of torch.
     """
     if ranks < 1 or (steps is not None and steps < 1):
         raise ConfigurationError(f"ranks and steps are numbers from 1, got {ranks} and {steps}")
     if current() is not None or isinstance(backends._instances.get("gloo"), RehearsalBackend):
         raise ConfigurationError("a rehearsal runs already in this process; one at a time")
-    program: Program | Function = (
-        Function(target) if callable(target) else Program(os.fspath(target), is_module, arguments)
-    )
+    program = Function(target) if callable(target) else Program(os.fspath(target), is_module, arguments)
     on_host = not get_backend("cuda").is_available() if cpu is None else cpu
     report = _Rehearsal(program, ranks, memory, on_host).run(steps, show, timeout)
     if not compare or not report.is_good:
