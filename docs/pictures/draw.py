@@ -21,6 +21,7 @@ from shardkit.estimate.memory import KINDS
 
 FOLDER = Path(__file__).parent
 GREY = "#848d97"
+VERBS = {"all_gather": "gather", "reduce_scatter": "reduce"}
 COLOURS = ("#4e79a7", "#d37a22", "#4f9a48", "#c25053", "#9569a1", "#8a6f5c", "#b39b2d")
 
 
@@ -65,7 +66,7 @@ def flat_parameter() -> str:
             parts += [box(x + 2 + 14 * (k >= 6), 20, cell - 4, 36, colour)]
             parts += [words(x + cell / 2 + 14 * (k >= 6), 43, f"{value:g}", "#fff")]
         rank = k // 3
-        for y, shift in ((90, 0.0), (170, 18.0 * (rank - 1))):
+        for y, shift in ((90, 0.0), (170, 18.0 * rank)):
             parts.append(
                 box(x + 2 + shift, y, cell - 4, 36, GREY if is_padding else colour, hollow=is_padding)
             )
@@ -74,8 +75,8 @@ def flat_parameter() -> str:
     parts.append(words(left + 7 * cell + 14, 14, "bias [2]"))
     parts.append(words(left + 8.5 * cell, 82, "padding"))
     for rank in range(3):
-        parts.append(words(left + cell * (3 * rank + 1.5) + 18 * (rank - 1), 228, f"rank {rank}"))
-    return svg(640, 240, parts, "A unit's parameters, end to end, cut into equal shards")
+        parts.append(words(left + cell * (3 * rank + 1.5) + 18 * rank, 228, f"rank {rank}"))
+    return svg(660, 240, parts, "A unit's parameters, end to end, cut into equal shards")
 
 
 # ------------------------------------------------------------ a step in time
@@ -124,9 +125,7 @@ def timeline() -> str:
             start, end = flying.pop((what, unit)), left + wide * (slot + 1 + (what == "reduce_scatter"))
             end = max(end, start + wide)
             parts.append(box(start + 2, lanes[what], end - start - 4, 30, colour))
-            parts.append(
-                words((start + end) / 2, lanes[what] + 20, f"{what.partition('_')[0]} {unit}", "#fff")
-            )
+            parts.append(words((start + end) / 2, lanes[what] + 20, f"{VERBS[what]} {unit}", "#fff"))
         elif what in lanes:
             first = what == "all_gather" and slot < 0
             flying[what, unit] = left + wide * (0 if first else slot + 1 + (what == "reduce_scatter"))

@@ -27,7 +27,9 @@ def executed(folder: Path) -> dict[Path, list[Any]]:
     before = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = str(ROOT)
     try:
-        NotebookClient(whole, timeout=60, kernel_name="python3", resources={"metadata": {"path": folder}}).execute()
+        NotebookClient(
+            whole, timeout=60, kernel_name="python3", resources={"metadata": {"path": folder}}
+        ).execute()
     finally:
         del os.environ["PYTHONPATH"]
         if before is not None:

@@ -10,7 +10,7 @@ nbformat = pytest.importorskip("nbformat", reason="needs the extra 'docs'")
 pytest.importorskip("nbclient", reason="needs the extra 'docs'")
 pytest.importorskip("ipykernel", reason="needs the extra 'docs'")
 
-from tests.pages.notebooks import executed, shown
+from tests.pages.notebooks import executed, shown  # noqa: E402
 
 
 def test_notebooks(tmp_path: Path) -> None:
