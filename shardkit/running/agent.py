@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import threading
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,8 +20,10 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
+from .addresses import is_reachable
 from .causes import STOPPED, Failure, first_cause
 from .folder import RunFolder
+from .heart import SILENCE, Heart, Told, connector
 from .logs import RankLogs
 from .news import News
 from .page import Page, where_it_stood
@@ -42,16 +45,19 @@ class Job:
         least: ranks of this machine that have to be left.
         stop_asked: by a signal to this process.
         status: exit status that the job is to end with, once it is known.
+        rendezvous: host and port where machines meet; ``is_cut_off``: from there.
     """
 
     id: str
     folder: RunFolder
     command: str
     least: int
-    restarts: int
+    nodes: tuple[int, int]
+    rendezvous: str
     news: News
     stop_asked: bool = False
     status: int | None = None
+    is_cut_off: bool = False
     ranks: list[int] = field(default_factory=list)  # global, of this machine
     world_size: int = 0
 
@@ -70,6 +76,9 @@ class Agent(LocalElasticAgent):
         self._server: TCPStore | None = None  # the store in which ranks meet; it outlives them
         self._before: tuple[int, Path | None] | None = None  # the last failure: local rank, checkpoint then
         self._told = False  # the present attempt's failure
+        self._telling = threading.Lock()
+        self._noticed: dict[int, float] = {}  # when ranks were seen to have failed
+        self._heart: Heart | None = None  # where there are several machines
 
     def signal_ranks(self, number: int) -> None:
         """From any thread: each rank that lives gets a signal."""
@@ -77,9 +86,28 @@ class Agent(LocalElasticAgent):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
 
+    def look_for_lost(self) -> None:
+        """From the main thread, since the agent's own may wait for a machine that can't be reached."""
+        heart = self._heart
+        lost = heart.lost() if heart is not None and not self._told else ""
+        if not lost:
+            return
+        with self._telling:
+            if self._told:
+                return
+            self._told = True
+            self._ask(self._living())
+            self._job.is_cut_off = not is_reachable(self._job.rendezvous)
+            time.sleep(_ANSWERS / 2)
+            self._publish(self._failures(), f"{lost}: it was ended, or its link is down")
+            self._end_ranks()
+
     # ------------------------------------------------------------ meeting
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
         """Adds what torch's agents don't agree on: the attempt's number, and a store of its own for each attempt."""
+        if self._heart is not None:
+            self._heart.stop()
+            self._heart = None
         super()._rendezvous(worker_group)
         store, job = worker_group.store, self._job
         assert store is not None  # noqa: S101 - torch's type is wider than what it does
@@ -92,24 +120,42 @@ class Agent(LocalElasticAgent):
         self._logs.number, self._logs.attempt = int(number), job.folder.attempt(int(number))
         job.ranks = [worker.global_rank for worker in worker_group.workers]
         job.world_size = worker_group.workers[0].world_size
-        self._told = False
+        self._told, self._noticed = False, {}
+        if worker_group.group_world_size > 1:
+            name = f"{self._address}, rank{'s' * (len(job.ranks) > 1)} {', '.join(map(str, job.ranks))}"
+            self._heart = Heart(
+                connector(address, int(port)),
+                worker_group.group_rank,
+                worker_group.group_world_size,
+                name,
+                address,
+            )
         job.news.attempt(self._logs.attempt, job.ranks, job.world_size)
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
-        if not self._told:
-            self._job.news.say("machines have joined or left: ranks start again")
-            self._end_ranks()
+        with self._telling:
+            if not self._told:
+                self._told = True
+                self._ask(self._living())
+                time.sleep(_ANSWERS)
+                elsewhere = self._cause_elsewhere()
+                if elsewhere is None:
+                    self._job.news.say("machines have joined or left: ranks start again")
+                else:
+                    self._publish_elsewhere(elsewhere)
+                self._end_ranks()
         super()._restart_workers(worker_group)
 
     # ------------------------------------------------------------ monitoring
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        if any(self._ended().values()) and not self._told:
-            self._told = True
-            if self._job.stop_asked:
-                self._remaining_restarts = 0
-            if not self._have_stopped():
-                self._tell()
-            self._end_ranks()
+        if any(self._ended().values()):
+            with self._telling:
+                if not self._told:
+                    self._told = True
+                    self._remaining_restarts *= not self._job.stop_asked
+                    if not self._have_stopped():
+                        self._tell()
+                    self._end_ranks()
         return super()._monitor_workers(worker_group)
 
     def _processes(self) -> dict[int, tuple[int, int | None]]:
@@ -157,7 +203,6 @@ class Agent(LocalElasticAgent):
 
     def _tell(self) -> None:
         """Writes the page about the failure."""
-        self._noticed: dict[int, float] = {}
         began, asked = time.monotonic(), self._living()
         self._ask(asked)
         is_signalled = False
@@ -167,11 +212,29 @@ class Agent(LocalElasticAgent):
             if waited > _ANSWERS / 2 and silent and not is_signalled:
                 is_signalled = True
                 self._ask_for_stacks(silent)
-            patience = _CAUSE if first_cause(failures).is_consequence else _ANSWERS
-            if waited >= patience or (patience == _ANSWERS and not silent):
+            is_known = not first_cause(failures).is_consequence or self._cause_elsewhere() is not None
+            patience = _ANSWERS if is_known else _CAUSE if self._heart is None else SILENCE + _CAUSE / 2
+            if (
+                waited >= patience
+                or (is_known and not silent)
+                or (self._heart is not None and self._heart.lost())
+            ):
                 break
             time.sleep(_MOMENT)
-        self._publish(self._failures())
+        failures = self._failures()
+        cause, elsewhere = first_cause(failures), self._cause_elsewhere()
+        if self._heart is not None:
+            self._heart.tell(Told(cause.rank, cause.text, cause.trace, cause.is_consequence, cause.when))
+        if not cause.is_consequence or elsewhere is None:
+            lost = self._heart.lost() if cause.is_consequence and self._heart is not None else ""
+            self._publish(failures, lost)
+        else:
+            self._publish_elsewhere(elsewhere)
+
+    def _cause_elsewhere(self) -> Told | None:
+        """A failure on another machine that is no consequence of a third one's."""
+        told = self._heart.told() if self._heart is not None else []
+        return told[0] if told and not told[0].is_consequence else None
 
     def _ask(self, ranks: dict[int, int]) -> None:
         for rank in ranks:
@@ -189,32 +252,52 @@ class Agent(LocalElasticAgent):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(self._living()[rank], STACKS_SIGNAL)
 
-    def _publish(self, failures: list[Failure]) -> None:
-        job, cause = self._job, first_cause(failures)
+    def _publish_elsewhere(self, cause: Told) -> None:
+        headline = f"rank {cause.rank} of {self._job.world_size} failed: {cause.text}"
+        self._publish(self._failures(), headline, cause)
+
+    def _publish(self, failures: list[Failure], headline: str = "", elsewhere: Told | None = None) -> None:
+        """The page.
+
+        Args:
+            headline: what happened, where it did not begin with a rank of this machine.
+        """
+        job = self._job
+        cause = None if headline else first_cause(failures)
         checkpoint = job.folder.last_checkpoint()
-        others = {f.rank: f"ended: {f.text}" for f in failures if f.rank != cause.rank}
+        others = {f.rank: f"ended: {f.text}" for f in failures if f is not cause}
         for rank, status in self._ended().items():
             if status == 0:
                 others[rank] = "had ended with status 0"
         for rank in self._living():
             others[rank] = where_it_stood(self._logs.files(rank)) or "did not say where it stood"
+        local_rank = -1 if cause is None else job.ranks.index(cause.rank)
         page = Page(
-            headline=f"rank {cause.rank} of {job.world_size} failed: {cause.text}",
+            headline=headline
+            if cause is None
+            else f"rank {cause.rank} of {job.world_size} failed: {cause.text}",
             run=job.id,
             attempt=self._logs.number,
             cause=cause,
             others=others,
             checkpoint=checkpoint,
-            next_step=self._next_step(job.ranks.index(cause.rank), checkpoint),
+            next_step=self._next_step(local_rank, checkpoint),
+            notes=["On another machine:", elsewhere.trace]
+            if elsewhere is not None and elsewhere.trace
+            else [],
         )
         job.news.page(page)
 
     def _next_step(self, local_rank: int, checkpoint: Path | None) -> str:
         """Decides how the job goes on; in words."""
         job, spec = self._job, self._worker_group.spec
+        if job.is_cut_off:
+            return f"This machine leaves the job, since it does not reach {job.rendezvous}. To come back: {job.command}"
         if self._remaining_restarts == 0:
             return f"To resume: {job.command}"
         number = spec.max_restarts - self._remaining_restarts + 1
+        if local_rank < 0:
+            return f"Restart {number} of {spec.max_restarts}, with the machines that are left"
         again, self._before = self._before == (local_rank, checkpoint), (local_rank, checkpoint)
         why = ""
         if again and spec.local_world_size > job.least:

@@ -6,7 +6,6 @@ import contextlib
 import logging
 import os
 import signal
-import socket
 import sys
 import tempfile
 import threading
@@ -16,10 +15,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
+from torch.distributed.elastic.agent.server.api import WorkerSpec
+from torch.distributed.elastic.rendezvous import (
+    RendezvousError,
+    RendezvousHandler,
+    RendezvousParameters,
+    registry,
+)
+
 from ..errors import ConfigurationError
 from ..tracing.tracer import VARIABLE as TRACE
 from ..tracing.tracer import read_plan
+from .addresses import can_host, interface_of, own_address
+from .agent import Agent, Job
 from .folder import RUN_DIR, RunFolder
+from .logs import RankLogs
 from .news import News
 
 _TICK = 0.1
@@ -125,34 +135,23 @@ class _Running:
     """The agent has a thread of its own; signals come to the main thread, and it shows what happens."""
 
     def __init__(self, options: Options, name: str, folder: RunFolder, pipes: Path) -> None:
-        from torch.distributed.elastic.agent.server.api import WorkerSpec
-        from torch.distributed.elastic.rendezvous import RendezvousParameters, registry
-
-        from .agent import Agent, Job
-        from .logs import RankLogs
-
-        host = options.rendezvous.rpartition(":")[0]
-        self._address = own_address(options.rendezvous) if host else _LOCAL
+        self._address = own_address(options.rendezvous) if options.rendezvous else _LOCAL
+        is_host = True
+        if options.rendezvous:
+            is_host = can_host(options.rendezvous)
+            interface = interface_of(self._address)
+            if interface:  # gloo would take the one that the machine's name stands for
+                os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         self._news = News(name, folder)
         least = options.ranks if options.least is None else options.least
-        self._job = Job(name, folder, options.command, least, options.restarts, self._news)
-        parameters = RendezvousParameters(
-            backend="c10d",
-            endpoint=options.rendezvous or "localhost:0",
-            run_id=name,
-            min_nodes=options.nodes[0],
-            max_nodes=options.nodes[1],
-            local_addr=self._address,
-            join_timeout=options.join_timeout,
-            last_call_timeout=_LAST_CALL,
-            keep_alive_interval=2,
-        )
+        self._job = Job(name, folder, options.command, least, options.nodes, options.rendezvous, self._news)
+        handler = _handler(options, name, self._address, is_host, folder)
         self._spec = WorkerSpec(
             role="rank",
             local_world_size=options.ranks,
             entrypoint=sys.executable,
             args=("-u", "-m", "shardkit.running.rank", *options.program),
-            rdzv_handler=registry.get_rendezvous_handler(parameters),
+            rdzv_handler=handler,
             max_restarts=options.restarts,
             monitor_interval=_TICK,
             local_addr=self._address,
@@ -167,15 +166,18 @@ class _Running:
         thread = threading.Thread(target=self._work, name="shardkit-agent", daemon=True)
         thread.start()
         try:
-            while thread.is_alive():
+            while thread.is_alive() and not self._job.is_cut_off:
                 thread.join(_TICK)
+                self._agent.look_for_lost()
                 self._news.show()
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
             self._news.close()
         if self._error is not None:
-            raise self._error
+            raise _named(self._error, self._job.nodes[0], self._job.folder) from self._error
+        if self._job.is_cut_off:
+            return 1
         if self._job.status is not None:
             self._say_stopped(self._job.status)
             return self._job.status
@@ -213,22 +215,42 @@ class _Running:
         self._news.say(f"{how}. Last complete checkpoint: {saved or 'none'}. To resume: {self._job.command}")
 
 
-def own_address(rendezvous: str) -> str:
-    """The address of this machine from which the way leads to where machines meet.
+def _handler(
+    options: Options, name: str, address: str, is_host: bool, folder: RunFolder
+) -> RendezvousHandler:
+    """Where machines meet.
 
     Raises:
-        ConfigurationError: there is no such way, or the name has no address.
+        ConfigurationError: that can't be reached.
     """
-    host, _, port = rendezvous.rpartition(":")
-    if not host or not port.isdigit():
-        raise ConfigurationError(f"--rdzv {rendezvous}: write HOST:PORT")
-    try:
-        kind, _, _, _, target = socket.getaddrinfo(host, int(port), type=socket.SOCK_DGRAM)[0]
-        with socket.socket(kind, socket.SOCK_DGRAM) as way:
-            way.connect(target)  # sends nothing
-            return str(way.getsockname()[0])
-    except OSError as error:
-        raise ConfigurationError(
-            f"--rdzv {rendezvous}: {error}. No way leads there from here: check the name, and with 'ip route get' "
-            "which interface it takes"
-        ) from error
+    for hosts in (is_host, False):
+        parameters = RendezvousParameters(
+            backend="c10d",
+            endpoint=options.rendezvous or "localhost:0",
+            run_id=name,
+            min_nodes=options.nodes[0],
+            max_nodes=options.nodes[1],
+            local_addr=address,
+            is_host=hosts,
+            join_timeout=options.join_timeout,
+            last_call_timeout=_LAST_CALL,
+            keep_alive_interval=2,
+        )
+        try:
+            return registry.get_rendezvous_handler(parameters)
+        except RendezvousError as error:
+            if not hosts:  # else another agent on this machine may have been quicker
+                raise _named(error, options.nodes[0], folder) from error
+    raise ConfigurationError("unreachable")
+
+
+def _named(error: BaseException, least: int, folder: RunFolder) -> BaseException:
+    """What torch's agent raised, in words."""
+    kind = type(error).__name__
+    if not kind.startswith("Rendezvous") and not isinstance(error, TimeoutError):
+        return error
+    return ConfigurationError(
+        f"machines did not meet ({kind}: {str(error).partition(chr(10))[0]}). --rdzv has to be the same everywhere, at "
+        f"a machine of the job that all others reach, and {least} of them (--nodes) have to start within "
+        f"--join-timeout; {folder.log} has what torch's agent said"
+    )

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from ..backend import Backend
 from ..errors import ConfigurationError
 from ..progress import noting_errors
+from ..running.folder import note_checkpoints
 from ..types import ProcessGroup, StateDict, Tree
 from . import folders
 from .agreeing import agree, attempt
@@ -87,6 +88,7 @@ def restore(
     wait_for_earlier(ranks.rank)
     path, problem = attempt(lambda: folders.chosen(dir)) if ranks.rank == 0 else ("", None)
     path = agree(ranks, problem, what, path)[0]
+    note_checkpoints(os.path.dirname(path))
     with contextlib.ExitStack() as held:
         restoring, problem = attempt(
             lambda: _prepared(path, parts, backend, ranks, with_random, verify, held)

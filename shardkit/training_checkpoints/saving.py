@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from ..checkpoint.saving import save as save_file
 from ..errors import ConfigurationError
 from ..progress import noting_errors
+from ..running.folder import note_checkpoints
 from ..types import ProcessGroup
 from .collecting import Parts, backend_and_ranks, collect
 from .handles import Handle
@@ -100,6 +101,7 @@ def save_checkpoint(
     """See :func:`save`."""
     backend, ranks = backend_and_ranks(model, group)
     parts = Parts(model, optimizer, scheduler, scaler, loader)
+    note_checkpoints(dir)
     saving = Save(os.path.realpath(dir), ranks, step, keep, async_)
     with torch.no_grad():
         saving.begin(lambda: collect(parts, saving.step, extra, backend, ranks))

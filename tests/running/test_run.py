@@ -5,13 +5,16 @@ from __future__ import annotations
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import pytest
 
+import shardkit
 from shardkit.cli import main
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -20,7 +23,7 @@ pytestmark = pytest.mark.timeout(90)
 EXPECTED = [(0, 2, []), (1, 2, [2]), (2, 1, [2])]
 # Steps end in "checkpoints", as shardkit.save writes them. By attempt: rank 1 raises; dies; is left out.
 PROGRAM = """
-import os, signal, sys, time
+import os, signal
 from pathlib import Path
 import torch, torch.distributed as dist
 import shardkit
@@ -37,29 +40,24 @@ def save(step, rank):
         Path(f"saved/step-{step:08}/shardkit.json").write_text("{}")
     dist.barrier()
 
-def train(rank, what):
+def train(rank):
     attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     world_size = dist.get_world_size()
     print("attempt", attempt, "of", world_size, "ranks from", complete_steps(), flush=True)
     model = shardkit.FSDP(torch.nn.Linear(4, 4))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step in range(*{"fails": (1, 4), "stops": (1, 2000)}[what]):
+    for step in range(1, 4):
         model(torch.ones(2, 4)).sum().backward()
-        if what == "fails" and rank == 1 and attempt < 3 and step == 3:
+        if rank == 1 and attempt < 3 and step == 3:
             if attempt == 0:
                 raise KeyError("what went wrong")
             os.kill(os.getpid(), signal.SIGKILL)
         optimizer.step()
         optimizer.zero_grad()
-        if what == "fails" and attempt == 0 and step == 2:
+        if attempt == 0 and step == 2:
             save(step, rank)
-        if what == "stops":
-            Path("is running").touch()
-            if shardkit.stop_requested():
-                save(step, rank)
-                sys.exit(75)
 
-shardkit.launch(train, int(os.environ["WORLD_SIZE"]), args=tuple(sys.argv[1:]))
+shardkit.launch(train, int(os.environ["WORLD_SIZE"]))
 """
 
 
@@ -73,7 +71,7 @@ def _begin(folder: Path, *arguments: str) -> subprocess.Popen[str]:
 
 
 def test_failures_restarts_and_fewer_ranks(tmp_path: Path) -> None:
-    arguments = ("--ranks", "2", "--restarts", "2", "--min-ranks", "1", "--id", "one", "train.py", "fails")
+    arguments = ("--ranks", "2", "--restarts", "2", "--min-ranks", "1", "--id", "one", "train.py")
     job = _begin(tmp_path, *arguments)
     out, err = job.communicate(timeout=80)
     assert job.returncode == 0, err
@@ -98,12 +96,14 @@ def test_failures_restarts_and_fewer_ranks(tmp_path: Path) -> None:
 
 
 def test_sigterm_lets_ranks_save_and_end(tmp_path: Path) -> None:
-    job = _begin(tmp_path, "--ranks", "2", "train.py", "stops")
-    _wait_for(job, tmp_path / "is running")
+    """The example, which has all that a program needs for it."""
+    example = str(ROOT / "shardkit" / "examples" / "train_anything.py")
+    job = _begin(tmp_path, "--ranks", "2", example, "--epochs", "1000", "--save-every", "5")
+    _wait_for(job, tmp_path / "saved" / "step-00000005")
     job.send_signal(signal.SIGTERM)
     _, err = job.communicate(timeout=60)
     assert job.returncode == 75, err
-    (saved,) = (tmp_path / "saved").iterdir()
+    saved = shardkit.latest(tmp_path / "saved")
     assert f"ranks have stopped. Last complete checkpoint: {saved}. To resume: shardkit run --ranks 2" in err
     assert not list(tmp_path.glob("runs/*/failure.txt"))
 
@@ -140,3 +140,16 @@ def test_what_can_not_be_started(
     (tmp_path / "x.py").write_text("")
     assert main(["run", *arguments]) == 2
     assert says in capsys.readouterr().err
+
+
+def test_a_port_that_something_else_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("SHARDKIT_RUN_DIR", "")
+    (tmp_path / "x.py").write_text("")
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        threading.Thread(target=lambda: other.accept()[0].close(), daemon=True).start()
+        place = f"127.0.0.1:{other.getsockname()[1]}"
+        assert main(["run", "--ranks", "1", "--nodes", "2", "--id", "a", "--rdzv", place, "x.py"]) == 2
+    assert f"{place}: the port is taken by something else" in capsys.readouterr().err
