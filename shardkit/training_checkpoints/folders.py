@@ -8,6 +8,7 @@ way first. So ``step-00000017`` is complete whenever it is there, whatever was k
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import re
 import shutil
@@ -25,10 +26,13 @@ try:
 except ImportError:  # Windows: no one is told that a checkpoint is being read
     fcntl = None  # type: ignore[assignment]
 
+logger = logging.getLogger("shardkit")
+
 _STEP = re.compile(r"step-(\d{8,})")
 _TEMPORARY = re.compile(
     r"\.(?P<name>step-\d{8,})\.(?P<host>.*)\.(?P<pid>\d+)\.(?P<token>[0-9a-f]+)\.(?P<kind>part|old)"
 )
+_SHOWN = 5.0  # seconds
 _ABANDONED = 3600.0  # seconds in which nobody wrote to another machine's temporary folder
 
 
@@ -64,9 +68,15 @@ def begin(folder: str, step: int) -> str:
 
     Raises:
         OSError: it can't be made.
+        ConfigurationError: another process of this machine writes the same step.
     """
     os.makedirs(folder, exist_ok=True)
-    _clear(folder)
+    others = _clear(folder)
+    if step_name(step) in others:
+        raise ConfigurationError(
+            f"another process (number {others[step_name(step)]}) writes {step_name(step)} in {folder} at this moment. "
+            "Give each training, and each group of ranks with a model of its own, a folder of its own"
+        )
     path = _temporary(folder, step, "part")
     os.mkdir(path)
     return path
@@ -91,17 +101,28 @@ def finish(temporary: str, folder: str, step: int) -> str:
     return target
 
 
-def keep_newest(folder: str, count: int | None) -> None:
-    """Removes all checkpoints but so many with the highest steps, and those that somebody reads."""
-    if count is None:
-        return
-    for step, path in list(complete(folder).items())[:-count]:
-        with _for_removal(path) as free:
-            if free:
-                gone = _temporary(folder, step, "part")
-                with contextlib.suppress(OSError):  # others' files, or removed by others
-                    os.rename(path, gone)
-                    shutil.rmtree(gone, ignore_errors=True)
+def keep_newest(folder: str, count: int | None, new: int) -> None:
+    """Removes all checkpoints but so many: the new one, and those with the highest steps; none that somebody reads."""
+    there = complete(folder)
+    others = [step for step in there if step != new]
+    for step in [] if count is None else others[: max(0, len(there) - count)]:
+        _remove(folder, step, there.pop(step))
+    later = [step for step in there if step > new]
+    if later:
+        logger.warning(
+            "%s has checkpoints of later steps (%s) than step %d, which was saved now: restore takes the latest. Give "
+            "a training that goes another way from an earlier step a folder of its own, or remove them",
+            folder, ", ".join(map(str, later[:3])), new,
+        )  # fmt: skip
+
+
+def _remove(folder: str, step: int, path: str) -> None:
+    with _for_removal(path) as free:
+        if free:
+            gone = _temporary(folder, step, "part")
+            with contextlib.suppress(OSError):  # others' files, or removed by others
+                os.rename(path, gone)
+                shutil.rmtree(gone, ignore_errors=True)
 
 
 @contextlib.contextmanager
@@ -135,15 +156,23 @@ def _for_removal(path: str) -> Iterator[bool]:
 
 def _temporary(folder: str, step: int, kind: str) -> str:
     token = uuid.uuid4().hex[:12]
-    host = socket.gethostname()[:64]
-    return os.path.join(folder, f".{step_name(step)}.{host}.{os.getpid()}.{token}.{kind}")
+    return os.path.join(folder, f".{step_name(step)}.{_host()}.{os.getpid()}.{token}.{kind}")
 
 
-def _clear(folder: str) -> None:
-    """What killed saves have left: what was to be replaced comes back, if its place is free; all else goes."""
+def _clear(folder: str) -> dict[str, str]:
+    """What killed saves have left: what was to be replaced comes back, if its place is free; all else goes.
+
+    Returns:
+        The steps that other processes of this machine write, and their numbers.
+    """
+    busy: dict[str, str] = {}
     for name in os.listdir(folder):
         matched = _TEMPORARY.fullmatch(name)
-        if matched is None or not _is_left_over(os.path.join(folder, name), matched):
+        if matched is None:
+            continue
+        if not _is_left_over(os.path.join(folder, name), matched):
+            if matched["kind"] == "part" and matched["host"] == _host():
+                busy[matched["name"]] = matched["pid"]
             continue
         path, target = os.path.join(folder, name), os.path.join(folder, matched["name"])
         if matched["kind"] == "old" and not os.path.lexists(target):
@@ -151,12 +180,27 @@ def _clear(folder: str) -> None:
                 os.rename(path, target)
         else:
             shutil.rmtree(path, ignore_errors=True)
+    return busy
+
+
+def _host() -> str:
+    return socket.gethostname()[:64]
 
 
 def _is_left_over(path: str, matched: re.Match[str]) -> bool:
-    if matched["host"] == socket.gethostname()[:64]:
+    if matched["host"] == _host():
         return matched["pid"] == str(os.getpid()) or not is_alive(matched["pid"])
     return time.time() - last_change(path) > _ABANDONED
+
+
+def is_there(path: str) -> bool:
+    """Whether a folder that another rank has made is seen here; network file systems may take seconds to show it."""
+    end = time.monotonic() + _SHOWN
+    while not os.path.isdir(path):
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.05)
+    return True
 
 
 def last_change(path: str) -> float:

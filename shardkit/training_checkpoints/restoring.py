@@ -107,7 +107,7 @@ def _prepared(
 ) -> _Restoring:  # fmt: skip
     from .stored import Stored  # torch's part takes long to import
 
-    if not os.path.isdir(path):
+    if not folders.is_there(path):
         raise ConfigurationError(
             f"rank {ranks.world[ranks.rank]} does not see {path}, which rank {ranks.world[0]} restores: a checkpoint "
             "has to be on a file system that all ranks share"

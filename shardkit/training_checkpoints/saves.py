@@ -129,7 +129,7 @@ class Save:
 
     def write_own(self) -> None:
         """This rank's files."""
-        if not os.path.isdir(self.temporary):
+        if not folders.is_there(self.temporary):
             raise ConfigurationError(
                 f"rank {self.ranks.world[self.ranks.rank]} does not see {self.temporary}, which rank "
                 f"{self.ranks.world[0]} has made: a checkpoint's folder has to be on a file system that all ranks "
@@ -144,7 +144,7 @@ class Save:
 
         compose(self.temporary, self.ranks.size, self.step, self.run, self.kind)
         folders.finish(self.temporary, self.folder, self.step)
-        folders.keep_newest(self.folder, self.keep)
+        folders.keep_newest(self.folder, self.keep, self.step)
 
     def _give_up(self) -> None:
         if self.is_first and self.temporary:

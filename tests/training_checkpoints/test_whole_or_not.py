@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import os
+import socket
 import subprocess
 import sys
 import textwrap
@@ -124,6 +126,11 @@ def _errors(rank: int, folder: str, in_background: bool) -> None:
         save(step=2 + rank)
     with pytest.raises(RankMismatchError, match=r"what shardkit\.save was given"):
         save(model=nn.Linear(4, 4 + rank))
+    if rank:
+        folders.is_there = lambda path: False
+    with pytest.raises(ConfigurationError, match=r"rank 1 does not see .* file system that all ranks share"):
+        save()
+    importlib.reload(folders)
     writes = data_file.torch.save
     try:
         if rank:
@@ -160,12 +167,16 @@ def test_an_error_on_one_rank_is_everybodys(in_background: bool, tmp_path: Path)
     rank_pool(2).run(_errors, str(tmp_path), in_background)
 
 
-def test_what_is_kept(tmp_path: Path) -> None:
+def test_what_is_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder = tmp_path / "checkpoints"
     for step in range(5):
         shardkit.save(folder, model=_model(step), step=step, keep=2)
     assert sorted(os.listdir(folder)) == ["step-00000003", "step-00000004"]
     assert read_manifest(folder / "step-00000003").run == read_manifest(folder / "step-00000004").run
+    shardkit.save(folder, model=_model(1), step=1, keep=2)  # earlier than others: it stays
+    assert sorted(os.listdir(folder)) == ["step-00000001", "step-00000004"]
+    assert "later steps (4) than step 1" in caplog.text
+    shardkit.save(folder, model=_model(3), step=3, keep=2)
     with folders.being_read(str(folder / "step-00000003")):
         shardkit.save(folder, model=_model(5), step=5, keep=1)
         assert sorted(os.listdir(folder)) == ["step-00000003", "step-00000005"]
@@ -174,6 +185,9 @@ def test_what_is_kept(tmp_path: Path) -> None:
     model = _model()
     found = shardkit.restore(folder / "step-00000005", model=model)
     assert (found.step, found.world_size, model.weight[0, 0].item()) == (5, 1, 7.0)
+    (folder / f".step-00000006.{socket.gethostname()}.1.aa.part").mkdir()
+    with pytest.raises(ConfigurationError, match=r"another process \(number 1\) writes step-00000006"):
+        shardkit.save(folder, model=model, step=6)
     for wrong in (0, -1, True, "3"):
         with pytest.raises(ConfigurationError, match="keep="):
             shardkit.save(folder, model=model, step=6, keep=wrong)  # type: ignore[call-overload]
