@@ -3,7 +3,9 @@
 [Note: metadata as data] The file is a pickle, and ``FileSystemReader`` runs what it says. Here each name in it stands
 for a class or a function of this module, or for a dtype; any other is refused before anything is called. The classes
 keep what they are given, have no methods that do anything with it, and can't be changed by instructions that set
-attributes.
+attributes. Instructions that torch doesn't use here are refused: some take memory of any size. So the machine is
+Python's own in Python: the one in C takes no choice of instructions, and keeps an array as long as the largest number
+that the file names.
 """
 
 from __future__ import annotations
@@ -12,12 +14,12 @@ import os
 import pickle
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import ClassVar, NoReturn
 
 import torch
 
 from ..errors import DamagedFileError, UntrustedFileError
-from ..types import Tree
+from ..types import AnyCallable, Tree
 
 METADATA = ".metadata"
 _DCP = "torch.distributed.checkpoint"
@@ -131,7 +133,21 @@ _NAMES: dict[tuple[str, str], object] = {
 }
 
 
-class _Reader(pickle.Unpickler):
+_INSTRUCTIONS = (
+    "PROTO", "FRAME", "STOP", "MARK", "NONE", "NEWTRUE", "NEWFALSE", "BININT", "BININT1", "BININT2",
+    "LONG1", "BINFLOAT", "BINUNICODE", "SHORT_BINUNICODE", "EMPTY_TUPLE", "TUPLE", "TUPLE1", "TUPLE2",
+    "TUPLE3", "EMPTY_LIST", "APPEND", "APPENDS", "EMPTY_DICT", "SETITEM", "SETITEMS", "GLOBAL",
+    "STACK_GLOBAL", "REDUCE", "NEWOBJ", "BUILD", "MEMOIZE", "BINPUT", "LONG_BINPUT", "BINGET",
+    "LONG_BINGET",
+)  # fmt: skip
+
+
+class _Reader(pickle._Unpickler):
+    dispatch: ClassVar[dict[int, AnyCallable]] = {
+        ord(getattr(pickle, name)): pickle._Unpickler.dispatch[ord(getattr(pickle, name))]
+        for name in _INSTRUCTIONS
+    }
+
     def find_class(self, module: str, name: str) -> Tree:
         found = _NAMES.get((module, name))
         if found is None:

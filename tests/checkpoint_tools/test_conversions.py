@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from shardkit import load
 from shardkit.checkpoint_tools import Conversion, compare, convert, open_checkpoint
-from shardkit.errors import ConfigurationError, UntrustedFileError
+from shardkit.errors import ConfigurationError, DamagedFileError, UntrustedFileError
 from tests.checkpoint_tools.samples import Net, assert_same, by_name, everything, make, trained
 from tests.pools import rank_pool
 
@@ -368,6 +368,10 @@ def test_forged_files_run_nothing(sources: dict[str, str], tmp_path: Path) -> No
     assert not made.exists()
     # instructions that would set attributes of a class that stands for one of torch's
     head = b"\x80\x04ctorch.distributed.checkpoint.metadata\nMetadata\n"
+    huge = b"\x80\x04\x96" + (1 << 40).to_bytes(8, "little") + b"."  # a bytearray of a terabyte
+    (folder / ".metadata").write_bytes(huge)
+    with pytest.raises(DamagedFileError):
+        open_checkpoint(str(folder))
     for body in (b"N}X\x03\x00\x00\x00getcNO", b"N}X\x03\x00\x00\x00getK\x01s\x86b."):
         (folder / ".metadata").write_bytes(head + body)
         with pytest.raises(Exception, match=r"is damaged|is no table"):
