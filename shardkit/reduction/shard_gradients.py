@@ -26,6 +26,7 @@ from ..backend import Group, ReduceOp
 from ..errors import ConfigurationError, LifecycleError
 from ..optimizers.stepping import take_part
 from ..torch_seams.marked_tensors import MarkedTensor, as_plain, stays_marked
+from ..tracing import ranges
 from ..types import AnyCallable, Args, Kwargs, Memo, StateDict, Tree
 from .norms import combined, global_norm, nothing, order_of
 
@@ -176,7 +177,10 @@ def _finished_norm(norms: _UnfinishedNorm, norm_type: float) -> torch.Tensor:
         there = [values[k] for k, g in enumerate(groups) if g is group]
         local = combined(there, order) if there else torch.full_like(values[0], nothing(order))
         finished.append(global_norm(local, order, group, "norm of gradients, for torch.nn.utils"))
-    return combined(finished, order)
+    total = combined(finished, order)
+    if ranges.listening:
+        ranges.tell("gradient_norm", total)
+    return total
 
 
 def _check_all_there(kind: type[ShardGradient], asked: int) -> None:

@@ -11,7 +11,7 @@ from .analysis import Analysis
 from .timeline import Place
 
 _WORTH = 0.02  # of a step: less is not spoken of
-_SMALL = 2**20  # bytes of a unit
+_SMALL = 2**18  # bytes of a unit
 _UNEVEN = 1.15
 
 
@@ -52,7 +52,8 @@ _LATE_ELSEWHERE = (
 
 
 def _late_ranks(found: Analysis) -> Iterator[Advice]:
-    for late in found.late:
+    lasting = [late for late in found.late if 2 * late.times >= found.steps]  # not what happened once
+    for late in lasting[:4]:
         place, us = Place(late.cause.phase, late.cause.unit), late.total_us / max(1, found.steps)
         yield Advice(
             "late rank",

@@ -168,9 +168,7 @@ def _met(arrivals: tuple[list[float], list[float]], waited_from: float) -> float
 # ------------------------------------------------------------ who is late
 def _late(trace: Trace) -> list[Late]:
     threshold = 200.0 + 2 * max(_clock_errors(trace), default=0.0)
-    takes_turns = (
-        trace.facts.get("backend") == "simulated"
-    )  # nobody waits there: who arrives last says nothing
+    takes_turns = bool(trace.facts.get("takes_turns"))  # threads of one process: who comes last says nothing
     found: dict[Cause, Late] = {}
     before = {number: rank.start for number, rank in trace.ranks.items()}
     for what, ranks in trace.meetings:

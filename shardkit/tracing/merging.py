@@ -51,6 +51,7 @@ def merged(parts: Sequence[Part]) -> Json:
             "world_size": parts[0]["world_size"],
             "backend": parts[0]["backend"],
             "torch": parts[0]["torch"],
+            "takes_turns": len(parts) > 1 and len({(part["host"], part["process"]) for part in parts}) == 1,
             "hosts": {str(part["rank"]): part["host"] for part in parts},
             "clock_error_us": {
                 str(part["rank"]): min((error for _, _, error in part["clock"]), default=0.0) / 1e3
@@ -84,6 +85,8 @@ def _nested(slices: Iterable[Slice], ended: float) -> Iterator[Slice]:
         while around and around[-1] <= s.start:
             around.pop()
         end = min([s.end, *around])
+        if s.what.kind == "backward" and moment is not None and _is_within(moment[0].what.unit, s.what.unit):
+            continue  # backward goes from the outside in: both have the same output
         if moment is not None and (
             s.what.kind in ("backward", "backward.end", "step", "data") or _is_over(moment, s)
         ):
@@ -96,6 +99,10 @@ def _nested(slices: Iterable[Slice], ended: float) -> Iterator[Slice]:
             around.append(end)
     if moment is not None:
         yield _lasting(moment, ended)
+
+
+def _is_within(unit: str, other: str) -> bool:
+    return other == "root" or unit.startswith(other + ".")
 
 
 def _is_over(moment: tuple[Slice, list[float]], s: Slice) -> bool:

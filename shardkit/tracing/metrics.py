@@ -10,7 +10,7 @@ from typing import Protocol, TypeAlias, runtime_checkable
 
 import torch
 
-from ..backend import Group, backend_of_job
+from ..backend import Backend, Group, backend_of_job
 from ..errors import ConfigurationError, LifecycleError
 from ..types import ProcessGroup
 from .merging import is_collective
@@ -73,6 +73,7 @@ class Metrics:
             they are rank 0's own, without any collective.
         per_rank: every rank writes its own records, to ``metrics.rank-3.jsonl`` for a file's name ``metrics.jsonl``.
         group: the ranks; None for all.
+        backend: theirs, by name or itself, where it is not that of the job's process group.
 
     Raises:
         ConfigurationError: no sink, something that is none, or ``every`` below 1.
@@ -85,12 +86,13 @@ class Metrics:
         over_ranks: bool = False,
         per_rank: bool = False,
         group: ProcessGroup = None,
+        backend: str | Backend | None = None,
     ) -> None:
         if every < 1:
             raise ConfigurationError(f"every={every}: write a record every so many steps, 1 or more")
         if over_ranks and per_rank:
             raise ConfigurationError("over_ranks and per_rank exclude each other")
-        self._group: Group = backend_of_job().group(group)
+        self._group: Group = backend_of_job(backend).group(group)
         self._every, self._over_ranks = every, over_ranks
         self._writes = per_rank or self._group.rank == 0
         checked = [_sink(sink, self._group.rank if per_rank else None) for sink in sinks]

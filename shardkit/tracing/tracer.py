@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from ..backend import Group, backend_of_job
+from ..backend import Backend, Group, backend_of_job
 from ..errors import ConfigurationError, RankMismatchError
 from ..types import ProcessGroup
 from .clocks import compare_clocks
@@ -131,7 +131,11 @@ def _checked(steps: range | None) -> range | None:
 
 @contextmanager
 def trace(
-    path: str | os.PathLike[str], steps: range | None = None, *, group: ProcessGroup = None
+    path: str | os.PathLike[str],
+    steps: range | None = None,
+    *,
+    group: ProcessGroup = None,
+    backend: str | Backend | None = None,
 ) -> Iterator[Tracer]:
     """Traces what is inside, or some steps of it, on all ranks (collective).
 
@@ -149,12 +153,13 @@ def trace(
         path: of the file.
         steps: counted from the beginning of the block; None: everything inside.
         group: the ranks; None for all.
+        backend: theirs, by name or itself, where it is not that of the job's process group.
 
     Raises:
         ConfigurationError: ``steps`` is no range of at least one step.
         RankMismatchError: ranks trace different steps.
     """
-    tracer = Tracer(path, steps, backend_of_job().group(group))
+    tracer = Tracer(path, steps, backend_of_job(backend).group(group))
     try:
         yield tracer
     except BaseException:
