@@ -7,7 +7,7 @@ from statistics import median
 from typing import NamedTuple
 
 from ..tables import in_bytes
-from .analysis import Analysis
+from .analysis import Analysis, Late
 from .timeline import Place
 
 _WORTH = 0.02  # of a step: less is not spoken of
@@ -52,16 +52,26 @@ _LATE_ELSEWHERE = (
 
 
 def _late_ranks(found: Analysis) -> Iterator[Advice]:
-    lasting = [late for late in found.late if 2 * late.times >= found.steps]  # not what happened once
-    for late in lasting[:4]:
-        place, us = Place(late.cause.phase, late.cause.unit), late.total_us / max(1, found.steps)
+    """One for each rank and remedy, the largest cause in full."""
+    alike: dict[tuple[int, str], list[Late]] = {}
+    for late in found.late:
+        if 2 * late.times >= found.steps:  # not what happened once
+            remedy = _LATE_REMEDIES.get(late.cause.phase, _LATE_ELSEWHERE)
+            alike.setdefault((late.cause.rank, remedy), []).append(late)
+    for (rank, remedy), (first, *others) in alike.items():
+        us = first.total_us / max(1, found.steps)
+        more = [late for late in others if late.total_us > 0.2 * first.total_us][:3]
         yield Advice(
             "late rank",
-            f"rank {late.cause.rank} takes {in_time(us)} a step longer than the others in {place}; they wait for it in "
-            f"{late.collective}",
-            _LATE_REMEDIES.get(late.cause.phase, _LATE_ELSEWHERE),
+            f"rank {rank} takes {in_time(us)} a step longer than the others in {_place(first)}; they wait for it in "
+            f"{first.collective}" + "".join(f"; also in {_place(late)}" for late in more),
+            remedy,
             us,
         )
+
+
+def _place(late: Late) -> Place:
+    return Place(late.cause.phase, late.cause.unit)
 
 
 _EXPOSED_REMEDIES = {

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from itertools import groupby
 from pathlib import Path
 
 from ..errors import ConfigurationError
@@ -37,20 +39,16 @@ def plot(trace: Trace, path: str | Path, step: int | None = None) -> None:
     axes = figure.subplots()
     used: dict[str, str] = {}
     for row, rank in enumerate(trace.ranks.values()):
-        for moment in rank.moments:
-            left, right = max(moment.start, start), min(moment.end, end)
-            if right <= left:
-                continue
-            kind = _kind(moment)
-            used[kind] = _COLOURS.get(kind, "#bab0ac")
+        for left, right, kind, label in _pieces(rank.moments, start, end):
+            used[kind] = _COLOURS[kind]
             axes.broken_barh(
                 [((left - start) / 1e3, (right - left) / 1e3)], (row - 0.4, 0.8), color=used[kind],
-                hatch="////" if kind == "waits" else None, edgecolor="white", linewidth=0.2,
+                hatch="///" if kind == "waits" else None, edgecolor="white", linewidth=0.3,
             )  # fmt: skip
-            if right - left > 0.03 * (end - start):
+            if right - left > 0.02 * (end - start):
                 axes.text(
-                    ((left + right) / 2 - start) / 1e3, row, _label(moment), ha="center", va="center", fontsize=7,
-                    rotation=90 if right - left < 0.08 * (end - start) else 0, clip_on=True,
+                    ((left + right) / 2 - start) / 1e3, row, label, ha="center", va="center", fontsize=7, clip_on=True,
+                    rotation=90 if right - left < 0.08 * (end - start) else 0,
                 )  # fmt: skip
     axes.set(
         yticks=range(len(trace.ranks)), yticklabels=[f"rank {number}" for number in trace.ranks], xlabel="ms",
@@ -59,6 +57,15 @@ def plot(trace: Trace, path: str | Path, step: int | None = None) -> None:
     handles = [Patch(color=used[kind], label=kind) for kind in _COLOURS if kind in used]
     figure.legend(handles=handles, loc="outside upper center", ncols=len(handles), frameon=False)
     figure.savefig(path)
+
+
+def _pieces(moments: Sequence[Moment], start: float, end: float) -> Iterator[tuple[float, float, str, str]]:
+    """Start, end, kind and label; moments of one kind and unit that follow each other are one."""
+    for (kind, label), group in groupby(moments, key=lambda moment: (_kind(moment), _label(moment))):
+        alike = list(group)
+        left, right = max(alike[0].start, start), min(alike[-1].end, end)
+        if right > left:
+            yield left, right, kind, label
 
 
 def _time_of(trace: Trace, step: int | None) -> tuple[float, float]:
