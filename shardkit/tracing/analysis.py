@@ -95,6 +95,11 @@ class Analysis:
     others_late: dict[str, float]
     late: list[Late]
 
+    @property
+    def clock_error_us(self) -> float:
+        """Times of ranks are that exact beside each other."""
+        return max(_clock_errors(self.facts), default=0.0)
+
 
 def analyse(trace: Trace) -> Analysis:
     """Everything that is told of a trace."""
@@ -167,7 +172,7 @@ def _met(arrivals: tuple[list[float], list[float]], waited_from: float) -> float
 
 # ------------------------------------------------------------ who is late
 def _late(trace: Trace) -> list[Late]:
-    threshold = 200.0 + 2 * max(_clock_errors(trace), default=0.0)
+    threshold = 200.0 + 2 * max(_clock_errors(trace.facts), default=0.0)
     takes_turns = bool(trace.facts.get("takes_turns"))  # threads of one process: who comes last says nothing
     found: dict[Cause, Late] = {}
     before = {number: rank.start for number, rank in trace.ranks.items()}
@@ -192,8 +197,8 @@ def _late(trace: Trace) -> list[Late]:
     return sorted(found.values(), key=lambda entry: -entry.total_us)
 
 
-def _clock_errors(trace: Trace) -> list[float]:
-    errors = trace.facts.get("clock_error_us", {})
+def _clock_errors(facts: Mapping[str, object]) -> list[float]:
+    errors = facts.get("clock_error_us", {})
     return [float(error) for error in errors.values()] if isinstance(errors, dict) else []
 
 

@@ -63,9 +63,10 @@ def title(found: Analysis) -> str:
     """One line."""
     exposed = sum(found.exposed_us.values()) / max(1, len(found.exposed_us))
     share = 100 * exposed / max(1e-9, found.step_us)
+    clocks = f"; clocks agree within {in_time(found.clock_error_us)}" if found.clock_error_us else ""
     return (
         f"{found.steps} steps of {len(found.busy_us)} ranks ({found.facts.get('backend')}): {in_time(found.step_us)} a "
-        f"step, of which {in_time(exposed)} ({share:.0f} %) are waits that nothing hides"
+        f"step, of which {in_time(exposed)} ({share:.0f} %) are waits that nothing hides{clocks}"
     )
 
 

@@ -89,6 +89,22 @@ def test_times_add_up(tmp_path: Path) -> None:
     assert found.late[0].total_us == pytest.approx(40_000, rel=0.01)
 
 
+def test_machines_have_clocks_of_their_own_and_processes_of_one_machine_do_not(tmp_path: Path) -> None:
+    """Rank 1's is 3 ms ahead, known to within 0.1 ms; that 0.2 ms lie between the clocks of one machine is not known."""
+    for ahead, host, shown in ((3.0, "other", 7.0), (3.0, "h", 7.0), (0.2, "other", 9.8), (0.2, "h", 10.0)):
+        trace = Written()
+        for rank in range(2):
+            trace.add(rank, "forward", "a", 10.0)
+            trace.add(rank, "all_gather", "a", 1.0)
+        trace.parts(tmp_path)
+        path = tmp_path / "t.rank-1.json"
+        part = json.loads(path.read_text())
+        error = 0.1 if ahead > 1 else 0.3
+        path.write_text(json.dumps({**part, "host": host, "clock": [(0, ahead * MS, error * MS)]}))
+        ((_, ranks),) = of_events(read_events([tmp_path])).meetings
+        assert ranks[1].start - ranks[0].start == pytest.approx((shown - 10.0) * 1e3, abs=1e-3)
+
+
 @pytest.mark.parametrize(
     ("options", "about", "said", "change"),
     [
