@@ -90,7 +90,7 @@ def test_times_add_up(tmp_path: Path) -> None:
 
 
 def test_machines_have_clocks_of_their_own_and_processes_of_one_machine_do_not(tmp_path: Path) -> None:
-    """Rank 1's is 3 ms ahead, known to within 0.1 ms; that 0.2 ms lie between the clocks of one machine is not known."""
+    """Rank 1's is 3 ms ahead, known to within 0.1 ms; the 0.2 ms of one machine are within the error."""
     for ahead, host, shown in ((3.0, "other", 7.0), (3.0, "h", 7.0), (0.2, "other", 9.8), (0.2, "h", 10.0)):
         trace = Written()
         for rank in range(2):
