@@ -180,4 +180,30 @@ FAULTS = [
         "        if False:",
         ("tests/checkpoint_tools/test_verify.py::test_what_torch_wrote_has_checksums_of_tensors",),
     ),
+    Fault(
+        "checkpoints",
+        "what is written in the background is no copy",
+        "shardkit/training_checkpoints/data_file.py",
+        "            yield values.clone() if copied else values",
+        "            yield values",
+        ("tests/training_checkpoints/test_whole_or_not.py::test_training_goes_on_while_it_is_written",),
+    ),
+    Fault(
+        "checkpoints",
+        "old checkpoints go before the new one has its name",
+        "shardkit/training_checkpoints/saves.py",
+        "        folders.finish(self.temporary, self.folder, self.step)\n"
+        "        folders.keep_newest(self.folder, self.keep, self.step)\n",
+        "        folders.keep_newest(self.folder, 0, -1)\n"
+        "        folders.finish(self.temporary, self.folder, self.step)\n",
+        ("tests/training_checkpoints/test_whole_or_not.py::test_killed_at_any_moment",),
+    ),
+    Fault(
+        "checkpoints",
+        "a restored rank takes the beginning of each record",
+        "shardkit/training_checkpoints/reading.py",
+        "source = source.narrow(dim, first - copy.chunk.offsets[dim], size)",
+        "source = source.narrow(dim, 0, size)",
+        ("tests/training_checkpoints/test_moving.py::test_everybody_reads[fsdp-3]",),
+    ),
 ]
