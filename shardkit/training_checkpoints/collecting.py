@@ -30,11 +30,18 @@ class Parts:
     scheduler: Stateful | None = None
     scaler: Stateful | None = None
     loader: Stateful | None = None
+    ema: nn.Module | None = None
+
+    @property
+    def modules(self) -> dict[str, nn.Module]:
+        """Modules by the name under which a checkpoint has them."""
+        return {name: m for name, m in (("model", self.model), ("ema", self.ema)) if m is not None}
 
     def check(self) -> None:
         """Raises ConfigurationError for what is no such thing."""
-        if self.model is not None and not isinstance(self.model, nn.Module):
-            raise ConfigurationError(f"model is a {type(self.model).__name__}, expected a torch module")
+        for name, module in self.modules.items():
+            if not isinstance(module, nn.Module):
+                raise ConfigurationError(f"{name} is a {type(module).__name__}, expected a torch module")
         if self.optimizer is not None and self.model is None:
             raise ConfigurationError(
                 "optimizer= needs model= too: checkpoints keep optimizer state by the model's names"
@@ -66,10 +73,10 @@ def has_torchs_ranks() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
-def model_entries(model: ModelState) -> Iterator[Entry]:
+def module_entries(part: str, module: ModelState) -> Iterator[Entry]:
     """Parameters and buffers."""
-    for name, value in model.leaves().items():
-        yield Entry(("model", name), value)
+    for name, value in module.leaves().items():
+        yield Entry((part, name), value)
 
 
 def optimizer_entries(holder: Holder, slots: list[tuple[Slot, StateDict]]) -> Iterator[Entry]:
@@ -131,13 +138,13 @@ def collect(
     parts.check()
     entries: list[Entry] = []
     holder, slots = None, []
-    if parts.model is not None:
-        model = ModelState(parts.model, ranks)
-        entries += model_entries(model)
-        holder = holder_for(parts, model)
-        if holder is not None:
-            slots = holder.states()
-            entries += optimizer_entries(holder, slots)
+    modules = {name: ModelState(m, ranks) for name, m in parts.modules.items()}
+    for name, module in modules.items():
+        entries += module_entries(name, module)
+    holder = holder_for(parts, modules.get("model"))
+    if holder is not None:
+        slots = holder.states()
+        entries += optimizer_entries(holder, slots)
     entries += other_entries(parts, step, extra, backend, ranks)
     check_names(entries)
     return Collected(entries, holder, slots)

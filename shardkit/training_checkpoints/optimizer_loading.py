@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from .stored import Place, Stored
 
 _ONE = ("state", "param_groups")
+# Options that schedulers add to groups.
+_OF_SCHEDULERS = frozenset({"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr"})
 
 
 class _Number(NamedTuple):
@@ -69,6 +71,7 @@ class OptimizerReads:
                 "was when the checkpoint was saved"
             )
         for k, (theirs, mine) in enumerate(zip(saved, own, strict=True)):
+            self._check_class(k, set(theirs), set(mine))
             there, here = set(self._stored.object(theirs["params"])), set(mine["params"])
             # frozen ones may be listed or not: they have no state
             there, here = (
@@ -81,6 +84,15 @@ class OptimizerReads:
                     f"has not here, and lacks {_some(here - there)}; build the groups as they were"
                 )
         return saved
+
+    def _check_class(self, group: int, theirs: set[str], mine: set[str]) -> None:
+        # later versions of a class have more options; of another class each has some that the other lacks
+        saved, own = theirs - mine - _OF_SCHEDULERS, mine - theirs - _OF_SCHEDULERS
+        if saved and own:
+            raise ConfigurationError(
+                f"group {group} of the optimizer in {self._stored.folder} has options {_some(saved)}, and here it has "
+                f"{_some(own)}: that was another class of optimizer. Build the same, or restore without optimizer="
+            )
 
     def _options(self) -> list[StateDict]:
         return [

@@ -58,6 +58,7 @@ def restore(
     scheduler: Stateful | None = None,
     scaler: Stateful | None = None,
     loader: Stateful | None = None,
+    ema: nn.Module | None = None,
     random_states: bool | None = None,
     verify: bool = True,
     group: ProcessGroup = None,
@@ -69,7 +70,8 @@ def restore(
 
     Args:
         dir: a checkpoint, or a folder of them, of which the latest complete one is taken.
-        model, optimizer, scheduler, scaler, loader: built as when the checkpoint was saved; see :func:`shardkit.save`.
+        model, optimizer, scheduler, scaler, loader, ema: built as when the checkpoint was saved; see
+            :func:`shardkit.save`.
         random_states: set the states of generators of random numbers; default: where ``optimizer`` is passed.
         verify: compare checksums of all that is read. It is read twice for that, the second time from the system's
             cache where there is room.
@@ -82,7 +84,7 @@ def restore(
         CheckpointError: something else went wrong on a rank.
     """
     backend, ranks = backend_and_ranks(model, group)
-    parts = Parts(model, optimizer, scheduler, scaler, loader)
+    parts = Parts(model, optimizer, scheduler, scaler, loader, ema)
     with_random = optimizer is not None if random_states is None else random_states
     what = f"restoring {os.fspath(dir)}"
     wait_for_earlier(ranks.rank)
@@ -125,12 +127,12 @@ class _Restoring:
         parts.check()
         self._stored, self._parts, self._backend, self._ranks = stored, parts, backend, ranks
         self._with_random = with_random
-        self._model = None if parts.model is None else ModelState(parts.model, ranks)
+        self._modules = {name: ModelState(m, ranks) for name, m in parts.modules.items()}
         wanted: list[Wanted] = []
-        self._objects: dict[str, str] = {}
-        if self._model is not None:
-            wanted += self._of_model(self._model)
-        self._holder = None if self._model is None else holder_for(parts, self._model)
+        self._objects: dict[str, dict[str, str]] = {}
+        for name, module in self._modules.items():
+            wanted += self._of_module(name, module)
+        self._holder = holder_for(parts, self._modules.get("model"))
         self._optimizer = None if self._holder is None else OptimizerReads(self._holder, stored)
         if self._optimizer is not None:
             wanted += self._optimizer.wanted
@@ -143,24 +145,26 @@ class _Restoring:
         self._check_others()
         stored.refuse_damage([*self._reads.places, *stored.objects.values()])
 
-    def _of_model(self, model: ModelState) -> Iterable[Wanted]:
-        there = {str(path[0]): name for path, name in self._stored.under("model").items()}
-        leaves = model.leaves()
+    def _of_module(self, part: str, module: ModelState) -> Iterable[Wanted]:
+        there = {str(path[0]): name for path, name in self._stored.under(part).items()}
+        objects: dict[str, str] = {}
+        self._objects[part] = objects
+        leaves = module.leaves()
         missing, unexpected = sorted(set(leaves) - set(there)), sorted(set(there) - set(leaves))
         if not there:
-            self._refuse("model")
+            self._refuse(part)
         if missing or unexpected:
             raise ConfigurationError(
-                f"the model is not the one in {self._stored.folder}: not in the checkpoint are {_some(missing)}; not "
-                f"in the model are {_some(unexpected)}. Nothing was restored"
+                f"the {part} is not the one in {self._stored.folder}: not in the checkpoint are {_some(missing)}; not "
+                f"in the {part} are {_some(unexpected)}. Nothing was restored"
             )
         for name, leaf in leaves.items():
             if isinstance(leaf, Leaf) is not (there[name] in self._stored.tensors):
                 raise ConfigurationError(
-                    f"{name!r} is a tensor in the model or the checkpoint, and none in the other"
+                    f"{name!r} is a tensor in the {part} or the checkpoint, and none in the other"
                 )
             if isinstance(leaf, Fixed):
-                self._objects[name] = there[name]
+                objects[name] = there[name]
             else:
                 yield Wanted(there[name], leaf)
 
@@ -176,8 +180,8 @@ class _Restoring:
     def run(self) -> None:
         """Restores everything."""
         self._reads.run()
-        if self._model is not None:
-            self._model.loaded({k: self._stored.object(name) for k, name in self._objects.items()})
+        for part, module in self._modules.items():
+            module.loaded({k: self._stored.object(name) for k, name in self._objects[part].items()})
         if self._optimizer is not None:
             self._optimizer.finish()
         for name in ("scheduler", "scaler"):

@@ -29,7 +29,8 @@ def save(obj: object, path: _PathLike) -> None: ...
 def save(
     dir: _PathLike, /, *, step: int, model: nn.Module | None = ..., optimizer: Optimizer | None = ...,
     scheduler: Stateful | None = ..., scaler: Stateful | None = ..., loader: Stateful | None = ...,
-    extra: Mapping[str, object] | None = ..., async_: bool = ..., keep: int | None = ..., group: ProcessGroup = ...,
+    ema: nn.Module | None = ..., extra: Mapping[str, object] | None = ..., async_: bool = ...,
+    keep: int | None = ..., group: ProcessGroup = ...,
 ) -> Handle: ...  # fmt: skip
 def save(*args: object, **kwargs: object) -> Handle | None:
     """Saves one object in a file, or a training in a folder of checkpoints.
@@ -56,6 +57,7 @@ def save(*args: object, **kwargs: object) -> Handle | None:
         optimizer: over the model's parameters: plain, an OSS, WholeParameters, AdaScale around one.
         scheduler, scaler: what has state_dict() and load_state_dict(); the first rank's is kept.
         loader: the same, kept for each rank.
+        ema: a second module like ``model``, as torch.optim.swa_utils.AveragedModel makes one.
         extra: whatever else by name, as data; the first rank's is kept.
         async_: returns as soon as values are copied to the host; they are written in the background. The next save
             waits for it, and so does the end of the program.
@@ -93,6 +95,7 @@ def save_checkpoint(
     scheduler: Stateful | None = None,
     scaler: Stateful | None = None,
     loader: Stateful | None = None,
+    ema: nn.Module | None = None,
     extra: Mapping[str, object] | None = None,
     async_: bool = False,
     keep: int | None = 3,
@@ -100,7 +103,7 @@ def save_checkpoint(
 ) -> Handle:
     """See :func:`save`."""
     backend, ranks = backend_and_ranks(model, group)
-    parts = Parts(model, optimizer, scheduler, scaler, loader)
+    parts = Parts(model, optimizer, scheduler, scaler, loader, ema)
     note_checkpoints(dir)
     saving = Save(os.path.realpath(dir), ranks, step, keep, async_)
     with torch.no_grad():

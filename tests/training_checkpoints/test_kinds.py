@@ -327,6 +327,11 @@ def _refused(rank: int, folder: str) -> None:
         ConfigurationError, match=r"'model.weight' has shape \(4, 4\) in .* and \(4, 5\) here"
     ):
         shardkit.restore(folder, model=FSDP(nn.Linear(5, 4)))
+    shardkit.save(folder, model=model, optimizer=torch.optim.AdamW(model.parameters()), step=2)
+    with pytest.raises(ConfigurationError, match=r"has options amsgrad, betas.*another class of optimizer"):
+        shardkit.restore(folder, model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(ConfigurationError, match="saved without ema="):
+        shardkit.restore(folder, ema=model)
 
 
 def test_what_is_refused(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import numpy
 import pytest
 import torch
 from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import Dataset
 
 import shardkit
@@ -54,6 +55,8 @@ class Training:
         else:
             self.optimizer = shardkit.OSS(model.parameters(), torch.optim.AdamW, lr=0.05)
             self.model = shardkit.ShardedDDP(model, self.optimizer)
+        self.averaged = self.model if strategy == "fsdp" else model
+        self.ema = AveragedModel(self.averaged, multi_avg_fn=get_ema_multi_avg_fn(0.9))
         self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, 40)
         self.scaler = shardkit.ShardedGradScaler(init_scale=4.0, growth_interval=3)
         self.loader: Any = shardkit.ResumableLoader(
@@ -66,7 +69,7 @@ class Training:
     @property
     def parts(self) -> dict[str, Any]:
         """For save and restore."""
-        names = ("model", "optimizer", "scheduler", "scaler", "loader")
+        names = ("model", "optimizer", "scheduler", "scaler", "loader", "ema")
         return {name: getattr(self, name) for name in names}
 
     def restore(self, folder: str) -> None:
@@ -84,6 +87,7 @@ class Training:
                 self.scaler.step(self.optimizer)
                 self.scaler.update()
                 self.scheduler.step()
+                self.ema.update_parameters(self.averaged)
                 self.done += 1
                 self.losses.append(float(loss.detach()))
                 self.samples += index.tolist()
@@ -94,7 +98,7 @@ class Training:
 
     def weights(self) -> list[torch.Tensor]:
         """As one process has them."""
-        return [t.clone() for t in self.model.state_dict().values()]
+        return [t.clone() for m in (self.model, self.ema) for t in m.state_dict().values()]
 
 
 def _straight(rank: int, strategy: str, folder: str) -> tuple[list[float], list[int], list[torch.Tensor]]:
