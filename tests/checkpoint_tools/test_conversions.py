@@ -372,7 +372,6 @@ def test_forged_files_run_nothing(sources: dict[str, str], tmp_path: Path) -> No
     (folder / ".metadata").write_bytes(huge)
     with pytest.raises(DamagedFileError):
         open_checkpoint(str(folder))
-    for body in (b"N}X\x03\x00\x00\x00getcNO", b"N}X\x03\x00\x00\x00getK\x01s\x86b."):
-        (folder / ".metadata").write_bytes(head + body)
-        with pytest.raises(Exception, match=r"is damaged|is no table"):
-            open_checkpoint(str(folder))
+    (folder / ".metadata").write_bytes(head + b"N}X\x03\x00\x00\x00getK\x01s\x86b.")
+    with pytest.raises(DamagedFileError, match="a class is changed"):
+        open_checkpoint(str(folder))
