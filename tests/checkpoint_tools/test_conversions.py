@@ -372,6 +372,8 @@ def test_forged_files_run_nothing(sources: dict[str, str], tmp_path: Path) -> No
     (folder / ".metadata").write_bytes(huge)
     with pytest.raises(DamagedFileError):
         open_checkpoint(str(folder))
-    (folder / ".metadata").write_bytes(head + b"N}X\x03\x00\x00\x00getK\x01s\x86b.")
-    with pytest.raises(DamagedFileError, match="a class is changed"):
-        open_checkpoint(str(folder))
+    changes = b"N}X\x03\x00\x00\x00getK\x01s\x86b."
+    for name, words in ((b"torch\nSize\n", "a class is changed"), (head[3:], "is damaged")):
+        (folder / ".metadata").write_bytes(b"\x80\x04c" + name + changes)
+        with pytest.raises(DamagedFileError, match=words):
+            open_checkpoint(str(folder))
