@@ -7,11 +7,12 @@ that others wait for has finished, it is known at once.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
 from shardkit.errors import ConfigurationError, OutOfStepError, RankFailedError, RankLostError
@@ -97,6 +98,7 @@ class RankThreads:
         self._gates = [threading.Semaphore(0) for _ in range(world_size)]
         self._threads: list[threading.Thread] = []
         self._running = 0
+        self._turns, self._away, self._is_idle = threading.Lock(), set[int](), False
         self._waits: dict[int, Awaited] = {}
         self._last: dict[int, tuple[Call, Place]] = {}  # what each rank has issued last
         self._open: dict[int, Meeting] = {}  # by id: those that not all members have reached
@@ -324,10 +326,40 @@ class RankThreads:
         if self._ended:
             raise RankLostError(f"rank {rank} can't go on with {call.describe()}: {self._ended}")
 
+    @contextlib.contextmanager
+    def away(self, rank: int) -> Iterator[None]:
+        """``rank``, whose thread calls this, waits for something that is no rank's word: others run meanwhile."""
+        states = host_random_states()
+        with self._turns:
+            self._away.add(rank)
+        self._pass_on()
+        try:
+            yield
+        finally:
+            with self._turns:
+                self._away.discard(rank)
+                is_my_turn, self._is_idle = self._is_idle, False
+                if is_my_turn:
+                    self._running = rank
+            if not is_my_turn:
+                self._gates[rank].acquire()
+            set_host_random_states(states)
+
+    def is_mine(self, rank: int) -> bool:
+        """Whether the calling thread is the one that runs this rank."""
+        return bool(self._threads) and threading.current_thread() is self._threads[rank]
+
     def _pass_on(self) -> None:
         """Lets the lowest rank run that can (the caller waits for its own gate next, or ends)."""
-        left = [r for r in range(self.world_size) if r not in self._finished]
-        ready = [r for r in left if self._ended or r not in self._waits or self._waits[r].over]
+        with self._turns:
+            left = [r for r in range(self.world_size) if r not in self._finished and r not in self._away]
+            ready = [r for r in left if self._ended or r not in self._waits or self._waits[r].over]
+            if not ready and self._away:
+                self._is_idle = True  # until one of them comes back
+                return
+            self._hand_over(left, ready)
+
+    def _hand_over(self, left: list[int], ready: list[int]) -> None:
         if not ready:
             ready = [r for r in left if self._waits[r].release()]
         if not ready and self._doomed:

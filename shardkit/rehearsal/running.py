@@ -30,6 +30,7 @@ from .report import Report
 from .store import SharedStore
 from .surroundings import environment_of, surroundings
 from .torch_world import leave, torch_worlds
+from .waiting import waiting_elsewhere
 from .watching import EnoughSteps, Goal, WholeBatches, note_call, watching
 
 _STOOD_FOR = ("gloo", "cuda", "simulated")  # shardkit's backends that the rehearsal's serves
@@ -117,6 +118,7 @@ class _Rehearsal:
             stack.enter_context(torch_worlds(SharedStore(self._threads)))
             stack.enter_context(surroundings(show))
             stack.enter_context(libraries())
+            stack.enter_context(waiting_elsewhere(self._threads))
             if self._on_host:
                 stack.enter_context(host_for_devices())
             stack.enter_context(watching(None if steps is None else Goal(steps, self._threads), batches))

@@ -10,12 +10,15 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
+import shardkit
 from shardkit.cli import main
 from shardkit.errors import ConfigurationError
 from shardkit.rehearsal import patience, rehearse
@@ -345,3 +348,32 @@ def test_a_lock_that_another_rank_holds_is_told(
     assert re.search(
         r"rank 0 has done nothing for 0 s, at .*test_scripts\.py:\d+ in work", capsys.readouterr().err
     )
+
+
+def test_other_ranks_run_while_one_waits_elsewhere(tmp_path: Path) -> None:
+    """For a file, and for a thread that another rank's thread helps."""
+    helped = [threading.Event(), threading.Event()]
+
+    def work(rank: int) -> int:
+        path = tmp_path / "downloaded"
+        if rank == 1:
+            path.write_text("x")
+        while not path.exists():
+            time.sleep(0.01)
+        helper = threading.Thread(target=helped[1 - rank].wait)
+        helper.start()
+        if rank == 1:
+            helped[0].set()
+            helped[1].set()
+        helper.join()
+        drawn = torch.rand(1)
+        dist.all_reduce(drawn)
+        model = torch.nn.Linear(3, 3)
+        optimizer = torch.optim.AdamW(model.parameters())
+        model = shardkit.FSDP(model)
+        checkpoint: Any = shardkit.save(tmp_path / "checkpoints", model=model, step=1, async_=True)
+        checkpoint.wait()
+        return len(optimizer.param_groups)
+
+    report = rehearse(work, 2, timeout=30)
+    assert report.results == [1, 1], str(report)
