@@ -58,6 +58,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     diff.add_argument("--tolerance", type=float, default=0.0, help="so much may elements differ (default: 0)")
 
     convert = commands.add_parser("convert", parents=[common, reading], help="writes another format")
+    _add_arguments_of_convert(convert)
+
+
+def _add_arguments_of_convert(convert: argparse.ArgumentParser) -> None:
     convert.add_argument("source", metavar="SRC")
     convert.add_argument(
         "target", metavar="DST", help="a folder; with --to torch, and fairscale without --ranks, a file"
