@@ -85,7 +85,7 @@ test-core: $(CORE)/.ready
 
 # The oldest torch runs the contract, what is compared with one process, and XLA. Left out there: what doesn't depend on
 # torch's version, what is drawn at random, and how processes start, get lost and end.
-NEWEST_ONLY := $(addprefix tests/,estimate compression/test_training.py differential figures gpu cli migration parity testing faults compat checkpoint/test_files.py checkpoint_tools/test_memory.py checkpoint_tools/test_verify.py \
+NEWEST_ONLY := $(addprefix tests/,estimate doctor running/test_run.py compression/test_training.py differential figures gpu cli migration parity testing faults compat checkpoint/test_files.py checkpoint_tools/test_memory.py checkpoint_tools/test_verify.py \
   $(addprefix fsdp/test_,align.py large.py one_order.py) $(addprefix backends/test_,lifetimes.py out_of_step.py) border/test_same_bits.py \
   $(addprefix whole_parameters/test_,costs.py oss.py plan.py rules.py state.py) \
   clients/test_torchrun.py $(addprefix pages/test_,api_page.py errors_page.py notebooks.py pictures.py tutorials.py) $(addprefix test_,deliberate_faults.py docs.py launch.py house.py logging.py packaging.py summary.py))

@@ -86,6 +86,11 @@ class Agent(LocalElasticAgent):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
 
+    def close(self) -> None:
+        """No rank is left."""
+        if self._heart is not None:
+            self._heart.stop()
+
     def look_for_lost(self) -> None:
         """From the main thread, since the agent's own may wait for a machine that can't be reached."""
         heart = self._heart

@@ -65,7 +65,11 @@ class Failure:
     def trace(self) -> str:
         """The traceback, or the last lines that it printed."""
         trace = self._error().get("trace", "").rstrip()
-        lines = trace.splitlines() or tail(self.files.with_name(self.files.name + ".err"), 15)
+        lines = trace.splitlines() or [
+            line
+            for line in tail(self.files.with_name(self.files.name + ".err"), 15)
+            if not line.startswith("[W")
+        ]
         if len(lines) > _LINES:
             lines = [*lines[:5], f"  ... {len(lines) - _LINES} lines", *lines[5 - _LINES :]]
         return "\n".join(lines)

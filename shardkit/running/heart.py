@@ -56,7 +56,8 @@ class Heart:
         self._to_tell: Told | None = None
         self._told: dict[int, Told] = {}
         self._stop, self._wake, self._was_told = threading.Event(), threading.Event(), threading.Event()
-        threading.Thread(target=self._run, name="shardkit-heart", daemon=True).start()
+        self._thread = threading.Thread(target=self._run, name="shardkit-heart", daemon=True)
+        self._thread.start()
 
     def lost(self) -> str:
         """Which machines are silent, in a sentence; "" for none."""
@@ -84,9 +85,10 @@ class Heart:
         return sorted(self._told.values(), key=lambda t: (t.is_consequence, t.when))
 
     def stop(self) -> None:
-        """The attempt is over."""
+        """The attempt is over. A thread that came back from the store while the program ends would abort it."""
         self._stop.set()
         self._wake.set()
+        self._thread.join(_MOMENT)
 
     def _run(self) -> None:
         count, store = 0, None

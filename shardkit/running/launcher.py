@@ -171,13 +171,18 @@ class _Running:
                 self._agent.look_for_lost()
                 self._news.show()
         finally:
+            self._agent.close()
             for number, handler in before.items():
                 signal.signal(number, handler)
             self._news.close()
         if self._error is not None:
             raise _named(self._error, self._job.nodes[0], self._job.folder) from self._error
-        if self._job.is_cut_off:
-            return 1
+        if (
+            self._job.is_cut_off
+        ):  # the agent's thread waits for an answer that may come while the program ends
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(1)
         if self._job.status is not None:
             self._say_stopped(self._job.status)
             return self._job.status
