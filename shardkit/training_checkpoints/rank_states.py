@@ -65,11 +65,12 @@ def set_random_states(backend: Backend, states: StateDict) -> None:
         backend.set_rng_state(states[backend.device_type])
 
 
-def load_loader(loader: Stateful, states: Sequence[StateDict | None], rank: int, world_size: int) -> None:
+def load_loader(loader: Stateful, states: Sequence[StateDict | None], world_size: int | None) -> None:
     """Gives a loader its rank's state, or what it can make of others'.
 
     Args:
-        states: of all ranks that wrote the checkpoint.
+        states: of all ranks that wrote the checkpoint; or its own alone.
+        world_size: of those that restore; None: its own state is given.
 
     Raises:
         ConfigurationError: a checkpoint of another world size has different states, which this loader can't divide.
@@ -79,8 +80,8 @@ def load_loader(loader: Stateful, states: Sequence[StateDict | None], rank: int,
         raise ConfigurationError(
             "the checkpoint has no state of a loader: it was saved without loader=. Restore without it"
         )
-    if len(there) == world_size:
-        loader.load_state_dict(there[rank])
+    if world_size is None:
+        loader.load_state_dict(there[0])
         return
     takes = takes_rank_states(loader)
     if takes is not None:

@@ -143,7 +143,12 @@ class _Restoring:
         }
         self._reads = Reads(stored, [*wanted, *self._extra.values()])
         self._check_others()
-        stored.refuse_damage([*self._reads.places, *stored.objects.values()])
+        # what is other ranks' own is compared when it is read, if it is
+        own = f"rank_states.{ranks.rank % stored.manifest.world_size}."
+        objects = [
+            p for n, p in stored.objects.items() if n.startswith(own) or not n.startswith("rank_states.")
+        ]
+        stored.refuse_damage([*self._reads.places, *objects])
 
     def _of_module(self, part: str, module: ModelState) -> Iterable[Wanted]:
         there = {str(path[0]): name for path, name in self._stored.under(part).items()}
@@ -189,8 +194,10 @@ class _Restoring:
             if given is not None:
                 given.load_state_dict(self._stored.object(name))
         if self._parts.loader is not None:
-            states = [self._of_rank(rank, "loader") for rank in range(self._stored.manifest.world_size)]
-            load_loader(self._parts.loader, states, self._ranks.rank, self._ranks.size)
+            size, saved = self._ranks.size, self._stored.manifest.world_size
+            ranks = [self._ranks.rank] if size == saved else range(saved)
+            states = [self._of_rank(rank, "loader") for rank in ranks]
+            load_loader(self._parts.loader, states, None if size == saved else size)
         if self._with_random:
             own = self._of_rank(self._ranks.rank % self._stored.manifest.world_size, "random")
             set_random_states(self._backend, own or {})
