@@ -62,13 +62,19 @@ class Tracer:
         Raises:
             RankMismatchError: ranks trace different steps.
         """
-        what = json.dumps(None if self._steps is None else [self._steps.start, self._steps.stop])
-        plans = self.group.channel("control").all_gather_bytes(what.encode(), label="which steps are traced")
-        if len(set(plans)) > 1:
-            self.abandon()
-            said = "; ".join(f"rank {rank}: {plan.decode()}" for rank, plan in enumerate(plans))
+        plan = None if self._steps is None else [self._steps.start, self._steps.stop]
+        said = self.group.channel("control").all_gather_bytes(
+            json.dumps([plan, self._obstacle()]).encode(), label="which steps are traced"
+        )
+        plans, (obstacle, *_) = zip(*map(json.loads, said), strict=True)
+        if obstacle or any(theirs != plans[0] for theirs in plans):
+            self._stop()
+        if obstacle:
+            raise ConfigurationError(f"rank 0 can't write {self.path}: {obstacle}")
+        if any(theirs != plans[0] for theirs in plans):
+            each = "; ".join(f"rank {rank}: {theirs}" for rank, theirs in enumerate(plans))
             raise RankMismatchError(
-                f"ranks trace different steps ({said}); pass the same steps= on all ranks"
+                f"ranks trace different steps ({each}); pass the same steps= on all ranks"
             )
         reading = compare_clocks(self.group)
         self._recorder = Recorder(self.group, self._watch.count)
@@ -76,6 +82,16 @@ class Tracer:
         self._layers = LayerWatch()
         hear_of_data()
         listen(self._recorder)
+
+    def _obstacle(self) -> str:
+        """Why rank 0 can't write the file."""
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            if self.path.is_dir() or not os.access(self.path.parent, os.W_OK):
+                return "it is a folder" if self.path.is_dir() else "its folder can't be written to"
+        except OSError as error:
+            return str(error)
+        return ""
 
     def end(self) -> None:
         """Records no more; rank 0 writes the file (collective)."""
@@ -156,7 +172,7 @@ def trace(
         backend: theirs, by name or itself, where it is not that of the job's process group.
 
     Raises:
-        ConfigurationError: ``steps`` is no range of at least one step.
+        ConfigurationError: ``steps`` is no range of at least one step; rank 0 can't write the file.
         RankMismatchError: ranks trace different steps.
     """
     tracer = Tracer(path, steps, backend_of_job(backend).group(group))

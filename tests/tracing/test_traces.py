@@ -19,6 +19,7 @@ from shardkit.tracing.analysis import analyse
 from shardkit.tracing.clocks import Reading, compare_clocks, on_rank_0
 from shardkit.tracing.timeline import read_trace
 from shardkit.tracing.tracer import read_plan
+from tests.figures.counters import CallCounter
 from tests.pools import rank_pool
 from tests.tracing.trainings import SLOW, sharded, train
 
@@ -169,11 +170,79 @@ def _wrong(rank: int) -> list[str]:
             pass
     except RankMismatchError as error:
         found.append(str(error))
+    try:
+        with shardkit.trace(f"{__file__}/trace.json"):
+            pass
+    except ConfigurationError as error:
+        found.append(str(error))
     return found
 
 
 def test_ranks_that_trace_different_steps_hear_of_it() -> None:
-    for steps, mismatch in rank_pool(2).run(_wrong):
+    for steps, mismatch, unwritable in rank_pool(2).run(_wrong):
+        assert "rank 0 can't write" in unwritable
         assert "range(10, 12)" in steps
         assert "rank 0: [0, 1]; rank 1: [0, 2]" in mismatch
     assert not Path("never.json").exists()
+
+
+# ------------------------------------------------------------ devices, and afterwards
+class _Timer:
+    """Of a device on which everything takes a millisecond more than on the host."""
+
+    def __init__(self) -> None:
+        self._marks = 0
+
+    def mark(self) -> tuple[int, int]:
+        self._marks += 1
+        return clocks.now(), self._marks
+
+    def seconds(self, first: Any, second: Any) -> float:
+        return (second[0] - first[0]) / 1e9 + (second[1] - first[1]) * 1e-3
+
+
+def _with_timer(rank: int, path: str) -> list[dict[str, float]]:
+    backend = backend_of_job()
+    found: list[dict[str, float]] = []
+    backend.timer = _Timer  # type: ignore[method-assign]
+    try:
+        with shardkit.Metrics(found.append) as metrics:
+            train(rank, "fsdp", "", 2, path, range(1, 2))
+            metrics.step()
+    finally:
+        del backend.timer
+    return found
+
+
+def test_devices_have_a_track_and_waits_last_as_long_as_on_the_device(tmp_path: Path) -> None:
+    written, _ = rank_pool(2).run(_with_timer, str(tmp_path / "t.json"))
+    assert written[0]["exposed_wait_s"] > 5e-3
+    trace = json.loads((tmp_path / "t.json").read_text())
+    on_device = [e for e in trace["traceEvents"] if e.get("cat") == "device"]
+    assert {e["name"] for e in on_device} >= {
+        "shardkit.forward(layers.1)",
+        "shardkit.all_gather.wait(layers.1)",
+    }
+    waits = [
+        e
+        for e in trace["traceEvents"]
+        if e["name"] == "shardkit.all_gather.wait(layers.1)" and e["ph"] == "X"
+    ]
+    for wait in waits:
+        if wait["cat"] == "shardkit":
+            assert wait["args"]["device_us"] >= 1000
+    assert analyse(read_trace([tmp_path / "t.json"])).exposed_us[0] > 5 * 1000
+
+
+def _afterwards(rank: int, path: str) -> list[str]:
+    train(rank, "sharded_ddp", "", 2, path, range(1))
+    model, optimizer = sharded("fsdp", "")
+    for _ in range(2):
+        with CallCounter() as calls:
+            model(torch.ones(2, 8)).sum().backward()
+            optimizer.step()
+    return [name for file, name in calls.by_function if "/shardkit/tracing/" in file]
+
+
+def test_nothing_of_a_trace_is_left_in_later_steps(tmp_path: Path) -> None:
+    assert rank_pool(2).run(_afterwards, str(tmp_path / "t.json")) == [[], []]
