@@ -70,8 +70,7 @@ def restore(
 
     Args:
         dir: a checkpoint, or a folder of them, of which the latest complete one is taken.
-        model, optimizer, scheduler, scaler, loader, ema: built as when the checkpoint was saved; see
-            :func:`shardkit.save`.
+        model, optimizer, scheduler, scaler, loader, ema: built as for :func:`shardkit.save`.
         random_states: set the states of generators of random numbers; default: where ``optimizer`` is passed.
         verify: compare checksums of all that is read. It is read twice for that, the second time from the system's
             cache where there is room.

@@ -55,8 +55,7 @@ def save(*args: object, **kwargs: object) -> Handle | None:
         step: that the training has done. A checkpoint of the same step is replaced.
         model: plain, wrapped by ShardedDDP or DistributedDataParallel, or sharded by FSDP, fully_shard or FSDP2.
         optimizer: over the model's parameters: plain, an OSS, WholeParameters, AdaScale around one.
-        scheduler, scaler: what has state_dict() and load_state_dict(); the first rank's is kept.
-        loader: the same, kept for each rank.
+        scheduler, scaler, loader: have state_dict() and load_state_dict(); a loader's is kept for each rank.
         ema: a second module like ``model``, as torch.optim.swa_utils.AveragedModel makes one.
         extra: whatever else by name, as data; the first rank's is kept.
         async_: returns as soon as values are copied to the host; they are written in the background. The next save
