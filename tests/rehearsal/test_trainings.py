@@ -28,12 +28,13 @@ def test_digits_equal_gloo(world_size: int) -> None:
     assert report.results == expected
 
 
-@WORLDS
-def test_llama_equals_gloo(world_size: int) -> None:
+def test_llama_equals_gloo() -> None:
+    """With three ranks: orders of sums matter, and shards are uneven. Processes import transformers for seconds."""
+    world_size = 3
     pytest.importorskip("transformers")
     strategies = ("fsdp", "ddp", "fsdp2")
     expected = rank_pool(world_size).run(trainings.llama, strategies)
-    report = rehearse(lambda rank: trainings.llama(rank, strategies), world_size, memory=world_size == 3)
+    report = rehearse(lambda rank: trainings.llama(rank, strategies), world_size, memory=True)
     assert report.is_good, str(report)
     for rank in range(world_size):
         for strategy, one, other in zip(strategies, expected[rank], report.results[rank], strict=True):
