@@ -96,7 +96,7 @@ def _forget_rules() -> None:
 
 
 def _to(before: Callable[..., Tree]) -> Callable[..., Tree]:
-    def to(module: torch.nn.Module, *args: Tree, **kwargs: Tree) -> Tree:
+    def to(module: torch.nn.Module, /, *args: Tree, **kwargs: Tree) -> Tree:
         if "device" in kwargs:
             kwargs["device"] = on_host(kwargs["device"])
         return before(module, *map(on_host, args), **kwargs)
@@ -119,14 +119,19 @@ def _without(*names: str) -> Callable[[Callable[..., Tree]], Callable[..., Tree]
 
 
 def _mesh(before: Callable[..., Tree]) -> Callable[..., Tree]:
-    def init_device_mesh(device_type: str, *args: Tree, **kwargs: Tree) -> Tree:
-        return before(str(on_host(device_type)), *args, **kwargs)
+    """Takes ``device_type``, first or by name."""
+
+    def init_device_mesh(*args: Tree, **kwargs: Tree) -> Tree:
+        if "device_type" in kwargs:
+            kwargs["device_type"] = str(on_host(kwargs["device_type"]))
+            return before(*args, **kwargs)
+        return before(str(on_host(args[0])), *args[1:], **kwargs)
 
     return init_device_mesh
 
 
 def _mesh_object(before: Callable[..., Tree]) -> Callable[..., Tree]:
-    def init(mesh: object, device_type: str, *args: Tree, **kwargs: Tree) -> None:
-        before(mesh, str(on_host(device_type)), *args, **kwargs)
+    def init(own: object, /, *args: Tree, **kwargs: Tree) -> None:
+        _mesh(functools.partial(before, own))(*args, **kwargs)
 
     return init
