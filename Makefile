@@ -88,7 +88,7 @@ test-core: $(CORE)/.ready
 NEWEST_ONLY := $(addprefix tests/,estimate doctor running/test_run.py compression/test_training.py differential figures gpu cli migration parity testing faults compat checkpoint/test_files.py checkpoint_tools/test_memory.py checkpoint_tools/test_verify.py \
   $(addprefix fsdp/test_,align.py large.py one_order.py) $(addprefix backends/test_,lifetimes.py out_of_step.py) border/test_same_bits.py \
   $(addprefix whole_parameters/test_,costs.py oss.py plan.py rules.py state.py) \
-  clients/test_torchrun.py $(addprefix pages/test_,api_page.py errors_page.py notebooks.py pictures.py tutorials.py) $(addprefix test_,deliberate_faults.py docs.py launch.py house.py logging.py packaging.py summary.py))
+  clients/test_torchrun.py $(addprefix pages/test_,api_page.py errors_page.py notebooks.py pictures.py support.py tutorials.py) $(addprefix test_,deliberate_faults.py docs.py launch.py house.py logging.py packaging.py summary.py))
 NEWEST_ONLY_TESTS := $(addprefix tests/examples/test_examples.py::test_,full_runs_reach_97_percent under_torchrun \
   all_strategies_on_four_ranks torchrun_with_another_number_of_ranks_is_refused readme_example) \
   $(addprefix tests/,test_bad_input.py::test_a_rank_that_dies_during_backward \

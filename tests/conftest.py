@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
@@ -27,9 +28,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="streams: gloo's and simulated ranks have a simulated device with streams",
     )  # fmt: skip
 
+    parser.addoption("--support", metavar="FILE", help="counts tests by feature, backend and number of ranks")
+
 
 def pytest_configure(config: pytest.Config) -> None:
     DEVICE["name"] = config.getoption("--device")
+    if config.getoption("--support"):
+        from tests.support.recording import Recorder
+
+        config.pluginmanager.register(Recorder(Path(config.getoption("--support"))))
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -32,11 +32,13 @@ class Pool(Protocol):
 
 
 _pools: dict[tuple[int, str], Pool] = {}
+USED: set[tuple[int, str]] = set()  # asked for since somebody cleared it
 
 
 def rank_pool(world_size: int, backend: str = "gloo") -> Pool:
     """The session's pool of that many ranks."""
     key = (world_size, backend)
+    USED.add(key)
     if key not in _pools:
         _pools[key] = _make(world_size, backend)
     return _pools[key]

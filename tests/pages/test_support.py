@@ -1,0 +1,48 @@
+"""docs/SUPPORT.md is made of docs/support.json, and a run's results are counted where they belong."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.support import report
+from tests.support.recording import FEATURES, ROOT, Recorder, feature_of
+
+
+def test_the_page_is_made_of_the_results() -> None:
+    """By ``python -m tests.support``."""
+    assert report.page(report.read()) == report.PAGE.read_text()
+
+
+def test_every_place_exists() -> None:
+    for places in FEATURES.values():
+        for place in places.split():
+            assert (ROOT / "tests" / place).exists(), place
+
+
+def test_results_are_counted(tmp_path: Path) -> None:
+    """A test that passes, one that fails and one that is skipped."""
+    written = ROOT / "tests" / "oss" / "test_written.py"
+    assert feature_of(written) == "`OSS`"
+    recorder = Recorder(tmp_path / "results.json")
+    for outcome in ("passed", "failed", "skipped"):
+        _report(recorder, written, outcome)
+    recorder.pytest_sessionfinish()
+    assert '"`OSS`": {"gloo": {"2": [1, 1]}}' in (tmp_path / "results.json").read_text()
+
+
+def _report(recorder: Recorder, path: Path, outcome: str) -> None:
+    """What pytest tells a plugin of one test."""
+    from types import SimpleNamespace
+
+    from tests.pools import USED
+
+    item, call = SimpleNamespace(path=path), SimpleNamespace()
+    recorder.pytest_runtest_setup(item)  # type: ignore[arg-type]
+    USED.add((2, "gloo"))
+    result = SimpleNamespace(when="call", skipped=outcome == "skipped", failed=outcome == "failed")
+    steps = recorder.pytest_runtest_makereport(item, call)  # type: ignore[arg-type]
+    next(steps)  # type: ignore[call-overload]
+    with pytest.raises(StopIteration):
+        steps.send(result)  # type: ignore[attr-defined]

@@ -1,0 +1,1 @@
+"""Which features were tested on which backends, with how many ranks, on which torch: docs/SUPPORT.md."""
