@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import itertools
 import os
 import re
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from .started import StartedRank, note, started_rank
 from .types import Args
 
 T = TypeVar("T")
+_launches = itertools.count()  # by ranks that another program started; the same on all of them
 
 
 def launch(
@@ -105,7 +107,11 @@ def _meet(backend: Backend, started: StartedRank, start_timeout: float | None) -
     import torch.distributed as dist
 
     if started.is_elastic:
-        dist.init_process_group(backend.process_group_backend)
+        # The agent's store outlives process groups: what an earlier launch's group wrote there would be taken for this
+        # one's, and ranks would look for each other at addresses that are gone.
+        found, rank, world_size = next(dist.rendezvous("env://"))  # type: ignore[attr-defined]
+        own = dist.PrefixStore(f"shardkit/launch/{next(_launches)}", found)  # type: ignore[attr-defined]
+        dist.init_process_group(backend.process_group_backend, store=own, rank=rank, world_size=world_size)
         return
     if not started.address:
         raise ConfigurationError(

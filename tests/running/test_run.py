@@ -108,6 +108,26 @@ def test_sigterm_lets_ranks_save_and_end(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("runs/*/failure.txt"))
 
 
+TWICE = """
+import shardkit
+def meet(rank):
+    return shardkit.gather(rank)
+if __name__ == "__main__":
+    print([shardkit.launch(meet, 2) for _ in range(2)])
+"""
+
+
+def test_a_program_that_launches_twice(tmp_path: Path) -> None:
+    """The agent's store outlives the first process group, whose addresses the second one must not take for its own."""
+    (tmp_path / "twice.py").write_text(TWICE)
+    job = subprocess.run(
+        [sys.executable, "-m", "shardkit", "run", "--ranks", "2", "twice.py"], cwd=tmp_path, timeout=80,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert job.returncode == 0, job.stderr
+    assert "[[[0, 1], [0, 1]], [[0, 1], [0, 1]]]" in job.stdout
+
+
 def _wait_for(job: subprocess.Popen[str], file: Path) -> None:
     while not file.exists():
         assert job.poll() is None, job.communicate()
