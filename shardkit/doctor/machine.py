@@ -93,7 +93,7 @@ def _check_versions(versions: dict[str, str]) -> list[Finding]:
 
 
 def _devices() -> dict[str, object]:
-    kind = torch.accelerator.current_accelerator()
+    kind = torch.accelerator.current_accelerator(check_available=True)
     count = torch.accelerator.device_count() if kind is not None else 0
     driver = ""
     with contextlib.suppress(OSError):

@@ -44,7 +44,7 @@ def build_data() -> Dataset[tuple[torch.Tensor, ...]]:
 def train(rank: int, options: argparse.Namespace) -> float:
     """Runs on every rank; the last loss."""
     torch.manual_seed(0)
-    device = torch.accelerator.current_accelerator() or torch.device("cpu")
+    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     model = build_model().to(device)
     for module in model.modules():
         if isinstance(module, nn.TransformerEncoderLayer):
@@ -89,7 +89,7 @@ def main() -> None:
         parser.add_argument(
             f"--{name}", type=int, default=value
         )  # a batch is of all ranks, whose number divides it
-    kind = torch.accelerator.current_accelerator()
+    kind = torch.accelerator.current_accelerator(check_available=True)
     ranks, backend = int(os.environ.get("WORLD_SIZE", "1")), "gloo" if kind is None else kind.type
     shardkit.launch(train, ranks, backend=backend, args=(parser.parse_args(),))
 

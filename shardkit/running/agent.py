@@ -30,7 +30,8 @@ from .page import Page, where_it_stood
 from .rank import STACKS_SIGNAL
 
 _MOMENT = 0.05
-_ANSWERS = 1.0  # seconds in which ranks that live say where they stand
+_BRIEF = 1.0  # seconds in which ranks that live say where they stand, and
+_ANSWERS = 3.0  # where the machine is busy, or they are about to end
 _CAUSE = 4.0  # seconds that a better cause than "lost another rank" is waited for
 _STOPPING = 120.0  # seconds between the first and the last rank that ends after it was asked to
 _EXIT_BARRIER = 60.0
@@ -103,7 +104,7 @@ class Agent(LocalElasticAgent):
             self._told = True
             self._ask(self._living())
             self._job.is_cut_off = not is_reachable(self._job.rendezvous)
-            time.sleep(_ANSWERS / 2)
+            time.sleep(_BRIEF / 2)
             self._publish(self._failures(), f"{lost}: it was ended, or its link is down")
             self._end_ranks()
 
@@ -142,7 +143,7 @@ class Agent(LocalElasticAgent):
             if not self._told:
                 self._told = True
                 self._ask(self._living())
-                time.sleep(_ANSWERS)
+                time.sleep(_BRIEF)
                 elsewhere = self._cause_elsewhere()
                 if elsewhere is None:
                     self._job.news.say("machines have joined or left: ranks start again")
@@ -213,8 +214,13 @@ class Agent(LocalElasticAgent):
         is_signalled = False
         while True:
             waited, failures = time.monotonic() - began, self._failures()
-            silent = [r for r in self._living() if not where_it_stood(self._logs.files(r))]
-            if waited > _ANSWERS / 2 and silent and not is_signalled:
+            silent = [
+                r
+                for r in self._living()
+                if not where_it_stood(self._logs.files(r))
+                and not (self._logs.files(r).with_suffix(".error.json")).exists()
+            ]
+            if waited > _BRIEF and silent and not is_signalled:
                 is_signalled = True
                 self._ask_for_stacks(silent)
             is_known = not first_cause(failures).is_consequence or self._cause_elsewhere() is not None
@@ -274,8 +280,10 @@ class Agent(LocalElasticAgent):
         for rank, status in self._ended().items():
             if status == 0:
                 others[rank] = "had ended with status 0"
-        for rank in self._living():
-            others[rank] = where_it_stood(self._logs.files(rank)) or "did not say where it stood"
+        for rank, pid in self._living().items():
+            raised = Failure(rank, pid, 0, 0.0, self._logs.files(rank)).error_text
+            told = f"raised {raised}" if raised else where_it_stood(self._logs.files(rank))
+            others[rank] = told or "did not say where it stood"
         local_rank = -1 if cause is None else job.ranks.index(cause.rank)
         page = Page(
             headline=headline

@@ -52,11 +52,15 @@ class Failure:
         return float(self._error().get("time") or self.noticed)
 
     @property
+    def error_text(self) -> str:
+        """The exception in a line; "" if the rank wrote none down."""
+        return _INSIDE.sub("", self._error().get("text", "").strip().partition("\n")[0])[:_LETTERS]
+
+    @property
     def text(self) -> str:
         """The exception, or how the process ended, in a line."""
-        error = self._error()
-        if error:
-            return _INSIDE.sub("", error["text"].strip().partition("\n")[0])[:_LETTERS]
+        if self.error_text:
+            return self.error_text
         if self.status < 0:
             return f"ended by {signal_name(-self.status)}{_KNOWN.get(-self.status, '')}"
         return f"ended with exit status {self.status}"
