@@ -42,7 +42,8 @@ _LATE_REMEDIES = {
     "rank reads: its disk, its files, longer samples",
     "between steps": "look at what this rank alone does between steps: logging, saving, evaluation, data that is made "
     "by hand; with shardkit.span(name) around it, traces show a part of that",
-    "step": "its optimizer has more to do: choose partition='balanced' for OSS",
+    "step": "its optimizer takes longer: with OSS choose partition='balanced'; shards of FSDP are even, so look at its "
+    "device and at other programs there",
     "update": "its optimizer has more to do: choose partition='balanced' for OSS",
 }
 _LATE_ELSEWHERE = (
