@@ -227,7 +227,8 @@ def chosen(path: str | os.PathLike[str]) -> str:
     if newest is None:
         raise ConfigurationError(
             f"{os.fspath(path)} has no complete checkpoint: expected the folder that was given to shardkit.save, or a "
-            f"{step_name(17)} in it (an interrupted save leaves none)"
+            f"{step_name(17)} in it (an interrupted save leaves none). Of a checkpoint of another kind (torch's, "
+            "fairscale's, torch_xla's, Hugging Face's) `shardkit ckpt convert THAT NEW --to dcp` makes one"
         )
     return newest
 
