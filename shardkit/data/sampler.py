@@ -6,10 +6,11 @@ from collections.abc import Iterator, Sized
 
 from torch.utils.data import Sampler
 
-from ..backend import Backend, backend_of_job
+from ..backend import Backend
 from ..errors import ConfigurationError
 from ..types import StateDict
 from .order import GlobalOrder
+from .ranks import rank_of_job
 
 
 class GlobalBatchSampler(Sampler[list[int]]):
@@ -40,17 +41,9 @@ class GlobalBatchSampler(Sampler[list[int]]):
         self, dataset: Sized, global_batch_size: int, *, shuffle: bool = True, seed: int = 0, drop_last: bool = False,
         num_replicas: int | None = None, rank: int | None = None, backend: str | Backend | None = None,
     ) -> None:  # fmt: skip
-        if num_replicas is None or rank is None:
-            group = backend_of_job(backend).group()
-            num_replicas = group.world_size if num_replicas is None else num_replicas
-            rank = group.rank if rank is None else rank
-        if not 0 <= rank < num_replicas:
-            raise ConfigurationError(
-                f"rank {rank} of {num_replicas} ranks does not exist; pass 0 to {num_replicas - 1}"
-            )
-        self.num_replicas, self.rank = num_replicas, rank
+        self.rank, self.num_replicas = rank_of_job(rank, num_replicas, backend)
         self.order = GlobalOrder(len(dataset), global_batch_size, seed, shuffle, drop_last)
-        self.order.check_even(num_replicas)
+        self.order.check_even(self.num_replicas)
         self.epoch = 0
         self._start = 0
 

@@ -15,7 +15,8 @@ from typing import TypeVar
 import torch
 from torch.utils.data import DataLoader, Sampler
 
-from ..backend import Backend, backend_of_job
+from ..backend import Backend
+from ..data.ranks import rank_of_job
 from ..errors import ConfigurationError
 
 T = TypeVar("T")
@@ -50,15 +51,8 @@ class EvaluationSampler(Sampler[int]):
         *,
         backend: str | Backend | None = None,
     ) -> None:
-        if num_replicas is None or rank is None:
-            group = backend_of_job(backend).group()
-            num_replicas = group.world_size if num_replicas is None else num_replicas
-            rank = group.rank if rank is None else rank
-        if not 0 <= rank < num_replicas:
-            raise ConfigurationError(
-                f"rank {rank} of {num_replicas} ranks does not exist; pass 0 to {num_replicas - 1}"
-            )
-        self.dataset, self.num_replicas, self.rank = dataset, num_replicas, rank
+        self.rank, self.num_replicas = rank_of_job(rank, num_replicas, backend)
+        self.dataset = dataset
 
     def __iter__(self) -> Iterator[int]:
         return iter(range(self.rank, len(self.dataset), self.num_replicas))

@@ -193,6 +193,19 @@ class _Stream(IterableDataset[int]):
         return iter(range(3))
 
 
+def test_a_process_on_its_own_is_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert len(list(ResumableLoader(Noisy(), 6))) == 4
+    for name, value in {
+        "RANK": "1",
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": "1",
+    }.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigurationError, match="no process group exists yet"):
+        ResumableLoader(Noisy(), 6)
+
+
 def test_refused() -> None:
     with pytest.raises(ConfigurationError, match="16 samples can't be shared evenly by 3 ranks"):
         GlobalBatchSampler(range(48), 16, num_replicas=3, rank=0)
