@@ -109,8 +109,9 @@ def _refuse_coupled(optimizer: Optimizer) -> None:
         raise ConfigurationError(
             f"{name} updates elements of a parameter together, and FSDP's shards are parts of flat parameters: its "
             "steps would be others than without sharding. Take an optimizer that updates every element by itself "
-            f"(torch's {names_of_elementwise()}; any other is tried), or shard whole parameters: ShardedDDP(model, "
-            f"OSS(model.parameters(), optim={name})). If this is mistaken: shardkit.declare_elementwise({name})"
+            f"(torch's {names_of_elementwise()}; any other is tried), or give it whole parameters: "
+            f"shardkit.WholeParameters(model, {name}, ...), or ShardedDDP(model, OSS(model.parameters(), "
+            f"optim={name})). If this is mistaken: shardkit.declare_elementwise({name})"
         )
     if verdict is Verdict.UNKNOWN:
         logger.warning(

@@ -65,7 +65,7 @@ def gather_parts(flat: FlatParam, value: torch.Tensor) -> list[torch.Tensor]:
     if flat.group.world_size > 1:
         full = shard.new_empty(flat.layout.padded_numel)
         flat.group.channel("parameters").all_gather_into(
-            full, shard, label=f"optimizer state of {flat.label}"
+            full, shard, label=f"optimizer state of {flat.label or repr(flat.names[0])}"
         )
     pieces = taken_apart(full[: flat.layout.numel].cpu(), flat.layout)
     return [p.view(m.shape).clone() for p, m in zip(pieces, flat.originals, strict=True)]

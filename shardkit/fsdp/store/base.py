@@ -172,8 +172,9 @@ class Store(ABC):
         if self._group.world_size == 1 or shard.is_meta:
             return shard.new_empty(self._layout.padded_numel) if shard.is_meta else shard.clone()
         full = shard.new_empty(self._layout.padded_numel)
+        what = self._flat.label or f"parameters with {self._flat.names[0]!r}"
         with self._flat.ranges.summon():
-            self._channel.all_gather_into(full, shard, label=f"{self._flat.label} in full precision")
+            self._channel.all_gather_into(full, shard, label=f"{what} in full precision")
         return full
 
     @torch.no_grad()
