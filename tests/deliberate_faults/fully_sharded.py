@@ -217,7 +217,7 @@ FAULTS = [
         "shardkit/torch_seams/dtensors.py",
         "local = chunks[rank] if rank < len(chunks) else full[:0]",
         "local = chunks[0]",
-        ("tests/compat/test_torch_fsdp.py::test_torchs_functions_for_state_dicts",),
+        ("tests/compat/test_torch_fsdp_states.py::test_torchs_functions_for_state_dicts",),
     ),
     Fault(
         "FSDP",

@@ -22,7 +22,7 @@ RUNS = {
         "backends/test_contract.py fsdp/test_fully_shard.py fsdp/test_groups.py oss sharded_ddp/test_sharded_ddp.py "
         "whole_parameters/test_training.py compression/test_training.py test_grad_scaler.py adascale activations "
         "training_checkpoints/test_moving.py tracing/test_traces.py evaluation moe pipeline/test_pipe_ranks.py "
-        "model_parallel compat/test_torch_fsdp.py integrations",
+        "model_parallel compat/test_torch_fsdp.py compat/test_torch_fsdp_states.py integrations",
         "not xla and not oracle",
     ),
     "xla": (

@@ -37,7 +37,7 @@ FEATURES = {
     "mixture of experts": "moe",
     "pipelines": "pipeline",
     "model parallelism": "model_parallel",
-    "torch's FSDP1 interface": "compat/test_torch_fsdp.py",
+    "torch's FSDP1 interface": "compat/test_torch_fsdp.py compat/test_torch_fsdp_states.py",
     "torch_xla's interfaces": "xla",
     "transformers, accelerate, peft": "integrations/test_huggingface.py",
     "Lightning, Fabric": "integrations/test_lightning.py",

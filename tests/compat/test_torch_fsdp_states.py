@@ -1,0 +1,227 @@
+"""``shardkit.torch_fsdp``: states of models and optimizers, to and from torch's own FSDP1 and one process."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.distributed.checkpoint.state_dict
+from torch import nn
+
+from shardkit.errors import ConfigurationError
+from shardkit.torch_fsdp import (
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    OptimStateKeyType,
+    StateDictType,
+    state_dict,
+)
+from tests.compat.torch_fsdp_programs import (
+    CPU,
+    FSDP,
+    INNER,
+    TORCHS,
+    Net,
+    adam,
+    loss_of,
+    net,
+    one_process,
+    same,
+    same_state,
+    train,
+    trained,
+)
+from tests.pools import rank_pool
+
+
+# ------------------------------------------------------------ state dicts
+def _state_dicts(rank: int, world_size: int, use_orig_params: bool, folder: str) -> None:
+    plain, _ = one_process(world_size)
+    model = trained(FSDP, rank, use_orig_params=use_orig_params)[0]
+    full = FullStateDictConfig(offload_to_cpu=True, rank0_only=True)
+    with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, full):
+        assert FSDP.get_state_dict_type(model).state_dict_config is full
+        found = model.state_dict()
+        outside = nn.ModuleDict({"a": model}).state_dict()
+    assert [*outside] == [f"a.{n}" for n in found]
+    same(found, dict(plain.state_dict()) if rank == 0 else {})
+    fresh = FSDP(Net(), auto_wrap_policy=INNER, use_orig_params=use_orig_params).eval()
+    fresh.load_state_dict(plain.state_dict())
+    same(fresh.state_dict(), plain.state_dict())
+
+    # a sharded one, through files, from torch's FSDP and back
+    models = {FSDP: model, TORCHS: trained(TORCHS, rank, use_orig_params=use_orig_params)[0]}
+    for kind, source in models.items():
+        with kind.state_dict_type(source, StateDictType.SHARDED_STATE_DICT):
+            dcp.save({"model": source.state_dict()}, checkpoint_id=f"{folder}/{kind.__module__}")
+    for kind, source in ((TORCHS, FSDP), (FSDP, TORCHS), (FSDP, FSDP)):
+        target = kind(Net(), auto_wrap_policy=INNER, device_id=CPU, use_orig_params=use_orig_params).eval()
+        with torch.no_grad():
+            for p in target.parameters():
+                p.zero_()
+        with kind.state_dict_type(target, StateDictType.SHARDED_STATE_DICT):
+            state = {"model": target.state_dict()}
+            dcp.load(state, checkpoint_id=f"{folder}/{source.__module__}")
+            target.load_state_dict(state["model"])
+        assert loss_of(target, 0, 9).item() == pytest.approx(loss_of(plain, 0, 9).item(), abs=1e-5)
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_state_dicts_full_and_sharded(world_size: int, use_orig_params: bool, tmp_path: Path) -> None:
+    rank_pool(world_size).run(_state_dicts, world_size, use_orig_params, str(tmp_path))
+
+
+# ------------------------------------------------------------ optimizer state
+def _goes_on(model: nn.Module, optimizer: torch.optim.Optimizer, ranks: Any, plain: Net) -> None:
+    """Two more steps; the parameters are then one process's."""
+    train(model, ranks, optimizer, range(3, 5))
+    state = model.state_dict()
+    for name, value in plain.state_dict().items():
+        torch.testing.assert_close(state[name], value, atol=2e-6, rtol=2e-6)
+
+
+def _optimizer_states(rank: int, world_size: int, use_orig_params: bool) -> None:
+    plain, plain_optimizer = one_process(world_size)
+    options: dict[str, Any] = {
+        "use_orig_params": use_orig_params,
+        "auto_wrap_policy": INNER,
+        "device_id": CPU,
+    }
+    model, optimizer, _ = trained(FSDP, rank, use_orig_params=use_orig_params)
+    found = FSDP.full_optim_state_dict(model, optimizer, rank0_only=False)
+    same_state(plain, plain_optimizer, found)
+    assert FSDP.full_optim_state_dict(model, optimizer) == {} or rank == 0
+    other, other_optimizer, _ = trained(TORCHS, rank)
+    theirs_too = TORCHS.optim_state_dict(other, other_optimizer)
+    same_state(plain, plain_optimizer, theirs_too)
+    assert {k: type(v) for k, v in found["state"]["inner.0.weight"].items()} == {
+        k: type(v) for k, v in theirs_too["state"]["inner.0.weight"].items()
+    }
+    by_number = FSDP.rekey_optim_state_dict(found, OptimStateKeyType.PARAM_ID, plain)
+    of_plain = FSDP.rekey_optim_state_dict(plain_optimizer.state_dict(), OptimStateKeyType.PARAM_NAME, plain)
+    weights = plain.state_dict()
+    after = copy.deepcopy(plain)
+    after_optimizer = adam(after)
+    after_optimizer.load_state_dict(copy.deepcopy(by_number))
+    train(after, range(world_size), after_optimizer, range(3, 5))
+
+    ways = [
+        lambda m, o: FSDP.optim_state_dict_to_load(m, o, theirs_too),
+        lambda m, o: FSDP.optim_state_dict_to_load(m, o, of_plain),
+        lambda m, o: FSDP.shard_full_optim_state_dict(found, m),
+        lambda m, o: FSDP.scatter_full_optim_state_dict(found if rank == 0 else None, m, optim=o),
+        lambda m, o: FSDP.flatten_sharded_optim_state_dict(
+            FSDP.sharded_optim_state_dict(model, optimizer), m, o
+        ),
+    ]
+    for k, way in enumerate(ways):
+        target = FSDP(net(), **options)
+        target.load_state_dict(weights)
+        target_optimizer = adam(target)
+        if k == 0:
+            config = FullOptimStateDictConfig(rank0_only=False)
+            FSDP.set_state_dict_type(target, StateDictType.FULL_STATE_DICT, None, config)
+        target_optimizer.load_state_dict(way(target, target_optimizer))
+        _goes_on(target, target_optimizer, [rank], after)
+    target = TORCHS(net(), **options)
+    target.load_state_dict(weights)
+    target_optimizer = adam(target)
+    target_optimizer.load_state_dict(TORCHS.optim_state_dict_to_load(target, target_optimizer, found))
+    _goes_on(target, target_optimizer, [rank], after)
+
+
+@pytest.mark.parametrize(("world_size", "use_orig_params"), [(2, False), (2, True), (3, False)])
+def test_optimizer_states_go_both_ways(world_size: int, use_orig_params: bool) -> None:
+    rank_pool(world_size).run(_optimizer_states, world_size, use_orig_params)
+
+
+def _by_torchs_functions(rank: int, world_size: int, use_orig_params: bool, folder: str) -> None:
+    """get_state_dict and set_state_dict, through files too; ShardedTensors of torch's FSDP as they are."""
+    plain, plain_optimizer = one_process(world_size)
+    options: dict[str, Any] = {
+        "use_orig_params": use_orig_params,
+        "auto_wrap_policy": INNER,
+        "device_id": CPU,
+    }
+    model, optimizer, _ = trained(FSDP, rank, use_orig_params=use_orig_params)
+    full = state_dict.StateDictOptions(full_state_dict=True)
+    found, of_optimizer = state_dict.get_state_dict(model, optimizer, options=full)
+    same(found, plain.state_dict())
+    same_state(plain, plain_optimizer, of_optimizer)
+    first = state_dict.StateDictOptions(full_state_dict=True, cpu_offload=True)
+    on_first = state_dict.get_state_dict(model, optimizer, options=first)
+    assert [len(d) > 0 for d in on_first] == [rank == 0] * 2
+    dcp.save(dict(zip("mo", state_dict.get_state_dict(model, optimizer), strict=True)), checkpoint_id=folder)
+    after = copy.deepcopy(plain)
+    after_optimizer = adam(after)
+    after_optimizer.load_state_dict(copy.deepcopy(plain_optimizer.state_dict()))
+    train(after, range(world_size), after_optimizer, range(3, 5))
+
+    other, other_optimizer, _ = trained(TORCHS, rank, use_orig_params=False)
+    with TORCHS.state_dict_type(other, StateDictType.SHARDED_STATE_DICT):
+        torchs = other.state_dict(), TORCHS.optim_state_dict(other, other_optimizer)
+    assert type(torchs[0]["last.weight"]).__name__ == "ShardedTensor"
+    for k in range(4):
+        target = FSDP(net(), **options)
+        target_optimizer = adam(target)
+        start = [p.detach().clone() for p in target.parameters()]
+        loaded = dict(zip("mo", state_dict.get_state_dict(target, target_optimizer), strict=True))
+        assert not target_optimizer.state
+        assert all(torch.equal(a, b) for a, b in zip(start, target.parameters(), strict=True))
+        how = None
+        if k == 0:
+            dcp.load(loaded, checkpoint_id=folder)
+        elif k == 1:
+            loaded = {"m": on_first[0], "o": on_first[1]}
+            how = state_dict.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+        else:
+            loaded = dict(zip("mo", torchs if k == 2 else (found, of_optimizer), strict=True))
+        state_dict.set_state_dict(
+            target, target_optimizer, model_state_dict=loaded["m"], optim_state_dict=loaded["o"], options=how
+        )
+        _goes_on(target, target_optimizer, [rank], after)
+    fresh = net()
+    assert state_dict.get_model_state_dict(fresh).keys() == fresh.state_dict().keys()
+    with pytest.raises(ConfigurationError, match="ignore_frozen_params"):
+        state_dict.get_model_state_dict(model, options=state_dict.StateDictOptions(ignore_frozen_params=True))
+
+
+@pytest.mark.parametrize(("world_size", "use_orig_params"), [(2, False), (3, True)])
+def test_torchs_functions_for_state_dicts(world_size: int, use_orig_params: bool, tmp_path: Path) -> None:
+    rank_pool(world_size).run(_by_torchs_functions, world_size, use_orig_params, str(tmp_path))
+
+
+def _rank_0_has_it(rank: int, world_size: int) -> None:
+    """Only one rank keeps and brings the state; a part of the model is no unit, and the outermost module neither."""
+    plain = nn.Sequential(net(), nn.Linear(4, 4))
+    model = nn.Sequential(FSDP(copy.deepcopy(plain[0])), copy.deepcopy(plain[1]))
+    plain_optimizer, optimizer = adam(plain), adam(model)
+    train(plain, range(world_size), plain_optimizer)
+    for step in range(3):
+        optimizer.zero_grad()
+        loss_of(model, rank, step).backward()
+        for p in model[1].parameters():
+            dist.all_reduce(p.grad)
+            p.grad /= world_size
+        optimizer.step()
+    config = FullOptimStateDictConfig(rank0_only=True)
+    FSDP.set_state_dict_type(model, StateDictType.FULL_STATE_DICT, FullStateDictConfig(), config)
+    found = FSDP.optim_state_dict(model, optimizer)
+    if rank == 0:
+        same_state(plain, plain_optimizer, found)
+    before = copy.deepcopy(optimizer.state_dict())
+    loaded = FSDP.optim_state_dict_to_load(model, optimizer, found, load_directly=True)
+    after = optimizer.state_dict()
+    assert [g["params"] for g in loaded["param_groups"]] == [g["params"] for g in after["param_groups"]]
+    for index, values in before["state"].items():
+        same(after["state"][index], values, 0.0)
+
+
+def test_only_the_first_rank_has_the_state() -> None:
+    rank_pool(2).run(_rank_0_has_it, 2)
