@@ -13,6 +13,7 @@ from typing import BinaryIO
 from ..errors import ConfigurationError, FileNotWrittenError
 
 _ENDING = ".part"
+_CLOCKS = 5.0  # seconds between the clocks of a file system and of this machine
 
 
 @contextlib.contextmanager
@@ -74,20 +75,38 @@ def _remove_what_was_left(folder: str, prefix: str) -> None:
     """By processes of this machine that are gone."""
     for entry in os.scandir(folder):
         owner = entry.name.removeprefix(prefix).partition(".")[0]
-        if entry.name.startswith(prefix) and entry.name.endswith(_ENDING) and not is_alive(owner):
+        if entry.name.startswith(prefix) and entry.name.endswith(_ENDING):
             with contextlib.suppress(OSError):  # another process may remove it too
-                os.unlink(entry.path)
+                if not is_alive(owner, entry.stat().st_mtime):
+                    os.unlink(entry.path)
 
 
-def is_alive(process: str) -> bool:
-    """Whether a process of this machine, by its number, runs."""
+def is_alive(process: str, wrote: float | None = None) -> bool:
+    """Whether a process of this machine, by its number, runs.
+
+    Args:
+        wrote: when it has written something, in seconds since 1970. A process that began later only has its number: in
+            containers, where numbers begin anew, that is common after a restart.
+    """
     try:
         os.kill(int(process), 0)
     except ProcessLookupError:
         return False
     except (PermissionError, ValueError):
         pass
-    return True
+    began = None if wrote is None else _began(process)
+    return wrote is None or began is None or began <= wrote + _CLOCKS
+
+
+def _began(process: str) -> float | None:
+    """When a process began, in seconds since 1970; None where the system does not tell."""
+    with contextlib.suppress(OSError, ValueError, IndexError, StopIteration):
+        with open(f"/proc/{process}/stat") as file:
+            ticks = int(file.read().rpartition(")")[2].split()[19])
+        with open("/proc/stat") as file:
+            boot = next(int(line.split()[1]) for line in file if line.startswith("btime "))
+        return boot + ticks / os.sysconf("SC_CLK_TCK")
+    return None
 
 
 def _take_over(temporary: str, old: os.stat_result) -> None:

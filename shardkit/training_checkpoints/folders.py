@@ -189,7 +189,7 @@ def _host() -> str:
 
 def _is_left_over(path: str, matched: re.Match[str]) -> bool:
     if matched["host"] == _host():
-        return matched["pid"] == str(os.getpid()) or not is_alive(matched["pid"])
+        return matched["pid"] == str(os.getpid()) or not is_alive(matched["pid"], last_change(path))
     return time.time() - last_change(path) > _ABANDONED
 
 

@@ -195,6 +195,19 @@ def test_what_is_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
         shardkit.save(folder, model=model)  # type: ignore[call-overload]
 
 
+def test_a_process_that_has_but_the_number_of_a_killed_one(tmp_path: Path) -> None:
+    """In a container that was started again, numbers begin anew."""
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
+        left = tmp_path / f".step-00000006.{socket.gethostname()}.{other.pid}.aa.part"
+        left.mkdir()
+        with pytest.raises(ConfigurationError, match=rf"another process \(number {other.pid}\)"):
+            shardkit.save(tmp_path, model=_model(), step=6)
+        os.utime(left, (time.time() - 60,) * 2)
+        shardkit.save(tmp_path, model=_model(), step=6)
+        assert os.listdir(tmp_path) == ["step-00000006"]
+        other.communicate(b"\n")
+
+
 def test_training_goes_on_while_it_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     go_on = threading.Event()
     real = data_file.write_parts
