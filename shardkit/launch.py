@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import itertools
 import os
 import re
 from collections.abc import Callable
@@ -15,7 +14,6 @@ from .started import StartedRank, note, started_rank
 from .types import Args
 
 T = TypeVar("T")
-_launches = itertools.count()  # by ranks that another program started; the same on all of them
 
 
 def launch(
@@ -110,7 +108,8 @@ def _meet(backend: Backend, started: StartedRank, start_timeout: float | None) -
         # The agent's store outlives process groups: what an earlier launch's group wrote there would be taken for this
         # one's, and ranks would look for each other at addresses that are gone.
         found, rank, world_size = next(dist.rendezvous("env://"))  # type: ignore[attr-defined]
-        own = dist.PrefixStore(f"shardkit/launch/{next(_launches)}", found)  # type: ignore[attr-defined]
+        number = found.add(f"shardkit/launches of rank {rank}", 1)
+        own = dist.PrefixStore(f"shardkit/launch/{number}", found)  # type: ignore[attr-defined]
         dist.init_process_group(backend.process_group_backend, store=own, rank=rank, world_size=world_size)
         return
     if not started.address:

@@ -87,11 +87,14 @@ def torch_worlds(store: SharedStore) -> Iterator[None]:
     if _PLUGIN.upper() not in dist.Backend._plugins:
         dist.Backend.register_backend(_PLUGIN, _create, extended_api=True, devices=["cpu"])
     isolate: Callable[[bool], None] = _BINDINGS._set_thread_isolation_mode
+    meets = _rendezvous(_C10D.rendezvous, store)
     with ExitStack() as stack:
+        for module in (dist, sys.modules["torch.distributed.rendezvous"]):  # programs may have it from either
+            stack.enter_context(mock.patch.object(module, "rendezvous", meets))
         for name, value in {
             "_world": Worlds(_C10D._world),
             "_new_process_group_helper": _helper(_C10D._new_process_group_helper),
-            "rendezvous": _rendezvous(_C10D.rendezvous, store),
+            "rendezvous": meets,
             "_default_pg_init_method": _C10D._default_pg_init_method,
             "_backend": _C10D._backend,
         }.items():

@@ -56,6 +56,7 @@ def test_listeners_hear_of_what_was_there_and_of_what_comes_and_leave_nothing_be
     assert not ranges.listening
     assert listener.found == [What("reshard", "b"), What("all_gather", "a", (0, 1), 8), What("forward", "b")]
     assert [type(opens()) for opens in (before.gather, after.reshard)] == [Phase, Phase]
+    gc.collect()
     count = len(ranges._objects)
     del before, after
     gc.collect()
