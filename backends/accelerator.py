@@ -1,14 +1,14 @@
-"""Devices that torch knows as a module of its own (torch.cuda, torch.xpu, ...), one process each.
+"""Devices with streams, one process each, and process groups of torch.distributed that serve them.
 
-A further one of torch.accelerator's is a class like :class:`~shardkit.backends.cuda.CudaBackend`: its names, and the
-group class of its collectives' library.
+What torch.accelerator and a registered library of collectives have in common is here, so that any device that torch
+knows is served (:class:`OfTorch`). Those of which more is known are classes like
+:class:`~shardkit.backends.cuda.CudaBackend`: their names, and the group class of their library.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
-from types import ModuleType
+from collections.abc import Callable, Sequence
 from typing import ClassVar
 
 import torch
@@ -20,6 +20,8 @@ from shardkit.types import Args, ProcessGroup, T
 
 from .c10d.group import C10dGroup
 from .c10d.known_groups import KnownGroups
+from .c10d.library_group import LibraryGroup
+from .device_modules import DeviceModule, TorchAccelerator
 from .eager import EagerBackend
 from .processes import START_SECONDS, launch_processes
 
@@ -45,11 +47,10 @@ class AcceleratorBackend(EagerBackend):
     """Tensors of one kind of accelerator.
 
     Attributes:
-        group_types: for what serves the device in a process group, by its name in torch.distributed. Others (gloo)
-            carry its tensors as they carry the CPU's.
+        advice: what to do where there is no such device.
     """
 
-    group_types: ClassVar[Mapping[str, type[C10dGroup]]]
+    advice: ClassVar[str] = "this torch was built without it, or no device is visible"
     one_order = True
 
     def __init__(self) -> None:
@@ -57,11 +58,11 @@ class AcceleratorBackend(EagerBackend):
         self._selected = False
 
     @property
-    def _module(self) -> ModuleType:
-        return torch.get_device_module(self.device_type)
+    def _module(self) -> DeviceModule:
+        return TorchAccelerator(self.device_type)
 
     def is_available(self) -> bool:
-        return hasattr(torch, self.device_type) and self._module.is_available() and dist.is_available()
+        return self._module.is_available() and dist.is_available()
 
     def device(self) -> torch.device:
         """The current device. The first call selects the one of ``LOCAL_RANK``, unless the caller chose another, or
@@ -75,8 +76,7 @@ class AcceleratorBackend(EagerBackend):
         if not module.is_available():
             kind = self.device_type
             raise BackendError(
-                f"no {kind.upper()} device is available (torch.{kind}.is_available() is False): this torch was built "
-                f"without {kind.upper()}, or no device is visible"
+                f"no {kind.upper()} device is available (torch.{kind}.is_available() is False): {self.advice}"
             )
         if not self._selected:
             self._selected = True
@@ -122,7 +122,11 @@ class AcceleratorBackend(EagerBackend):
                 f"rank {rank}: the process group can't carry {kind.upper()} tensors ({error}); make it with backend "
                 f"'{own}', or keep the module on the CPU"
             ) from error
-        return self.group_types.get(serves, C10dGroup)(backend, process_group, ranks, rank)
+        return self._group_type(serves)(backend, process_group, ranks, rank)
+
+    def _group_type(self, serves: str) -> type[C10dGroup]:
+        """For what serves the device in a process group; gloo carries its tensors, where it can, as the CPU's."""
+        return C10dGroup if serves == "gloo" else LibraryGroup
 
     def pin(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.detach().cpu().pin_memory()
@@ -151,10 +155,42 @@ class AcceleratorBackend(EagerBackend):
             ConfigurationError: fewer devices than ranks.
             RankFailedError: the first failing rank's error, at once.
         """
-        count = self._module.device_count()
+        count = self.device_count()
         if world_size > count:
             raise ConfigurationError(
                 f"{world_size} ranks need {world_size} {self.device_type.upper()} devices, {count} are visible; launch "
                 "fewer ranks, or use backend='gloo' on the CPU"
             )
-        return launch_processes(fn, world_size, args, self.name, timeout, start_timeout)
+        environment = self._environment_of_ranks(world_size)
+        return launch_processes(fn, world_size, args, self.name, timeout, start_timeout, environment)
+
+    def device_count(self) -> int:
+        """Devices that this process sees."""
+        return self._module.device_count() if self.is_available() else 0
+
+    def _environment_of_ranks(self, world_size: int) -> dict[str, str]:
+        """What the ranks' processes have to find when they begin, beside what torchrun sets."""
+        return {}
+
+
+class OfTorch(AcceleratorBackend):
+    """A device of torch.accelerator of which no more is known than its name, and its library of collectives.
+
+    Args:
+        device_type: as ``torch.device`` has it.
+        library: as ``torch.distributed`` has it.
+    """
+
+    def __init__(self, device_type: str, library: str) -> None:
+        super().__init__()
+        self.name = self.device_type = device_type
+        self.process_group_backend = f"cpu:gloo,{device_type}:{library}"
+
+
+def of_torch(device_type: str) -> OfTorch | None:
+    """For a device that torch knows, and a library of collectives serves; None: it is no such device."""
+    known = torch.accelerator.current_accelerator()
+    if known is None or known.type != device_type or not dist.is_available():
+        return None
+    library = dist.Backend.default_device_backend_map.get(device_type)
+    return None if library in (None, "gloo") else OfTorch(device_type, library)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+import torch
 
 from .accelerator import AcceleratorBackend
+from .c10d.group import C10dGroup
 from .c10d.nccl import NcclGroup
+from .device_modules import DeviceModule
 
 
 class CudaBackend(AcceleratorBackend):
@@ -14,4 +16,11 @@ class CudaBackend(AcceleratorBackend):
     name = "cuda"
     device_type = "cuda"
     process_group_backend = "cpu:gloo,cuda:nccl"  # torch saves checkpoints in the background over gloo
-    group_types: ClassVar = {"nccl": NcclGroup}
+    advice = "this torch was built without CUDA, or no device is visible"
+
+    @property
+    def _module(self) -> DeviceModule:
+        return torch.get_device_module(self.device_type)  # type: ignore[return-value]
+
+    def _group_type(self, serves: str) -> type[C10dGroup]:
+        return NcclGroup if serves == "nccl" else C10dGroup

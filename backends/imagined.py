@@ -54,6 +54,9 @@ class ImaginedGroup(Group):
     def channel(self, name: str) -> ImaginedGroup:
         return self
 
+    def channels(self) -> list[ImaginedGroup]:
+        return []
+
     def new_group(self, ranks: Sequence[int]) -> ImaginedGroup | None:
         members = check_members(self.rank, self.world_size, ranks)
         if self.rank not in members:

@@ -128,7 +128,7 @@ class RankPool:
 
     Args:
         world_size: number of ranks.
-        backend: "gloo" or "cuda".
+        backend: one whose ranks are processes ("gloo", "cuda", ...).
         start: makes a process a rank, called with (rank, world_size, address of a store, backend); default: a process
             group of that backend.
         timeout: seconds a call may take; None: no limit.
@@ -339,8 +339,10 @@ def _free_port() -> int:
 
 def launch_processes(
     fn: Callable[..., T], world_size: int, args: Args, backend: str, timeout: float | None,
-    start_timeout: float | None,
+    start_timeout: float | None, environment: dict[str, str] | None = None,
 ) -> list[T]:  # fmt: skip
     """Starts ranks for one call."""
-    with RankPool(world_size, backend, timeout=timeout, start_timeout=start_timeout) as pool:
+    with RankPool(
+        world_size, backend, timeout=timeout, start_timeout=start_timeout, environment=environment
+    ) as pool:
         return pool.run(fn, *args)

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import IO
 
 _SECONDS = 0.5  # in which a process writes its stacks; it does so when it gets to run
-_MOST = 4000  # characters shown
+_MOST = 8000  # characters shown
 
 _environment_lock = threading.Lock()
 # An expression, since it travels as such.
@@ -26,6 +26,7 @@ _SETUP = f"""(
     __import__("faulthandler").register({int(getattr(signal, "SIGUSR1", 0))}, file, True),
     name,
 )[1]"""
+_SETUP_AT_DEATH = f"""(__import__("faulthandler").enable(file, True), {_SETUP})[1]"""
 
 
 @contextlib.contextmanager
@@ -53,11 +54,13 @@ class Name(str):
 
     file: IO[bytes]
     _sent: bool
+    _at_death: bool
 
-    def __new__(cls, text: str) -> Name:
+    def __new__(cls, text: str, *, at_death: bool = False) -> Name:
+        """``at_death``: the process writes its stacks when a fatal signal ends it, too."""
         name = super().__new__(cls, text)
         name.file = tempfile.TemporaryFile()  # noqa: SIM115
-        name._sent = False
+        name._sent, name._at_death = False, at_death
         return name
 
     def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
@@ -66,7 +69,7 @@ class Name(str):
             return str, (str(self),)
         self._sent = True  # it is part of what is sent after it, too
         scope = {"file": popen.duplicate_for_child(self.file.fileno()), "name": str(self)}
-        return eval, (_SETUP, scope)
+        return eval, (_SETUP_AT_DEATH if self._at_death else _SETUP, scope)
 
     def stacks(self, pid: int | None) -> str:
         """Where the process stands."""
@@ -75,9 +78,13 @@ class Name(str):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGUSR1)
         time.sleep(_SECONDS)
+        return self.written()
+
+    def written(self) -> str:
+        """The end of what it has written so far."""
         size = os.fstat(self.file.fileno()).st_size
         written = os.pread(self.file.fileno(), _MOST, max(0, size - _MOST))
-        return written.decode(errors="replace")
+        return written.decode(errors="replace").partition("\nExtension modules: ")[0]
 
     def close(self) -> None:
         """The process has ended."""

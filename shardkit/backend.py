@@ -3,68 +3,29 @@
 Legend of shapes: W world size, S one rank's shard numel, N = sum of all shards' numel.
 
 The core knows devices only through these classes. A backend is picked by the device of the parameters or by name;
-others add one by entry point ``shardkit.backends`` (name -> a callable that returns a Backend).
+others add one by entry point ``shardkit.backends`` (name -> a callable that returns a Backend). A device for which
+nobody has done so is served as torch.accelerator and torch.distributed describe it.
 """
 
 from __future__ import annotations
 
 import abc
 import contextlib
-import enum
 import importlib
 import importlib.metadata
 from collections.abc import Callable, Iterable, Sequence
-from typing import TypeVar
 
 import torch
 
 from .errors import BackendError
 from .progress import listen_to_errors
-from .types import Args, ProcessGroup, Timer
+from .types import AnyCallable, Args, ProcessGroup, T, Timer
+from .work import DONE, ReduceOp, Work
 
-T = TypeVar("T")
-
-
-class ReduceOp(enum.Enum):
-    """How contributions of ranks are combined. AVG (of real or complex numbers) divides the sum by the world size."""
-
-    SUM = "sum"
-    AVG = "avg"
-    MAX = "max"
-    MIN = "min"
-
-
-class Work(abc.ABC):
-    """A collective in flight."""
-
-    __slots__ = ()
-
-    @abc.abstractmethod
-    def wait(self) -> None:
-        """Returns when the result may be used by what this rank runs next.
-
-        Raises:
-            OutOfStepError: another rank of the group waits in a different call.
-            RankLostError: another rank died.
-        """
-
-    @abc.abstractmethod
-    def is_done(self) -> bool:
-        """Whether :meth:`wait` would return at once; says so without waiting."""
-
-
-class _Done(Work):
-    __slots__ = ()
-
-    def wait(self) -> None:
-        return
-
-    def is_done(self) -> bool:
-        return True
-
-
-DONE: Work = _Done()
-"""What needs no waiting."""
+__all__ = [
+    "DONE", "Backend", "Group", "ReduceOp", "Work", "backend_for", "backend_for_device", "backend_of_job",
+    "get_backend", "register_rank_provider",
+]  # fmt: skip
 
 
 class Group(abc.ABC):
@@ -93,6 +54,10 @@ class Group(abc.ABC):
 
         The first call for a name is a collective; later ones return the same group.
         """
+
+    @abc.abstractmethod
+    def channels(self) -> Sequence[Group]:
+        """Those that there are so far (no collective)."""
 
     @abc.abstractmethod
     def new_group(self, ranks: Sequence[int]) -> Group | None:
@@ -293,12 +258,14 @@ class Backend(abc.ABC):
 _BUILT_IN = {
     "gloo": "shardkit.backends.gloo:GlooBackend",
     "cuda": "shardkit.backends.cuda:CudaBackend",
+    "tpu": "shardkit.backends.tpu:TpuBackend",
     "xla": "shardkit.backends.xla:XlaBackend",
     "simulated": "shardkit.backends.simulated:SimulatedBackend",
     "streams": "shardkit.backends.streams:StreamsBackend",
 }
 _ENTRY_POINTS = "shardkit.backends"
-_CPU = torch.device("cpu")
+# Makes a backend of the name of a device type, where torch itself knows enough of it; else None.
+_OF_TORCH = "shardkit.backends.accelerator:of_torch"
 _instances: dict[str, Backend] = {}
 # A backend whose ranks share one process (threads) puts a function here that returns the backend of the
 # calling rank, or None outside of its ranks; it then wins over the device of the parameters.
@@ -307,14 +274,25 @@ _current: list[Callable[[], Backend | None]] = []
 
 def _load(name: str) -> Backend:
     if name in _BUILT_IN:
-        module, _, attribute = _BUILT_IN[name].partition(":")
-        return getattr(importlib.import_module(module), attribute)()  # type: ignore[no-any-return]
+        return _named(_BUILT_IN[name])()  # type: ignore[no-any-return]
     for entry in importlib.metadata.entry_points(group=_ENTRY_POINTS):
         if entry.name == name:
             return entry.load()()  # type: ignore[no-any-return]
+    backend: Backend | None = _named(_OF_TORCH)(name)
+    if backend is not None:
+        return backend
     others = sorted({e.name for e in importlib.metadata.entry_points(group=_ENTRY_POINTS)} - set(_BUILT_IN))
     known = ", ".join([*_BUILT_IN, *others])
-    raise BackendError(f"no backend named {name!r}; there are: {known}")
+    raise BackendError(
+        f"no backend named {name!r}; there are: {known}. A device that torch.accelerator knows "
+        f"({torch.accelerator.current_accelerator() or 'none here'}) is one too, once a package has registered its "
+        "collectives with torch.distributed"
+    )
+
+
+def _named(path: str) -> AnyCallable:
+    module, _, attribute = path.partition(":")
+    return getattr(importlib.import_module(module), attribute)  # type: ignore[no-any-return]
 
 
 def get_backend(name: str) -> Backend:
@@ -340,7 +318,7 @@ def backend_for(tensors: Iterable[torch.Tensor], name: str | Backend | None = No
     Raises:
         BackendError: tensors of a device type that no backend serves.
     """
-    device = next((t.device for t in tensors), _CPU)
+    device = next((t.device for t in tensors), torch.device("cpu"))
     chosen = _chosen(device.type, name)
     if device.index is not None and device.type == chosen.device_type:
         chosen.settle(device)
@@ -367,25 +345,41 @@ def backend_of_job(name: str | Backend | None = None) -> Backend:
     if dist.is_available() and dist.is_initialized():
         serves = dict(pair.split(":") for pair in dist.get_backend_config().split(","))
         for device_type, library in serves.items():  # gloo alone serves several
-            if device_type in _BUILT_IN and library != serves.get("cpu"):
-                return backend_for_device(device_type)
+            if library != serves.get("cpu"):
+                backend = _serving(device_type)
+                if backend is not None:
+                    return backend
     return backend_for([])
 
 
 def backend_for_device(device_type: str) -> Backend:
     """The backend that serves a device type ("cpu" and "meta": gloo); a BackendError if none does."""
+    backend = _serving(device_type)
+    if backend is None:
+        raise BackendError(
+            f"no backend serves tensors on {device_type!r}; import the package that registers the device and its "
+            f"collectives with torch, install a backend (entry-point group {_ENTRY_POINTS!r}), or move the module "
+            "to another device first"
+        )
+    return backend
+
+
+def _serving(device_type: str) -> Backend | None:
     if device_type in ("cpu", "meta"):
         return get_backend("gloo")
     if device_type in _BUILT_IN:
         return get_backend(device_type)
+    known = _instances.get(device_type)
+    if known is not None and known.device_type == device_type:
+        return known
     for entry in importlib.metadata.entry_points(group=_ENTRY_POINTS):
         backend = get_backend(entry.name)
         if backend.device_type == device_type:
             return backend
-    raise BackendError(
-        f"no backend serves tensors on {device_type!r}; install one (entry-point group {_ENTRY_POINTS!r}) "
-        "or move the module to cpu, cuda or xla first"
-    )
+    of_torch: Backend | None = _named(_OF_TORCH)(device_type)
+    if of_torch is not None:
+        _instances[device_type] = of_torch
+    return of_torch
 
 
 def _be_heard(_: BaseException) -> None:

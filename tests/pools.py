@@ -57,6 +57,11 @@ def _make(world_size: int, backend: str) -> Pool:
 
         start = getattr(cuda_programs, f"over_{backend.rpartition(' ')[2]}")
         return RankPool(world_size, "cuda", start=start, timeout=120, environment=environment)
+    if backend in ("late", "tpu"):  # a device of our own, see tests/late_device
+        from tests.late_device import ranks
+
+        start = getattr(ranks, f"start_{backend}")
+        return RankPool(world_size, backend, start=start, timeout=120, environment=environment)
     if backend == "fairscale":
         from shardkit.testing.fairscale_ranks import start_rank
 

@@ -38,7 +38,7 @@ OPS = {
 }
 Options = TypeVar("Options", dist.AllreduceOptions, dist.ReduceOptions)
 PIECE = 2**20  # most elements that a rank receives in a round
-_MAIN = "main"  # the name of what is no channel
+MAIN = "main"  # the name of what is no channel
 
 
 class C10dGroup(Waiting, ObjectsOverTensors):
@@ -56,7 +56,7 @@ class C10dGroup(Waiting, ObjectsOverTensors):
 
     def __init__(
         self, backend: Backend, process_group: dist.ProcessGroup | None, ranks: Sequence[int], rank: int,
-        name: str = _MAIN, parent: C10dGroup | None = None,
+        name: str = MAIN, parent: C10dGroup | None = None,
     ) -> None:  # fmt: skip
         self.backend = backend
         self.process_group = process_group
@@ -77,7 +77,7 @@ class C10dGroup(Waiting, ObjectsOverTensors):
                 self.process_group = weakref.proxy(process_group)
             else:
                 self._timeout = parent._timeout
-        self._watch: Watch = self._new_watch() if parent is None or name == _MAIN else parent._watch
+        self._watch: Watch = self._new_watch() if parent is None or name == MAIN else parent._watch
         self._order = CallOrder() if name in ORDERED_CHANNELS and process_group is not None else None
         self._root: C10dGroup = self if parent is None else parent._root  # all its ranks are connected
         self._agreements = 0
@@ -96,6 +96,9 @@ class C10dGroup(Waiting, ObjectsOverTensors):
             pg = self._meet(f"channel {name!r}", f"channel/{name}", list(range(self.world_size)))
             self._channels[name] = type(self)(self.backend, pg, self.ranks, self.rank, name, self)
         return self._channels[name]
+
+    def channels(self) -> list[C10dGroup]:
+        return list(self._channels.values())
 
     def new_group(self, ranks: Sequence[int]) -> C10dGroup | None:
         """A sub-group of these group ranks; None on the others."""

@@ -25,7 +25,8 @@ class ObjectsOverTensors(Group):
     def all_gather_object(self, obj: T, *, label: str = "") -> list[T]:
         if self.process_group is None:
             return [obj]
-        data, sizes = _announce(self, obj, True, label)
+        packed, sizes = announce(self, obj, True, label)
+        data = as_tensor(packed).to(self.backend.device())
         buffer, everything = _buffer(self, sum(sizes))
         self.all_gather_into(everything, data, sizes, label=label)
         return _unpack(buffer, everything, sizes, obj)
@@ -33,8 +34,8 @@ class ObjectsOverTensors(Group):
     def all_gather_bytes(self, data: bytes, *, label: str = "") -> list[bytes]:
         if self.process_group is None:
             return [data]
-        sizes = _sizes(self, len(data), label)
-        own, (buffer, everything) = _as_tensor(bytearray(data)), _buffer(self, sum(sizes))
+        sizes = sizes_of(self, len(data), label)
+        own, (buffer, everything) = as_tensor(bytearray(data)), _buffer(self, sum(sizes))
         self.all_gather_into(everything, own.to(self.backend.device()), sizes, label=label)
         return [bytes(part) for part in _parts(buffer, everything, sizes)]
 
@@ -42,7 +43,8 @@ class ObjectsOverTensors(Group):
         check_member("gather_object", self.rank, self.world_size, dst)
         if self.process_group is None:
             return [obj]
-        data, sizes = _announce(self, obj, True, label)
+        packed, sizes = announce(self, obj, True, label)
+        data = as_tensor(packed).to(self.backend.device())
         here, world = self.rank == dst, self.world_size
         buffer, everything = _buffer(self, sum(sizes) if here else 0)
         send = [data.numel() if r == dst else 0 for r in range(world)]
@@ -55,17 +57,17 @@ class ObjectsOverTensors(Group):
         if self.process_group is None:
             return obj
         here = self.rank == src
-        data, sizes = _announce(self, obj, here, label)
+        data, sizes = announce(self, obj, here, label)
         if here:
-            self.broadcast(data, src, label=label)
+            self.broadcast(as_tensor(data).to(self.backend.device()), src, label=label)
             return obj
         buffer, received = _buffer(self, sizes[src])
         self.broadcast(received, src, label=label)
         return _unpack(buffer, received, [sizes[src]], obj)[0]
 
 
-def _announce(group: Group, obj: object, sends: bool, label: str) -> tuple[torch.Tensor, list[int]]:
-    """The pickled object on the group's device, and every rank's numel.
+def announce(group: Group, obj: object, sends: bool, label: str) -> tuple[bytearray, list[int]]:
+    """The pickled object, and the number of bytes on every rank.
 
     Raises:
         ConfigurationError: on all ranks, if an object of any rank can't be pickled.
@@ -77,17 +79,17 @@ def _announce(group: Group, obj: object, sends: bool, label: str) -> tuple[torch
             data = bytearray(pickle.dumps(obj))
         except Exception as error:  # noqa: BLE001 - whatever __reduce__ of the user's object raises
             problem = error
-    counts = _sizes(group, len(data) if problem is None else -1, label)
+    counts = sizes_of(group, len(data) if problem is None else -1, label)
     if min(counts) < 0:
         ranks = [group.ranks[r] for r, count in enumerate(counts) if count < 0]
         what = f" ({type(obj).__name__} here: {problem})" if problem is not None else ""
         raise ConfigurationError(
             f"objects of ranks {ranks} can't be pickled{what}; label {label!r}"
         ) from problem
-    return _as_tensor(data).to(group.backend.device()), counts
+    return data, counts
 
 
-def _sizes(group: Group, size: int, label: str) -> list[int]:
+def sizes_of(group: Group, size: int, label: str) -> list[int]:
     """Each rank's number of bytes."""
     sizes = torch.zeros(group.world_size, dtype=torch.int64, device=group.backend.device())
     own = sizes[group.rank : group.rank + 1]
@@ -97,7 +99,7 @@ def _sizes(group: Group, size: int, label: str) -> list[int]:
     return counts
 
 
-def _as_tensor(data: bytearray) -> torch.Tensor:
+def as_tensor(data: bytearray) -> torch.Tensor:
     return torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
 
 

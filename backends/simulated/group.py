@@ -124,6 +124,9 @@ class SimulatedGroup(ObjectsOverBytes):
             self._channels[name] = SimulatedGroup(self.backend, self._threads, work.result(), self.rank)
         return self._channels[name]
 
+    def channels(self) -> list[SimulatedGroup]:
+        return list(self._channels.values())
+
     def new_group(self, ranks: Sequence[int]) -> SimulatedGroup | None:
         members = check_members(self.rank, self.world_size, ranks)
         work = self._issue(

@@ -85,6 +85,9 @@ class StreamsGroup(Group):
         return self.below
 
     # ------------------------------------------------------------ groups
+    def channels(self) -> list[StreamsGroup]:
+        return list(self._channels.values())
+
     def channel(self, name: str) -> StreamsGroup:
         if name not in self._channels:
             with quiet():

@@ -8,10 +8,14 @@ from typing import Any
 import pytest
 import torch
 
+from tests.late_device.build import missing as obstacle
+
 WORLD_SIZES = {
     "gloo": (1, 2, 3, 4),
     "simulated": (1, 2, 3, 4),
     "streams": (1, 3),
+    "late": (2,),
+    "tpu": (2,),
     "cuda": (1, 2, 4),
     "xla": (2, 4),
 }
@@ -21,6 +25,8 @@ def _marks(backend: str, world_size: int) -> list[Any]:
     if backend == "cuda":
         missing = torch.cuda.device_count() < world_size
         return [pytest.mark.cuda, pytest.mark.skipif(missing, reason=f"needs {world_size} CUDA devices")]
+    if backend in ("late", "tpu"):
+        return [pytest.mark.skipif(bool(obstacle()), reason=f"the device can't be compiled: {obstacle()}")]
     if backend == "xla":
         missing = importlib.util.find_spec("torch_xla") is None
         return [pytest.mark.xla, pytest.mark.skipif(missing, reason="needs torch_xla")]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -48,7 +48,6 @@ class _Module:
 class _Backend(AcceleratorBackend):
     name = device_type = "cuda"
     process_group_backend = "nccl"
-    group_types: ClassVar = {}
 
     def __init__(self, devices: int, current: int = 0) -> None:
         super().__init__()

@@ -6,7 +6,7 @@ import importlib
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -64,7 +64,6 @@ def test_another_accelerator_is_one_class() -> None:
     class XpuBackend(AcceleratorBackend):
         name = device_type = "xpu"
         process_group_backend = "xccl"
-        group_types: ClassVar = {}
 
     backend = XpuBackend()
     programs.check_signatures(XpuBackend, Backend)
@@ -76,7 +75,9 @@ def test_another_accelerator_is_one_class() -> None:
 
 
 def test_unknown_names_and_devices() -> None:
-    with pytest.raises(BackendError, match="no backend named 'nccl'; there are: gloo, cuda, xla, simulated"):
+    with pytest.raises(
+        BackendError, match="no backend named 'nccl'; there are: gloo, cuda, tpu, xla, simulated"
+    ):
         get_backend("nccl")
     with pytest.raises(BackendError, match="no backend serves tensors on 'vulkan'"):
         backend_for_device("vulkan")
@@ -129,7 +130,7 @@ def test_installed_packages_add_backends() -> None:
     assert backend_for_device("vulkan") is backend
     ranks = shardkit.launch(_ranks_of, 3, backend="thirdparty", args=("thirdparty",))
     assert ranks == [(0, 3), (1, 3), (2, 3)]
-    with pytest.raises(BackendError, match="there are: gloo, cuda, xla, simulated, streams, thirdparty"):
+    with pytest.raises(BackendError, match="there are: gloo, cuda, tpu, xla, simulated, streams, thirdparty"):
         get_backend("unknown")
 
 

@@ -1,0 +1,229 @@
+"""Groups over TorchTPU's process groups.
+
+[Note: TorchTPU] What torch_tpu's ProcessGroupTpu does, as far as it decides what is done here (read in version 0.2.0):
+
+- A collective is a compiled XLA program, on the one stream that a device has. So further connections between the same
+  ranks would separate nothing, and channels share what their group has.
+- Process groups smaller than the job are made by all ranks at once, and have to partition them: every rank says in
+  which one it is, in the job's store, and waits for all. The first process group has all ranks.
+- There is no reduce to one rank, and no split of a process group; parts of an all-gather or a reduce-scatter have one
+  size; what the ranks of an all-to-all send, and what they receive, has one size too.
+- Each shape is compiled. Objects of any length would be a program each, so they travel in buffers whose size is a power
+  of two.
+- Its name is "tpu_dist", whichever name it was asked for by. It has no options, so no timeout that could be read.
+"""
+
+from __future__ import annotations
+
+import pickle
+import weakref
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+
+from shardkit.backend import DONE, Backend, ReduceOp, Work
+from shardkit.errors import ConfigurationError
+from shardkit.types import T
+
+from ..arguments import check_exchange, check_member, check_members, check_op, check_parts
+from ..torch_types import Store
+from .group import MAIN, C10dGroup
+from .object_collectives import announce, as_tensor, sizes_of
+from .stream_group import StreamGroup
+from .wire import NUMBERS, as_bytes, as_real
+
+
+class TpuGroup(StreamGroup):
+    """Ranks of a process group of TorchTPU's; see [Note: TorchTPU]."""
+
+    def __init__(
+        self, backend: Backend, process_group: dist.ProcessGroup | None, ranks: Sequence[int], rank: int,
+        name: str = MAIN, parent: C10dGroup | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(backend, process_group, ranks, rank, name, parent)
+        self._real = None if process_group is None else weakref.ref(process_group)
+
+    # ------------------------------------------------------------ groups
+    def new_group(self, ranks: Sequence[int]) -> TpuGroup | None:
+        """A sub-group of these group ranks; None on the others, which make groups of that size among themselves.
+
+        Raises:
+            ConfigurationError: on all ranks: ranks can't be partitioned so.
+        """
+        members = check_members(self.rank, self.world_size, ranks)
+        if self.process_group is not None and len(members) < self.world_size:
+            self._check_partition(members)
+            others = [r for r in range(self.world_size) if r not in members]
+            parts = [members, *_chunks(others, len(members))]
+            members = next(part for part in parts if self.rank in part)
+        made = super().new_group(members)
+        return made if self.rank in ranks else None  # type: ignore[return-value]
+
+    def _check_partition(self, members: Sequence[int]) -> None:
+        what = f"rank {self.rank}: a group of ranks {[self.ranks[r] for r in members]} of {list(self.ranks)}"
+        if self.world_size < dist.get_world_size():
+            raise ConfigurationError(
+                f"{what} is not possible on TPUs: all {dist.get_world_size()} ranks of the job have to make their "
+                "groups at once; make it from the group of all ranks"
+            )
+        if self.world_size % len(members):
+            raise ConfigurationError(
+                f"{what} is not possible on TPUs: groups have to partition the ranks into parts of one size; choose a "
+                f"size that divides {self.world_size}"
+            )
+
+    def _connect(self, store: Store, name: str, members: Sequence[int]) -> dist.ProcessGroup:
+        """The group's own connections for all of its ranks; for fewer, a process group that all ranks make at once."""
+        process_group = None if self._real is None else self._real()
+        if process_group is not None and len(members) == self.world_size:
+            return process_group
+        rank, size = members.index(self.rank), len(members)
+        plugin = dist.Backend._plugins["TPU"]
+        kind = dist.ProcessGroup.BackendType.CUSTOM
+        pg = dist.ProcessGroup(store, rank, size)
+        pg._set_default_backend(kind)
+        device = torch.device(self.backend.device_type)
+        pg._register_backend(device, kind, plugin.creator_fn(store, rank, size, self._timeout))
+        return pg
+
+    # ------------------------------------------------------------ tensors
+    def all_gather_into(
+        self, output: torch.Tensor, shard: torch.Tensor, sizes: Sequence[int] | None = None, *,
+        async_op: bool = False, label: str = "",
+    ) -> Work:  # fmt: skip
+        """[S] -> [N]; one all-gather, or for uneven sizes one broadcast a rank."""
+        parts = check_parts("all_gather_into", self.rank, self.world_size, output, shard, sizes)
+        if parts.count(parts[0]) == len(parts):
+            return super().all_gather_into(output, shard, sizes, async_op=async_op, label=label)
+        numel = output.numel()
+        if output.dtype not in NUMBERS:
+            parts = [n * output.element_size() for n in parts]
+            output, shard = as_bytes(output), as_bytes(shard)
+        pieces = torch.split_with_sizes(output.detach(), parts)
+        if pieces[self.rank].data_ptr() != shard.data_ptr():
+            pieces[self.rank].copy_(shard.detach())
+        works = [self._start(self.process_group.broadcast, p, r) for r, p in enumerate(pieces) if parts[r]]
+        return self._issue(works, "all_gather_into", numel, label, async_op)
+
+    def reduce_scatter_into(
+        self, shard: torch.Tensor, input: torch.Tensor, sizes: Sequence[int] | None = None, *,
+        op: ReduceOp = ReduceOp.SUM, async_op: bool = False, label: str = "",
+    ) -> Work:  # fmt: skip
+        """[N] -> [S]; one reduce-scatter, or for uneven sizes an all-reduce in place, of which the own part is taken.
+
+        Padded to the fullest rank's size, the parts would be more bytes, and would have to be held.
+        """
+        parts = check_parts("reduce_scatter_into", self.rank, self.world_size, input, shard, sizes)
+        if parts.count(parts[0]) == len(parts):
+            return super().reduce_scatter_into(shard, input, sizes, op=op, async_op=async_op, label=label)
+        work = self.all_reduce(input, op=op, async_op=True, label=label)
+        start = sum(parts[: self.rank])
+        taken = _Then(work, [(shard, input.detach()[start : start + parts[self.rank]])])
+        if not async_op:
+            taken.wait()
+        return taken
+
+    def reduce(
+        self, tensor: torch.Tensor, dst: int, *, op: ReduceOp = ReduceOp.SUM, async_op: bool = False, label: str = ""
+    ) -> Work:  # fmt: skip
+        """In place on ``dst``, and on the others."""
+        check_member("reduce", self.rank, self.world_size, dst)
+        check_op("reduce", self.rank, op, tensor.dtype)
+        return self.all_reduce(tensor, op=op, async_op=async_op, label=label)
+
+    def all_to_all(
+        self, output: torch.Tensor, input: torch.Tensor, output_sizes: Sequence[int] | None = None,
+        input_sizes: Sequence[int] | None = None, *, async_op: bool = False, label: str = "",
+    ) -> Work:  # fmt: skip
+        """[sum(input_sizes)] -> [sum(output_sizes)]. Where sizes are given the host waits for the largest part of all,
+        to which the others are padded."""
+        world = self.world_size
+        come, go = check_exchange("all_to_all", self.rank, world, output, input, output_sizes, input_sizes)
+        if output_sizes is None and input_sizes is None:
+            return super().all_to_all(output, input, async_op=async_op, label=label)
+        if input.is_complex():
+            come, go = [2 * n for n in come], [2 * n for n in go]
+            output, input = as_real(output), as_real(input)
+        largest = torch.tensor([max(*come, *go)]).to(input.device)
+        self.all_reduce(largest, op=ReduceOp.MAX, label=label)
+        most = int(largest.item())
+        if not most:
+            return DONE
+        sent, received = input.new_zeros(world, most), input.new_empty(world, most)
+        for row, part in zip(sent, torch.split_with_sizes(input.detach(), go), strict=True):
+            row[: part.numel()].copy_(part)
+        work = super().all_to_all(received.view(-1), sent.view(-1), async_op=True, label=label)
+        parts = torch.split_with_sizes(output.detach(), come)
+        taken = _Then(work, [(p, row[: p.numel()]) for p, row in zip(parts, received, strict=True)])
+        if not async_op:
+            taken.wait()
+        return taken
+
+    # ------------------------------------------------------------ objects
+    def all_gather_object(self, obj: T, *, label: str = "") -> list[T]:
+        if self.process_group is None:
+            return [obj]
+        return [pickle.loads(part) for part in self._gathered(*announce(self, obj, True, label), label)]
+
+    def all_gather_bytes(self, data: bytes, *, label: str = "") -> list[bytes]:
+        if self.process_group is None:
+            return [data]
+        sizes = sizes_of(self, len(data), label)
+        return [bytes(part) for part in self._gathered(bytearray(data), sizes, label)]
+
+    def gather_object(self, obj: T, dst: int, *, label: str = "") -> list[T] | None:
+        check_member("gather_object", self.rank, self.world_size, dst)
+        everything = self.all_gather_object(obj, label=label)
+        return everything if self.rank == dst else None
+
+    def broadcast_object(self, obj: T, src: int, *, label: str = "") -> T:
+        """On ``src`` the very object."""
+        check_member("broadcast_object", self.rank, self.world_size, src)
+        if self.process_group is None:
+            return obj
+        here = self.rank == src
+        data, sizes = announce(self, obj, here, label)
+        buffer = _padded(data, sizes).to(self.backend.device())
+        self.broadcast(buffer, src, label=label)
+        return obj if here else pickle.loads(bytearray(buffer.cpu().tolist())[: sizes[src]])
+
+    def _gathered(self, data: bytearray, sizes: Sequence[int], label: str) -> Iterator[memoryview]:
+        """Each rank's bytes; they are cut on the host."""
+        own = _padded(data, sizes).to(self.backend.device())
+        everything = torch.empty(self.world_size * own.numel(), dtype=torch.uint8, device=own.device)
+        self.all_gather_into(everything, own, label=label)
+        host = bytearray(everything.numel())
+        torch.frombuffer(host, dtype=torch.uint8).copy_(everything)
+        for r, size in enumerate(sizes):
+            yield memoryview(host)[r * own.numel() : r * own.numel() + size]
+
+
+class _Then(Work):
+    """Copies that come after another work."""
+
+    __slots__ = ("_copies", "_work")
+
+    def __init__(self, work: Work, copies: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        self._work, self._copies = work, copies
+
+    def is_done(self) -> bool:
+        return self._work.is_done()
+
+    @torch.no_grad()
+    def wait(self) -> None:
+        self._work.wait()
+        copies, self._copies = self._copies, []
+        for to, source in copies:
+            to.copy_(source)
+
+
+def _chunks(ranks: Sequence[int], size: int) -> list[list[int]]:
+    return [list(ranks[k : k + size]) for k in range(0, len(ranks), size)]
+
+
+def _padded(data: bytearray, sizes: Sequence[int]) -> torch.Tensor:
+    """On the host, [a power of two that holds the largest]."""
+    padded = torch.zeros(1 << (max(1, *sizes) - 1).bit_length(), dtype=torch.uint8)
+    padded[: len(data)].copy_(as_tensor(data))
+    return padded

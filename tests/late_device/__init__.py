@@ -1,0 +1,1 @@
+"""A device with streams that complete late, registered with torch as vendors register theirs."""
