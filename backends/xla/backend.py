@@ -10,6 +10,7 @@ import glob
 import importlib.util
 import os
 import sys
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
@@ -148,6 +149,18 @@ def in_replica() -> bool:
     """Whether this process holds replicas on a CPU, of which the caller is one."""
     world = sys.modules.get("shardkit.backends.xla.cpu_replicas")
     return world is not None and world.current_world() is not None
+
+
+def sleep(seconds: float) -> None:
+    """``time.sleep``, in which other replicas run."""
+    if not in_replica():
+        time.sleep(seconds)
+        return
+    from .cpu_replicas import current_world
+
+    if (world := current_world()) is not None:
+        with world.turns.given(world.here().rank):
+            time.sleep(seconds)
 
 
 def has_accelerator() -> bool:

@@ -7,6 +7,7 @@ import multiprocessing.connection
 import os
 import pickle
 import queue
+import signal
 import sys
 import threading
 import traceback
@@ -22,6 +23,10 @@ if TYPE_CHECKING:
 
 def serve(connection: multiprocessing.connection.Connection, world_size: int) -> None:
     """Entry point of the child process; never returns."""
+    os.setpgid(0, 0)  # what programs start, data loaders' workers for one, ends with this process
+    os.register_at_fork(
+        after_in_child=connection.close
+    )  # else they would hold it open when this process has died
     _die_with_parent()
     try:
         from .start import start_world
@@ -37,6 +42,8 @@ def serve(connection: multiprocessing.connection.Connection, world_size: int) ->
         connection.send(("error", (0, *_describe_error())))
     sys.stdout.flush()
     sys.stderr.flush()
+    for process in multiprocessing.active_children():
+        process.kill()
     os._exit(status)  # threads may sit in a collective for ever; the interpreter's exit would join them
 
 
@@ -47,7 +54,7 @@ def _die_with_parent() -> None:
 
     def watch() -> None:
         multiprocessing.connection.wait([parent.sentinel])
-        os._exit(1)
+        os.killpg(0, signal.SIGKILL)
 
     threading.Thread(target=watch, name="parent-watch", daemon=True).start()
 

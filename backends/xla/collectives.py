@@ -160,9 +160,9 @@ def replica_groups(members: Sequence[int], siblings: Sequence[Sequence[int]], wo
     same partition and so the same graph; if they don't cover the rest, the rest is cut into pieces of the
     same size where that is possible.
     """
-    size = len(members)
-    rest = [r for r in range(world_size) if r not in members]
-    others = [list(s) for s in siblings if not set(s) & set(members)]
+    size, mine = len(members), set(members)
+    rest = [r for r in range(world_size) if r not in mine]
+    others = [list(s) for s in siblings if mine.isdisjoint(s)]
     if sorted(r for group in others for r in group) != rest:
         step = size if rest and len(rest) % size == 0 else max(len(rest), 1)
         others = [rest[i : i + step] for i in range(0, len(rest), step)]

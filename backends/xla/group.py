@@ -47,6 +47,9 @@ class XlaGroup(ObjectsOverBytes):
         """This group: the graph orders the collectives, there are no connections that could mix them."""
         return self
 
+    def channels(self) -> list[XlaGroup]:
+        return []
+
     def new_group(self, ranks: Sequence[int]) -> XlaGroup | None:
         """See :meth:`shardkit.backend.Group.new_group`.
 

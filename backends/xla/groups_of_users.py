@@ -29,7 +29,10 @@ def as_group(backend: Backend, replica: Replica, process_group: ProcessGroup) ->
             f"rank {replica.rank} is no member of the process group with ranks {ranks}; "
             "build the wrapper on member ranks only, or pass a group that this rank is in"
         )
-    return XlaGroup(backend, replica, ranks)
+    key = tuple(ranks)
+    if key not in replica.parts:
+        replica.parts[key] = XlaGroup(backend, replica, ranks)
+    return replica.parts[key]
 
 
 def _ranks_of(process_group: ProcessGroup, replica: Replica) -> list[int]:

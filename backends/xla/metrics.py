@@ -39,3 +39,12 @@ def aliased() -> int:
     """Buffers of the program compiled last that it writes over, so that old and new values are not there together."""
     data = _RUNTIME._xla_metric_data("InputOutputAliasCount")
     return int(data[2][-1][1]) if data else 0
+
+
+def transfers() -> Counter[str]:
+    """Tensors that moved "to device" and "from device" so far, by all replicas of this process."""
+    found: Counter[str] = Counter()
+    for way in ("to device", "from device"):
+        data = _RUNTIME._xla_metric_data(f"Transfer{way.title().replace(' ', '')}Time")
+        found[way] = int(data[0]) if data else 0
+    return found

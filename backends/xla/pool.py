@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import multiprocessing
 import multiprocessing.connection
 import os
 import pickle
 import signal
+import time
+import weakref
 from collections.abc import Callable, Mapping
 from multiprocessing.context import SpawnProcess
 from types import TracebackType
@@ -14,6 +18,7 @@ from types import TracebackType
 from shardkit.errors import BackendError, ConfigurationError, RankFailedError
 from shardkit.types import T
 
+from ..process_facts import Progress
 from ..spawning import Name, environment
 from .child import serve
 from .objects import unpack
@@ -47,7 +52,8 @@ class ReplicaPool:
     Args:
         world_size: number of replicas.
         timeout: seconds a call may take; None: no limit.
-        start_timeout: seconds in which the replicas have to be ready; None: no limit.
+        start_timeout: seconds in which the replicas have to be ready, without those in which others had the cores;
+            None: no limit.
         environment: variables of the child process besides those that replicas need.
     """
 
@@ -68,6 +74,7 @@ class ReplicaPool:
         self._process: SpawnProcess | None = None
         self._connection: multiprocessing.connection.Connection | None = None
         self._name: Name | None = None
+        _pools.add(self)
 
     def run(self, fn: Callable[..., T], *args: object) -> list[T]:
         """``fn(rank, *args)`` on every replica; the results in rank order, their XLA tensors on the CPU.
@@ -104,14 +111,16 @@ class ReplicaPool:
         self._end(graceful=False)
         context = multiprocessing.get_context("spawn")
         connection, theirs = context.Pipe()
-        name = Name("xla-replicas")
+        name = Name("xla-replicas", at_death=True)
         with environment(self._variables):
-            process = context.Process(target=serve, args=(theirs, self.world_size), name=name, daemon=True)
+            # no daemon: programs start processes of their own, as data loaders do
+            process = context.Process(target=serve, args=(theirs, self.world_size), name=name)
             process.start()
         theirs.close()
         self._process, self._connection, self._name = process, connection, name
         try:
-            self._receive(connection, self._start_timeout)
+            self._wait_for_start(process, connection)
+            self._receive(connection, None)
         except RankFailedError as error:
             self._end(graceful=False)
             if error.remote_type == "TimeoutError":
@@ -124,6 +133,18 @@ class ReplicaPool:
             self._end(graceful=False)
             raise
         return connection
+
+    def _wait_for_start(
+        self, process: SpawnProcess, connection: multiprocessing.connection.Connection
+    ) -> None:
+        progress, limit = Progress(process.pid), self._start_timeout
+        while not connection.poll(1.0 if limit is None else min(1.0, limit)):
+            if limit is not None and progress.seconds() >= limit:
+                raise RankFailedError(
+                    0, "TimeoutError",
+                    f"the process of {self.world_size} XLA replicas is not ready (start_timeout={limit:g}): "
+                    f"{progress}. It is here:\n{self._stacks()}",
+                )  # fmt: skip
 
     def _receive(
         self, connection: multiprocessing.connection.Connection, timeout: float | None
@@ -139,15 +160,27 @@ class ReplicaPool:
         return payload
 
     def _death(self) -> tuple[str, str]:
-        code = None
-        if self._process is not None:
-            self._process.join(10)
-            code = self._process.exitcode
+        code = self._ended(10)
         name = signal.Signals(-code).name if code is not None and code < 0 else "ProcessExited"
-        return name, (
+        text = (
             f"the process of all {self.world_size} XLA replicas ended with exit code {code} before it answered; its "
-            "output says why (XLA ends it with SIGABRT when replicas reach a collective too far apart)"
+            "output says why"
         )
+        if name == "SIGABRT":
+            text += (
+                ". XLA ends it when replicas reach a collective more than 15 s apart. A thread below that is in run() "
+                "at schedule() was compiling a program while others waited in one: replicas with equal programs "
+                "compile once, so keep what depends on the rank out of the program, or as data. Else compile faster: "
+                "XLA_FLAGS=--xla_backend_optimization_level=0"
+            )
+        return name, text + (f"\n{self._name.written()}" if self._name is not None else "")
+
+    def _ended(self, seconds: float) -> int | None:
+        """The process's exit code once it has one; multiprocessing would wait for what it has started, too."""
+        deadline = time.monotonic() + seconds
+        while self._process is not None and self._process.exitcode is None and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return None if self._process is None else self._process.exitcode
 
     def _stacks(self) -> str:
         return "" if self._process is None or self._name is None else self._name.stacks(self._process.pid)
@@ -156,10 +189,22 @@ class ReplicaPool:
         if self._connection is not None:
             self._connection.close()  # the child takes this as the end
         if self._process is not None:
-            self._process.join(5 if graceful else 0)
-            if self._process.is_alive():
-                self._process.kill()
-                self._process.join()
+            if graceful:
+                self._ended(5)
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                if self._process.pid is not None:
+                    os.killpg(self._process.pid, signal.SIGKILL)  # with all that it has started
+            self._process.kill()  # if it has not got that far
+            self._process.join()
         if self._name is not None:
             self._name.close()
         self._process = self._connection = self._name = None
+
+
+_pools: weakref.WeakSet[ReplicaPool] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_pools() -> None:
+    for pool in list(_pools):
+        pool.close(kill=True)

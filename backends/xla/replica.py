@@ -37,3 +37,5 @@ class Replica:
     collectives: Collectives
     host: ReplicaHost
     root: list[Group] = field(default_factory=list)  # the group of all ranks, once it was asked for
+    # Those of torch.distributed, by ranks: thousands of ranks are not to be listed again for each unit of a model.
+    parts: dict[tuple[int, ...], Group] = field(default_factory=dict)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import torch
+import torch_xla.core.xla_model as xm
+
+from ..process_facts import memory
 from . import syncing, torch_xla_api
 from .cpu_replicas import World, make_world
 
@@ -11,4 +15,11 @@ def start_world(size: int) -> World:
     world = make_world(size)
     syncing.install(world)
     torch_xla_api.install(world)
+
+    def get_memory_info(device: torch.device | str | None = None) -> dict[str, int]:
+        # XLA has no figures on a CPU: a replica's share of what the process holds, and of the machine
+        now, most, machine = (n // size for n in memory())
+        return {"bytes_used": now, "bytes_limit": machine, "peak_bytes_used": most}
+
+    xm.get_memory_info = get_memory_info
     return world

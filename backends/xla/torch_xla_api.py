@@ -9,6 +9,7 @@ in step. Signatures are torch_xla's.
 from __future__ import annotations
 
 import copy
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -16,9 +17,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d
+import torch_xla
 import torch_xla.core.xla_model as xm
 from torch._C._distributed_c10d import HashStore
 
+from shardkit.errors import ConfigurationError
 from shardkit.types import StateDict
 
 from .collectives import Groups
@@ -28,6 +31,7 @@ from .replica import Replica
 
 Tensors = torch.Tensor | Sequence[torch.Tensor]
 _c10d = torch.distributed.distributed_c10d
+_BITWISE = {xm.REDUCE_AND: torch.bitwise_and, xm.REDUCE_OR: torch.bitwise_or}
 
 
 def install(world: World) -> None:
@@ -75,7 +79,11 @@ class _Collectives:
         channel_id: int | None = None,
         use_global_device_ids: bool | None = None,
     ) -> Tensors:
+        _check_groups(groups)
         if not isinstance(value, torch.Tensor):
+            _check_lists("all_gather", value, output)
+            if pin_layout:
+                raise RuntimeError("torch_xla gathers lists with pin_layout=False only")
             return _stored(output, [self._all_gathered(v, dim, groups) for v in value])
         return _stored(output, self._all_gathered(value, dim, groups))
 
@@ -92,7 +100,9 @@ class _Collectives:
         channel_id: int | None = None,
         use_global_device_ids: bool | None = None,
     ) -> Tensors:
+        _check_groups(groups)
         if not isinstance(input, torch.Tensor):
+            _check_lists("reduce_scatter", input, output)
             parts = [self._reduce_scattered(reduce_type, v, scale, scatter_dim, groups) for v in input]
             return _stored(output, parts)
         return _stored(output, self._reduce_scattered(reduce_type, input, scale, scatter_dim, groups))
@@ -128,6 +138,9 @@ class _Collectives:
     def _all_reduced(
         self, reduce_type: str, value: torch.Tensor, scale: float, groups: Groups | None
     ) -> torch.Tensor:
+        if reduce_type in _BITWISE:  # which XLA reduces on TPUs alone
+            parts = self._all_gathered(value.unsqueeze(0), 0, groups).unbind()
+            return functools.reduce(_BITWISE[reduce_type], parts)
         replica, groups, _ = self._issue(f"all_reduce {reduce_type}", value, groups)
         result = replica.collectives.all_reduce(value.flatten(), reduce_type, groups).view(value.shape)
         return result if scale == 1.0 else result * scale
@@ -153,7 +166,12 @@ class _Collectives:
         """Records the call; also returns the partition of all replicas and this replica's part of it."""
         state = self._world.here()
         full = [list(group) for group in groups] if groups else [list(range(self._world.size))]
-        mine = next(group for group in full if state.rank in group)
+        mine = next((group for group in full if state.rank in group), None)
+        if mine is None:
+            raise ConfigurationError(
+                f"xm.{what}: rank {state.rank} is in none of the groups {full}; each has to be in one"
+            )
+        full += _others(full, len(mine), self._world.size)
         dtype = str(value.dtype).removeprefix("torch.")
         state.issued(Call(tuple(mine), f"xm.{what} {dtype}{list(value.shape)}"))
         if state.replica is None or not math.prod(value.shape):
@@ -161,13 +179,46 @@ class _Collectives:
         return state.replica, full, mine
 
 
+def _check_lists(what: str, given: object, output: object) -> None:
+    """What torch_xla refuses, with its types of errors."""
+    if not _is_list(given):
+        raise TypeError(f"xm.{what} takes a tensor or a list of tensors, got a {type(given).__name__}")
+    if output is not None and not _is_list(output):
+        raise TypeError(f"xm.{what} of a list has a list of tensors as output, got a {type(output).__name__}")
+    if isinstance(given, list) and isinstance(output, list) and len(output) != len(given):
+        raise ValueError(f"xm.{what}: {len(given)} tensors have an output of length {len(output)}")
+
+
+def _is_list(value: object) -> bool:
+    return isinstance(value, list) and all(isinstance(v, torch.Tensor) for v in value)
+
+
+def _check_groups(groups: Groups | None) -> None:
+    if groups and len({len(group) for group in groups}) > 1:
+        raise AssertionError(f"groups have to be of one size, got {[list(g) for g in groups]}")
+
+
+def _others(groups: list[list[int]], size: int, world_size: int) -> list[list[int]]:
+    """Groups of the ranks that were not named, as ``torch.distributed.new_group`` leaves out those of other groups."""
+    named = {rank for group in groups for rank in group}
+    rest = [rank for rank in range(world_size) if rank not in named]
+    if len(rest) % size:
+        raise ConfigurationError(
+            f"groups {groups} leave out {len(rest)} of {world_size} ranks, and XLA wants all in groups of one size; "
+            "name those too (pg_options={'xla_pg_options': {'mesh': [...]}} of new_group)"
+        )
+    return [rest[start : start + size] for start in range(0, len(rest), size)]
+
+
 def _stored(output: Tensors | None, result: Tensors) -> Tensors:
+    """The result, or the output with its value: as torch_xla does it, whatever shape that had."""
     if output is None:
         return result
     if isinstance(output, torch.Tensor) and isinstance(result, torch.Tensor):
-        return output.copy_(result)
+        torch_xla._XLAC._replace_xla_tensor(output, result.to(output.dtype))
+        return output
     for target, value in zip(output, result, strict=True):
-        target.copy_(value)
+        _stored(target, value)
     return output
 
 

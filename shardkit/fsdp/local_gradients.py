@@ -63,11 +63,18 @@ class LocalGradients:
         if not self._standing.was_touched(self._flat.param):
             return
         self._standing.forget()
+        if not self._are_there():
+            return  # they were reduced meanwhile
         now = self._flat.param.grad
-        if now is None or not bool(now.any()):
-            with as_tensors():
-                for m in self._flat.originals:
-                    m.param.grad = None
+        are_kept = None if now is None else now.any()
+        with as_tensors():
+            local = [(m.param, m.param.grad) for m in self._flat.originals]
+            if are_kept is not None and not self._flat.group.backend.has_storage:
+                for p, g in local:  # as data: to read it would run what was recorded
+                    p.grad = None if g is None else torch.where(are_kept, g, 0)
+            elif are_kept is None or not bool(are_kept):
+                for p, _ in local:
+                    p.grad = None
 
 
 class _RefuseSteps:

@@ -69,6 +69,7 @@ class OSS(Optimizer):
     """
 
     optim: Optimizer
+    _update_dtype: torch.dtype | None = None  # what parameters are updated in, if not their own
 
     @noting_errors
     def __init__(
@@ -90,10 +91,9 @@ class OSS(Optimizer):
         super().__init__(params, dict(defaults))
         self._refuse_shards(optim)
         check_one_device(self._parameters())
-        group = group_of(mesh, group)
+        self.group = group = group_of(mesh, group)
         self._backend = backend_for(self._parameters(), backend)
         self._group: Group = self._backend.group(group)
-        self.group = group
         self._partition: Partition = partition
         self._loads = [0] * self._group.world_size
         self._owner: dict[nn.Parameter, int] = {}
@@ -101,7 +101,7 @@ class OSS(Optimizer):
         self._is_on_all_ranks = False
         self._has_stepped = False  # or loaded a state: on this rank or another
         self._before_step: list[Callable[[], None]] = []
-        chosen = placement_for(optim, self._backend.even_shards_only)
+        chosen = placement_for(optim, self._backend.even_shards_only, self._update_dtype)
         self.placement = chosen(self._group, self._owner, broadcast_dtype)
         self._assign_owners()
         options = option_facts(optim=optim, partition=partition, broadcast_dtype=broadcast_dtype)
@@ -310,10 +310,7 @@ class OSS(Optimizer):
                 f"recipient_rank is {recipient_rank}; the group has ranks 0 to {self.world_size - 1}, and -1 means all"
             )
         copy_options(self.param_groups, self.optim.param_groups)
-        index = {p: i for i, p in enumerate(self._parameters())}
-        owned = self.placement.state_of_owned(self.optim)
-        mine = {index[p]: oss_state.to_cpu(s) for p, s in owned.items()}
-        self._consolidated = oss_state.collect(mine, self._group, recipient_rank)
+        self._consolidated = oss_state.collect(self.placement, self.optim, self._parameters(), recipient_rank)
         self._is_on_all_ranks = recipient_rank == -1 or self.world_size == 1
 
     def state_dict(self, all_ranks: bool = False) -> StateDict:  # type: ignore[override]
@@ -383,7 +380,7 @@ class OSS(Optimizer):
         groups_before = self.param_groups
         super().load_state_dict(state_dict)
         keep_groups(self, groups_before)
-        loaded, self.state = cast("dict[nn.Parameter, StateDict]", self.state), shown
+        loaded, self.state = oss_state.as_loaded(self, state_dict, self._update_dtype), shown
         copy_options(self.param_groups, self.optim.param_groups)
         groups = oss_state.local(self.optim)["param_groups"]
         state = self.placement.inner_state(self.optim, loaded)

@@ -7,16 +7,17 @@ parameters over all groups. Per-parameter tensors have the parameter's shape; ``
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import cast
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ..backend import Group
 from ..errors import ConfigurationError
 from ..optimizers.state_shapes import check_state
 from ..types import ParamGroup, StateDict, Tree
+from .placement.base import Placement
 
 State = StateDict
 
@@ -32,20 +33,31 @@ def to_cpu(value: object) -> Tree:
     return value
 
 
-def collect(mine: dict[int, State], group: Group, recipient_rank: int) -> dict[int, State] | None:
-    """Every rank's state by global index, on the recipient (-1: everywhere); None elsewhere (collective).
+def collect(
+    placement: Placement, optimizer: Optimizer, params: Iterable[nn.Parameter], recipient_rank: int
+) -> dict[int, State] | None:
+    """The state of all parameters by global index, as CPU tensors, on the recipient (-1: everywhere); None elsewhere
+    (collective).
 
     Args:
-        mine: what this rank answers for, on the CPU.
-        group: the ranks; its channel for small things is used.
+        placement: has the ranks; their channel for small things is used unless it knows a better way.
+        optimizer: this rank's.
+        params: all, in the order of their indices.
         recipient_rank: who gets it.
     """
-    control = group.channel("control")
+    index, group = {p: i for i, p in enumerate(params)}, placement.group
+    is_kept = recipient_rank in (-1, group.rank)
     everybody: list[dict[int, State]] | None
-    if recipient_rank == -1:
-        everybody = control.all_gather_object(mine, label="consolidate_state_dict")
+    found = placement.state_of_all(optimizer, is_kept)
+    if found is not None:
+        everybody = [{index[p]: to_cpu(s) for p, s in found.items()}] if is_kept else None
     else:
-        everybody = control.gather_object(mine, recipient_rank, label="consolidate_state_dict")
+        mine = {index[p]: to_cpu(s) for p, s in placement.state_of_owned(optimizer).items()}
+        control = group.channel("control")
+        if recipient_rank == -1:
+            everybody = control.all_gather_object(mine, label="consolidate_state_dict")
+        else:
+            everybody = control.gather_object(mine, recipient_rank, label="consolidate_state_dict")
     if everybody is None:
         return None
     merged = {i: s for part in everybody for i, s in part.items()}
@@ -100,6 +112,28 @@ def selected(state_dict: State, kept: Sequence[nn.Parameter | None]) -> State:
     device = {i: p.device for i, p in zip(_indices(state_dict), kept, strict=True) if p is not None}
     state = {i: _own_copies(s, device[i]) for i, s in state_dict["state"].items() if i in device}
     return {**state_dict, "state": state}
+
+
+def as_loaded(
+    optimizer: Optimizer, state_dict: State, dtype: torch.dtype | None
+) -> dict[nn.Parameter, State]:
+    """The state that an optimizer has just loaded, by parameter.
+
+    Args:
+        optimizer: which has cast it to the parameters' dtypes.
+        state_dict: what it was.
+        dtype: what it is wanted in instead, if they are updated in another dtype.
+    """
+    taken: Tree = optimizer.state
+    if dtype is None:
+        return cast("dict[nn.Parameter, State]", taken)
+    params = [p for g in optimizer.param_groups for p in g["params"]]
+    saved = {p: state_dict["state"].get(i) for i, p in zip(_indices(state_dict), params, strict=True)}
+    return {
+        p: {k: v.to(p.device, dtype) if isinstance(v, torch.Tensor) and v.shape == p.shape else taken[p][k]
+            for k, v in state.items()}
+        for p, state in saved.items() if state
+    }  # fmt: skip
 
 
 def _indices(state_dict: State) -> list[int]:

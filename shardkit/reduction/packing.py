@@ -223,7 +223,8 @@ class JoinedPack:
     def used_elements(self, flags: torch.Tensor, rank: int) -> torch.Tensor:
         """For each element of this rank's part, without flags, whether the flag of its gradient [F] is set."""
         if self._elements is None:
-            index = torch.full((self._form.first_flag[rank],), len(flags))  # padding has none
+            # padding has none; 32 bits, for there is one for each element
+            index = torch.full((self._form.first_flag[rank],), len(flags), dtype=torch.int32)
             here = [p for p in self._form.pieces if p.rank == rank]
             for k, p in enumerate(here):
                 index[p.offset : p.offset + p.numel] = k

@@ -56,6 +56,8 @@ class GradientExchange:
     """Listens to the backward of a module and reduces its gradients to their owners.
 
     Attributes:
+        group: ranks that train together.
+        policy: how gradients are reduced.
         ranges: in traces.
     """
 
@@ -71,9 +73,9 @@ class GradientExchange:
         self._module = module
         self._device_type = next((p.device.type for p in module.parameters()), "")
         self._optimizers = list(optimizers)
-        self._group = group
+        self.group = group
         self._channel = group.channel("gradients")
-        self._policy = policy
+        self.policy = policy
         self._buffers = buffers
         self._hooks = GradientHooks(
             "a hook for when a parameter has got its gradient can't be registered after ShardedDDP has wrapped the "
@@ -99,6 +101,11 @@ class GradientExchange:
         return self._hooks.handles
 
     @property
+    def depends_on_data(self) -> bool:
+        """What is sent depends on the batch: rows of sparse gradients."""
+        return any(isinstance(part, SparseReducer) for part in self._parts)
+
+    @property
     def buckets(self) -> list[Bucket]:
         """The gradient buckets, in the order of sending."""
         return [b for part in self._parts if isinstance(part, Reducer) for b in part.buckets]
@@ -113,12 +120,12 @@ class GradientExchange:
         trainable = [p for p in dict.fromkeys(self._module.parameters()) if p.requires_grad]
         trainable.reverse()  # backward reaches the last module first
         whole = {p for o in self._optimizers if o.runs_whole for p in o._parameters()}
-        if self._group.backend.even_shards_only:
+        if self.group.backend.even_shards_only:
             self._parts = self._segment_parts()
-        elif self._group.world_size > 1:
+        elif self.group.world_size > 1:
             self._parts = self._bucket_parts([p for p in trainable if p not in whole], owner)
         everywhere = [p for p in trainable if p not in owner or p in whole]
-        if everywhere and self._group.world_size > 1:
+        if everywhere and self.group.world_size > 1:
             self._parts.append(EverywhereReducer(everywhere, self._channel, self.state, self.ranges))
         for part in self._parts:
             for param, before, after in part.hooks():
@@ -132,9 +139,9 @@ class GradientExchange:
         dense = [p for p in trainable if p in owner and p not in sparse]
         if dense:
             owners = [owner[p] for p in dense]
-            kept = [p for p in dense if owner[p] == self._group.rank]
-            reduced = gradient_class(self._group, "OSS.clip_grad_norm", False, kept)
-            parts.append(Reducer(dense, owners, self._channel, self._policy, self.state, reduced))
+            kept = [p for p in dense if owner[p] == self.group.rank]
+            reduced = gradient_class(self.group, "OSS.clip_grad_norm", False, kept)
+            parts.append(Reducer(dense, owners, self._channel, self.policy, self.state, reduced))
         rows = [p for p in trainable if p in owner and p in sparse]
         if rows:
             parts.append(SparseReducer(rows, [owner[p] for p in rows], self._channel, self.state))
@@ -142,7 +149,7 @@ class GradientExchange:
 
     def _segment_parts(self) -> list[GradientPart]:
         segments = [s for o in self._optimizers for s in o.segments()]
-        return [SegmentReducer(s, self._channel, self._policy.dtype, self.state) for s in segments]
+        return [SegmentReducer(s, self._channel, self.policy.dtype, self.state) for s in segments]
 
     def _look(self) -> tuple[list[bool], list[torch.dtype], list[torch.device], int]:
         watched = self._watched
@@ -185,7 +192,7 @@ class GradientExchange:
         for name, param in self._module.named_parameters():
             if param.device.type != self._device_type:
                 raise ConfigurationError(
-                    f"rank {self._group.rank}: {name} was moved to {param.device} after the module was wrapped on "
+                    f"rank {self.group.rank}: {name} was moved to {param.device} after the module was wrapped on "
                     f"{self._device_type}, where its ranks are connected and the optimizer's state lies; move the "
                     "module before you build OSS and ShardedDDP"
                 )
@@ -214,7 +221,14 @@ class GradientExchange:
             self.state.task = NO_BACKWARD
             for part in self._parts:
                 part.abandon()
-            self._group.agree(DROPPED)
+            self.group.agree(DROPPED)
+
+    def leave_step(self) -> None:
+        """Leaves a step wherever it is, on this rank alone; nothing of it is left, and nothing in flight."""
+        self.state.leave()
+        for part in self._parts:
+            part.abandon()
+        self._buffers.changed = False
 
     def _end_of_backward(self) -> None:
         with self.ranges.finish():

@@ -118,6 +118,8 @@ class ShardedDDP(PreparedForAccelerate, nn.Module):
         connect_sync_batch_norm(module, group, self._group)
         if sync_module_states:
             broadcast_module(module, self._group.channel("buffers"))
+            for segment in (s for o in self._sharded_optimizers for s in o.segments()):
+                segment.take_values()
         self._buffers_sync = BufferSync(module, self._group.channel("buffers"), broadcast_buffers)
         self._exchange: GradientExchange | None = GradientExchange(
             module, optimizers, self._group, policy, self._buffers_sync

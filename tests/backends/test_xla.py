@@ -238,22 +238,6 @@ def test_launch_through_the_backend_as_compiled_for_users(monkeypatch: pytest.Mo
     assert_trained(results)
 
 
-def test_no_process_outlives_its_parent() -> None:
-    code = (
-        "from shardkit.backends.xla import ReplicaPool\n"
-        "from tests.backends import xla_programs\n"
-        "import os\n"
-        "if __name__ == '__main__':\n"
-        "    pool = ReplicaPool(2)\n"
-        "    print(pool.run(xla_programs.process_id)[0], flush=True)\n"
-        "    os.kill(os.getpid(), 9)\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False
-    )
-    assert _ends(int(done.stdout))
-
-
 def _ends(process: int) -> bool:
     for _ in range(100):
         try:

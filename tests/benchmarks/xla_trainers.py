@@ -78,11 +78,12 @@ def mnist() -> nn.Module:
 
 
 class Task(NamedTuple):
-    """A model and its fake data.
+    """A model and its data.
 
     Attributes:
         units: modules of this type are FSDP units, besides the whole.
         gate: what ShardedDDP may lose against native.
+        is_real: images of digits, of the files in /tmp/mnist-data or scikit-learn's; else noise.
     """
 
     build: Callable[[], nn.Module]
@@ -91,16 +92,27 @@ class Task(NamedTuple):
     classes: int
     batch: int
     gate: float
+    is_real: bool = False
 
 
 TASKS = {
     "resnet": Task(resnet, Bottleneck, (3, 32, 32), 100, 16, 0.01),
     "mnist": Task(mnist, nn.Linear, (1, 28, 28), 10, 32, 0.05),
+    "mnist, real data": Task(mnist, nn.Linear, (1, 28, 28), 10, 32, 0.05, is_real=True),
 }
 
 
 def batch(task: Task, count: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(count * 131 + rank)
+    if task.is_real:
+        from shardkit.examples.data import mnist_files
+        from shardkit.examples.images import default_folder, real
+
+        folder = default_folder("mnist-data")
+        digits = (mnist_files.load(folder) if mnist_files.is_there(folder) else real(28, 1)).train
+        chosen = torch.randperm(len(digits), generator=generator)[: task.batch].tolist()
+        images, labels = zip(*(digits[index] for index in chosen), strict=True)
+        return torch.stack(images), torch.stack(labels)
     images = torch.randn(task.batch, *task.image, generator=generator)
     return images, torch.randint(0, task.classes, (task.batch,), generator=generator)
 

@@ -91,7 +91,7 @@ class Runner:
         """Trains a step; what doesn't depend on the machine."""
         from shardkit.backends.xla import metrics
 
-        calls = _counting_calls(self.record)
+        calls = sum(counting_calls(self.record, self._batches[0][0].device))
         pending = [self.losses[-1], *self._trainer.state()]
         found = {
             "compiles": self.compiles,
@@ -119,19 +119,31 @@ class Runner:
         return tracing / steps, execution / steps, wall / steps
 
 
-def _counting_calls(run: Callable[[], None]) -> int:
-    calls = 0
+def counting_calls(run: Callable[[], None], device: torch.device) -> tuple[int, int]:
+    """Calls of Python functions while it runs: in this thread, and in the one where the device's backward runs."""
+    calls = {"here": 0, "backward": 0}
 
-    def count(_: Any, event: str, __: Any) -> None:
-        nonlocal calls
-        calls += event == "call"
+    def counting(thread: str) -> Callable[[Any, str, Any], None]:
+        def count(_: Any, event: str, __: Any) -> None:
+            calls[thread] += event == "call"
 
-    sys.setprofile(count)
+        return count
+
+    _in_backward(device, lambda: sys.setprofile(counting("backward")))
+    sys.setprofile(counting("here"))
     try:
         run()
     finally:
         sys.setprofile(None)
-    return calls
+        _in_backward(device, lambda: sys.setprofile(None))
+    return calls["here"], calls["backward"]
+
+
+def _in_backward(device: torch.device, act: Callable[[], None]) -> None:
+    """Acts in the thread that autograd has for a device; its Python state lasts, as what is set there does."""
+    leaf = torch.zeros((), device=device, requires_grad=True)
+    leaf.register_hook(lambda _: act())
+    (leaf * 1).backward()
 
 
 def train(rank: int, task_name: str, names: tuple[str, ...], rounds: int, steps: int) -> dict[str, Any]:

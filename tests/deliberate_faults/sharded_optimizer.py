@@ -296,8 +296,8 @@ FAULTS = [
         "flat segments",
         "the first rank's segment is everybody's own",
         "shardkit/oss/placement/flat_segment.py",
-        "index = torch.tensor([self.group.rank]).to(self.params[0].device)",
-        "index = torch.tensor([0]).to(self.params[0].device)",
+        "self._mine = torch.tensor([self.group.rank]).to(device)",
+        "self._mine = torch.tensor([0]).to(device)",
         (f"{_SEGMENTS}::test_parameters_by_owner_and_back",),
     ),
     Fault(

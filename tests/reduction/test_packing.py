@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import tracemalloc
 
 import torch
 
@@ -91,3 +92,20 @@ def test_gradients_without_elements() -> None:
     form = PackedForm([], [0] * WORLD, even=True)
     WrittenPack(form, torch.empty(0), [0], lambda item, place: place).write([torch.zeros(0)], None)
     assert JoinedPack(form, [0]).join([torch.zeros(0)], None, torch.empty(0)).numel() == 0
+
+
+def test_no_python_object_is_made_for_each_element() -> None:
+    numel, traced = 4_000_000, 0
+    form = PackedForm([Piece(0, 0, 0, 0, numel - 1), Piece(1, 0, 0, numel - 1, 1)], [numel], even=True)
+    pack = JoinedPack(form, [numel - 1, 1])
+    tracemalloc.start()
+    try:
+        used = pack.used_elements(torch.tensor([0.0, 1.0]), 0)
+        traced = tracemalloc.get_traced_memory()[1]  # a tensor's elements do not count
+    finally:
+        tracemalloc.stop()
+    assert used.sum() == 1 == used[-1]
+    assert traced < 100_000
+    elements = pack._elements
+    assert elements is not None
+    assert elements.element_size() == 4  # and it goes to the device

@@ -53,7 +53,7 @@ class LazyPack(GradientPack):
     def clear_unused(self) -> None:
         """As :meth:`GradientPack.clear_unused`, for elements."""
         size = self._flat.layout.shard_numel
-        self._flat.unused.clear(torch.zeros(size, dtype=torch.bool).to(self._device))
+        self._flat.unused.clear(torch.zeros(size, dtype=torch.bool, device=self._device))  # no transfer
 
     def _own(self, result: torch.Tensor) -> torch.Tensor:
         return super()._own(result).clone()  # else the tensor that it is a view of lives on beside it

@@ -88,6 +88,11 @@ class Placement(ABC):
     def state_of_owned(self, optimizer: Optimizer) -> dict[nn.Parameter, State]:
         """State of each parameter that this rank answers for: each is answered for by one rank."""
 
+    def state_of_all(self, optimizer: Optimizer, is_kept: bool) -> dict[nn.Parameter, State] | None:
+        """The same of all parameters, where it ``is_kept``, without Python objects that ranks send each other
+        (collective); None if there is no such way."""
+        return None
+
     @abstractmethod
     def inner_state(self, optimizer: Optimizer, loaded: Mapping[nn.Parameter, State]) -> dict[int, State]:
         """The reverse: state by the index that it has in this rank's optimizer."""

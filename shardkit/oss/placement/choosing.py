@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Callable, Mapping
 
-from torch import optim
+import torch
+from torch import nn, optim
 
-from ...optimizers.elementwise import is_known_elementwise
+from ...backend import Group
+from ...errors import ConfigurationError
+from ...optimizers.elementwise import is_known_elementwise, names_of_elementwise
 from .base import Placement
 from .in_segments import InSegments
 from .on_every_rank import OnEveryRank
@@ -16,14 +20,29 @@ from .owned_parameters import OwnedParameters
 logger = logging.getLogger("shardkit")
 
 
-def placement_for(optimizer_class: object, even_shards_only: bool) -> type[Placement]:
-    """The placement of an optimizer's parameters; warns if state is not sharded though the class might shard.
+def placement_for(
+    optimizer_class: object, even_shards_only: bool, update_dtype: torch.dtype | None = None
+) -> Callable[[Group, Mapping[nn.Parameter, int], torch.dtype | None], Placement]:
+    """Makes the placement of an optimizer's parameters; warns if state is not sharded though the class might shard.
 
     Args:
         optimizer_class: the inner optimizer's.
         even_shards_only: all ranks run one compiled graph.
+        update_dtype: another one than the parameters', in which they are updated.
+
+    Raises:
+        ConfigurationError: ``update_dtype`` for an optimizer that is not known to be element-wise.
     """
     plain = optimizer_class.func if isinstance(optimizer_class, functools.partial) else optimizer_class
+    if update_dtype is not None:
+        if not is_known_elementwise(plain):
+            name = plain.__name__ if isinstance(plain, type) else plain
+            raise ConfigurationError(
+                f"parameters are to be updated in {update_dtype}, and {name} is not known to be element-wise; update "
+                "them in their own dtype, or tell shardkit with declare_elementwise if it is. Known are "
+                f"{names_of_elementwise()}"
+            )
+        return functools.partial(InSegments, update_dtype=update_dtype)
     if isinstance(plain, type) and issubclass(plain, optim.LBFGS):
         return OnEveryRank
     if not even_shards_only:

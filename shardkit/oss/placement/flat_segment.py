@@ -17,7 +17,8 @@ share a segment with others that did: a step puts their elements, and those of t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from operator import attrgetter
 
 import torch
 from torch import nn
@@ -29,42 +30,60 @@ from ...reduction.packing import JoinedPack, PackedForm
 from ...reduction.unused import UsedMask
 from .segment_gradients import stand_in
 
+Gradients = Mapping[nn.Parameter, torch.Tensor]
+_version = attrgetter("_version")
+
 
 class FlatSegment:
     """One param group's parameters of one dtype, whose owned segment is a flat tensor of equal size on all ranks.
 
     Attributes:
-        own: the tensor that this rank's optimizer updates, [S].
+        own: the tensor that this rank's optimizer updates, [S], in the dtype of the parameters or another one.
         group: the ranks.
         param_group: index of the group that the parameters are in.
+        params, owners: the parameters, and the rank of each.
     """
 
     def __init__(
-        self, params: Sequence[nn.Parameter], owners: Sequence[int], group: Group, param_group: int = 0
-    ) -> None:
+        self, params: Sequence[nn.Parameter], owners: Sequence[int], group: Group, param_group: int = 0,
+        dtype: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
         self.params = list(params)
         self.param_group = param_group
+        self.owners = list(owners)
         self.group = group
         self.layout: SegmentLayout = segment_layout(
             [p.numel() for p in params], owners, group.world_size, even=True
         )
         self._form = PackedForm(self.layout.pieces, self.layout.sizes, even=True)
         self._pack = JoinedPack(self._form, [p.numel() for p in self.params])
+        self._mine: torch.Tensor | None = None  # which segment is this rank's, [1]
         with torch.no_grad():
             own = self.take_own([p.detach() for p in self.params])
-        self.own = nn.Parameter(own, requires_grad=True)
+        self.own = nn.Parameter(own.to(dtype or own.dtype), requires_grad=True)
         self._is_used_up = True  # see [Note: gradients of segments]
         self._flags: torch.Tensor | None = None  # [F]; None while every parameter has a gradient
         self.marked = min(self.params, key=lambda p: p.numel())
         self._standing = StandingGradient()
+        self._versions = sum(map(_version, self.params))
 
     # ------------------------------------------------------------ gradients
     @torch.no_grad()
-    def reduce_gradients(self, channel: Group, wire_dtype: torch.dtype | None) -> None:
-        """Averages the parameters' gradients over ranks into ``own.grad``, added to what waits there already."""
+    def reduce_gradients(
+        self, channel: Group, wire_dtype: torch.dtype | None, instead: Gradients | None = None
+    ) -> None:
+        """Averages the parameters' gradients over ranks into ``own.grad``, added to what waits there already.
+
+        Args:
+            channel: the ranks.
+            wire_dtype: in which they travel; None for their own.
+            instead: gradients of the parameters, in place of those that they show.
+        """
         self.notice_clearing()
-        gradients = [p.grad for p in self.params]
-        packed = self.pack(gradients, [g is not None for g in gradients])
+        gradients = [p.grad if instead is None else instead.get(p) for p in self.params]
+        packed = self.pack(
+            gradients, [g is not None for g in gradients], None if instead is None else self.own
+        )
         if wire_dtype is not None:
             packed = packed.to(wire_dtype)
         size = self.own.numel()
@@ -85,7 +104,7 @@ class FlatSegment:
                 self.clear_gradient()
             return
         flags = None if all(there) else self._pack.flags(there, self.own)[self.group.rank]
-        self._keep(self.take_own(gradients), flags, add=False)
+        self._keep(self.take_own(gradients).to(self.own.dtype), flags, add=False)
 
     def _keep(self, gradient: torch.Tensor, flags: torch.Tensor | None, add: bool) -> None:
         if add and self.own.grad is not None:
@@ -115,6 +134,13 @@ class FlatSegment:
         self._flags = None
         self._is_used_up = True
 
+    def stand_down(self) -> None:
+        """As :meth:`clear_gradient`, and no parameter shows a gradient on behalf of the others."""
+        self.clear_gradient()
+        if self.marked.grad is self._standing.gradient:
+            self.marked.grad = None
+        self._standing.forget()
+
     def mark_used_up(self) -> None:
         """A step read the gradient: the next reduction replaces it."""
         self._is_used_up = True
@@ -126,21 +152,45 @@ class FlatSegment:
         return UsedMask(self._pack.used_elements(self._flags, self.group.rank))
 
     # ------------------------------------------------------------ layout
-    def pack(self, tensors: Sequence[torch.Tensor | None], had: list[bool] | None = None) -> torch.Tensor:
-        """Per-parameter tensors (None: zeros) laid out by owner with padding, [W * S] or, with flags, [W * (S + F)]."""
-        return self._pack.join(tensors, had, self.params[0])
+    def pack(
+        self,
+        tensors: Sequence[torch.Tensor | None],
+        had: list[bool] | None = None,
+        like: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Per-parameter tensors (None: zeros) laid out by owner with padding, [W * S] or, with flags, [W * (S + F)].
 
-    def take_own(self, tensors: Sequence[torch.Tensor | None]) -> torch.Tensor:
-        """This rank's segment [S] of per-parameter tensors that every rank holds."""
+        Args:
+            tensors: of the parameters' shapes.
+            had: which of them there are; None for no flags.
+            like: has the dtype of the result; by default the parameters have.
+        """
+        return self._pack.join(tensors, had, self.params[0] if like is None else like)
+
+    def take_own(
+        self, tensors: Sequence[torch.Tensor | None], like: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """This rank's segment [S] of per-parameter tensors that every rank holds; see :meth:`pack`."""
         # the rank is data, so that the graph is the same on all ranks
-        index = torch.tensor([self.group.rank]).to(self.params[0].device)
-        rows = self.pack(tensors).view(self.group.world_size, -1)
-        return rows.index_select(0, index).view(-1)
+        device = self.params[0].device
+        if self._mine is None or self._mine.device != device:  # a transfer: once
+            self._mine = torch.tensor([self.group.rank]).to(device)
+        rows = self.pack(tensors, None, like).view(self.group.world_size, -1)
+        return rows.index_select(0, self._mine).view(-1)
+
+    def was_written(self) -> bool:
+        """Whether somebody wrote to parameters since their values and the segment's were the same."""
+        return sum(map(_version, self.params)) != self._versions
 
     @torch.no_grad()
     def take_values(self) -> None:
         """Parameters were given values by somebody else: the optimizer goes on from these."""
-        self.own.copy_(self.take_own([p.detach() for p in self.params]))
+        values = self.take_own([p.detach() for p in self.params], self.own)
+        dtype = self.params[0].dtype
+        if dtype != self.own.dtype:  # what the parameters' values are rounded from stays
+            values = torch.where(values.to(dtype) == self.own.to(dtype), self.own, values)
+        self.own.copy_(values)
+        self._versions = sum(map(_version, self.params))
 
     def split(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """A buffer laid out by owner [W * S] as per-parameter tensors, in parameter order."""
@@ -170,8 +220,11 @@ class FlatSegment:
     def publish(self, wire_dtype: torch.dtype | None) -> None:
         """All-gathers every owner's segment and hands the parameters their new values."""
         own = self.own.detach()
+        is_wider = own.dtype != self.params[0].dtype  # and is not rounded
         if wire_dtype is not None and own.dtype == torch.float32:
             own = own.to(wire_dtype)
+        elif is_wider:
+            own = own.to(self.params[0].dtype)
         if self.group.world_size == 1:
             full = own
         else:
@@ -179,5 +232,6 @@ class FlatSegment:
             self.group.all_gather_into(full, own, label="updated parameters")
         for p, value in zip(self.params, self.split(full), strict=True):
             p.copy_(value)  # in place, so that the program may write over the old value
-        if own is not self.own and own.dtype != self.own.dtype:
-            self.own.data = own.to(self.own.dtype)
+        if own.dtype != self.own.dtype and not is_wider:
+            self.own.copy_(own)
+        self._versions = sum(map(_version, self.params))

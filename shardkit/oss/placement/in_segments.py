@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from ...backend import Group
 from ...errors import ConfigurationError
 from ...reduction.norms import Portion
 from ...reduction.unused import PutAside
@@ -16,11 +17,23 @@ from ...tracing.ranges import PublishRanges
 from ...types import Kwargs, ParamGroup, Tree
 from .base import Closure, Placement, State, by_dtype, gradients_of, published_between
 from .flat_segment import FlatSegment
+from .segment_state import gathered_state
 
 
 @final
 class InSegments(Placement):
-    """A rank's optimizer updates one tensor for each group and dtype: the parameters that the rank owns, end to end."""
+    """A rank's optimizer updates one tensor for each group and dtype: the parameters that the rank owns, end to end.
+
+    Args:
+        update_dtype: what is updated is a copy of this dtype; None for the parameters' own.
+    """
+
+    def __init__(
+        self, group: Group, owner: Mapping[nn.Parameter, int], wire_dtype: torch.dtype | None,
+        update_dtype: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(group, owner, wire_dtype)
+        self._update_dtype = update_dtype
 
     def lay_out(self, groups: Sequence[ParamGroup]) -> None:
         """Puts parameters that became trainable into segments of their own; those that exist stay as they are."""
@@ -29,7 +42,8 @@ class InSegments(Placement):
         for index, group in enumerate(groups):
             new = by_dtype(p for p in group["params"] if p.requires_grad and p not in known)
             for params in new.values():
-                segment = FlatSegment(params, [self._owner[p] for p in params], channel, index)
+                owners = [self._owner[p] for p in params]
+                segment = FlatSegment(params, owners, channel, index, self._update_dtype)
                 self.segments.append(segment)
         self.ranges = PublishRanges("updated parameters", self.group.ranks)
 
@@ -43,6 +57,8 @@ class InSegments(Placement):
 
         def put_aside() -> None:
             for segment in self.segments:
+                if segment.was_written():
+                    segment.take_values()
                 segment.take_gradient()
             aside[:] = [_put_aside(s, optimizer) for s in self.segments]
 
@@ -108,6 +124,9 @@ class InSegments(Placement):
         for segment in self.segments:
             owned.update(_split_state(segment, optimizer.state.get(segment.own, {})))
         return owned
+
+    def state_of_all(self, optimizer: Optimizer, is_kept: bool) -> dict[nn.Parameter, State]:
+        return gathered_state(self.segments, optimizer, self.group, is_kept)
 
     def inner_state(self, optimizer: Optimizer, loaded: Mapping[nn.Parameter, State]) -> dict[int, State]:
         segments = {s.own: s for s in self.segments}

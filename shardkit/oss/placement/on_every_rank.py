@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from ...backend import ReduceOp
 from ...reduction.norms import Portion
 from ...types import Kwargs, ParamGroup, Tree
-from .base import Closure, OfParameters, gradients_of
+from .base import Closure, OfParameters, State, gradients_of
 
 
 @final
@@ -54,3 +54,11 @@ class OnEveryRank(OfParameters):
 
     def keeps_state_of(self, param: nn.Parameter) -> bool:
         return True
+
+    def state_of_all(self, optimizer: Optimizer, is_kept: bool) -> dict[nn.Parameter, State]:
+        """Each rank has it."""
+        self.group.backend.mark_step(
+            wait=True
+        )  # where that is a collective, ranks that do not read take part
+        state: Tree = optimizer.state
+        return {p: s for p, s in state.items() if not isinstance(p, str) and s} if is_kept else {}
