@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_map_only
 
 from shardkit.checkpoint.saving import save as write_whole
 from shardkit.extra.reducing_oss import average_gradients
+from shardkit.optimizers.shards import refuse_shards
 from shardkit.types import Kwargs, Tree
 from shardkit.xla.ranks import current_backend, rank_and_world_size
 
@@ -82,15 +83,21 @@ def optimizer_step(
     groups: Sequence[Sequence[int]] | None = None,
     pin_layout: bool = True,
 ) -> Tree:
-    """Averages all gradients over the ranks, then steps (not for FSDP, whose gradients are reduced already).
+    """Averages all gradients over the ranks, then steps.
 
     Args:
         optimizer: of the same parameters on all ranks.
         barrier: run what was recorded afterwards.
         optimizer_args: of ``optimizer.step``.
         groups, pin_layout: see torch_xla; groups are torch_xla's business and need its devices.
+
+    Raises:
+        ConfigurationError: the parameters are shards of FSDP, whose gradients are means already.
     """
     backend = current_backend()
+    if xrt_world_size() > 1:
+        params = [p for g in optimizer.param_groups for p in g["params"]]
+        refuse_shards(params, "xm.optimizer_step", "Call optimizer.step(): FSDP has averaged the gradients")
     if groups is not None or backend.name == "xla":
         import torch_xla.core.xla_model as original
 

@@ -8,10 +8,13 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
-from shardkit.errors import ConfigurationError
+from shardkit.errors import ConfigurationError, LifecycleError
 from shardkit.extra.reducing_oss import ReducingOSS
-from shardkit.types import StateDict, Tree
-from shardkit.xla.ranks import group_among
+from shardkit.extra.row_states import in_rows, rows_of, whole_of
+from shardkit.oss.placement.segment_state import gathered
+from shardkit.oss.state import to_cpu
+from shardkit.types import StateDict, T, Tree
+from shardkit.xla.ranks import current_backend, group_among, rank_and_world_size
 
 __all__ = ["ZeroRedundancyOptimizer"]
 
@@ -22,23 +25,31 @@ class ZeroRedundancyOptimizer(ReducingOSS):
     """Reduces gradients, clips them and steps, with its state sharded over ranks: see :class:`shardkit.OSS`.
 
     A parameter's state is with one rank as a whole (torch_xla cuts parameters along dimension 0), so that optimizers
-    which need whole parameters, such as LAMB, give the results of one process.
+    which need whole parameters, such as LAMB, give the results of one process. State dicts have torch_xla's format:
+    each rank's has its rows of all parameters' state; either library loads the other's.
 
     Args:
         params: as for any optimizer.
         optimizer_class: the inner optimizer.
-        optimizer_dtype: that of the parameters; None for the same.
+        optimizer_dtype: parameters are updated in it; if they have another one, in copies which are sharded too, and
+            whose rounded values they get. Default: fp32 for half precision, else the parameters' own.
         grad_clipping: clip by the norm of all gradients.
         max_norm: its limit, 1.0 by default.
         sharding_groups: partition of all ranks; state is sharded, and gradients averaged, within this rank's part.
         grad_norm_groups: partition over which squared norms are added up too (parts of the model on other ranks).
-        pin_layout, bucket_cap_mb_all_gather, bucket_cap_mb_reduce_scatter: accepted; no effect.
-        use_grad_acc_hook, save_master_weights, higher_cc_precision: accepted; no effect.
-        lazy_init: accepted; state is laid out at once.
+        lazy_init: nothing is sharded before :meth:`init_zero`.
+        use_grad_acc_hook: gradients are added up in ``optimizer_dtype`` as backward makes them; parameters show none.
+        save_master_weights: state dicts have this rank's rows of the parameters in ``optimizer_dtype``, too.
+        higher_cc_precision: gradients travel in ``optimizer_dtype``.
+        pin_layout, bucket_cap_mb_all_gather, bucket_cap_mb_reduce_scatter: accepted; all of a dtype travels together.
         **defaults: arguments of ``optimizer_class``.
 
+    Attributes:
+        inited: whether it is sharded.
+
     Raises:
-        ConfigurationError: ``optimizer_dtype`` is not that of the parameters.
+        ConfigurationError: ``optimizer_dtype`` is not that of the parameters, and the optimizer isn't known to be
+            element-wise.
     """
 
     def __init__(
@@ -59,33 +70,162 @@ class ZeroRedundancyOptimizer(ReducingOSS):
         higher_cc_precision: bool = False,
         **defaults: Tree,
     ) -> None:
-        group = None if sharding_groups is None else group_among(sharding_groups)
-        super().__init__(
-            params,
-            optimizer_class,
-            group,
-            grad_clipping=grad_clipping,
-            max_norm=1.0 if max_norm is None else max_norm,
-            also_over=None if grad_norm_groups is None else group_among(grad_norm_groups),
-            **defaults,
-        )
-        others = {p.dtype for p in self._parameters()} - {optimizer_dtype}
-        if optimizer_dtype is not None and others:
-            raise ConfigurationError(
-                f"optimizer_dtype={optimizer_dtype}, but there are parameters of {sorted(map(str, others))}; keep "
-                "parameters in the optimizer's dtype and compute in another one (autocast, or FSDP's compute_dtype)"
-            )
-        self.optimizer_class = optimizer_class
+        self.inited = self._built = False
+        self.optimizer_class, self.optimizer_dtype = optimizer_class, optimizer_dtype or torch.float32
+        self._chosen_dtype = optimizer_dtype
+        self.grad_clipping, self.max_norm = grad_clipping, 1.0 if max_norm is None else max_norm
+        self.pin_layout, self.use_grad_acc_hook = pin_layout, use_grad_acc_hook
+        self.save_master_weights, self.higher_cc_precision = save_master_weights, higher_cc_precision
+        self.bucket_cap_mb_all_gather = bucket_cap_mb_all_gather
+        self.bucket_cap_mb_reduce_scatter = bucket_cap_mb_reduce_scatter
+        self._sharding_groups, self._norm_groups = sharding_groups, grad_norm_groups
+        self._arguments = defaults
+        Optimizer.__init__(self, params, dict(defaults))
+        if not lazy_init:
+            self.init_zero()
 
+    def init_zero(self) -> None:
+        """Shards what was not yet (collective); later it takes note of parameters that were frozen or unfrozen."""
+        if self.inited:
+            self.refresh_trainable()
+            return
+        groups, norms = self._sharding_groups, self._norm_groups
+        wide = any(p.dtype.itemsize > 4 for g in self.param_groups for p in g["params"])
+        dtype = self._chosen_dtype or (None if wide else torch.float32)
+        ReducingOSS.__init__(
+            self,
+            [*self.param_groups],
+            self.optimizer_class,
+            None if groups is None else group_among(groups),
+            grad_clipping=self.grad_clipping,
+            max_norm=self.max_norm,
+            also_over=None if norms is None else group_among(norms),
+            update_dtype=dtype,
+            accumulates=self.use_grad_acc_hook,
+            reduces_wide=self.higher_cc_precision,
+            **self._arguments,
+        )
+        self.inited = True
+
+    # ------------------------------------------------------------ facts
     @property
     def base_optimizer(self) -> Optimizer:
         """The inner optimizer of this rank's part."""
         return self.optim
 
-    def init_zero(self) -> None:
-        """Takes note of parameters that were frozen or unfrozen."""
-        self.refresh_trainable()
+    @property
+    def sharding_groups(self) -> Groups:
+        """As they were passed; by default one of all ranks."""
+        return self._sharding_groups or [list(range(self.global_world_size))]
 
-    def state_dict(self, all_ranks: bool = True) -> StateDict:
-        """The whole optimizer's state, on every rank (collective); loads at any world size."""
-        return super().state_dict(all_ranks=all_ranks)
+    @sharding_groups.setter
+    def sharding_groups(self, groups: Groups) -> None:
+        if self.inited:
+            raise LifecycleError("the optimizer is sharded already; set sharding_groups before init_zero()")
+        self._sharding_groups = groups
+
+    @property
+    def global_world_size(self) -> int:
+        """Number of all ranks."""
+        return rank_and_world_size()[1]
+
+    @property
+    def global_rank(self) -> int:
+        """This one among them."""
+        return rank_and_world_size()[0]
+
+    @property
+    def local_world_size(self) -> int:
+        """Ranks that share the state."""
+        return self.world_size
+
+    @property
+    def local_rank(self) -> int:
+        """This one among them."""
+        return self.rank
+
+    # ------------------------------------------------------------ steps
+    def step(self, closure: Callable[[], T] | None = None, **kwargs: Tree) -> T | None:  # type: ignore[override]
+        """See :meth:`shardkit.extra.reducing_oss.ReducingOSS.step`.
+
+        Raises:
+            LifecycleError: before :meth:`init_zero`.
+            ConfigurationError: a ``sharding_scheme``, which would reduce in several steps.
+        """
+        self._check_inited()
+        if "sharding_scheme" in kwargs:
+            raise ConfigurationError(
+                "sharding_scheme is not supported: gradients are averaged within sharding_groups, in one step"
+            )
+        return super().step(closure, **kwargs)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As torch's; sums of gradients are cleared too."""
+        if self.inited:
+            super().zero_grad(set_to_none)
+        else:
+            Optimizer.zero_grad(self, set_to_none)
+
+    def _check_inited(self) -> None:
+        if not self.inited:
+            raise LifecycleError("lazy_init=True leaves sharding to init_zero(); call it first, on all ranks")
+
+    # ------------------------------------------------------------ state
+    def get_shape_info(self) -> dict[int, torch.Size]:
+        """Shapes of all parameters, by their index in state dicts."""
+        return {i: p.shape for i, p in enumerate(p for g in self.param_groups for p in g["params"])}
+
+    def state_dict(self) -> StateDict:  # type: ignore[override]
+        """This rank's rows of all state, in torch_xla's format, on the CPU (collective)."""
+        self._check_inited()
+        shapes = list(self.get_shape_info().values())
+        found = in_rows(self.whole_state_dict(), shapes, self._group)
+        if self.save_master_weights:
+            masters = self._masters()
+            found["sharded_master_weights"] = {
+                i: rows_of(w, self.rank, self.world_size) for i, w in masters.items()
+            }
+        return found
+
+    def whole_state_dict(self) -> StateDict:
+        """The whole optimizer's state, on every rank (collective); loads at any world size and into a plain one."""
+        self._check_inited()
+        return super().state_dict(all_ranks=True)
+
+    def load_state_dict(self, state_dict: StateDict) -> None:
+        """Loads what either method gives, or torch_xla's optimizer of this rank has given (collective).
+
+        Goes on from the parameters' values, or from the saved ones in ``optimizer_dtype`` if there are any.
+
+        Raises:
+            ConfigurationError: on all ranks; another rank's, of another number of ranks, or of other parameters.
+        """
+        self.init_zero()
+        shapes = list(self.get_shape_info().values())
+        masters: dict[int, torch.Tensor] = {}
+        if "base_state" in state_dict:
+            state_dict, masters = whole_of(state_dict, shapes, self._group)
+        super().load_state_dict(state_dict)
+        self._take_values(masters)
+
+    def _masters(self) -> dict[int, torch.Tensor]:
+        """Parameters as they are updated, all of them on every rank (collective)."""
+        params = list(self._parameters())
+        known = {i: to_cpu(p.to(p.dtype)) for i, p in enumerate(params)}
+        index = {p: i for i, p in enumerate(params)}
+        for segment in self.segments():
+            values = gathered(segment, segment.own.detach(), is_kept=True)
+            known.update({index[p]: value for p, value in zip(segment.params, values, strict=True)})
+        return known
+
+    @torch.no_grad()
+    def _take_values(self, masters: dict[int, torch.Tensor]) -> None:
+        params = list(self._parameters())
+        wide = {p: masters[i].to(p.device) for i, p in enumerate(params) if i in masters}
+        for p, value in wide.items():
+            p.copy_(value)
+        for segment in self.segments():
+            values = [wide.get(p, p.detach()) for p in segment.params]
+            segment.own.copy_(segment.take_own(values, segment.own))
+        if self.segments():
+            current_backend().mark_step()

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import torch
 
+from ..checks.runs import check_one_save
 from ..errors import ConfigurationError
 from ..extra.padded_shards.names import FLAT, split_shard_name
 from ..fsdp.local_checkpoint import note_of
@@ -75,6 +76,8 @@ def read_rank_files(
             f"to be those of all {ranks[0][1]} ranks and no others; pass a pattern ('folder/rank*.pth') that has them"
         )
     order = sorted(range(len(paths)), key=lambda k: ranks[k][0])
+    if kind == "xla":
+        check_one_save([paths[k] for k in order], [metadata[k] for k in order])
     weights, metadata = [weights[k] for k in order], [metadata[k] for k in order]
     read = _of_torch_xla if kind == "xla" else _of_fairscale
     try:

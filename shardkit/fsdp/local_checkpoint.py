@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from ..checks.facts import all_gather_facts
+from ..checks.runs import check_one_save, stamp
 from ..errors import ConfigurationError
 from ..layout import ShardLayout
 from ..torch_seams.module_versions import versions_of
@@ -73,7 +74,8 @@ def mark(sharding: ShardingState, state: StateDict) -> None:
     if notes is not None and "" in notes:
         layout = {key: facts for key, (_, facts) in _flats_by_key(sharding).items()}
         group = sharding.group
-        notes[""][_NOTE] = {"rank": group.rank, "world_size": group.world_size, "layout": layout}
+        when = stamp(sharding.run_id, sharding.unit.backwards)
+        notes[""][_NOTE] = {"rank": group.rank, "world_size": group.world_size, "layout": layout, **when}
 
 
 def note_of(state: SavedState) -> StateDict | None:
@@ -140,6 +142,8 @@ def _problem(sharding: ShardingState, state: SavedState) -> str | None:
 
 def _check_mix(shard_weights: Sequence[dict[str, torch.Tensor]], shard_metadata: Sequence[StateDict]) -> None:
     """Refuses shards that are not those of all ranks of one run, where they tell."""
+    noted = [(f"state dict {k}", n) for k, n in enumerate(map(note_of, shard_weights)) if n is not None]
+    check_one_save([name for name, _ in noted], [note for _, note in noted])
     for rank, (weights, meta) in enumerate(zip(shard_weights, shard_metadata, strict=True)):
         note = note_of(weights)
         if note is not None and (note["rank"], note["world_size"]) != (rank, len(shard_weights)):

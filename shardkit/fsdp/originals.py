@@ -41,6 +41,8 @@ _GRADIENT = frozenset({"get grad", "get _grad"})
 class GatheredParameter(nn.Parameter):
     """A parameter whose values are a part of a gathered flat parameter. A copy of it is a parameter of its own."""
 
+    _has_full_param = True  # as torch_xla's FSDP says it
+
     def __deepcopy__(self, memo: Memo) -> nn.Parameter:
         if id(self) not in memo:
             memo[id(self)] = nn.Parameter(self.data.clone(), requires_grad=self.requires_grad)
@@ -53,6 +55,8 @@ class GatheredParameter(nn.Parameter):
 
 class ReleasedParameter(GatheredParameter):
     """A parameter whose values lie on all ranks, a part on each: it has a shape, and raises if it is used."""
+
+    _has_full_param = False
 
     @classmethod
     def __torch_function__(

@@ -1,4 +1,4 @@
-"""Activation checkpointing of a module."""
+"""torch_xla.distributed.fsdp.utils: activation checkpointing of a module; what is not here is torch_xla's own."""
 
 from __future__ import annotations
 
@@ -8,6 +8,15 @@ from torch import nn
 from shardkit.activations.checkpointing import checkpoint_wrapper
 from shardkit.errors import ConfigurationError
 from shardkit.types import AnyCallable, Tree
+
+
+def __getattr__(name: str) -> object:
+    if name.startswith("__"):
+        raise AttributeError(name)
+    import torch_xla.distributed.fsdp.utils as original
+
+    found: object = getattr(original, name)
+    return found
 
 
 def checkpoint_module(module: nn.Module) -> nn.Module:

@@ -126,14 +126,19 @@ class XlaFullyShardedDataParallel(FullyShardedDataParallel, ShardHolder):
         names = (
             "reshard_after_forward", "disable_reshard_on_root", "flatten_parameters", "compute_dtype", "buffer_dtype"
         )  # fmt: skip
-        half = given["compute_dtype"] not in (None, torch.float32)
+        compute = given["compute_dtype"]
+        mixed = compute is not None and any(
+            p.dtype != compute for p in module.parameters() if p.is_floating_point()
+        )
+        options = {name: given[name] for name in names}
+        options["buffer_dtype"] = given["buffer_dtype"] or compute or torch.float32
         super().__init__(
             module,
             process_group=group,
-            mixed_precision=given["compute_dtype"] is not None,
-            fp32_reduce_scatter=given["fp32_reduce_scatter"] and half,
+            mixed_precision=mixed,
+            fp32_reduce_scatter=given["fp32_reduce_scatter"] and mixed,
             compute_device=device,
-            **{name: given[name] for name in names},
+            **options,
         )
         self._hold_shards(self._cut)
         self._state.cast_buffers()
@@ -148,6 +153,21 @@ class XlaFullyShardedDataParallel(FullyShardedDataParallel, ShardHolder):
     def sharded_params(self) -> list[nn.Parameter]:
         """This wrapper's own shards; those of trainable parameters first."""
         return [shard.flat.param for shard in self._shards]
+
+    @property
+    def full_params(self) -> list[nn.Parameter]:
+        """The parameters of the module that this wrapper shards, one by one (also if they are flattened).
+
+        ``_has_full_param`` of each says whether it is gathered.
+        """
+        return [original.param for shard in self._shards for original in shard.flat.originals]
+
+    @property
+    def full_param_infos(self) -> list[tuple[str, nn.Module, str]]:
+        """Path of the module, module and attribute of each of :attr:`full_params`."""
+        paths = {m: path for path, m in self.named_modules()}
+        firsts = [original.places[0] for shard in self._shards for original in shard.flat.originals]
+        return [(paths[place.module], *place) for place in firsts]
 
     @property
     def xla_device(self) -> torch.device:
@@ -183,6 +203,16 @@ class XlaFullyShardedDataParallel(FullyShardedDataParallel, ShardHolder):
         return self._shard_state_dict(*args, **kwargs)
 
     # ------------------------------------------------------------ steps
+    def set_gradient_divide_factors(self, pre: float, post: float, recursive: bool) -> None:
+        """Gradients are divided by ``pre`` before and by ``post`` after their sum over ranks.
+
+        As in torch_xla, 1 and 1 leave the division to the reduction: the mean.
+        """
+        for m in self.modules() if recursive else [self]:
+            if isinstance(m, XlaFullyShardedDataParallel):
+                m.gradient_predivide_factor, m.gradient_postdivide_factor = pre, post
+                m.set_divisors(pre, m.world_size if (pre, post) == (1, 1) else post)
+
     def clip_grad_norm_(
         self,
         max_norm: float,

@@ -85,6 +85,7 @@ class ShardHolder(Door):
     """What such a wrapper does. Abstract: a door has its own arguments and names for it."""
 
     _shards: list[Shard]
+    _listed_again: dict[str, str]  # other paths of a weight, and its first
 
     def _hold_shards(self, cut: Cut) -> None:
         """Takes note of the wrapper's own shards, once they are cut; those of trainable parameters come first."""
@@ -101,6 +102,9 @@ class ShardHolder(Door):
             rows = size[1:] if cut.by_rows and size else None
             whole = ShardLayout(flat.layout.numels, flat.layout.world_size, cut.unit_of(size))
             self._shards.append(Shard(flat, listed, original, size, rows, whole.shard_numel))
+        # nn.Module lists a shard in all places of a weight, and state dicts have it once
+        shared = {} if flatten else {INNER + name: INNER + first for first, name in self._state.shared_paths}
+        self._listed_again = shared
         self.register_load_state_dict_post_hook(end_loading_shards)
 
     def _holders(self, every_name: bool = False) -> Iterator[tuple[str, ShardHolder]]:
@@ -118,7 +122,7 @@ class ShardHolder(Door):
     def _original_names(self) -> list[tuple[str, nn.Parameter]]:
         """Shards with the paths that their parameters have in the wrapped module."""
         return [
-            (clean(f"{path}.{shard.original}"), shard.flat.param)
+            (clean(f"{path}.{shard.original}" if path else shard.original), shard.flat.param)
             for path, m in self._holders()
             for shard in m._shards
         ]
@@ -151,6 +155,7 @@ class ShardHolder(Door):
                     found["buffer_info"][in_state_dict(before + name)] = info
         if shared:
             found["shared_info"] = shared
+        found["run_id"], found["backwards"] = self._state.run_id, self._state.unit.backwards
         return found
 
     # ------------------------------------------------------------ saving and loading
@@ -168,7 +173,8 @@ class ShardHolder(Door):
             if value is not None:
                 destination[prefix + shard.name] = shard.saved(value)
         for key, value in found.items():
-            destination[prefix + in_state_dict(key[len(prefix) :])] = value
+            if key[len(prefix) :] not in self._listed_again:
+                destination[prefix + in_state_dict(key[len(prefix) :])] = value
         versions = versions_of(destination)
         if versions is not None:
             versions.update(versions_of(found) or {})
@@ -194,6 +200,9 @@ class ShardHolder(Door):
                 entries[prefix + shard.listed] = shard.loaded(entries.pop(key))
             elif rest.startswith(OUTER) and not rest.startswith((INNER, FLAT)):
                 entries[prefix + INNER + rest[len(OUTER) :]] = entries.pop(key)
+        for again, first in self._listed_again.items():
+            if is_local and prefix + first in entries:
+                entries[prefix + again] = entries[prefix + first]
         return is_local
 
 

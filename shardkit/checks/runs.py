@@ -1,0 +1,79 @@
+"""Which run a rank's file of shards is of, and when it was made: files of other runs or moments are not mixed.
+
+Ranks agree on an id once a job and group; what is built after that is counted, alike on all ranks. So units have ids
+that other jobs, and other models of the same job, have not, and no file needs a rank to talk to another.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from ..backend import Group
+from ..errors import ConfigurationError
+from ..types import StateDict
+
+
+@dataclass
+class _Job:
+    """Attributes:
+    id: the same on all ranks of a group.
+    built: units so far.
+    """
+
+    id: str
+    built: int = 0
+
+
+_jobs: weakref.WeakKeyDictionary[Group, _Job] = weakref.WeakKeyDictionary()
+
+
+def new_run_id(group: Group) -> str:
+    """The id of the unit that is being built, the same on all ranks (collective; they talk once a group)."""
+    job = _jobs.get(group)
+    if job is None:
+        mine = os.urandom(6).hex()  # no generator of the program's is drawn from
+        if group.world_size > 1:
+            mine = (
+                group.channel("control").all_gather_bytes(mine.encode(), label="id of this run")[0].decode()
+            )
+        job = _jobs[group] = _Job(mine)
+    job.built += 1
+    return f"{job.id}-{job.built}"
+
+
+def stamp(run_id: str, backwards: int) -> StateDict:
+    """What files carry of it.
+
+    Args:
+        run_id: of the outermost unit.
+        backwards: how many have gone through it, which is the same on all ranks whenever they save.
+    """
+    return {"run_id": run_id, "backwards": backwards}
+
+
+def check_one_save(names: Sequence[str], facts: Sequence[Mapping[str, object] | None]) -> None:
+    """Refuses shards of several runs, or of several moments of one.
+
+    Args:
+        names: of the files, for the message.
+        facts: what each holds of :func:`stamp`; those of other libraries have nothing.
+
+    Raises:
+        ConfigurationError: they differ; the message names the files.
+    """
+    by_run: dict[str, list[str]] = {}
+    for name, fact in zip(names, facts, strict=True):
+        fact = fact or {}
+        run = "no run id" if fact.get("run_id") is None else f"run id {fact['run_id']!r}"
+        moment = "" if "backwards" not in fact else f" after {fact['backwards']} backwards"
+        by_run.setdefault(run + moment, []).append(name)
+    if len(by_run) > 1:
+        found = "; ".join(f"{', '.join(files)}: {run}" for run, files in by_run.items())
+        raise ConfigurationError(
+            f"these shards were not saved together, and would make a model that never was: {found}. Leave those of "
+            "one save (a save that was killed leaves files of the one before); each job, and each model in it, has an "
+            "id of its own, and files without one are another library's"
+        )
