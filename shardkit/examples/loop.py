@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import nn
@@ -11,16 +11,16 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from shardkit.backend import Backend, ReduceOp
 
-from .handwritten import Split
 from .progress import Progress
 
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 BeforeStep = Callable[[int], None]
+Batches = Iterable[Sequence[torch.Tensor]]
 
 
 def train_epoch(
-    model: nn.Module, optimizer: Optimizer, schedule: LRScheduler, batches: Iterable[Split], backend: Backend,
-    loss_of: Loss, before_step: BeforeStep, progress: Progress,
+    model: nn.Module, optimizer: Optimizer, schedule: LRScheduler, batches: Batches, backend: Backend,
+    loss_of: Loss, before_step: BeforeStep, progress: Progress, *, log_steps: int = 0,
 ) -> list[float]:  # fmt: skip
     """One pass over this rank's images; the loss of each step.
 
@@ -31,6 +31,7 @@ def train_epoch(
         loss_of: logits [b, classes] and labels [b] to a loss [].
         before_step: called with the index of the step when its gradients are there.
         progress: told of each step.
+        log_steps: steps between readings of the loss, which it shows; 0 for none.
     """
     device = backend.device()
     model.train()
@@ -45,6 +46,8 @@ def train_epoch(
         backend.mark_step()  # runs what was recorded, where execution is lazy
         losses.append(loss.detach())
         progress.advance()
+        if log_steps and len(losses) % log_steps == 0:
+            progress.note_loss(losses[-1].item())  # on all ranks: reading runs what is recorded
     return torch.stack(losses).tolist()  # read once: reading waits for the device
 
 

@@ -1,12 +1,14 @@
-"""MNIST's convolutional network on real handwritten digits (scikit-learn's, enlarged to MNIST's 28 x 28).
+"""MNIST's convolutional network: on its four files, or on scikit-learn's handwritten digits, enlarged to 28 x 28.
 
 python -m shardkit.examples.mnist --use_nested_fsdp --use_gradient_checkpointing
+python -m shardkit.examples.mnist --datadir FOLDER --drop_last --strategy sharded_ddp
 """
 
 from __future__ import annotations
 
-import functools
+import argparse
 import sys
+from argparse import Namespace
 from collections.abc import Sequence
 
 import torch
@@ -15,9 +17,9 @@ from torch import nn
 
 from shardkit import wrap
 
-from . import images, training
-
-SIZE, CLASSES = 28, 10
+from ..types import Tree
+from . import flags, images, training
+from .data.mnist_files import CLASSES
 
 
 class MnistNet(nn.Module):
@@ -39,25 +41,33 @@ class MnistNet(nn.Module):
         return logits
 
 
-def task(fake_data: bool = False) -> training.Task:
+def task(source: images.Source) -> training.Task:
     """What is trained."""
     return training.Task(
         "mnist",
         MnistNet,
-        functools.partial(images.fake, SIZE, 1, CLASSES)
-        if fake_data
-        else functools.partial(images.real, SIZE, 1),
+        source.load,
         units=(nn.Conv2d, nn.Linear),
         optimizer=torch.optim.SGD,
-        settings={"momentum": 0.9},
+        settings={},
+        workers=source.workers,
     )
+
+
+def parser(name: str = "mnist", **defaults: Tree) -> argparse.ArgumentParser:
+    """The command line."""
+    description = "Trains MNIST's convolutional network, on MNIST or on scikit-learn's handwritten digits."
+    return flags.make_parser(name, description, **{"lr": 0.05, "momentum": 0.9, **defaults})
+
+
+def run(options: Namespace) -> int:
+    """Trains; the exit code."""
+    return training.run(lambda: task(images.of_mnist(options)), options)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command."""
-    description = "Trains MNIST's convolutional network on scikit-learn's handwritten digits."
-    options = training.parse(training.make_parser("mnist", description, lr=0.05), argv)
-    return training.run(task(options.fake_data), options)
+    return run(flags.parse(parser(), argv))
 
 
 if __name__ == "__main__":

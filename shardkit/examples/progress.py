@@ -17,6 +17,10 @@ class Progress:
     def show_loss(self, loss: float) -> None:
         """The latest loss."""
 
+    def note_loss(self, loss: float) -> None:
+        """The latest loss, which somebody has asked to see."""
+        self.show_loss(loss)
+
     def __enter__(self) -> Progress:
         return self
 
@@ -38,6 +42,10 @@ class PlainProgress(Progress):
 
     def show_loss(self, loss: float) -> None:
         self.loss = f", loss {loss:.4f}"
+
+    def note_loss(self, loss: float) -> None:
+        self.show_loss(loss)
+        self.print_line()
 
     def print_line(self) -> None:
         self.printed = time.monotonic()

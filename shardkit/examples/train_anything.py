@@ -52,8 +52,9 @@ def train(rank: int, options: argparse.Namespace) -> float:
     shardkit.fully_shard(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, total_iters=options.epochs * 50)
-    data = build_data()
-    loader = shardkit.ResumableLoader(data, global_batch_size=options.batch, num_workers=options.workers)
+    skip = shardkit.SkipOutOfMemory(model)
+    size, workers = options.batch, options.workers
+    loader = shardkit.ResumableLoader(build_data(), global_batch_size=size, num_workers=workers)
 
     step, value = 0, float("nan")
     state: Kwargs = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "loader": loader}
@@ -63,9 +64,11 @@ def train(rank: int, options: argparse.Namespace) -> float:
             print(f"goes on from step {step}, epoch {loader.epoch}")
     for epoch in range(loader.epoch, options.epochs):
         for inputs, targets in loader:
-            loss = nn.functional.cross_entropy(model(inputs.to(device)), targets.to(device))
-            loss.backward()
-            optimizer.step()
+            with skip:  # a batch that is too large for one rank's memory is skipped by all
+                loss = nn.functional.cross_entropy(model(inputs.to(device)), targets.to(device))
+                loss.backward()
+            if not skip.skipped:
+                optimizer.step()
             optimizer.zero_grad()
             scheduler.step()
             step += 1
@@ -74,7 +77,7 @@ def train(rank: int, options: argparse.Namespace) -> float:
             if shardkit.stop_requested():  # SIGTERM: the same step on all ranks
                 shardkit.save(options.checkpoints, step=step, **state)
                 sys.exit(75)
-            if rank == 0 and step % 20 == 0:
+            if rank == 0 and step % 20 == 0 and not skip.skipped:
                 value = loss.item()
                 print(f"epoch {epoch}, step {step}: loss {value:.4f} on rank 0's samples")
     shardkit.save(options.checkpoints, step=step, **state)
@@ -86,9 +89,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--checkpoints", default="saved")
     for name, value in {"epochs": 3, "batch": 48, "save-every": 20, "workers": 0}.items():
-        parser.add_argument(
-            f"--{name}", type=int, default=value
-        )  # a batch is of all ranks, whose number divides it
+        parser.add_argument(f"--{name}", type=int, default=value)  # a batch is of all ranks
     kind = torch.accelerator.current_accelerator(check_available=True)
     ranks, backend = int(os.environ.get("WORLD_SIZE", "1")), "gloo" if kind is None else kind.type
     shardkit.launch(train, ranks, backend=backend, args=(parser.parse_args(),))

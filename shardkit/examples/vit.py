@@ -12,24 +12,28 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from shardkit import wrap
 from shardkit.examples.digits.model import Block
 
-from . import images, training
+from . import flags, images, training
 from .memory_plan import plan
 
-DIGITS = 10
+# The plan knows MLPs of four times the width only (see memory_plan.py).
+FLAGS = ("embed_dim", "num_heads", "num_blocks", "image_size", "patch_size", "classes")
 
 
 class Config(NamedTuple):
     """The defaults are those of the 10-billion example.
 
     Attributes:
-        embed_dim, num_heads, num_blocks: of the transformer; its MLPs are four times as wide.
+        embed_dim, num_heads, num_blocks: of the transformer.
         image_size, patch_size: pixels; patches don't overlap.
         classes: how many images may be of.
+        mlp_ratio: how many times as wide the MLPs are inside.
+        pos_dropout, att_dropout, mlp_dropout: share that is dropped of what comes in, of attention, of what MLPs give.
     """
 
     embed_dim: int = 5120
@@ -38,11 +42,23 @@ class Config(NamedTuple):
     image_size: int = 224
     patch_size: int = 14
     classes: int = 1000
+    mlp_ratio: float = 4.0
+    pos_dropout: float = 0.0
+    att_dropout: float = 0.0
+    mlp_dropout: float = 0.0
 
     @property
     def tokens(self) -> int:
         """Patches of an image."""
         return (self.image_size // self.patch_size) ** 2
+
+
+def block(config: Config) -> Block:
+    """One of them."""
+    return Block(
+        config.embed_dim, config.num_heads, qkv_bias=True, mlp_ratio=config.mlp_ratio,
+        att_dropout=config.att_dropout, mlp_dropout=config.mlp_dropout,
+    )  # fmt: skip
 
 
 class VisionTransformer(nn.Module):
@@ -53,53 +69,57 @@ class VisionTransformer(nn.Module):
         dim = config.embed_dim
         self.patches = nn.Conv2d(3, dim, config.patch_size, config.patch_size)
         self.positions = nn.Parameter(torch.randn(1, config.tokens, dim) * 0.02)
+        self.dropout = config.pos_dropout
         # A block is sharded before the next one is made: no rank ever holds the whole model.
-        self.blocks = nn.Sequential(
-            *(wrap(Block(dim, config.num_heads, qkv_bias=True)) for _ in range(config.num_blocks))
-        )
+        self.blocks = nn.Sequential(*(wrap(block(config)) for _ in range(config.num_blocks)))
         self.norm = nn.LayerNorm(dim)
         self.head = nn.Linear(dim, config.classes)
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         x = self.patches(images).flatten(2).transpose(1, 2) + self.positions
+        x = F.dropout(x, self.dropout, self.training)
         logits: torch.Tensor = self.head(self.norm(self.blocks(x)).mean(dim=1))
         return logits
 
 
-def task(config: Config, fake_data: bool = False) -> training.Task:
-    """What is trained."""
+def task(config: Config, source: images.Source) -> training.Task:
+    """What is trained; the data say how many classes there are."""
     return training.Task(
         "vit",
-        functools.partial(VisionTransformer, config),
-        functools.partial(images.fake, config.image_size, 3, config.classes)
-        if fake_data
-        else functools.partial(images.real, config.image_size, 3),
+        functools.partial(VisionTransformer, config._replace(classes=source.classes)),
+        source.load,
         units=(Block,),
         optimizer=torch.optim.AdamW,
         settings={"weight_decay": 0.1},
+        workers=source.workers,
     )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command."""
     description = "Trains a vision transformer, or says what memory the training of one takes (--plan)."
-    parser = training.make_parser("vit", description, lr=1e-3, auto_wrap_min_num_params=10_000)
+    parser = flags.make_parser("vit", description, lr=1e-3, auto_wrap_min_num_params=10_000)
     parser.add_argument("--plan", action="store_true", help="train nothing, print what a rank needs")
-    for name, value in Config()._asdict().items():
-        parser.add_argument(f"--{name}", type=int, default=value, help=f"default: {value}")
-    options = training.parse(parser, argv)
-    config = Config(*(getattr(options, name) for name in Config._fields))
+    for name in FLAGS:
+        parser.add_argument(
+            f"--{name}", type=int, default=getattr(Config(), name), help="default: %(default)s"
+        )
+    options = flags.parse(parser, argv)
+    config = Config(**{name: getattr(options, name) for name in FLAGS})
     if options.plan:
-        dtype = training.DTYPES[options.compute_dtype]
+        dtype = flags.DTYPES[options.compute_dtype]
         found = plan(
             functools.partial(VisionTransformer, config), options.ranks, dtype,
             activations=(options.batch_size * config.tokens * config.embed_dim, config.num_blocks),
         )  # fmt: skip
         print(found.report(options.batch_size))
         return 0
-    if not options.fake_data:
-        config = config._replace(classes=DIGITS)
-    return training.run(task(config, options.fake_data), options)
+
+    def make_task() -> training.Task:
+        source = images.of_folders(options, options.datadir, config.image_size, config.classes)
+        return task(config, source)
+
+    return training.run(make_task, options)
 
 
 if __name__ == "__main__":

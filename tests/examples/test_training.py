@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import subprocess
@@ -14,7 +15,8 @@ from typing import Any
 import pytest
 import torch
 
-from shardkit.examples import imagenet, mnist, training, vit
+from shardkit.examples import imagenet, images, mnist, sharding, training, vit
+from shardkit.examples.flags import make_parser, parse
 from shardkit.examples.resnet import CONFIGS, ResNet
 from tests.pools import rank_pool
 
@@ -23,12 +25,15 @@ pytest.importorskip("sklearn", reason="the examples' images come with scikit-lea
 
 # No batch norm, whose statistics would be those of each rank's images: comparable with one process.
 TRANSFORMER = vit.task(
-    vit.Config(embed_dim=16, num_heads=2, num_blocks=2, image_size=8, patch_size=4, classes=10)
+    vit.Config(embed_dim=16, num_heads=2, num_blocks=2, image_size=8, patch_size=4),
+    images.Source(functools.partial(images.real, 8, 3), images.DIGITS),
 )
+MNIST = mnist.task(images.Source(functools.partial(images.real, 28, 1), images.DIGITS))
 
 
 def options_of(*argv: str) -> Namespace:
-    return training.parse(training.make_parser("test", "", lr=1e-2, num_epochs=1, batch_size=64), argv)
+    parser = make_parser("test", "", lr=1e-2, num_epochs=1, batch_size=64)
+    return parse(parser, ["--drop_last", *argv])
 
 
 def trained(task: training.Task, options: Namespace, prefix: Path) -> list[training.Outcome]:
@@ -124,9 +129,9 @@ def test_imagenet_command_leaves_checkpoints(tmp_path: Path, capsys: pytest.Capt
     name = "stem.1.running_mean"
     statistics = [torch.load(tmp_path / "folder" / f)["model"][name] for f in files]
     assert torch.equal(*statistics)  # each rank saw other images: their mean
-    training.put_together(prefix, ranks=2)
+    sharding.put_together(prefix, ranks=2)
     full = torch.load(f"{prefix}_consolidated.pth")["model"]
-    network = imagenet.task(fake_data=True).model()
+    network = ResNet(CONFIGS["tiny"], imagenet.FAKE_CLASSES)
     network.load_state_dict(full)
     assert full["stem.1.num_batches_tracked"] == 2
     assert full["stem.1.running_var"].std() > 0
@@ -179,12 +184,12 @@ def test_strategies_converge_alike_on_xla(tmp_path: Path) -> None:
         options = options_of(
             "--backend", "xla", "--num_epochs", "2", "--batch_size", "16", "--lr", "0.05", *flags.split()
         )
-        outcome = trained(mnist.task(), options, tmp_path / options.strategy)[0]
-        saved = training.accuracy_of_saved(mnist.task(), options, str(tmp_path / options.strategy))
+        outcome = trained(MNIST, options, tmp_path / options.strategy)[0]
+        saved = training.accuracy_of_saved(MNIST, options, str(tmp_path / options.strategy))
         assert saved == pytest.approx(outcome.accuracy, abs=0.003)
         found[options.strategy] = outcome
     native = found.pop("native")
-    assert native.accuracy >= 0.94
+    assert native.accuracy >= 0.92
     for outcome in found.values():
         assert outcome.losses[:20] == pytest.approx(native.losses[:20], rel=1e-4)
         assert abs(outcome.accuracy - native.accuracy) <= 0.003

@@ -2,11 +2,12 @@
 
 The rule: a snippet begins with the given line and ends with the next line that equals the last one, both included;
 where a beginning is found several times in a document, ``nth`` says which. Nothing is changed in between. Leading
-spaces of the two lines don't count.
+spaces of the two lines don't count. Command lines need no list: they are found.
 """
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 from typing import NamedTuple
@@ -102,10 +103,24 @@ def cut(text: str, where: Cut) -> str:
     return "\n".join(lines[start : end + 1]) + "\n"
 
 
+def commands(text: str) -> list[str]:
+    """Every command line of a document that starts Python, as one line.
+
+    It is between backticks, or goes to the end of its line, or of the last of several that end in a backslash; or to
+    where the sentence goes on: "... on a TPU VM".
+    """
+    quoted = re.findall(r"`(python3?\s[^`]+)`", text)
+    plain = re.sub(r"`[^`]*`", "", text).replace("\\\n", " ")
+    found = quoted + re.findall(r"\b(python3? +(?:-m +[\w.]+|\S+\.py)\b.*)", plain)
+    return [" ".join(command.split(" on a TPU")[0].split()) for command in found]
+
+
 def extract(folder: Path) -> dict[str, str]:
-    """All snippets of the documents in a folder, by name."""
+    """All snippets of the documents in a folder, by name; ``commands`` has all command lines, each once."""
     texts = {path.name[:3]: path.read_text() for path in sorted(folder.glob("*.txt"))}
-    return {name: cut(texts[where.document], where) for name, where in CUTS.items()}
+    found = {name: cut(texts[where.document], where) for name, where in CUTS.items()}
+    lines = dict.fromkeys(line for text in texts.values() for line in commands(text))
+    return {**found, "commands": "\n".join(sorted(lines)) + "\n"}
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -118,19 +117,6 @@ def test_sharded_grad_scaler_with_autocast() -> None:
         assert torch.equal(value, second[key])
         assert not torch.equal(value, start[key])
         torch.testing.assert_close(value, expected[key], rtol=0.02, atol=0.02)  # half precision
-
-
-def _wrap(rank: int, changes: dict[str, str]) -> Any:
-    names = run(snippet("fairscale_wrap", changes), nn=nn)
-    return type(names["l1"]).__name__
-
-
-def test_enable_wrap_and_auto_wrap() -> None:
-    # What is called tfmr_auto_wrapped is called l2 afterwards.
-    changes = {
-        "assert isinstance(l2, nn.Transformer)": "l2 = tfmr_auto_wrapped; assert isinstance(l2, nn.Transformer)"
-    }
-    assert set(rank_pool(2).run(_wrap, changes)) == {"FullyShardedDataParallel"}
 
 
 @pytest.mark.skipif(

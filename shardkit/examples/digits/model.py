@@ -13,22 +13,28 @@ TOKENS = (IMAGE // PATCH) ** 2
 class Block(nn.Module):
     """Pre-norm transformer block: x of shape [batch, tokens, dim] to the same shape."""
 
-    def __init__(self, dim: int, heads: int, *, qkv_bias: bool = False) -> None:
+    def __init__(
+        self, dim: int, heads: int, *, qkv_bias: bool = False, mlp_ratio: float = 4.0,
+        att_dropout: float = 0.0, mlp_dropout: float = 0.0,
+    ) -> None:  # fmt: skip
         super().__init__()
         self.heads = heads
         self.norm1 = nn.LayerNorm(dim)
         self.qkv = nn.Linear(dim, 3 * dim, bias=qkv_bias)
         self.out = nn.Linear(dim, dim)
         self.norm2 = nn.LayerNorm(dim)
-        self.mlp = nn.Sequential(nn.Linear(dim, 4 * dim), nn.GELU(), nn.Linear(4 * dim, dim))
+        width = int(mlp_ratio * dim)
+        self.mlp = nn.Sequential(nn.Linear(dim, width), nn.GELU(), nn.Linear(width, dim))
+        self.att_dropout, self.mlp_dropout = att_dropout, mlp_dropout
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         batch, tokens, dim = x.shape
         qkv = self.qkv(self.norm1(x)).view(batch, tokens, 3, self.heads, dim // self.heads)
         q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
-        attended = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(batch, tokens, dim)
-        x = x + self.out(attended)
-        return x + self.mlp(self.norm2(x))
+        dropped = self.att_dropout if self.training else 0.0
+        attended = F.scaled_dot_product_attention(q, k, v, dropout_p=dropped)
+        x = x + self.out(attended.transpose(1, 2).reshape(batch, tokens, dim))
+        return x + F.dropout(self.mlp(self.norm2(x)), self.mlp_dropout, self.training)
 
 
 class DigitTransformer(nn.Module):
