@@ -32,6 +32,7 @@ from .grad_scaler import GradScaler, ShardedGradScaler
 from .launch import launch
 from .optimizers.elementwise import declare_elementwise
 from .oss.optimizer import OSS
+from .out_of_memory.skipping import SkipOutOfMemory
 from .policy import Compression, OffloadPolicy, PrecisionPolicy, ReducePolicy, ReshardPolicy
 from .running.stopping import stop_requested
 from .sharded_ddp.wrapper import ShardedDDP
@@ -76,6 +77,7 @@ __all__ = [
     "ShardedDDP",
     "ShardedGradScaler",
     "ShardkitError",
+    "SkipOutOfMemory",
     "UntrustedFileError",
     "WholeParameters",
     "auto_wrap",

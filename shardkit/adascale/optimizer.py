@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 
 from ..backend import Backend
@@ -107,6 +108,7 @@ class AdaScale(Optimizer):
         self.set_scale(self._count if scale is None else scale, update_estimate=False)
         self._meter.attach(self._averaging.measured())
         weakref.finalize(self, self._meter.hooks.remove).atexit = False
+        _measuring.add(self)
 
     # ---------------------------------------------------------------- facts
     @property
@@ -320,6 +322,7 @@ class AdaScale(Optimizer):
     def unhook(self) -> None:
         """Stops listening to gradients; from then on the gain stays what it is."""
         self._meter.hooks.remove()
+        _measuring.discard(self)
 
     # ---------------------------------------------------------------- state
     def state_dict(self) -> StateDict:  # type: ignore[override]
@@ -382,3 +385,11 @@ def _evaluated_closure(args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
         return values.pop() if values else closure()
 
     return (again, *args[1:]) if args else args, kwargs if args else {**kwargs, "closure": again}
+
+
+_measuring: weakref.WeakSet[AdaScale] = weakref.WeakSet()
+
+
+def measured_parameters() -> set[nn.Parameter]:
+    """Those whose gradients some AdaScale of this process measures."""
+    return {p for scale in list(_measuring) for params in scale._averaging.measured() for p in params}

@@ -244,6 +244,7 @@ class Backward:
             self.entered = []
         for unit in self.units:
             unit.end_backward()
+        self.units[0].backwards += 1
         if self._after_backward is not None:
             self._after_backward()
 
@@ -277,6 +278,12 @@ class Backward:
             self._abandon()
             for group in dict.fromkeys(f.group for u in self.units for f in u.flats):
                 group.agree(DROPPED)
+
+    def leave_step(self) -> None:
+        """Leaves a step wherever it is, on this rank alone; nothing of it is left, and nothing in flight."""
+        self.state.leave()
+        self._abandon()
+        self.pending.clear()  # the program may still hold them
 
     def _abandon(self) -> None:
         self.entered = []

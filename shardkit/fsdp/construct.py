@@ -16,6 +16,7 @@ from torch.nn.parameter import is_lazy
 
 from ..backend import Backend, Group, backend_for
 from ..checks.facts import all_gather_facts
+from ..checks.runs import new_run_id
 from ..checks.same_everywhere import check_one_device, check_same_everywhere, option_facts
 from ..compression import check_compressible
 from ..errors import ConfigurationError, RankMismatchError
@@ -174,6 +175,7 @@ def shard_module(state: ShardingState, list_shard: Listing) -> None:
     check_options(options.reduce, options.offload, state.group.backend)
     _check_compression(options, found, state.group.backend)
     check_no_writers(state)
+    state.run_id = new_run_id(state.group)
     _connect_mesh(state)
     if options.flatten:
         check_names(module, found, state.group.rank)

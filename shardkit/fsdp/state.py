@@ -118,6 +118,7 @@ class ShardingState:
         is_computing: inside of a forward of a module sharded in place, or of another method of it.
         buffer_dtypes: own dtypes of buffers that were cast, by module and name.
         uncollected: optimizer state that is this rank's alone.
+        run_id: the same on all ranks, and of no other unit.
     """
 
     def __init__(
@@ -139,6 +140,7 @@ class ShardingState:
         self.is_computing = False
         self.buffer_dtypes: dict[tuple[nn.Module, str], torch.dtype] = {}
         self.uncollected: dict[int, StateDict] = {}
+        self.run_id = ""
         note_state(self)
 
     def __getstate__(self) -> StateDict:
@@ -222,7 +224,7 @@ class ShardingState:
         self.buffers_cast = True
         for _, m in self.own_modules():
             for name, buffer in m._buffers.items():
-                if buffer is not None and buffer.is_floating_point():
+                if buffer is not None and buffer.is_floating_point() and buffer.dtype != dtype:
                     self.buffer_dtypes[m, name] = buffer.dtype
                     m._buffers[name] = buffer.to(dtype)
 

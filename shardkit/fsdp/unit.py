@@ -51,6 +51,7 @@ class Unit:
         goes_backward: it may on some rank: the unit is gathered for backward.
         is_undecided: ranks have not heard from each other whether it is gathered for backward.
         has_frozen: some of what it needs is not trainable.
+        backwards: of a root's unit, how many have gone through it.
     """
 
     def __init__(
@@ -89,6 +90,7 @@ class Unit:
         self.goes_backward = True
         self.is_undecided = False
         self._open_calls = 0
+        self.backwards = 0
         self.attach()
 
     # ------------------------------------------------------------ what is trainable

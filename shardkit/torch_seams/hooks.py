@@ -92,6 +92,12 @@ class BackwardState:
         self.thread = threading.get_ident()
         Variable._execution_engine.queue_callback(self._end)  # type: ignore[attr-defined]
 
+    def leave(self) -> None:
+        """The step has ended here, wherever it was."""
+        self.task = NO_BACKWARD
+        self.unreduced = self.is_due = False
+        self.raised = ""
+
     def on_output(self, _: torch.Tensor) -> None:
         """Hook for outputs of forward: their backward has begun."""
         if self.task == NO_BACKWARD and not self.accumulating:

@@ -1,0 +1,1 @@
+"""A batch that is too large for one rank is skipped by all."""

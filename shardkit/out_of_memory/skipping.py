@@ -1,0 +1,264 @@
+"""SkipOutOfMemory: a batch that is too large for one rank is skipped by all."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import ExitStack
+from types import TracebackType
+
+import torch
+from torch import nn
+
+from ..adascale.optimizer import measured_parameters
+from ..backend import Group, ReduceOp
+from ..errors import ConfigurationError, LifecycleError
+from ..fsdp.state import state_of
+from ..sharded_ddp.wrapper import ShardedDDP
+from .issued_calls import IssuedCalls
+from .kinds import forget_frames, is_out_of_memory
+
+logger = logging.getLogger("shardkit")
+
+IN_A_ROW = 10  # batches that may be skipped: then something else is wrong than one of them
+_NOBODY = -1
+_TALKATIVE = ("shardkit.moe.", "shardkit.model_parallel.", "shardkit.pipeline.", "shardkit.extra.batch_norm")
+
+
+class SkipOutOfMemory:
+    """Around the forwards and backwards of a step: where one rank runs out of memory, all ranks skip the batch.
+
+    ::
+
+        skip = shardkit.SkipOutOfMemory(model)
+        for inputs, targets in loader:
+            with skip:
+                loss = loss_fn(model(inputs), targets)
+                loss.backward()
+            if skip.skipped:
+                continue                    # no rank has gradients of this batch
+            optimizer.step()
+            optimizer.zero_grad()
+
+    The rank that ran out frees what its step held (not what names of the loop still hold, as ``loss`` above), and
+    issues what other ranks still wait for, with zeros in it; they end their step with numbers of no use. Then all ranks
+    tell each other, drop all gradients, and put the buffers of the model back. What was accumulated before the ``with``
+    is dropped, too: put all backwards of one optimizer step inside. Random states are not put back.
+
+    It knows what other ranks wait for from earlier steps: two in a row have to have issued the same collectives. Where
+    that is not so (the first three batches, a model that branches), the error is raised as without this. So it is where
+    the optimizer has stepped inside.
+
+    Collectives of the model are noted; others (``dist.all_reduce`` of a loss) belong behind the ``with``, for a rank
+    that runs out of memory never comes to them. A step costs one collective of eight bytes and a copy of the buffers.
+
+    Args:
+        models: that are trained in the step: an FSDP or ShardedDDP module, or a module with some inside. Several have
+            to be sharded over the same ranks.
+
+    Attributes:
+        skipped: the last step was.
+        rank: one of those (global ranks) that had no memory for it; None where nobody ran out.
+
+    Raises:
+        ConfigurationError: nothing in there is sharded, or something keeps count of gradients of skipped batches
+            (compression with error feedback, AdaScale), talks to other ranks within its forward (SyncBatchNorm,
+            mixtures of experts, model or pipeline parallelism), or its device runs out of memory later than the calls
+            that need it.
+        LifecycleError: on all ranks: ten batches in a row were skipped.
+
+    Source: the trainers of fairseq and metaseq skip batches so, on one rank alone.
+    """
+
+    def __init__(self, *models: nn.Module) -> None:
+        self._modules = list(dict.fromkeys(m for model in models for m in model.modules()))
+        self._units = [s for s in map(state_of, self._modules) if s is not None]
+        self._wrappers = [m for m in self._modules if isinstance(m, ShardedDDP)]
+        self._groups = self._find_groups()
+        self._refuse()
+        self.skipped = False
+        self.rank: int | None = None
+        self._in_a_row = 0
+        self._known: IssuedCalls | None = None  # what two steps in a row have issued
+        self._last: IssuedCalls | None = None
+        self._buffers: list[tuple[nn.Module, str, torch.Tensor, torch.Tensor]] = []
+        self._inside = ExitStack()
+        self._is_inside = False
+
+    # ------------------------------------------------------------ what it is for
+    def _find_groups(self) -> list[Group]:
+        """Over which the models are sharded, and those of replicas behind them."""
+        of_each = [[g for g in (u.group, u.replicas) if g is not None] for u in self._units]
+        of_each += [[w._connected().group] for w in self._wrappers]
+        if not of_each:
+            raise ConfigurationError(
+                "SkipOutOfMemory: no FSDP or ShardedDDP module in there; pass the wrapped model"
+            )
+        if any(groups != of_each[0] for groups in of_each):
+            raise ConfigurationError(
+                "SkipOutOfMemory: parts of the models are sharded over other ranks than others; a step can be left "
+                "only where all of it is shared by the same ranks"
+            )
+        return of_each[0]
+
+    def _refuse(self) -> None:
+        if not self._groups[0].backend.has_storage:
+            raise ConfigurationError(
+                f"SkipOutOfMemory: on backend {self._groups[0].backend.name!r} memory runs out when a program is "
+                "compiled or run, not in the line that needs it, and on all ranks alike; take smaller batches"
+            )
+        reduced = [u.options.reduce for u in self._units] + [w._connected().policy for w in self._wrappers]
+        if any(r.compression is not None and r.error_feedback for r in reduced):
+            raise ConfigurationError(
+                "SkipOutOfMemory: compression keeps what it left out of a skipped batch for the next one; pass "
+                "ReducePolicy(error_feedback=False)"
+            )
+        for m in self._modules:
+            if isinstance(m, nn.SyncBatchNorm) or f"{type(m).__module__}.".startswith(_TALKATIVE):
+                raise ConfigurationError(
+                    f"SkipOutOfMemory: {type(m).__name__} talks to other ranks within a forward, where a rank "
+                    "that runs out of memory would leave them waiting"
+                )
+        if any(w._connected().depends_on_data for w in self._wrappers):
+            raise ConfigurationError(
+                "SkipOutOfMemory: how many rows of sparse gradients ranks send depends on their batches; use "
+                "Embedding(sparse=False)"
+            )
+        self._refuse_statistics()
+
+    def _refuse_statistics(self) -> None:
+        measured = measured_parameters()
+        originals = (o.param for u in self._units for f in u.flats for o in f.originals)
+        if any(p in measured for p in (*originals, *(p for w in self._wrappers for p in w.parameters()))):
+            raise ConfigurationError(
+                "SkipOutOfMemory: AdaScale measures the gradients of all batches, of skipped ones too, and ranks would "
+                "measure different ones; use one of the two"
+            )
+
+    # ------------------------------------------------------------ around a step
+    def __enter__(self) -> SkipOutOfMemory:
+        if self._is_inside:
+            raise LifecycleError("SkipOutOfMemory is entered already: put it around one step at a time")
+        self._refuse_statistics()
+        self.skipped, self.rank = False, None
+        self._calls = IssuedCalls()
+        self._note_buffers()
+        self._versions = [p._version for p in self._parameters()]
+        self._inside.enter_context(self._calls.listening(self._listened()))
+        self._is_inside = True
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        self._inside.close()
+        self._is_inside = False
+        if error is not None:
+            if not is_out_of_memory(error) or not self._can_leave():
+                self._calls.give_up()
+                return False
+            logger.warning("rank %d ran out of memory: %s", self._global_rank(), str(error).split("\n")[0])
+            self._leave(error)
+        self._tell(error is not None)
+        if self.rank is None:
+            self._learn()
+        else:
+            self._skip()
+        return True
+
+    def _listened(self) -> list[Group]:
+        meshes = (u.post_forward_mesh for u in self._units)
+        return list(dict.fromkeys(g for g in (*self._groups, *meshes) if g is not None))
+
+    def _parameters(self) -> Iterator[nn.Parameter]:
+        """What an optimizer would change."""
+        for unit in self._units:
+            for flat in unit.flats:
+                yield flat.param
+        for wrapper in self._wrappers:
+            yield from wrapper.parameters()
+
+    def _note_buffers(self) -> None:
+        places = [(m, n, b) for m in self._modules for n, b in m._buffers.items() if b is not None]
+        if len(places) != len(self._buffers) or any(
+            b is not old or copy.shape != b.shape or copy.device != b.device or copy.dtype != b.dtype
+            for (_, _, b), (_, _, old, copy) in zip(places, self._buffers, strict=True)
+        ):
+            self._buffers = [(m, n, b, torch.empty_like(b)) for m, n, b in places]
+        for _, _, buffer, copy in self._buffers:
+            copy.copy_(buffer.detach())
+
+    def _global_rank(self) -> int:
+        group = self._groups[0]
+        return group.ranks[group.rank]
+
+    # ------------------------------------------------------------ a step that can't be ended
+    def _can_leave(self) -> bool:
+        """Whether other ranks can be given what they wait for, and nothing of the step is left."""
+        calls, whole = self._calls, self._known
+        if calls.failed or calls.other or self._versions != [p._version for p in self._parameters()]:
+            return False
+        if all(g.world_size == 1 for g in self._groups):
+            return True
+        return whole is not None and calls.rest_of(whole) is not None
+
+    def _leave(self, error: BaseException) -> None:
+        forget_frames(error)
+        self._drop()
+        try:
+            for call in (self._known and self._calls.rest_of(self._known)) or ():
+                call.issue_empty()
+        except BaseException:  # what the program still holds leaves no room even for that
+            self._calls.give_up()
+            self._groups[0].abort("it ran out of memory twice in one step")
+            raise
+
+    def _drop(self) -> None:
+        """Nothing is left of the step on this rank."""
+        for engine in dict.fromkeys(u.engine for u in self._units if u.engine is not None):
+            engine.leave_step()
+        for wrapper in self._wrappers:
+            wrapper._connected().leave_step()
+        for module in self._modules:
+            for p in module._parameters.values():
+                if p is not None:
+                    p.grad = None
+        for wrapper in self._wrappers:
+            wrapper.zero_grad()
+
+    # ------------------------------------------------------------ together
+    def _tell(self, ran_out: bool) -> None:
+        """Each rank learns of one that ran out, if any did (collective)."""
+        group = self._groups[0]
+        mine = self._global_rank() if ran_out else _NOBODY
+        said = torch.tensor([mine], device=group.backend.device())
+        for g in self._groups:
+            g.channel("control").all_reduce(said, op=ReduceOp.MAX, label="who ran out of memory")
+        found = int(said.item())
+        self.rank = None if found == _NOBODY else found
+
+    def _learn(self) -> None:
+        """The step was whole."""
+        self._in_a_row = 0
+        calls, last = self._calls, self._last
+        if calls.other or last is None or last.calls != calls.calls:
+            self._known = None
+        else:
+            self._known = calls
+        self._last = calls
+
+    @torch.no_grad()
+    def _skip(self) -> None:
+        self.skipped = True
+        self._in_a_row += 1
+        self._drop()
+        for module, name, buffer, copy in self._buffers:
+            buffer.data.copy_(copy)
+            module._buffers[name] = buffer
+        if self._in_a_row >= IN_A_ROW:
+            raise LifecycleError(
+                f"SkipOutOfMemory: {IN_A_ROW} batches in a row were skipped, the last because rank {self.rank} ran out "
+                "of memory: it is not single batches that are too large. Take smaller ones, checkpoint activations, "
+                "or see shardkit.summary(model) and `shardkit estimate` for what is needed"
+            )
+        logger.warning("rank %d ran out of memory: all ranks skip this batch", self.rank)
