@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -16,9 +16,10 @@ from .entries import Entry, check_names, of_extra
 from .holders import holder_of
 from .leaves import Fixed, Ranks
 from .model_state import ModelState
-from .optimizer_state import Holder
+from .optimizer_state import Holder, Names
 from .rank_states import Stateful, random_states
 from .slots import Slot
+from .together import Schedulers, Together
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,8 +27,8 @@ class Parts:
     """What a training consists of, as :func:`shardkit.save` and :func:`shardkit.restore` take it."""
 
     model: nn.Module | None = None
-    optimizer: Optimizer | None = None
-    scheduler: Stateful | None = None
+    optimizer: Optimizer | Sequence[Optimizer] | None = None
+    scheduler: Stateful | Sequence[Stateful] | None = None
     scaler: Stateful | None = None
     loader: Stateful | None = None
     ema: nn.Module | None = None
@@ -37,17 +38,30 @@ class Parts:
         """Modules by the name under which a checkpoint has them."""
         return {name: m for name, m in (("model", self.model), ("ema", self.ema)) if m is not None}
 
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """One or several."""
+        given = self.optimizer
+        return [given] if isinstance(given, Optimizer) else list(given or ())
+
+    @property
+    def schedulers(self) -> Stateful | None:
+        """All of them as one."""
+        given = self.scheduler
+        return Schedulers(given) if isinstance(given, Sequence) else given
+
     def check(self) -> None:
         """Raises ConfigurationError for what is no such thing."""
         for name, module in self.modules.items():
             if not isinstance(module, nn.Module):
                 raise ConfigurationError(f"{name} is a {type(module).__name__}, expected a torch module")
-        if self.optimizer is not None and self.model is None:
+        if self.optimizers and self.model is None:
             raise ConfigurationError(
                 "optimizer= needs model= too: checkpoints keep optimizer state by the model's names"
             )
-        for name in ("scheduler", "scaler", "loader"):
-            value = getattr(self, name)
+        listed = self.scheduler if isinstance(self.scheduler, Sequence) else [self.scheduler]
+        given = [("scheduler", s) for s in listed] + [("scaler", self.scaler), ("loader", self.loader)]
+        for name, value in given:
             if value is not None and not (hasattr(value, "state_dict") and hasattr(value, "load_state_dict")):
                 raise ConfigurationError(
                     f"{name} is a {type(value).__name__} without state_dict() and load_state_dict()"
@@ -100,8 +114,7 @@ def other_entries(
 ) -> Iterator[Entry]:
     """Everything beside the model and the optimizer."""
     yield Entry(("step",), Fixed(step))
-    for name in ("scheduler", "scaler"):
-        value: Stateful | None = getattr(parts, name)
+    for name, value in (("scheduler", parts.schedulers), ("scaler", parts.scaler)):
         if value is not None:
             yield Entry((name,), Fixed(value.state_dict()))
     for key, inner in (extra or {}).items():
@@ -152,6 +165,8 @@ def collect(
 
 def holder_for(parts: Parts, model: ModelState | None) -> Holder | None:
     """The optimizer, if there is one."""
-    if parts.optimizer is None or model is None:
+    if not parts.optimizers or model is None:
         return None
-    return holder_of(parts.optimizer, model)
+    names = Names(model)
+    holders = [holder_of(optimizer, names) for optimizer in parts.optimizers]
+    return holders[0] if len(holders) == 1 else Together(holders)

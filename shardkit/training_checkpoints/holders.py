@@ -18,7 +18,6 @@ from ..oss.param_groups import copy_options, options_of
 from ..types import StateDict
 from ..whole_parameters.listed import Part
 from ..whole_parameters.optimizer import WholeParameters
-from .model_state import ModelState
 from .optimizer_state import Holder, Names
 from .slots import Slot, Span
 
@@ -199,7 +198,7 @@ class Whole(Holder):
         self.optimizer.take_states(by_inner, groups)
 
 
-def holder_of(optimizer: Optimizer, model: ModelState) -> Holder:
+def holder_of(optimizer: Optimizer, names: Names) -> Holder:
     """The optimizer, without what wraps it.
 
     Raises:
@@ -218,7 +217,6 @@ def holder_of(optimizer: Optimizer, model: ModelState) -> Holder:
         inner = inner.optimizer
     if not isinstance(inner, Optimizer):
         raise ConfigurationError(f"optimizer is a {type(optimizer).__name__}, expected a torch optimizer")
-    names = Names(model)
     if isinstance(inner, OSS):
         return Owned(inner, names)
     if isinstance(inner, WholeParameters):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, NoReturn
 
 from torch import nn
@@ -54,8 +54,8 @@ def restore(
     dir: str | os.PathLike[str],
     *,
     model: nn.Module | None = None,
-    optimizer: Optimizer | None = None,
-    scheduler: Stateful | None = None,
+    optimizer: Optimizer | Sequence[Optimizer] | None = None,
+    scheduler: Stateful | Sequence[Stateful] | None = None,
     scaler: Stateful | None = None,
     loader: Stateful | None = None,
     ema: nn.Module | None = None,
@@ -188,8 +188,7 @@ class _Restoring:
             module.loaded({k: self._stored.object(name) for k, name in self._objects[part].items()})
         if self._optimizer is not None:
             self._optimizer.finish()
-        for name in ("scheduler", "scaler"):
-            given: Stateful | None = getattr(self._parts, name)
+        for name, given in (("scheduler", self._parts.schedulers), ("scaler", self._parts.scaler)):
             if given is not None:
                 given.load_state_dict(self._stored.object(name))
         if self._parts.loader is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import overload
 
 import torch
@@ -27,8 +27,10 @@ _PathLike = str | os.PathLike[str]
 def save(obj: object, path: _PathLike) -> None: ...
 @overload
 def save(
-    dir: _PathLike, /, *, step: int, model: nn.Module | None = ..., optimizer: Optimizer | None = ...,
-    scheduler: Stateful | None = ..., scaler: Stateful | None = ..., loader: Stateful | None = ...,
+    dir: _PathLike, /, *, step: int, model: nn.Module | None = ...,
+    optimizer: Optimizer | Sequence[Optimizer] | None = ...,
+    scheduler: Stateful | Sequence[Stateful] | None = ..., scaler: Stateful | None = ...,
+    loader: Stateful | None = ...,
     ema: nn.Module | None = ..., extra: Mapping[str, object] | None = ..., async_: bool = ...,
     keep: int | None = ..., group: ProcessGroup = ...,
 ) -> Handle: ...  # fmt: skip
@@ -48,15 +50,15 @@ def save(*args: object, **kwargs: object) -> Handle | None:
     it at any number of ranks, sharded in whatever way. See ``docs/CHECKPOINTS.md``.
 
     Args:
-        obj: what ``torch.save`` takes; what :func:`shardkit.load` shall read is tensors, numbers, strings, containers
-            of them and numpy arrays of numbers.
+        obj: what ``torch.save`` takes; :func:`shardkit.load` reads data alone: tensors, numbers, text, lists.
         path: a regular file, or none yet, in a folder that exists.
         dir: folder of checkpoints, which all ranks see; it is made if need be.
-        step: that the training has done. A checkpoint of the same step is replaced.
+        step: that the training has done; a checkpoint of it is replaced.
         model: plain, wrapped by ShardedDDP or DistributedDataParallel, or sharded by FSDP, fully_shard or FSDP2.
-        optimizer: over the model's parameters: plain, an OSS, WholeParameters, AdaScale around one.
-        scheduler, scaler, loader: have state_dict() and load_state_dict(); a loader's is kept for each rank.
-        ema: a second module like ``model``, as torch.optim.swa_utils.AveragedModel makes one.
+        optimizer: over the model's parameters: plain, an OSS, WholeParameters, AdaScale around one; or a list (Muon
+            beside AdamW; with ``nn.ModuleDict`` as model, those of several models).
+        scheduler, scaler, loader: have state_dict() and load_state_dict(). Schedulers may be a list.
+        ema: a second module like ``model``, as torch's AveragedModel makes one.
         extra: whatever else by name, as data; the first rank's is kept.
         async_: returns as soon as values are copied to the host; they are written in the background. The next save
             waits for it, and so does the end of the program.
@@ -90,8 +92,8 @@ def save_checkpoint(
     *,
     step: int | None = None,
     model: nn.Module | None = None,
-    optimizer: Optimizer | None = None,
-    scheduler: Stateful | None = None,
+    optimizer: Optimizer | Sequence[Optimizer] | None = None,
+    scheduler: Stateful | Sequence[Stateful] | None = None,
     scaler: Stateful | None = None,
     loader: Stateful | None = None,
     ema: nn.Module | None = None,

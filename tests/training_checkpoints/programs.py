@@ -41,6 +41,8 @@ class Model(nn.Module):
 
 def build(kind: str, seed: int = 0) -> tuple[nn.Module, Any]:
     """A model and its optimizer."""
+    if kind.startswith("two_"):
+        return _with_two_optimizers(kind, seed)
     model: Any = Model(seed)
     if kind == "plain":
         return model, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], **ADAM)
@@ -73,12 +75,34 @@ def build(kind: str, seed: int = 0) -> tuple[nn.Module, Any]:
     return model, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], **ADAM)
 
 
+def _with_two_optimizers(kind: str, seed: int) -> tuple[nn.Module, list[Any]]:
+    """One over the parameters of ``inner``, of another class than the one over the rest."""
+    model: Any = Model(seed)
+    if kind == "two_fsdp":
+        model.inner = FSDP(model.inner)
+        model = FSDP(model)
+    elif kind == "two_fsdp2":
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        fsdp2(model.inner, mesh=mesh)
+        fsdp2(model, mesh=mesh)
+    inner = list(model.inner.parameters())
+    rest = [p for p in model.parameters() if p.requires_grad and all(p is not q for q in inner)]
+    sgd: dict[str, Any] = {"lr": 0.1, "momentum": 0.9}
+    if kind != "two_oss":
+        return model, [torch.optim.SGD(inner, **sgd), torch.optim.AdamW(rest, **ADAM)]
+    optimizers = [OSS(inner, torch.optim.SGD, **sgd), OSS(rest, torch.optim.AdamW, **ADAM)]
+    return ShardedDDP(model, optimizers), optimizers
+
+
 def step(model: nn.Module, optimizer: Any, number: int) -> None:
     """The same batch on all ranks."""
     torch.manual_seed(number)
-    optimizer.zero_grad()
+    optimizers = optimizer if isinstance(optimizer, list) else [optimizer]
+    for each in optimizers:
+        each.zero_grad()
     model(torch.randn(4, 3, 8)).square().mean().backward()
-    optimizer.step()
+    for each in optimizers:
+        each.step()
 
 
 def write(rank: int, folder: str, kind: str, steps: int = 2, **options: Any) -> int:

@@ -17,6 +17,7 @@ WRITERS = [
     ("hybrid", 4),
     ("torch_fsdp", 2),
     ("whole", 2),
+    ("two_fsdp", 3),
 ]
 READERS = {
     "plain": [("fsdp", 2), ("ddp", 2)],
@@ -26,6 +27,7 @@ READERS = {
     "hybrid": [("fsdp", 2), ("hybrid", 4)],
     "torch_fsdp": [("torch_fsdp", 3), ("plain", 1)],
     "whole": [("whole", 3), ("fsdp", 2)],
+    "two_fsdp": [("two_fsdp", 2), ("two_oss", 2), ("two_plain", 1), ("two_fsdp2", 2)],
 }
 ALONE = [
     ("whole_muon", 2, 3),
