@@ -337,7 +337,4 @@ REEXPORTED: dict[str, dict[str, str]] = {
     },
     "utils.state_dict": {"internal.state_dict": "find_module_instances, replace_by_prefix_"},
     "utils.version": {"internal.version": "torch_version"},
-    "xla.fsdp.state_dict_utils": {
-        "extra.padded_shards.consolidation": "consolidate_sharded_model_checkpoints, consolidate_sharded_state_dicts",
-    },
 }

@@ -1,7 +1,8 @@
 """Which run a rank's file of shards is of, and when it was made: files of other runs or moments are not mixed.
 
-Ranks agree on an id once a job and group; what is built after that is counted, alike on all ranks. So units have ids
-that other jobs, and other models of the same job, have not, and no file needs a rank to talk to another.
+Ranks agree on an id once a job and group, in an exchange that they make anyway; what is built after that is counted,
+alike on all ranks. So units have ids that other jobs, and other models of the same job, have not, and no file needs a
+rank to talk to another.
 """
 
 from __future__ import annotations
@@ -30,16 +31,19 @@ class _Job:
 _jobs: weakref.WeakKeyDictionary[Group, _Job] = weakref.WeakKeyDictionary()
 
 
-def new_run_id(group: Group) -> str:
-    """The id of the unit that is being built, the same on all ranks (collective; they talk once a group)."""
-    job = _jobs.get(group)
-    if job is None:
-        mine = os.urandom(6).hex()  # no generator of the program's is drawn from
-        if group.world_size > 1:
-            mine = (
-                group.channel("control").all_gather_bytes(mine.encode(), label="id of this run")[0].decode()
-            )
-        job = _jobs[group] = _Job(mine)
+def proposed_run_id() -> str:
+    """What a rank says where ranks talk anyway; the first rank's is taken. No generator is drawn from."""
+    return os.urandom(6).hex()
+
+
+def new_run_id(group: Group, proposed: str) -> str:
+    """The id of the unit that is being built, the same on all ranks.
+
+    Args:
+        group: the ranks of the unit.
+        proposed: by the first of them; taken for the group's first unit.
+    """
+    job = _jobs.setdefault(group, _Job(proposed))
     job.built += 1
     return f"{job.id}-{job.built}"
 

@@ -17,16 +17,26 @@ from ..types import Facts
 from .facts import all_gather_facts, as_fact
 
 
-def check_same_everywhere(group: Group, facts: Facts, what: str) -> None:
+def check_same_everywhere(group: Group, facts: Facts, what: str, aside: str = "") -> str:
     """Compares a list of (name, value) facts between ranks; raises on all of them at the first difference.
+
+    Args:
+        group: the ranks.
+        facts: to be compared.
+        what: they are of, for messages.
+        aside: said in the same exchange, and not compared.
+
+    Returns:
+        What the first rank said aside.
 
     Raises:
         RankMismatchError: names the first differing fact and each rank's value.
     """
     if group.world_size == 1:
-        return
-    facts = [(name, as_fact(value)) for name, value in facts]
-    everybody = all_gather_facts(group.channel("control"), facts, label=f"check of {what}")
+        return aside
+    mine_and_aside = [(name, as_fact(value)) for name, value in facts], aside
+    told = all_gather_facts(group.channel("control"), mine_and_aside, label=f"check of {what}")
+    everybody = [compared for compared, _ in told]
     reference = everybody[0]
     for rank, other in enumerate(everybody):
         if other == reference:
@@ -43,6 +53,7 @@ def check_same_everywhere(group: Group, facts: Facts, what: str) -> None:
                     f"{mine[1]}, rank {group.ranks[rank]} has {theirs[0]} {theirs[1]}. {remedy} (this rank is "
                     f"{group.ranks[group.rank]})."
                 )
+    return told[0][1]
 
 
 def shape_fact(tensor: torch.Tensor) -> object:

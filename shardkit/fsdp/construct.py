@@ -16,7 +16,7 @@ from torch.nn.parameter import is_lazy
 
 from ..backend import Backend, Group, backend_for
 from ..checks.facts import all_gather_facts
-from ..checks.runs import new_run_id
+from ..checks.runs import new_run_id, proposed_run_id
 from ..checks.same_everywhere import check_one_device, check_same_everywhere, option_facts
 from ..compression import check_compressible
 from ..errors import ConfigurationError, RankMismatchError
@@ -169,13 +169,13 @@ def shard_module(state: ShardingState, list_shard: Listing) -> None:
         "replicas": options.replicas is not None, "layout": options.layout,
         "dtensors": options.dtensors,
     }  # fmt: skip
-    for ranks in (state.group, state.replicas):
-        if ranks is not None:
-            check_ranks_agree(found, ranks, facts)
+    proposed = check_ranks_agree(found, state.group, facts, proposed_run_id())
+    if state.replicas is not None:
+        check_ranks_agree(found, state.replicas, facts)
     check_options(options.reduce, options.offload, state.group.backend)
     _check_compression(options, found, state.group.backend)
     check_no_writers(state)
-    state.run_id = new_run_id(state.group)
+    state.run_id = new_run_id(state.group, proposed)
     _connect_mesh(state)
     if options.flatten:
         check_names(module, found, state.group.rank)
@@ -311,20 +311,25 @@ def backend_nearby(state: ShardingState, borrowed: list[FlatParam]) -> Backend |
     return borrowed[0].group.backend if borrowed else None
 
 
-def check_ranks_agree(found: Found, group: Group, options: Kwargs) -> None:
-    """Raises RankMismatchError on all ranks if options differ, or parameters in names, shapes or dtypes."""
+def check_ranks_agree(found: Found, group: Group, options: Kwargs, aside: str = "") -> str:
+    """Raises RankMismatchError on all ranks if options differ, or parameters in names, shapes or dtypes.
+
+    Returns:
+        What the group's first rank said ``aside``.
+    """
     facts: list[tuple[str, object]] = []
     for name, original in zip(found.names, found.originals, strict=True):
         shape = "no shape yet" if is_lazy(original.param) else tuple(original.shape)
         trainable = "trainable" if original.param.requires_grad else "frozen"
         facts.append((name, (shape, str(original.param.dtype), trainable)))
     facts += option_facts(**options)
-    check_same_everywhere(group, facts, "parameters of the wrapped module or options")
+    told = check_same_everywhere(group, facts, "parameters of the wrapped module or options", aside)
     if found.lazy:
         raise ConfigurationError(
             f"rank {group.rank}: {', '.join(map(repr, found.lazy))} of the wrapped module have no shape before its "
             "first forward (lazy modules); run one forward on example inputs, alike on all ranks, then wrap it"
         )
+    return told
 
 
 @torch.no_grad()
