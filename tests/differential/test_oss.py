@@ -15,6 +15,7 @@ from tests.differential.keeping import kept
 from tests.pools import rank_pool
 from tests.programs.fairscale_limits import SCALAR_STATE, fairscale_limit
 from tests.programs.optimizers import OPTIMIZERS
+from tests.programs.records import or_computed
 from tests.programs.result import Checkpoint, RankRun, compare, tolerance_for
 from tests.programs.running import examples, run_ranks
 from tests.programs.spec import OptimizerSpec, Program, Schedule, Sharded, Step, Train, ZeroGrad, stack
@@ -74,6 +75,7 @@ def check_owners(world_size: int, sizes: list[tuple[int, bool]], groups: int) ->
 # ------------------------------------------------------------------------------------------------ optimizers
 @pytest.mark.parametrize("wrapper", ["sharded", "ddp"])
 @pytest.mark.parametrize("name", [n for n in OPTIMIZERS if n not in ("lbfgs", "sparse_adam")])
+@or_computed
 def test_every_optimizer_same_as_fairscale(name: str, wrapper: str) -> None:
     spec = OptimizerSpec(name, groups=2, form="groups", scheduler="step")
     steps = (*ITERATION, Schedule()) * 3
@@ -118,6 +120,7 @@ def test_state_dicts_travel(writer: str, before: int, reader: str, after: int, p
 
 
 @kept
+@or_computed
 def check_travel(writer: str, before: int, reader: str, after: int, program: Program) -> None:
     _, checkpoint = run_with(writer, program, before)
     _, true_checkpoint = run_with("torch", program, before)
@@ -128,6 +131,7 @@ def check_travel(writer: str, before: int, reader: str, after: int, program: Pro
 
 @pytest.mark.parametrize("writer", ["torch", "fairscale", "shardkit"])
 @pytest.mark.parametrize("name", ["adamw_fused", "adam_foreach", "sgd_fused"])
+@or_computed
 def test_state_of_parameters_that_are_not_contiguous(name: str, writer: str) -> None:
     """fairscale's state is contiguous even if the parameter is not; fused kernels walk memory."""
     program = Program(stack("odd"), Sharded(), OptimizerSpec(name), ITERATION * 2)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from shardkit.testing.comparing import Difference
 from tests.programs import records
 from tests.programs.result import Checkpoint, Moment, RankRun
 
@@ -69,3 +70,23 @@ def test_what_is_on_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
                 assert loss("one") == 2.0
     finally:
         records._records.cache_clear()
+
+
+def test_what_differs_from_a_record_is_computed() -> None:
+    seen: list[float] = []
+
+    @records.or_computed
+    def check(wanted: float, *, is_on_record: bool = True) -> None:
+        records._counts["found"] += is_on_record and not records._counts["unwanted"]
+        seen.append(1.0 if is_on_record and not records._counts["unwanted"] else 2.0)
+        if seen[-1] != wanted:
+            raise Difference("here", "differs")
+
+    check(1.0)
+    check(2.0)
+    with pytest.raises(Difference):
+        check(3.0)
+    with pytest.raises(Difference):
+        check(3.0, is_on_record=False)
+    assert seen == [1.0, 1.0, 2.0, 1.0, 2.0, 2.0]
+    assert not records._counts["unwanted"]

@@ -20,7 +20,7 @@ from tests.pools import rank_pool
 
 from .owning_ranks import OwningRank
 from .ranks import Rank
-from .records import recorded
+from .records import or_computed, recorded
 from .result import Checkpoint, RankRun, Saved, compare, tolerance_for
 from .spec import AnyStep, Program, Unit
 from .truth import Truth, run_truth
@@ -166,6 +166,7 @@ def check_against_truth(
 
 
 @kept
+@or_computed
 def check_three_ways(program: Program, world_size: int) -> None:
     """Truth, fairscale and shardkit: a program on which fairscale is wrong shows as a missing limit of its own."""
     theirs = run_ranks("fairscale", program, world_size)
@@ -182,6 +183,7 @@ def check_three_ways(program: Program, world_size: int) -> None:
 
 
 @kept
+@or_computed
 def check_resumed(
     program: Program,
     steps: tuple[tuple[AnyStep, ...], tuple[AnyStep, ...]],
