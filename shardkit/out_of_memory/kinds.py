@@ -6,14 +6,18 @@ import traceback
 
 import torch
 
+from ..errors import ShardkitError
+
 # What libraries say that have no class of their own for it.
 _SAYINGS = ("can't allocate memory", "not enough memory", "out of memory", "status_alloc_failed")
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """Whether a device, or the host, had no memory left."""
+    """Whether a device, or the host, had no memory left for this rank."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
+    if isinstance(error, ShardkitError):  # it may quote what another rank has said
+        return False
     return isinstance(error, RuntimeError) and any(text in str(error).lower() for text in _SAYINGS)
 
 

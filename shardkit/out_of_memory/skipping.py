@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import ExitStack
 from types import TracebackType
+from typing import NoReturn
 
 import torch
 from torch import nn
@@ -15,6 +16,8 @@ from ..backend import Group, ReduceOp
 from ..errors import ConfigurationError, LifecycleError
 from ..fsdp.state import state_of
 from ..sharded_ddp.wrapper import ShardedDDP
+from ..torch_seams.dtensors import is_dtensor
+from ..torch_seams.other_wrappers import name_of_torchs
 from .issued_calls import IssuedCalls
 from .kinds import forget_frames, is_out_of_memory
 
@@ -46,11 +49,11 @@ class SkipOutOfMemory:
     is dropped, too: put all backwards of one optimizer step inside. Random states are not put back.
 
     It knows what other ranks wait for from earlier steps: two in a row have to have issued the same collectives. Where
-    that is not so (the first three batches, a model that branches), the error is raised as without this. So it is where
-    the optimizer has stepped inside.
+    that is not so (the first three batches, a model that branches), the error is raised as without this. Steps that
+    take turns (a discriminator's and a generator's) need one of these each, over the same models.
 
     Collectives of the model are noted; others (``dist.all_reduce`` of a loss) belong behind the ``with``, for a rank
-    that runs out of memory never comes to them. A step costs one collective of eight bytes and a copy of the buffers.
+    that runs out of memory never comes to them. A step costs one collective of 16 bytes and a copy of the buffers.
 
     Args:
         models: that are trained in the step: an FSDP or ShardedDDP module, or a module with some inside. Several have
@@ -62,10 +65,11 @@ class SkipOutOfMemory:
 
     Raises:
         ConfigurationError: nothing in there is sharded, or something keeps count of gradients of skipped batches
-            (compression with error feedback, AdaScale), talks to other ranks within its forward (SyncBatchNorm,
-            mixtures of experts, model or pipeline parallelism), or its device runs out of memory later than the calls
+            (compression with error feedback, AdaScale), talks to other ranks on its own (SyncBatchNorm, mixtures of
+            experts, model or pipeline parallelism, torch's DDP), or its device runs out of memory later than the calls
             that need it.
-        LifecycleError: on all ranks: ten batches in a row were skipped.
+        LifecycleError: on all ranks: ten batches in a row were skipped; or parameters were changed inside, by an
+            optimizer's step for example, which could not be taken back.
 
     Source: the trainers of fairseq and metaseq skip batches so, on one rank alone.
     """
@@ -115,16 +119,25 @@ class SkipOutOfMemory:
             )
         for m in self._modules:
             if isinstance(m, nn.SyncBatchNorm) or f"{type(m).__module__}.".startswith(_TALKATIVE):
-                raise ConfigurationError(
-                    f"SkipOutOfMemory: {type(m).__name__} talks to other ranks within a forward, where a rank "
-                    "that runs out of memory would leave them waiting"
-                )
+                self._refuse_talking(type(m).__name__)
+            if found := name_of_torchs(m):
+                self._refuse_talking(found)
         if any(w._connected().depends_on_data for w in self._wrappers):
             raise ConfigurationError(
                 "SkipOutOfMemory: how many rows of sparse gradients ranks send depends on their batches; use "
                 "Embedding(sparse=False)"
             )
+        listed = {id(f.listed) for u in self._units for f in u.flats}
+        for p in (p for m in self._modules for p in m._parameters.values() if id(p) not in listed):
+            if is_dtensor(p):
+                self._refuse_talking("a module whose parameters are DTensors")
         self._refuse_statistics()
+
+    def _refuse_talking(self, what: str) -> NoReturn:
+        raise ConfigurationError(
+            f"SkipOutOfMemory: {what} talks to other ranks on its own, where a rank that runs out of memory would "
+            "leave them waiting"
+        )
 
     def _refuse_statistics(self) -> None:
         measured = measured_parameters()
@@ -144,6 +157,7 @@ class SkipOutOfMemory:
         self._calls = IssuedCalls()
         self._note_buffers()
         self._versions = [p._version for p in self._parameters()]
+        self._backwards = [u.unit.backwards for u in self._units]
         self._inside.enter_context(self._calls.listening(self._listened()))
         self._is_inside = True
         return self
@@ -159,7 +173,8 @@ class SkipOutOfMemory:
                 return False
             logger.warning("rank %d ran out of memory: %s", self._global_rank(), str(error).split("\n")[0])
             self._leave(error)
-        self._tell(error is not None)
+        if self._tell(error is not None):
+            self._refuse_steps()
         if self.rank is None:
             self._learn()
         else:
@@ -178,7 +193,19 @@ class SkipOutOfMemory:
         for wrapper in self._wrappers:
             yield from wrapper.parameters()
 
+    def _has_stepped(self) -> bool:
+        return self._versions != [p._version for p in self._parameters()]
+
+    def _refuse_steps(self) -> NoReturn:
+        found = "" if self.rank is None else f" Rank {self.rank} ran out of memory this time."
+        raise LifecycleError(
+            "SkipOutOfMemory: parameters were changed inside of the with (by optimizer.step(), or by a module as "
+            "Embedding(max_norm=)), which can't be taken back where a rank runs out of memory. Put the step behind "
+            f"it.{found}"
+        )
+
     def _note_buffers(self) -> None:
+        self._absent = [(m, n) for m in self._modules for n, b in m._buffers.items() if b is None]
         places = [(m, n, b) for m in self._modules for n, b in m._buffers.items() if b is not None]
         if len(places) != len(self._buffers) or any(
             b is not old or copy.shape != b.shape or copy.device != b.device or copy.dtype != b.dtype
@@ -196,7 +223,7 @@ class SkipOutOfMemory:
     def _can_leave(self) -> bool:
         """Whether other ranks can be given what they wait for, and nothing of the step is left."""
         calls, whole = self._calls, self._known
-        if calls.failed or calls.other or self._versions != [p._version for p in self._parameters()]:
+        if calls.failed or calls.other or self._has_stepped():
             return False
         if all(g.world_size == 1 for g in self._groups):
             return True
@@ -227,15 +254,16 @@ class SkipOutOfMemory:
             wrapper.zero_grad()
 
     # ------------------------------------------------------------ together
-    def _tell(self, ran_out: bool) -> None:
-        """Each rank learns of one that ran out, if any did (collective)."""
+    def _tell(self, ran_out: bool) -> bool:
+        """Each rank learns of one that ran out, if any did, and whether any has changed parameters (collective)."""
         group = self._groups[0]
         mine = self._global_rank() if ran_out else _NOBODY
-        said = torch.tensor([mine], device=group.backend.device())
+        said = torch.tensor([mine, int(self._has_stepped())], device=group.backend.device())
         for g in self._groups:
             g.channel("control").all_reduce(said, op=ReduceOp.MAX, label="who ran out of memory")
-        found = int(said.item())
+        found, has_stepped = said.tolist()
         self.rank = None if found == _NOBODY else found
+        return bool(has_stepped)
 
     def _learn(self) -> None:
         """The step was whole."""
@@ -247,14 +275,21 @@ class SkipOutOfMemory:
             self._known = calls
         self._last = calls
 
+    def _put_buffers_back(self) -> None:
+        for module, name, buffer, copy in self._buffers:
+            buffer.data.copy_(copy)
+            module._buffers[name] = buffer
+        for module, name in self._absent:
+            module._buffers[name] = None
+
     @torch.no_grad()
     def _skip(self) -> None:
         self.skipped = True
         self._in_a_row += 1
         self._drop()
-        for module, name, buffer, copy in self._buffers:
-            buffer.data.copy_(copy)
-            module._buffers[name] = buffer
+        for unit, backwards in zip(self._units, self._backwards, strict=True):
+            unit.unit.backwards = backwards  # ranks that left the step have not come to its end
+        self._put_buffers_back()
         if self._in_a_row >= IN_A_ROW:
             raise LifecycleError(
                 f"SkipOutOfMemory: {IN_A_ROW} batches in a row were skipped, the last because rank {self.rank} ran out "

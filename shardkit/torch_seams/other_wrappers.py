@@ -101,6 +101,11 @@ def check_wrappable(
                 )
 
 
+def name_of_torchs(module: nn.Module) -> str:
+    """What a wrapper of torch's is called; "" for all other modules."""
+    return next((name for kind, name in _of_torch() if isinstance(module, kind)), "")
+
+
 def _outside_of(
     module: nn.Module, checked: type[nn.Module] | None, without: Collection[nn.Module]
 ) -> Iterator[tuple[str, nn.Module]]:
@@ -119,6 +124,10 @@ def _outside_of(
 
 def _wrappers() -> Iterator[tuple[type, str]]:
     yield from ((w, f"shardkit.{w.__name__}") for w in _ours)
+    yield from _of_torch()
+
+
+def _of_torch() -> Iterator[tuple[type, str]]:
     yield from _OF_TORCH.items()
     loaded = sys.modules.get("torch.distributed.fsdp")  # whoever uses it has imported it
     for name in ("FullyShardedDataParallel", "FSDPModule"):
