@@ -42,7 +42,9 @@ class Parts:
     def optimizers(self) -> list[Optimizer]:
         """One or several."""
         given = self.optimizer
-        return [given] if isinstance(given, Optimizer) else list(given or ())
+        if given is None or isinstance(given, Sequence):
+            return list(given or ())
+        return [given]
 
     @property
     def schedulers(self) -> Stateful | None:
@@ -59,10 +61,12 @@ class Parts:
             raise ConfigurationError(
                 "optimizer= needs model= too: checkpoints keep optimizer state by the model's names"
             )
-        listed = self.scheduler if isinstance(self.scheduler, Sequence) else [self.scheduler]
-        given = [("scheduler", s) for s in listed] + [("scaler", self.scaler), ("loader", self.loader)]
+        one = [("scheduler", self.scheduler), ("scaler", self.scaler), ("loader", self.loader)]
+        given = [pair for pair in one if pair[1] is not None]
+        if isinstance(self.scheduler, Sequence):
+            given[:1] = [("scheduler", s) for s in self.scheduler]
         for name, value in given:
-            if value is not None and not (hasattr(value, "state_dict") and hasattr(value, "load_state_dict")):
+            if not (hasattr(value, "state_dict") and hasattr(value, "load_state_dict")):
                 raise ConfigurationError(
                     f"{name} is a {type(value).__name__} without state_dict() and load_state_dict()"
                 )

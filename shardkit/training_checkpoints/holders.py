@@ -209,6 +209,10 @@ def holder_of(optimizer: Optimizer, names: Names) -> Holder:
         "accelerate",
         "lightning",
     ):
+        if isinstance(inner, AdaScale):
+            _ = (
+                inner._averages
+            )  # they are made at their first use, and a new one is to take those that were saved
         found = getattr(inner, "optimizer", None)
         if not isinstance(found, Optimizer):
             break

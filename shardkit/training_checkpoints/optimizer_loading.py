@@ -47,6 +47,16 @@ class OptimizerReads:
             else:
                 self._of.setdefault(str(path[0]), {})[".".join(map(str, path[1:]))] = name
         self._groups = self._matched_groups()
+        self._others = {
+            str(path[0]): name
+            for path, name in stored.under("optimizer").items()
+            if len(path) == 1 and path[0] not in _ONE
+        }
+        if unclaimed := holder.unclaimed(self._others, self._named):
+            raise ConfigurationError(
+                f"{stored.folder} has {_some(unclaimed)} beside the state of parameters, which no optimizer of the "
+                "list has now, so whose it is can't be told. Build them as they were, or keep such state in extra="
+            )
         self._numbers: list[_Number] = []
         self._slots = holder.needed()
         self._states: list[StateDict] = [{} for _ in self._slots]
@@ -159,12 +169,8 @@ class OptimizerReads:
                         "units of their own"
                     )
             state[key] = value
-        others_ = {
-            str(path[0]): self._stored.object(name)
-            for path, name in self._stored.under("optimizer").items()
-            if len(path) == 1 and path[0] not in _ONE
-        }
-        self._holder.load(self._states, self._options(), others_)
+        beside = {key: self._stored.object(name) for key, name in self._others.items()}
+        self._holder.load(self._states, self._options(), beside)
         self._holder.load_named({key: self._stored.object(name) for key, name in self._named.items()})
 
     @property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch.optim import Optimizer
@@ -56,6 +56,10 @@ class Holder(abc.ABC):
     def others(self) -> StateDict:
         """Entries beside state and groups."""
         return {}
+
+    def unclaimed(self, others: Iterable[str], named: Iterable[str]) -> set[str]:
+        """Which of what a checkpoint has as :meth:`others` and :meth:`named` nobody here would take."""
+        return set()
 
     def named(self) -> dict[str, object]:
         """State under names of its own, alike on all ranks (AdaScale's averages)."""

@@ -25,6 +25,7 @@ from .model_state import ModelState
 from .optimizer_loading import OptimizerReads
 from .rank_states import Stateful, load_loader, set_random_states
 from .reading import Reads, Wanted, whole_tensor
+from .together import check_schedulers
 
 if TYPE_CHECKING:
     from .stored import Stored
@@ -148,6 +149,8 @@ class _Restoring:
             p for n, p in stored.objects.items() if n.startswith(own) or not n.startswith("rank_states.")
         ]
         stored.refuse_damage([*self._reads.places, *objects])
+        if parts.scheduler is not None:
+            check_schedulers(parts.scheduler, stored.object("scheduler"), stored.folder)
 
     def _of_module(self, part: str, module: ModelState) -> Iterable[Wanted]:
         there = {str(path[0]): name for path, name in self._stored.under(part).items()}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from ..errors import ConfigurationError
 from ..types import StateDict
@@ -68,6 +68,9 @@ class Together(Holder):
             merged.update(found)
         return merged
 
+    def unclaimed(self, others: Iterable[str], named: Iterable[str]) -> set[str]:
+        return (set(others) - self.others().keys()) | (set(named) - self.named().keys())
+
     def load(self, states: Sequence[StateDict], groups: Sequence[StateDict], others: StateDict) -> None:
         rest, rest_of_groups = iter(states), iter(groups)
         for holder in self._holders:
@@ -94,10 +97,26 @@ class Schedulers:
         return {str(k): s.state_dict() for k, s in enumerate(self._schedulers)}
 
     def load_state_dict(self, state: StateDict) -> None:
-        if sorted(state) != sorted(map(str, range(len(self._schedulers)))):
-            raise ConfigurationError(
-                f"{len(self._schedulers)} schedulers are to be restored, and the checkpoint has the state of "
-                f"{', '.join(map(repr, state))}; pass as many as were saved"
-            )
         for k, scheduler in enumerate(self._schedulers):
             scheduler.load_state_dict(state[str(k)])
+
+
+def check_schedulers(given: Stateful | Sequence[Stateful], saved: StateDict, folder: str) -> None:
+    """Refuses a list where one was saved, one where a list was, and lists of other lengths.
+
+    Args:
+        given: what is to be restored.
+        saved: the state of one, or what :class:`Schedulers` has made of several.
+        folder: of the checkpoint.
+
+    Raises:
+        ConfigurationError: see above; nothing was changed.
+    """
+    is_list = isinstance(given, Sequence)
+    was_list = list(saved) == [str(k) for k in range(len(saved))]  # a scheduler's own state has names
+    here = f"a list of {len(given)}" if isinstance(given, Sequence) else "one"
+    there = f"a list of {len(saved)}" if was_list else "one"
+    if here != there and (is_list or saved):
+        raise ConfigurationError(
+            f"scheduler= is {here}, and {folder} was saved with {there}; pass what was passed then, in the same order"
+        )

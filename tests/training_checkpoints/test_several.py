@@ -53,12 +53,27 @@ def _adversaries(rank: int, folder: str) -> None:
     one = _Adversaries()
     with pytest.raises(shardkit.ConfigurationError, match="has 1 param groups, and 2 in"):
         shardkit.restore(folder, model=one.models, optimizer=one.optimizers[:1])
-    with pytest.raises(shardkit.ConfigurationError, match="1 schedulers are to be restored"):
-        shardkit.restore(folder, model=one.models, scheduler=one.schedulers[:1])
+    before = one.schedulers[0].state_dict()
+    for given, said in ((one.schedulers[:1], "a list of 1"), (one.schedulers[0], "one")):
+        with pytest.raises(shardkit.ConfigurationError, match=f"scheduler= is {said}, .* with a list of 2"):
+            shardkit.restore(folder, model=one.models, scheduler=given)
+    assert one.schedulers[0].state_dict() == before
+    shardkit.save(f"{folder}/single", step=3, scheduler=first.schedulers[0])
+    with pytest.raises(shardkit.ConfigurationError, match=r"scheduler= is a list of 2, .* with one"):
+        shardkit.restore(f"{folder}/single", scheduler=one.schedulers)
+    with pytest.raises(shardkit.ConfigurationError, match="group 0 of the optimizer in"):
+        shardkit.restore(folder, model=one.models, optimizer=one.optimizers[::-1])
+    with pytest.raises(
+        shardkit.ConfigurationError, match="optimizer is a object, expected a torch optimizer"
+    ):
+        shardkit.save(folder, step=4, model=one.models, optimizer=object())  # type: ignore[call-overload]
     with pytest.raises(shardkit.ConfigurationError, match="optimizer 1 of the list has 'generator"):
         shardkit.save(folder, step=4, model=one.models, optimizer=[one.optimizers[0]] * 2)
-    with pytest.raises(shardkit.ConfigurationError, match="scheduler is a str without state_dict"):
-        shardkit.save(folder, step=4, model=one.models, scheduler=["cosine"])  # type: ignore[list-item]
+    for wrong in ("cosine", None):
+        with pytest.raises(
+            shardkit.ConfigurationError, match=f"is a {type(wrong).__name__} without state_dict"
+        ):
+            shardkit.save(folder, step=4, model=one.models, scheduler=[wrong])  # type: ignore[list-item]
 
 
 def test_adversaries_go_on_to_the_bit(tmp_path: Path) -> None:
@@ -83,3 +98,61 @@ def _both_forms(rank: int, folder: str) -> None:
 
 def test_it_is_what_torch_makes_of_a_list(tmp_path: Path) -> None:
     rank_pool(2).run(_both_forms, str(tmp_path))
+
+
+class _WithMore(torch.optim.SGD):
+    """Keeps a number beside the state of parameters, once there is one."""
+
+    number = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), **({"number": self.number} if self.number else {})}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.number = state_dict.get("number", 0)
+        super().load_state_dict(state_dict)
+
+
+def _state_beside(rank: int, folder: str) -> int:
+    model = nn.ModuleDict({k: shardkit.fully_shard(nn.Linear(3, 3)) for k in "ab"})
+    optimizers = [_WithMore(model["a"].parameters(), lr=0.1), torch.optim.Adam(model["b"].parameters())]
+    optimizers[0].number = 7
+    shardkit.save(folder, step=1, model=model, optimizer=optimizers)
+    fresh = [_WithMore(model["a"].parameters(), lr=0.1), optimizers[1]]
+    with pytest.raises(shardkit.ConfigurationError, match="has number beside the state of parameters"):
+        shardkit.restore(folder, model=model, optimizer=fresh)
+    fresh[0].number = 1
+    shardkit.restore(folder, model=model, optimizer=fresh)
+    return fresh[0].number
+
+
+def test_what_an_optimizer_keeps_beside_is_not_lost(tmp_path: Path) -> None:
+    assert rank_pool(2, "simulated").run(_state_beside, str(tmp_path)) == [7, 7]
+
+
+def _averages(rank: int, folder: str) -> None:
+    torch.manual_seed(0)
+    model = shardkit.FSDP(nn.Sequential(shardkit.FSDP(nn.Linear(3, 3)), shardkit.FSDP(nn.Linear(3, 3))))
+    first, second = (list(m.parameters()) for m in model.module)
+
+    def build() -> list[torch.optim.Optimizer]:
+        return [shardkit.AdaScale(torch.optim.SGD(first, lr=0.1)), torch.optim.SGD(second, lr=0.1)]
+
+    trained = build()
+    for k in range(3):
+        model(torch.full((2, 3), float(rank + k))).square().sum().backward()
+        for optimizer in trained:
+            optimizer.step()
+            optimizer.zero_grad()
+    shardkit.save(folder, step=3, model=model, optimizer=trained)
+    expected = trained[0].state_dict()["state"]["adascale"]
+    trained[0].unhook()  # type: ignore[attr-defined]
+    again = build()
+    shardkit.restore(folder, model=model, optimizer=again)
+    found = again[0].state_dict()["state"]["adascale"]
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], value) and bool(value.any()) for name, value in expected.items())
+
+
+def test_averages_of_adascale_come_back_from_a_list(tmp_path: Path) -> None:
+    rank_pool(2, "simulated").run(_averages, str(tmp_path))
