@@ -140,6 +140,10 @@ def test_what_it_cannot_go_on_from(folder: Path, tmp_path: Path) -> None:
     for said in rank_pool(2).run(_refused, options):
         assert "rank 0 can't go on" in said
         assert "it is of rank 1 of 2, this is rank 0 of 2; shards are for as many ranks" in said
+    trained(options_of(folder, tmp_path / "other", "gloo", "--num_epochs 1"))
+    first.write_bytes(vit_parts.path_of(str(tmp_path / "other"), 1, 0).read_bytes())
+    for said in rank_pool(2).run(_refused, options):
+        assert "these shards were not saved together" in said
     first.unlink()
     for said in rank_pool(2).run(_refused, options):
         assert "FileNotFoundError" in said
@@ -153,6 +157,9 @@ def test_what_it_cannot_go_on_from(folder: Path, tmp_path: Path) -> None:
         ("--num_epochs 2 --resume_epoch 2", "--resume_epoch is from 0 to 1"),
         ("--patch_size 5", "has to divide --image_size"),
         ("--log_step_interval 0", "has to be at least 1"),
+        ("--patch_size 0", "--patch_size has to be at least 1"),
+        ("--num_heads 0", "--num_heads has to be at least 1"),
+        ("--num_workers -1", "can't be below 0"),
     ],
 )
 def test_bad_numbers_are_refused(more: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -90,10 +90,18 @@ def parse(argv: Sequence[str] | None = None) -> Namespace:
         "ckpt_epoch_interval",
         "test_epoch_interval",
         "log_step_interval",
+        "image_size",
+        "patch_size",
+        "embed_dim",
+        "num_heads",
+        "num_blocks",
+        "num_classes",
     )
     for name in positive:
         if getattr(options, name) < 1:
             parser.error(f"--{name} has to be at least 1")
+    if options.num_workers < 0 or options.warmup_steps < 0:
+        parser.error("--num_workers and --warmup_steps can't be below 0")
     if options.batch_size % options.ranks:
         parser.error(
             f"--batch_size {options.batch_size} is of all ranks together; {options.ranks} ranks don't divide it"

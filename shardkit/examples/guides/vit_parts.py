@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_map_only
 import shardkit
 from shardkit.backend import Group
 from shardkit.checks.facts import all_gather_facts
+from shardkit.checks.runs import check_one_save
 from shardkit.errors import ConfigurationError, ShardkitError
 from shardkit.examples.vit import Config, VisionTransformer
 from shardkit.xla.fsdp import XlaFullyShardedDataParallel, checkpoint_module
@@ -90,7 +91,8 @@ def load(path: Path, model: nn.Module, optimizer: Optimizer, schedule: LRSchedul
     """Goes on from a checkpoint (collective).
 
     Raises:
-        ConfigurationError: on all ranks, if one of them doesn't find its file, or finds one of another kind of run.
+        ConfigurationError: on all ranks, if one of them doesn't find its file, or finds one of another kind of run; if
+            files are of different saves.
     """
     saved: StateDict = {}
     try:
@@ -98,9 +100,13 @@ def load(path: Path, model: nn.Module, optimizer: Optimizer, schedule: LRSchedul
         problem = _misfit(saved, model, group)
     except (ShardkitError, OSError) as error:
         problem = f"{type(error).__name__}: {error}"
-    for rank, found in enumerate(all_gather_facts(group, problem, label="checkpoint to go on from")):
+    metadata = {} if problem else saved.get("shard_metadata", {})
+    stamp = {k: metadata[k] for k in ("run_id", "backwards") if k in metadata}
+    everybody = all_gather_facts(group, (str(path), problem, stamp), label="checkpoint to go on from")
+    for rank, (_, found, _) in enumerate(everybody):
         if found:
             raise ConfigurationError(f"rank {rank} can't go on from its checkpoint {path.parent}: {found}")
+    check_one_save([name for name, _, _ in everybody], [facts for _, _, facts in everybody])
     model.load_state_dict(saved["model"])
     optimizer.load_state_dict(saved["optimizer"])
     schedule.load_state_dict(saved["lr_scheduler"])
