@@ -85,13 +85,14 @@ test-core: $(CORE)/.ready
 
 # The oldest torch runs the contract, what is compared with one process, and XLA. Left out there: what doesn't depend on
 # torch's version, what is drawn at random, and how processes start, get lost and end.
-NEWEST_ONLY := $(addprefix tests/,estimate doctor compression/test_training.py differential figures gpu cli migration parity testing \
-  faults compat checkpoint/test_files.py checkpoint_tools $(addprefix running/test_,run.py started.py) \
+NEWEST_ONLY := $(addprefix tests/,estimate doctor differential figures gpu cli migration parity testing faults compat \
+  out_of_memory checkpoint_tools adascale/test_adascale.py activations/test_recurrent.py compression/test_training.py \
+  checkpoint/test_files.py clients/test_torchrun.py $(addprefix running/test_,run.py started.py) \
   $(addprefix rehearsal/test_,hangs.py scripts.py trainings.py) $(addprefix tracing/test_,run.py command.py metrics.py) \
-  $(addprefix training_checkpoints/test_,whole_or_not.py resume.py) \
-  $(addprefix fsdp/test_,align.py large.py one_order.py) $(addprefix backends/test_,lifetimes.py out_of_step.py) border/test_same_bits.py \
+  $(addprefix training_checkpoints/test_,whole_or_not.py resume.py) $(addprefix fsdp/test_,align.py large.py one_order.py) \
+  $(addprefix backends/test_,lifetimes.py out_of_step.py) $(addprefix border/test_,libraries.py same_bits.py trainers.py) \
   $(addprefix whole_parameters/test_,costs.py oss.py plan.py rules.py state.py) \
-  clients/test_torchrun.py $(addprefix pages/test_,api_page.py errors_page.py notebooks.py pictures.py support.py tutorials.py) \
+  $(addprefix pages/test_,api_page.py errors_page.py notebooks.py pictures.py support.py tutorials.py) \
   $(addprefix test_,deliberate_faults.py docs.py launch.py house.py logging.py packaging.py summary.py))
 NEWEST_ONLY_TESTS := $(addprefix tests/examples/test_examples.py::test_,full_runs_reach_97_percent under_torchrun \
   all_strategies_on_four_ranks torchrun_with_another_number_of_ranks_is_refused readme_example) \
