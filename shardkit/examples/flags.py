@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 from argparse import Namespace
 from collections.abc import Sequence
@@ -104,6 +105,10 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> Namesp
         parser.error("this starts its ranks itself (--ranks); leave torchrun out")
     if min(options.ranks, options.num_epochs, options.batch_size) < 1:
         parser.error("--ranks, --num_epochs and --batch_size have to be at least 1")
+    if not 0 <= options.lr < math.inf:
+        parser.error("--lr has to be a number that is not below 0")
+    if getattr(options, "image_size", None) is not None and options.image_size < 1:
+        parser.error("--image_size has to be at least 1")
     if min(options.eval_interval, options.log_steps, options.num_workers or 0) < 0:
         parser.error("--eval_interval, --log_steps and --num_workers can't be below 0")
     if options.test_set_batch_size is None:
@@ -113,9 +118,24 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> Namesp
     for name in ("datadir", "logdir", "ckpt_prefix"):  # ranks may be elsewhere
         if getattr(options, name):
             setattr(options, name, os.path.abspath(getattr(options, name)))
+    if options.logdir:
+        check_folder(parser, "logdir", options.logdir)
+    if options.ckpt_prefix:
+        check_folder(parser, "ckpt_prefix", os.path.dirname(options.ckpt_prefix))
     _check_schedule(parser, options)
     _check_sharding(parser, options)
     return options
+
+
+def check_folder(parser: argparse.ArgumentParser, name: str, folder: str) -> None:
+    """Ends the process if nothing can be written there: once something is trained, that would be lost."""
+    there = os.path.abspath(folder)
+    while not os.path.lexists(there):
+        there = os.path.dirname(there)
+    if not os.path.isdir(there):
+        parser.error(f"--{name} {folder}: {there} is no folder")
+    if not os.access(there, os.W_OK):
+        parser.error(f"--{name} {folder}: {there} is not for this user to write to")
 
 
 def _check_schedule(parser: argparse.ArgumentParser, options: Namespace) -> None:

@@ -30,6 +30,7 @@ import shardkit
 from shardkit.backend import Backend, ReduceOp, get_backend
 from shardkit.data import ResumableLoader
 from shardkit.errors import ConfigurationError, ShardkitError
+from shardkit.examples.complaints import complaint
 from shardkit.examples.curves import Curves, curves_in
 from shardkit.examples.data.sets import Data, Images, Sample, SharedEvenly, load_everywhere
 from shardkit.examples.flags import DTYPES
@@ -313,14 +314,19 @@ def run(make_task: Callable[[], Task], options: Namespace) -> int:
         options: the command line.
 
     Returns:
-        Exit code: 0 if both find the same held-out images (but for one); 2: there is no data; 21: the accuracy is below
-        what was asked for.
+        Exit code: 0 if both find the same held-out images (but for one); 2: there is no data, or not what ranks need;
+        21: the accuracy is below what was asked for.
     """
     try:
-        task = make_task()
+        return _run(make_task(), options)
     except ShardkitError as error:
-        print(f"error: {error}", file=sys.stderr)
+        if not (said := complaint(error)):
+            raise
+        print(f"error: {said}", file=sys.stderr)
         return 2
+
+
+def _run(task: Task, options: Namespace) -> int:
     torch.manual_seed(options.seed)
     weights = task.model().state_dict()
     with tempfile.TemporaryDirectory() as folder:

@@ -15,9 +15,12 @@ from typing import Any
 import pytest
 import torch
 
+import shardkit
 from shardkit.examples import imagenet, images, mnist, sharding, training, vit
+from shardkit.examples.complaints import complaint
 from shardkit.examples.flags import make_parser, parse
 from shardkit.examples.resnet import CONFIGS, ResNet
+from tests.examples import tiny_data
 from tests.pools import rank_pool
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -155,6 +158,9 @@ def test_mnist_as_a_process() -> None:
         ("--strategy native --flatten_parameters", "for --strategy fsdp only"),
         ("--strategy ddp --backend simulated", "simulated ranks have not"),
         ("--ranks 0", "at least 1"),
+        ("--lr -0.1", "--lr has to be a number"),
+        (f"--logdir {__file__}/curves", "test_training.py is no folder"),
+        (f"--ckpt_prefix {__file__}/saved/final", "test_training.py is no folder"),
         ("--strategy zero", "invalid choice"),
     ],
 )
@@ -163,6 +169,33 @@ def test_bad_options_are_refused(flags: str, says: str, capsys: pytest.CaptureFi
         mnist.main(flags.split())
     assert ended.value.code == 2
     assert says in capsys.readouterr().err
+
+
+def test_what_a_user_can_change_is_said_without_a_traceback(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also what only ranks notice, and their workers."""
+    path = next(tiny_data.mnist(tmp_path).glob("train-images*"))
+    common = ["--backend", "simulated", "--datadir", str(tmp_path)]
+    assert mnist.main([*common, "--batch_size", "64", "--drop_last"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: --drop_last leaves nothing of 64 images")
+    path.write_bytes(path.read_bytes()[:500])
+    assert mnist.main(common) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"error: rank 0 has no data: DamagedFileError: {path} can't be unpacked")
+    assert "Traceback" not in said
+    worker = "Traceback:\n  line\nshardkit.errors.DamagedFileError: a.png can't be read as an image"
+    outer = (
+        f"Traceback:\n  line\nshardkit.errors.DamagedFileError: Caught one in worker process 0.\n{worker}\n"
+    )
+    assert (
+        complaint(shardkit.RankFailedError(1, "DamagedFileError", outer)) == "a.png can't be read as an image"
+    )
+    assert not complaint(
+        shardkit.RankFailedError(1, "ZeroDivisionError", "ZeroDivisionError: division by zero")
+    )
+    assert not complaint(shardkit.LifecycleError("step() before the backward"))
 
 
 @pytest.mark.parametrize(

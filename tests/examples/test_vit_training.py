@@ -160,6 +160,7 @@ def test_what_it_cannot_go_on_from(folder: Path, tmp_path: Path) -> None:
         ("--patch_size 0", "--patch_size has to be at least 1"),
         ("--num_heads 0", "--num_heads has to be at least 1"),
         ("--num_workers -1", "can't be below 0"),
+        (f"--ckpt_dir {__file__}", "test_vit_training.py is no folder"),
     ],
 )
 def test_bad_numbers_are_refused(more: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -33,9 +33,10 @@ from shardkit.backend import Backend, ReduceOp, get_backend
 from shardkit.data import ResumableLoader
 from shardkit.errors import ConfigurationError, ShardkitError
 from shardkit.examples import images
+from shardkit.examples.complaints import complaint
 from shardkit.examples.data import image_folders
 from shardkit.examples.data.sets import Data, Sample, load_everywhere
-from shardkit.examples.flags import BACKENDS
+from shardkit.examples.flags import BACKENDS, check_folder
 from shardkit.examples.guides import defaults, vit_parts
 from shardkit.examples.loop import average_gradients
 from shardkit.examples.training import count_found, held_out_batches, worker_options
@@ -113,6 +114,7 @@ def parse(argv: Sequence[str] | None = None) -> Namespace:
     options.data_dir, options.ckpt_dir = map(os.path.abspath, (options.data_dir, options.ckpt_dir))
     if options.image_size % options.patch_size or options.embed_dim % options.num_heads:
         parser.error("--patch_size has to divide --image_size, and --num_heads --embed_dim")
+    check_folder(parser, "ckpt_dir", options.ckpt_dir)
     return options
 
 
@@ -256,13 +258,15 @@ def train(rank: int, options: Namespace) -> Outcome:
 def main(argv: Sequence[str] | None = None) -> int:
     """The command."""
     options = parse(argv)
-    if not options.fake_data:
-        try:
+    try:
+        if not options.fake_data:
             image_folders.classes_in(options.data_dir)
-        except ShardkitError as error:
-            print(f"error: {error}", file=sys.stderr)
-            return 2
-    shardkit.launch(train, options.ranks, backend=options.backend, args=(options,))
+        shardkit.launch(train, options.ranks, backend=options.backend, args=(options,))
+    except ShardkitError as error:
+        if not (said := complaint(error)):
+            raise
+        print(f"error: {said}", file=sys.stderr)
+        return 2
     return 0
 
 
