@@ -105,6 +105,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"--{name}", type=int, default=getattr(Config(), name), help="default: %(default)s"
         )
     options = flags.parse(parser, argv)
+    if min(getattr(options, name) for name in FLAGS) < 1 or options.embed_dim % options.num_heads:
+        parser.error(
+            f"{', '.join(f'--{name}' for name in FLAGS)} are at least 1, and heads divide --embed_dim"
+        )
     config = Config(**{name: getattr(options, name) for name in FLAGS})
     if options.plan:
         dtype = flags.DTYPES[options.compute_dtype]

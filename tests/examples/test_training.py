@@ -171,6 +171,13 @@ def test_bad_options_are_refused(flags: str, says: str, capsys: pytest.CaptureFi
     assert says in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("flags", ["--patch_size 0", "--num_heads 3 --embed_dim 16"])
+def test_sizes_that_make_no_transformer_are_refused(flags: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        vit.main([*flags.split(), "--plan"])
+    assert "are at least 1, and heads divide --embed_dim" in capsys.readouterr().err
+
+
 def test_what_a_user_can_change_is_said_without_a_traceback(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
