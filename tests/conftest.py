@@ -20,6 +20,7 @@ settings.register_profile(
 )
 settings.load_profile("repeatable")
 os.environ.setdefault("XLA_FLAGS", XLA_FLAGS)  # for every process that a test starts
+os.environ.setdefault("SHARDKIT_XLA_RULES", "tpu")  # what passes here is not to fail on a TPU
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

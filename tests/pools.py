@@ -46,9 +46,11 @@ def rank_pool(world_size: int, backend: str = "gloo") -> Pool:
 
 def _make(world_size: int, backend: str) -> Pool:
     environment = {"OMP_NUM_THREADS": "1"}
-    if backend == "xla":
+    if backend in ("xla", "xla without rules"):
         from shardkit.backends.xla.pool import ReplicaPool
 
+        if backend != "xla":
+            environment["SHARDKIT_XLA_RULES"] = ""
         return ReplicaPool(world_size, environment=environment)
     if backend in ("simulated", "streams"):
         return SimulatedPool(world_size, backend)

@@ -11,7 +11,6 @@ import importlib.util
 import os
 import sys
 import time
-import traceback
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -19,8 +18,8 @@ import torch
 import torch.distributed as dist
 
 from shardkit.backend import Backend, Group
-from shardkit.errors import BackendError, ConfigurationError, RankFailedError
-from shardkit.types import AnyCallable, Args, ProcessGroup, T
+from shardkit.errors import BackendError, ConfigurationError
+from shardkit.types import Args, ProcessGroup, T
 
 if TYPE_CHECKING:
     from .replica import Replica
@@ -100,17 +99,19 @@ class XlaBackend(Backend):
         self, fn: Callable[..., T], world_size: int, args: Args = (), *, timeout: float | None = None,
         start_timeout: float | None = 180.0,
     ) -> list[T]:  # fmt: skip
-        """Runs ``fn(rank, *args)`` on all TPU cores, or on ``world_size`` replicas if there is no TPU.
+        """Runs ``fn(rank, *args)`` on all TPU cores (or one), or on ``world_size`` replicas if there is no TPU.
 
         Raises:
             BackendError: torch_xla is not installed.
-            ConfigurationError: ``world_size`` is not the number of TPU cores.
+            ConfigurationError: ``world_size`` is neither the number of TPU cores nor 1.
             RankFailedError: the first failing rank's error, a process that died, or ``timeout`` seconds have passed.
         """
         if not self.is_available():
             raise BackendError("torch_xla is not installed; install shardkit[xla] on Linux")
         if has_accelerator():
-            return _launch_on_accelerator(fn, world_size, args)
+            from .accelerator import launch
+
+            return launch(fn, world_size, args, timeout, start_timeout)
         from .pool import ReplicaPool
 
         with ReplicaPool(world_size, timeout=timeout, start_timeout=start_timeout) as pool:
@@ -173,28 +174,10 @@ def has_accelerator() -> bool:
     )
 
 
-def _launch_on_accelerator(fn: Callable[..., T], world_size: int, args: Args) -> list[T]:
-    from torch_xla._internal import pjrt
+def has_started() -> bool:
+    """Whether this process uses XLA's devices."""
+    if "torch_xla" not in sys.modules:
+        return False
+    import torch_xla
 
-    # What torch_xla.launch does, but with the results.
-    by_rank = pjrt.run_multiprocess(_rank_on_accelerator, fn, world_size, args)
-    from .objects import unpack
-
-    return [unpack(by_rank[rank]) for rank in sorted(by_rank)]
-
-
-def _rank_on_accelerator(fn: AnyCallable, world_size: int, args: Args) -> bytes:
-    import torch_xla.runtime as runtime
-
-    from .objects import pack
-
-    rank = runtime.global_ordinal()
-    if runtime.world_size() != world_size:
-        raise ConfigurationError(
-            f"rank {rank}: launched with world_size={world_size}, but there are {runtime.world_size()} devices; "
-            f"pass world_size={runtime.world_size()}"
-        )
-    try:
-        return pack(fn(rank, *args), to_host=True)
-    except Exception as error:  # noqa: BLE001 - it is the caller's to judge
-        raise RankFailedError(rank, type(error).__name__, traceback.format_exc()) from None
+    return bool(torch_xla._XLAC._xla_runtime_is_initialized())

@@ -27,7 +27,7 @@ def serve(connection: multiprocessing.connection.Connection, world_size: int) ->
     os.register_at_fork(
         after_in_child=connection.close
     )  # else they would hold it open when this process has died
-    _die_with_parent()
+    die_with_parent()
     try:
         from .start import start_world
 
@@ -39,7 +39,7 @@ def serve(connection: multiprocessing.connection.Connection, world_size: int) ->
         status = 0  # the parent closed its end
     except BaseException:  # noqa: BLE001 - the process ends here, and has nobody else to tell
         status = 1
-        connection.send(("error", (0, *_describe_error())))
+        connection.send(("error", (0, *describe_error())))
     sys.stdout.flush()
     sys.stderr.flush()
     for process in multiprocessing.active_children():
@@ -47,7 +47,8 @@ def serve(connection: multiprocessing.connection.Connection, world_size: int) ->
     os._exit(status)  # threads may sit in a collective for ever; the interpreter's exit would join them
 
 
-def _die_with_parent() -> None:
+def die_with_parent() -> None:
+    """This process's group ends when its parent does, however that ends."""
     parent = multiprocessing.parent_process()
     if parent is None:
         return
@@ -59,7 +60,8 @@ def _die_with_parent() -> None:
     threading.Thread(target=watch, name="parent-watch", daemon=True).start()
 
 
-def _describe_error() -> tuple[str, str]:
+def describe_error() -> tuple[str, str]:
+    """The class and the traceback of the error that is being handled."""
     kind = sys.exc_info()[0]
     return kind.__name__ if kind else "", traceback.format_exc()
 
@@ -68,7 +70,7 @@ def _work(world: World, job: bytes) -> tuple[str, object]:
     try:
         fn, args = pickle.loads(job)
     except Exception:  # noqa: BLE001 - whatever the caller's classes raise
-        return "error", (0, *_describe_error())
+        return "error", (0, *describe_error())
     world.renew()
     outcomes: queue.SimpleQueue[tuple[int, bytes | tuple[str, str]]] = queue.SimpleQueue()
     for state in world.states:
@@ -107,7 +109,7 @@ def _replica(
         outcomes.put((state.rank, data))
         world.meeting.leave(state.rank, "has finished its function")
     except BaseException as error:  # noqa: BLE001 - it is the caller's to judge
-        outcomes.put((state.rank, _describe_error()))  # first, so that it is the one reported
+        outcomes.put((state.rank, describe_error()))  # first, so that it is the one reported
         world.meeting.leave(state.rank, f"failed with {type(error).__name__}: {error}", failed=True)
     finally:
         world.turns.give()

@@ -26,6 +26,8 @@ import torch_xla.core.xla_model as xm
 from . import collectives
 from .meeting import Call, Meeting
 from .replica import Replica
+from .rules import rules_here
+from .runtime import RuntimeHost
 from .turn_taking import SEED, Turns
 
 _RUNTIME = torch_xla._XLAC
@@ -49,7 +51,8 @@ class ReplicaState:
         _RUNTIME._clear_pending_irs(self.device)
         xm.set_rng_state(SEED + self.rank, self.device)
         issue = collectives.ChannelCollectives()
-        self.replica = Replica(self.rank, self.world.size, issue, self)
+        host = HostOfPod(self, issue) if self.world.rules.pod else self
+        self.replica = Replica(self.rank, self.world.size, issue, host)
         torch_xla.sync(wait=True)
         return self.replica
 
@@ -59,6 +62,9 @@ class ReplicaState:
     def exchange(self, ranks: Sequence[int], what: str, label: str, payload: bytes) -> list[bytes]:
         payloads = self.meet(what, [Call(tuple(ranks), what, label)], payload)
         return [payloads[rank] for rank in ranks]
+
+    def partition(self, ranks: Sequence[int], siblings: Sequence[Sequence[int]]) -> collectives.Groups:
+        return collectives.replica_groups(ranks, siblings, self.world.size)
 
     def meet(self, where: str, calls: Sequence[Call], payload: bytes = b"") -> dict[int, bytes]:
         with self.world.turns.given(self.rank):
@@ -98,12 +104,27 @@ class ReplicaState:
             self.replica.collectives.synced()
 
 
+class HostOfPod(RuntimeHost):
+    """A TPU's own host, under :mod:`~shardkit.backends.xla.rules`: replicas have no other way to each other."""
+
+    def __init__(self, state: ReplicaState, issue: collectives.Collectives) -> None:
+        super().__init__(state.rank, state.world.size, issue)
+        self._state = state
+
+    def issued(self, call: Call) -> None:
+        self._state.issued(call)
+
+    def abort(self) -> None:
+        self._state.abort()
+
+
 class World:
     """All replicas of this process."""
 
     def __init__(self, size: int) -> None:
         from torch_xla._internal import pjrt
 
+        self.rules = rules_here(size)
         pjrt.initialize_multiprocess(0, 1)
         self.size = size
         devices = xm.get_xla_supported_devices()
@@ -119,7 +140,7 @@ class World:
     def renew(self) -> None:
         """For a new job: nobody has arrived or left, and random states start anew."""
         self.job += 1
-        self.meeting = Meeting(self.size)
+        self.meeting = Meeting(self.size, one_program=self.rules.pod)
         self.turns = Turns(self.size)
 
     @property

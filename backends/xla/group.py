@@ -20,7 +20,7 @@ from shardkit.errors import ConfigurationError
 
 from ..arguments import check_exchange, check_member, check_members, check_op, check_parts
 from ..host_objects import ObjectsOverBytes
-from .collectives import Groups, replica_groups
+from .collectives import Groups
 from .meeting import Call
 from .objects import pack
 from .replica import Replica
@@ -191,11 +191,11 @@ class XlaGroup(ObjectsOverBytes):
     def _groups(self) -> Groups:
         siblings = len(self._siblings)
         if self._cut[0] != siblings:
-            self._cut = siblings, replica_groups(self.ranks, self._siblings, self._replica.world_size)
+            self._cut = siblings, self._replica.host.partition(self.ranks, self._siblings)
         return self._cut[1]
 
     def _issue(self, what: str, label: str) -> None:
-        self._replica.host.issued(Call(self.ranks, what, label))
+        self._replica.host.issued(Call(self.ranks, what, label, self._groups()))
 
     def _exchange(self, what: str, label: str, payload: bytes) -> list[bytes]:
         return self._replica.host.exchange(self.ranks, what, label, payload)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from shardkit.errors import OutOfStepError, RankLostError
@@ -24,9 +24,16 @@ class Call:
     group: tuple[int, ...]  # global ranks
     what: str
     label: str = field(default="", compare=False)
+    partition: Sequence[Sequence[int]] = field(
+        default=(), compare=False
+    )  # of all ranks, as the program has it
 
     def __str__(self) -> str:
         return f"{self.what} {self.label!r}" if self.label else self.what
+
+    def in_program(self) -> tuple[object, ...]:
+        """What is the same on all ranks of a program, whichever group each is in."""
+        return self.what, [list(group) for group in self.partition]
 
 
 @dataclass
@@ -47,10 +54,18 @@ class _Arrival:
         return f"{self.where} with {len(self.calls)} collective(s): {more}{shown}"
 
 
-class Meeting:
-    """Meeting point of ``world_size`` threads, one a replica."""
+_Rows = dict[int, list[Call]]  # calls by rank
 
-    def __init__(self, world_size: int) -> None:
+
+class Meeting:
+    """Meeting point of ``world_size`` threads, one a replica.
+
+    ``one_program``: a collective of some is one of all, who bring the same in the same order, as on a TPU. Else groups
+    whose ranks are apart have nothing to do with each other.
+    """
+
+    def __init__(self, world_size: int, *, one_program: bool = False) -> None:
+        self._one_program = one_program
         self._changed = threading.Condition()
         self._world_size = world_size
         self._here: dict[int, _Arrival] = {}
@@ -96,6 +111,8 @@ class Meeting:
 
     def _connected(self, rank: int) -> set[int]:
         """All that must be here before ``rank`` may go on, as far as it is known yet."""
+        if self._one_program:
+            return set(range(self._world_size))
         members, todo = {rank}, [rank]
         while todo:
             arrival = self._here.get(todo.pop())
@@ -107,47 +124,61 @@ class Meeting:
 
     def _decide(self, members: set[int]) -> None:
         arrivals = {rank: self._here.pop(rank) for rank in sorted(members)}
-        groups = {call.group for arrival in arrivals.values() for call in arrival.calls}
-        differs = any(
-            len({tuple(c for c in arrivals[rank].calls if c.group == group) for rank in group}) > 1
-            for group in groups
-        )
+        differs = any(_first_difference(rows) is not None for rows in self._compared(arrivals))
         if differs:
+            text = self._explain(arrivals, {})
             for arrival in arrivals.values():
-                arrival.error = OutOfStepError(_explain(arrivals, {}))
+                arrival.error = OutOfStepError(text)
             return
         payloads = {rank: arrival.payload for rank, arrival in arrivals.items()}
         for arrival in arrivals.values():
             arrival.payloads = payloads
 
     def _give_up(self, waiting: set[int]) -> None:
-        text = _explain({rank: self._here[rank] for rank in sorted(waiting)}, self._gone)
+        text = self._explain({rank: self._here[rank] for rank in sorted(waiting)}, self._gone)
         for rank in waiting:
             arrival = self._here.pop(rank)
             arrival.error = RankLostError(text) if self._failed else OutOfStepError(text)
 
+    def _compared(self, arrivals: dict[int, _Arrival]) -> Iterator[_Rows]:
+        """Calls by rank that have to be the same."""
+        if self._one_program:
+            yield {rank: [*arrival.calls] for rank, arrival in arrivals.items()}
+            return
+        # within each group, since ranks of different groups may do different things
+        for group in sorted({call.group for arrival in arrivals.values() for call in arrival.calls}):
+            yield {r: [c for c in arrivals[r].calls if c.group == group] for r in group if r in arrivals}
 
-def _explain(arrivals: dict[int, _Arrival], gone: dict[int, str]) -> str:
-    lines = ["replicas are out of step; every replica must issue the same collectives between two syncs:"]
-    lines += [f"  rank {rank}: {arrival.describe()}" for rank, arrival in arrivals.items()]
-    lines += [f"  rank {rank}: {reason}" for rank, reason in sorted(gone.items())]
-    first = _first_difference(arrivals)
-    if first:
-        lines.append(first)
-    lines.append(
-        "Reading a value (item(), cpu(), print) syncs as well: read it on all replicas, or call mark_step() first."
+    def _explain(self, arrivals: dict[int, _Arrival], gone: dict[int, str]) -> str:
+        lines = ["replicas are out of step; every replica must issue the same collectives between two syncs:"]
+        lines += [f"  rank {rank}: {arrival.describe()}" for rank, arrival in arrivals.items()]
+        lines += [f"  rank {rank}: {reason}" for rank, reason in sorted(gone.items())]
+        for rows in self._compared(arrivals):
+            first = _first_difference(rows)
+            if first is not None:
+                lines.append(_described(rows, first))
+                break
+        lines.append(
+            "Reading a value (item(), cpu(), print) syncs as well: read it on all replicas, or call mark_step() first."
+        )
+        return "\n".join(lines)
+
+
+def _first_difference(rows: _Rows) -> int | None:
+    """The first place at which these ranks' calls are not the same."""
+    for i, row in enumerate(itertools.zip_longest(*rows.values())):
+        keys = [call and call.in_program() for call in row]
+        if any(key != keys[0] for key in keys):
+            return i
+    return None
+
+
+def _described(rows: _Rows, index: int) -> str:
+    row = {rank: calls[index] if index < len(calls) else None for rank, calls in rows.items()}
+    alike = len({call.what if call else "" for call in row.values()}) == 1  # among other ranks, then
+    each = "; ".join(
+        f"rank {rank}: {call or 'nothing'}"
+        + (f" in {[list(p) for p in call.partition]}" if call and alike else "")
+        for rank, call in row.items()
     )
-    return "\n".join(lines)
-
-
-def _first_difference(arrivals: dict[int, _Arrival]) -> str:
-    """Within each group, since ranks of different groups may do different things."""
-    for group in sorted({call.group for arrival in arrivals.values() for call in arrival.calls}):
-        calls = {r: [c for c in arrivals[r].calls if c.group == group] for r in group if r in arrivals}
-        for i, row in enumerate(itertools.zip_longest(*calls.values())):
-            if len(set(row)) > 1:
-                each = "; ".join(
-                    f"rank {rank}: {call or 'nothing'}" for rank, call in zip(calls, row, strict=True)
-                )
-                return f"First difference, at collective {i} of ranks {list(group)}: {each}"
-    return ""
+    return f"First difference, at collective {index} of ranks {list(rows)}: {each}"

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from shardkit.backend import Group
 
-from .collectives import Collectives
+from .collectives import Collectives, Groups
 from .meeting import Call
 
 
@@ -21,6 +21,13 @@ class ReplicaHost(Protocol):
 
     def exchange(self, ranks: Sequence[int], what: str, label: str, payload: bytes) -> list[bytes]:
         """Each rank's payload, in group order."""
+        ...
+
+    def partition(self, ranks: Sequence[int], siblings: Sequence[Sequence[int]]) -> Groups:
+        """The groups of all ranks while this one uses ``ranks``; siblings are those that were made beside it.
+
+        Where all ranks have to say so, it is an exchange.
+        """
         ...
 
     def abort(self) -> None:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 import torch_xla
 import torch_xla.core.xla_model as xm
 import torch_xla.runtime
 
 from shardkit.errors import ConfigurationError
 
-from .collectives import NativeCollectives
+from . import exchange
+from .collectives import Collectives, Groups, NativeCollectives, replica_groups
 from .meeting import Call
 from .replica import Replica
 
@@ -18,30 +20,76 @@ _RUNTIME = torch_xla._XLAC
 
 
 class RuntimeHost:
-    """Exchange between ranks through the runtime's own rendezvous. Nothing is checked: that would cost a step."""
+    """Exchange between ranks by device collectives. Recorded collectives are not checked: that would cost a step.
 
-    def __init__(self, world_size: int) -> None:
-        self._world_size = world_size
+    See [Note: exchange among all].
+    """
+
+    def __init__(self, rank: int, world_size: int, collectives: Collectives) -> None:
+        self._rank, self._world_size, self._collectives = rank, world_size, collectives
+        self._everyone = list(range(world_size))
+        self._parts: dict[tuple[int, ...], Groups] = {}  # how the ranks are divided while this group is used
 
     def issued(self, call: Call) -> None:
         pass
 
     def exchange(self, ranks: Sequence[int], what: str, label: str, payload: bytes) -> list[bytes]:
-        if self._world_size == 1 or len(ranks) == 1:
+        if len(ranks) == 1:
             return [payload]
-        if len(ranks) != self._world_size:
-            raise ConfigurationError(
-                f"{what} among ranks {list(ranks)} of {self._world_size}: torch_xla exchanges objects between all "
-                "ranks only; use the group of all ranks"
-            )
-        return list(xm.rendezvous(f"shardkit:{what}:{label}", payload))
+        seed = (
+            xm.get_rng_state()
+        )  # each sync draws a new one: what a training draws would depend on our exchanges
+        try:
+            return self._exchange_among_all(ranks, what, label, payload)
+        finally:
+            xm.set_rng_state(seed)
+
+    def _exchange_among_all(self, ranks: Sequence[int], what: str, label: str, payload: bytes) -> list[bytes]:
+        torch_xla.sync()  # what is pending runs on its own, so that what follows is the same program each time
+        call = Call(tuple(self._everyone), what, label)
+        mine = exchange.written(self._rank, ranks, what, label, payload)
+        rows = [exchange.read(data) for data in self._gather(mine, exchange.ROW, [self._everyone], call)]
+        groups = self._parts[tuple(ranks)] = exchange.partition(rows)
+        longest = max(row.length for row in rows)
+        if longest <= exchange.ROOM:
+            return [rows[rank].payload for rank in ranks]
+        # the groups each on their own: what the others exchange would need memory here
+        sent = self._gather(payload, exchange.room_for(longest), groups, call)
+        return [data[: rows[rank].length] for rank, data in zip(ranks, sent, strict=True)]
+
+    def partition(self, ranks: Sequence[int], siblings: Sequence[Sequence[int]]) -> Groups:
+        if len(ranks) == 1:
+            return [[rank] for rank in self._everyone]
+        if len(ranks) == self._world_size:
+            return [list(ranks)]
+        if sum(map(len, siblings)) == self._world_size:
+            if len({*map(len, siblings)}) > 1:
+                raise ConfigurationError(
+                    f"ranks are divided into {[list(part) for part in siblings]}: XLA wants parts of one size"
+                )
+            return replica_groups(ranks, siblings, self._world_size)
+        known = tuple(ranks)
+        if known not in self._parts:
+            self.exchange(ranks, "use of a part of the ranks", "", b"")
+        return self._parts[known]
 
     def abort(self) -> None:
         _RUNTIME._clear_pending_irs(_RUNTIME._xla_get_default_device())
+
+    def _gather(self, data: bytes, width: int, groups: Groups, call: Call) -> list[bytes]:
+        """Each member's bytes, padded to the width."""
+        size = len(groups[0])
+        padded = torch.frombuffer(bytearray(data.ljust(width, b"\0")), dtype=torch.uint8)
+        self.issued(call)
+        rows = self._collectives.all_gather(padded.to(torch_xla.device()), groups, size)
+        torch_xla.sync()  # a read alone would run what rows depend on, and leave what orders collectives to run again
+        whole = rows.cpu().numpy().tobytes()
+        return [whole[start : start + width] for start in range(0, size * width, width)]
 
 
 def runtime_replica() -> Replica:
     """The calling thread's rank, as the runtime knows it."""
     size = torch_xla.runtime.world_size()
     rank = torch_xla.runtime.global_ordinal() if size > 1 else 0
-    return Replica(rank, size, NativeCollectives(), RuntimeHost(size))
+    collectives = NativeCollectives()
+    return Replica(rank, size, collectives, RuntimeHost(rank, size, collectives))

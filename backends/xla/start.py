@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import torch
 import torch_xla.core.xla_model as xm
+import torch_xla.runtime
 
 from ..process_facts import memory
 from . import syncing, torch_xla_api
 from .cpu_replicas import World, make_world
+from .rules import ordinals
 
 
 def start_world(size: int) -> World:
@@ -22,4 +24,6 @@ def start_world(size: int) -> World:
         return {"bytes_used": now, "bytes_limit": machine, "peak_bytes_used": most}
 
     xm.get_memory_info = get_memory_info
+    if world.rules.pod:
+        vars(torch_xla.runtime).update(ordinals(world.rules, size, lambda: world.here().rank))
     return world

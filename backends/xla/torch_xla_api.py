@@ -131,9 +131,16 @@ class _Collectives:
         return gathered.view(len(mine), *value.shape)[source]
 
     def rendezvous(self, tag: str, payload: bytes = b"", replicas: Sequence[int] = ()) -> list[bytes]:
-        state = self._world.here()
-        ranks = list(replicas) or list(range(self._world.size))
-        return state.exchange(ranks, f"xm.rendezvous({tag!r})", "", bytes(payload))
+        state, size = self._world.here(), self._world.size
+        if self._world.rules.pod and replicas and len(replicas) != size:
+            raise ConfigurationError(
+                f"xm.rendezvous({tag!r}) among ranks {list(replicas)}: only global rendezvous is supported on a TPU; "
+                f"call it on all {size} ranks, without ordinals, and take what you need"
+            )
+        host = state if state.replica is None else state.replica.host
+        return host.exchange(
+            list(replicas) or list(range(size)), f"xm.rendezvous({tag!r})", "", bytes(payload)
+        )
 
     def _all_reduced(
         self, reduce_type: str, value: torch.Tensor, scale: float, groups: Groups | None
@@ -171,9 +178,15 @@ class _Collectives:
             raise ConfigurationError(
                 f"xm.{what}: rank {state.rank} is in none of the groups {full}; each has to be in one"
             )
-        full += _others(full, len(mine), self._world.size)
+        others = _others(full, len(mine), self._world.size)
+        if others and self._world.rules.pod:
+            raise ConfigurationError(
+                f"xm.{what}: groups {full} leave out ranks, whose program would be another one on a TPU; name all "
+                "groups, in one order on all ranks (pg_options={'xla_pg_options': {'mesh': [...]}} of new_group)"
+            )
+        full += others
         dtype = str(value.dtype).removeprefix("torch.")
-        state.issued(Call(tuple(mine), f"xm.{what} {dtype}{list(value.shape)}"))
+        state.issued(Call(tuple(mine), f"xm.{what} {dtype}{list(value.shape)}", partition=full))
         if state.replica is None or not math.prod(value.shape):
             raise ValueError(f"rank {state.rank}: xm.{what} of a tensor of shape {list(value.shape)}")
         return state.replica, full, mine

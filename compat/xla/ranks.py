@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import weakref
 from collections.abc import Sequence
 
@@ -19,11 +20,14 @@ _made: weakref.WeakKeyDictionary[Group, dict[tuple[tuple[int, ...], ...], Group]
 
 
 def current_backend() -> Backend:
-    """XLA in its replicas and where its devices are; else that of the process group, or of the calling thread."""
-    if importlib.util.find_spec("torch_xla") is not None:
-        from shardkit.backends.xla.backend import has_accelerator, in_replica
+    """XLA in its replicas and where its devices are; else that of the process group, or of the calling thread.
 
-        if in_replica() or (has_accelerator() and not dist.is_initialized()):
+    A process group over gloo says nothing in a process that uses XLA's devices: it may be there for objects.
+    """
+    if importlib.util.find_spec("torch_xla") is not None:
+        from shardkit.backends.xla.backend import has_accelerator, has_started, in_replica
+
+        if in_replica() or (has_accelerator() and (has_started() or not dist.is_initialized())):
             return get_backend("xla")
     if dist.is_available() and dist.is_initialized():
         name = _BY_PROCESS_GROUP.get(dist.get_backend())
@@ -39,6 +43,18 @@ def rank_and_world_size() -> tuple[int, int]:
         return 0, 1
     group = backend.group()
     return group.rank, group.world_size
+
+
+def is_first_of_host() -> bool:
+    """Whether the calling rank is the first one on its machine."""
+    backend = current_backend()
+    if backend.name == "xla":
+        import torch_xla.runtime
+
+        return int(torch_xla.runtime.local_ordinal()) == 0
+    local = os.environ.get("LOCAL_RANK", "")
+    are_processes = backend.process_group_backend is not None and dist.is_initialized()
+    return int(local) == 0 if are_processes and local.isdecimal() else rank_and_world_size()[0] == 0
 
 
 def group_among(groups: Sequence[Sequence[int]]) -> Group:

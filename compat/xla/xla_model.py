@@ -17,7 +17,7 @@ from shardkit.checkpoint.saving import save as write_whole
 from shardkit.extra.reducing_oss import average_gradients
 from shardkit.optimizers.shards import refuse_shards
 from shardkit.types import Kwargs, Tree
-from shardkit.xla.ranks import current_backend, rank_and_world_size
+from shardkit.xla.ranks import current_backend, is_first_of_host, rank_and_world_size
 
 
 def __getattr__(name: str) -> Any:
@@ -39,8 +39,8 @@ def xrt_world_size(defval: int = 1) -> int:
 
 
 def is_master_ordinal(local: bool = True) -> bool:
-    """Whether this is rank 0 (of the job: shardkit's launcher starts the ranks of one machine)."""
-    return get_ordinal() == 0
+    """Whether this is the first rank of its machine, or (``local=False``) of the job."""
+    return is_first_of_host() if local else get_ordinal() == 0
 
 
 def xla_device(n: int | None = None, devkind: str | None = None) -> torch.device:
@@ -54,7 +54,7 @@ def mark_step(wait: bool = False, reset_scope: bool = True) -> None:
 
 
 def master_print(*args: object, local: bool = False, flush: bool = False, **kwargs: Any) -> None:
-    """``print`` on rank 0."""
+    """``print`` on rank 0, or (``local``) on the first rank of each machine."""
     if is_master_ordinal(local):
         print(*args, flush=flush, **kwargs)
 
@@ -62,9 +62,10 @@ def master_print(*args: object, local: bool = False, flush: bool = False, **kwar
 def save(
     data: Tree, file_or_path: str | os.PathLike[str] | IO[bytes], master_only: bool = True, global_master: bool = False
 ) -> None:  # fmt: skip
-    """Saves the data as CPU tensors, on rank 0 or (``master_only=False``) on every rank that calls.
+    """Saves the data as CPU tensors on the first rank of each machine.
 
-    A path gets the whole file or keeps what was there, see :func:`shardkit.save`.
+    With ``global_master`` on rank 0 alone, with ``master_only=False`` on every rank that calls. A path gets the whole
+    file or keeps what was there, see :func:`shardkit.save`.
     """
     on_cpu = tree_map_only(
         torch.Tensor, lambda t: t.detach().cpu(), data

@@ -32,7 +32,8 @@ def spawn(
     Args:
         fn: an importable function.
         args: further arguments, picklable.
-        nprocs: number of ranks. None: all devices; on a CPU as many as ``CPU_NUM_DEVICES`` says, else one.
+        nprocs: number of ranks. None: all devices; on a CPU as many as ``CPU_NUM_DEVICES`` says, else one. On a TPU
+            1 is one of its devices, in this process.
         join: has to be true.
         daemon, start_method: accepted.
 
@@ -42,10 +43,10 @@ def spawn(
     """
     if not join:
         raise ConfigurationError("spawn(join=False) is not supported; start a thread that calls spawn")
-    if nprocs is None and has_accelerator():
+    if nprocs in (None, 1) and has_accelerator():
         import torch_xla.distributed.xla_multiprocessing as original
 
-        original.spawn(fn, args, start_method=start_method)
+        original.spawn(fn, args, nprocs=nprocs, start_method=start_method)
         return
     count = int(os.environ.get("CPU_NUM_DEVICES", "1")) if nprocs is None else nprocs
     launch(fn, count, backend="xla", args=args)

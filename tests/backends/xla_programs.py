@@ -489,24 +489,70 @@ def one_device(rank: int) -> dict[str, Any]:
     }
 
 
-def fails_alone(rank: int) -> None:
-    raise ValueError("no luck")
+def fails_or_waits(rank: int) -> None:
+    if rank == 1:
+        raise ValueError("no luck")
+    time.sleep(1000)
+
+
+def waits(rank: int) -> None:
+    time.sleep(1000)
+
+
+def _error_of(run: Callable[[], Any]) -> Any:
+    from shardkit.errors import RankFailedError
+
+    try:
+        run()
+    except RankFailedError as error:
+        return error
+    raise AssertionError("no error")
+
+
+def _is_this_process(index: int, process: int) -> None:
+    import os
+
+    print(index, os.getpid() == process)
+
+
+def _beside_gloo(*, started: bool) -> None:
+    """Where XLA has an accelerator, a default group over gloo hides it only from a process that doesn't use it."""
+    import os
+
+    import torch.distributed as dist
+
+    from shardkit.backends.xla import backend
+    from shardkit.xla import ranks, xla_multiprocessing
+
+    known = backend.has_accelerator
+    backend.has_accelerator = xla_multiprocessing.has_accelerator = lambda: True
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    print(ranks.current_backend().name)
+    dist.destroy_process_group()
+    if started:
+        xla_multiprocessing.spawn(_is_this_process, (os.getpid(),), nprocs=1)
+    backend.has_accelerator = xla_multiprocessing.has_accelerator = known
 
 
 def launch_by_runtime() -> None:
-    """The way of a TPU, with the one device that a CPU is: run in a process of its own."""
-    from shardkit.backends.xla.backend import _launch_on_accelerator
-    from shardkit.errors import RankFailedError
+    """The way of a TPU, with the devices that a CPU is: run in a process of its own."""
+    import os
 
-    (result,) = _launch_on_accelerator(one_device, 1, ())
+    from shardkit.backends.xla.accelerator import launch
+
+    (result,) = launch(one_device, 1, (), 100, 100)
     assert result["rank"] == (0, 0, 1)
     assert all(value.tolist() == [0.0, 1.0, 2.0, 3.0] for value in result["values"])
     assert result["objects"] == [[0], 0, [0]]
-    try:
-        _launch_on_accelerator(fails_alone, 1, ())
-    except RankFailedError as error:
-        print(error.rank, error.remote_type)
+    os.environ["CPU_NUM_DEVICES"] = "2"  # threads of one process, without collectives between them
+    error = _error_of(lambda: launch(fails_or_waits, 2, (), 100, 100))
+    print(error.rank, error.remote_type)
+    error = _error_of(lambda: launch(waits, 2, (), 1, 100))
+    print(error.remote_type, "timeout=1" in str(error), "in waits" in str(error))
+    del os.environ["CPU_NUM_DEVICES"]
+    _beside_gloo(started=False)
     one_device(0)  # and in a process that was not launched at all
+    _beside_gloo(started=True)
     print("done")
 
 

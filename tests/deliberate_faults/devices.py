@@ -6,6 +6,7 @@ from tests.deliberate_faults.fault import XLA, Fault
 
 _XLA, _MEETING = "tests/backends/test_xla.py", "tests/backends/test_xla_meeting.py"
 _TRAINING, _FSDP = "tests/backends/test_xla_training.py", "tests/backends/test_xla_fsdp.py"
+_POD = "tests/xla/test_pod.py"
 _BORDER, _STREAMS = "tests/xla/test_border.py", "tests/backends/test_streams.py"
 
 FAULTS = [
@@ -34,6 +35,24 @@ FAULTS = [
         "        if differs:\n",
         "        if False:\n",
         (f"{_MEETING}::test_different_calls",),
+        XLA,
+    ),
+    Fault(
+        "XLA under a TPU's rules",
+        "parts of the ranks go on by themselves",
+        "backends/xla/meeting.py",
+        "        if self._one_program:\n            return set",
+        "        if False:\n            return set",
+        (f"{_POD}::test_what_a_tpu_refuses_is_refused_on_all_ranks",),
+        XLA,
+    ),
+    Fault(
+        "XLA under a TPU's rules",
+        "what ranks exchange for is not compared",
+        "backends/xla/exchange.py",
+        "    if len({row.call for row in rows}) > 1:",
+        "    if False:",
+        (f"{_POD}::test_what_ranks_exchange_for_has_to_be_the_same",),
         XLA,
     ),
     Fault(

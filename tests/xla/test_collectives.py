@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -159,7 +160,7 @@ def _refused(rank: int) -> None:
         xm.all_gather(values[0], groups=[[0, 1, 2], [3]], pin_layout=False)
 
 
-def _process_group(rank: int) -> None:
+def _process_group(rank: int, *, named: bool = True) -> None:
     """torch.distributed's collectives over torch_xla's backend, on all ranks and on half of them."""
     import torch.distributed as dist
     import torch_xla
@@ -167,7 +168,8 @@ def _process_group(rank: int) -> None:
 
     dist.init_process_group("xla", init_method="xla://")
     try:
-        halves = [dist.new_group(ranks) for ranks in GROUPS]
+        options = {"pg_options": {"xla_pg_options": {"mesh": GROUPS}}} if named else {}
+        halves: list[Any] = [dist.new_group(ranks, **options) for ranks in GROUPS]
         for group, ranks in ((None, list(range(WORLD))), (halves[rank % 2], GROUPS[rank % 2])):
             place, count, total = ranks.index(rank), len(ranks), float(sum(ranks))
             everything = torch.arange(2.0 * count)
@@ -218,6 +220,23 @@ def _process_group(rank: int) -> None:
         dist.barrier()
     finally:
         dist.destroy_process_group()
+
+
+def _others_left_out(rank: int) -> None:
+    import torch.distributed as dist
+    import torch_xla.distributed.xla_backend  # noqa: F401
+
+    dist.init_process_group("xla", init_method="xla://")
+    halves = [dist.new_group(ranks) for ranks in GROUPS]
+    with pytest.raises(ValueError, match="name all "):
+        dist.all_reduce(torch.ones(2, device="xla"), group=halves[rank % 2])
+    dist.destroy_process_group()
+
+
+def test_groups_that_leave_out_ranks() -> None:
+    """The program of a TPU has to name all."""
+    rank_pool(WORLD, "xla").run(_others_left_out)
+    rank_pool(WORLD, "xla without rules").run(functools.partial(_process_group, named=False))
 
 
 @pytest.mark.parametrize("program", [_lists, _in_place, _refused, _process_group])

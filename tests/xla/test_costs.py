@@ -17,6 +17,7 @@ from shardkit.backend import get_backend
 from tests.benchmarks import xla_training
 from tests.benchmarks.xla_trainers import FSDP, NATIVE, SHARDED_DDP, UNSYNCED, XLA_FSDP
 from tests.pools import rank_pool
+from tests.xla.meeting import meet
 
 pytest.importorskip("torch_xla")
 pytestmark = [pytest.mark.xla, pytest.mark.timeout(300)]
@@ -76,7 +77,6 @@ def _steady_step(rank: int, kind: str) -> tuple[dict[str, int], int]:
         model = shardkit.ShardedDDP(model, optimizer) if kind != "OSS" else model
     unsynced = getattr(model, "no_sync", contextlib.nullcontext)
     inputs = torch.ones(4, 16, device=torch_xla.device()) * (rank + 1)
-    meet = get_backend("xla").group().barrier
     for _ in range(4):  # the runtime sends an optimizer's numbers once
         meet()
         before, compiled = metrics.transfers(), metrics.compiles()
@@ -117,7 +117,10 @@ def _cleared_between(rank: int, *, wrapped: bool) -> tuple[list[float], dict[str
     unsynced = model.no_sync if wrapped else contextlib.nullcontext
     inputs = torch.randn(4, 8, generator=torch.Generator().manual_seed(1)).to(device)
     before, losses = metrics.transfers(), []
-    for step in range(4):
+    for step in range(5):
+        if step == 1:  # the first forward exchanges facts
+            before = metrics.transfers()
+            meet()
         with unsynced():
             model(inputs).square().mean().backward()
         if step % 2 == 0:
@@ -128,9 +131,9 @@ def _cleared_between(rank: int, *, wrapped: bool) -> tuple[list[float], dict[str
         losses[-1].backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=step == 2)
-        get_backend("xla").group().barrier()
+        meet()
     moved = metrics.transfers() - before
-    get_backend("xla").group().barrier()
+    meet()
     return [x.item() for x in losses], moved
 
 
@@ -144,24 +147,24 @@ def test_gradients_of_one_rank_are_cleared_without_a_look_at_them() -> None:
 
 def _listings(rank: int) -> int:
     """Of 4,096 ranks together and in eights: how often they are listed for two collectives of each of ten units."""
-    from shardkit.backends.xla import group, groups_of_users
+    from shardkit.backends.xla import groups_of_users
+    from shardkit.backends.xla.collectives import replica_groups
     from shardkit.backends.xla.replica import Replica
 
     ranks = range(4096)
     collectives = mock.Mock(all_gather=lambda sent, *_: sent.repeat(8), all_reduce=lambda sent, *_: sent)
-    replica = Replica(0, len(ranks), collectives, mock.Mock())
+    host = mock.Mock()
+    host.partition.side_effect = functools.partial(replica_groups, world_size=len(ranks))
+    replica = Replica(0, len(ranks), collectives, host)
     device = get_backend("xla").device()
     shard, whole = torch.ones(2, device=device), torch.empty(16, device=device)
-    with (
-        mock.patch.object(group, "replica_groups", wraps=group.replica_groups) as listing,
-        mock.patch.object(groups_of_users, "_ranks_of", return_value=[*range(8)]),
-    ):
+    with mock.patch.object(groups_of_users, "_ranks_of", return_value=[*range(8)]):
         for _ in range(10):
             eight = groups_of_users.as_group(get_backend("xla"), replica, mock.sentinel.process_group)
             everybody = groups_of_users.as_group(get_backend("xla"), replica, None)
             eight.all_gather_into(whole, shard)
             everybody.all_reduce(shard)
-    return listing.call_count
+    return int(host.partition.call_count)
 
 
 def test_thousands_of_ranks_are_listed_once() -> None:
@@ -200,8 +203,9 @@ def _consolidated(rank: int, name: str) -> tuple[int, int, Any, Any]:
         sharded.step()
     world = current_world()
     assert world is not None
-    host = world.here()
-    exchange = host.exchange
+    replica = world.here().replica
+    assert replica is not None
+    host, exchange = replica.host, replica.host.exchange
 
     def counting(ranks: Any, what: str, label: str, payload: bytes) -> list[bytes]:
         sent[0] += len(payload)
