@@ -11,6 +11,7 @@
 #   make bench   shardkit, fairscale, DDP, FSDP1, FSDP2 and others interleaved in one run
 #   make gpu     on a machine with GPUs: tests and benchmarks there, at most 25 minutes; writes docs/GPU.md
 #                (GPU='--only "bench 124M"' for a part of it)
+#   make torch-tpu  the backend "tpu" on torch_tpu itself, compiled for the CPU by XLA's plugin (Linux, Python 3.11+)
 #   make docs    HTML documentation in docs/_build/html
 
 PYTHON ?= python3
@@ -20,6 +21,7 @@ TORCH_XLA ?= torch==2.9.0 torch_xla==2.9.0
 
 CORE := .venv
 XLA := .venv-xla
+TPU := .venv-tpu
 comma := ,
 empty :=
 space := $(empty) $(empty)
@@ -29,7 +31,7 @@ PIP_FLAGS := --quiet --disable-pip-version-check --no-input
 export OMP_NUM_THREADS ?= 1
 export PYTHONUNBUFFERED := 1
 
-.PHONY: help demo demo-xla test test-core test-xla quick streams fuzz faults check format bench gpu docs clean
+.PHONY: help demo demo-xla test test-core test-xla quick streams fuzz faults check format bench gpu torch-tpu docs clean
 .DELETE_ON_ERROR:
 
 help:
@@ -141,6 +143,15 @@ fuzz: $(CORE)/.ready
 ONLY ?=
 faults: $(CORE)/.ready $(XLA)/.ready
 	@$(CORE)/bin/python -m tests.deliberate_faults $(if $(ONLY),--only '$(ONLY)')
+
+# XLA's plugin for CPUs, which takes libtpu's place.
+PJRT_CPU ?= fastatomstruct-xla-cpu==2026.6.23
+$(TPU)/.ready: pyproject.toml
+	$(call make_venv,$(TPU),$(TORCH) $(PJRT_CPU),$(subst $(space),$(comma),test tpu))
+
+torch-tpu: $(TPU)/.ready
+	@$(TPU)/bin/python -m pytest -q -k torch_tpu tests/backends/test_torch_tpu.py tests/backends/test_contract.py \
+	  tests/backends/test_late_device.py tests/backends/test_late_programs.py
 
 STREAMS := $(addprefix tests/,backends/test_contract.py fsdp compression sharded_ddp oss adascale model_parallel pipeline moe \
   evaluation clients test_grad_scaler.py differential/test_fsdp_truth.py differential/test_sharded_ddp_truth.py \

@@ -193,4 +193,5 @@ def of_torch(device_type: str) -> OfTorch | None:
     if known is None or known.type != device_type or not dist.is_available():
         return None
     library = dist.Backend.default_device_backend_map.get(device_type)
-    return None if library in (None, "gloo") else OfTorch(device_type, library)
+    # "fake" carries nothing: torch has it for devices whose package was not imported
+    return None if library in (None, "gloo", "fake") else OfTorch(device_type, library)

@@ -1,8 +1,9 @@
 """TPUs through TorchTPU (the package torch_tpu): one process a chip, eager operations, process groups of torch's.
 
 [Note: a process's chip] TorchTPU binds a process to the chip of its LOCAL_RANK when the device is first used; it can't
-take another one later. Processes of one job find each other's chips by variables that have to be the same in all of
-them before they begin: ``launch`` sets them, and ``python -m torch.tpu.distributed`` prints them for torchrun.
+take another one later. Processes of one job, be it one, find each other's chips by variables that have to be the same
+in all of them before they begin: ``launch`` sets them, and ``python -m torch.tpu.distributed`` prints them for
+torchrun (without ``export``).
 Functions of ``torch.tpu`` that torch.accelerator has too raise when others than torch call them.
 """
 
@@ -22,6 +23,7 @@ from .c10d.group import C10dGroup
 from .c10d.tpu_group import TpuGroup
 
 ADDRESSES = "TORCH_TPU_SLICEBUILDER_ADDRESSES"
+TOPOLOGY = "TORCH_TPU_TOPOLOGY"
 _SECONDS = 120.0
 _TELL = "shardkit: environment "
 # In a process of its own: what TorchTPU has found out once it keeps, and it reads the program's own arguments.
@@ -50,15 +52,24 @@ class TpuBackend(AcceleratorBackend):
 
     def _select_device(self) -> None:
         """The process has its chip; only what it needs to find the others' is looked at."""
-        if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not os.environ.get(ADDRESSES):
+        unset = [name for name in (ADDRESSES, TOPOLOGY) if not os.environ.get(name)]
+        if unset and int(os.environ.get("WORLD_SIZE", "1")) > 1:
             raise ConfigurationError(
-                f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, and {ADDRESSES} is not set: TPU processes can't find each "
-                'other\'s chips. Run  eval "$(python -m torch.tpu.distributed)"  before torchrun or shardkit run, or '
-                "start the ranks with shardkit.launch(fn, world_size, backend='tpu')"
+                f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, and {' and '.join(unset)} is not set: TPU processes can't "
+                'find each other\'s chips. Run  set -a; eval "$(python -m torch.tpu.distributed)"; set +a  before '
+                "torchrun or shardkit run, or start the ranks with shardkit.launch(fn, world_size, backend='tpu')"
             )
 
     def settle(self, device: torch.device) -> None:
         """Nothing: the process has its chip."""
+
+    def pin(self, tensor: torch.Tensor) -> torch.Tensor:
+        """On the host; pinned where the runtime has such memory."""
+        host = tensor.detach().cpu()
+        try:
+            return host.pin_memory()
+        except RuntimeError:  # XLA's runtime for another processor
+            return host
 
     def _group_type(self, serves: str) -> type[C10dGroup]:
         return C10dGroup if serves == "gloo" else TpuGroup
@@ -81,8 +92,6 @@ class TpuBackend(AcceleratorBackend):
         Raises:
             BackendError: TorchTPU has no arrangement of that many chips.
         """
-        if world_size == 1:
-            return {}
         told = subprocess.run(
             [sys.executable, "-c", _ASK, str(world_size)],
             capture_output=True, text=True, timeout=_SECONDS, check=False,

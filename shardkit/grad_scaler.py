@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim import Optimizer
 
-from .backend import Backend, Group, ReduceOp, backend_for, backend_for_device
-from .errors import BackendError, ConfigurationError, LifecycleError
+from .backend import Backend, Group, ReduceOp, backend_for
+from .errors import ConfigurationError, LifecycleError
+from .scaling import lacks_kernel, unscale, updated_scale
 from .torch_seams.device_mesh import group_of
 from .tracing.ranges import CLIP
 from .types import ProcessGroup, StateDict, Tree
@@ -35,10 +36,6 @@ class _Lost(enum.Enum):
     IN_PICKLING = "the process group was not pickled"
 
 
-def _values(gradient: torch.Tensor) -> torch.Tensor:
-    return gradient._values() if gradient.is_sparse else gradient
-
-
 def _param_gradients(optimizer: Optimizer) -> list[torch.Tensor]:
     """The gradients of an optimizer's parameters, sparse half-precision ones coalesced in place."""
     found = []
@@ -51,42 +48,6 @@ def _param_gradients(optimizer: Optimizer) -> list[torch.Tensor]:
                 p.grad = p.grad.coalesce()
             found.append(p.grad)
     return found
-
-
-def _is_lazy(device: torch.device) -> bool:
-    try:
-        return not backend_for_device(device.type).has_storage
-    except BackendError:  # a device of which only torch knows
-        return False
-
-
-@torch.no_grad()
-def _unscale(gradients: Iterable[torch.Tensor], inv_scale: torch.Tensor, found_inf: torch.Tensor) -> None:
-    """Multiplies in place by ``inv_scale`` [], and sets ``found_inf`` [] to 1 if anything is inf or nan."""
-    alike: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
-    for g in gradients:
-        alike.setdefault((g.device, g.dtype), []).append(_values(g))
-    for (device, _), values in alike.items():
-        here = device == found_inf.device
-        found = found_inf if here else torch.zeros_like(found_inf, device=device)
-        inv = inv_scale.to(device)
-        if _is_lazy(device):
-            _unscale_by_elementary_operations(values, found, inv)
-        else:
-            torch._amp_foreach_non_finite_check_and_unscale_(values, found, inv)
-        if not here:
-            found_inf.copy_(torch.maximum(found_inf, found.to(found_inf.device)))
-
-
-def _unscale_by_elementary_operations(
-    values: list[torch.Tensor], found_inf: torch.Tensor, inv_scale: torch.Tensor
-) -> None:
-    """The same in operations that any compiler knows and fuses; lazy devices lack the kernel for half precision."""
-    for v in values:
-        found_inf.copy_(torch.maximum(found_inf, (~torch.isfinite(v)).any().to(found_inf.dtype)))
-        # in fp32 at least: 1/scale of fp16 would be a subnormal number, or zero
-        wide = torch.promote_types(v.dtype, torch.float32)
-        v.copy_((v.to(wide) * inv_scale.to(wide)).to(v.dtype))
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -130,7 +91,7 @@ class GradScaler(torch.amp.GradScaler):
         gradients = _param_gradients(optimizer)
         if not gradients:
             return {}
-        _unscale(gradients, inv_scale, found_inf)
+        unscale(gradients, inv_scale, found_inf)
         return {found_inf.device: found_inf}
 
     def step(self, optimizer: Optimizer, *args: object, **kwargs: object) -> Tree:
@@ -176,7 +137,26 @@ class GradScaler(torch.amp.GradScaler):
             new_scale = new_scale.detach().to(scale).reshape(())
         elif new_scale is not None:
             new_scale = float(new_scale)
+        elif (
+            self._enabled
+            and self._scale is not None
+            and lacks_kernel("_amp_update_scale_", self._scale.device)
+        ):
+            new_scale = self._scale_after_steps()
         super().update(new_scale)
+
+    def _scale_after_steps(self) -> torch.Tensor:
+        scale, tracker = self._check_scale_growth_tracker("update")
+        found = [
+            f for state in self._per_optimizer_states.values() for f in state["found_inf_per_device"].values()
+        ]
+        if not found:
+            raise LifecycleError(
+                "update() comes after step() or unscale_(); none was called since the last update"
+            )
+        return updated_scale(
+            scale, tracker, found, self._growth_factor, self._backoff_factor, self._growth_interval
+        )
 
     def load_state_dict(self, state_dict: StateDict) -> None:
         """Loads what :meth:`state_dict` returned.
@@ -254,8 +234,8 @@ class ShardedGradScaler(GradScaler):
         checked, others = _split_gradients(optimizer)
         # as plain tensors: the ranks agree below, each once, and a rank may hold no gradient that would agree by itself
         with torch._C.DisableTorchFunctionSubclass():
-            _unscale(checked, inv_scale, found_inf)
-            _unscale(others, inv_scale, torch.zeros_like(found_inf))
+            unscale(checked, inv_scale, found_inf)
+            unscale(others, inv_scale, torch.zeros_like(found_inf))
         if self._never_scaled:
             found_inf.fill_(_NEVER_SCALED)
         group = self._group_for(optimizer, found_inf)

@@ -5,10 +5,13 @@ from __future__ import annotations
 import datetime
 import os
 import re
+import warnings
 from collections.abc import Callable
 from typing import TypeVar
 
-from .backend import Backend, get_backend
+import torch
+
+from .backend import Backend, backend_for_device, get_backend
 from .errors import BackendError, ConfigurationError
 from .started import StartedRank, note, started_rank
 from .types import Args
@@ -20,16 +23,15 @@ def launch(
     fn: Callable[..., T],
     world_size: int,
     *,
-    backend: str | Backend = "gloo",
+    backend: str | Backend | None = None,
     args: Args = (),
     timeout: float | None = None,
     start_timeout: float | None = 180.0,
 ) -> list[T]:
     """Runs ``fn(rank, *args)`` on ``world_size`` ranks of this machine and returns each rank's result.
 
-    Ranks are processes on gloo and cuda, replicas on xla (TPU cores, or threads with real collectives on a CPU), and
-    deterministic threads on simulated. A default process group exists inside ``fn`` where the backend has one,
-    and is gone afterwards, whatever happened.
+    Ranks are processes (gloo, cuda, tpu), replicas on xla (TPU cores, or several on a CPU), or threads (simulated).
+    A default process group exists inside ``fn`` where the backend has one, and is gone afterwards, whatever happened.
 
     A rank whose ``fn`` returns while others wait for it in a collective of shardkit ends the job with an
     OutOfStepError within seconds (on NCCL: when its own timeout is over).
@@ -41,7 +43,8 @@ def launch(
     Args:
         fn: an importable function (it travels to other processes by name).
         world_size: number of ranks.
-        backend: "gloo", "cuda", "xla", "simulated", or what an installed package adds.
+        backend: "gloo", "cuda", "tpu", "xla", "simulated", or a package's. Default: the machine's accelerator
+            (torch.accelerator) where a backend serves it, else gloo; gloo and a warning where devices are too few.
         args: further arguments, picklable.
         timeout: seconds that ``fn`` may take, after which ranks are ended; None: no limit.
         start_timeout: seconds that ranks may take to import the program and to meet, before ``fn`` begins; None: no
@@ -56,7 +59,8 @@ def launch(
         ConfigurationError: ``world_size`` does not fit the ranks that others started, or ``fn`` can't be sent to
             other processes.
     """
-    chosen = get_backend(backend) if isinstance(backend, str) else backend
+    chosen = backend or _of_machine(world_size)
+    chosen = get_backend(chosen) if isinstance(chosen, str) else chosen
     if not chosen.is_available():
         raise BackendError(
             f"backend {chosen.name!r} is not available on this machine: no such device, or its package is not installed"
@@ -65,6 +69,27 @@ def launch(
     if started is not None and (started.is_elastic or started.world_size > 1):
         return _run_as_started_rank(fn, world_size, chosen, args, started, start_timeout)
     return chosen.launch(fn, world_size, args, timeout=timeout, start_timeout=start_timeout)
+
+
+def _of_machine(world_size: int) -> str | Backend:
+    """The backend where none is named."""
+    kind = torch.accelerator.current_accelerator(check_available=True)
+    if kind is None:
+        return "gloo"
+    try:
+        backend = backend_for_device(kind.type)
+    except BackendError:  # a device without a library of collectives
+        return "gloo"
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", str(world_size)))
+    count = torch.accelerator.device_count()
+    if count >= here:
+        return backend
+    warnings.warn(
+        f"{here} ranks are on the host (gloo), since this machine has {count} {kind.type.upper()} devices; launch at "
+        f"most that many ranks, or say which backend: launch(..., backend={backend.name!r}) or backend='gloo'",
+        stacklevel=3,
+    )
+    return "gloo"
 
 
 def _run_as_started_rank(

@@ -64,6 +64,12 @@ def _make(world_size: int, backend: str) -> Pool:
 
         start = getattr(ranks, f"start_{backend}")
         return RankPool(world_size, backend, start=start, timeout=120, environment=environment)
+    if backend == "torch_tpu":  # see tests/torch_tpu
+        from tests.torch_tpu import runtime
+        from tests.torch_tpu.ranks import start
+
+        environment |= runtime.variables()
+        return RankPool(world_size, "tpu", start=start, timeout=300, environment=environment)
     if backend == "fairscale":
         from shardkit.testing.fairscale_ranks import start_rank
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -17,6 +18,7 @@ import torch.multiprocessing
 
 import shardkit
 from shardkit.backends.processes import RankPool
+from shardkit.launch import _of_machine
 from shardkit.optim.oss import OSS
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -289,3 +291,26 @@ def test_a_function_of_an_interactive_session() -> None:
     )
     assert "ConfigurationError" in done.stderr
     assert "put it into a file" in done.stderr
+
+
+# ------------------------------------------------------------------ the backend where none is named
+@pytest.mark.parametrize(
+    ("kind", "devices", "ranks", "expected"),
+    [
+        (None, 0, 2, "gloo"),
+        ("cuda", 4, 4, "cuda"),
+        ("cuda", 1, 2, "gloo"),  # and a warning
+        ("mps", 1, 1, "gloo"),  # no library of collectives
+    ],
+)
+def test_the_backend_of_the_machine(
+    kind: str | None, devices: int, ranks: int, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = None if kind is None else torch.device(kind)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: found)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: devices)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    few = kind == "cuda" and devices < ranks
+    with pytest.warns(UserWarning, match="2 ranks are on the host") if few else contextlib.nullcontext():
+        chosen = _of_machine(ranks)
+    assert (chosen if isinstance(chosen, str) else chosen.name) == expected

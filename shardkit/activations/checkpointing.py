@@ -179,6 +179,9 @@ def _generator(tensor: torch.Tensor) -> tuple[Callable[[], torch.Tensor], Callab
     if module is None or not hasattr(module, "get_rng_state"):
         backend = backend_for([tensor])
         return backend.rng_state, backend.set_rng_state
+    generators = getattr(module, "default_generators", ())
+    if (index := tensor.device.index or 0) < len(generators):  # get_rng_state may be torch's alone to call
+        return generators[index].get_state, generators[index].set_state
     if not hasattr(module, "get_rng_state_all"):  # one device only, and nowhere to say which
         return module.get_rng_state, module.set_rng_state
     device = tensor.device

@@ -80,7 +80,9 @@ def _alone(world_size: int) -> Report:
     variables = dict(os.environ)  # those of ranks that launch has started are its own
     os.environ["TORCH_DISTRIBUTED_DEBUG"] = "OFF"  # it counts sends as collectives
     try:
-        told = launch(_examine_rank, _RANKS, args=(variables,), timeout=_SECONDS, start_timeout=_SECONDS)
+        told = launch(
+            _examine_rank, _RANKS, backend="gloo", args=(variables,), timeout=_SECONDS, start_timeout=_SECONDS
+        )
     except RankFailedError as error:
         machine = look(1)
         lines = str(error).strip().splitlines()

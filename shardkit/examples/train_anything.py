@@ -90,9 +90,7 @@ def main() -> None:
     parser.add_argument("--checkpoints", default="saved")
     for name, value in {"epochs": 3, "batch": 48, "save-every": 20, "workers": 0}.items():
         parser.add_argument(f"--{name}", type=int, default=value)  # a batch is of all ranks
-    kind = torch.accelerator.current_accelerator(check_available=True)
-    ranks, backend = int(os.environ.get("WORLD_SIZE", "1")), "gloo" if kind is None else kind.type
-    shardkit.launch(train, ranks, backend=backend, args=(parser.parse_args(),))
+    shardkit.launch(train, int(os.environ.get("WORLD_SIZE", "1")), args=(parser.parse_args(),))
 
 
 if __name__ == "__main__":

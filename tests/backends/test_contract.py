@@ -16,7 +16,7 @@ import shardkit.backend as registry
 from shardkit.backend import Backend, Group, backend_for, backend_for_device, get_backend
 from shardkit.errors import BackendError, ConfigurationError
 from tests.backends import contract_programs as programs
-from tests.backends.environments import environments
+from tests.backends.environments import environments, family
 from tests.pools import rank_pool
 
 pytestmark = pytest.mark.timeout(120)
@@ -30,7 +30,7 @@ everywhere = pytest.mark.parametrize(("backend", "world_size"), environments())
     ids=lambda program: program.__name__,
 )
 def test_contract(backend: str, world_size: int, program: Callable[..., Any]) -> None:
-    rank_pool(world_size, backend).run(program, backend)
+    rank_pool(world_size, backend).run(program, family(backend))
 
 
 FOUR = [p for p in environments("gloo", "simulated", "cuda") if p.values[1] == 4]

@@ -3,27 +3,15 @@
 from __future__ import annotations
 
 import datetime
-import importlib.machinery
-import importlib.util
 import types
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from .build import NAME, library
+from .build import NAME, library, load
 
 LATE_US = 300
-
-
-def load() -> Any:
-    """The compiled module."""
-    loader = importlib.machinery.ExtensionFileLoader(NAME, str(library()))
-    spec = importlib.util.spec_from_loader(NAME, loader)
-    assert spec is not None
-    module = importlib.util.module_from_spec(spec)
-    loader.exec_module(module)
-    return module
 
 
 def register(name: str, devices: int, late_us: int = LATE_US) -> Any:
@@ -34,7 +22,7 @@ def register(name: str, devices: int, late_us: int = LATE_US) -> Any:
         devices: that this process sees.
         late_us: how late collectives begin.
     """
-    late = load()
+    late = load(NAME, library())
     late.configure(devices, 0, False, True, late_us)
     torch.utils.rename_privateuse1_backend(name)
     torch._register_device_module(name, _module(name, late))

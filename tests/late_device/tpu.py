@@ -16,7 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .device import LATE_US, gloo, load
+from .build import NAME, library, load
+from .device import LATE_US, gloo
 
 DEVICES = 4
 # Of torch.tpu: what only torch may call, since torch.accelerator has it.
@@ -28,7 +29,7 @@ INTERNAL = (
 
 def register() -> Any:
     """What importing torch does where torch_tpu is installed and a TPU is there."""
-    late = load()
+    late = load(NAME, library())
     bound = int(os.environ.get("LOCAL_RANK", "0")) % DEVICES
     late.configure(DEVICES, bound, True, False, LATE_US)
     torch.utils.rename_privateuse1_backend("tpu")
@@ -37,7 +38,8 @@ def register() -> Any:
     torch._register_device_module("tpu", _module(late))
     torch.utils.generate_methods_for_privateuse1_backend()
     for name in ("tpu_dist", "tpu"):
-        dist.Backend.register_backend(name, functools.partial(_group, late), devices=["tpu"])
+        make = functools.partial(as_torch_tpu_makes_them, functools.partial(_late_group, late))
+        dist.Backend.register_backend(name, make, devices=["tpu"])
     return late
 
 
@@ -76,10 +78,16 @@ def _for_torch_alone(name: str, function: Callable[..., Any]) -> Callable[..., A
     return call
 
 
+def _late_group(late: Any, store: Any, rank: int, size: int, timeout: datetime.timedelta) -> Any:
+    return late.group(gloo(store, rank, size, timeout), "tpu_dist", True)
+
+
 _made = 0  # process groups that are smaller than the job
 
 
-def _group(late: Any, store: Any, rank: int, size: int, timeout: datetime.timedelta) -> Any:
+def as_torch_tpu_makes_them(
+    make: Callable[..., Any], store: Any, rank: int, size: int, timeout: datetime.timedelta
+) -> Any:
     """A process group; the smaller ones are made by all ranks at once, and partition them."""
     global _made
     world = dist.get_world_size() if dist.is_initialized() else size
@@ -96,4 +104,4 @@ def _group(late: Any, store: Any, rank: int, size: int, timeout: datetime.timede
         }
         if sorted(int(r) for group in all_of for r in group.split(",")) != list(range(world)):
             raise RuntimeError("Incomplete or overlapping subgroups are not supported in SPMD.")
-    return late.group(gloo(store, rank, size, timeout), "tpu_dist", True)
+    return make(store, rank, size, timeout)
