@@ -8,9 +8,7 @@ from shardkit.backends.processes import join_ranks
 from shardkit.backends.tpu import ADDRESSES, TOPOLOGY
 
 from . import tpu
-from .device import register
-
-DEVICES = 4
+from .device import DEVICES, register
 
 
 def start_late(rank: int, world_size: int, rendezvous: str, backend: str) -> None:

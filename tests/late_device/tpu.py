@@ -17,9 +17,8 @@ import torch
 import torch.distributed as dist
 
 from .build import NAME, library, load
-from .device import LATE_US, gloo
+from .device import DEVICES, LATE_US, gloo
 
-DEVICES = 4
 # Of torch.tpu: what only torch may call, since torch.accelerator has it.
 INTERNAL = (
     "current_device", "set_device", "is_available", "device_count", "synchronize", "get_rng_state", "set_stream",

@@ -46,3 +46,9 @@ def _report(recorder: Recorder, path: Path, outcome: str) -> None:
     next(steps)  # type: ignore[call-overload]
     with pytest.raises(StopIteration):
         steps.send(result)  # type: ignore[attr-defined]
+
+
+def test_a_run_of_one_environment_keeps_the_others() -> None:
+    results = {"2.13.0": {"`OSS`": {"gloo": {"2": [3, 1]}, "late": {"2": [1, 0]}}}}
+    report.merge(results, "2.13.0", {"`FSDP`": {"late": {"2": [2, 0]}}}, {"late", "tpu"})
+    assert results["2.13.0"] == {"`OSS`": {"gloo": {"2": [3, 1]}}, "`FSDP`": {"late": {"2": [2, 0]}}}

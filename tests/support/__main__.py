@@ -1,6 +1,6 @@
 """Runs a part of the tests on both versions of torch, and writes docs/SUPPORT.md: ``python -m tests.support``.
 
-``--only NAME`` runs one environment anew (core, xla) and keeps the other's results.
+``--only NAME`` runs one environment anew (core, xla, tpu) and keeps the others' results.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import os
 import subprocess
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from tests.support import report
 from tests.support.recording import ROOT
@@ -19,7 +20,8 @@ from tests.support.recording import ROOT
 RUNS = {
     "core": (
         ".venv",
-        "backends/test_contract.py fsdp/test_fully_shard.py fsdp/test_groups.py oss sharded_ddp/test_sharded_ddp.py "
+        "backends/test_contract.py backends/test_late_device.py backends/test_late_programs.py "
+        "fsdp/test_fully_shard.py fsdp/test_groups.py oss sharded_ddp/test_sharded_ddp.py "
         "whole_parameters/test_training.py compression/test_training.py test_grad_scaler.py adascale activations "
         "training_checkpoints/test_moving.py tracing/test_traces.py evaluation moe pipeline/test_pipe_ranks.py "
         "model_parallel compat/test_torch_fsdp.py compat/test_torch_fsdp_states.py integrations",
@@ -31,11 +33,17 @@ RUNS = {
         "xla/test_border.py",
         "not oracle",
     ),
+    "tpu": (
+        ".venv-tpu",  # of make torch-tpu
+        "backends/test_contract.py backends/test_late_device.py backends/test_late_programs.py",
+        "not (xla or cuda)",
+    ),
 }
+_TPU = "torch_tpu"
 WITHOUT = "compile or gloo3 or gloo4 or simulated3 or simulated4"  # of the contract
 
 
-def run(name: str) -> tuple[str, object]:
+def run(name: str) -> tuple[str, dict[str, Any]]:
     """Version of torch, and counts."""
     environment, tests, marks = RUNS[name]
     with tempfile.TemporaryDirectory() as folder:
@@ -48,7 +56,7 @@ def run(name: str) -> tuple[str, object]:
             "-m",
             marks,
             "-k",
-            f"not ({WITHOUT})",
+            _TPU if name == "tpu" else f"not ({WITHOUT} or {_TPU})",
             "--support",
             str(path),
         ]
@@ -66,5 +74,9 @@ if __name__ == "__main__":
     parser.add_argument("--only", choices=list(RUNS))
     only = parser.parse_args().only
     results = report.read() if only else {}
-    results.update(run(name) for name in RUNS if only in (None, name))
+    for name in RUNS:
+        if only in (None, name):
+            version, counts = run(name)
+            new = {_TPU} if name == "tpu" else {*report.BACKENDS} - {_TPU}
+            report.merge(results, version, counts, new)
     report.write(results)

@@ -28,6 +28,7 @@ FEATURES = {
     "`ShardedDDP`": "sharded_ddp backends/test_xla_training.py",
     "`WholeParameters` (Muon, Shampoo, ...)": "whole_parameters",
     "`Compression` (int8, float8)": "compression",
+    "users' programs on accelerators": "backends/test_late_device.py backends/test_late_programs.py",
     "gradient scaling": "test_grad_scaler.py",
     "`AdaScale`": "adascale backends/test_xla_adascale_moe.py",
     "activation checkpoints": "activations",

@@ -13,6 +13,9 @@ BACKENDS = {
     "gloo": "gloo",
     "simulated": "simulated",
     "streams": "streams",
+    "late": "late device",
+    "tpu": "late device as TorchTPU",
+    "torch_tpu": "torch_tpu on a CPU",
     "cuda": "CUDA",
     "xla": "XLA replicas",
 }
@@ -26,6 +29,8 @@ the numbers of ranks, and how many tests went well with them.
 - A dash: no test of this run. Either the backend takes no part in it (transformers on XLA), or the run left it out.
 - Tests that failed are in bold.
 - `simulated` ranks are threads of one process, for tests and for trying out.
+- The late device stands for an accelerator that shardkit has no class for, then for a TPU under TorchTPU's rules;
+  the column after it is `torch_tpu` itself, compiled for the CPU ([TPUs](TPU.md)). No TPU was used.
 {cuda}
 """
 _NO_CUDA = """- CUDA has no column: there was no GPU. [Testing](TESTING.md) has what of it was checked, and what not;
@@ -71,6 +76,16 @@ def read() -> dict[str, Any]:
     """By version of torch."""
     found: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     return found
+
+
+def merge(results: dict[str, Any], version: str, counts: dict[str, Any], backends: set[str]) -> None:
+    """Puts a run's counts in the place of what was there of these backends."""
+    of_version = results.setdefault(version, {})
+    for feature in [*of_version, *counts]:
+        found = of_version.setdefault(feature, {})
+        for backend in backends:
+            found.pop(backend, None)
+        found.update(counts.get(feature, {}))
 
 
 def write(results: dict[str, Any]) -> None:
