@@ -165,7 +165,7 @@ class AcceleratorBackend(EagerBackend):
         return launch_processes(fn, world_size, args, self.name, timeout, start_timeout, environment)
 
     def device_count(self) -> int:
-        """Devices that this process sees."""
+        """See :meth:`shardkit.backend.Backend.device_count`: those that this process sees."""
         return self._module.device_count() if self.is_available() else 0
 
     def _environment_of_ranks(self, world_size: int) -> dict[str, str]:

@@ -63,6 +63,11 @@ class TpuBackend(AcceleratorBackend):
     def settle(self, device: torch.device) -> None:
         """Nothing: the process has its chip."""
 
+    def device_count(self) -> int:
+        """A process that has taken its chip sees that one alone; a rank's machine has one for each of its ranks."""
+        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "0")) if os.environ.get(ADDRESSES) else 0
+        return max(super().device_count(), ranks)
+
     def pin(self, tensor: torch.Tensor) -> torch.Tensor:
         """On the host; pinned where the runtime has such memory."""
         host = tensor.detach().cpu()

@@ -185,6 +185,10 @@ class Backend(abc.ABC):
     def device(self) -> torch.device:
         """This rank's device."""
 
+    def device_count(self) -> int:
+        """Accelerators of this machine that ranks can have; 0: as torch.accelerator counts them."""
+        return 0
+
     def settle(self, device: torch.device) -> None:
         """Parameters of this rank are on ``device``: it becomes the rank's, where none has been selected yet."""
         return

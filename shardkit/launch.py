@@ -81,7 +81,7 @@ def _of_machine(world_size: int) -> str | Backend:
     except BackendError:  # a device without a library of collectives
         return "gloo"
     here = int(os.environ.get("LOCAL_WORLD_SIZE", str(world_size)))
-    count = torch.accelerator.device_count()
+    count = backend.device_count() or torch.accelerator.device_count()
     if count >= here:
         return backend
     warnings.warn(

@@ -309,6 +309,8 @@ def test_the_backend_of_the_machine(
     found = None if kind is None else torch.device(kind)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: found)
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: devices)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: kind == "cuda")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: devices)
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     few = kind == "cuda" and devices < ranks
     with pytest.warns(UserWarning, match="2 ranks are on the host") if few else contextlib.nullcontext():

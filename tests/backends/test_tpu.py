@@ -53,6 +53,16 @@ def test_ranks_that_lack_it_are_refused(unset: tuple[str, ...], monkeypatch: pyt
     tpu.TpuBackend()._select_device()
 
 
+def test_a_rank_that_has_taken_its_chip(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others' chips are there all the same: launch in such a rank is on TPUs."""
+    monkeypatch.setattr(tpu.AcceleratorBackend, "device_count", lambda self: 1)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    monkeypatch.delenv(tpu.ADDRESSES, raising=False)
+    assert tpu.TpuBackend().device_count() == 1
+    monkeypatch.setenv(tpu.ADDRESSES, "localhost:1,localhost:2,localhost:3,localhost:4")
+    assert tpu.TpuBackend().device_count() == 4
+
+
 def test_a_library_that_carries_nothing_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch has "fake" for a device whose package is not there."""
     kinds = torch.distributed.Backend.default_device_backend_map
