@@ -73,7 +73,7 @@ def test_what_torch_alone_may_call() -> None:
 
 def test_what_is_used_of_its_module() -> None:
     exported = wheel.text("_internal/public_api.py")
-    for name in (*INTERNAL, "default_generators", "is_initialized", "manual_seed", "manual_seed_all",
+    for name in (*INTERNAL, "default_generators", "is_initialized", "set_rng_state", "manual_seed", "manual_seed_all",
                  "get_amp_supported_dtype"):  # fmt: skip
         assert f'"{name}": _tpu_attr("{name}")' in exported, name
     assert "private_fallback=_TPU_DEVICE_CLASS" in exported  # for torch: _is_in_bad_fork and the like

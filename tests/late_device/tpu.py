@@ -58,6 +58,7 @@ def _module(late: Any) -> types.ModuleType:
     for name in INTERNAL:
         setattr(module, name, _for_torch_alone(name, own[name]))
     module.is_initialized = lambda: True
+    module.set_rng_state = lambda state, device="tpu": torch.set_rng_state(state)
     module._is_in_bad_fork = lambda: False
     module.manual_seed = module.manual_seed_all = lambda seed: None
     module.default_generators = (torch.default_generator,) * DEVICES
