@@ -12,9 +12,12 @@ that replicas need not even run the same graph.
 
 [Note: one order] All collectives may then carry the same channel id, and equal graphs get equal hashes at
 once, if every replica runs them one after the other in the order they were issued. The compiler is free to
-reorder what does not depend on each other, so each collective is made to depend on the one before:
+reorder what does not depend on each other. On a TPU, two collectives that ranks run in different orders wait for
+each other for ever. So each collective is made to depend on the one before, of whichever group:
 ``where(never, previous, input)``, with ``never`` a value that the compiler can't know. Unlike adding zero
-times the previous result (what torch_xla's own token does) this keeps NaN and infinity where they are.
+times the previous result (what torch_xla's own token does) this keeps NaN and infinity where they are. The order ends
+with the program: the next one would run these collectives again for the sake of it, or start with an input that the
+first one did not have.
 """
 
 from __future__ import annotations
@@ -62,41 +65,52 @@ class Collectives(Protocol):
         ...
 
 
-def _drop_token() -> None:
-    # torch_xla adds 0 * (a previous result) to each collective's input to order them: one NaN or infinity
-    # would spread to every later collective of the graph.
-    _RUNTIME._set_all_reduce_token(_RUNTIME._xla_get_default_device(), None)
+class _Ordered:
+    """Collectives of which each depends on the one before; see [Note: one order]. One object a replica."""
+
+    def __init__(self) -> None:
+        self._previous: torch.Tensor | None = None  # [1]
+        # not a scalar: the compiler would be told its value
+        self._never = torch.zeros(1, dtype=torch.bool).to(torch_xla.device())
+
+    def synced(self) -> None:
+        self._previous = None
+
+    def _after_previous(self, value: torch.Tensor) -> torch.Tensor:
+        # torch_xla adds 0 * (a previous result) to each collective's input to order them: one NaN or infinity
+        # would spread to every later collective of the graph.
+        _RUNTIME._set_all_reduce_token(_RUNTIME._xla_get_default_device(), None)
+        previous = self._previous
+        if previous is None or not _RUNTIME._check_tensor_need_materialization([previous])[0]:
+            return value
+        return torch.where(self._never, previous.to(value.dtype), value)
+
+    def _issued(self, result: torch.Tensor) -> torch.Tensor:
+        self._previous = result[:1].clone()  # a view would keep the whole result alive
+        return result
 
 
-class NativeCollectives:
+class NativeCollectives(_Ordered):
     """torch_xla's own. Layouts are not pinned: the pinned all-gather is an all-reduce of padded inputs."""
 
     def all_gather(self, value: torch.Tensor, groups: Groups, size: int) -> torch.Tensor:
-        _drop_token()
-        return _NATIVE.all_gather(value, 0, groups, pin_layout=False)
+        return self._issued(_NATIVE.all_gather(self._after_previous(value), 0, groups, pin_layout=False))
 
     def reduce_scatter(self, value: torch.Tensor, op: str, groups: Groups, size: int) -> torch.Tensor:
-        _drop_token()
-        return _NATIVE.reduce_scatter(op, value, 1.0, 0, size, groups, pin_layout=False)
+        value = self._after_previous(value)
+        return self._issued(_NATIVE.reduce_scatter(op, value, 1.0, 0, size, groups, pin_layout=False))
 
     def all_reduce(self, value: torch.Tensor, op: str, groups: Groups) -> torch.Tensor:
-        _drop_token()
-        return _NATIVE.all_reduce(op, value, 1.0, groups, pin_layout=False)
+        value = self._after_previous(value)
+        return self._issued(_NATIVE.all_reduce(op, value, 1.0, groups, pin_layout=False))
 
     def all_to_all(self, value: torch.Tensor, groups: Groups, size: int, rank: torch.Tensor) -> torch.Tensor:
-        _drop_token()
-        return _NATIVE.all_to_all(value, 0, 0, size, groups, pin_layout=False)
-
-    def synced(self) -> None:
-        pass
+        value = self._after_previous(value)
+        return self._issued(_NATIVE.all_to_all(value, 0, 0, size, groups, pin_layout=False))
 
 
-class ChannelCollectives:
-    """For replicas on a CPU; see [Note: channels] and [Note: one order]. One object a replica."""
-
-    def __init__(self) -> None:
-        self._previous: torch.Tensor | None = None
-        self._never = torch.zeros((), dtype=torch.bool).to(torch_xla.device())
+class ChannelCollectives(_Ordered):
+    """For replicas on a CPU; see [Note: channels]."""
 
     def all_gather(self, value: torch.Tensor, groups: Groups, size: int) -> torch.Tensor:
         if not _uniform(groups):
@@ -123,25 +137,11 @@ class ChannelCollectives:
         everything = self.all_gather(value, groups, size).view(size, size, -1)
         return everything.index_select(1, rank).reshape(-1)
 
-    def synced(self) -> None:
-        # Else the next graph would start with an input that the first one did not have: a recompile.
-        self._previous = None
-
     def _irregular_all_gather(self, value: torch.Tensor, groups: Groups, size: int) -> torch.Tensor:
         # XLA wants groups of one size, except in all-reduce.
         position = _position(groups)
         parts = [value if i == position else torch.zeros_like(value) for i in range(size)]
         return self.all_reduce(torch.cat(parts), "sum", groups)
-
-    def _after_previous(self, value: torch.Tensor) -> torch.Tensor:
-        _drop_token()
-        if self._previous is None:
-            return value
-        return torch.where(self._never, self._previous.to(value.dtype), value)
-
-    def _issued(self, result: torch.Tensor) -> torch.Tensor:
-        self._previous = result[0].clone()  # a view would keep the whole result alive
-        return result
 
 
 def _uniform(groups: Groups) -> bool:

@@ -20,6 +20,18 @@ FAULTS = [
         XLA,
     ),
     Fault(
+        "XLA collectives",
+        "a program's collectives do not wait for each other",
+        "backends/xla/collectives.py",
+        "        return torch.where(self._never, previous.to(value.dtype), value)",
+        "        return value",
+        (
+            "tests/xla/test_order.py::test_every_pair_of_collectives_is_ordered",
+            "tests/xla/test_order.py::test_order_holds_between_groups_and_nan_stays_where_it_is",
+        ),
+        XLA,
+    ),
+    Fault(
         "XLA replicas",
         "random states are not swapped",
         "backends/xla/turn_taking.py",
