@@ -12,7 +12,7 @@ import copy
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,7 +22,7 @@ import torch_xla.core.xla_model as xm
 from torch._C._distributed_c10d import HashStore
 
 from shardkit.errors import ConfigurationError
-from shardkit.types import StateDict
+from shardkit.types import AnyCallable, StateDict
 
 from .collectives import Groups
 from .cpu_replicas import World
@@ -32,6 +32,25 @@ from .replica import Replica
 Tensors = torch.Tensor | Sequence[torch.Tensor]
 _c10d = torch.distributed.distributed_c10d
 _BITWISE = {xm.REDUCE_AND: torch.bitwise_and, xm.REDUCE_OR: torch.bitwise_or}
+
+
+_F = TypeVar("_F", bound=AnyCallable)
+
+
+def _outside_of_graphs(function: _F) -> _F:
+    """``torch.compile`` ends its graph before a call, and begins another after it: replicas have to meet in between.
+
+    What ``torch.compiler.disable`` does, without the import of the compiler.
+    """
+    frames = torch._C._dynamo.eval_frame
+    skip = frames._FrameAction.SKIP
+    frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
+    mark: Any = function
+    mark._torchdynamo_disable = mark._torchdynamo_disable_recursive = True
+    mark._torchdynamo_disable_msg = (
+        "on a CPU, replicas run collectives between graphs; leave out fullgraph=True"
+    )
+    return function
 
 
 def install(world: World) -> None:
@@ -53,6 +72,7 @@ class _Collectives:
     def __init__(self, world: World) -> None:
         self._world = world
 
+    @_outside_of_graphs
     def all_reduce(
         self,
         reduce_type: str,
@@ -69,6 +89,7 @@ class _Collectives:
             return inputs
         return self._all_reduced(reduce_type, inputs, scale, groups)
 
+    @_outside_of_graphs
     def all_gather(
         self,
         value: Tensors,
@@ -87,6 +108,7 @@ class _Collectives:
             return _stored(output, [self._all_gathered(v, dim, groups) for v in value])
         return _stored(output, self._all_gathered(value, dim, groups))
 
+    @_outside_of_graphs
     def reduce_scatter(
         self,
         reduce_type: str,
@@ -107,6 +129,7 @@ class _Collectives:
             return _stored(output, parts)
         return _stored(output, self._reduce_scattered(reduce_type, input, scale, scatter_dim, groups))
 
+    @_outside_of_graphs
     def all_to_all(
         self,
         value: torch.Tensor,
@@ -122,6 +145,7 @@ class _Collectives:
         received = replica.collectives.all_to_all(parts.flatten(), groups, len(mine), rank)
         return torch.cat(list(received.view(parts.shape).unbind()), concat_dimension)
 
+    @_outside_of_graphs
     def collective_permute(self, value: torch.Tensor, pairs: Sequence[Sequence[int]]) -> torch.Tensor:
         replica, groups, mine = self._issue(f"collective_permute {list(pairs)}", value, None)
         gathered = replica.collectives.all_gather(value.flatten(), groups, len(mine))
@@ -130,6 +154,7 @@ class _Collectives:
             return torch.zeros_like(value)
         return gathered.view(len(mine), *value.shape)[source]
 
+    @_outside_of_graphs
     def rendezvous(self, tag: str, payload: bytes = b"", replicas: Sequence[int] = ()) -> list[bytes]:
         state, size = self._world.here(), self._world.size
         if self._world.rules.pod and replicas and len(replicas) != size:

@@ -20,6 +20,7 @@ from typing import NamedTuple
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
+from ..torch_seams.compiling import not_compiled
 from ..types import Tree
 from .originals import GatheredParameter
 
@@ -44,6 +45,7 @@ def _variable(node: Tree) -> object:
         return None
 
 
+@not_compiled
 def _pack(tensor: torch.Tensor) -> torch.Tensor | SavedView:
     base = tensor._base
     if base is None:
@@ -55,6 +57,7 @@ def _pack(tensor: torch.Tensor) -> torch.Tensor | SavedView:
     return SavedView(base, tensor)
 
 
+@not_compiled
 def _unpack(saved: torch.Tensor | SavedView) -> torch.Tensor:
     if isinstance(saved, torch.Tensor):
         return saved
@@ -64,6 +67,7 @@ def _unpack(saved: torch.Tensor | SavedView) -> torch.Tensor:
     return value.t() if saved.transposed else value
 
 
+@not_compiled
 def saving_originals_by_name() -> AbstractContextManager[object]:
     """Inside, what autograd saves of original parameters is taken anew in backward; see the note above.
 
