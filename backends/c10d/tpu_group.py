@@ -10,6 +10,7 @@
   size; what the ranks of an all-to-all send, and what they receive, has one size too.
 - Each shape is compiled. Objects of any length would be a program each, so they travel in buffers whose size is a power
   of two.
+- Process groups, those of one rank too, want the variables of [Note: a process's chip].
 - Its name is "tpu_dist", whichever name it was asked for by. It has no options, so no timeout that could be read.
 """
 
