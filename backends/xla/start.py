@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch._dynamo.config as compiling
 import torch_xla.core.xla_model as xm
 import torch_xla.runtime
 
@@ -24,6 +25,10 @@ def start_world(size: int) -> World:
         return {"bytes_used": now, "bytes_limit": machine, "peak_bytes_used": most}
 
     xm.get_memory_info = get_memory_info
+    # Each replica compiles as a process of its own would; torch keeps so many versions of a function in a process, and
+    # runs it as written from then on. The first replicas would stop for compiling where the last ones do not.
+    compiling.recompile_limit *= size
+    compiling.accumulated_recompile_limit *= size
     if world.rules.pod:
         vars(torch_xla.runtime).update(ordinals(world.rules, size, lambda: world.here().rank))
     return world

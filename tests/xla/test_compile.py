@@ -21,9 +21,21 @@ OPTIONS: dict[str, Any] = {"lr": 0.1, "momentum": 0.9}
 compiled: Any = functools.partial(torch.compile, backend="openxla")
 
 
-def _model() -> nn.Sequential:
+class Net(nn.Module):
+    """Two blocks. A class of its own: torch compiles no nn.Sequential in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        blocks = (nn.Sequential(nn.Linear(4, 7), nn.Tanh(), nn.Linear(7, 4)) for _ in range(2))
+        self.blocks = nn.Sequential(*blocks)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.blocks(x)
+
+
+def _model() -> Net:
     torch.manual_seed(0)
-    return nn.Sequential(*(nn.Sequential(nn.Linear(4, 7), nn.Tanh(), nn.Linear(7, 4)) for _ in range(2)))
+    return Net()
 
 
 def _batch(rank: int, step: int) -> torch.Tensor:
@@ -43,7 +55,7 @@ def _alone() -> list[list[float]]:
     return found
 
 
-def _wrapped(kind: str, model: nn.Sequential) -> tuple[Any, torch.optim.Optimizer]:
+def _wrapped(kind: str, model: Net) -> tuple[Any, torch.optim.Optimizer]:
     if "ShardedDDP" in kind:
         oss = shardkit.OSS(model.parameters(), torch.optim.SGD, **OPTIONS)
         if kind == "ShardedDDP of compiled":
@@ -52,16 +64,16 @@ def _wrapped(kind: str, model: nn.Sequential) -> tuple[Any, torch.optim.Optimize
             model.compile(backend="openxla")
             return shardkit.ShardedDDP(model, oss), oss
         return compiled(shardkit.ShardedDDP(model, oss)), oss
-    if kind == "FSDP of compiled":
-        whole: Any = shardkit.FSDP(nn.Sequential(*(shardkit.FSDP(compiled(block)) for block in model)))
-    elif kind == "FSDP, a block compiled":
-        model[1] = shardkit.FSDP(model[1])
-        model[0] = compiled(model[0])
-        whole = shardkit.FSDP(model)
-    elif kind == "compiled units":
-        whole = shardkit.FSDP(nn.Sequential(*(compiled(shardkit.FSDP(block)) for block in model)))
-    else:
-        whole = compiled(shardkit.FSDP(nn.Sequential(*(shardkit.FSDP(block) for block in model))))
+    blocks = model.blocks
+    if kind == "FSDP, a block compiled":
+        blocks[0], blocks[1] = compiled(blocks[0]), shardkit.FSDP(blocks[1])
+    for k in (0, 1) if kind == "FSDP of compiled" else ():
+        blocks[k] = shardkit.FSDP(compiled(blocks[k]))
+    for k in (0, 1) if kind in ("compiled units", "compiled FSDP") else ():
+        blocks[k] = shardkit.FSDP(blocks[k])
+        blocks[k] = compiled(blocks[k]) if kind == "compiled units" else blocks[k]
+    whole: Any = shardkit.FSDP(model)
+    whole = compiled(whole) if kind == "compiled FSDP" else whole
     return whole, torch.optim.SGD(whole.parameters(), **OPTIONS)
 
 
@@ -88,8 +100,8 @@ def _train(rank: int, kind: str) -> tuple[list[float], int]:
     return losses, counters["stats"]["unique_graphs"]
 
 
-KINDS: dict[str, bool | None] = {
-    "ShardedDDP of compiled": True, "ShardedDDP, compiled in place": None, "compiled ShardedDDP": True,
+KINDS = {
+    "ShardedDDP of compiled": True, "ShardedDDP, compiled in place": True, "compiled ShardedDDP": True,
     "FSDP of compiled": False, "FSDP, a block compiled": False, "compiled units": False, "compiled FSDP": False,
 }  # fmt: skip
 
@@ -100,7 +112,28 @@ def test_training_equals_one_process(kind: str) -> None:
     for rank, (losses, graphs) in enumerate(rank_pool(WORLD, "xla").run(_train, kind)):
         assert losses == pytest.approx([step[rank] for step in expected], rel=1e-5)
         # parameters of FSDP units are gathered anew for each use: torch runs these as they are written
-        assert KINDS[kind] in (None, graphs > 0)
+        assert (graphs > 0) is KINDS[kind]
+
+
+def _shapes(rank: int) -> int:
+    from torch._dynamo.utils import counters
+
+    meet = get_backend("xla").group().barrier
+    meet()
+    torch._dynamo.reset()
+    counters.clear()
+    meet()
+    model = _model()
+    run = compiled(_model().to("xla"), dynamic=False)
+    for rows in range(1, 7):
+        with torch.no_grad():
+            torch.testing.assert_close(run(torch.ones(rows, 4).to("xla")).cpu(), model(torch.ones(rows, 4)))
+    meet()
+    return counters["stats"]["unique_graphs"]
+
+
+def test_each_replica_has_as_many_versions_of_a_function_as_a_process() -> None:
+    assert rank_pool(WORLD, "xla").run(_shapes) == [6 * WORLD] * WORLD
 
 
 def _collectives(rank: int) -> None:
