@@ -41,6 +41,15 @@ def _part_alone(rank: int) -> Any:
     return half.all_gather_object(rank) if rank < 2 else get_backend("xla").group().barrier()
 
 
+def _constructed_on_a_part(rank: int) -> Any:
+    half = _parts(rank, [[0, 1], [2, 3]])
+    return (
+        shardkit.FSDP(nn.Linear(4, 4).to("xla"), group=half)
+        if rank < 2
+        else get_backend("xla").group().barrier()
+    )
+
+
 def _more_in_one_part(rank: int) -> Any:
     half = _parts(rank, [[0, 1], [2, 3]])
     value = torch.ones(2, device="xla")
@@ -63,6 +72,7 @@ def _other_parts(rank: int) -> Any:
 REFUSED: dict[str, Callable[[int], Any]] = {
     "part by xm": _part_by_xm,
     "part alone": _part_alone,
+    "constructed on a part": _constructed_on_a_part,
     "more in one part": _more_in_one_part,
     "other parts": _other_parts,
 }

@@ -26,6 +26,7 @@ pytestmark = [pytest.mark.xla, pytest.mark.timeout(240)]
     [
         ("part by xm", "ConfigurationError", ["only global rendezvous", "'half'"]),
         ("part alone", "OutOfStepError", ["rank 1: all_gather_object", "rank 2: barrier"]),
+        ("constructed on a part", "OutOfStepError", ["rank 2: barrier", "rank 0: all_gather"]),
         ("more in one part", "OutOfStepError", ["First difference, at collective 1", "nothing"]),
         ("other parts", "OutOfStepError", ["don't divide the ranks"]),
     ],
