@@ -11,7 +11,7 @@
 #   make bench   shardkit, fairscale, DDP, FSDP1, FSDP2 and others interleaved in one run
 #   make gpu     on a machine with GPUs: tests and benchmarks there, at most 25 minutes; writes docs/GPU.md
 #                (GPU='--only "bench 124M"' for a part of it)
-#   make torch-tpu  the backend "tpu" on torch_tpu itself, compiled for the CPU by XLA's plugin (Linux, Python 3.11+)
+#   make torch-tpu PLUGIN=FILE  the backend "tpu" on torch_tpu itself, compiled for the CPU by XLA's plugin
 #   make docs    HTML documentation in docs/_build/html
 
 PYTHON ?= python3
@@ -144,13 +144,14 @@ ONLY ?=
 faults: $(CORE)/.ready $(XLA)/.ready
 	@$(CORE)/bin/python -m tests.deliberate_faults $(if $(ONLY),--only '$(ONLY)')
 
-# XLA's plugin for CPUs, which takes libtpu's place.
-PJRT_CPU ?= fastatomstruct-xla-cpu==2026.6.23
 $(TPU)/.ready: pyproject.toml
-	$(call make_venv,$(TPU),$(TORCH) $(PJRT_CPU),$(subst $(space),$(comma),test tpu))
+	$(call make_venv,$(TPU),$(TORCH),$(subst $(space),$(comma),test tpu))
 
+# XLA's plugin for CPUs takes libtpu's place: XLA builds it as //xla/pjrt/c:pjrt_c_api_cpu_plugin.so.
+PLUGIN ?=
 torch-tpu: $(TPU)/.ready
-	@$(TPU)/bin/python -m pytest -q -k torch_tpu tests/backends/test_torch_tpu.py tests/backends/test_contract.py \
+	@test -f "$(PLUGIN)" || { echo "make torch-tpu PLUGIN=FILE: needs XLA's PJRT plugin for CPUs"; exit 1; }
+	@SHARDKIT_PJRT_CPU="$(abspath $(PLUGIN))" $(TPU)/bin/python -m pytest -q -k torch_tpu tests/backends/test_torch_tpu.py tests/backends/test_contract.py \
 	  tests/backends/test_late_device.py tests/backends/test_late_programs.py
 
 STREAMS := $(addprefix tests/,backends/test_contract.py fsdp compression sharded_ddp oss adascale model_parallel pipeline moe \

@@ -13,16 +13,12 @@ from tests.late_device.build import missing as obstacle
 
 DEVICES = 4
 PLUGIN = "SHARDKIT_PJRT_CPU"
-_PACKAGE = "fastatomstruct_xla_cpu"  # has XLA's plugin for CPUs, unmodified
 
 
 def plugin() -> Path | None:
     """XLA's PJRT plugin for CPUs."""
     given = os.environ.get(PLUGIN)
-    if given:
-        return Path(given)
-    found = importlib.util.find_spec(_PACKAGE)
-    return None if found is None or found.origin is None else Path(found.origin).with_name("libpjrt_cpu.so")
+    return Path(given) if given else None
 
 
 def missing() -> str:
@@ -30,7 +26,7 @@ def missing() -> str:
     if importlib.util.find_spec("torch_tpu") is None:
         return "torch_tpu is not installed (make torch-tpu)"
     if plugin() is None:
-        return f"there is no PJRT plugin for CPUs: set {PLUGIN}, or install {_PACKAGE}"
+        return f"there is no PJRT plugin for CPUs: {PLUGIN} names none"
     return obstacle()
 
 
