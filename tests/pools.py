@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from shardkit.backends.processes import RankPool, join_ranks
 
+MOST_POOLS = 6  # with processes; ranks that wait take time from those that run, by their connections' threads
 MANY_THREADS = 40  # of a rank; those of the default group and of torch are about 25
 
 # Most of the tests' time would go into compiling well what runs a few times. So: no optimization, no MLIR context for
@@ -40,8 +41,16 @@ def rank_pool(world_size: int, backend: str = "gloo") -> Pool:
     key = (world_size, backend)
     USED.add(key)
     if key not in _pools:
-        _pools[key] = _make(world_size, backend)
-    return _pools[key]
+        _make_room()
+    pool = _pools[key] = _pools.pop(key, None) or _make(world_size, backend)  # the last used stands last
+    return pool
+
+
+def _make_room() -> None:
+    """Ends the pool that was asked for longest ago, where there are many."""
+    with_processes = [key for key, pool in _pools.items() if not isinstance(pool, SimulatedPool)]
+    for key in with_processes[: max(0, len(with_processes) + 1 - MOST_POOLS)]:
+        _close(_pools.pop(key))
 
 
 def _make(world_size: int, backend: str) -> Pool:
@@ -162,11 +171,15 @@ class SimulatedPool:
 def close_pools() -> None:
     """Ends all ranks."""
     for pool in _pools.values():
-        if isinstance(pool, RankPool):
-            pool.close(kill=True)  # not worth the seconds of a polite end
-        else:
-            pool.close()
+        _close(pool)
     _pools.clear()
+
+
+def _close(pool: Pool) -> None:
+    if isinstance(pool, RankPool):
+        pool.close(kill=True)  # not worth the seconds of a polite end
+    else:
+        pool.close()
 
 
 def free_port() -> int:
