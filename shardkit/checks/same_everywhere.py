@@ -13,27 +13,27 @@ from torch.nn.parameter import is_lazy
 
 from ..backend import Group
 from ..errors import ConfigurationError, RankMismatchError
-from ..types import Facts
+from ..types import Facts, T
 from .facts import all_gather_facts, as_fact
 
 
-def check_same_everywhere(group: Group, facts: Facts, what: str, aside: str = "") -> str:
+def check_same_everywhere(group: Group, facts: Facts, what: str, aside: T | None = None) -> list[T | None]:
     """Compares a list of (name, value) facts between ranks; raises on all of them at the first difference.
 
     Args:
         group: the ranks.
         facts: to be compared.
         what: they are of, for messages.
-        aside: said in the same exchange, and not compared.
+        aside: more facts, which are told in the same exchange and not compared.
 
     Returns:
-        What the first rank said aside.
+        What each rank told aside.
 
     Raises:
         RankMismatchError: names the first differing fact and each rank's value.
     """
     if group.world_size == 1:
-        return aside
+        return [aside]
     mine_and_aside = [(name, as_fact(value)) for name, value in facts], aside
     told = all_gather_facts(group.channel("control"), mine_and_aside, label=f"check of {what}")
     everybody = [compared for compared, _ in told]
@@ -53,7 +53,7 @@ def check_same_everywhere(group: Group, facts: Facts, what: str, aside: str = ""
                     f"{mine[1]}, rank {group.ranks[rank]} has {theirs[0]} {theirs[1]}. {remedy} (this rank is "
                     f"{group.ranks[group.rank]})."
                 )
-    return told[0][1]
+    return [beside for _, beside in told]
 
 
 def shape_fact(tensor: torch.Tensor) -> object:

@@ -15,7 +15,6 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from ..backend import Backend, Group, backend_for
-from ..checks.facts import all_gather_facts
 from ..checks.runs import new_run_id, proposed_run_id
 from ..checks.same_everywhere import check_one_device, check_same_everywhere, option_facts
 from ..compression import check_compressible
@@ -169,7 +168,7 @@ def shard_module(state: ShardingState, list_shard: Listing) -> None:
         "replicas": options.replicas is not None, "layout": options.layout,
         "dtensors": options.dtensors,
     }  # fmt: skip
-    proposed = check_ranks_agree(found, state.group, facts, proposed_run_id())
+    proposed = check_ranks_agree(found, state.group, facts, values=not options.sync_module_states)
     if state.replicas is not None:
         check_ranks_agree(found, state.replicas, facts)
     check_options(options.reduce, options.offload, state.group.backend)
@@ -311,11 +310,17 @@ def backend_nearby(state: ShardingState, borrowed: list[FlatParam]) -> Backend |
     return borrowed[0].group.backend if borrowed else None
 
 
-def check_ranks_agree(found: Found, group: Group, options: Kwargs, aside: str = "") -> str:
+def check_ranks_agree(found: Found, group: Group, options: Kwargs, *, values: bool = False) -> str:
     """Raises RankMismatchError on all ranks if options differ, or parameters in names, shapes or dtypes.
 
+    Args:
+        found: the parameters.
+        group: the ranks.
+        options: by name.
+        values: compares the parameters' values, too.
+
     Returns:
-        What the group's first rank said ``aside``.
+        The run id that the group's first rank proposes. All of it is one exchange, which costs a sync on some devices.
     """
     facts: list[tuple[str, object]] = []
     for name, original in zip(found.names, found.originals, strict=True):
@@ -323,13 +328,41 @@ def check_ranks_agree(found: Found, group: Group, options: Kwargs, aside: str = 
         trainable = "trainable" if original.param.requires_grad else "frozen"
         facts.append((name, (shape, str(original.param.dtype), trainable)))
     facts += option_facts(**options)
-    told = check_same_everywhere(group, facts, "parameters of the wrapped module or options", aside)
+    digests = [_digest(m.param) for m in found.originals] if values and group.world_size > 1 else []
+    aside = proposed_run_id(), digests
+    told = [
+        t
+        for t in check_same_everywhere(group, facts, "parameters of the wrapped module or options", aside)
+        if t
+    ]
     if found.lazy:
         raise ConfigurationError(
             f"rank {group.rank}: {', '.join(map(repr, found.lazy))} of the wrapped module have no shape before its "
             "first forward (lazy modules); run one forward on example inputs, alike on all ranks, then wrap it"
         )
-    return told
+    _compare_values(found, group, [theirs for _, theirs in told])
+    return told[0][0]
+
+
+@torch.no_grad()
+def _digest(param: nn.Parameter) -> str:
+    """Of the values; nothing where there are none yet."""
+    if param.is_meta or is_lazy(param):
+        return ""
+    return hashlib.sha1(
+        param.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+    ).hexdigest()
+
+
+def _compare_values(found: Found, group: Group, everybody: list[list[str]]) -> None:
+    for rank, theirs in enumerate(everybody):
+        if theirs != everybody[0]:
+            k = next(i for i, (a, b) in enumerate(zip(theirs, everybody[0], strict=True)) if a != b)
+            raise RankMismatchError(
+                f"parameter {k} of the wrapped module, {found.names[k]!r} of shape {tuple(found.originals[k].shape)}, "
+                f"has other values on rank {group.ranks[rank]} than on rank {group.ranks[0]}; the shards would mix "
+                "both. Seed all ranks alike, or pass sync_module_states=True to start from rank 0's"
+            )
 
 
 @torch.no_grad()
@@ -345,10 +378,7 @@ def shard_of(
     Args:
         layout: of the flat parameter.
         device: where the original parameters are gathered; the shard is there too.
-        from_rank_0: rank 0's values count; else ranks must hold the same ones.
-
-    Raises:
-        RankMismatchError: on all ranks, without ``from_rank_0``, if values differ between ranks.
+        from_rank_0: rank 0's values count; else ranks hold the same ones.
     """
     dtype = originals[0].param.dtype
     if any(m.param.is_meta for m in originals):
@@ -359,24 +389,4 @@ def shard_of(
         return flat
     if from_rank_0:
         group.channel("buffers").broadcast(flat, 0, label="parameters of rank 0")
-    else:
-        _check_same_values(originals, group)
     return own_part(flat, group).clone()
-
-
-def _check_same_values(originals: list[OriginalParameter], group: Group) -> None:
-    sums = [
-        hashlib.sha1(
-            m.param.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-        ).hexdigest()
-        for m in originals
-    ]
-    everybody = all_gather_facts(group.channel("control"), sums, label="check of start values")
-    for rank, theirs in enumerate(everybody):
-        if theirs != everybody[0]:
-            k = next(i for i, (a, b) in enumerate(zip(theirs, everybody[0], strict=True)) if a != b)
-            raise RankMismatchError(
-                f"parameter {k} of the wrapped module, of shape {tuple(originals[k].shape)}, has other values on rank "
-                f"{group.ranks[rank]} than on rank {group.ranks[0]}; the shards would mix both. Seed all ranks alike, "
-                "or pass sync_module_states=True to start from rank 0's"
-            )

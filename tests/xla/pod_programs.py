@@ -259,3 +259,27 @@ def train_zero(rank: int) -> dict[str, Any]:
         optimizer.step()
         get_backend("xla").mark_step()
     return {"state": {name: p.detach().cpu() for name, p in model.named_parameters()}}
+
+
+# ------------------------------------------------------------------ what construction costs
+def exchanges_of_construction(rank: int, units: int, options: dict[str, Any]) -> list[str]:
+    """Labels of this replica's exchanges while a model of so many units, and a root, is built."""
+    from shardkit.backends.xla.backend import XlaBackend
+
+    backend = get_backend("xla")
+    assert isinstance(backend, XlaBackend)
+    host = backend._replica().host
+    exchange, labels = host.exchange, []
+
+    def counted(ranks: Any, what: str, label: str, payload: bytes) -> list[bytes]:
+        labels.append(label or what)
+        return exchange(ranks, what, label, payload)
+
+    host.exchange = counted  # type: ignore[method-assign]
+    try:
+        torch.manual_seed(0)
+        inner = [shardkit.FSDP(nn.Linear(5, 5).to("xla"), **options) for _ in range(units)]
+        shardkit.FSDP(nn.Sequential(*inner, nn.Linear(5, 1).to("xla")), **options)
+    finally:
+        host.exchange = exchange  # type: ignore[method-assign]
+    return labels

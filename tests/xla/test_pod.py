@@ -170,3 +170,13 @@ def _assert_equal(state: dict[str, torch.Tensor], parameters: dict[str, torch.Te
         torch.testing.assert_close(
             state[name], value.detach(), rtol=1e-4, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}"
         )
+
+
+# ------------------------------------------------------------------ costs
+@pytest.mark.parametrize("flatten", [True, False])
+@pytest.mark.parametrize("sync_module_states", [True, False])
+def test_a_unit_is_compared_in_one_exchange(flatten: bool, sync_module_states: bool) -> None:
+    """Names, shapes, options, values and the run id."""
+    options = {"flatten": flatten, "sync_module_states": sync_module_states}
+    for labels in rank_pool(4, "xla").run(programs.exchanges_of_construction, 2, options):
+        assert labels == ["check of parameters of the wrapped module or options"] * 3
