@@ -91,7 +91,7 @@ NEWEST_ONLY := $(addprefix tests/,estimate doctor differential figures gpu cli m
   out_of_memory checkpoint_tools adascale/test_adascale.py activations/test_recurrent.py compression/test_training.py \
   checkpoint/test_files.py clients/test_torchrun.py $(addprefix running/test_,run.py started.py) \
   $(addprefix rehearsal/test_,hangs.py scripts.py trainings.py) $(addprefix tracing/test_,run.py command.py metrics.py) \
-  $(addprefix training_checkpoints/test_,whole_or_not.py resume.py) $(addprefix fsdp/test_,align.py large.py one_order.py) \
+  $(addprefix training_checkpoints/test_,whole_or_not.py resume.py) $(addprefix fsdp/test_,align.py fairscale_faults.py large.py one_order.py) \
   $(addprefix backends/test_,lifetimes.py out_of_step.py) $(addprefix border/test_,libraries.py same_bits.py trainers.py) \
   $(addprefix whole_parameters/test_,costs.py oss.py plan.py rules.py state.py) \
   $(addprefix pages/test_,api_page.py errors_page.py notebooks.py pictures.py support.py tutorials.py) \
@@ -100,7 +100,8 @@ NEWEST_ONLY_TESTS := $(addprefix tests/examples/test_examples.py::test_,full_run
   all_strategies_on_four_ranks torchrun_with_another_number_of_ranks_is_refused readme_example) \
   $(addprefix tests/,test_bad_input.py::test_a_rank_that_dies_during_backward \
   moe/test_moe.py::test_inputs_that_change_on_one_rank extra/test_slow_momentum.py::test_nodes_of_several_ranks \
-  extra/test_adam.py::test_within_oss backends/test_group_lifetime.py::test_sockets_of_a_rank \
+  extra/test_adam.py::test_within_oss oss/test_oss.py::test_every_optimizer_of_torch \
+  model_parallel/test_model_parallel.py::test_llama backends/test_group_lifetime.py::test_sockets_of_a_rank \
   backends/test_group_lifetime.py::test_a_new_default_group_after_the_first_was_destroyed \
   evaluation/test_gathering.py::test_dtypes_have_to_agree)
 
