@@ -55,8 +55,9 @@ def start_others_and_abort(rank: int, file: str) -> None:
     with open(file, "a") as f:
         for process in _start_others(rank):
             print(process, file=f, flush=True)
-    if rank == 1:
-        os.abort()
     from shardkit.backend import get_backend
 
+    get_backend("xla").group().barrier()  # both are here
+    if rank == 1:
+        os.abort()
     get_backend("xla").group().barrier()
