@@ -18,7 +18,7 @@ import os
 import sys
 import threading
 import weakref
-from typing import NoReturn, Protocol
+from typing import NoReturn, Protocol, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -27,6 +27,8 @@ from shardkit.errors import LifecycleError
 
 from ..forked import first_in_fork
 from ..torch_types import Store
+
+Connected: TypeAlias = "torch._C._distributed_c10d.Backend"
 
 _EXIT_SECONDS = 1.0
 # gloo gives up by itself later than shardkit, whose message says more.
@@ -61,11 +63,19 @@ def connect_gloo(store: Store, rank: int, world_size: int, timeout: datetime.tim
     options._devices = _devices()
     options._timeout = timeout + _SLACK
     gloo = dist.ProcessGroupGloo(store, rank, world_size, options)
-    pg = dist.ProcessGroup(store, rank, world_size)
     kind = dist.ProcessGroup.BackendType.GLOO
-    for device_type in ("cpu", "cuda"):
-        pg._register_backend(torch.device(device_type), kind, gloo)
+    return process_group_over(gloo, kind, store, rank, world_size, *map(torch.device, ("cpu", "cuda")))
+
+
+def process_group_over(
+    connected: Connected, kind: dist.ProcessGroup.BackendType, store: Store, rank: int, world_size: int,
+    *devices: torch.device,
+) -> dist.ProcessGroup:  # fmt: skip
+    """torch's process group around a library's connections, which serve these kinds of devices."""
+    pg = dist.ProcessGroup(store, rank, world_size)
     pg._set_default_backend(kind)
+    for device in devices:
+        pg._register_backend(device, kind, connected)
     return pg
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -18,10 +17,9 @@ from shardkit.backend import Backend
 from shardkit.errors import ConfigurationError
 
 from ..torch_types import Store
+from .connections import Connected, process_group_over
 from .group import MAIN, C10dGroup
 from .stream_group import StreamGroup
-
-Connected: TypeAlias = "torch._C._distributed_c10d.Backend"
 
 
 class LibraryGroup(StreamGroup):
@@ -47,10 +45,7 @@ class LibraryGroup(StreamGroup):
         kind, connected = _connected(self._library, store, rank, size, self._timeout, global_ranks, full_name)
         if isinstance(connected, dist.ProcessGroup):  # of a library that is written in Python
             return connected
-        pg = dist.ProcessGroup(store, rank, size)
-        pg._set_default_backend(kind)
-        pg._register_backend(torch.device(self.backend.device_type), kind, connected)
-        return pg
+        return process_group_over(connected, kind, store, rank, size, torch.device(self.backend.device_type))
 
     def close(self) -> None:
         own = self.process_group if self._root is not self else None

@@ -30,6 +30,7 @@ import torch.distributed as dist
 
 from ..forked import first_in_fork
 from ..torch_types import Store
+from .connections import process_group_over
 from .stream_group import StreamGroup
 
 _CUDA = torch.device("cuda")
@@ -57,10 +58,8 @@ class NcclGroup(StreamGroup):
         options.group_name = full_name  # type: ignore[assignment]
         rank, size = members.index(self.rank), len(members)
         nccl = dist.ProcessGroupNCCL(store, rank, size, options)
-        pg = dist.ProcessGroup(store, rank, size)
         kind = dist.ProcessGroup.BackendType.NCCL
-        pg._set_default_backend(kind)
-        pg._register_backend(_CUDA, kind, nccl)
+        pg = process_group_over(nccl, kind, store, rank, size, _CUDA)
         pg._set_group_name(options.group_name)
         pg._set_group_desc(f"shardkit: {name.rpartition('/')[0]}")
         device = self.backend.device()

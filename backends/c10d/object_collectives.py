@@ -25,19 +25,13 @@ class ObjectsOverTensors(Group):
     def all_gather_object(self, obj: T, *, label: str = "") -> list[T]:
         if self.process_group is None:
             return [obj]
-        packed, sizes = announce(self, obj, True, label)
-        data = as_tensor(packed).to(self.backend.device())
-        buffer, everything = _buffer(self, sum(sizes))
-        self.all_gather_into(everything, data, sizes, label=label)
-        return _unpack(buffer, everything, sizes, obj)
+        return [pickle.loads(part) for part in self._gathered(*announce(self, obj, True, label), label)]
 
     def all_gather_bytes(self, data: bytes, *, label: str = "") -> list[bytes]:
         if self.process_group is None:
             return [data]
         sizes = sizes_of(self, len(data), label)
-        own, (buffer, everything) = as_tensor(bytearray(data)), _buffer(self, sum(sizes))
-        self.all_gather_into(everything, own.to(self.backend.device()), sizes, label=label)
-        return [bytes(part) for part in _parts(buffer, everything, sizes)]
+        return [bytes(part) for part in self._gathered(bytearray(data), sizes, label)]
 
     def gather_object(self, obj: T, dst: int, *, label: str = "") -> list[T] | None:
         check_member("gather_object", self.rank, self.world_size, dst)
@@ -49,7 +43,7 @@ class ObjectsOverTensors(Group):
         buffer, everything = _buffer(self, sum(sizes) if here else 0)
         send = [data.numel() if r == dst else 0 for r in range(world)]
         self.all_to_all(everything, data, sizes if here else [0] * world, send, label=label)
-        return _unpack(buffer, everything, sizes, obj) if here else None
+        return [pickle.loads(part) for part in _parts(buffer, everything, sizes)] if here else None
 
     def broadcast_object(self, obj: T, src: int, *, label: str = "") -> T:
         """On ``src`` the very object."""
@@ -58,12 +52,23 @@ class ObjectsOverTensors(Group):
             return obj
         here = self.rank == src
         data, sizes = announce(self, obj, here, label)
-        if here:
+        received = self._spread(data, sizes[src], src, label)
+        return obj if here else pickle.loads(received)
+
+    def _gathered(self, data: bytearray, sizes: Sequence[int], label: str) -> list[memoryview]:
+        """Each rank's bytes."""
+        own, (buffer, everything) = as_tensor(data).to(self.backend.device()), _buffer(self, sum(sizes))
+        self.all_gather_into(everything, own, sizes, label=label)
+        return _parts(buffer, everything, sizes)
+
+    def _spread(self, data: bytearray, size: int, src: int, label: str) -> memoryview:
+        """The bytes of ``src``."""
+        if self.rank == src:
             self.broadcast(as_tensor(data).to(self.backend.device()), src, label=label)
-            return obj
-        buffer, received = _buffer(self, sizes[src])
+            return memoryview(data)
+        buffer, received = _buffer(self, size)
         self.broadcast(received, src, label=label)
-        return _unpack(buffer, received, [sizes[src]], obj)[0]
+        return _parts(buffer, received, [size])[0]
 
 
 def announce(group: Group, obj: object, sends: bool, label: str) -> tuple[bytearray, list[int]]:
@@ -110,11 +115,6 @@ def _buffer(group: Group, numel: int) -> tuple[bytearray, torch.Tensor]:
     tensor = torch.frombuffer(buffer, dtype=torch.uint8)
     device = group.backend.device()
     return buffer, tensor if device.type == "cpu" else torch.empty_like(tensor, device=device)
-
-
-def _unpack(buffer: bytearray, received: torch.Tensor, sizes: Sequence[int], like: T) -> list[T]:
-    """What was packed; each rank's is of the same kind as ``like``, this rank's own."""
-    return [pickle.loads(part) for part in _parts(buffer, received, sizes)]
 
 
 def _parts(buffer: bytearray, received: torch.Tensor, sizes: Sequence[int]) -> list[memoryview]:

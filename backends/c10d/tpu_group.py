@@ -16,9 +16,8 @@
 
 from __future__ import annotations
 
-import pickle
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -29,8 +28,9 @@ from shardkit.types import T
 
 from ..arguments import check_exchange, check_member, check_members, check_op, check_parts
 from ..torch_types import Store
+from .connections import process_group_over
 from .group import MAIN, C10dGroup
-from .object_collectives import announce, as_tensor, sizes_of
+from .object_collectives import as_tensor
 from .stream_group import StreamGroup
 from .wire import NUMBERS, as_bytes, as_real
 
@@ -82,11 +82,8 @@ class TpuGroup(StreamGroup):
         rank, size = members.index(self.rank), len(members)
         plugin = dist.Backend._plugins["TPU"]
         kind = dist.ProcessGroup.BackendType.CUSTOM
-        pg = dist.ProcessGroup(store, rank, size)
-        pg._set_default_backend(kind)
-        device = torch.device(self.backend.device_type)
-        pg._register_backend(device, kind, plugin.creator_fn(store, rank, size, self._timeout))
-        return pg
+        connected = plugin.creator_fn(store, rank, size, self._timeout)
+        return process_group_over(connected, kind, store, rank, size, torch.device(self.backend.device_type))
 
     # ------------------------------------------------------------ tensors
     def all_gather_into(
@@ -162,42 +159,24 @@ class TpuGroup(StreamGroup):
         return taken
 
     # ------------------------------------------------------------ objects
-    def all_gather_object(self, obj: T, *, label: str = "") -> list[T]:
-        if self.process_group is None:
-            return [obj]
-        return [pickle.loads(part) for part in self._gathered(*announce(self, obj, True, label), label)]
-
-    def all_gather_bytes(self, data: bytes, *, label: str = "") -> list[bytes]:
-        if self.process_group is None:
-            return [data]
-        sizes = sizes_of(self, len(data), label)
-        return [bytes(part) for part in self._gathered(bytearray(data), sizes, label)]
-
     def gather_object(self, obj: T, dst: int, *, label: str = "") -> list[T] | None:
         check_member("gather_object", self.rank, self.world_size, dst)
         everything = self.all_gather_object(obj, label=label)
         return everything if self.rank == dst else None
 
-    def broadcast_object(self, obj: T, src: int, *, label: str = "") -> T:
-        """On ``src`` the very object."""
-        check_member("broadcast_object", self.rank, self.world_size, src)
-        if self.process_group is None:
-            return obj
-        here = self.rank == src
-        data, sizes = announce(self, obj, here, label)
-        buffer = _padded(data, sizes).to(self.backend.device())
-        self.broadcast(buffer, src, label=label)
-        return obj if here else pickle.loads(bytearray(buffer.cpu().tolist())[: sizes[src]])
-
-    def _gathered(self, data: bytearray, sizes: Sequence[int], label: str) -> Iterator[memoryview]:
-        """Each rank's bytes; they are cut on the host."""
-        own = _padded(data, sizes).to(self.backend.device())
-        everything = torch.empty(self.world_size * own.numel(), dtype=torch.uint8, device=own.device)
+    def _gathered(self, data: bytearray, sizes: Sequence[int], label: str) -> list[memoryview]:
+        """Padded on the device, cut on the host."""
+        own = _padded(data, max(sizes)).to(self.backend.device())
+        width = own.numel()
+        everything = torch.empty(self.world_size * width, dtype=torch.uint8, device=own.device)
         self.all_gather_into(everything, own, label=label)
-        host = bytearray(everything.numel())
-        torch.frombuffer(host, dtype=torch.uint8).copy_(everything)
-        for r, size in enumerate(sizes):
-            yield memoryview(host)[r * own.numel() : r * own.numel() + size]
+        host = _on_host(everything)
+        return [host[r * width : r * width + size] for r, size in enumerate(sizes)]
+
+    def _spread(self, data: bytearray, size: int, src: int, label: str) -> memoryview:
+        buffer = _padded(data, size).to(self.backend.device())
+        self.broadcast(buffer, src, label=label)
+        return memoryview(data) if self.rank == src else _on_host(buffer)[:size]
 
 
 class _Then(Work):
@@ -223,8 +202,14 @@ def _chunks(ranks: Sequence[int], size: int) -> list[list[int]]:
     return [list(ranks[k : k + size]) for k in range(0, len(ranks), size)]
 
 
-def _padded(data: bytearray, sizes: Sequence[int]) -> torch.Tensor:
-    """On the host, [a power of two that holds the largest]."""
-    padded = torch.zeros(1 << (max(1, *sizes) - 1).bit_length(), dtype=torch.uint8)
+def _on_host(data: torch.Tensor) -> memoryview:
+    host = bytearray(data.numel())
+    as_tensor(host).copy_(data)
+    return memoryview(host)
+
+
+def _padded(data: bytearray, size: int) -> torch.Tensor:
+    """On the host, [a power of two that holds ``size`` bytes]."""
+    padded = torch.zeros(1 << (max(1, size) - 1).bit_length(), dtype=torch.uint8)
     padded[: len(data)].copy_(as_tensor(data))
     return padded
