@@ -17,15 +17,10 @@ from shardkit.checkpoint.saving import save as write_whole
 from shardkit.extra.reducing_oss import average_gradients
 from shardkit.optimizers.shards import refuse_shards
 from shardkit.types import Kwargs, Tree
+from shardkit.xla.originals import names_of
 from shardkit.xla.ranks import current_backend, is_first_of_host, rank_and_world_size
 
-
-def __getattr__(name: str) -> Any:
-    if name.startswith("__"):
-        raise AttributeError(name)
-    import torch_xla.core.xla_model as original
-
-    return getattr(original, name)
+__getattr__ = names_of("torch_xla.core.xla_model")
 
 
 def get_ordinal(defval: int = 0) -> int:

@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 import os
-from typing import Any
 
 from shardkit.backends.xla.backend import has_accelerator
 from shardkit.errors import ConfigurationError
 from shardkit.launch import launch
 from shardkit.types import AnyCallable, Args
+from shardkit.xla.originals import names_of
 
-
-def __getattr__(name: str) -> Any:
-    if name.startswith("__"):
-        raise AttributeError(name)
-    import torch_xla.distributed.xla_multiprocessing as original
-
-    return getattr(original, name)
+__getattr__ = names_of("torch_xla.distributed.xla_multiprocessing")
 
 
 def spawn(

@@ -8,15 +8,9 @@ from torch import nn
 from shardkit.activations.checkpointing import checkpoint_wrapper
 from shardkit.errors import ConfigurationError
 from shardkit.types import AnyCallable, Tree
+from shardkit.xla.originals import names_of
 
-
-def __getattr__(name: str) -> object:
-    if name.startswith("__"):
-        raise AttributeError(name)
-    import torch_xla.distributed.fsdp.utils as original
-
-    found: object = getattr(original, name)
-    return found
+__getattr__ = names_of("torch_xla.distributed.fsdp.utils")
 
 
 def checkpoint_module(module: nn.Module) -> nn.Module:

@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
+from shardkit.xla.originals import names_of
 
-def __getattr__(name: str) -> object:
-    if name.startswith("__"):
-        raise AttributeError(name)
-    import torch_xla.distributed.fsdp.xla_flatten_params_wrapper as original
-
-    found: object = getattr(original, name)
-    return found
+__getattr__ = names_of("torch_xla.distributed.fsdp.xla_flatten_params_wrapper")
