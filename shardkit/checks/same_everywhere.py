@@ -13,11 +13,11 @@ from torch.nn.parameter import is_lazy
 
 from ..backend import Group
 from ..errors import ConfigurationError, RankMismatchError
-from ..types import Facts, T
+from ..types import Facts, Tree
 from .facts import all_gather_facts, as_fact
 
 
-def check_same_everywhere(group: Group, facts: Facts, what: str, aside: T | None = None) -> list[T | None]:
+def check_same_everywhere(group: Group, facts: Facts, what: str, aside: Tree = None) -> list[Tree]:
     """Compares a list of (name, value) facts between ranks; raises on all of them at the first difference.
 
     Args:

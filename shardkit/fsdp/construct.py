@@ -330,18 +330,15 @@ def check_ranks_agree(found: Found, group: Group, options: Kwargs, *, values: bo
     facts += option_facts(**options)
     digests = [_digest(m.param) for m in found.originals] if values and group.world_size > 1 else []
     aside = proposed_run_id(), digests
-    told = [
-        t
-        for t in check_same_everywhere(group, facts, "parameters of the wrapped module or options", aside)
-        if t
-    ]
+    told = check_same_everywhere(group, facts, "parameters of the wrapped module or options", aside)
     if found.lazy:
         raise ConfigurationError(
             f"rank {group.rank}: {', '.join(map(repr, found.lazy))} of the wrapped module have no shape before its "
             "first forward (lazy modules); run one forward on example inputs, alike on all ranks, then wrap it"
         )
     _compare_values(found, group, [theirs for _, theirs in told])
-    return told[0][0]
+    run_id: str = told[0][0]
+    return run_id
 
 
 @torch.no_grad()
