@@ -11,6 +11,7 @@ from typing import Any, Protocol
 from shardkit.backends.processes import RankPool, join_ranks
 
 MOST_POOLS = 6  # with processes; ranks that wait take time from those that run, by their connections' threads
+RANKS_SECONDS = 400.0  # a call may take; tests end at 600 (pyproject.toml), with less to tell
 MANY_THREADS = 40  # of a rank; those of the default group and of torch are about 25
 
 # Most of the tests' time would go into compiling well what runs a few times. So: no optimization, no MLIR context for
@@ -67,29 +68,29 @@ def _make(world_size: int, backend: str) -> Pool:
         from tests.backends import cuda_programs
 
         start = getattr(cuda_programs, f"over_{backend.rpartition(' ')[2]}")
-        return RankPool(world_size, "cuda", start=start, timeout=120, environment=environment)
+        return RankPool(world_size, "cuda", start=start, timeout=RANKS_SECONDS, environment=environment)
     if backend in ("late", "tpu"):  # a device of our own, see tests/late_device
         from tests.late_device import ranks
 
         start = getattr(ranks, f"start_{backend}")
-        return RankPool(world_size, backend, start=start, timeout=120, environment=environment)
+        return RankPool(world_size, backend, start=start, timeout=RANKS_SECONDS, environment=environment)
     if backend == "torch_tpu":  # see tests/torch_tpu
         from tests.torch_tpu import runtime
         from tests.torch_tpu.ranks import start
 
         environment |= runtime.variables()
-        return RankPool(world_size, "tpu", start=start, timeout=300, environment=environment)
+        return RankPool(world_size, "tpu", start=start, timeout=RANKS_SECONDS, environment=environment)
     if backend == "fairscale":
         from shardkit.testing.fairscale_ranks import start_rank
 
-        return RankPool(world_size, "gloo", start=start_rank, timeout=120, environment=environment)
+        return RankPool(world_size, "gloo", start=start_rank, timeout=RANKS_SECONDS, environment=environment)
     if backend != "gloo":
-        return RankPool(world_size, backend, timeout=120, environment=environment)
+        return RankPool(world_size, backend, timeout=RANKS_SECONDS, environment=environment)
     if DEVICE["name"] == "streams":
         return StreamsPool(
-            world_size, backend, start=_start_with_streams, timeout=120, environment=environment
+            world_size, backend, start=_start_with_streams, timeout=RANKS_SECONDS, environment=environment
         )
-    return TidyPool(world_size, backend, timeout=120, environment=environment)
+    return TidyPool(world_size, backend, timeout=RANKS_SECONDS, environment=environment)
 
 
 class TidyPool(RankPool):
@@ -157,7 +158,7 @@ class SimulatedPool:
     def __init__(self, world_size: int, backend: str) -> None:
         self._world_size = world_size
         self._backend = "streams" if DEVICE["name"] == "streams" else backend
-        self.timeout = 120.0
+        self.timeout = RANKS_SECONDS
 
     def run(self, fn: Callable[..., Any], *args: Any) -> list[Any]:
         from shardkit.backend import get_backend

@@ -168,7 +168,7 @@ def test_a_rank_that_dies_during_backward(tmp_path: Any) -> None:
     died = time.monotonic()
     for process in ranks:
         process.join(30)
-    assert time.monotonic() - died < 15
+    assert time.monotonic() - died < 60
     assert ranks[1].exitcode == 3
     for rank in (0, 2):
         text = (tmp_path / str(rank)).read_text()

@@ -74,7 +74,7 @@ def _pid(rank: int) -> int:
 
 
 def test_failures_come_back_at_once() -> None:
-    with RankPool(2, timeout=60) as pool:
+    with RankPool(2, timeout=400) as pool:
         first = pool.run(_pid)
         for fn, kind, text in (
             (_one_raises, "KeyError", "the reason"),
@@ -85,14 +85,14 @@ def test_failures_come_back_at_once() -> None:
             with pytest.raises(shardkit.RankFailedError, match=text) as caught:
                 pool.run(fn)
             if fn is _one_raises:
-                assert time.monotonic() - began < 5
+                assert time.monotonic() - began < 60  # not the limit of the call
             assert caught.value.rank == 1
             assert caught.value.remote_type == kind
         for pid in first:
             with pytest.raises(ProcessLookupError):
                 os.kill(pid, 0)
-        pool.timeout = 3
         pool.run(_pid)
+        pool.timeout = 5
         with pytest.raises(shardkit.RankFailedError, match="_all_hang"):
             pool.run(_all_hang)
 
@@ -212,7 +212,7 @@ def test_ranks_that_end_right_after_a_collective(tmp_path: Path) -> None:
         """,
     )
     done = subprocess.run(
-        [*command, str(tmp_path)], env=_environment(), check=True, timeout=200, capture_output=True, text=True
+        [*command, str(tmp_path)], env=_environment(), check=True, timeout=400, capture_output=True, text=True
     )
     assert [line for line in done.stdout.splitlines() if line.startswith("[0")] == ["[0, 0]"] * 3, done.stderr
 
@@ -237,7 +237,7 @@ def test_torchrun(tmp_path: Path) -> None:
     subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2",
          str(tmp_path / "script.py"), str(tmp_path)],
-        env=_environment(), check=True, timeout=120, capture_output=True,
+        env=_environment(), check=True, timeout=400, capture_output=True,
     )  # fmt: skip
     for rank in range(2):
         assert (tmp_path / f"out{rank}").read_text() == "['rank 0', 'rank 1']"
@@ -262,7 +262,9 @@ def test_late_ranks_are_ended_and_say_where_they_are(tmp_path: Path) -> None:
                 print(error.remote_type, error)
         """,
     )
-    done = subprocess.run(command, env=_environment(), timeout=60, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        command, env=_environment(), timeout=400, capture_output=True, text=True, check=True
+    )
     assert "TimeoutError" in done.stdout
     assert "start_timeout" in done.stdout
     assert "heavy_import" in done.stdout, done.stdout
@@ -284,7 +286,7 @@ def test_a_function_of_an_interactive_session() -> None:
     done = subprocess.run(
         [sys.executable, "-c", code],
         env=_environment(),
-        timeout=60,
+        timeout=400,
         capture_output=True,
         text=True,
         check=False,

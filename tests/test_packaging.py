@@ -78,7 +78,7 @@ def wheel(copy_of_sources: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
 
 def run_pip(*args: str) -> None:
     command = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", "--no-input", *args]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=400)
     assert result.returncode == 0, result.stdout + result.stderr
 
 
@@ -92,7 +92,7 @@ def run_python(code: str, cwd: Path, *paths: Path) -> subprocess.CompletedProces
     code = f"import sys; sys.path[:] = {search!r} + [p for p in sys.path if p] + {installed!r}\n{code}"
     env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
     return subprocess.run(
-        [sys.executable, "-S", "-c", code], cwd=cwd, env=env, capture_output=True, text=True, timeout=120
+        [sys.executable, "-S", "-c", code], cwd=cwd, env=env, capture_output=True, text=True, timeout=400
     )
 
 

@@ -27,8 +27,6 @@ from shardkit.optim import OSS, AdaScale, AdaScaleWrapper
 from shardkit.optim.adascale import numpy_globals
 from tests.pools import rank_pool
 
-pytestmark = pytest.mark.timeout(120)
-
 
 class Model(nn.Module):
     """A part that is never used, one that is frozen, and two that learn; in fp64, so that formulas show exactly."""

@@ -19,7 +19,6 @@ from tests.backends import contract_programs as programs
 from tests.backends.environments import environments, family
 from tests.pools import rank_pool
 
-pytestmark = pytest.mark.timeout(120)
 everywhere = pytest.mark.parametrize(("backend", "world_size"), environments())
 
 

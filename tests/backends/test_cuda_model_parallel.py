@@ -15,7 +15,6 @@ from tests.pools import rank_pool
 
 pytestmark = [
     pytest.mark.cuda,
-    pytest.mark.timeout(120),
     pytest.mark.skipif(torch.cuda.device_count() < 1, reason="needs a CUDA device"),
 ]
 worlds = pytest.mark.parametrize(

@@ -12,8 +12,6 @@ from shardkit.backends.c10d.waiting import C10dWork
 from shardkit.errors import ConfigurationError
 from tests.pools import rank_pool
 
-pytestmark = pytest.mark.timeout(120)
-
 
 def _other_dtypes(rank: int) -> None:
     """Buffers of a module may have any dtype: masks are bool."""

@@ -34,7 +34,7 @@ def _held() -> tuple[int, int]:
 @pytest.fixture(scope="module")
 def two() -> Iterator[RankPool]:
     """Ranks whose default group these tests may end."""
-    with RankPool(2, timeout=90, environment={"OMP_NUM_THREADS": "1"}) as pool:
+    with RankPool(2, timeout=400, environment={"OMP_NUM_THREADS": "1"}) as pool:
         yield pool
 
 
@@ -180,7 +180,7 @@ def test_sockets_of_a_rank(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", SOCKETS, ",".join(map(str, MOST_SOCKETS)), str(tmp_path / "store")],
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        check=True, timeout=120, capture_output=True, text=True,
+        check=True, timeout=400, capture_output=True, text=True,
     )  # fmt: skip
     counts: dict[int, list[int]] = {}
     for world_size, count in re.findall(r"of (\d+): (\d+)", done.stdout):

@@ -11,7 +11,6 @@ from tests.backends import cuda_programs as programs
 from tests.backends.environments import environments, family
 from tests.pools import rank_pool
 
-pytestmark = pytest.mark.timeout(120)
 everywhere = pytest.mark.parametrize(
     ("backend", "world_size"), [e for e in environments("late", "tpu", "torch_tpu") if e.values[1] > 1]
 )

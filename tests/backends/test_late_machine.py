@@ -13,7 +13,6 @@ import pytest
 from tests.late_device.build import library, missing
 
 pytestmark = [
-    pytest.mark.timeout(240),
     pytest.mark.skipif(bool(missing()), reason=f"the device can't be compiled: {missing()}"),
 ]
 _ROOT = Path(__file__).parents[2]
@@ -50,7 +49,7 @@ def machine(tmp_path: Path) -> dict[str, str]:
 
 def _run(machine: dict[str, str], *command: str) -> str:
     done = subprocess.run(
-        [sys.executable, *command], env=machine, capture_output=True, text=True, check=False, timeout=200
+        [sys.executable, *command], env=machine, capture_output=True, text=True, check=False, timeout=400
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout

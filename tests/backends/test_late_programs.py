@@ -16,7 +16,6 @@ from tests.backends import late_programs as programs
 from tests.backends.environments import environments, family
 from tests.pools import rank_pool
 
-pytestmark = pytest.mark.timeout(240)
 everywhere = pytest.mark.parametrize(
     ("backend", "world_size"), [e for e in environments("late", "tpu", "torch_tpu") if e.values[1] > 1]
 )

@@ -17,7 +17,6 @@ import shardkit
 from shardkit import FSDP, OSS, OffloadPolicy, ReducePolicy, ShardedDDP, fully_shard, sharding_of
 from shardkit.backends.streams import current_device
 
-pytestmark = pytest.mark.timeout(60)
 WORLD_SIZE, UNITS = 3, 4
 Step = Callable[["Model", nn.Module, Any], None]
 

@@ -18,8 +18,6 @@ from shardkit.backends.c10d.known_groups import KnownGroups
 from shardkit.errors import ConfigurationError, LifecycleError
 from tests.pools import rank_pool
 
-pytestmark = pytest.mark.timeout(120)
-
 
 class _Options:
     """Of ProcessGroupNCCL."""

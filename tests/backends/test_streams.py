@@ -23,7 +23,6 @@ from shardkit.fsdp.store.stored import Stored
 from shardkit.oss.placement.flat_parameters import FlatParameters
 from shardkit.sharded_ddp.reducer import Reducer
 
-pytestmark = pytest.mark.timeout(60)
 WORLD_SIZE = 3
 
 

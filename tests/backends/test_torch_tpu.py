@@ -26,7 +26,6 @@ if sys.version_info >= (3, 11):
 
 pytestmark = [
     pytest.mark.skipif(bool(wheel.missing()), reason=wheel.missing()),
-    pytest.mark.timeout(300),
 ]
 _DISTRIBUTED = "_internal/distributed/distributed.py"
 _ROOT = Path(__file__).parents[2]

@@ -15,7 +15,7 @@ from tests.moe import test_moe as moe_truth
 from tests.pools import rank_pool
 
 pytest.importorskip("torch_xla")
-pytestmark = [pytest.mark.xla, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.xla
 
 
 def _train(rank: int, counts: tuple[int, int]) -> Any:

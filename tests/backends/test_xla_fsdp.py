@@ -13,7 +13,7 @@ from tests.backends import xla_fsdp_programs as programs
 from tests.pools import rank_pool
 
 pytest.importorskip("torch_xla")
-pytestmark = [pytest.mark.xla, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.xla
 
 
 @functools.cache

@@ -12,8 +12,6 @@ from shardkit.backends.xla.meeting import Call, Meeting
 from shardkit.backends.xla.turn_taking import Turns
 from shardkit.errors import OutOfStepError, RankLostError
 
-pytestmark = pytest.mark.timeout(30)
-
 Outcome = dict[int, object] | Exception
 
 

@@ -14,8 +14,6 @@ from shardkit import FSDP, OSS, PrecisionPolicy, ReducePolicy, ShardedDDP
 from tests.fsdp_models import build
 from tests.pools import rank_pool
 
-pytestmark = pytest.mark.timeout(180)
-
 
 class Net(nn.Module):
     """Complex layers, one parameter that the odd ranks do not use, and a real head."""

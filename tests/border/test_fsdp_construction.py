@@ -15,8 +15,6 @@ from tests.border.nets import OPTIONS, Net, everywhere, same, wrap
 from tests.fsdp_models import WIDTH, batch, build
 from tests.pools import rank_pool
 
-pytestmark = pytest.mark.timeout(180)
-
 
 # ------------------------------------------------------------------ construction
 def _optimizer_from_before(rank: int, part: bool) -> None:

@@ -18,9 +18,6 @@ from tests.border.nets import OPTIONS, Net, everywhere, same, wrap
 from tests.fsdp_models import WIDTH, batch, build
 from tests.pools import rank_pool
 
-pytestmark = pytest.mark.timeout(180)
-
-
 THERE = "inside of summon_full_params, or through a forward that was run there, is not possible"
 
 

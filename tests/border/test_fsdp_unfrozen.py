@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
 from torch.nn import functional
@@ -14,8 +13,6 @@ from shardkit import FSDP
 from tests.border.strategies import heard
 from tests.fsdp_models import WIDTH, build
 from tests.pools import rank_pool
-
-pytestmark = pytest.mark.timeout(180)
 
 
 class Net(nn.Module):

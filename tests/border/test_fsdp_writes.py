@@ -16,8 +16,6 @@ from shardkit.policy import PrecisionPolicy
 from tests.fsdp_models import WIDTH, build
 from tests.pools import rank_pool
 
-pytestmark = pytest.mark.timeout(180)
-
 
 class Clamping(nn.Linear):
     """Clamps its weight in forward, if asked to."""

@@ -16,8 +16,6 @@ from shardkit import FSDP, PrecisionPolicy
 from shardkit.errors import LifecycleError
 from tests.pools import rank_pool
 
-pytestmark = pytest.mark.timeout(120)
-
 
 class Net(nn.Module):
     """Uneven sizes, a unit inside, weights tied over both, and methods that compute."""

@@ -15,7 +15,6 @@ from shardkit.errors import LifecycleError
 from tests.fsdp_models import batch, build
 from tests.pools import rank_pool
 
-pytestmark = pytest.mark.timeout(120)
 WIDTH = 6
 
 VIEWS: dict[str, Callable[[nn.Parameter], Any]] = {

@@ -19,7 +19,6 @@ from shardkit import FSDP, OSS, ShardedDDP, fully_shard
 from shardkit.errors import ConfigurationError, LifecycleError
 from tests.pools import free_port, rank_pool
 
-pytestmark = pytest.mark.timeout(120)
 for library in ("transformers", "peft", "accelerate"):
     pytest.importorskip(
         library, reason="libraries of the extra 'libraries' are tested where they are installed"

@@ -16,8 +16,6 @@ from shardkit.errors import LifecycleError
 from tests.fsdp_models import WIDTH, batch, build
 from tests.pools import rank_pool
 
-pytestmark = pytest.mark.timeout(180)
-
 
 class Net(nn.Module):
     """A unit within the root, a layer of the root's own."""

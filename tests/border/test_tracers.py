@@ -16,7 +16,6 @@ from shardkit import FSDP, OSS, ShardedDDP
 from shardkit.errors import ConfigurationError, LifecycleError
 from tests.pools import rank_pool
 
-pytestmark = pytest.mark.timeout(120)
 X = torch.ones(2, 6)
 
 

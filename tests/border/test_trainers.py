@@ -20,8 +20,6 @@ pytest.importorskip(
 )
 from tests.border.test_libraries import Environment, gap, llama, sharded, tokens
 
-pytestmark = pytest.mark.timeout(120)
-
 
 class Sentences(torch.utils.data.Dataset[dict[str, Any]]):
     """With a column that no model knows."""

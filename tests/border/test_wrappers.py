@@ -16,8 +16,6 @@ from shardkit import FSDP, OSS, ShardedDDP
 from shardkit.errors import ConfigurationError, ShardkitError
 from tests.pools import rank_pool
 
-pytestmark = pytest.mark.timeout(60)
-
 
 def plain() -> nn.Sequential:
     """Uneven sizes; the last layer is the one that becomes a unit."""

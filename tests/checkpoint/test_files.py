@@ -48,7 +48,7 @@ print(sorted(os.listdir(os.path.dirname(path))))
 def run(code: str, *arguments: str) -> str:
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code), *arguments],
-        cwd=ROOT, capture_output=True, text=True, timeout=120,
+        cwd=ROOT, capture_output=True, text=True, timeout=400,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return done.stdout

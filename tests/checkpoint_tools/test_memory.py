@@ -65,7 +65,7 @@ def test_peaks(folder: Path) -> None:
     steps["diff"] = ["diff", str(folder / "3"), str(folder / "4")]
     steps["verify"] = ["verify", str(folder / "1")]
     result = subprocess.run(
-        [sys.executable, "-c", PROGRAM, json.dumps(steps)], capture_output=True, text=True, timeout=200
+        [sys.executable, "-c", PROGRAM, json.dumps(steps)], capture_output=True, text=True, timeout=400
     )
     assert result.returncode == 0, result.stderr
     peaks = json.loads(result.stdout.splitlines()[-1])

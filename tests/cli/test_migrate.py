@@ -241,7 +241,7 @@ def test_commands_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
 def test_python_m_shardkit() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "shardkit", "migrate", "--check", __file__],
-        cwd=Path(__file__).resolve().parents[2], capture_output=True, text=True, timeout=120,
+        cwd=Path(__file__).resolve().parents[2], capture_output=True, text=True, timeout=400,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stdout.endswith("files to change: 0\n")

@@ -13,7 +13,6 @@ from tests.clients.image_task import AverageOfWeights, Batch, Checkpoint, Option
 from tests.clients.one_process import BuffersOfRanks
 from tests.pools import rank_pool
 
-pytestmark = pytest.mark.timeout(120)
 BATCHES = 4  # of an epoch
 
 

@@ -11,8 +11,6 @@ import torch
 from tests.clients.lightning import Classifier, ShardedStrategy, SingleDeviceStrategy, Trainer, batches_of
 from tests.pools import rank_pool
 
-pytestmark = pytest.mark.timeout(120)
-
 
 def fit(
     strategy: SingleDeviceStrategy,

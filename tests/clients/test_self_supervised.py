@@ -13,7 +13,6 @@ from tests.clients.one_process import BuffersOfRanks
 from tests.clients.self_supervised import Config, Crops, Task, consolidate
 from tests.pools import rank_pool
 
-pytestmark = pytest.mark.timeout(120)
 CLOSE = {"rtol": 1e-4, "atol": 2e-5}
 
 

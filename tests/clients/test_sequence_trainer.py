@@ -12,8 +12,6 @@ import torch
 from tests.clients.sequence_trainer import Config, Trainer, consolidate, wrapped_by_size
 from tests.pools import rank_pool
 
-pytestmark = pytest.mark.timeout(120)
-
 
 def samples_of(step: int, rank: int, config: Config) -> list[torch.Tensor]:
     """Sentences of other lengths on each rank."""

@@ -12,7 +12,6 @@ import torch
 from tests.clients.zero_trainer import Arguments, Classifier, Trainer
 from tests.pools import rank_pool
 
-pytestmark = pytest.mark.timeout(120)
 STEPS = 4
 
 

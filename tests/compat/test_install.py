@@ -30,7 +30,7 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.fixture(scope="module")
 def fresh() -> Iterator[RankPool]:
     """A process that has not imported the real fairscale, as this one may have for other tests."""
-    pool = RankPool(1, timeout=120, environment={"OMP_NUM_THREADS": "1"})
+    pool = RankPool(1, timeout=400, environment={"OMP_NUM_THREADS": "1"})
     yield pool
     pool.close(kill=True)
 
@@ -244,7 +244,7 @@ def test_a_script_and_the_processes_it_starts(tmp_path: Path) -> None:
     script.write_text(PROGRAM)
     done = subprocess.run(
         [sys.executable, "-m", "shardkit", "run-as-fairscale", str(script), "--lr", "1", "-m", "--", "x"],
-        cwd=ROOT, capture_output=True, text=True, timeout=120, env={**os.environ, "OMP_NUM_THREADS": "1"},
+        cwd=ROOT, capture_output=True, text=True, timeout=400, env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert done.returncode == 7, done.stdout + done.stderr
     lines = [line for line in done.stdout.splitlines() if not line.startswith("[Gloo]")]  # up to torch 2.9

@@ -48,7 +48,7 @@ def test_moved_modules(old: str) -> None:
 def test_parts_after_importing_the_package_alone() -> None:
     parts = ["moe", "model_parallel", "pipeline", "extra", *compat.PARTS]
     code = f"import shardkit\nfor part in {parts}: assert getattr(shardkit, part).__name__ == f'shardkit.{{part}}'"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=400)
 
 
 def test_the_package_alone() -> None:

@@ -92,7 +92,7 @@ class Copy:
             "--tb=line",
             "-p",
             "no:cacheprovider",
-            "--timeout=60",
+            "--timeout=120",
         ]
         environment = {**os.environ, "PYTHONPATH": str(self.folder), "OMP_NUM_THREADS": "1"}
         process = subprocess.Popen(

@@ -30,7 +30,6 @@ from tests.pools import rank_pool
 real = pytest.importorskip("fairscale.optim.adascale")
 pytestmark = [
     pytest.mark.oracle,
-    pytest.mark.timeout(120),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
 ]
 

@@ -155,7 +155,7 @@ def test_read_at_another_number_of_ranks(read: Any, written: Path) -> None:
 @pytest.fixture
 def fresh() -> Iterator[RankPool]:
     """A process that has not imported the real fairscale."""
-    pool = RankPool(1, timeout=120, environment={"OMP_NUM_THREADS": "1"})
+    pool = RankPool(1, timeout=400, environment={"OMP_NUM_THREADS": "1"})
     yield pool
     pool.close(kill=True)
 

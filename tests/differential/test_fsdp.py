@@ -30,7 +30,7 @@ from tests.programs.spec import (
 from tests.programs.strategies import unit_programs
 
 pytest.importorskip("fairscale.nn.data_parallel")
-pytestmark = [pytest.mark.oracle, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.oracle
 
 ROUND = (ZeroGrad(), Train(no_sync=True), Train(), Clip(0.5), Step(), Look())
 

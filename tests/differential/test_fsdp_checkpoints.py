@@ -14,7 +14,7 @@ from tests.programs.spec import Inspect, Look, OptimizerSpec, Program, Reload, S
 from tests.programs.strategies import unit_programs
 
 pytest.importorskip("fairscale.nn.data_parallel")
-pytestmark = [pytest.mark.oracle, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.oracle
 
 ROUND = (ZeroGrad(), Train(), Step(), Look())
 WAYS = [

@@ -9,7 +9,6 @@ import dataclasses
 import pickle
 from typing import Any
 
-import pytest
 from hypothesis import assume, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
@@ -37,8 +36,6 @@ from tests.programs.spec import (
 )
 from tests.programs.strategies import PEEKS, clips, freezings, modes, trees, unit_options
 from tests.programs.truth import Truth
-
-pytestmark = pytest.mark.timeout(600)
 
 
 class Machine(RuleBasedStateMachine):

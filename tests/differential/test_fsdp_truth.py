@@ -27,8 +27,6 @@ from tests.programs.spec import (
 )
 from tests.programs.strategies import unit_programs
 
-pytestmark = pytest.mark.timeout(600)
-
 ROUND = (ZeroGrad(), Train(no_sync=True), Train(), Clip(0.5), Step(), Look())
 RICH = (Summon(), *ROUND, Evaluate(), *ROUND, Reload(), *ROUND)
 

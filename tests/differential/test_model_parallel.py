@@ -21,7 +21,7 @@ from tests.pools import rank_pool
 from tests.programs.running import examples
 
 pytest.importorskip("fairscale.nn.model_parallel")
-pytestmark = [pytest.mark.oracle, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.oracle
 RANKS = 4
 LIBRARIES = ("shardkit", "fairscale")
 

@@ -21,7 +21,7 @@ from tests.llama import ParallelLayers, PlainLayers, Size, Transformer, load_par
 from tests.pools import rank_pool
 
 pytest.importorskip("fairscale.nn.model_parallel")
-pytestmark = [pytest.mark.oracle, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.oracle
 NAMES = ["", "cross_entropy", "initialize", "layers", "mappings", "random", "utils"]
 sizes = pytest.mark.parametrize("size", [1, 2, 4])
 

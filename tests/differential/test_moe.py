@@ -19,7 +19,7 @@ from shardkit.nn import moe
 from tests.pools import rank_pool
 
 real = pytest.importorskip("fairscale.nn.moe")
-pytestmark = [pytest.mark.oracle, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.oracle
 
 
 def test_names_and_signatures() -> None:

@@ -23,7 +23,7 @@ from tests.programs.strategies import DENSE_OPTIMIZERS, PLAIN_LEAVES, optimizers
 from tests.programs.truth import run_truth
 
 pytest.importorskip("fairscale.optim.oss")
-pytestmark = [pytest.mark.oracle, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.oracle
 ITERATION = (ZeroGrad(), Train(), Step())
 
 

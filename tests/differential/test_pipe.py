@@ -30,7 +30,7 @@ from fairscale.nn.pipe import skip as their_skip
 from fairscale.nn.pipe.balance.blockpartition import solve as their_solve
 from fairscale.nn.pipe.batchnorm import DeferredBatchNorm as TheirDeferredBatchNorm
 
-pytestmark = [pytest.mark.oracle, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.oracle
 LAYERS: dict[str, Callable[[Any], nn.Module]] = {
     "linear": lambda skip: nn.Linear(4, 4),
     "tanh": lambda skip: nn.Tanh(),

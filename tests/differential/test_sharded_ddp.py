@@ -15,7 +15,7 @@ from tests.programs.spec import Clip, OptimizerSpec, Program, Save, Sharded, Ste
 from tests.programs.strategies import programs
 
 pytest.importorskip("fairscale.optim.oss")
-pytestmark = [pytest.mark.oracle, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.oracle
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])

@@ -10,7 +10,6 @@ from tests.programs.running import check_against_truth, examples
 from tests.programs.spec import Clip, OptimizerSpec, Program, Reload, Sharded, Step, Train, ZeroGrad, stack
 from tests.programs.strategies import PLAIN_LEAVES, programs
 
-pytestmark = pytest.mark.timeout(600)
 WHOLE = (ZeroGrad(), Train(no_sync=True), Train(), Clip(), Step())
 
 

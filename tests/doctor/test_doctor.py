@@ -16,7 +16,6 @@ from shardkit.doctor.links import Link, check_links, check_segments
 ETH = {"eth0": {"address": "10.0.0.1", "state": "up"}, "ib0": {"address": "", "state": "down"}}
 
 
-@pytest.mark.timeout(120)
 def test_this_machine(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GLOO_SOCKET_IFNAME"):
         monkeypatch.delenv(name, raising=False)

@@ -86,7 +86,7 @@ def _under_torchrun(*args: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     return subprocess.run(
         [*command, "-m", "shardkit.examples.digits", *args],
-        cwd=ROOT, capture_output=True, text=True, timeout=200, env={**os.environ, "OMP_NUM_THREADS": "1"},
+        cwd=ROOT, capture_output=True, text=True, timeout=400, env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
 
 
@@ -110,7 +110,6 @@ def test_on_gpus() -> None:
 
 
 @pytest.mark.xla
-@pytest.mark.timeout(500)  # each strategy is compiled
 @pytest.mark.skipif(find_spec("torch_xla") is None, reason="needs torch_xla")
 def test_on_xla_replicas() -> None:
     output = run_digits("--backend", "xla", "--epochs", "1", timeout=480)
@@ -121,7 +120,7 @@ def test_on_xla_replicas() -> None:
 
 def test_bad_arguments_are_refused() -> None:
     command = [sys.executable, "-m", "shardkit.examples.digits", "--ranks", "3"]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=400)
     assert result.returncode == 2
     assert "multiple of the ranks" in result.stderr
 
@@ -149,7 +148,7 @@ def test_readme_example(tmp_path: Path) -> None:
     script.write_text(program)
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     result = subprocess.run(
-        [sys.executable, str(script)], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120
+        [sys.executable, str(script)], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=400
     )
     assert result.returncode == 0, result.stdout + result.stderr
     losses = ast.literal_eval(result.stdout.splitlines()[-1])  # older gloo prints a line a rank first

@@ -11,7 +11,7 @@ import torch
 
 for library in ("transformers", "accelerate", "lightning"):
     pytest.importorskip(library, reason="needs the extra 'libraries'")
-pytestmark = [pytest.mark.timeout(120), pytest.mark.filterwarnings("ignore")]
+pytestmark = pytest.mark.filterwarnings("ignore")
 
 from tests.border.test_libraries import Environment  # noqa: E402
 from tests.integrations.test_lightning import quiet  # noqa: E402

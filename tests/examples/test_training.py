@@ -145,7 +145,7 @@ def test_mnist_as_a_process() -> None:
     flags = ["--strategy", "sharded_ddp", "--num_epochs", "1"]
     result = subprocess.run(
         [sys.executable, "-m", "shardkit.examples.mnist", *flags],
-        cwd=ROOT, capture_output=True, text=True, timeout=200, env={**os.environ, "OMP_NUM_THREADS": "1"},
+        cwd=ROOT, capture_output=True, text=True, timeout=400, env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert result.returncode == 0, result.stdout + result.stderr
     assert result.stdout.count("held-out accuracy") == 2

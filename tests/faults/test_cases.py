@@ -7,7 +7,6 @@ import pytest
 from tests.faults.cases import CASES, LATEST, SOON, Case
 from tests.faults.running import submit
 
-pytestmark = pytest.mark.timeout(300)
 WITH_STRATEGIES = [(case, strategy) for case in CASES for strategy in case.strategies]
 
 

@@ -36,7 +36,7 @@ def _loaded(call: Any, rank: int) -> list[torch.Tensor]:
         num_workers=1,
         collate_fn=_Encoding(call),
         multiprocessing_context="fork",
-        timeout=60,
+        timeout=400,
     )
     return list(loader)
 

@@ -13,7 +13,6 @@ import pytest
 from tests.faults.jobs import cases, faults, machines, try_case
 
 
-@pytest.mark.timeout(150)
 def test_a_link_that_goes_down_during_a_job(tmp_path: Path) -> None:
     if sys.platform != "linux" or os.geteuid() != 0 or shutil.which("ip") is None:
         pytest.skip("needs Linux, root and iproute2")

@@ -14,8 +14,6 @@ from shardkit.errors import RankMismatchError, ShardkitError
 from shardkit.policy import OffloadPolicy, PrecisionPolicy, ReducePolicy, ReshardPolicy
 from tests.pools import rank_pool
 
-pytestmark = pytest.mark.timeout(240)
-
 # name -> options of rank 0 and of rank 1, the option's name and both values in the message
 FSDP_OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, str, str]]] = {
     "flatten": ({}, {"flatten": False}, ("flatten", "True", "False")),

@@ -18,7 +18,6 @@ from shardkit import FSDP, OSS, ReducePolicy, ReshardPolicy, ShardedDDP, fully_s
 from shardkit.backend import get_backend
 from shardkit.backends.streams import StreamsBackend, current_device
 
-pytestmark = pytest.mark.timeout(60)
 UNITS, WIDTH = 5, 16
 STEPS = 3
 Parts = tuple[Any, Any, Any, Any]  # what is called, its no_sync, the optimizer, and what clips

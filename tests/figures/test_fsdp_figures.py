@@ -14,7 +14,6 @@ import torch
 from tests.figures.gpt import P, fsdp_peak, fsdp_resident, fsdp_sent
 from tests.figures.measured import measured, needs_wire, of, over_bare, worlds
 
-pytestmark = pytest.mark.timeout(400)
 both = pytest.mark.parametrize("implementation", ["fsdp", "fsdp_keep"])
 
 

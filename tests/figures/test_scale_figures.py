@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-pytestmark = pytest.mark.timeout(120)
 ROOT = Path(__file__).parents[2]
 WORLDS = (128, 1000, 1024)
 
@@ -22,7 +21,7 @@ def costs() -> dict[str, Any]:
     program = [sys.executable, "tests/benchmarks/scale.py", "--depth", "2", "--json"]
     done = subprocess.run(
         [*program, "--world-sizes", ",".join(map(str, WORLDS))],
-        cwd=ROOT, capture_output=True, text=True, timeout=110, check=False,
+        cwd=ROOT, capture_output=True, text=True, timeout=400, check=False,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-4000:]

@@ -13,7 +13,6 @@ import torch
 from tests.figures.gpt import P, theory_peak, theory_resident, theory_sent
 from tests.figures.measured import measured, needs_wire, of, over_bare, worlds
 
-pytestmark = pytest.mark.timeout(400)
 both = pytest.mark.parametrize("implementation", ["shardkit", "balanced"])
 
 

@@ -24,7 +24,6 @@ def _program(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
 
 
-@pytest.mark.timeout(130)
 def test_a_report_with_all_its_tables(tmp_path: Path) -> None:
     done = _program("--device", "cpu", "--output", str(tmp_path), "--only", TRIED)
     assert done.returncode == 0, done.stdout + done.stderr

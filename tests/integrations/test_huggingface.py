@@ -17,7 +17,6 @@ from shardkit import OSS, ShardedDDP, fully_shard, sharding_of
 from shardkit.errors import ConfigurationError
 from tests.pools import free_port, rank_pool
 
-pytestmark = pytest.mark.timeout(120)
 for library in ("transformers", "peft", "accelerate"):
     pytest.importorskip(
         library, reason="libraries of the extra 'libraries' are tested where they are installed"

@@ -15,7 +15,6 @@ from torch import nn
 
 pytest.importorskip("lightning", reason="needs the extra 'libraries'")
 pytestmark = [
-    pytest.mark.timeout(120),
     pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning"),
 ]
 

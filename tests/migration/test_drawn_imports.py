@@ -172,7 +172,7 @@ def both(rank: int, before: str, after: str) -> list[str]:
 @pytest.fixture(scope="module")
 def fresh() -> Iterator[RankPool]:
     """A process that has not imported the real fairscale."""
-    pool = RankPool(1, timeout=120, environment={"OMP_NUM_THREADS": "1"})
+    pool = RankPool(1, timeout=400, environment={"OMP_NUM_THREADS": "1"})
     yield pool
     pool.close(kill=True)
 

@@ -23,7 +23,6 @@ from shardkit.model_parallel.partition import VocabUtility, split_tensor_along_l
 from tests.llama import ParallelLayers, PlainLayers, Size, Transformer, load_part, part_of
 from tests.pools import rank_pool
 
-pytestmark = pytest.mark.timeout(120)
 WORLD = 4
 sizes = pytest.mark.parametrize("size", [1, 2, 4])
 assert_close = torch.testing.assert_close

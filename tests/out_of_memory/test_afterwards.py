@@ -17,7 +17,6 @@ from shardkit.out_of_memory.kinds import is_out_of_memory
 from shardkit.types import StateDict
 from tests.pools import rank_pool
 
-pytestmark = pytest.mark.timeout(120)
 STEPS, RUNS_OUT = 5, 3
 
 

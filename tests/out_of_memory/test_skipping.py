@@ -19,7 +19,6 @@ from shardkit.out_of_memory.issued_calls import Shaped
 from shardkit.out_of_memory.kinds import forget_frames, is_out_of_memory
 from tests.pools import rank_pool
 
-pytestmark = pytest.mark.timeout(120)
 UNITS = 4
 Made = tuple[nn.Module, Any]
 

@@ -28,7 +28,7 @@ def executed(folder: Path) -> dict[Path, list[Any]]:
     os.environ["PYTHONPATH"] = str(ROOT)
     try:
         NotebookClient(
-            whole, timeout=60, kernel_name="python3", resources={"metadata": {"path": folder}}
+            whole, timeout=400, kernel_name="python3", resources={"metadata": {"path": folder}}
         ).execute()
     finally:
         del os.environ["PYTHONPATH"]

@@ -18,7 +18,6 @@ PAGES = [
     *sorted(set((DOCS / "tutorials").glob("*.md")) - {DOCS / "tutorials" / "xla.md"}),
 ]
 pytestmark = [
-    pytest.mark.timeout(120),
     pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning"),
 ]
 

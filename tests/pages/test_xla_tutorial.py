@@ -11,7 +11,7 @@ pytest.importorskip("torch_xla", reason="needs torch_xla")
 from tests.pages.running import run_page
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "tutorials" / "xla.md"
-pytestmark = [pytest.mark.xla, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.xla
 
 
 def test_page(tmp_path: Path) -> None:

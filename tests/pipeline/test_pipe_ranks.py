@@ -17,7 +17,6 @@ from shardkit.nn.pipe import AsyncPipe, LazyModule
 from shardkit.nn.pipe.skip import pop, skippable, stash
 from tests.pools import free_port, rank_pool
 
-pytestmark = pytest.mark.timeout(120)
 WORLD = 4
 assert_close = torch.testing.assert_close
 

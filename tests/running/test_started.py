@@ -116,7 +116,7 @@ def test_ranks_of_srun_meet(tmp_path: Path) -> None:
             [sys.executable, str(script), "3"], env={**clean, **PLAIN}, stdout=subprocess.PIPE, text=True
         )
     )
-    said = [rank.communicate(timeout=60)[0] for rank in ranks]
+    said = [rank.communicate(timeout=400)[0] for rank in ranks]
     assert said[:2] == ["[('rank 0', '0'), ('rank 1', '1')]\n"] * 2
     assert said[2].startswith("ConfigurationError RANK and WORLD_SIZE in the environment started 4 ranks"), (
         said

@@ -6,14 +6,11 @@ import os
 import signal
 import time
 
-import pytest
 import torch
 
 import shardkit
 from shardkit.running import stopping
 from tests.pools import rank_pool
-
-pytestmark = pytest.mark.timeout(60)
 
 
 def _steps_until_stop(rank: int, seconds: float) -> tuple[int, int]:

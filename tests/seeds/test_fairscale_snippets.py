@@ -84,7 +84,7 @@ def test_spawned_training_ends_well(tmp_path: Path) -> None:
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=150,
+        timeout=400,
     )
     assert finished.returncode == 0, finished.stderr
 

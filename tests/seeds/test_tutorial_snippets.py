@@ -75,7 +75,7 @@ def test_main_and_spawn(tmp_path: Path) -> None:
     script = tmp_path / "tutorial.py"
     script.write_text("\n".join(parts))
     finished = subprocess.run(
-        [sys.executable, str(script)], env=dict(os.environ), capture_output=True, text=True, timeout=200
+        [sys.executable, str(script)], env=dict(os.environ), capture_output=True, text=True, timeout=400
     )
     assert finished.returncode == 0, finished.stderr
     done = sorted(

@@ -106,7 +106,7 @@ def test_fsdp_checkpoint_and_consolidation(
     command = snippet("xla_consolidate", {"/tmp/mnist-fsdp/final_ckpt": f"{tmp_path}/", "_rank-": "rank-"})
     arguments = shlex.split(command.replace("\\\n", " "))
     arguments[0] = sys.executable
-    subprocess.run(arguments, cwd=ROOT, check=True, capture_output=True, text=True, timeout=100)
+    subprocess.run(arguments, cwd=ROOT, check=True, capture_output=True, text=True, timeout=400)
     consolidated = torch.load(f"{tmp_path}/_consolidated.pth")["model"]
     assert set(consolidated) == set(expected)
     for key, value in consolidated.items():
@@ -144,7 +144,7 @@ def test_ddp_script(count: str, tmp_path: Path) -> None:
     script = tmp_path / "ddp.py"
     script.write_text(code)
     finished = subprocess.run(
-        [sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=200
+        [sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=400
     )
     assert finished.returncode == 0, finished.stderr
     printed = [line for line in finished.stdout.splitlines() if line.startswith("Running")]

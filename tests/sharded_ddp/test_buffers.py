@@ -16,8 +16,6 @@ from shardkit.backend import get_backend
 from tests.pools import rank_pool
 from tests.scenarios import assert_same_parameters, batch, compare, seeded, square_loss
 
-pytestmark = pytest.mark.timeout(120)
-
 
 def _net() -> nn.Sequential:
     return nn.Sequential(nn.Linear(6, 4), nn.SyncBatchNorm(4), nn.Linear(4, 2))

@@ -39,7 +39,6 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.timeout(90)
 @pytest.mark.parametrize(("steps", "traced"), [("2:4", 2), ("3:9", 2)])
 def test_some_steps_of_a_run(tmp_path: Path, steps: str, traced: int) -> None:
     """The second asks for more than there are: each rank leaves its part."""
@@ -58,7 +57,7 @@ def test_some_steps_of_a_run(tmp_path: Path, steps: str, traced: int) -> None:
     ]
     done = subprocess.run(
         [*command, "train.py"], cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True, text=True, timeout=80, check=False,
+        capture_output=True, text=True, timeout=400, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert f"shardkit trace {tmp_path / 'runs' / 'a'}" in done.stderr

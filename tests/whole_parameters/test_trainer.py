@@ -13,12 +13,11 @@ import torch.distributed as dist
 from shardkit import WholeParameters
 from tests.pools import free_port, rank_pool
 
-pytestmark = pytest.mark.timeout(120)
 pytest.importorskip("transformers")
 pytest.importorskip("peft")
 
-from tests.border.test_libraries import Environment, llama  # noqa: E402
-from tests.integrations.test_huggingface import close, results_of, trainer_of  # noqa: E402
+from tests.border.test_libraries import Environment, llama
+from tests.integrations.test_huggingface import close, results_of, trainer_of
 
 
 def with_rules(trainer: Any) -> Any:

@@ -13,7 +13,7 @@ from tests.pools import rank_pool
 from tests.whole_parameters.nets import batch, difference, net, train, wrap
 
 pytest.importorskip("torch_xla")
-pytestmark = [pytest.mark.xla, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.xla
 
 F32 = torch.float32
 RULES: dict[str, Any] = {

@@ -17,7 +17,7 @@ from tests.border.strategies import batch, make_model, wrapped
 from tests.pools import rank_pool
 
 pytest.importorskip("torch_xla")
-pytestmark = [pytest.mark.xla, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.xla
 
 STRATEGIES = ["fsdp", "units", "unflattened", "in_place", "sharded_ddp", "oss"]
 CLIP = 0.1

@@ -14,7 +14,7 @@ from shardkit.backend import get_backend
 from tests.pools import rank_pool
 
 pytest.importorskip("torch_xla")
-pytestmark = [pytest.mark.xla, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.xla
 
 WORLD, STEPS = 2, 3
 OPTIONS: dict[str, Any] = {"lr": 0.1, "momentum": 0.9}

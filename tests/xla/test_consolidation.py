@@ -141,7 +141,7 @@ def _killed(rank: int, prefix: str) -> None:
 
 def test_a_save_that_was_killed_is_not_mixed_with_the_one_before(tmp_path: Path) -> None:
     with pytest.raises(RankFailedError):
-        shardkit.launch(_killed, 2, backend="gloo", args=(f"{tmp_path}/ckpt",), timeout=60)
+        shardkit.launch(_killed, 2, backend="gloo", args=(f"{tmp_path}/ckpt",), timeout=400)
     with pytest.raises(
         ConfigurationError, match=r"rank-0-of-2\.pth: .* after 2 backwards.*rank-1-of-2\.pth: .* after 1"
     ):

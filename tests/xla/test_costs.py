@@ -20,7 +20,7 @@ from tests.pools import rank_pool
 from tests.xla.meeting import meet
 
 pytest.importorskip("torch_xla")
-pytestmark = [pytest.mark.xla, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.xla
 
 
 TRAINERS = (NATIVE, SHARDED_DDP, UNSYNCED, FSDP, XLA_FSDP)

@@ -19,7 +19,7 @@ from tests.xla import drawn
 from tests.xla.drawn import LEAVES, LIBRARIES, Node, Program
 
 pytest.importorskip("torch_xla")
-pytestmark = [pytest.mark.xla, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.xla
 
 LEAF = st.builds(
     Node, st.sampled_from(list(LEAVES)), st.booleans(), frozen=st.sampled_from([False] * 3 + [True])

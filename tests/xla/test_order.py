@@ -17,7 +17,7 @@ from tests.pools import rank_pool
 from tests.xla.hlo_graphs import Program
 
 pytest.importorskip("torch_xla")
-pytestmark = [pytest.mark.xla, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.xla
 
 THEIRS, FSDP, SHARDED_DDP, OSS = "torch_xla's FSDP", "FSDP", "ShardedDDP", "OSS"
 KEPT = " that keeps parameters"

@@ -17,7 +17,7 @@ from shardkit.backends.xla import exchange
 from shardkit.backends.xla.rules import Rules, rules_here
 from tests.xla import pod_programs as programs
 
-pytestmark = [pytest.mark.xla, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.xla
 
 
 # ------------------------------------------------------------------ refused under the rules, and only there
