@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import gc
 import os
+import signal
 import socket
+import sys
 from collections.abc import Callable
 from typing import Any, Protocol
 
 from shardkit.backends.processes import RankPool, join_ranks
 
-MOST_POOLS = 6  # with processes; ranks that wait take time from those that run, by their connections' threads
+MOST_POOLS = 6  # with processes, of some 350 MB a rank
 RANKS_SECONDS = 400.0  # a call may take; tests end at 600 (pyproject.toml), with less to tell
 MANY_THREADS = 40  # of a rank; those of the default group and of torch are about 25
 
@@ -68,24 +72,26 @@ def _make(world_size: int, backend: str) -> Pool:
         from tests.backends import cuda_programs
 
         start = getattr(cuda_programs, f"over_{backend.rpartition(' ')[2]}")
-        return RankPool(world_size, "cuda", start=start, timeout=RANKS_SECONDS, environment=environment)
+        return PausedPool(world_size, "cuda", start=start, timeout=RANKS_SECONDS, environment=environment)
     if backend in ("late", "tpu"):  # a device of our own, see tests/late_device
         from tests.late_device import ranks
 
         start = getattr(ranks, f"start_{backend}")
-        return RankPool(world_size, backend, start=start, timeout=RANKS_SECONDS, environment=environment)
+        return PausedPool(world_size, backend, start=start, timeout=RANKS_SECONDS, environment=environment)
     if backend == "torch_tpu":  # see tests/torch_tpu
         from tests.torch_tpu import runtime
         from tests.torch_tpu.ranks import start
 
         environment |= runtime.variables()
-        return RankPool(world_size, "tpu", start=start, timeout=RANKS_SECONDS, environment=environment)
+        return PausedPool(world_size, "tpu", start=start, timeout=RANKS_SECONDS, environment=environment)
     if backend == "fairscale":
         from shardkit.testing.fairscale_ranks import start_rank
 
-        return RankPool(world_size, "gloo", start=start_rank, timeout=RANKS_SECONDS, environment=environment)
+        return PausedPool(
+            world_size, "gloo", start=start_rank, timeout=RANKS_SECONDS, environment=environment
+        )
     if backend != "gloo":
-        return RankPool(world_size, backend, timeout=RANKS_SECONDS, environment=environment)
+        return PausedPool(world_size, backend, timeout=RANKS_SECONDS, environment=environment)
     if DEVICE["name"] == "streams":
         return StreamsPool(
             world_size, backend, start=_start_with_streams, timeout=RANKS_SECONDS, environment=environment
@@ -93,12 +99,43 @@ def _make(world_size: int, backend: str) -> Pool:
     return TidyPool(world_size, backend, timeout=RANKS_SECONDS, environment=environment)
 
 
-class TidyPool(RankPool):
-    """Ends groups of ranks that tests leave behind.
+class PausedPool(RankPool):
+    """Ranks that stand still between calls.
 
-    Each gloo group has a thread that wakes up a hundred times a second: the hundreds that a session's tests make would
-    take a fifth of two cores. It is done before the first call of another file, when no rank is inside of a collective
-    any more, and no test comes back to them.
+    Each gloo group has a thread that wakes up a hundred times a second: ranks that wait took a third of two cores.
+    """
+
+    def run(self, fn: Callable[..., Any], *args: Any) -> list[Any]:
+        self._signal(signal.SIGCONT)
+        try:
+            return super().run(_ending_with_the_tests, fn, *args)
+        finally:
+            self._signal(signal.SIGSTOP)
+
+    def _signal(self, number: int) -> None:
+        for process in self._processes:
+            if process.exitcode is None and process.pid is not None:
+                os.kill(process.pid, number)
+
+
+@functools.cache
+def _end_with_the_tests() -> None:
+    """Who stands still does not notice that nobody is there any more."""
+    if sys.platform == "linux":
+        PR_SET_PDEATHSIG = 1
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _ending_with_the_tests(rank: int, fn: Callable[..., Any], *args: Any) -> Any:
+    _end_with_the_tests()
+    return fn(rank, *args)
+
+
+class TidyPool(PausedPool):
+    """Ends groups of ranks that tests leave behind: hundreds in a session, with a thread and connections each.
+
+    It is done before the first call of another file, when no rank is inside of a collective any more, and no test comes
+    back to them.
     """
 
     def run(self, fn: Callable[..., Any], *args: Any) -> list[Any]:
@@ -125,7 +162,7 @@ def _after_tidying(rank: int, fn: Callable[..., Any], *args: Any) -> Any:
     return fn(rank, *args)
 
 
-class StreamsPool(RankPool):
+class StreamsPool(PausedPool):
     """Ranks that have a simulated device each for the time of a call."""
 
     def run(self, fn: Callable[..., Any], *args: Any) -> list[Any]:
