@@ -24,7 +24,7 @@ from .refusals import replaced_original, replaced_shard
 from .registries import hide
 from .state import ShardingState, state_of
 from .threads import NO_THREAD, check_one_thread, this_thread
-from .tracing import COMPILED_AUTOGRAD, check_forward, jit_tracing, transform_level
+from .tracing import COMPILED_AUTOGRAD, check_forward, fx_tracing, jit_tracing, transform_level
 from .unit import UnitCall
 
 
@@ -74,7 +74,7 @@ def enter(state: ShardingState, args: Args, kwargs: Kwargs) -> Entered:
     unit = state.unit
     if (
         jit_tracing() is not None or transform_level() is not None or COMPILED_AUTOGRAD in sys.modules
-        or torch.fx._symbolic_trace._is_fx_tracing_flag or torch.compiler._is_exporting_flag
+        or fx_tracing() or torch.compiler._is_exporting_flag
     ):  # fmt: skip
         check_forward(unit)
     engine = state.engine or become_root(state)

@@ -6,6 +6,7 @@ of a sharded module that would be a rank's part, with collectives left out. They
 
 from __future__ import annotations
 
+import functools
 import sys
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -20,7 +21,11 @@ if TYPE_CHECKING:
 
 EXPORT = "torch.export._trace"
 COMPILED_AUTOGRAD = "torch._dynamo.compiled_autograd"
+# Of this thread from torch 2.14 on, of the process before.
 _fx: Any = torch.fx._symbolic_trace
+fx_tracing = getattr(_fx, "_get_is_fx_tracing", None) or functools.partial(
+    getattr, _fx, "_is_fx_tracing_flag"
+)
 jit_tracing = torch._C._get_tracing_state
 transform_level = torch._C._functorch.maybe_current_level
 _INSTEAD = (
@@ -35,7 +40,7 @@ def check_forward(unit: Unit) -> None:
         raise refusal(unit, "torch.jit.trace (torch.onnx.export too)")
     if torch.compiler._is_exporting_flag:
         raise refusal(unit, "torch.export (torch.onnx.export too)")
-    if _fx._is_fx_tracing_flag:
+    if fx_tracing():
         raise refusal(unit, "tracing with torch.fx (symbolic_trace, make_fx)")
     check_backward(unit)
     if transform_level() is not None and not all(flat.store.is_whole for flat in unit.needs):

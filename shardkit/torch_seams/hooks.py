@@ -14,12 +14,13 @@ version. So what ``torch.autograd``'s functions call to run the engine is replac
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from types import FrameType, FunctionType
+from types import CodeType, FrameType, FunctionType
 from typing import Any
 
 import torch
@@ -238,14 +239,23 @@ def check_asked_gradients(check: Callable[[Sequence[torch.Tensor]], None]) -> No
                 module._engine_run_backward = _run_checked  # type: ignore[attr-defined]
 
 
-_APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
+@functools.cache
+def _is_of_a_function(forward: CodeType) -> bool:
+    """Whether an autograd function's forward runs this."""
+    kinds = [torch.autograd.Function]
+    for kind in kinds:
+        kinds += kind.__subclasses__()
+        if getattr(inspect.unwrap(kind.forward), "__code__", None) is forward:
+            return True
+    return False
 
 
 def surrounding_checkpoint() -> object:
     """The activation checkpoint that will run in backward again what is called now; None outside of one.
 
     An object that is the same for all calls within the outermost checkpoint. torch's own kind is known by its hooks for
-    saved tensors; re-entrant ones (torch's, fairscale's, this library's) are autograd functions, on the Python stack.
+    saved tensors; re-entrant ones (torch's, fairscale's, this library's) are autograd functions, whose forward is on
+    the Python stack (``apply`` itself is not there from torch 2.14 on).
     """
     if torch.is_grad_enabled():
         hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
@@ -257,7 +267,7 @@ def surrounding_checkpoint() -> object:
         )
     outermost, frame = None, sys._getframe(1)
     while frame is not None:
-        if frame.f_code is _APPLY:
+        if frame.f_code.co_name == "forward" and _is_of_a_function(frame.f_code):
             outermost = frame
         frame = frame.f_back  # type: ignore[assignment]
     return outermost
