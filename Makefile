@@ -11,6 +11,7 @@
 #   make bench   shardkit, fairscale, DDP, FSDP1, FSDP2 and others interleaved in one run
 #   make gpu     on a machine with GPUs: tests and benchmarks there, at most 25 minutes; writes docs/GPU.md
 #                (GPU='--only "bench 124M"' for a part of it)
+#   make newest  core tests on torch 2.15.0, a CUDA build of 6 GB that works without a GPU
 #   make torch-tpu PLUGIN=FILE  the backend "tpu" on torch_tpu itself, compiled for the CPU by XLA's plugin
 #   make docs    HTML documentation in docs/_build/html
 
@@ -19,9 +20,13 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 TORCH_XLA ?= torch==2.9.0 torch_xla==2.9.0
 
+# What a plain "pip install torch" gives.
+TORCH_NEWEST ?= torch==2.15.0
+
 CORE := .venv
 XLA := .venv-xla
 TPU := .venv-tpu
+NEWEST := .venv-newest
 comma := ,
 empty :=
 space := $(empty) $(empty)
@@ -31,7 +36,7 @@ PIP_FLAGS := --quiet --disable-pip-version-check --no-input
 export OMP_NUM_THREADS ?= 1
 export PYTHONUNBUFFERED := 1
 
-.PHONY: help demo demo-xla test test-core test-xla quick streams fuzz faults check format bench gpu torch-tpu docs clean
+.PHONY: help demo demo-xla test test-core test-xla quick streams fuzz faults check format bench gpu newest torch-tpu docs clean
 .DELETE_ON_ERROR:
 
 help:
@@ -145,6 +150,14 @@ ONLY ?=
 faults: $(CORE)/.ready $(XLA)/.ready
 	@$(CORE)/bin/python -m tests.deliberate_faults $(if $(ONLY),--only '$(ONLY)')
 
+$(NEWEST)/.ready: pyproject.toml
+	$(call make_venv,$(NEWEST),$(TORCH_NEWEST),$(subst $(space),$(comma),test demo libraries plots checkpoints data metrics))
+
+# Without fairscale: it is tried on the torch of `make test`.
+newest: $(NEWEST)/.ready
+	@echo "== tests on $(TORCH_NEWEST)"
+	@$(NEWEST)/bin/python -m pytest -m "not xla and not oracle" $(TESTS)
+
 $(TPU)/.ready: pyproject.toml
 	$(call make_venv,$(TPU),$(TORCH),$(subst $(space),$(comma),test tpu))
 
@@ -173,4 +186,4 @@ docs: $(CORE)/.ready
 	@echo "docs/_build/html/index.html"
 
 clean:
-	rm -rf $(CORE) $(XLA) build dist docs/_build *.egg-info
+	rm -rf $(CORE) $(XLA) $(TPU) $(NEWEST) build dist docs/_build *.egg-info

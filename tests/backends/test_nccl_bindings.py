@@ -99,6 +99,7 @@ def _overloads(method: Any) -> list[str]:
     """The signatures in a binding's docstring, with types as the oldest supported torch spells them."""
     text = method.__doc__.replace("collections.abc.Sequence", "list")
     text = re.sub(r"typing\.SupportsInt( \| typing\.SupportsIndex)?", "int", text)
+    text = text.replace("backend: object = None", "backend: Optional[c10d::Backend] = None")  # torch 2.15
     found = re.findall(r"\((self: .*)\) -> ", text)
     return [
         re.sub(r"torch\._C\._distributed_c10d\.|torch\.distributed\.distributed_c10d\.", "", line)
