@@ -29,11 +29,25 @@ _NEEDLESS = (
     "set_reduce_scatter_unused_params", "set_reduce_scatter_max_input_buffers", "set_separate_reduce_scatter_group",
     "reset_iter_state",
 )  # fmt: skip
-_REFUSED = ("set_custom_all_gather", "set_custom_reduce_scatter", "set_all_reduce_hook")
+_COLLECTIVES = (
+    "collectives are the backend's here. Derive a backend (shardkit.backend) whose Group has others, and pass it as "
+    "backend="
+)
+_REFUSED = {
+    "set_custom_all_gather": _COLLECTIVES,
+    "set_custom_reduce_scatter": _COLLECTIVES,
+    "set_all_reduce_hook": _COLLECTIVES,
+}
+# Switches of torch 2.15; off is what happens here.
+_REFUSED_ON = {
+    "set_manual_backward_finalization": "each backward reduces its gradients by its end here. Leave it out, and "
+    "finalize_backward() with it; set_requires_gradient_sync(False) puts off what the next backward reduces",
+    "set_keep_unsharded_storage": "the memory of gathered parameters is released with them here. Leave it out",
+}
 
 
 class UnshardHandle:
-    """What ``unshard(async_op=True)`` returns: the parameters have arrived already."""
+    """What ``unshard(async_op=True)`` and ``finalize_backward(async_op=True)`` return: it has happened already."""
 
     def wait(self) -> None:
         """Returns at once."""
@@ -56,7 +70,9 @@ class TorchsMethods:
             "set_gradient_divide_factor": self.set_gradient_divide_factor,
             "set_reduce_scatter_divide_factor": self.set_gradient_divide_factor,
             **dict.fromkeys(_NEEDLESS, self._needless),
+            "finalize_backward": self.finalize_backward,
             **{name: partial(self._refuse, name) for name in _REFUSED},
+            **{name: partial(self._refuse_on, name) for name in _REFUSED_ON},
         }
         for name, method in own.items():
             if not hasattr(type(module), name):
@@ -127,10 +143,15 @@ class TorchsMethods:
         """Found out here."""
 
     def _refuse(self, name: str, *args: object, **kwargs: object) -> NoReturn:
-        raise ConfigurationError(
-            f"{name}: collectives are the backend's here. Derive a backend (shardkit.backend) whose Group has others, "
-            "and pass it as backend="
-        )
+        raise ConfigurationError(f"{name}: {_REFUSED[name]}")
+
+    def _refuse_on(self, name: str, *args: object, **kwargs: object) -> None:
+        if next(iter((*args, *kwargs.values())), True):
+            raise ConfigurationError(f"{name}: {_REFUSED_ON[name]}")
+
+    def finalize_backward(self, *, async_op: bool = False) -> UnshardHandle | None:
+        """Nothing is left to do after a backward."""
+        return UnshardHandle() if async_op else None
 
     # ------------------------------------------------------------ other methods that compute
     def call_where_needed(self, method: AnyCallable, *args: object, **kwargs: object) -> Tree:

@@ -303,6 +303,14 @@ def _refused(rank: int) -> None:
     model: Any = as_in_torchtitan(Net())
     with pytest.raises(ConfigurationError, match="set_all_reduce_hook"):
         model.set_all_reduce_hook(print)
+    with pytest.raises(ConfigurationError, match="reduces its gradients by its end"):
+        model.set_manual_backward_finalization(True)
+    with pytest.raises(ConfigurationError, match="memory of gathered parameters"):
+        model.set_keep_unsharded_storage(keep=True, recurse=False)
+    model.set_manual_backward_finalization(False)
+    model.set_keep_unsharded_storage(False)
+    assert model.finalize_backward() is None
+    assert model.finalize_backward(async_op=True).wait() is None
     with pytest.raises(ConfigurationError, match="recurse"):
         model.set_requires_gradient_sync(False, recurse=False)
     with pytest.raises(LifecycleError, match="outermost"):
