@@ -125,4 +125,5 @@ def new_world() -> SimpleNamespace:
     return SimpleNamespace(
         default_pg=None, pg_map={}, pg_names={}, pg_group_ranks={}, pg_backend_config={}, group_count=0,
         tags_to_pg={}, pg_to_tag={}, pg_coalesce_state={}, comms=[],
+        pg_flight_recorder_hooks={},  # from torch 2.15 on
     )  # fmt: skip

@@ -51,4 +51,5 @@ def test_example(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     if isinstance(error, RankFailedError) and name != "RankFailedError":
         kind = error.remote_type
     assert kind == name, error
-    show(str(error), message, PAGE, 0)
+    found = re.sub(r"torch.accelerator knows \(\w+\)", "torch.accelerator knows (none here)", str(error))
+    show(found, message, PAGE, 0)  # a build for CUDA knows it without a device
