@@ -80,9 +80,9 @@ test: $(CORE)/.ready $(XLA)/.ready
 	test $$second -eq 0 || echo "make test: the second run ($(TORCH_XLA), and the rest on $(TORCH)) failed"; \
 	test $$first -eq 0 -a $$second -eq 0
 
-# About a third of the newest torch's tests: those that start processes of their own.
-SECOND := $(addprefix tests/,checkpoint_tools cli clients doctor estimate examples faults gpu integrations rehearsal running \
-  seeds testing tracing training_checkpoints test_launch.py test_packaging.py)
+# A quarter of the newest torch's tests, so that both runs take as long: those that start processes of their own.
+SECOND := $(addprefix tests/,cli clients doctor estimate faults gpu integrations rehearsal running seeds testing tracing \
+  test_launch.py test_packaging.py)
 
 TESTS := tests
 WITHOUT :=
