@@ -72,31 +72,27 @@ def _make(world_size: int, backend: str) -> Pool:
         from tests.backends import cuda_programs
 
         start = getattr(cuda_programs, f"over_{backend.rpartition(' ')[2]}")
-        return PausedPool(world_size, "cuda", start=start, timeout=RANKS_SECONDS, environment=environment)
+        return PausedPool(world_size, "cuda", start=start, environment=environment)
     if backend in ("late", "tpu"):  # a device of our own, see tests/late_device
         from tests.late_device import ranks
 
         start = getattr(ranks, f"start_{backend}")
-        return PausedPool(world_size, backend, start=start, timeout=RANKS_SECONDS, environment=environment)
+        return PausedPool(world_size, backend, start=start, environment=environment)
     if backend == "torch_tpu":  # see tests/torch_tpu
         from tests.torch_tpu import runtime
         from tests.torch_tpu.ranks import start
 
         environment |= runtime.variables()
-        return PausedPool(world_size, "tpu", start=start, timeout=RANKS_SECONDS, environment=environment)
+        return PausedPool(world_size, "tpu", start=start, environment=environment)
     if backend == "fairscale":
         from shardkit.testing.fairscale_ranks import start_rank
 
-        return PausedPool(
-            world_size, "gloo", start=start_rank, timeout=RANKS_SECONDS, environment=environment
-        )
+        return PausedPool(world_size, "gloo", start=start_rank, environment=environment)
     if backend != "gloo":
-        return PausedPool(world_size, backend, timeout=RANKS_SECONDS, environment=environment)
+        return PausedPool(world_size, backend, environment=environment)
     if DEVICE["name"] == "streams":
-        return StreamsPool(
-            world_size, backend, start=_start_with_streams, timeout=RANKS_SECONDS, environment=environment
-        )
-    return TidyPool(world_size, backend, timeout=RANKS_SECONDS, environment=environment)
+        return StreamsPool(world_size, backend, start=_start_with_streams, environment=environment)
+    return TidyPool(world_size, backend, environment=environment)
 
 
 class PausedPool(RankPool):
@@ -104,6 +100,16 @@ class PausedPool(RankPool):
 
     Each gloo group has a thread that wakes up a hundred times a second: ranks that wait took a third of two cores.
     """
+
+    def __init__(
+        self,
+        world_size: int,
+        backend: str,
+        *,
+        environment: dict[str, str],
+        start: Callable[..., None] | None = None,
+    ) -> None:
+        super().__init__(world_size, backend, start=start, timeout=RANKS_SECONDS, environment=environment)
 
     def run(self, fn: Callable[..., Any], *args: Any) -> list[Any]:
         self._signal(signal.SIGCONT)

@@ -29,21 +29,7 @@ _NEEDLESS = (
     "set_reduce_scatter_unused_params", "set_reduce_scatter_max_input_buffers", "set_separate_reduce_scatter_group",
     "reset_iter_state",
 )  # fmt: skip
-_COLLECTIVES = (
-    "collectives are the backend's here. Derive a backend (shardkit.backend) whose Group has others, and pass it as "
-    "backend="
-)
-_REFUSED = {
-    "set_custom_all_gather": _COLLECTIVES,
-    "set_custom_reduce_scatter": _COLLECTIVES,
-    "set_all_reduce_hook": _COLLECTIVES,
-}
-# Switches of torch 2.15; off is what happens here.
-_REFUSED_ON = {
-    "set_manual_backward_finalization": "each backward reduces its gradients by its end here. Leave it out, and "
-    "finalize_backward() with it; set_requires_gradient_sync(False) puts off what the next backward reduces",
-    "set_keep_unsharded_storage": "the memory of gathered parameters is released with them here. Leave it out",
-}
+_REFUSED = ("set_custom_all_gather", "set_custom_reduce_scatter", "set_all_reduce_hook")
 
 
 class UnshardHandle:
@@ -70,9 +56,10 @@ class TorchsMethods:
             "set_gradient_divide_factor": self.set_gradient_divide_factor,
             "set_reduce_scatter_divide_factor": self.set_gradient_divide_factor,
             **dict.fromkeys(_NEEDLESS, self._needless),
+            "set_manual_backward_finalization": self.set_manual_backward_finalization,
             "finalize_backward": self.finalize_backward,
+            "set_keep_unsharded_storage": self.set_keep_unsharded_storage,
             **{name: partial(self._refuse, name) for name in _REFUSED},
-            **{name: partial(self._refuse_on, name) for name in _REFUSED_ON},
         }
         for name, method in own.items():
             if not hasattr(type(module), name):
@@ -143,11 +130,28 @@ class TorchsMethods:
         """Found out here."""
 
     def _refuse(self, name: str, *args: object, **kwargs: object) -> NoReturn:
-        raise ConfigurationError(f"{name}: {_REFUSED[name]}")
+        raise ConfigurationError(
+            f"{name}: collectives are the backend's here. Derive a backend (shardkit.backend) whose Group has others, "
+            "and pass it as backend="
+        )
 
-    def _refuse_on(self, name: str, *args: object, **kwargs: object) -> None:
-        if next(iter((*args, *kwargs.values())), True):
-            raise ConfigurationError(f"{name}: {_REFUSED_ON[name]}")
+    # ------------------------------------------------------------ switches of torch 2.15; off is what happens here
+    def set_manual_backward_finalization(self, enabled: bool) -> None:
+        """Refused when switched on."""
+        if enabled:
+            raise ConfigurationError(
+                "set_manual_backward_finalization: each backward reduces its gradients by its end here. Leave it out, "
+                "and finalize_backward() with it; with set_requires_gradient_sync(False), gradients add up until a "
+                "backward that reduces them"
+            )
+
+    def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
+        """Refused when switched on."""
+        if keep:
+            raise ConfigurationError(
+                "set_keep_unsharded_storage: the memory of gathered parameters is released with them here, and lies "
+                "elsewhere the next time. Leave it out"
+            )
 
     def finalize_backward(self, *, async_op: bool = False) -> UnshardHandle | None:
         """Nothing is left to do after a backward."""

@@ -306,7 +306,7 @@ def _refused(rank: int) -> None:
     with pytest.raises(ConfigurationError, match="reduces its gradients by its end"):
         model.set_manual_backward_finalization(True)
     with pytest.raises(ConfigurationError, match="memory of gathered parameters"):
-        model.set_keep_unsharded_storage(keep=True, recurse=False)
+        model.set_keep_unsharded_storage(recurse=False, keep=True)
     model.set_manual_backward_finalization(False)
     model.set_keep_unsharded_storage(False)
     assert model.finalize_backward() is None
