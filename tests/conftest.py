@@ -21,6 +21,8 @@ settings.register_profile(
 settings.load_profile("repeatable")
 os.environ.setdefault("XLA_FLAGS", XLA_FLAGS)  # for every process that a test starts
 os.environ.setdefault("SHARDKIT_XLA_RULES", "tpu")  # what passes here is not to fail on a TPU
+# Unbuffered, print() writes a line and its end one after the other, and the lines of ranks mix in a shared pipe.
+os.environ.pop("PYTHONUNBUFFERED", None)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
