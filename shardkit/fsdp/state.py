@@ -118,7 +118,7 @@ class ShardingState:
         is_computing: inside of a forward of a module sharded in place, or of another method of it.
         buffer_dtypes: own dtypes of buffers that were cast, by module and name.
         uncollected: optimizer state that is this rank's alone.
-        run_id: the same on all ranks, and of no other unit.
+        run_id: the same on all ranks, and of no other unit but copies of one original.
     """
 
     def __init__(
@@ -158,10 +158,10 @@ class ShardingState:
         note_state(self)
 
     def __deepcopy__(self, memo: Memo) -> ShardingState:
+        """With its groups, and a run id of its own; copies of one original share it, for a rank may be alone in one."""
         made = memo[id(self)] = ShardingState.__new__(ShardingState)
-        made.__setstate__(
-            {**copy.deepcopy(self.__getstate__(), memo), "options": self.options}
-        )  # with its groups
+        copied = copy.deepcopy(self.__getstate__(), memo)
+        made.__setstate__({**copied, "options": self.options, "run_id": f"{self.run_id}-copy"})
         return made
 
     @property

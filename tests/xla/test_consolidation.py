@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import shutil
 import signal
@@ -125,6 +126,27 @@ def test_files_of_two_models_or_jobs_are_refused(backend: str, world_size: int, 
     torch.save(state, f"{prefix}mixed_rank-1-of-2.pth")
     with pytest.raises(ConfigurationError, match=r"mixed_rank-1-of-2\.pth: no run id"):
         consolidate_sharded_model_checkpoints(f"{prefix}mixed", SUFFIX)
+
+
+def _copied(rank: int, prefix: str) -> None:
+    model = _model()
+    ours = copy.deepcopy(model)
+    for name, saved in (("model", model), ("copy", ours)):
+        _train(saved, rank, 0)
+        _save(saved, rank, prefix + name)
+
+
+@pytest.mark.parametrize(("backend", "world_size"), EACH)
+def test_files_of_a_model_and_its_copy_are_refused(backend: str, world_size: int, tmp_path: Path) -> None:
+    prefix = f"{tmp_path}/"
+    rank_pool(world_size, backend).run(_copied, prefix)
+    for name in ("model", "copy"):
+        consolidate_sharded_model_checkpoints(prefix + name, SUFFIX, save_model=False)
+    shutil.copy(f"{prefix}copy_rank-1-of-2.pth", f"{prefix}model_rank-1-of-2.pth")
+    with pytest.raises(
+        ConfigurationError, match=r"rank-0-of-2\.pth: run id '(.*)' after 1.*: run id '\1-copy' after 1"
+    ):
+        consolidate_sharded_model_checkpoints(prefix + "model", SUFFIX)
 
 
 def _killed(rank: int, prefix: str) -> None:
