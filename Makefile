@@ -1,7 +1,9 @@
 # Each target creates the environment it needs; a second call finds it ready (a stamp file).
 #
 #   make demo    trains on real data with 2 ranks: DDP, OSS, ShardedDDP and FSDP beside one process
-#   make test    all tests: newest torch, then oldest supported torch with the XLA backend
+#   make test    tests on the newest torch, in under 20 minutes on two cores
+#   make test-rest  the others: programs as users start them, the oldest supported torch with the XLA backend, and
+#                 `make streams`
 #   make quick   some tests of every part, newest torch only: for the daily loop, under 2 minutes
 #   make check   ruff, mypy, import-linter
 #   make fuzz     damages and forges 10,000 files; draws new programs for MINUTES=10, keeps what fails as tests; records
@@ -36,7 +38,7 @@ PIP_FLAGS := --quiet --disable-pip-version-check --no-input
 export OMP_NUM_THREADS ?= 1
 export PYTHONUNBUFFERED := 1
 
-.PHONY: help demo demo-xla test test-core test-xla quick streams fuzz faults check format bench gpu newest torch-tpu docs clean
+.PHONY: help demo demo-xla test test-rest test-core test-xla quick streams fuzz faults check format bench gpu newest torch-tpu docs clean
 .DELETE_ON_ERROR:
 
 help:
@@ -67,22 +69,31 @@ demo: $(CORE)/.ready
 demo-xla: $(XLA)/.ready
 	@$(XLA)/bin/python -m shardkit.examples.digits --backend xla
 
-# Two runs at once, for half of each is waiting: most of the newest torch's tests, and the oldest torch's with the rest
-# after them. Both are reported, whatever they give; the second one's report comes from a file, when both are through.
-test: $(CORE)/.ready $(XLA)/.ready
+# Two runs at once, for half of each is waiting. Both are reported, whatever they give; the second one's report comes from
+# a file, when both are through.
+define at_once
 	@first=0; second=0; log=$$(mktemp); \
-	$(MAKE) --no-print-directory --keep-going test-xla test-core TESTS="$(SECOND)" >$$log 2>&1 & other=$$!; \
+	$(MAKE) --no-print-directory --keep-going $(2) >$$log 2>&1 & other=$$!; \
 	trap 'kill $$other; exit 130' INT TERM; \
-	$(MAKE) --no-print-directory test-core WITHOUT="$(SECOND)" || first=$$?; \
+	$(MAKE) --no-print-directory --keep-going $(1) || first=$$?; \
 	wait $$other || second=$$?; \
 	cat $$log; rm -f $$log; \
-	test $$first -eq 0 || echo "make test: the first run ($(TORCH)) failed"; \
-	test $$second -eq 0 || echo "make test: the second run ($(TORCH_XLA), and the rest on $(TORCH)) failed"; \
+	test $$first -eq 0 || echo "make $@: the first run failed"; \
+	test $$second -eq 0 || echo "make $@: the second run failed"; \
 	test $$first -eq 0 -a $$second -eq 0
+endef
 
-# A quarter of the newest torch's tests, so that both runs take as long: those that start processes of their own.
-SECOND := $(addprefix tests/,cli clients doctor estimate faults gpu integrations rehearsal running seeds testing tracing \
-  test_launch.py test_packaging.py)
+# A part that takes half of the time of `make test`.
+HALF := $(addprefix tests/,adascale backends compat differential)
+# What starts programs of its own, as users start them: most of the time goes to processes that import torch.
+PROGRAMS := $(addprefix tests/,cli clients doctor estimate examples faults figures gpu integrations rehearsal running seeds \
+  testing tracing test_launch.py test_packaging.py)
+
+test: $(CORE)/.ready
+	$(call at_once,test-core WITHOUT='$(PROGRAMS) $(HALF)',test-core TESTS='$(HALF)')
+
+test-rest: $(CORE)/.ready $(XLA)/.ready
+	$(call at_once,test-xla,test-core streams TESTS='$(PROGRAMS)')
 
 TESTS := tests
 WITHOUT :=
