@@ -5,6 +5,7 @@ Calls and the output travel over RPC; micro-batches and gradients go from stage 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 import torch
@@ -13,11 +14,13 @@ from torch import nn
 from torch.distributed import rpc
 
 from ..errors import ConfigurationError, LifecycleError
-from ..model_parallel.groups import get_pipeline_parallel_group
+from ..model_parallel.groups import get_pipeline_parallel_group, model_parallel_is_initialized
 from ..types import AnyCallable, Args, Context, Kwargs, Tree
 from .async_pipe import AsyncPipe
 from .microbatch import Value, split
 from .schedule import move
+
+_GROUPS_SECONDS = 10.0
 
 
 class _Served:
@@ -43,7 +46,15 @@ def _own_device() -> torch.device:
     return torch.device(kind.type, dist.get_rank() % torch.accelerator.device_count())
 
 
+def _await_groups() -> None:
+    """Rank 0's ``initialize_model_parallel`` may end first, and its call come while this rank is still in there."""
+    end = time.monotonic() + _GROUPS_SECONDS
+    while not model_parallel_is_initialized() and time.monotonic() < end:
+        time.sleep(0.005)
+
+
 def _make_stage(args: Args, kwargs: Kwargs) -> AsyncPipe:
+    _await_groups()
     device = _own_device()
     group = get_pipeline_parallel_group()
     return AsyncPipe(*args, **{**kwargs, "group": group, "input_device": device}).to(device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +14,7 @@ from torch import nn
 
 from shardkit import model_parallel as mp
 from shardkit.errors import LifecycleError, RankLostError, RankMismatchError
+from shardkit.model_parallel import groups
 from shardkit.nn.pipe import AsyncPipe, LazyModule
 from shardkit.nn.pipe.skip import pop, skippable, stash
 from tests.pools import free_port, rank_pool
@@ -398,3 +400,26 @@ def _drive(wrapper: Any, names: dict[int, str]) -> None:
 
 def test_driven_by_one_rank() -> None:
     run(_driven, free_port())
+
+
+def _driven_early(port: int) -> None:
+    """Rank 0 calls before the others' ``initialize_model_parallel`` has come back."""
+    initialize = mp.initialize_model_parallel
+
+    def late(*args: Any, **kwargs: Any) -> None:
+        initialize(*args, **kwargs)
+        if dist.get_rank():
+            made, groups._current = groups._current, None
+            dist.barrier()
+            time.sleep(0.5)
+            groups._current = made
+        else:
+            dist.barrier()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mp, "initialize_model_parallel", late)
+        _driven(port)
+
+
+def test_driven_by_a_rank_that_is_early() -> None:
+    run(_driven_early, free_port())
