@@ -86,8 +86,8 @@ endef
 # A part that takes half of the time of `make test`.
 HALF := $(addprefix tests/,adascale backends compat differential)
 # What starts programs of its own, as users start them: most of the time goes to processes that import torch.
-PROGRAMS := $(addprefix tests/,cli clients doctor estimate examples faults figures gpu integrations rehearsal running seeds \
-  testing tracing test_launch.py test_packaging.py)
+PROGRAMS := $(addprefix tests/,cli clients doctor estimate examples faults figures gpu integrations pages rehearsal running \
+  seeds testing tracing test_launch.py test_packaging.py)
 
 test: $(CORE)/.ready
 	$(call at_once,test-core WITHOUT='$(PROGRAMS) $(HALF)',test-core TESTS='$(HALF)')
