@@ -158,7 +158,7 @@ class ShardingState:
         note_state(self)
 
     def __deepcopy__(self, memo: Memo) -> ShardingState:
-        """With its groups, and a run id of its own; copies of one original share it, for a rank may be alone in one."""
+        """With its groups. Its run id isn't the original's; copies aren't counted, since one rank may copy alone."""
         made = memo[id(self)] = ShardingState.__new__(ShardingState)
         copied = copy.deepcopy(self.__getstate__(), memo)
         made.__setstate__({**copied, "options": self.options, "run_id": f"{self.run_id}-copy"})
