@@ -52,7 +52,7 @@ def sharded(
 
 def to_load(model: nn.Module, optim: Optimizer, state: SavedState) -> StateDict:
     """This rank's part of a full or sharded state by names, for ``optim.load_state_dict``."""
-    return cut_named(model, optim, state["param_groups"], from_state(state["state"]))
+    return cut_named(model, optim, state.get("param_groups", ()), from_state(state["state"]))
 
 
 def to_load_from_rank_0(
@@ -61,18 +61,22 @@ def to_load_from_rank_0(
     """The same where only the first rank has the state (collective)."""
     ranks = backend_of_job().group(group)
     control = ranks.channel("control")
-    mine = state if ranks.rank == 0 and state is not None else {}
-    groups = control.broadcast_object(mine.get("param_groups"), 0, label="optimizer options of rank 0")
+    mine = state if ranks.rank == 0 else None
+    told = None if mine is None else mine.get("param_groups", [])
+    groups = control.broadcast_object(told, 0, label="optimizer options of rank 0")
     if groups is None:
         raise ConfigurationError("the first rank passed no optimizer state; it has to have the full one")
-    return cut_named(model, optim, groups, from_rank_0(mine.get("state", {}), ranks))
+    return cut_named(model, optim, groups, from_rank_0((mine or {}).get("state", {}), ranks))
 
 
 def optimizer_of(model: nn.Module, optim: Optimizer | None, optim_input: OptimInput | None) -> Optimizer:
     """The optimizer, or one that stands for the parameters which an optimizer was given."""
     if optim is not None:
         return optim
-    return torch.optim.SGD(model.parameters() if optim_input is None else optim_input, lr=0.0)  # type: ignore[arg-type]
+    given = [*model.parameters()] if optim_input is None else [*optim_input]
+    # an optimizer fills in dicts that it is given: these stay the caller's
+    copied = [{"params": g["params"]} if isinstance(g, dict) else g for g in given]
+    return torch.optim.SGD(copied, lr=0.0)  # type: ignore[arg-type]
 
 
 def check_kind(kind: StateDictType, named: bool) -> None:

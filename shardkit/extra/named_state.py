@@ -17,16 +17,15 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..backend import Group
-from ..checks.facts import all_gather_facts_or_objects
 from ..errors import ConfigurationError
 from ..fsdp.flat_param import FlatParam
 from ..fsdp.names import plain_name
-from ..fsdp.optim_state import gather_parts, is_spread, shard_state
+from ..fsdp.optim_state import Kind, gather_parts, kinds_everywhere, shard_state
 from ..fsdp.state import ShardingState, state_of
-from ..fsdp.state_of_shards import NOTE
+from ..fsdp.state_of_shards import options_in
 from ..optimizers.shards import refuse_stand_ins
 from ..torch_seams.dtensors import is_cut, whole
-from ..types import ParamGroup, StateDict, Tree
+from ..types import ParamGroup, StateDict
 
 Form = Callable[[ShardingState, torch.Tensor, torch.Tensor], torch.Tensor]
 """Of a unit, an original parameter's state (on the host), and a tensor on the device of this rank's part: what is
@@ -105,73 +104,38 @@ def gather_named(
     known = _parameters_of(model)
     position = {id(p): i for i, p in enumerate(params)}
     state: StateDict = {}
+    own_of = {i: state_dict["state"].get(position.get(i), {}) for i in known}
+    flats = [(flat, own_of[i]) for i, (_, flat, _) in known.items() if flat is not None]
+    kinds = iter(kinds_everywhere([flat for flat, _ in flats], [own for _, own in flats]))
     for identity, (names, flat, unit) in known.items():
-        index = position.get(identity)
-        if index is None:
-            continue
-        own = _unmarked(state_dict["state"].get(index, {}))
-        parts = [own]
+        parts = [own_of[identity]]
         if flat is not None and unit is not None:
-            parts = _whole(flat, unit, own, form, keep)
+            parts = _whole(flat, unit, parts[0], next(kinds), form, keep)
         if keep:
             state.update((n, s) for n, s in zip(names, parts, strict=False) if s)
     if not keep:
         return {}
     others = {k: v for k, v in state_dict["state"].items() if not isinstance(k, int)}
-    groups, start = [], 0
-    for own_group, saved in zip(optimizer.param_groups, state_dict["param_groups"], strict=True):
-        count = len(own_group["params"])
-        listed = [n for names in all_names[start : start + count] for n in names]
-        start += count
-        options = {k: v for k, v in saved.items() if k not in ("params", NOTE)}
-        groups.append({**copy.deepcopy(options), "params": listed})
     rest = {k: v for k, v in state_dict.items() if k not in ("state", "param_groups")}
-    return {"state": {**state, **copy.deepcopy(others)}, "param_groups": groups, **rest}
+    found = {"state": {**state, **copy.deepcopy(others)}, **rest}
+    if "param_groups" in state_dict:
+        listed = iter(all_names)
+        found["param_groups"] = [
+            {**options_in(saved), "params": [n for _ in own["params"] for n in next(listed)]}
+            for own, saved in zip(optimizer.param_groups, state_dict["param_groups"], strict=True)
+        ]
+    return found
 
 
-def _unmarked(state: StateDict) -> StateDict:
-    return {k: v.as_subclass(torch.Tensor) if isinstance(v, torch.Tensor) else v for k, v in state.items()}
-
-
-def _kinds(flat: FlatParam, own: StateDict) -> dict[str, tuple[str, torch.dtype | None, Tree]]:
-    """For each state of a flat parameter on any rank: what kind it is, its dtype, and its value where it is small."""
-    mine: dict[str, tuple[str, torch.dtype | None, Tree]] = {}
-    for key, value in own.items():
-        if is_spread(key, value, flat):
-            mine[key] = ("spread", value.dtype, None)
-        elif isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_complex():
-            mine[key] = ("number", value.dtype, (value.item(), list(value.shape)))
-        else:
-            mine[key] = ("other", None, value)
-    if flat.group.world_size == 1:
-        return mine
-    merged: dict[str, tuple[str, torch.dtype | None, Tree]] = {}
-    control = flat.group.channel("control")
-    for theirs in all_gather_facts_or_objects(control, mine, label="kinds of optimizer state"):
-        for key, what in theirs.items():
-            merged.setdefault(key, what)
-    return merged
-
-
-def _whole(flat: FlatParam, unit: ShardingState, own: StateDict, form: Form, keep: bool) -> list[StateDict]:
+def _whole(
+    flat: FlatParam, unit: ShardingState, own: StateDict, kinds: Mapping[str, Kind], form: Form, keep: bool
+) -> list[StateDict]:
     """State of each original parameter of a flat parameter (collective)."""
     found: list[StateDict] = [{} for _ in flat.originals]
-    for key, (kind, dtype, value) in _kinds(flat, own).items():
-        if kind == "spread":
-            shard = own.get(key)
-            if shard is None:  # none of its original parameters lies here
-                shard = torch.zeros(flat.layout.shard_numel, dtype=dtype, device=flat.param.device)
-            parts = gather_parts(flat, shard)
-            if keep:
-                for state, part in zip(found, parts, strict=True):
-                    state[key] = form(unit, part, shard)
-            continue
-        for state in found:
-            if kind == "number":
-                number, shape = value
-                state[key] = torch.tensor(number, dtype=dtype).view(shape)
-            else:
-                state[key] = copy.deepcopy(value)
+    for key, kind in kinds.items():
+        parts = gather_parts(flat, own[key]) if kind.spread else []
+        for number, state in enumerate(found if keep else ()):
+            state[key] = form(unit, parts[number], own[key]) if kind.spread else kind.made()
     return found
 
 
@@ -188,7 +152,8 @@ def cut_named(
     Args:
         model, optimizer: as they are now.
         groups: the ``param_groups`` that were saved. Options go to the optimizer's groups by the parameters in them.
-        source: asked for each parameter of the optimizer, in its order.
+            Without any, nothing was saved of them, and they stay.
+        source: asked for each parameter of the model, in one order on all ranks.
 
     Raises:
         ConfigurationError: the state is of other parameters, or of other groups.
@@ -205,19 +170,19 @@ def cut_named(
                 )
             group_of[plain_name(name)] = group
     state: dict[int, StateDict] = {}
+    position = {id(p): i for i, p in enumerate(p for g in optimizer.param_groups for p in g["params"])}
+    for identity, (own, flat, _) in known.items():
+        have = source(flat, own)  # of all, in the model's order, for a source may be a collective
+        if have and identity in position:
+            state[position[identity]] = _part(flat, own, have)
     made: list[ParamGroup] = []
-    index = 0
+    listed = iter(enumerate(all_names))
     for group in optimizer.param_groups:
-        count = len(group["params"])
-        names = [n for own in all_names[index : index + count] for n in own]
-        made.append({**_options_of(names, group_of), "params": list(range(index, index + count))})
-        for param in group["params"]:
-            own, flat, _ = known[id(param)]
-            have = source(flat, own)
-            if have:
-                state[index] = _part(flat, own, have)
-            index += 1
-    return {"state": state, "param_groups": made}
+        pairs = [next(listed) for _ in group["params"]]
+        names = [n for _, own in pairs for n in own]
+        options = _options_of(names, group_of) if groups else options_in(group)
+        made.append({**options, "params": [index for index, _ in pairs]})
+    return {"state": dict(sorted(state.items())), "param_groups": made}
 
 
 def _options_of(names: Sequence[str], group_of: Mapping[str, ParamGroup]) -> ParamGroup:

@@ -99,8 +99,14 @@ def _refuse_differences(optimizer: Optimizer, flats: list[FlatParamLike]) -> Non
         facts += option_facts(
             **{f"{k} of group {index}": group[k] for k in sorted(group) if k not in ("params", "param_names")}
         )
+    placed = [(f, n) for n, g in enumerate(optimizer.param_groups) for f in map(shard_behind, g["params"])]
     for ranks in {f.group.ranks: f.group for f in flats}.values():
-        check_same_everywhere(ranks, facts, "optimizers over the shards of one model")
+        params = sorted(
+            (f"parameter {name_of_original(f.originals[0].param)!r}", f"in group {n}")
+            for f, n in placed
+            if f is not None and f.group.ranks == ranks.ranks
+        )
+        check_same_everywhere(ranks, [*facts, *params], "optimizers over the shards of one model")
 
 
 def _refuse_coupled(optimizer: Optimizer) -> None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.optim import Optimizer
@@ -25,14 +25,10 @@ from ..optimizers.state_shapes import NUMBERS
 from ..types import ParamGroup, StateDict, Tree
 from .flat_param import FlatParam
 from .flat_values import put_together, taken_apart
-from .state_of_shards import NOTE
+from .originals import name_of_original
+from .state_of_shards import options_in
 
 EXTRA = ("param_id_map", "uncollected_local_ids")
-
-
-def _plain(value: object) -> Tree:
-    """One number as a Python number."""
-    return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
 
 
 def is_spread(key: str, value: object, flat: FlatParam) -> bool:
@@ -60,7 +56,7 @@ def _ids_of_originals(flats: Sequence[FlatParam]) -> list[list[int]]:
 @torch.no_grad()
 def gather_parts(flat: FlatParam, value: torch.Tensor) -> list[torch.Tensor]:
     """The original parameters' parts of a state, on the CPU (collective)."""
-    shard = value.detach().reshape(-1).to(flat.compute_device)
+    shard = value.detach().as_subclass(torch.Tensor).reshape(-1).to(flat.compute_device)
     full = shard
     if flat.group.world_size > 1:
         full = shard.new_empty(flat.layout.padded_numel)
@@ -71,16 +67,81 @@ def gather_parts(flat: FlatParam, value: torch.Tensor) -> list[torch.Tensor]:
     return [p.view(m.shape).clone() for p, m in zip(pieces, flat.originals, strict=True)]
 
 
-def _keys_everywhere(flat: FlatParam, state: StateDict) -> dict[str, tuple[bool, Any]]:
-    """For each state of a flat parameter: whether it is gathered, and its dtype or its value (ranks may lack it)."""
-    mine = {k: (True, v.dtype) if is_spread(k, v, flat) else (False, _plain(v)) for k, v in state.items()}
-    if flat.group.world_size == 1:
-        return mine
-    merged: dict[str, tuple[bool, Any]] = {}
-    control = flat.group.channel("control")
-    for theirs in all_gather_facts_or_objects(control, mine, label="kinds of optimizer state"):
+class Kind(NamedTuple):
+    """What a state of a flat parameter is.
+
+    Attributes:
+        spread: it has one element for each of the shard, and is gathered.
+        dtype: of a tensor.
+        shape: of a tensor of one number.
+        value: of all else that is not spread: the number, or what it is.
+    """
+
+    spread: bool
+    dtype: torch.dtype | None
+    shape: Sequence[int] | None
+    value: Any
+
+    @classmethod
+    def of(cls, key: str, value: object, flat: FlatParam) -> Kind:
+        if is_spread(key, value, flat) and isinstance(value, torch.Tensor):
+            return cls(True, value.dtype, None, None)
+        if isinstance(value, torch.Tensor) and value.numel() == 1:
+            return cls(False, value.dtype, tuple(value.shape), value.item())
+        return cls(False, None, None, value)
+
+    def made(self) -> Tree:
+        """The value, a tensor again if it was one."""
+        if self.shape is None:
+            return copy.deepcopy(self.value)
+        return torch.tensor(self.value, dtype=self.dtype).view(self.shape)
+
+
+def kinds_everywhere(flats: Sequence[FlatParam], states: Sequence[StateDict]) -> list[dict[str, Kind]]:
+    """What each state of each flat parameter is on any rank (collective).
+
+    Args:
+        flats: in one order on all ranks.
+        states: this rank's, of each.
+
+    Raises:
+        ConfigurationError: on all ranks, if one lacks state that others have, or has another order.
+    """
+    found = [{k: Kind.of(k, v, f) for k, v in s.items()} for f, s in zip(flats, states, strict=True)]
+    for group in {f.group.ranks: f.group for f in flats}.values():
+        numbers = [n for n, f in enumerate(flats) if f.group.ranks == group.ranks]
+        names = [name_of_original(flats[n].originals[0].param) for n in numbers]
+        mine = names, [{k: tuple(kind) for k, kind in found[n].items()} for n in numbers]
+        if group.world_size == 1:
+            continue
+        everybody = all_gather_facts_or_objects(
+            group.channel("control"), mine, label="kinds of optimizer state"
+        )
+        for rank, (theirs, _) in zip(group.ranks, everybody, strict=True):
+            if theirs != everybody[0][0]:
+                raise ConfigurationError(
+                    f"the optimizer of rank {rank} has other parameters than rank {group.ranks[0]}'s, or another "
+                    "order of them: make it of the same parameters() on every rank"
+                )
+        for k, n in enumerate(numbers):
+            found[n] = _merged(flats[n], [kinds[k] for _, kinds in everybody])
+    return found
+
+
+def _merged(flat: FlatParam, everybody: Sequence[dict[str, Any]]) -> dict[str, Kind]:
+    merged: dict[str, Kind] = {}
+    for theirs in everybody:
         for key, what in theirs.items():
-            merged.setdefault(key, what)
+            merged.setdefault(key, Kind(*what))
+    needed = [key for key, kind in merged.items() if kind.spread and flat.layout.shard_numel]
+    for rank, theirs in zip(flat.group.ranks, everybody, strict=True):
+        for key in needed:
+            if key not in theirs:
+                raise ConfigurationError(
+                    f"rank {rank} has no optimizer state {key!r} of {name_of_original(flat.originals[0].param)!r}, "
+                    "which other ranks have: its optimizer lacks the parameter, or state was removed or loaded on "
+                    "some ranks only. Make the optimizer of the same parameters, and load state, on every rank"
+                )
     return merged
 
 
@@ -101,23 +162,22 @@ def gather_full(
     index_of = {id(p): i for i, p in enumerate(params)}
     state: dict[int, StateDict] = {}
     id_map: dict[int, int | None] = {}
+    last = len(params)  # as the optimizer has them: their places are for all ranks
+    collected = sorted(
+        (f for f in flats if f not in uncollected), key=lambda f: index_of.get(id(f.param), last)
+    )
+    own_of = {f: optimizer_state["state"].get(index_of.get(id(f.param)), {}) for f in flats}
+    kinds_of = dict(zip(collected, kinds_everywhere(collected, [own_of[f] for f in collected]), strict=True))
     for flat, ids in zip(flats, _ids_of_originals(flats), strict=True):
-        local = index_of.get(id(flat.param))
-        own = {} if local is None else optimizer_state["state"].get(local, {})
+        local, own = index_of.get(id(flat.param)), own_of[flat]
         if flat in uncollected:
             id_map.update(dict.fromkeys(ids, local))
             _keep_uncollected(state, flat, ids, own)
             continue
-        kinds = _keys_everywhere(flat, own)
+        kinds = kinds_of[flat]
         id_map.update(dict.fromkeys(ids, local if kinds else None))
-        for key, (spread, what) in kinds.items():
-            if spread:
-                value = own.get(key)
-                if value is None:  # none of its original parameters lies here, or nothing was ever used
-                    value = torch.zeros(flat.layout.shard_numel, dtype=what)
-                values: list[Any] = gather_parts(flat, value)
-            else:
-                values = [what] * len(ids)
+        for key, kind in kinds.items():
+            values: list[Any] = gather_parts(flat, own[key]) if kind.spread else [kind.value] * len(ids)
             if keep_on:
                 for i, v in zip(ids, values, strict=True):
                     state.setdefault(i, {})[key] = copy.copy(v)
@@ -145,7 +205,7 @@ def _keep_uncollected(state: dict[int, StateDict], flat: FlatParam, ids: list[in
             pieces: list[Any] = taken_apart(value.detach().cpu().reshape(-1), flat.layout)
             values = [p.view(m.shape).clone() for p, m in zip(pieces, flat.originals, strict=True)]
         else:
-            values = [_plain(value)] * len(ids)
+            values = [Kind.of(key, value, flat).value] * len(ids)
         for i, v in zip(ids, values, strict=True):
             state.setdefault(i, {})[key] = v
 
@@ -156,10 +216,7 @@ def _full_groups(
     """Param groups with the ids of original parameters in place of the optimizer's."""
     ids = {id(f.param): m for f, m in zip(flats, _ids_of_originals(flats), strict=True)}
     originals = [[i for p in g["params"] for i in ids.get(id(p), [])] for g in optimizer.param_groups]
-    return [
-        {**copy.deepcopy({k: v for k, v in g.items() if k not in ("params", NOTE)}), "params": own}
-        for g, own in zip(saved, originals, strict=True)
-    ]
+    return [{**options_in(g), "params": own} for g, own in zip(saved, originals, strict=True)]
 
 
 def shard_full(flats: Sequence[FlatParam], full: StateDict) -> StateDict:

@@ -12,14 +12,13 @@ import copy
 import torch
 from torch.optim import Optimizer
 
-from ..checks.facts import all_gather_facts_or_objects
 from ..errors import ConfigurationError
 from ..optimizers.shards import shard_behind
 from ..types import StateDict, Tree
 from .flat_param import FlatParam
-from .optim_state import _plain, gather_parts, is_spread, shard_state
+from .optim_state import gather_parts, kinds_everywhere, shard_state
 from .originals import managing
-from .state_of_shards import NOTE, note_whole_states
+from .state_of_shards import note_whole_states, options_in
 
 
 def gather_plain(optimizer: Optimizer, keep_on: bool) -> StateDict | None:
@@ -33,19 +32,23 @@ def gather_plain(optimizer: Optimizer, keep_on: bool) -> StateDict | None:
 
 def _gathered(optimizer: Optimizer, saved: StateDict, keep_on: bool = True) -> StateDict | None:
     flats = _flats_of(optimizer)
-    kinds = _kinds_everywhere(flats, saved["state"])
+    own_of = [saved["state"].get(index, {}) for index in range(len(flats))]
+    shards = [(flat, own) for flat, own in zip(flats, own_of, strict=True) if flat is not None]
+    kinds_of = iter(kinds_everywhere([flat for flat, _ in shards], [own for _, own in shards]))
     state: dict[int, StateDict] = {}
-    for index, flat in enumerate(flats):
-        own = saved["state"].get(index, {})
+    for index, (flat, own) in enumerate(zip(flats, own_of, strict=True)):
         if flat is None:
             found: StateDict = {key: _on_host(value) for key, value in own.items()}
         else:
-            found = {key: _whole(flat, key, own, *kind) for key, kind in kinds.get(index, {}).items()}
+            found = {
+                key: gather_parts(flat, own[key])[0] if kind.spread else kind.made()
+                for key, kind in next(kinds_of).items()
+            }
         if found and keep_on:
             state[index] = found
     if not keep_on:
         return None
-    groups = [{k: copy.deepcopy(v) for k, v in g.items() if k != NOTE} for g in saved["param_groups"]]
+    groups = [{**options_in(g), "params": copy.copy(g["params"])} for g in saved["param_groups"]]
     others = {k: v for k, v in saved.items() if k not in ("state", "param_groups")}
     named = {k: v for k, v in saved["state"].items() if not isinstance(k, int)}
     return {"state": {**state, **named}, "param_groups": groups, **others}
@@ -113,45 +116,6 @@ def _of_one(flat: FlatParam) -> FlatParam:
             "state has no place for each: shard by fully_shard(module), or FSDP(module, flatten=False)"
         )
     return flat
-
-
-def _kinds_everywhere(
-    flats: list[FlatParam | None], state: dict[int, StateDict]
-) -> dict[int, dict[str, tuple[bool, Tree]]]:
-    """For each state of each shard: whether it is gathered, and its dtype or its value (ranks may lack it)."""
-    mine: dict[int, dict[str, tuple[bool, Tree]]] = {}
-    groups = {}
-    for index, flat in enumerate(flats):
-        if flat is not None:
-            groups[flat.group.ranks] = flat.group
-            mine[index] = {
-                k: (True, v.dtype) if is_spread(k, v, flat) else (False, _plain(v))
-                for k, v in state.get(index, {}).items()
-            }
-    merged: dict[int, dict[str, tuple[bool, Tree]]] = {}
-    for group in groups.values():
-        everybody = [mine]
-        if group.world_size > 1:
-            control = group.channel("control")
-            everybody = all_gather_facts_or_objects(control, mine, label="kinds of optimizer state")
-        for theirs in everybody:  # in one order on all ranks, in which they gather
-            for index, kinds in theirs.items():
-                for key, what in kinds.items():
-                    merged.setdefault(index, {}).setdefault(key, what)
-    return merged
-
-
-def _whole(flat: FlatParam, key: str, own: StateDict, is_spread: bool, what: Tree) -> Tree:
-    """One state of the whole parameter."""
-    value = own.get(key)
-    if not is_spread:
-        if value is None:  # this rank's optimizer had no use for it; torch counts steps in tensors
-            return torch.tensor(float(what)) if key == "step" else what
-        return _on_host(value)
-    if value is None:
-        value = torch.zeros(flat.layout.shard_numel, dtype=what)
-    (whole,) = gather_parts(flat, value.as_subclass(torch.Tensor))
-    return whole
 
 
 def _on_host(value: Tree) -> Tree:

@@ -7,6 +7,8 @@ rank's own that is right. torch.distributed.checkpoint would keep one rank's for
 
 from __future__ import annotations
 
+import copy
+from collections import OrderedDict
 from collections.abc import Callable, Iterable
 
 import torch
@@ -17,14 +19,17 @@ from ..errors import ConfigurationError
 from ..optimizers.elementwise import KNOWN
 from ..optimizers.shards import refuse_stand_ins, shard_behind
 from ..torch_seams.distributed_checkpoint import OwnOfRank, Request, current_request
-from ..types import StateDict
+from ..torch_seams.module_versions import versions_of
+from ..types import ParamGroup, StateDict
 from .originals import FlatParamLike
 
 # Of an optimizer and its state_dict() the state as one process has it, and of such a state this rank's part.
 WholeStates = tuple[Callable[[Optimizer, StateDict], StateDict], Callable[[Optimizer, StateDict], StateDict]]
 _whole_states: list[WholeStates] = []
 
-NOTE = "shardkit_shards"  # in the groups of a state dict: whose shards it is of
+# In the groups of a state dict: whose shards it is of. In an attribute of the dict, as torch notes versions of modules,
+# which copies, files and optimizers that load it keep; in files of shardkit 0.2 an option among others.
+NOTE = "shardkit_shards"
 
 _GATHERED = (
     "FSDP.gather_full_optim_state_dict(optimizer) (on rank 0; load it by get_shard_from_optim_state_dict; after "
@@ -89,11 +94,15 @@ def _marked(optimizer: Optimizer, state_dict: StateDict) -> StateDict:
             state[index] = {
                 k: v.as_subclass(StateOfShard) if _is_spread(v, param) else v for k, v in values.items()
             }
-    groups = [
-        {**saved, NOTE: _note(own["params"])} if state else saved
-        for saved, own in zip(state_dict["param_groups"], optimizer.param_groups, strict=True)
-    ]
+    groups = [OrderedDict(saved) for saved in state_dict["param_groups"]]
+    for saved, own in zip(groups if state else (), optimizer.param_groups, strict=False):
+        saved._metadata = {NOTE: _note(own["params"])}  # type: ignore[attr-defined]
     return {**state_dict, "state": state, "param_groups": groups}
+
+
+def options_in(group: ParamGroup) -> ParamGroup:
+    """What a group of a state dict says of its parameters."""
+    return copy.deepcopy({k: v for k, v in group.items() if k not in ("params", NOTE)})
 
 
 def _note(params: Iterable[torch.Tensor]) -> list[list[object]]:
@@ -128,11 +137,12 @@ def check_loaded(optimizer: Optimizer, flats: Iterable[FlatParamLike]) -> None:
                 )
     for param_group in optimizer.param_groups:
         param_group.pop(NOTE, None)
+        (versions_of(param_group) or {}).pop(NOTE, None)
 
 
 def _wrong_shards(optimizer: Optimizer) -> str | None:
     for group in optimizer.param_groups:
-        saved, own = group.get(NOTE), _note(group["params"])
+        saved, own = (versions_of(group) or group).get(NOTE), _note(group["params"])
         if saved is None or saved == own:
             continue
         if len(saved) != len(own):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,9 @@ import torch.distributed.checkpoint as dcp
 import torch.distributed.checkpoint.state_dict
 from torch import nn
 
-from shardkit.errors import ConfigurationError
+from shardkit import sharding_of
+from shardkit.errors import ConfigurationError, RankMismatchError
+from shardkit.fsdp import gather_plain
 from shardkit.torch_fsdp import (
     FullOptimStateDictConfig,
     FullStateDictConfig,
@@ -225,3 +228,84 @@ def _rank_0_has_it(rank: int, world_size: int) -> None:
 
 def test_only_the_first_rank_has_the_state() -> None:
     rank_pool(2).run(_rank_0_has_it, 2)
+
+
+# ------------------------------------------------------------ what ranks have of an optimizer
+def _other_orders(rank: int, world_size: int) -> None:
+    """One rank made its optimizer of the parameters the other way round: states are by names."""
+    plain, plain_optimizer = one_process(world_size)
+    model = FSDP(net(), auto_wrap_policy=INNER, device_id=CPU, use_orig_params=True)
+
+    def turned(target: nn.Module) -> torch.optim.Optimizer:
+        params = [*target.parameters()]
+        return torch.optim.AdamW(params[::-1] if rank else params, lr=0.01)
+
+    optimizer = turned(model)
+    train(model, [rank], optimizer)
+    full = FSDP.full_optim_state_dict(model, optimizer, rank0_only=False)
+    same_state(plain, plain_optimizer, full)
+    weights = copy.deepcopy(plain.state_dict())
+    train(plain, range(world_size), plain_optimizer, range(3, 5))
+    cut = FSDP.sharded_optim_state_dict(model, optimizer)
+    for way in (
+        lambda m, o: FSDP.scatter_full_optim_state_dict(full if rank == 0 else None, m, optim=o),
+        lambda m, o: FSDP.flatten_sharded_optim_state_dict(cut, m, o),
+    ):
+        target = FSDP(net(), auto_wrap_policy=INNER, device_id=CPU, use_orig_params=True)
+        target.load_state_dict(weights)
+        other = turned(target)
+        other.load_state_dict(way(target, other))
+        _goes_on(target, other, [rank], plain)
+    for gather in (gather_plain, sharding_of(model).gather_full_optim_state_dict):  # these are by numbers
+        with pytest.raises(ConfigurationError, match=r"optimizer of rank 1 has .* another order"):
+            gather(optimizer, True) if gather is gather_plain else gather(optimizer)
+
+
+def _lacking(rank: int, world_size: int) -> None:
+    """One rank has no state of a parameter, or not the parameter."""
+    model, optimizer, _ = trained(FSDP, rank, use_orig_params=True)
+    if rank == 1:
+        del optimizer.state[next(iter(model.parameters()))]["exp_avg"]
+    gathers: list[Callable[[], Any]] = [
+        lambda: FSDP.full_optim_state_dict(model, optimizer),
+        lambda: gather_plain(optimizer, rank == 0),
+        lambda: sharding_of(model).gather_full_optim_state_dict(optimizer),
+    ]
+    for gather in gathers:
+        with pytest.raises(
+            ConfigurationError, match=r"rank 1 has no optimizer state 'exp_avg' of .*first\.weight"
+        ):
+            gather()
+    optimizer = torch.optim.AdamW([*model.parameters()][rank:], lr=0.01)
+    with pytest.raises(RankMismatchError, match=r"parameter 'first\.weight' in group 0"):
+        optimizer.step()
+
+
+def _as_torch_has_it(rank: int, world_size: int) -> None:
+    """What the user passed stays as it was; state dicts are equal to torch's; there may be no groups."""
+    plain, plain_optimizer = one_process(world_size)
+    model, optimizer, _ = trained(FSDP, rank)
+    found = FSDP.full_optim_state_dict(model, optimizer, rank0_only=False)
+    groups: list[Any] = [{"params": [*model.parameters()], "betas": (0.9, 0.99)}]
+    FSDP.shard_full_optim_state_dict(found, model, optim_input=groups)
+    of_plain: list[Any] = [{"params": [*plain.parameters()]}]
+    FSDP.rekey_optim_state_dict(found, OptimStateKeyType.PARAM_ID, plain, optim_input=of_plain)
+    assert [*groups[0], *of_plain[0]] == ["params", "betas", "params"]
+    theirs = plain_optimizer.state_dict()["param_groups"][0]
+    own = optimizer.state_dict()
+    assert {**own["param_groups"][0], "params": theirs["params"]} == theirs
+    without = FSDP.optim_state_dict(model, optimizer, {"state": own["state"]})
+    assert without.keys() == {"state"}
+    for part in (
+        FSDP.optim_state_dict_to_load(model, optimizer, without),
+        FSDP.scatter_full_optim_state_dict(without if rank == 0 else None, model, optim=optimizer),
+    ):
+        optimizer.load_state_dict(part)
+        same_state(plain, plain_optimizer, FSDP.full_optim_state_dict(model, optimizer, rank0_only=False))
+    with pytest.raises(ConfigurationError, match="passed no optimizer state"):
+        FSDP.scatter_full_optim_state_dict(None, model, optim=optimizer)
+
+
+@pytest.mark.parametrize("program", [_other_orders, _lacking, _as_torch_has_it])
+def test_what_ranks_have_of_an_optimizer(program: Callable[..., None]) -> None:
+    rank_pool(2).run(program, 2)
