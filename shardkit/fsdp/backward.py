@@ -94,6 +94,7 @@ class Backward:
         self._next_gather = 0
         self._next_reduction = 0
         self._in_flight: list[Unit] = []
+        self._deferred: list[Unit] = []  # complete, as far as re-entrant checkpoints inside of them let know
         self._kept: list[FlatParam] = []  # gathered until backward ends
         self._locked: list[FlatParam] = []  # gathered from the end of forward for backward
         self._needs_one_order = any(f.group.backend.one_order for u in self.units for f in u.flats)
@@ -118,6 +119,7 @@ class Backward:
         self._is_planned = len(self.pending) <= 1
         self._passed = -1
         self._next_gather = self._next_reduction = 0
+        self._deferred = []
         for unit in self.units:
             for local in unit.local:
                 local.forget_if_cleared()
@@ -140,6 +142,9 @@ class Backward:
                     raise changed_since_forward(flat)
         while self._passed < unit.position:
             self._pass()
+        if self._deferred:
+            self._complete_deferred(unit)
+        unit.task = current_backward()
         self._gather(unit)
         unit.finish_gather()
 
@@ -195,6 +200,19 @@ class Backward:
             unit.release()
         if not self.state.accumulating:
             self._send_ready()
+
+    def defer(self, unit: Unit) -> None:
+        """All gradients of a unit are there, but more may be added to them while backward is inside of the unit."""
+        self._deferred.append(unit)
+
+    def _complete_deferred(self, entered: Unit) -> None:
+        """Backward enters a unit, and so has left those that this one is no part of."""
+        deferred, self._deferred = self._deferred, []
+        for unit in deferred:
+            if f"{entered.name}.".startswith(f"{unit.name}." if unit.name else ""):
+                self._deferred.append(unit)
+            else:
+                self.complete(unit)
 
     def _send_ready(self) -> None:
         if not self._is_planned and self._needs_one_order:

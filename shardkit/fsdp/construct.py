@@ -201,7 +201,7 @@ def _flat_of(state: ShardingState, found: Found, part: list[int], list_shard: Li
         state.replicas.channel("buffers").broadcast(shard, 0, label="parameters of the first replica")
     if not options.flatten and group.world_size == 1:
         shard = shard.view(originals[0].shape)
-    if options.offload.parameters:
+    if options.offload.parameters and not shard.is_meta:
         shard = group.backend.pin(shard.cpu())
     infos = [found.infos[i] for i in part]
     shared = [s for s in found.shared if (s[1], s[4], s[5]) in infos]

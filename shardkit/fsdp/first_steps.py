@@ -7,16 +7,21 @@ in another way: shards have one dimension.
 
 from __future__ import annotations
 
+import functools
 import logging
 import weakref
+from collections.abc import Iterable
 
+import torch
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
 from ..checks.same_everywhere import check_same_everywhere, option_facts
 from ..errors import ConfigurationError, LifecycleError
 from ..optimizers.elementwise import Verdict, judge, names_of_elementwise
 from ..optimizers.shards import shard_behind
 from ..optimizers.stepping import take_part
+from ..types import AnyCallable
 from .originals import FlatParamLike, managing, name_of_original
 from .state_of_shards import check_loaded, mark_state_dicts
 
@@ -73,6 +78,23 @@ def check_first_steps() -> None:
     """A flat parameter was made: optimizers are looked at before their next step."""
     _first_steps.wrapped += 1
     take_part(_first_steps)
+    if torch.optim.Muon.__init__ is not _make_muon:
+        torch.optim.Muon.__init__ = _make_muon  # type: ignore[method-assign]
+
+
+_of_torch: AnyCallable = torch.optim.Muon.__init__
+
+
+@functools.wraps(_of_torch)
+def _make_muon(self: Optimizer, params: Iterable[object], *args: object, **kwargs: object) -> None:
+    """torch's Muon looks at shapes when it is made, before there is a step to look at."""
+    params = [*params]
+    try:
+        _of_torch(self, params, *args, **kwargs)
+    except ValueError as error:
+        if any(isinstance(p, torch.Tensor) and shard_behind(p) is not None for p in tree_leaves(params)):
+            raise _coupled("Muon") from error
+        raise
 
 
 def _is_cut(flat: FlatParamLike) -> bool:
@@ -112,13 +134,7 @@ def _refuse_differences(optimizer: Optimizer, flats: list[FlatParamLike]) -> Non
 def _refuse_coupled(optimizer: Optimizer) -> None:
     verdict, name = judge(optimizer), type(optimizer).__name__
     if verdict is Verdict.COUPLED:
-        raise ConfigurationError(
-            f"{name} updates elements of a parameter together, and FSDP's shards are parts of flat parameters: its "
-            "steps would be others than without sharding. Take an optimizer that updates every element by itself "
-            f"(torch's {names_of_elementwise()}; any other is tried), or give it whole parameters: "
-            f"shardkit.WholeParameters(model, {name}, ...), or ShardedDDP(model, OSS(model.parameters(), "
-            f"optim={name})). If this is mistaken: shardkit.declare_elementwise({name})"
-        )
+        raise _coupled(name)
     if verdict is Verdict.UNKNOWN:
         logger.warning(
             "%s could not be tried for whether it updates every element by itself, which it has to over FSDP's shards; "
@@ -126,6 +142,16 @@ def _refuse_coupled(optimizer: Optimizer) -> None:
             name,
             name,
         )
+
+
+def _coupled(name: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"{name} updates elements of a parameter together, and FSDP's shards are parts of flat parameters: its "
+        "steps would be others than without sharding. Take an optimizer that updates every element by itself "
+        f"(torch's {names_of_elementwise()}; any other is tried), or give it whole parameters: "
+        f"shardkit.WholeParameters(model, {name}, ...), or ShardedDDP(model, OSS(model.parameters(), "
+        f"optim={name})). If this is mistaken: shardkit.declare_elementwise({name})"
+    )
 
 
 def _warn_of_groups_by_dimension(optimizer: Optimizer) -> None:

@@ -30,6 +30,7 @@ class Runner(Protocol):
     def begin_backward(self) -> None: ...
     def reach(self, unit: Unit, gradient: torch.Tensor | None) -> None: ...
     def complete(self, unit: Unit) -> None: ...
+    def defer(self, unit: Unit) -> None: ...
     def leave(self, unit: Unit) -> None: ...
 
 
@@ -51,6 +52,7 @@ class Unit:
         goes_backward: it may on some rank: the unit is gathered for backward.
         is_undecided: ranks have not heard from each other whether it is gathered for backward.
         has_frozen: some of what it needs is not trainable.
+        task: the backward that has reached its outputs last.
         backwards: of a root's unit, how many have gone through it.
     """
 
@@ -76,6 +78,7 @@ class Unit:
         self.reduced = False
         self.position = -1
         self.waiting = 0
+        self.task = NO_BACKWARD
         self.needs = [*self.flats, *self.borrowed]
         self._hooks = GradientHooks(
             "a hook for when a parameter has got its gradient can't be registered on a parameter that FSDP has "
@@ -147,7 +150,10 @@ class Unit:
                 self._fired[index] = True
                 self.waiting -= 1
                 if self.waiting == 0:
-                    engine.complete(self)
+                    if self.task in (NO_BACKWARD, current_backward()):
+                        engine.complete(self)
+                    else:  # a re-entrant checkpoint inside of the module: there may be another one
+                        engine.defer(self)
 
         return after
 
@@ -291,6 +297,7 @@ class Unit:
         self.release()
         self.forget_between()
         self.reduced = False
+        self.task = NO_BACKWARD
         self._open_calls = 0
         count = len(self._fired)
         self._fired[:] = [False] * count

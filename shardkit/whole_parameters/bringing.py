@@ -21,7 +21,7 @@ class Owned:
     def __init__(self, part: Part, like: torch.Tensor) -> None:
         self.part = part
         self._nothing = like.new_empty((1,) * len(part.shape)).expand(part.shape)
-        self.param = nn.Parameter(self._nothing)
+        self.param = nn.Parameter(self._nothing, requires_grad=like.is_floating_point() or like.is_complex())
 
     def forget(self) -> None:
         """The values lie on all ranks again."""

@@ -85,7 +85,8 @@ class InPlace:
 
     def add(self, part: Part, flat: FlatParamLike, shape: torch.Size) -> nn.Parameter:
         """A parameter of an optimizer, in this shape; it has its values after :meth:`lay_out`."""
-        param = nn.Parameter(torch.empty(0, dtype=flat.param.dtype, device=flat.param.device))
+        empty = torch.empty(0, dtype=flat.param.dtype, device=flat.param.device)
+        param = nn.Parameter(empty, requires_grad=empty.is_floating_point() or empty.is_complex())
         self._shards.setdefault(id(flat), _InShard(flat)).parts.append((part, param, shape))
         return param
 

@@ -25,6 +25,7 @@ from tests.border.strategies import (
     twins,
     wrapped,
 )
+from tests.pools import rank_pool
 
 BY_FSDP = [s for s in STRATEGIES if s != "sharded_ddp"]
 
@@ -300,3 +301,17 @@ def _groups(rank: int, world_size: int, strategy: str, how: str) -> list[str]:
 def test_groups_by_dimension_are_warned_of(strategy: str, how: str) -> None:
     for messages in run((2, "gloo"), _groups, strategy, how):
         assert ["p.ndim" in m for m in messages] == ([True] if how == "by ndim" else [])
+
+
+def test_muon_is_told_of_whole_parameters() -> None:
+    """torch's looks at shapes when it is made."""
+
+    def made(rank: int) -> None:
+        for strategy in BY_FSDP:
+            with pytest.raises(ConfigurationError, match=r"WholeParameters\(model, Muon"):
+                torch.optim.Muon(wrapped(strategy, make_model()).parameters())
+        with pytest.raises(ValueError, match="only supports 2D"):
+            torch.optim.Muon(nn.Linear(2, 2).parameters())
+        torch.optim.Muon(nn.Linear(2, 2, bias=False).parameters())
+
+    rank_pool(2, "simulated").run(made)

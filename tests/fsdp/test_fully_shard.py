@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.utils.checkpoint import checkpoint
 
 from shardkit import FSDP, PrecisionPolicy, ReshardPolicy, ShardedDDP, fully_shard, sharding_of
@@ -328,3 +329,71 @@ def _refused(rank: int, world_size: int) -> None:
             with pytest.raises(KeyError, match="in forward"):
                 failing(torch.ones(1, 3), True)
             failing(torch.ones(1, 3), False).sum().backward()
+
+
+class _Recomputing(nn.Module):
+    """Runs a part of itself in two re-entrant checkpoints, between which backward has all of its gradients once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def _part(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.b(torch.tanh(self.a(x))))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(2):
+            x = checkpoint(self._part, x, use_reentrant=True)
+        return x
+
+
+def _reentrant(rank: int, world_size: int) -> None:
+    def made() -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(4, 4), *[_Recomputing() for _ in range(3)], nn.Linear(4, 2))
+
+    def loss_of(model: nn.Module, rank: int, forwards: int) -> torch.Tensor:
+        xs = torch.randn(forwards, 2, 4, generator=torch.Generator().manual_seed(rank))
+        return torch.stack([model(x).exp() for x in xs]).prod(0).sum()
+
+    for forwards in (1, 2):  # two: preferences, contrasts, R-Drop
+        for by in (fully_shard, FSDP):
+            plain, model = made(), made()
+            for k in range(1, 4):
+                model[k] = by(model[k])  # type: ignore[operator]
+            model = by(model, reshard=ReshardPolicy(root=True))  # type: ignore[operator]
+            optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (plain, model)]
+            for _ in range(2):
+                for optimizer in optimizers:
+                    optimizer.zero_grad()
+                sum(loss_of(plain, r, forwards) / world_size for r in range(world_size)).backward()  # type: ignore[union-attr]
+                loss_of(model, rank, forwards).backward()
+                for optimizer in optimizers:
+                    optimizer.step()
+            torch.testing.assert_close(dict(model.state_dict()), dict(plain.state_dict()))
+
+
+def test_a_part_of_a_unit_in_several_reentrant_checkpoints() -> None:
+    for world_size in (2, 3):
+        rank_pool(world_size, "simulated").run(_reentrant, world_size)
+
+
+def _offloaded_from_meta(rank: int) -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+    fully_shard(model[0], offload_policy=CPUOffloadPolicy())
+    fully_shard(model, offload_policy=CPUOffloadPolicy())
+    assert all(p.is_meta for p in model.parameters())
+    model.to_empty(device="cpu")
+    model.load_state_dict(plain.state_dict())
+    for m in (plain, model):
+        optimizer = torch.optim.AdamW(m.parameters(), lr=0.1)
+        m(torch.ones(2, 4)).square().sum().backward()
+        optimizer.step()
+    torch.testing.assert_close(dict(model.state_dict()), dict(plain.state_dict()))
+
+
+def test_offloaded_shards_of_a_model_on_the_meta_device() -> None:
+    rank_pool(2, "simulated").run(_offloaded_from_meta)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from shardkit import WholeParameters
+from shardkit import FSDP, WholeParameters, fully_shard
 from shardkit.errors import ConfigurationError
 from shardkit.optimizers.elementwise import Verdict, couples_parameters, judge
 from shardkit.whole_parameters.costs import cost_of
@@ -144,3 +144,37 @@ def test_costs() -> None:
     assert cost_of(torch.optim.Muon, matrix) == cost_of(torch.optim.Muon, torch.Size([10, 4])) == 160
     assert cost_of(torch.optim.Adafactor, matrix) == 40
     assert cost_of(torch.optim.Muon, torch.Size([10])) == 10
+
+
+class _Counted(nn.Module):
+    """Has parameters that no gradient is possible of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(4, 3)
+        self.table = nn.Parameter(torch.arange(6).view(2, 3), requires_grad=False)
+        self.mask = nn.Parameter(torch.tensor([True, False, True]), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x) * self.table.sum(0) * self.mask
+
+
+def _integers(rank: int) -> None:
+    x = torch.randn(2, 4, generator=torch.Generator().manual_seed(rank))
+    for shard in (fully_shard, FSDP):
+        models = _Counted(), shard(_Counted())  # type: ignore[operator]
+        for model in models:
+            optimizer = WholeParameters(model, torch.optim.Muon, lr=0.1)
+            for _ in range(2):
+                model.zero_grad()
+                xs = torch.cat(
+                    [torch.randn(2, 4, generator=torch.Generator().manual_seed(r)) for r in range(2)]
+                )
+                model(xs if model is models[0] else x).square().mean().backward()
+                optimizer.step()
+        torch.testing.assert_close(models[1].state_dict(), models[0].state_dict())
+
+
+def test_integers_among_the_parameters() -> None:
+    rank_pool(2, "simulated").run(_integers)
