@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import nn
@@ -28,7 +29,8 @@ def note_registered(param: nn.Parameter, flat: FlatParamLike) -> None:
     check_asked_gradients(_refuse_shards)
 
 
-def _refuse_shards(inputs: Sequence[torch.Tensor]) -> None:
+@contextlib.contextmanager
+def _refuse_shards(inputs: Sequence[torch.Tensor], accumulate: bool) -> Iterator[None]:
     """Raises LifecycleError where a backward is asked for gradients of shards."""
     for asked in inputs:
         flat = flat_of_registered(asked) if isinstance(asked, nn.Parameter) else None
@@ -38,6 +40,7 @@ def _refuse_shards(inputs: Sequence[torch.Tensor]) -> None:
                 f"gradients of an FSDP module's parameters() (here of {flat.label or 'a unit'}): these are shards, "
                 "which autograd never sees. Call loss.backward() without inputs= and read their .grad"
             )
+    yield
 
 
 class ShardedFlatParameter(FlatParameter):

@@ -7,13 +7,16 @@ the optimizers from stepping on unfinished gradients.
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Sequence
+import weakref
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ..backend import Group, ReduceOp
 from ..errors import ConfigurationError, LifecycleError
@@ -27,6 +30,7 @@ from ..torch_seams.hooks import (
     BackwardState,
     GradientHook,
     GradientHooks,
+    check_asked_gradients,
     current_backward,
     tensors_of,
     watch_outputs,
@@ -113,9 +117,11 @@ class GradientExchange:
     # ------------------------------------------------------------ what is reduced how
     def _build(self) -> None:
         self._hooks.remove()
+        check_asked_gradients(_refuse_own)
         owner = {p: o.owner_of(p) for o in self._optimizers for p in o._parameters()}
         self._parts = []
         self._watched = list(dict.fromkeys([*self._module.parameters(), *owner]))
+        _exchanges.update((p, weakref.ref(self)) for p in self._watched)
         self._seen = self._look()
         trainable = [p for p in dict.fromkeys(self._module.parameters()) if p.requires_grad]
         trainable.reverse()  # backward reaches the last module first
@@ -258,6 +264,34 @@ class GradientExchange:
             )
         if not self.state.accumulating:
             self._buffers.sync_if_changed()
+
+
+_exchanges: WeakIdKeyDictionary = WeakIdKeyDictionary()  # of parameters
+
+
+@contextlib.contextmanager
+def _refuse_own(inputs: Sequence[torch.Tensor], accumulate: bool) -> Iterator[None]:
+    """Raises LifecycleError where gradients of parameters are asked for that nothing averages."""
+    states = []
+    for asked in inputs if not accumulate else ():
+        found = _exchanges.get(asked)
+        exchange: GradientExchange | None = None if found is None else found()
+        if exchange is None or exchange.group.world_size == 1 or not exchange.hook_handles:
+            continue
+        if not exchange.state.accumulating:
+            raise LifecycleError(
+                f"rank {exchange.group.rank}: torch.autograd.grad would give this rank's own gradients of parameters "
+                "of a ShardedDDP, which nothing averages. Call loss.backward() and read .grad on the owners; inside "
+                "of no_sync() gradients are this rank's own, as asked for"
+            )
+        states.append(exchange.state)
+    try:
+        for state in states:
+            state.asked = True
+        yield
+    finally:
+        for state in states:
+            state.asked = False
 
 
 def _begin_only(state: BackwardState) -> GradientHook:

@@ -140,10 +140,10 @@ class Reducer:
         ]
 
     def _before(self, index: int) -> GradientHook:
-        is_mean, param, world = self._is_mean, self._params[index], self._world
+        is_mean, param, world, state = self._is_mean, self._params[index], self._world, self._state
 
         def before(_: torch.Tensor) -> None:
-            if is_mean[index]:  # see [Note: accumulating]
+            if is_mean[index] and not state.asked:  # see [Note: accumulating]
                 is_mean[index] = False
                 if param.grad is not None:
                     with torch.no_grad():

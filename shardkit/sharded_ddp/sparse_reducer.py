@@ -34,7 +34,8 @@ class SparseReducer:
 
     def _before(self, index: int) -> GradientHook:
         def before(_: torch.Tensor) -> None:
-            self._make_local(index)
+            if not self._state.asked:
+                self._make_local(index)
 
         return before
 

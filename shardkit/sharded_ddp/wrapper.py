@@ -144,6 +144,8 @@ class ShardedDDP(PreparedForAccelerate, nn.Module):
     def forward(self, *args: object, **kwargs: object) -> Tree:
         """Runs the module; in training it first checks what is trainable and brings buffers up to date."""
         training = self.training and torch.is_grad_enabled()
+        if torch._C._functorch.maybe_current_level() is not None:
+            self._refuse_transforms()
         if training:
             exchange = self._connected()
             if self._watch_trainable:
@@ -165,6 +167,16 @@ class ShardedDDP(PreparedForAccelerate, nn.Module):
                 pass
             exchange.end_forward(outputs)
         return outputs
+
+    def _refuse_transforms(self) -> None:
+        if any(map(torch._C._functorch.is_gradtrackingtensor, self.module.parameters())) and (
+            self._exchange is not None and self._group.world_size > 1
+        ):
+            raise LifecycleError(
+                f"rank {self._group.rank}: torch.func.grad (vjp, jacrev, hessian, ...) would give this rank's own "
+                "gradients of a ShardedDDP's parameters, which nothing averages. Call loss.backward(), or transform "
+                "what it wraps, .module, and average what comes out"
+            )
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> ShardedDDP:
         """What ``to``, ``cuda``, ``half`` and the like do."""

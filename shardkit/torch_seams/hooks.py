@@ -13,6 +13,7 @@ version. So what ``torch.autograd``'s functions call to run the engine is replac
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import sys
@@ -20,6 +21,7 @@ import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from types import CodeType, FrameType, FunctionType
 from typing import Any
 
@@ -50,17 +52,20 @@ class BackwardState:
         thread: the thread that noticed it.
         accumulating: inside ``no_sync``: gradients stay local.
         unreduced: local gradients wait for a reduction.
+        asked: gradients are handed out, and ``.grad`` stays what it is.
         is_due: a forward has ended whose backward has not begun.
         raised: the error of the last forward, if it raised one; else "".
     """
 
-    __slots__ = ("__weakref__", "_on_end", "accumulating", "is_due", "raised", "task", "thread", "unreduced")
+    __slots__ = (
+        "__weakref__", "_on_end", "accumulating", "asked", "is_due", "raised", "task", "thread", "unreduced"
+    )  # fmt: skip
 
     def __init__(self, on_end: Callable[[], None]) -> None:
         self.task = NO_BACKWARD
         self.thread = 0
         self.accumulating = False
-        self.unreduced = False
+        self.unreduced = self.asked = False
         self.is_due = False
         self.raised = ""
         self._on_end = on_end
@@ -215,22 +220,26 @@ def inside_another_backward() -> bool:
     return False
 
 
-_asked_checks: list[Callable[[Sequence[torch.Tensor]], None]] = []
+AskedCheck = Callable[[Sequence[torch.Tensor], bool], AbstractContextManager[None]]
+_asked_checks: list[AskedCheck] = []
 
 
 @callees_compiled
 @functools.wraps(_run_backward)
 def _run_checked(t_outputs: object, *args: Any, **kwargs: object) -> Tree:
-    if len(args) > 3 and args[3]:  # behind the gradients of the outputs, retain_graph and create_graph
+    if len(args) < 4 or not args[3]:  # behind the gradients of the outputs, retain_graph and create_graph
+        return _run_backward(t_outputs, *args, **kwargs)
+    with contextlib.ExitStack() as around:
         for check in _asked_checks:
-            check(args[3])
-    return _run_backward(t_outputs, *args, **kwargs)
+            around.enter_context(check(args[3], bool(kwargs.get("accumulate_grad"))))
+        return _run_backward(t_outputs, *args, **kwargs)
 
 
-def check_asked_gradients(check: Callable[[Sequence[torch.Tensor]], None]) -> None:
+def check_asked_gradients(check: AskedCheck) -> None:
     """From now on ``check`` sees, before anything runs, tensors that a backward shall give gradients of, and no others.
 
-    These are the inputs of ``torch.autograd.grad`` and ``backward(inputs=)``. See [Note: gradients asked for].
+    These are the inputs of ``torch.autograd.grad``, or (then it is told True) of ``backward(inputs=)``, which puts them
+    into ``.grad``. The backward runs in what it returns. See [Note: gradients asked for].
     """
     if check not in _asked_checks:
         _asked_checks.append(check)

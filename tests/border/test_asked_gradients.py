@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from shardkit import ShardedDDP
 from shardkit.errors import LifecycleError
 
-from .strategies import WORLDS, loss_of, run, twins
+from .strategies import WORLDS, batch, loss_of, run, twins
 
 REFUSED: dict[str, Callable[[torch.Tensor, list[Any]], Any]] = {
     "grad": lambda loss, shards: torch.autograd.grad(loss, shards),
@@ -43,3 +44,32 @@ def _asked(rank: int, world: int) -> None:
 @pytest.mark.parametrize("world", WORLDS)
 def test_gradients_of_shards(world: tuple[int, str]) -> None:
     run(world, _asked)
+
+
+def _of_sharded_ddp(rank: int, world: int) -> None:
+    """Gradients that nothing would average are refused, and what was reduced before stays what it is."""
+    pair = twins(rank, world, "sharded_ddp")
+    model, params = pair.model, [*pair.model.parameters()]
+    assert isinstance(model, ShardedDDP)
+    pair.backward()
+    for options in ({}, {"allow_unused": True}):
+        with pytest.raises(LifecycleError, match=rf"rank {rank}: torch\.autograd\.grad .* no_sync\(\)"):
+            torch.autograd.grad(loss_of(model, rank), params, **options)
+    for mode in (True, False):
+        model.train(mode)
+        with pytest.raises(LifecycleError, match=rf"rank {rank}: torch\.func\.grad .*\.module"):
+            torch.func.grad(lambda p: torch.func.functional_call(model, p, batch(rank)).sum())(
+                dict(model.named_parameters())
+            )
+    assert torch.func.grad(lambda x: model(x).sum())(batch(rank)).shape == batch(rank).shape
+    with model.no_sync():
+        own = torch.autograd.grad(loss_of(model, rank), params)
+    expected = torch.autograd.grad(loss_of(pair.plain, rank), [*pair.plain.parameters()])
+    torch.testing.assert_close(own, expected)
+    pair.step()
+    pair.assert_equal()
+
+
+@pytest.mark.parametrize("world", [(2, "simulated"), (3, "simulated")], ids=str)
+def test_gradients_of_a_sharded_ddp(world: tuple[int, str]) -> None:
+    run(world, _of_sharded_ddp)
