@@ -5,6 +5,10 @@ of a discriminator). A parameter's gradient is there when it has come back from 
 nothing. Then gathers keep their order and so do reductions, but a unit is reduced when it is complete, and nobody waits
 for a reduction before the end of backward: waiting for it in between could be for a rank that waits for a gather. Where
 collectives of all channels need one order, none is issued before the end either.
+
+[Note: graphs of gradients] A backward with ``create_graph=True`` (a penalty on gradients of inputs, forces) leaves a
+graph that needs parameters, and no hook tells when a later backward comes to it. So the units that it went through stay
+gathered from then on, through any number of backwards and forwards, until the shards change: until the step.
 """
 
 from __future__ import annotations
@@ -96,6 +100,8 @@ class Backward:
         self._in_flight: list[Unit] = []
         self._deferred: list[Unit] = []  # complete, as far as re-entrant checkpoints inside of them let know
         self._kept: list[FlatParam] = []  # gathered until backward ends
+        self._creates_graph = False
+        self._held: list[FlatParam] = []  # gathered for the graphs of gradients
         self._locked: list[FlatParam] = []  # gathered from the end of forward for backward
         self._needs_one_order = any(f.group.backend.one_order for u in self.units for f in u.flats)
         self.is_lazy = any(not f.group.backend.has_storage for u in self.units for f in u.flats)
@@ -106,17 +112,19 @@ class Backward:
         """A backward was noticed, from inside of it.
 
         Raises:
-            LifecycleError: it builds a graph, which would need parameters after it that are given back.
+            LifecycleError: it builds a graph where that is not possible, or goes through one that is too old.
         """
         check_backward(self.units[0])
-        if torch.is_grad_enabled():  # in a backward: create_graph=True
-            flats = [f for u in self.units for f in u.flats if not f.store.is_whole]
-            if flats:
-                raise backward_with_graph(flats[0])
+        self._creates_graph = torch.is_grad_enabled()  # in a backward: create_graph=True
+        if self._creates_graph and self.is_lazy:
+            self._refuse_graph(self.units)
         self.state.begin()
+        for flat in self._held:
+            if flat.held_at not in (None, flat.param._version):
+                raise changed_since_forward(flat)
         if self._locked:
             self._unlock(self._locked)
-        self._is_planned = len(self.pending) <= 1
+        self._is_planned = len(self.pending) <= 1 and not self._held
         self._passed = -1
         self._next_gather = self._next_reduction = 0
         self._deferred = []
@@ -155,6 +163,10 @@ class Backward:
         and so would whether the next one finds it gathered.
         """
         unit.start_gather()
+        if self._creates_graph:
+            for flat in unit.needs:
+                flat.hold()
+            self._held += [f for f in unit.needs if f.held_at is not None and f not in self._held]
         for flat in unit.needs:
             if flat.is_borrowed and flat not in self._kept:
                 flat.start_gather()
@@ -196,6 +208,8 @@ class Backward:
 
     def complete(self, unit: Unit) -> None:
         """All gradients of a unit are there."""
+        if self._creates_graph:
+            self._refuse_graph([unit])
         if not unit.is_entered:
             unit.release()
         if not self.state.accumulating:
@@ -260,13 +274,22 @@ class Backward:
         finally:
             self.after = self._last_reduced = []
             self.entered = []
+            self._lock(self._held)
         for unit in self.units:
             unit.end_backward()
         self.units[0].backwards += 1
         if self._after_backward is not None:
             self._after_backward()
 
+    def _refuse_graph(self, units: Sequence[Unit]) -> None:
+        """Raises LifecycleError if gradients of sharded parameters would be in a graph: reductions are in none."""
+        for flat in (f for u in units if self.is_lazy or u.has_fired for f in u.flats):
+            if not flat.store.is_whole:
+                raise backward_with_graph(flat)
+
     def _finish_backward(self) -> None:
+        if self._creates_graph:
+            self._refuse_graph(self.units)
         gathers = self._plan.gathers
         while self._passed + 1 < len(gathers):  # other ranks may have reached them
             self._pass()
@@ -313,11 +336,19 @@ class Backward:
             unit.drop_local_gradients()
             unit.end_backward()
         self._release_kept()
+        for flat in self._held:
+            flat.drop()
+        self._held = []
 
     def _release_kept(self) -> None:
         kept, self._kept = self._kept, []
         for flat in kept:
             flat.release()
+
+    def _lock(self, flats: Sequence[FlatParam]) -> None:
+        for flat in flats:
+            flat.store.lock()
+            self._locked.append(flat)
 
     def _unlock(self, flats: Sequence[FlatParam]) -> None:
         for flat in flats:

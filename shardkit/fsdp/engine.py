@@ -65,6 +65,11 @@ class Engine(Backward):
             if unit.is_held:
                 unit.release()
             unit.forget_between()
+        if self._held:
+            for flat in self._held:
+                if flat.held_at != flat.param._version:
+                    flat.drop()
+            self._held = [f for f in self._held if f.held_at is not None]
         self._recording = torch.is_grad_enabled()
         if self._recording:
             self._calls, self._ends, self._around = [], [], []
@@ -151,9 +156,9 @@ class Engine(Backward):
         """Forward is over: what stays gathered is for backward, or for nobody, and not for the program."""
         for unit in self.units:
             if unit.is_held:
-                for flat in unit.needs:
-                    flat.store.lock()
-                    self._locked.append(flat)
+                self._lock(unit.needs)
+        if self._held:
+            self._lock(self._held)
 
     def _make_plan(self) -> None:
         self._replan = False

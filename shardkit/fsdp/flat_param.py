@@ -66,6 +66,7 @@ class FlatParam:
         written: numbers of original parameters that were written to in the last time that they had values; such writes
             are lost.
         hears: is told of all-gathers of the values before they start, see :meth:`tell`.
+        held_at: version of the shard whose values stay, see :meth:`hold`.
     """
 
     store: Store
@@ -158,6 +159,7 @@ class FlatParam:
 
     def _settle(self, before: Store | None) -> bool:
         self._users = 0
+        self.held_at: int | None = None
         self._seen = (self.param.dtype, self.param.device)
         note_registered(self.param, self)
         self.store = store_for(self, before)
@@ -211,10 +213,20 @@ class FlatParam:
             self._users = 0
             self.store.release(until_backward)
 
+    def hold(self) -> None:
+        """Original parameters keep their values for a graph that a backward has built, until :meth:`drop`."""
+        if self.held_at is None and not self.store.is_whole:
+            self.start_gather()
+            self.held_at = self.param._version
+
     def drop(self) -> None:
-        """Nobody needs the original parameters: frees their memory."""
+        """Nobody needs the original parameters: frees their memory. Autograd refuses graphs that they were held for."""
         self._users = 0
         self.store.release()
+        if self.held_at is not None:
+            self.held_at = None
+            params = tuple(m.param for m in self.originals)
+            _set_versions(params, tuple(p._version + 1 for p in params))
 
     # ------------------------------------------------------------ full precision
     @contextmanager

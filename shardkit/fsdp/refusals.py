@@ -82,11 +82,12 @@ def written_original(flat: FlatParamLike) -> LifecycleError:
 
 
 def backward_with_graph(flat: FlatParamLike) -> LifecycleError:
-    """What is raised where a backward that builds a graph reaches a unit whose original parameters are given back."""
+    """What is raised where a backward that builds a graph gives gradients of parameters, or execution is lazy."""
     return LifecycleError(
-        f"rank {flat.group.rank}: a backward with create_graph=True (a gradient penalty, a Hessian) through an FSDP "
-        "module is not possible: its graph needs parameters that are given back meanwhile. Take ShardedDDP with OSS "
-        "for this model, or form the penalty from finite differences of the FSDP module's outputs"
+        f"rank {flat.group.rank}: a backward with create_graph=True that gives gradients of an FSDP module's "
+        "parameters (a Hessian of the weights) is not possible: they are reduced over ranks, and no graph leads back "
+        "through that. Gradients of inputs may be in a graph, but on XLA: torch.autograd.grad(outputs, inputs, "
+        "create_graph=True); for others use finite differences"
     )
 
 

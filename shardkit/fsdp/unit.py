@@ -241,6 +241,11 @@ class Unit:
         """Whether there is anything to reduce."""
         return bool(self._fired)
 
+    @property
+    def has_fired(self) -> bool:
+        """Whether the backward in progress has given it a gradient."""
+        return self.waiting < len(self._fired)
+
     def send(self) -> None:
         """Starts the reduction of its gradients."""
         self.reduced = True

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,7 +12,7 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from shardkit import FSDP
+from shardkit import FSDP, ReshardPolicy, fully_shard, sharding_of
 from shardkit.errors import ConfigurationError, LifecycleError
 from shardkit.policy import PrecisionPolicy
 from tests.fsdp_models import WIDTH, build
@@ -156,22 +158,110 @@ def test_embeddings_that_renormalise_are_refused() -> None:
     rank_pool(2).run(_renormalising)
 
 
-def _penalty(rank: int) -> None:
-    for nested in (False, True):
-        model = _wrapped(nested)
-        x = torch.ones(2, WIDTH, requires_grad=True)
-        y = model(x)
-        with pytest.raises(
-            LifecycleError, match=rf"rank {rank}: a backward with create_graph=True.*ShardedDDP"
+class Smooth(nn.Sequential):
+    """Its second derivatives are no zeros; one layer is frozen, another one recomputed."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 5), nn.Softplus(), nn.Linear(5, 5), nn.Tanh()
+        )
+        self.append(nn.Linear(5, 1))
+        self[2].bias.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for k, layer in enumerate(self):
+            x = checkpoint(layer, x, use_reentrant=False) if k == 4 else layer(x)
+        return x
+
+
+def _slope(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    x = x.detach().requires_grad_()
+    (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    return slope
+
+
+def _batch(rank: int, number: int) -> torch.Tensor:
+    return torch.randn(4, 3, generator=torch.Generator().manual_seed(10 * rank + number))
+
+
+def _penalty(model: nn.Module, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return (_slope(model, b).norm(dim=1) - 1).square().mean() + model(a).mean()  # a forward between
+
+
+def _forces(model: nn.Module, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return (_slope(model, a) - b).square().mean()
+
+
+def _third(model: nn.Module, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    a.requires_grad_()
+    slope = torch.autograd.grad(model(a).sum(), a, create_graph=True)[0]
+    return torch.autograd.grad(slope.square().sum(), a, create_graph=True)[0].square().mean()
+
+
+def _not_gone_through(model: nn.Module, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    _slope(model, a)
+    return model(b).square().mean()
+
+
+def _sharded(by: Callable[..., Any], **options: Any) -> nn.Module:
+    model = build(Smooth)
+    for k in (2, 4):
+        model[k] = by(model[k], **options)
+    sharded: nn.Module = by(model, **options)
+    return sharded
+
+
+def _graphs(rank: int, world_size: int) -> None:
+    for by in (FSDP, fully_shard):
+        for loss in (_penalty, _forces, _third, _not_gone_through):
+            models = build(Smooth), _sharded(by, reshard=ReshardPolicy(root=True))
+            optimizers = [
+                torch.optim.Adam([p for p in m.parameters() if p.requires_grad], lr=0.01) for m in models
+            ]
+            for step in range(0, 6, 2):
+                for optimizer in optimizers:
+                    optimizer.zero_grad()
+                for r in range(world_size):
+                    (loss(models[0], _batch(r, step), _batch(r, step + 1)) / world_size).backward()
+                loss(models[1], _batch(rank, step), _batch(rank, step + 1)).backward()
+                for optimizer in optimizers:
+                    optimizer.step()
+            torch.testing.assert_close(dict(models[1].state_dict()), dict(models[0].state_dict()))
+
+
+def test_graphs_of_gradients_of_inputs() -> None:
+    for world_size in (1, 2, 3):
+        rank_pool(world_size, "simulated").run(_graphs, world_size)
+
+
+def _no_graphs(rank: int, world_size: int) -> None:
+    for by in (FSDP, fully_shard):
+        model, x = _sharded(by), _batch(rank, 0)
+        words = rf"rank {rank}: a backward with create_graph=True that gives gradients of .* parameters"
+        state = sharding_of(model)
+        for context in (contextlib.nullcontext(), state.no_sync()):
+            with context, pytest.raises(LifecycleError, match=words):
+                model(x).sum().backward(create_graph=True)
+        assert all(p.grad is None for p in model.parameters())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for between, error in (
+            (lambda: None, LifecycleError),
+            (lambda model=model: model(x), RuntimeError),
         ):
-            torch.autograd.grad(y.sum(), x, create_graph=True)
-        with pytest.raises(LifecycleError, match="create_graph=True"):
-            model(x).sum().backward(create_graph=True)
-        _train(build(Net), model, ("f", "b", "s", "f", "b", "s"))
+            slope = _slope(model, x)
+            for p in model.parameters():
+                p.grad = torch.ones_like(p)
+            optimizer.step()
+            between()
+            with pytest.raises(error, match=r"before the last change|modified by an inplace operation"):
+                slope.square().sum().backward()
+        plain = build(Smooth)
+        plain.load_state_dict(model.state_dict())
+        torch.testing.assert_close(model(x), plain(x))
 
 
-def test_backward_that_builds_a_graph_is_refused() -> None:
-    rank_pool(2).run(_penalty)
+def test_graphs_that_are_too_old_or_of_parameters() -> None:
+    rank_pool(2, "simulated").run(_no_graphs, 2)
 
 
 def _train(plain: nn.Module, model: FSDP, steps: tuple[str, ...]) -> None:
