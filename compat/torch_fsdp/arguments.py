@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
-from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -29,13 +28,6 @@ _KEEPING = (ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy._HYBRID_SHARD_ZERO2
 _LOCAL = "LOCAL_WORLD_SIZE"  # as torchrun sets it
 
 
-class Groups(NamedTuple):
-    """Ranks among which parameters are sharded, and ranks that hold the same shard."""
-
-    group: ProcessGroup
-    replicas: ProcessGroup
-
-
 def check_kinds(
     strategy: object, offload: object, prefetch: object, mixed: object, mesh: object, process_group: object
 ) -> None:
@@ -51,8 +43,10 @@ def check_kinds(
         raise ConfigurationError("pass process_group or device_mesh, not both: a mesh has its groups")
 
 
-def groups_of(strategy: ShardingStrategy, process_group: ProcessGroup, mesh: DeviceMesh | None) -> Groups:
-    """The ranks that a strategy shards over.
+def groups_of(
+    strategy: ShardingStrategy, process_group: ProcessGroup, mesh: DeviceMesh | None
+) -> tuple[ProcessGroup, ProcessGroup]:
+    """The ranks that a strategy shards over, and those that hold the same shard.
 
     Raises:
         ConfigurationError: they are not what the strategy needs.
@@ -71,17 +65,19 @@ def groups_of(strategy: ShardingStrategy, process_group: ProcessGroup, mesh: Dev
             f"process_group is a tuple of groups, which HYBRID_SHARD takes; {strategy} takes one"
         )
     if strategy is ShardingStrategy.NO_SHARD and backend_of_job().group(process_group).world_size > 1:
-        return Groups(*hybrid_groups(1, process_group))
-    return Groups(process_group, None)
+        return hybrid_groups(1, process_group)
+    return process_group, None
 
 
-def _hybrid(strategy: ShardingStrategy, process_group: ProcessGroup, mesh: DeviceMesh | None) -> Groups:
+def _hybrid(
+    strategy: ShardingStrategy, process_group: ProcessGroup, mesh: DeviceMesh | None
+) -> tuple[ProcessGroup, ProcessGroup]:
     if mesh is not None:
         if mesh.ndim != 2:
             raise ConfigurationError(
                 f"device_mesh has {mesh.ndim} dimensions; {strategy} needs two: replicas, then shards"
             )
-        return Groups(mesh.get_group(1), mesh.get_group(0))
+        return mesh.get_group(1), mesh.get_group(0)
     if process_group is None:
         size = os.environ.get(_LOCAL)
         if size is None:
@@ -89,12 +85,12 @@ def _hybrid(strategy: ShardingStrategy, process_group: ProcessGroup, mesh: Devic
                 f"{strategy} without groups shards over the ranks of a machine, and {_LOCAL} does not say how many "
                 "these are (torchrun sets it). Pass process_group=(shards, replicas), or a two-dimensional device_mesh"
             )
-        return Groups(*hybrid_groups(int(size)))
+        return hybrid_groups(int(size))
     if not isinstance(process_group, tuple) or len(process_group) != 2:
         raise ConfigurationError(
             f"process_group is {process_group!r}; {strategy} takes (ranks to shard over, replicas), or None"
         )
-    return Groups(*process_group)
+    return process_group
 
 
 def policies(
@@ -154,8 +150,11 @@ def device_of(device_id: int | torch.device | None, backend: Backend) -> torch.d
     if device_id is None:
         return None
     if isinstance(device_id, int):
-        index = None if backend.device_type == "cpu" else device_id
-        return torch.device(backend.device_type, index) if index is not None else torch.device("cpu")
+        return (
+            torch.device("cpu")
+            if backend.device_type == "cpu"
+            else torch.device(backend.device_type, device_id)
+        )
     device = torch.device(device_id)
     return backend.device() if device.type == backend.device_type and device.index is None else device
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import OptimStateKeyType
-from torch.distributed.fsdp.api import (
+from torch.distributed.fsdp.api import (  # noqa: F401 - also for those who look for them here
     BackwardPrefetch,
     CPUOffload,
     FullOptimStateDictConfig,
@@ -36,27 +36,10 @@ from shardkit.fsdp.summoning import summoned
 from shardkit.nn.data_parallel.fsdp_facts import PassedGroup
 from shardkit.types import Kwargs, ProcessGroup, Tree
 
-from . import arguments, settings, units
+from . import api, arguments, settings, units
 from .optimizer_states import OptimizerStates
 
-__all__ = [
-    "BackwardPrefetch",
-    "CPUOffload",
-    "FullOptimStateDictConfig",
-    "FullStateDictConfig",
-    "FullyShardedDataParallel",
-    "LocalOptimStateDictConfig",
-    "LocalStateDictConfig",
-    "MixedPrecision",
-    "OptimStateDictConfig",
-    "OptimStateKeyType",
-    "ShardedOptimStateDictConfig",
-    "ShardedStateDictConfig",
-    "ShardingStrategy",
-    "StateDictConfig",
-    "StateDictSettings",
-    "StateDictType",
-]
+__all__ = [*api.__all__, "FullyShardedDataParallel", "OptimStateKeyType"]
 
 _NOT_HANDED_ON = ("self", "__class__", "module", "auto_wrap_policy", "ignored_modules", "ignored_states")
 _SHOWN = ("backward_prefetch", "forward_prefetch", "limit_all_gathers")
@@ -269,6 +252,10 @@ class FullyShardedDataParallel(OptimizerStates):
         optim_state_dict_config: OptimStateDictConfig | None = None,
     ) -> Iterator[None]:
         """The same for the time of a ``with`` block."""
-        now = settings.checked(state_dict_type, state_dict_config, optim_state_dict_config)
-        with settings.set_meanwhile([*FullyShardedDataParallel.fsdp_modules(module)], now):
+        before = FullyShardedDataParallel.set_state_dict_type(
+            module, state_dict_type, state_dict_config, optim_state_dict_config
+        )
+        try:
             yield
+        finally:
+            settings.put(FullyShardedDataParallel.fsdp_modules(module), before)

@@ -1,18 +1,27 @@
-"""The methods of torch's FullyShardedDataParallel about state of optimizers."""
+"""torch's functions for optimizer state of FSDP models: by names of original parameters, full or as DTensors."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
+import torch
 from torch import nn
 from torch.distributed.fsdp import OptimStateKeyType
 from torch.distributed.fsdp.api import FullOptimStateDictConfig, StateDictSettings, StateDictType
 from torch.optim import Optimizer
 
+from shardkit.backend import backend_of_job
 from shardkit.errors import ConfigurationError
-from shardkit.types import ProcessGroup, SavedState, StateDict
+from shardkit.extra.named_state import cut_named, from_rank_0, from_state, gather_named
+from shardkit.fsdp.flat_param import FlatParam
+from shardkit.fsdp.names import plain_name
+from shardkit.torch_seams.dtensors import cut_rows, mesh_over
+from shardkit.types import ParamGroup, ProcessGroup, SavedState, StateDict
 
-from . import named, settings
+from . import settings
 from .facts import TorchFacts
-from .named import OptimInput
+
+OptimInput = list[ParamGroup] | Iterable[nn.Parameter]
 
 
 class OptimizerStates(TorchFacts):
@@ -36,13 +45,12 @@ class OptimizerStates(TorchFacts):
         Raises:
             ConfigurationError: the optimizer is not this model's.
         """
-        first, own = _first_of(model)
+        _, own = _first_of(model)
         config = own.optim_state_dict_config
         if own.state_dict_type is StateDictType.SHARDED_STATE_DICT:
-            ranks = first._passed_group.value
-            return named.sharded(model, ranks, optim, optim_state_dict, config.offload_to_cpu)
+            return _sharded(model, optim, optim_state_dict, config.offload_to_cpu)
         rank0_only = isinstance(config, FullOptimStateDictConfig) and config.rank0_only
-        return named.full(model, first._state, optim, optim_state_dict, rank0_only, config.offload_to_cpu)
+        return _full(model, optim, optim_state_dict, rank0_only, config.offload_to_cpu)
 
     @staticmethod
     def optim_state_dict_to_load(
@@ -59,12 +67,18 @@ class OptimizerStates(TorchFacts):
             ConfigurationError: it is of another model, or by numbers; ``is_named_optimizer``.
         """
         _, own = _first_of(model)
-        named.check_kind(own.state_dict_type, is_named_optimizer)
+        if is_named_optimizer:
+            raise ConfigurationError(
+                "is_named_optimizer=True: optimizers that name their parameters themselves are not taken; use one of "
+                "torch.optim, whose state is named here"
+            )
+        if own.state_dict_type is StateDictType.LOCAL_STATE_DICT:
+            raise ConfigurationError("there is no optimizer state of LOCAL_STATE_DICT; use FULL or SHARDED")
         config = own.optim_state_dict_config
         if isinstance(config, FullOptimStateDictConfig) and config.rank0_only:
-            part = named.to_load_from_rank_0(model, optim, optim_state_dict, group)
+            part = _from_rank_0(model, optim, optim_state_dict, group)
         else:
-            part = named.to_load(model, optim, optim_state_dict)
+            part = _cut(model, optim, optim_state_dict)
         if load_directly:
             optim.load_state_dict(part)
         return part
@@ -78,12 +92,12 @@ class OptimizerStates(TorchFacts):
         group: ProcessGroup = None,
     ) -> StateDict:
         """:meth:`optim_state_dict` with FULL_STATE_DICT, on the CPU."""
-        return named.full(model, _first_of(model)[0]._state, optim, None, rank0_only, True)
+        return _full(model, optim, None, rank0_only, True)
 
     @staticmethod
     def sharded_optim_state_dict(model: nn.Module, optim: Optimizer, group: ProcessGroup = None) -> StateDict:
         """:meth:`optim_state_dict` with SHARDED_STATE_DICT."""
-        return named.sharded(model, _first_of(model)[0]._passed_group.value, optim, None, True)
+        return _sharded(model, optim, None, True)
 
     @staticmethod
     def shard_full_optim_state_dict(
@@ -93,15 +107,15 @@ class OptimizerStates(TorchFacts):
         optim: Optimizer | None = None,
     ) -> StateDict:
         """This rank's part of a full state that every rank has."""
-        optim = named.optimizer_of(model, optim, optim_input)
-        return named.to_load(model, optim, full_optim_state_dict)
+        optim = _optimizer_of(model, optim, optim_input)
+        return _cut(model, optim, full_optim_state_dict)
 
     @staticmethod
     def flatten_sharded_optim_state_dict(
         sharded_optim_state_dict: SavedState, model: nn.Module, optim: Optimizer
     ) -> StateDict:
         """This rank's part of what :meth:`sharded_optim_state_dict` returned (collective)."""
-        return named.to_load(model, optim, sharded_optim_state_dict)
+        return _cut(model, optim, sharded_optim_state_dict)
 
     @staticmethod
     def scatter_full_optim_state_dict(
@@ -112,8 +126,8 @@ class OptimizerStates(TorchFacts):
         group: ProcessGroup = None,
     ) -> StateDict:
         """This rank's part of a full state that the first rank has (collective); others pass None."""
-        optim = named.optimizer_of(model, optim, optim_input)
-        return named.to_load_from_rank_0(model, optim, full_optim_state_dict, group)
+        optim = _optimizer_of(model, optim, optim_input)
+        return _from_rank_0(model, optim, full_optim_state_dict, group)
 
     @staticmethod
     def rekey_optim_state_dict(
@@ -128,7 +142,7 @@ class OptimizerStates(TorchFacts):
         Raises:
             ConfigurationError: it is of other parameters.
         """
-        return named.rekeyed(optim_state_dict, optim_state_key_type, model, optim, optim_input)
+        return _rekeyed(optim_state_dict, optim_state_key_type, model, optim, optim_input)
 
 
 def _first_of(model: nn.Module) -> tuple[TorchFacts, StateDictSettings]:
@@ -140,3 +154,95 @@ def _first_of(model: nn.Module) -> tuple[TorchFacts, StateDictSettings]:
             f"there is no FSDP module in this {type(model).__name__}; pass the wrapped model"
         )
     return found[0], own
+
+
+def _cut(model: nn.Module, optim: Optimizer, state: SavedState) -> StateDict:
+    return cut_named(model, optim, state.get("param_groups", ()), from_state(state["state"]))
+
+
+def _full(
+    model: nn.Module, optim: Optimizer, state: StateDict | None, rank0_only: bool, on_cpu: bool
+) -> StateDict:
+    """Full state by names (collective); empty on other ranks than the first with ``rank0_only``."""
+
+    def form(flat: FlatParam, part: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        return part if on_cpu else part.to(like.device)
+
+    keep = not rank0_only or settings.is_first(_first_of(model)[0]._state)
+    return gather_named(model, optim, state, form, keep)
+
+
+def _sharded(model: nn.Module, optim: Optimizer, state: StateDict | None, on_cpu: bool) -> StateDict:
+    """The same with DTensors (collective)."""
+
+    ranks = _first_of(model)[0]._passed_group.value
+    replicas = {f: m._state.replicas for m in TorchFacts.fsdp_modules(model) for f in m._state.flats}
+
+    def form(flat: FlatParam, part: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        if flat.group.world_size == 1 and replicas.get(flat) is not None:
+            return part
+        made = cut_rows(part, mesh_over(ranks, flat.group.backend.device_type))
+        return made.cpu() if on_cpu else made.to(like.device)
+
+    return gather_named(model, optim, state, form)
+
+
+def _from_rank_0(
+    model: nn.Module, optim: Optimizer, state: SavedState | None, group: ProcessGroup
+) -> StateDict:
+    """The same where only the first rank has the state (collective)."""
+    ranks = backend_of_job().group(group)
+    control = ranks.channel("control")
+    mine = state if ranks.rank == 0 else None
+    told = None if mine is None else mine.get("param_groups", [])
+    groups = control.broadcast_object(told, 0, label="optimizer options of rank 0")
+    if groups is None:
+        raise ConfigurationError("the first rank passed no optimizer state; it has to have the full one")
+    return cut_named(model, optim, groups, from_rank_0((mine or {}).get("state", {}), ranks))
+
+
+def _optimizer_of(model: nn.Module, optim: Optimizer | None, optim_input: OptimInput | None) -> Optimizer:
+    """The optimizer, or one that stands for the parameters which an optimizer was given."""
+    if optim is not None:
+        return optim
+    given = [*model.parameters()] if optim_input is None else [*optim_input]
+    # an optimizer fills in dicts that it is given: these stay the caller's
+    copied = [{"params": g["params"]} if isinstance(g, dict) else g for g in given]
+    return torch.optim.SGD(copied, lr=0.0)  # type: ignore[arg-type]
+
+
+def _rekeyed(
+    state: SavedState, kind: OptimStateKeyType, model: nn.Module, optim: Optimizer | None,
+    optim_input: OptimInput | None,
+) -> StateDict:  # fmt: skip
+    """State by names of a model's parameters from state by numbers, or the other way round.
+
+    Args:
+        model: not wrapped.
+        optim, optim_input: say the order of numbers; by default that of ``model.parameters()``.
+
+    Raises:
+        ConfigurationError: the keys are not what is expected, or of other parameters.
+    """
+    name_of = {p: plain_name(n) for n, p in model.named_parameters()}
+    params = [p for g in _optimizer_of(model, optim, optim_input).param_groups for p in g["params"]]
+    keys = [k for g in state["param_groups"] for k in g["params"]]
+    by_name = all(isinstance(k, str) for k in keys)
+    if by_name == (kind is OptimStateKeyType.PARAM_NAME):
+        return dict(state)
+    if by_name:
+        position = {name_of[p]: i for i, p in enumerate(params)}
+        new: dict[object, int | str | None] = {k: position.get(plain_name(k)) for k in keys}
+    else:
+        new = {k: name_of[params[k]] if k < len(params) else None for k in keys}
+    unknown = [k for k, v in new.items() if v is None]
+    if unknown:
+        raise ConfigurationError(f"optimizer state of {unknown[0]!r}, which is no parameter of this model")
+    # sorted: torch goes by the places of numbers when it loads
+    listed = [[new[k] for k in g["params"]] for g in state["param_groups"]]
+    groups = [
+        {**g, "params": sorted(own) if by_name else own}
+        for g, own in zip(state["param_groups"], listed, strict=True)
+    ]
+    states = {new.get(k, k): v for k, v in state["state"].items()}
+    return {**state, "state": states, "param_groups": groups}

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterable, Iterator
-from typing import Protocol
+from collections.abc import Iterable
 
 import torch
 from torch import nn
@@ -28,19 +26,13 @@ from shardkit.fsdp.state import ShardingState
 from shardkit.torch_seams.dtensors import cut_rows, is_cut, mesh_over, whole
 from shardkit.types import StateDict
 
+from .facts import TorchFacts
+
 _CONFIGS: dict[StateDictType, tuple[type[StateDictConfig], type[OptimStateDictConfig]]] = {
     StateDictType.FULL_STATE_DICT: (FullStateDictConfig, FullOptimStateDictConfig),
     StateDictType.LOCAL_STATE_DICT: (LocalStateDictConfig, LocalOptimStateDictConfig),
     StateDictType.SHARDED_STATE_DICT: (ShardedStateDictConfig, ShardedOptimStateDictConfig),
 }
-
-
-class HasSettings(Protocol):
-    """A wrapper with settings."""
-
-    _state_dict_type: StateDictType
-    _state_dict_config: StateDictConfig
-    _optim_state_dict_config: OptimStateDictConfig
 
 
 def checked(
@@ -66,7 +58,7 @@ def checked(
     return StateDictSettings(kind, config, optim_config)
 
 
-def settings_of(units: Iterable[HasSettings]) -> StateDictSettings | None:
+def settings_of(units: Iterable[TorchFacts]) -> StateDictSettings | None:
     """Those that all units have; None where there are no units.
 
     Raises:
@@ -84,24 +76,12 @@ def settings_of(units: Iterable[HasSettings]) -> StateDictSettings | None:
     return found
 
 
-def put(units: Iterable[HasSettings], settings: StateDictSettings) -> None:
+def put(units: Iterable[TorchFacts], settings: StateDictSettings) -> None:
     """Gives all units these settings."""
     for unit in units:
         unit._state_dict_type = settings.state_dict_type
         unit._state_dict_config = settings.state_dict_config
         unit._optim_state_dict_config = settings.optim_state_dict_config
-
-
-@contextlib.contextmanager
-def set_meanwhile(units: list[HasSettings], settings: StateDictSettings) -> Iterator[None]:
-    """Inside, all units have these settings."""
-    before = settings_of(units)
-    put(units, settings)
-    try:
-        yield
-    finally:
-        if before is not None:
-            put(units, before)
 
 
 # ------------------------------------------------------------ what becomes of a full state dict

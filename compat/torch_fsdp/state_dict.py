@@ -132,11 +132,9 @@ def get_state_dict(
     options: StateDictOptions | None = None,
 ) -> tuple[StateDict, StateDict]:
     """Both."""
-    if not _is_ours(model, options, submodules):
-        return theirs.get_state_dict(model, optimizers, submodules=submodules, options=options)
     return (
-        get_model_state_dict(model, options=options),
-        get_optimizer_state_dict(model, optimizers, options=options),
+        get_model_state_dict(model, submodules=submodules, options=options),
+        get_optimizer_state_dict(model, optimizers, submodules=submodules, options=options),
     )
 
 
@@ -180,13 +178,5 @@ def set_state_dict(
     options: StateDictOptions | None = None,
 ) -> IncompatibleKeys:
     """Both."""
-    if not _is_ours(model, options):
-        return theirs.set_state_dict(
-            model,
-            optimizers,
-            model_state_dict=model_state_dict,
-            optim_state_dict=optim_state_dict,
-            options=options,
-        )
     set_optimizer_state_dict(model, optimizers, optim_state_dict, options=options)
     return set_model_state_dict(model, model_state_dict, options=options)

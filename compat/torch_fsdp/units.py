@@ -83,7 +83,7 @@ class _Asked:
     def arguments(self, module: nn.Module, numel: int, is_root: bool) -> StateDict | None:
         """See :class:`~shardkit.wrapping.policies.AdaptedPolicy`."""
         if not is_root and isinstance(module, self._full_precision):
-            _InFloat32().attach(module)
+            _InFloat32(module)
             return {"mixed_precision": None}
         if is_root or module in self._closed:
             return None
@@ -93,10 +93,8 @@ class _Asked:
 class _InFloat32:
     """Hooks of a module that computes in fp32, whatever comes in; goes out what came in."""
 
-    def __init__(self) -> None:
+    def __init__(self, module: nn.Module) -> None:
         self._dtype: torch.dtype | None = None
-
-    def attach(self, module: nn.Module) -> None:
         module.register_forward_pre_hook(self._before, with_kwargs=True)
         module.register_forward_hook(self._after)
 

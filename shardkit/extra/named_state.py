@@ -20,33 +20,37 @@ from ..backend import Group
 from ..errors import ConfigurationError
 from ..fsdp.flat_param import FlatParam
 from ..fsdp.names import plain_name
-from ..fsdp.optim_state import Kind, gather_parts, kinds_everywhere, shard_state
-from ..fsdp.state import ShardingState, state_of
+from ..fsdp.optim_state import Form, gather_states, shard_state
+from ..fsdp.state import state_of
 from ..fsdp.state_of_shards import options_in
 from ..optimizers.shards import refuse_stand_ins
 from ..torch_seams.dtensors import is_cut, whole
 from ..types import ParamGroup, StateDict
 
-Form = Callable[[ShardingState, torch.Tensor, torch.Tensor], torch.Tensor]
-"""Of a unit, an original parameter's state (on the host), and a tensor on the device of this rank's part: what is
-returned."""
-
 
 class _Known(NamedTuple):
-    """A parameter that an optimizer may hold.
+    """A parameter of a model.
 
     Attributes:
         names: of the original parameters.
-        flat, unit: None of what no unit holds.
+        flat: None of what no unit holds.
+        position: in the optimizer; -1 where that does not have it.
     """
 
     names: list[str]
     flat: FlatParam | None
-    unit: ShardingState | None
+    position: int
 
 
-def _parameters_of(model: nn.Module) -> dict[int, _Known]:
-    """All parameters of a model by identity, shards as the core lists them first, the same order on all ranks."""
+def _parameters_of(model: nn.Module, optimizer: Optimizer) -> dict[int, _Known]:
+    """All parameters of a model by identity, shards as the core lists them first, the same order on all ranks.
+
+    Raises:
+        ConfigurationError: the optimizer has others.
+    """
+    refuse_stand_ins(optimizer, "state by names")
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    position = {id(p): i for i, p in enumerate(params)}
     found: dict[int, _Known] = {}
     for path, m in model.named_modules():
         state = state_of(m)
@@ -54,42 +58,28 @@ def _parameters_of(model: nn.Module) -> dict[int, _Known]:
             before = plain_name(path)
             for flat in state.flats:
                 names = [plain_name(f"{before}.{n}" if before else n) for n in flat.names]
-                found[id(flat.param)] = _Known(names, flat, state)
+                found[id(flat.param)] = _Known(names, flat, position.get(id(flat.param), -1))
     for name, param in model.named_parameters():
-        found.setdefault(id(param), _Known([plain_name(name)], None, None))
-    return found
-
-
-def names_of(model: nn.Module, optimizer: Optimizer) -> list[list[str]]:
-    """For each parameter of an optimizer, in its order, the names of the original parameters in it.
-
-    Raises:
-        ConfigurationError: it is not the model's.
-    """
-    refuse_stand_ins(optimizer, "state by names")
-    known = _parameters_of(model)
-    found = []
-    for group in optimizer.param_groups:
-        for param in group["params"]:
-            if id(param) not in known:
-                raise ConfigurationError(
-                    f"the optimizer has a parameter of shape {tuple(param.shape)} that the model does not list; make "
-                    "it of model.parameters() after the model was wrapped, and pass the outermost model here"
-                )
-            found.append(known[id(param)].names)
+        found.setdefault(id(param), _Known([plain_name(name)], None, position.get(id(param), -1)))
+    for param in params:
+        if id(param) not in found:
+            raise ConfigurationError(
+                f"the optimizer has a parameter of shape {tuple(param.shape)} that the model does not list; make "
+                "it of model.parameters() after the model was wrapped, and pass the outermost model here"
+            )
     return found
 
 
 # ------------------------------------------------------------ gathered
 def gather_named(
-    model: nn.Module, optimizer: Optimizer, state_dict: StateDict, form: Form, keep: bool = True
+    model: nn.Module, optimizer: Optimizer, state_dict: StateDict | None, form: Form, keep: bool = True
 ) -> StateDict:
     """An optimizer's state by names (collective).
 
     Args:
         model: whose parameters the optimizer has; it need be no unit itself.
         optimizer: whose state it is.
-        state_dict: its ``state_dict()``.
+        state_dict: its ``state_dict()``, the default.
         form: what becomes of an original parameter's state.
         keep: whether this rank returns anything.
 
@@ -99,43 +89,25 @@ def gather_named(
     Raises:
         ConfigurationError: the optimizer is not the model's.
     """
-    all_names = names_of(model, optimizer)
-    params = [p for g in optimizer.param_groups for p in g["params"]]
-    known = _parameters_of(model)
-    position = {id(p): i for i, p in enumerate(params)}
+    known = _parameters_of(model, optimizer)
+    state_dict = optimizer.state_dict() if state_dict is None else state_dict
     state: StateDict = {}
-    own_of = {i: state_dict["state"].get(position.get(i), {}) for i in known}
-    flats = [(flat, own_of[i]) for i, (_, flat, _) in known.items() if flat is not None]
-    kinds = iter(kinds_everywhere([flat for flat, _ in flats], [own for _, own in flats]))
-    for identity, (names, flat, unit) in known.items():
-        parts = [own_of[identity]]
-        if flat is not None and unit is not None:
-            parts = _whole(flat, unit, parts[0], next(kinds), form, keep)
-        if keep:
-            state.update((n, s) for n, s in zip(names, parts, strict=False) if s)
+    own_of = [state_dict["state"].get(k.position, {}) for k in known.values()]
+    flats = [(k.flat, own) for k, own in zip(known.values(), own_of, strict=True) if k.flat is not None]
+    whole = iter(gather_states([flat for flat, _ in flats], [own for _, own in flats], keep, form))
+    for (names, flat, _), own in zip(known.values(), own_of, strict=True):
+        parts = [own] if flat is None else next(whole)
+        state.update((n, s) for n, s in zip(names, parts, strict=True) if s)
     if not keep:
         return {}
     others = {k: v for k, v in state_dict["state"].items() if not isinstance(k, int)}
     rest = {k: v for k, v in state_dict.items() if k not in ("state", "param_groups")}
     found = {"state": {**state, **copy.deepcopy(others)}, **rest}
     if "param_groups" in state_dict:
-        listed = iter(all_names)
         found["param_groups"] = [
-            {**options_in(saved), "params": [n for _ in own["params"] for n in next(listed)]}
-            for own, saved in zip(optimizer.param_groups, state_dict["param_groups"], strict=True)
+            {**options_in(saved), "params": [n for p in group["params"] for n in known[id(p)].names]}
+            for group, saved in zip(optimizer.param_groups, state_dict["param_groups"], strict=True)
         ]
-    return found
-
-
-def _whole(
-    flat: FlatParam, unit: ShardingState, own: StateDict, kinds: Mapping[str, Kind], form: Form, keep: bool
-) -> list[StateDict]:
-    """State of each original parameter of a flat parameter (collective)."""
-    found: list[StateDict] = [{} for _ in flat.originals]
-    for key, kind in kinds.items():
-        parts = gather_parts(flat, own[key]) if kind.spread else []
-        for number, state in enumerate(found if keep else ()):
-            state[key] = form(unit, parts[number], own[key]) if kind.spread else kind.made()
     return found
 
 
@@ -158,8 +130,7 @@ def cut_named(
     Raises:
         ConfigurationError: the state is of other parameters, or of other groups.
     """
-    all_names = names_of(model, optimizer)
-    known = _parameters_of(model)
+    known = _parameters_of(model, optimizer)
     group_of: dict[str, ParamGroup] = {}
     for group in groups:
         for name in group["params"]:
@@ -170,18 +141,15 @@ def cut_named(
                 )
             group_of[plain_name(name)] = group
     state: dict[int, StateDict] = {}
-    position = {id(p): i for i, p in enumerate(p for g in optimizer.param_groups for p in g["params"])}
-    for identity, (own, flat, _) in known.items():
+    for own, flat, position in known.values():
         have = source(flat, own)  # of all, in the model's order, for a source may be a collective
-        if have and identity in position:
-            state[position[identity]] = _part(flat, own, have)
+        if have and position >= 0:
+            state[position] = _part(flat, own, have)
     made: list[ParamGroup] = []
-    listed = iter(enumerate(all_names))
     for group in optimizer.param_groups:
-        pairs = [next(listed) for _ in group["params"]]
-        names = [n for _, own in pairs for n in own]
-        options = _options_of(names, group_of) if groups else options_in(group)
-        made.append({**options, "params": [index for index, _ in pairs]})
+        inside = [known[id(p)] for p in group["params"]]
+        options = _options_of([n for k in inside for n in k.names], group_of) if groups else options_in(group)
+        made.append({**options, "params": [k.position for k in inside]})
     return {"state": dict(sorted(state.items())), "param_groups": made}
 
 

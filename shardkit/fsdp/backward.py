@@ -148,11 +148,11 @@ class Backward:
             for flat in unit.flats:
                 if flat in graph.versions and graph.versions[flat] != flat.param._version:
                     raise changed_since_forward(flat)
-        while self._passed < unit.position:
-            self._pass()
         if self._deferred:
             self._complete_deferred(unit)
         unit.task = current_backward()
+        while self._passed < unit.position:
+            self._pass()
         self._gather(unit)
         unit.finish_gather()
 

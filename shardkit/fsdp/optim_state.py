@@ -13,7 +13,8 @@ number for a flat parameter (the count of steps) is repeated for each original p
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -29,13 +30,8 @@ from .originals import name_of_original
 from .state_of_shards import options_in
 
 EXTRA = ("param_id_map", "uncollected_local_ids")
-
-
-def is_spread(key: str, value: object, flat: FlatParam) -> bool:
-    """Whether a state has one element for each of this rank's shard."""
-    if not isinstance(value, torch.Tensor) or value.numel() != flat.layout.shard_numel:
-        return False
-    return value.dim() > 0 or (flat.param.dim() == 0 and key not in NUMBERS)
+Form = Callable[[FlatParam, torch.Tensor, torch.Tensor], torch.Tensor]
+"""Of a flat parameter, an original parameter's state (on the host), and this rank's part: what is returned."""
 
 
 def _is_elementwise(key: str, values: Sequence[tuple[Any, torch.Size]]) -> bool:
@@ -46,11 +42,8 @@ def _is_elementwise(key: str, values: Sequence[tuple[Any, torch.Size]]) -> bool:
 
 
 def _ids_of_originals(flats: Sequence[FlatParam]) -> list[list[int]]:
-    ids, count = [], 0
-    for flat in flats:
-        ids.append(list(range(count, count + len(flat.originals))))
-        count += len(flat.originals)
-    return ids
+    count = itertools.count()
+    return [[next(count) for _ in flat.originals] for flat in flats]
 
 
 @torch.no_grad()
@@ -84,9 +77,12 @@ class Kind(NamedTuple):
 
     @classmethod
     def of(cls, key: str, value: object, flat: FlatParam) -> Kind:
-        if is_spread(key, value, flat) and isinstance(value, torch.Tensor):
+        if not isinstance(value, torch.Tensor):
+            return cls(False, None, None, value)
+        may_be_spread = value.dim() > 0 or (flat.param.dim() == 0 and key not in NUMBERS)
+        if may_be_spread and value.numel() == flat.layout.shard_numel:
             return cls(True, value.dtype, None, None)
-        if isinstance(value, torch.Tensor) and value.numel() == 1:
+        if value.numel() == 1:
             return cls(False, value.dtype, tuple(value.shape), value.item())
         return cls(False, None, None, value)
 
@@ -97,16 +93,37 @@ class Kind(NamedTuple):
         return torch.tensor(self.value, dtype=self.dtype).view(self.shape)
 
 
-def kinds_everywhere(flats: Sequence[FlatParam], states: Sequence[StateDict]) -> list[dict[str, Kind]]:
-    """What each state of each flat parameter is on any rank (collective).
+def gather_states(
+    flats: Sequence[FlatParam],
+    states: Sequence[StateDict],
+    keep: bool = True,
+    form: Form = lambda flat, part, shard: part,
+    number: Callable[[Kind], Tree] = Kind.made,
+) -> list[list[StateDict]]:
+    """The state of each original parameter of each flat parameter (collective).
 
     Args:
         flats: in one order on all ranks.
         states: this rank's, of each.
+        keep: whether this rank returns any.
+        form: what becomes of a state with one element for each of a parameter's.
+        number: what becomes of all else.
 
     Raises:
         ConfigurationError: on all ranks, if one lacks state that others have, or has another order.
     """
+    found: list[list[StateDict]] = []
+    for flat, own, kinds in zip(flats, states, _kinds_everywhere(flats, states), strict=True):
+        found.append([{} for _ in flat.originals])
+        for key, kind in kinds.items():
+            parts = gather_parts(flat, own[key]) if kind.spread else []
+            for k, state in enumerate(found[-1] if keep else ()):
+                state[key] = form(flat, parts[k], own[key]) if kind.spread else number(kind)
+    return found
+
+
+def _kinds_everywhere(flats: Sequence[FlatParam], states: Sequence[StateDict]) -> list[dict[str, Kind]]:
+    """What each state of each flat parameter is on any rank."""
     found = [{k: Kind.of(k, v, f) for k, v in s.items()} for f, s in zip(flats, states, strict=True)]
     for group in {f.group.ranks: f.group for f in flats}.values():
         numbers = [n for n, f in enumerate(flats) if f.group.ranks == group.ranks]
@@ -167,20 +184,17 @@ def gather_full(
         (f for f in flats if f not in uncollected), key=lambda f: index_of.get(id(f.param), last)
     )
     own_of = {f: optimizer_state["state"].get(index_of.get(id(f.param)), {}) for f in flats}
-    kinds_of = dict(zip(collected, kinds_everywhere(collected, [own_of[f] for f in collected]), strict=True))
+    whole = gather_states(
+        collected, [own_of[f] for f in collected], keep_on, number=lambda kind: copy.copy(kind.value)
+    )
+    states_of = dict(zip(collected, whole, strict=True))
     for flat, ids in zip(flats, _ids_of_originals(flats), strict=True):
         local, own = index_of.get(id(flat.param)), own_of[flat]
         if flat in uncollected:
-            id_map.update(dict.fromkeys(ids, local))
             _keep_uncollected(state, flat, ids, own)
-            continue
-        kinds = kinds_of[flat]
-        id_map.update(dict.fromkeys(ids, local if kinds else None))
-        for key, kind in kinds.items():
-            values: list[Any] = gather_parts(flat, own[key]) if kind.spread else [kind.value] * len(ids)
-            if keep_on:
-                for i, v in zip(ids, values, strict=True):
-                    state.setdefault(i, {})[key] = copy.copy(v)
+        else:
+            state.update((i, s) for i, s in zip(ids, states_of[flat], strict=True) if s)
+        id_map.update(dict.fromkeys(ids, local if own or flat in uncollected else None))
     if not keep_on:
         return None
     others = {k: v for k, v in optimizer_state.items() if k not in ("state", "param_groups", *EXTRA)}
@@ -201,11 +215,9 @@ def _of_no_parameter(state_dict: StateDict) -> StateDict:
 
 def _keep_uncollected(state: dict[int, StateDict], flat: FlatParam, ids: list[int], own: StateDict) -> None:
     for key, value in own.items():
-        if is_spread(key, value, flat) and flat.group.world_size == 1:
-            pieces: list[Any] = taken_apart(value.detach().cpu().reshape(-1), flat.layout)
-            values = [p.view(m.shape).clone() for p, m in zip(pieces, flat.originals, strict=True)]
-        else:
-            values = [Kind.of(key, value, flat).value] * len(ids)
+        kind = Kind.of(key, value, flat)
+        is_here = kind.spread and flat.group.world_size == 1
+        values: list[Any] = gather_parts(flat, value) if is_here else [kind.value] * len(ids)
         for i, v in zip(ids, values, strict=True):
             state.setdefault(i, {})[key] = v
 

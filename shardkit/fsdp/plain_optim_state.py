@@ -9,42 +9,38 @@ from __future__ import annotations
 
 import copy
 
-import torch
 from torch.optim import Optimizer
 
 from ..errors import ConfigurationError
 from ..optimizers.shards import shard_behind
+from ..oss.state import to_cpu
 from ..types import StateDict, Tree
 from .flat_param import FlatParam
-from .optim_state import gather_parts, kinds_everywhere, shard_state
+from .optim_state import gather_states, shard_state
 from .originals import managing
 from .state_of_shards import note_whole_states, options_in
 
 
-def gather_plain(optimizer: Optimizer, keep_on: bool) -> StateDict | None:
+def gather_plain(optimizer: Optimizer, keep_on: bool, saved: StateDict | None = None) -> StateDict | None:
     """The state as one process has it, on the CPU, where ``keep_on``; None elsewhere (collective).
+
+    Args:
+        optimizer: whose it is.
+        keep_on: whether this rank returns it.
+        saved: its ``state_dict()``, the default.
 
     Raises:
         ConfigurationError: a shard has several parameters in it.
     """
-    return _gathered(optimizer, optimizer.state_dict(), keep_on)
-
-
-def _gathered(optimizer: Optimizer, saved: StateDict, keep_on: bool = True) -> StateDict | None:
+    saved = optimizer.state_dict() if saved is None else saved
     flats = _flats_of(optimizer)
     own_of = [saved["state"].get(index, {}) for index in range(len(flats))]
     shards = [(flat, own) for flat, own in zip(flats, own_of, strict=True) if flat is not None]
-    kinds_of = iter(kinds_everywhere([flat for flat, _ in shards], [own for _, own in shards]))
+    whole = iter(gather_states([flat for flat, _ in shards], [own for _, own in shards], keep_on))
     state: dict[int, StateDict] = {}
     for index, (flat, own) in enumerate(zip(flats, own_of, strict=True)):
-        if flat is None:
-            found: StateDict = {key: _on_host(value) for key, value in own.items()}
-        else:
-            found = {
-                key: gather_parts(flat, own[key])[0] if kind.spread else kind.made()
-                for key, kind in next(kinds_of).items()
-            }
-        if found and keep_on:
+        found = to_cpu(own) if flat is None else next(whole)[0]
+        if found:
             state[index] = found
     if not keep_on:
         return None
@@ -118,8 +114,4 @@ def _of_one(flat: FlatParam) -> FlatParam:
     return flat
 
 
-def _on_host(value: Tree) -> Tree:
-    return value.detach().cpu().clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
-
-
-note_whole_states(lambda optimizer, saved: _gathered(optimizer, saved) or {}, shard_plain)
+note_whole_states(lambda optimizer, saved: gather_plain(optimizer, True, saved) or {}, shard_plain)

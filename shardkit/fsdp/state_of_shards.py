@@ -18,6 +18,7 @@ from ..checks.facts import all_gather_facts
 from ..errors import ConfigurationError
 from ..optimizers.elementwise import KNOWN
 from ..optimizers.shards import refuse_stand_ins, shard_behind
+from ..optimizers.state_shapes import is_shaped_like
 from ..torch_seams.distributed_checkpoint import OwnOfRank, Request, current_request
 from ..torch_seams.module_versions import versions_of
 from ..types import ParamGroup, StateDict
@@ -90,9 +91,9 @@ def _marked(optimizer: Optimizer, state_dict: StateDict) -> StateDict:
     for index, values in state.items():
         param = params[index] if isinstance(index, int) else None
         flat = None if param is None else shard_behind(param)
-        if flat is not None and flat.group.world_size > 1:
+        if param is not None and flat is not None and flat.group.world_size > 1:
             state[index] = {
-                k: v.as_subclass(StateOfShard) if _is_spread(v, param) else v for k, v in values.items()
+                k: v.as_subclass(StateOfShard) if is_shaped_like(v, param) else v for k, v in values.items()
             }
     groups = [OrderedDict(saved) for saved in state_dict["param_groups"]]
     for saved, own in zip(groups if state else (), optimizer.param_groups, strict=False):
@@ -167,15 +168,6 @@ def _wrong_shapes(optimizer: Optimizer) -> str | None:
                 names = flat.names if flat is not None else []
                 return f"{key!r} of shape {tuple(value.shape)} for a shard of {names} of shape {tuple(param.shape)}"
     return None
-
-
-def _is_spread(value: object, param: torch.Tensor | None) -> bool:
-    return (
-        isinstance(value, torch.Tensor)
-        and param is not None
-        and value.dim() > 0
-        and value.shape == param.shape
-    )
 
 
 def _unmarked(state_dict: StateDict) -> StateDict:

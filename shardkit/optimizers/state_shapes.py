@@ -18,6 +18,11 @@ from ..types import SavedState
 NUMBERS = ("step", "mu", "eta", "mu_product")
 
 
+def is_shaped_like(value: object, param: torch.Tensor) -> bool:
+    """Whether a state is a tensor of the parameter's shape, and no number."""
+    return isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape == param.shape
+
+
 def check_state(
     states: Iterable[tuple[str, torch.Size, SavedState]],
     own: Iterable[SavedState] | None,

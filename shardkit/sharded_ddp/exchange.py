@@ -38,7 +38,7 @@ from ..torch_seams.hooks import (
 from ..tracing.ranges import ModuleRanges
 from .buffers import BufferSync
 from .reducer import Bucket, Reducer
-from .sparse_reducer import SparseReducer, sparse_parameters
+from .sparse_reducer import SparseReducer, begin_only, sparse_parameters
 
 logger = logging.getLogger("shardkit")
 
@@ -53,7 +53,8 @@ class GradientPart(Protocol):
         """Backward is through: leave every gradient reduced."""
 
     def abandon(self) -> None:
-        """Forget the backward in progress."""
+        """Forget the backward in progress: by default nothing is in flight."""
+        return
 
 
 class GradientExchange:
@@ -273,40 +274,27 @@ _exchanges: WeakIdKeyDictionary = WeakIdKeyDictionary()  # of parameters
 def _refuse_own(inputs: Sequence[torch.Tensor], accumulate: bool) -> Iterator[None]:
     """Raises LifecycleError where gradients of parameters are asked for that nothing averages."""
     states = []
-    for asked in inputs if not accumulate else ():
-        found = _exchanges.get(asked)
-        exchange: GradientExchange | None = None if found is None else found()
-        if exchange is None or exchange.group.world_size == 1 or not exchange.hook_handles:
-            continue
-        if not exchange.state.accumulating:
-            raise LifecycleError(
-                f"rank {exchange.group.rank}: torch.autograd.grad would give this rank's own gradients of parameters "
-                "of a ShardedDDP, which nothing averages. Call loss.backward() and read .grad on the owners; inside "
-                "of no_sync() gradients are this rank's own, as asked for"
-            )
-        states.append(exchange.state)
     try:
-        for state in states:
-            state.asked = True
+        for asked in inputs if not accumulate else ():
+            found = _exchanges.get(asked)
+            exchange: GradientExchange | None = None if found is None else found()
+            if exchange is None or exchange.group.world_size == 1 or not exchange.hook_handles:
+                continue
+            if not exchange.state.accumulating:
+                raise LifecycleError(
+                    f"rank {exchange.group.rank}: torch.autograd.grad would give this rank's own gradients of "
+                    "parameters of a ShardedDDP, which nothing averages. Call loss.backward() and read .grad on the "
+                    "owners; inside of no_sync() gradients are this rank's own, as asked for"
+                )
+            states.append(exchange.state)
+            exchange.state.asked = True
         yield
     finally:
         for state in states:
             state.asked = False
 
 
-def _begin_only(state: BackwardState) -> GradientHook:
-    """A hook for gradients that are reduced at the end of backward."""
-
-    def after(_: torch.Tensor) -> None:
-        if state.accumulating:
-            state.unreduced = True
-        elif state.task == NO_BACKWARD:
-            state.begin()
-
-    return after
-
-
-class SegmentReducer:
+class SegmentReducer(GradientPart):
     """Reduces a whole flat segment at the end of backward, in one operation that is the same on all ranks."""
 
     def __init__(
@@ -315,7 +303,7 @@ class SegmentReducer:
         self._segment, self._group, self._wire, self._state = segment, group, wire, state
 
     def hooks(self) -> list[tuple[nn.Parameter, GradientHook | None, GradientHook]]:
-        after, segment = _begin_only(self._state), self._segment
+        after, segment = begin_only(self._state), self._segment
 
         def before(_: torch.Tensor) -> None:
             segment.notice_clearing()
@@ -327,11 +315,8 @@ class SegmentReducer:
     def finish(self) -> None:
         self._segment.reduce_gradients(self._group, self._wire)
 
-    def abandon(self) -> None:
-        """Nothing is in flight."""
 
-
-class EverywhereReducer:
+class EverywhereReducer(GradientPart):
     """Parameters whose mean goes to every rank, as in plain data parallelism: those that no optimizer here owns, and
     those of optimizers that every rank runs whole.
 
@@ -344,7 +329,7 @@ class EverywhereReducer:
         self._params, self._group, self._state, self._ranges = list(params), group, state, ranges
 
     def hooks(self) -> list[tuple[nn.Parameter, GradientHook | None, GradientHook]]:
-        return [(p, None, _begin_only(self._state)) for p in self._params]
+        return [(p, None, begin_only(self._state)) for p in self._params]
 
     @torch.no_grad()
     def finish(self) -> None:
@@ -355,6 +340,3 @@ class EverywhereReducer:
                 p.grad = p.grad.to_dense()
             with self._ranges.reduce():
                 self._group.all_reduce(p.grad, op=ReduceOp.AVG, label="gradient without an owner")
-
-    def abandon(self) -> None:
-        """Nothing is in flight."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import nn
@@ -20,6 +21,18 @@ def sparse_parameters(module: nn.Module) -> set[nn.Parameter]:
     }
 
 
+def begin_only(state: BackwardState) -> GradientHook:
+    """A hook for gradients that are reduced at the end of backward."""
+
+    def after(_: torch.Tensor) -> None:
+        if state.accumulating:
+            state.unreduced = True
+        elif state.task == NO_BACKWARD:
+            state.begin()
+
+    return after
+
+
 class SparseReducer:
     """Sends each rank's rows to the owner, who averages them; done at the end of backward."""
 
@@ -30,24 +43,14 @@ class SparseReducer:
         self._mean = [False] * len(self._params)
 
     def hooks(self) -> list[tuple[nn.Parameter, GradientHook | None, GradientHook]]:
-        return [(p, self._before(i), self._after) for i, p in enumerate(self._params)]
-
-    def _before(self, index: int) -> GradientHook:
-        def before(_: torch.Tensor) -> None:
-            if not self._state.asked:
-                self._make_local(index)
-
-        return before
-
-    def _after(self, _: torch.Tensor) -> None:
-        if self._state.accumulating:
-            self._state.unreduced = True
-        elif self._state.task == NO_BACKWARD:
-            self._state.begin()
+        after = begin_only(self._state)
+        return [(p, partial(self._make_local, i), after) for i, p in enumerate(self._params)]
 
     @torch.no_grad()
-    def _make_local(self, index: int) -> None:
+    def _make_local(self, index: int, _: torch.Tensor | None = None) -> None:
         """A mean gets a local gradient added: multiply it first, as dense ones are."""
+        if self._state.asked:
+            return
         grad = self._params[index].grad
         if self._mean[index] and grad is not None:
             grad.mul_(self._group.world_size)

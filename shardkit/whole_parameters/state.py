@@ -18,7 +18,7 @@ from ..errors import ConfigurationError
 from ..layout import Piece, buckets_by_numel
 from ..optimizers.elementwise import is_known_elementwise
 from ..optimizers.same_state import check_same_state
-from ..optimizers.state_shapes import NUMBERS, check_state
+from ..optimizers.state_shapes import NUMBERS, check_state, is_shaped_like
 from ..oss.param_groups import options_of
 from ..oss.state import to_cpu
 from ..types import ParamGroup, SavedState, StateDict
@@ -110,14 +110,10 @@ def _answers_elsewhere(part: Part) -> bool:
 def _span(state: SavedState, param: torch.Tensor, piece: Piece | None) -> Found:
     if piece is None:
         return Found(0, param.numel(), None, to_cpu(dict(state)))
-    spread = frozenset(k for k, v in state.items() if _is_spread(v, param))
+    spread = frozenset(k for k, v in state.items() if is_shaped_like(v, param))
     first, end = piece.offset, piece.offset + piece.numel
     cut = {k: to_cpu(v.detach().reshape(-1)[first:end] if k in spread else v) for k, v in state.items()}
     return Found(piece.start, piece.numel, spread, cut)
-
-
-def _is_spread(value: object, param: torch.Tensor) -> bool:
-    return isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape == param.shape
 
 
 def _joined(there: Sequence[Found], part: Part) -> StateDict:

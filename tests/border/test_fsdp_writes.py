@@ -246,7 +246,7 @@ def _no_graphs(rank: int, world_size: int) -> None:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for between, error in (
             (lambda: None, LifecycleError),
-            (lambda model=model: model(x), RuntimeError),
+            (lambda model=model, x=x: model(x), RuntimeError),
         ):
             slope = _slope(model, x)
             for p in model.parameters():
