@@ -274,7 +274,8 @@ class Backward:
         finally:
             self.after = self._last_reduced = []
             self.entered = []
-            self._lock(self._held)
+            if self._held:
+                self._lock(self._held)
         for unit in self.units:
             unit.end_backward()
         self.units[0].backwards += 1

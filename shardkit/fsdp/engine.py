@@ -156,7 +156,9 @@ class Engine(Backward):
         """Forward is over: what stays gathered is for backward, or for nobody, and not for the program."""
         for unit in self.units:
             if unit.is_held:
-                self._lock(unit.needs)
+                for flat in unit.needs:
+                    flat.store.lock()
+                    self._locked.append(flat)
         if self._held:
             self._lock(self._held)
 

@@ -22,12 +22,9 @@ from .state_of_shards import note_whole_states, options_in
 
 
 def gather_plain(optimizer: Optimizer, keep_on: bool, saved: StateDict | None = None) -> StateDict | None:
-    """The state as one process has it, on the CPU, where ``keep_on``; None elsewhere (collective).
+    """The state (``saved``, by default ``optimizer.state_dict()``) as one process has it, on the CPU (collective).
 
-    Args:
-        optimizer: whose it is.
-        keep_on: whether this rank returns it.
-        saved: its ``state_dict()``, the default.
+    None where not ``keep_on``.
 
     Raises:
         ConfigurationError: a shard has several parameters in it.
