@@ -13,7 +13,8 @@ class EagerBackend(Backend):
     """Storage that can be resized, and nothing to run later."""
 
     def take_storage(self, tensor: torch.Tensor) -> None:
-        tensor.untyped_storage().resize_(storage_bytes(tensor))
+        numel = int(tensor.storage_offset()) + tensor.numel()  # it owns its whole storage
+        tensor.untyped_storage().resize_(numel * tensor.element_size())
 
     def release_storage(self, tensor: torch.Tensor) -> None:
         """The memory goes back to the current stream's pool; other streams that use it have to be waited for before."""
@@ -24,8 +25,3 @@ class EagerBackend(Backend):
 
     def tie(self, tensors: Sequence[torch.Tensor]) -> None:
         """Nothing: operations run in the order of their calls."""
-
-
-def storage_bytes(tensor: torch.Tensor) -> int:
-    """Bytes of a tensor that owns its whole storage."""
-    return (int(tensor.storage_offset()) + tensor.numel()) * tensor.element_size()

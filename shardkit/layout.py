@@ -5,9 +5,12 @@ Legend: W world size, P numel of all parameters, N numel of a flat buffer, S num
 
 from __future__ import annotations
 
+import functools
 import math
+from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Literal
 
 _ALIGNED = 16  # bytes: one load of a device's thread
@@ -136,12 +139,16 @@ class ShardLayout:
         world_size: W.
         multiple: S is rounded up to a multiple of it.
         starts: where each item begins; None: items lie end to end.
+        grains: of each item so many elements that no cut goes through; None: cuts may be anywhere.
+        cuts: where each rank's part ends, [W], if parts differ in size; None: each has S.
     """
 
     numels: tuple[int, ...]
     world_size: int
     multiple: int = 1
     starts: tuple[int, ...] | None = None
+    grains: tuple[int, ...] | None = None
+    cuts: tuple[int, ...] | None = None
 
     @property
     def numel(self) -> int:
@@ -157,22 +164,32 @@ class ShardLayout:
 
     @property
     def padded_numel(self) -> int:
-        """W times S."""
-        return self.shard_numel * self.world_size
+        """W times S; where parts differ in size, nothing is padded."""
+        return self.shard_numel * self.world_size if self.cuts is None else self.numel
+
+    @property
+    def sizes(self) -> list[int] | None:
+        """Numel of each rank's part, [W], if parts differ in size."""
+        if self.cuts is None:
+            return None
+        return [end - begin for begin, end in zip((0, *self.cuts), self.cuts, strict=False)]
+
+    def part(self, rank: int) -> slice:
+        """Where a rank's part lies in the flat parameter."""
+        if self.cuts is None:
+            return slice(rank * self.shard_numel, (rank + 1) * self.shard_numel)
+        return slice(self.cuts[rank - 1] if rank else 0, self.cuts[rank])
 
     def padding(self, rank: int) -> int:
         """How many elements at the end of a rank's shard lie behind the last item."""
-        return self.shard_numel - max(0, min(self.shard_numel, self.numel - rank * self.shard_numel))
+        part = self.part(rank)
+        return part.stop - part.start - max(0, min(part.stop, self.numel) - part.start)
 
     def offsets(self) -> list[int]:
         """Where each item starts in the flat parameter."""
         if self.starts is not None:
             return list(self.starts)
-        starts, total = [], 0
-        for numel in self.numels:
-            starts.append(total)
-            total += numel
-        return starts
+        return list(accumulate(self.numels, initial=0))[:-1]
 
     def described(self) -> list[object]:
         """For comparisons, as plain data: the numels; if items don't lie end to end, (start, numel) of each."""
@@ -187,11 +204,59 @@ class ShardLayout:
         for item, (start, numel) in enumerate(zip(self.offsets(), self.numels, strict=True)):
             done = 0
             while done < numel:
-                rank, offset = divmod(start + done, shard_numel)
-                length = min(numel - done, shard_numel - offset)
+                at = start + done
+                if self.cuts is None:
+                    rank, offset = divmod(at, shard_numel)
+                    left = shard_numel - offset
+                else:
+                    rank = bisect_right(self.cuts, at)
+                    offset, left = at - self.part(rank).start, self.cuts[rank] - at
+                length = min(numel - done, left)
                 found.append(Piece(item, done, rank, offset, length))
                 done += length
         return found
+
+
+@dataclass(frozen=True)
+class PackedLayout(ShardLayout):
+    """Items of which each rank has an even part, packed: a shard [S] is a part of the first item, of the second, ...
+
+    What is gathered, [W * S] rank by rank, has an item in W places, and is put together ([Note: packed shards] of
+    ``fsdp/store/stored.py``). Where items begin is where they lie then: each with its own padding behind it.
+
+    Attributes:
+        each: the layout of each item.
+    """
+
+    each: tuple[ShardLayout, ...] = ()
+
+    @property
+    def shard_numel(self) -> int:
+        """S."""
+        return sum(one.shard_numel for one in self.each)
+
+    @property
+    def part_sizes(self) -> list[int]:
+        """Numel of each item's part in a shard, padding included."""
+        return [one.shard_numel for one in self.each]
+
+    def pieces(self) -> list[Piece]:
+        """The parts of all items, without padding."""
+        offsets = accumulate(self.part_sizes, initial=0)
+        return [
+            Piece(item, p.start, p.rank, offset + p.offset, p.numel)
+            for item, (one, offset) in enumerate(zip(self.each, offsets, strict=False))
+            for p in one.pieces()
+        ]
+
+
+def packed_layout(each: Sequence[ShardLayout]) -> ShardLayout:
+    """Items of one layout each (and one item) as one flat parameter."""
+    if len(each) == 1:
+        return replace(each[0], grains=None)  # it is listed as packed ones are
+    starts = accumulate([one.padded_numel for one in each], initial=0)
+    numels = tuple(one.numels[0] for one in each)
+    return PackedLayout(numels, each[0].world_size, starts=tuple(starts)[: len(each)], each=tuple(each))
 
 
 Align = Literal["parameters", "rows"] | int | None
@@ -237,8 +302,75 @@ def _cut_between_rows(numels: tuple[int, ...], rows: Sequence[int], world_size: 
             starts.append(end + (room % row if numel > room else 0))
             end = starts[-1] + numel
         if end <= size * world_size:
-            return ShardLayout(numels, world_size, size, tuple(starts))
+            return ShardLayout(numels, world_size, size, tuple(starts), tuple(rows))
         size += step
+
+
+_NEGLIGIBLE = 0.006  # of a unit
+_FEW = 64  # elements a rank, as long as that is less than a quarter of a unit
+
+
+@functools.lru_cache(maxsize=256)  # a model has many units of the same shapes
+def rows_layout(shapes: tuple[tuple[int, ...], ...], world_size: int, block: int = 1) -> ShardLayout:
+    """Items as one flat parameter whose cuts are between rows (of the first dimension), so that a rank has whole ones.
+
+    Items may change places, since fewer gaps are needed then: as they come, long rows first, or short rows first,
+    whichever pads least. Vectors are cut anywhere. Where rows are so long that more than 0.6 % (and some elements a
+    rank) would be padding, the longest are cut too, at the largest common part of rows that pads less.
+
+    Args:
+        shapes: of each item.
+        world_size: W.
+        block: so many rows stay together.
+    """
+    numels = tuple(math.prod(shape) for shape in shapes)
+    grains = [max(1, block * math.prod(shape[1:])) if len(shape) > 1 else 1 for shape in shapes]
+    if world_size == 1:
+        return ShardLayout(numels, 1, grains=tuple(grains))
+    limits = sorted({grain for grain in grains if grain > 1} or {1}, reverse=True)
+    while limits[-1] > 1:  # then parts of the shortest row
+        limits.append(limits[-1] // 2)
+    allowed = max(_NEGLIGIBLE * sum(numels), min(_FEW * world_size, sum(numels) // 4))
+    found: list[ShardLayout] = []
+    for limit in limits:
+        cut = [grain if grain <= limit else math.gcd(grain, limit) for grain in grains]
+        found.append(_with_least_padding(numels, cut, world_size))
+        if found[-1].padded_numel - sum(numels) <= allowed:
+            return found[-1]
+    return min(found, key=lambda layout: layout.padded_numel)
+
+
+def _with_least_padding(numels: tuple[int, ...], grains: Sequence[int], world_size: int) -> ShardLayout:
+    best: ShardLayout | None = None
+    items = range(len(numels))
+    for order in (
+        list(items),
+        sorted(items, key=lambda k: -grains[k]),
+        sorted(items, key=lambda k: grains[k]),
+    ):
+        placed = _cut_between_rows(tuple(numels[k] for k in order), [grains[k] for k in order], world_size)
+        if best is None or placed.padded_numel < best.padded_numel:
+            starts = dict(zip(order, placed.starts or (), strict=True))
+            best = ShardLayout(
+                numels, world_size, placed.multiple, tuple(starts[k] for k in items), tuple(grains)
+            )
+    return best if best is not None else ShardLayout(numels, world_size)
+
+
+def local_shape(shape: Sequence[int], grain: int, numel: int) -> tuple[int, ...]:
+    """The shape in which a rank lists a part of an item: its rows, with as many dimensions as the item has.
+
+    Args:
+        shape: of the item.
+        grain: so many elements are a row, or a block of rows, or where rows are cut a part of one.
+        numel: of the part.
+    """
+    if len(shape) < 2 or numel == math.prod(shape):
+        return tuple(shape) if len(shape) > 1 else (numel,)
+    row = math.prod(shape[1:])
+    if grain % row == 0:
+        return (numel // max(1, row), *shape[1:])
+    return (numel // grain, grain, *(1 for _ in shape[2:]))
 
 
 def gaps_between(filled: Sequence[tuple[int, int]], numel: int) -> list[tuple[int, int]]:

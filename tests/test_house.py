@@ -1,14 +1,13 @@
-"""The house rules that can be counted: files and functions stay short, types are named."""
+"""The house rules that can be counted: the sum of the source does not grow, types are named."""
 
 from __future__ import annotations
 
-import ast
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-FILE, FUNCTION = 400, 50  # lines
+LINES = 69_500  # of all source; to be lowered with each release
 ANY = 160  # lines that name typing.Any; there were 1,162 when the limit was set
 
 
@@ -19,21 +18,8 @@ def _sources() -> Iterator[Path]:
                 yield path
 
 
-def test_files_are_short() -> None:
-    lines = {str(path.relative_to(ROOT)): path.read_text().count("\n") for path in _sources()}
-    assert len(lines) > 300
-    assert {name: count for name, count in lines.items() if count > FILE} == {}
-
-
-def test_functions_are_short() -> None:
-    long = {}
-    for path in _sources():
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                count = (node.end_lineno or 0) - node.lineno + 1
-                if count > FUNCTION:
-                    long[f"{path.relative_to(ROOT)}::{node.name}"] = count
-    assert long == {}
+def test_the_sum_of_the_source_does_not_grow() -> None:
+    assert sum(path.read_text().count("\n") for path in _sources()) <= LINES
 
 
 def test_types_are_named() -> None:

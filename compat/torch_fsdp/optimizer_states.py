@@ -13,8 +13,8 @@ from torch.optim import Optimizer
 from shardkit.backend import backend_of_job
 from shardkit.errors import ConfigurationError
 from shardkit.extra.named_state import cut_named, from_rank_0, from_state, gather_named
-from shardkit.fsdp.flat_param import FlatParam
 from shardkit.fsdp.names import plain_name
+from shardkit.fsdp.originals import Listing
 from shardkit.torch_seams.dtensors import cut_rows, mesh_over
 from shardkit.types import ParamGroup, ProcessGroup, SavedState, StateDict
 
@@ -165,7 +165,7 @@ def _full(
 ) -> StateDict:
     """Full state by names (collective); empty on other ranks than the first with ``rank0_only``."""
 
-    def form(flat: FlatParam, part: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    def form(flat: Listing, part: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
         return part if on_cpu else part.to(like.device)
 
     keep = not rank0_only or settings.is_first(_first_of(model)[0]._state)
@@ -176,10 +176,12 @@ def _sharded(model: nn.Module, optim: Optimizer, state: StateDict | None, on_cpu
     """The same with DTensors (collective)."""
 
     ranks = _first_of(model)[0]._passed_group.value
-    replicas = {f: m._state.replicas for m in TorchFacts.fsdp_modules(model) for f in m._state.flats}
+    replicas: dict[object, object] = {
+        f: m._state.replicas for m in TorchFacts.fsdp_modules(model) for f in m._state.flats
+    }
 
-    def form(flat: FlatParam, part: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-        if flat.group.world_size == 1 and replicas.get(flat) is not None:
+    def form(flat: Listing, part: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        if flat.group.world_size == 1 and replicas.get(flat.flat) is not None:
             return part
         made = cut_rows(part, mesh_over(ranks, flat.group.backend.device_type))
         return made.cpu() if on_cpu else made.to(like.device)

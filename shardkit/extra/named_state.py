@@ -18,9 +18,9 @@ from torch.optim import Optimizer
 
 from ..backend import Group
 from ..errors import ConfigurationError
-from ..fsdp.flat_param import FlatParam
 from ..fsdp.names import plain_name
 from ..fsdp.optim_state import Form, gather_states, shard_state
+from ..fsdp.originals import Listing
 from ..fsdp.state import state_of
 from ..fsdp.state_of_shards import options_in
 from ..optimizers.shards import refuse_stand_ins
@@ -38,7 +38,7 @@ class _Known(NamedTuple):
     """
 
     names: list[str]
-    flat: FlatParam | None
+    flat: Listing | None
     position: int
 
 
@@ -56,7 +56,7 @@ def _parameters_of(model: nn.Module, optimizer: Optimizer) -> dict[int, _Known]:
         state = state_of(m)
         if state is not None:
             before = plain_name(path)
-            for flat in state.flats:
+            for flat in state.listings:
                 names = [plain_name(f"{before}.{n}" if before else n) for n in flat.names]
                 found[id(flat.param)] = _Known(names, flat, position.get(id(flat.param), -1))
     for name, param in model.named_parameters():
@@ -112,7 +112,7 @@ def gather_named(
 
 
 # ------------------------------------------------------------ to be loaded
-Source = Callable[[FlatParam | None, Sequence[str]], Mapping[str, StateDict]]
+Source = Callable[[Listing | None, Sequence[str]], Mapping[str, StateDict]]
 """Of a flat parameter and the names of its original parameters: their state, where there is some."""
 
 
@@ -174,7 +174,7 @@ def _options_of(names: Sequence[str], group_of: Mapping[str, ParamGroup]) -> Par
     return copy.deepcopy(found[0]) if found else {}
 
 
-def _part(flat: FlatParam | None, names: Sequence[str], have: Mapping[str, StateDict]) -> StateDict:
+def _part(flat: Listing | None, names: Sequence[str], have: Mapping[str, StateDict]) -> StateDict:
     if flat is None:
         part = have[names[0]]
     else:
@@ -189,7 +189,7 @@ def from_state(state: Mapping[str, StateDict]) -> Source:
     """Of a state that this rank has."""
     plain = {plain_name(n): s for n, s in state.items() if isinstance(n, str)}
 
-    def source(flat: FlatParam | None, names: Sequence[str]) -> Mapping[str, StateDict]:
+    def source(flat: Listing | None, names: Sequence[str]) -> Mapping[str, StateDict]:
         return {
             n: {k: whole(v) if is_cut(v) else v for k, v in plain[n].items()} for n in names if plain.get(n)
         }
@@ -201,7 +201,7 @@ def from_rank_0(state: Mapping[str, StateDict], group: Group) -> Source:
     """Of a state that only the first rank of a group has; it sends it parameter by parameter (collective)."""
     mine = from_state(state)
 
-    def source(flat: FlatParam | None, names: Sequence[str]) -> Mapping[str, StateDict]:
+    def source(flat: Listing | None, names: Sequence[str]) -> Mapping[str, StateDict]:
         have = mine(flat, names) if group.rank == 0 else {}
         control = group.channel("control")
         sent: Mapping[str, StateDict] = control.broadcast_object(have, 0, label="optimizer state of rank 0")

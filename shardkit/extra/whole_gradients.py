@@ -11,7 +11,7 @@ from ..errors import LifecycleError
 from ..fsdp.flat_param import FlatParam
 from ..fsdp.flat_values import put_together
 from ..fsdp.optim_state import gather_parts
-from ..fsdp.originals import as_tensors
+from ..fsdp.originals import Listing, as_tensors
 
 
 def check_reduced(flats: Iterable[FlatParam]) -> None:
@@ -41,35 +41,36 @@ def whole_gradients(flats: Sequence[FlatParam], writeback: bool) -> Iterator[Non
     """
     try:
         for flat in flats:
-            _show(flat)
+            for listing in flat.listings:
+                _show(listing)
         yield
         for flat in flats if writeback else ():
-            _keep(flat)
+            for listing in flat.listings:
+                _keep(listing)
     finally:
         for flat in flats:
             for original in flat.originals:
                 original.param.grad = None
 
 
-def _show(flat: FlatParam) -> None:
-    gradient = flat.param.grad
+def _show(listing: Listing) -> None:
+    gradient, unused = listing.param.grad, listing.flat.unused.originals[listing.first :]
     if gradient is None:
         return
-    for original, part, is_unused in zip(
-        flat.originals, gather_parts(flat, gradient), flat.unused.originals, strict=True
-    ):
+    parts = gather_parts(listing, gradient)
+    for original, part, is_unused in zip(listing.originals, parts, unused, strict=False):
         if not is_unused:
             original.param.grad = part.to(original.param)
 
 
 @torch.no_grad()
-def _keep(flat: FlatParam) -> None:
-    gradient = flat.param.grad
+def _keep(listing: Listing) -> None:
+    gradient = listing.param.grad
     if gradient is None:
         return
     rows = [
         gradient.new_zeros(m.shape.numel()) if m.param.grad is None else m.param.grad.reshape(-1).to(gradient)
-        for m in flat.originals
+        for m in listing.originals
     ]
-    size, rank = flat.layout.shard_numel, flat.group.rank
-    gradient.copy_(put_together(rows, flat.layout)[rank * size : (rank + 1) * size].view(gradient.shape))
+    own = put_together(rows, listing.layout)[listing.layout.part(listing.group.rank)]
+    gradient.copy_(own.view(gradient.shape))

@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Protocol
 
 import torch
@@ -35,6 +36,8 @@ from .threads import NO_THREAD, check_one_thread, this_thread
 from .tracing import check_backward
 from .unit import Unit
 
+_version_of = attrgetter("_version")
+
 
 class Watcher(Protocol):
     """Is told when backward reaches an output of a forward."""
@@ -52,7 +55,7 @@ class ForwardGraph:
     def __init__(self, backward: Backward, watcher: Watcher) -> None:
         self._backward, self._watcher = backward, watcher
         self.versions = {
-            f: f.param._version for u in backward.units for f in u.flats if f.param.requires_grad
+            f: sum(map(_version_of, f.versioned)) for u in backward.units for f in u.flats if f.trains
         }
 
     def enter_backward(self, gradient: torch.Tensor | None = None) -> None:
@@ -120,7 +123,7 @@ class Backward:
             self._refuse_graph(self.units)
         self.state.begin()
         for flat in self._held:
-            if flat.held_at not in (None, flat.param._version):
+            if flat.held_at not in (None, flat.version):
                 raise changed_since_forward(flat)
         if self._locked:
             self._unlock(self._locked)
@@ -129,8 +132,7 @@ class Backward:
         self._next_gather = self._next_reduction = 0
         self._deferred = []
         for unit in self.units:
-            for local in unit.local:
-                local.forget_if_cleared()
+            unit.forget_if_cleared()
 
     def reach(self, unit: Unit, gradient: torch.Tensor | None) -> None:
         """Backward is about to enter a unit, with a gradient of its outputs."""
@@ -146,7 +148,7 @@ class Backward:
             pass  # traces show where it begins
         for graph in self.entered:
             for flat in unit.flats:
-                if flat in graph.versions and graph.versions[flat] != flat.param._version:
+                if graph.versions.get(flat, -1) not in (-1, sum(map(_version_of, flat.versioned))):
                     raise changed_since_forward(flat)
         if self._deferred:
             self._complete_deferred(unit)
@@ -212,7 +214,9 @@ class Backward:
             self._refuse_graph([unit])
         if not unit.is_entered:
             unit.release()
-        if not self.state.accumulating:
+        if self.state.accumulating:
+            unit.widen_local_gradients()
+        else:
             self._send_ready()
 
     def defer(self, unit: Unit) -> None:

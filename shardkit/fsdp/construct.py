@@ -8,7 +8,9 @@ from __future__ import annotations
 import hashlib
 import logging
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import nn
@@ -20,17 +22,23 @@ from ..checks.same_everywhere import check_one_device, check_same_everywhere, op
 from ..compression import check_compressible
 from ..errors import ConfigurationError, RankMismatchError
 from ..flattening.flat_parameter import FLAT_PREFIX, ParamInfo, SharedParamInfo
-from ..layout import ShardLayout
+from ..layout import PackedLayout, Piece, ShardLayout, local_shape, packed_layout
 from ..policy import OffloadPolicy, ReducePolicy
+from ..torch_seams.dtensors import is_dtensor, mesh_over, rows_here
 from ..types import Kwargs
 from .flat_param import FlatParam
-from .flat_values import put_together, report_padding
+from .flat_values import AlignedLayout, RowsLayout, own_shard, put_together, report_padding
 from .groups import post_forward_mesh
+from .local_steps import step_locally
 from .originals import OriginalParameter, Place, managing
+from .registered_shard import RegisteredShard, RegisteredShards
 from .registrations import note_taken
-from .registries import hide
+from .registries import hide, register
 from .state import Options, ShardingState, state_of
-from .store import own_part
+from .unit_module import UnitModule, list_in_place
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 logger = logging.getLogger("shardkit")
 
@@ -125,6 +133,9 @@ class Found:
             if original.param is param:
                 original.places.append(place)
         hide(place, param)
+        for listing in flat.listings:
+            if is_dtensor(listing.param) and listing.originals[0].param is param:
+                register(place, cast("nn.Parameter", listing.param))  # state dicts have it under each name
         flat.is_borrowed = True
         if flat not in self.borrowed:
             self.borrowed.append(flat)
@@ -139,18 +150,11 @@ def alike(originals: Iterable[int], all_originals: list[OriginalParameter]) -> l
     return list(groups.values())
 
 
-Listing = Callable[
-    [ShardingState, list[OriginalParameter], list[ParamInfo], list[SharedParamInfo], torch.Tensor],
-    tuple[nn.Parameter, Place],
-]
-
-
-def shard_module(state: ShardingState, list_shard: Listing) -> None:
+def shard_module(state: ShardingState, unit_module: UnitModule | None = None) -> None:
     """Takes the parameters of a state's module out of it, and lists this rank's shards (collective).
 
     Args:
-        list_shard: takes original parameters out of their modules' lists; given their places, further ones, and their
-            shard.
+        unit_module: lists flat parameters where they are listed as such; of a module sharded in place, None.
 
     Raises:
         ConfigurationError, RankMismatchError: see :class:`~shardkit.FSDP`; nothing was changed.
@@ -174,42 +178,116 @@ def shard_module(state: ShardingState, list_shard: Listing) -> None:
     check_options(options.reduce, options.offload, state.group.backend)
     _check_compression(options, found, state.group.backend)
     check_no_writers(state)
+    mesh = _mesh_of_dtensors(state, found) if options.dtensors and found.originals else None
     state.run_id = new_run_id(state.group, proposed)
     _connect_mesh(state)
     if options.flatten:
         check_names(module, found, state.group.rank)
     indices = range(len(found.originals))
-    parts = alike(indices, found.originals) if options.flatten else [[i] for i in indices]
-    state.flats.extend(_flat_of(state, found, part, list_shard) for part in parts)
+    # where a compiler decides on memory, views of one shard would be copied anew in each step
+    together = options.flatten or state.group.backend.has_storage
+    parts = alike(indices, found.originals) if together else [[i] for i in indices]
+    state.flats.extend(_flat_of(state, found, part, unit_module, mesh) for part in parts)
     state.shared_paths = [
         (f"{there}.{source}" if there else source, f"{here}.{name}" if here else name)
         for here, there, _, name, _, source in found.shared
     ]
     state.make_unit(found.borrowed)
     note_taken(state)
+    step_locally([listing.param for listing in state.listings])
 
 
-def _flat_of(state: ShardingState, found: Found, part: list[int], list_shard: Listing) -> FlatParam:
+def _flat_of(
+    state: ShardingState, found: Found, part: list[int], unit_module: UnitModule | None, mesh: DeviceMesh | None
+) -> FlatParam:  # fmt: skip
     """The flat parameter of these original parameters."""
     options, group = state.options, state.group
     originals = [found.originals[i] for i in part]
     device = options.device or originals[0].param.device
-    layout = options.layout([m.shape for m in originals], group.world_size)
+    layout = _layout_of(state, [m.shape for m in originals])
     report_padding(layout, f"{found.names[part[0]]!r} and {len(part) - 1} more parameters", group.rank)
     shard = shard_of(originals, layout, group, device, options.sync_module_states)
     if state.replicas is not None and options.sync_module_states and not shard.is_meta:
         state.replicas.channel("buffers").broadcast(shard, 0, label="parameters of the first replica")
-    if not options.flatten and group.world_size == 1:
-        shard = shard.view(originals[0].shape)
-    if options.offload.parameters and not shard.is_meta:
-        shard = group.backend.pin(shard.cpu())
-    infos = [found.infos[i] for i in part]
-    shared = [s for s in found.shared if (s[1], s[4], s[5]) in infos]
-    listed, holder = list_shard(state, originals, infos, shared, shard)
-    return FlatParam(
-        originals, [found.names[i] for i in part], listed, holder, layout, group,
+    if options.offload.parameters:
+        shard = shard if shard.is_meta else group.backend.pin(shard.cpu())
+    param: nn.Parameter = nn.Parameter(shard, requires_grad=False)
+    places: list[Place] = []
+    if options.flatten and unit_module is not None:
+        infos = [found.infos[i] for i in part]
+        shared = [s for s in found.shared if (s[1], s[4], s[5]) in infos]
+        param, place = unit_module.list_flat(originals, infos, shared, shard)
+        places = [place]
+    elif not group.backend.has_storage:
+        param, places = list_in_place(originals, shard, group.world_size), originals[0].places
+    if unit_module is not None:
+        unit_module.num_params_managed += len(originals)
+    flat = FlatParam(
+        originals, [found.names[i] for i in part], param, places, layout, group,
         options.precision.compute, options.device, state.post_forward_mesh, options.precision.compression,
     )  # fmt: skip
+    if not places:
+        flat.list_each(RegisteredShards(_registered(flat, part, mesh), shard))
+    return flat
+
+
+def _layout_of(state: ShardingState, shapes: Sequence[torch.Size]) -> ShardLayout:
+    """How the original parameters of one flat parameter are cut."""
+    options, group = state.options, state.group
+    cut = options.layout
+    if not group.backend.has_storage and isinstance(cut, RowsLayout):
+        cut = AlignedLayout(None)  # all ranks run one program: their parts have to be of one size
+    if options.flatten or isinstance(cut, RowsLayout):
+        return cut(shapes, group.world_size)
+    return packed_layout([cut([shape], group.world_size) for shape in shapes])
+
+
+def _registered(flat: FlatParam, part: list[int], mesh: DeviceMesh | None) -> list[RegisteredShard]:
+    """What modules list for each original parameter: this rank's part, a view of the shard."""
+    layout, rank = flat.layout, flat.group.rank
+    values, world_size = flat.param.data, layout.world_size
+    offsets = list(accumulate(layout.part_sizes, initial=0)) if isinstance(layout, PackedLayout) else []
+    pieces: list[dict[int, Piece]] = [{} for _ in part]
+    for p in layout.pieces():
+        pieces[p.item][p.rank] = p
+    made: list[RegisteredShard] = []
+    for number, (original, position) in enumerate(zip(flat.originals, part, strict=True)):
+        shape, spec = original.shape, None
+        here = pieces[number].get(rank)
+        offset, numel = (0, 0) if here is None else (here.offset, here.numel)
+        if world_size == 1:
+            alone, listed = ShardLayout((shape.numel(),), 1), tuple(shape)
+            offset = layout.offsets()[number]
+        elif isinstance(layout, PackedLayout):
+            alone, offset = layout.each[number], offsets[number]
+            listed = (alone.shard_numel,)
+        elif layout.grains is None:
+            alone, listed, offset = layout, (layout.shard_numel,), 0
+        else:
+            there = [pieces[number].get(r) for r in range(world_size)]
+            ends = accumulate([0 if p is None else p.start + p.numel for p in there], max)
+            alone = ShardLayout((shape.numel(),), world_size, cuts=tuple(ends))
+            listed = local_shape(shape, layout.grains[number], numel)
+        if mesh is not None and shape:
+            dtensor = rows_here(values, mesh, shape)
+            spec, listed = dtensor._spec, tuple(dtensor._local_tensor.shape)
+        made.append(RegisteredShard(flat, number, position, alone, offset, listed, values, spec))
+    return made
+
+
+def _mesh_of_dtensors(state: ShardingState, found: Found) -> DeviceMesh:
+    for name, original in zip(found.names, found.originals, strict=True):
+        if not original.shape:
+            raise ConfigurationError(
+                f"{name!r} has no dimensions, and can't be a DTensor that is cut by rows: give it one, as nn.Parameter("
+                "torch.ones(1)), or leave dtensors=True out"
+            )
+    options = state.options
+    if options.mesh is None and options.replicas is not None:
+        raise ConfigurationError(
+            "dtensors=True with replicas needs mesh=, with two dimensions: init_device_mesh(device, (replicas, shards))"
+        )
+    return mesh_over(options.group if options.mesh is None else options.mesh, state.group.backend.device_type)
 
 
 def connect(state: ShardingState, example: torch.Tensor | None, borrowed: list[FlatParam]) -> None:
@@ -252,7 +330,7 @@ def wake(state: ShardingState) -> None:
 
 def _wake(state: ShardingState) -> None:
     borrowed, divisors = state.__dict__.pop("borrowed"), state.__dict__.pop("divided")
-    connect(state, state.flats[0].param if state.flats else None, borrowed)
+    connect(state, state.flats[0].listings[0].param if state.flats else None, borrowed)
     for flat in state.flats:
         if flat.layout.world_size != state.group.world_size:
             raise ConfigurationError(
@@ -386,4 +464,4 @@ def shard_of(
         return flat
     if from_rank_0:
         group.channel("buffers").broadcast(flat, 0, label="parameters of rank 0")
-    return own_part(flat, group).clone()
+    return own_shard(flat, layout, group).clone()

@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from ..flattening.flat_parameter import ParamInfo, SharedParamInfo
 from ..flattening.keys import translates_loaded
 from ..progress import noting_errors
 from ..torch_seams.compiling import callees_compiled
@@ -22,8 +21,6 @@ from . import state_dict as state_dicts
 from .calls import cast_inputs, run_summoned
 from .construct import shard_module, wake
 from .lazy import saving_originals_by_name
-from .names import WRAPPED
-from .originals import OriginalParameter, Place
 from .refusals import check_asker
 from .registered_shard import flat_of_registered
 from .running import enter, fail, input_dtype, leave, watched
@@ -48,24 +45,13 @@ class Door(StandingIn, ShardedAPI):
         nn.Module.__init__(self)
         state = ShardingState(self, module, options, ignored)
         check_wrappable(module, type(self).__name__, may_hold=Door, without=state.ignored.modules)
-        shard_module(state, self._list_shard)
-        self._unit_module(module)
+        unit_module = UnitModule(module)
+        shard_module(state, unit_module)
+        self._fsdp_wrapped_module = unit_module
         self._state = state
         inside.answer_for(state)
         self.register_load_state_dict_pre_hook(_before_load)
         self.register_load_state_dict_post_hook(_after_load)
-
-    def _unit_module(self, module: nn.Module) -> UnitModule:
-        if WRAPPED not in self._modules:
-            self._fsdp_wrapped_module = UnitModule(module)
-        return self._fsdp_wrapped_module
-
-    def _list_shard(
-        self, state: ShardingState, originals: list[OriginalParameter], infos: list[ParamInfo],
-        shared: list[SharedParamInfo], shard: torch.Tensor,
-    ) -> tuple[nn.Parameter, Place]:  # fmt: skip
-        unit = self._unit_module(state.module)
-        return unit.adopt(originals, infos, shared, shard, state.options.flatten)
 
     # ------------------------------------------------------------ forward
     @signed_as_wrapped

@@ -64,10 +64,11 @@ class Engine(Backward):
         for unit in self.units:
             if unit.is_held:
                 unit.release()
-            unit.forget_between()
+            if unit.keeps_between:
+                unit.forget_between()
         if self._held:
             for flat in self._held:
-                if flat.held_at != flat.param._version:
+                if flat.held_at != flat.version:
                     flat.drop()
             self._held = [f for f in self._held if f.held_at is not None]
         self._recording = torch.is_grad_enabled()

@@ -22,7 +22,7 @@ from ..optimizers.elementwise import Verdict, judge, names_of_elementwise
 from ..optimizers.shards import shard_behind
 from ..optimizers.stepping import take_part
 from ..types import AnyCallable
-from .originals import FlatParamLike, managing, name_of_original
+from .originals import Listing, managing, name_of_original
 from .state_of_shards import check_loaded, mark_state_dicts
 
 logger = logging.getLogger("shardkit")
@@ -97,7 +97,7 @@ def _make_muon(self: Optimizer, params: Iterable[object], *args: object, **kwarg
         raise
 
 
-def _is_cut(flat: FlatParamLike) -> bool:
+def _is_cut(flat: Listing) -> bool:
     """Whether what the optimizer sees is not one of the parameters as it is."""
     return flat.group.world_size > 1 or len(flat.originals) > 1 or flat.param.shape != flat.originals[0].shape
 
@@ -114,7 +114,7 @@ def _refuse_originals(optimizer: Optimizer) -> None:
         )
 
 
-def _refuse_differences(optimizer: Optimizer, flats: list[FlatParamLike]) -> None:
+def _refuse_differences(optimizer: Optimizer, flats: list[Listing]) -> None:
     """Ranks step the parts of one flat parameter: each with the same optimizer and the same options (collective)."""
     facts = option_facts(optimizer=type(optimizer).__name__)
     for index, group in enumerate(optimizer.param_groups):

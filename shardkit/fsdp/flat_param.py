@@ -6,7 +6,7 @@ Legend: W world size, N numel of all original parameters, S shard numel (N / W r
 reached as attributes of their modules. Only their data moves: they are views of one buffer [W * S] whose memory exists
 while the unit is gathered (``originals.py``: what they are meanwhile). So autograd sees no reshaping, their gradients
 are their own, a weight used in two units stays one weight, and whoever kept a reference to a parameter (an RNN, a hook,
-a metric) keeps the right one. What ``parameters()`` lists is the shard, a parameter of its own.
+a metric) keeps the right one. What ``parameters()`` lists is the shard, or views of it (``registered_shard.py``).
 
 [Note: memory] Where the values are is the store's (``store/``), of which there are four kinds: tensors own memory that
 is taken and released, execution is lazy, one rank has everything, or values come later. What they are at a time is its
@@ -28,12 +28,12 @@ from ..policy import Compression
 from ..torch_seams.hooks import NO_BACKWARD, current_backward
 from ..tracing.ranges import UNNAMED, UnitRanges
 from ..types import StateDict
-from .dtensor_shards import listed_for
 from .first_steps import check_first_steps
-from .originals import OriginalParameter, Place, as_tensors, note_original
+from .flat_values import own_shard
+from .originals import Listing, OriginalParameter, Place, as_tensors, note_original
 from .refusals import backward_when_summoned
-from .registered_shard import note_registered
-from .store import FULL, SUMMONED, Hears, Store, own_part, store_for
+from .registered_shard import RegisteredShards, UnlistedShard, note_registered
+from .store import FULL, SUMMONED, Hears, Store, store_for
 from .unused import Unused
 
 _set_versions = torch._C._autograd._unsafe_set_version_counter
@@ -45,9 +45,9 @@ class FlatParam:
     Args:
         originals: in the order in which they lie in it.
         names: path of each in the unit's module.
-        holder: where ``param`` is listed.
+        param: this rank's shard [S] in full precision, as the optimizer sees it where it is listed.
+        places: where it is listed; none where original parameters are listed one by one (:meth:`list_each`).
         layout: where original parameters and shards lie.
-        param: this rank's shard [S] in full precision, as the optimizer sees it.
         group: ranks that share it.
         compute_dtype: dtype while gathered; None for the shard's own.
         compute_device: device while gathered; None for the shard's own.
@@ -55,7 +55,10 @@ class FlatParam:
         compression: of what is gathered.
 
     Attributes:
-        listed: what modules list for ``param``: itself, or a DTensor.
+        shards: what modules list for the original parameters; None where ``param`` is listed.
+        listings: what registered parameters are listed for: itself, or its original parameters one by one.
+        versioned: tensors whose versions change with every change of the shard.
+        trains: whether gradients are reduced for it, as far as its unit knows.
         label: what it is called in errors.
         path: the unit's path in the root module, as far as it is known.
         ranges: the unit's.
@@ -72,16 +75,19 @@ class FlatParam:
     store: Store
 
     def __init__(
-        self, originals: Sequence[OriginalParameter], names: Sequence[str], param: nn.Parameter, holder: Place,
-        layout: ShardLayout, group: Group,
+        self, originals: Sequence[OriginalParameter], names: Sequence[str], param: nn.Parameter,
+        places: Sequence[Place], layout: ShardLayout, group: Group,
         compute_dtype: torch.dtype | None, compute_device: torch.device | None, post_forward_mesh: Group | None = None,
         compression: Compression | None = None,
     ) -> None:  # fmt: skip
         self.originals = list(originals)
         self.names = list(names)
         self.param = param
-        self.listed = listed_for(param)
-        self.holder = holder
+        self.places = list(places)
+        self.shards: RegisteredShards | None = None
+        self.listings: Sequence[Listing] = [self]
+        self.versioned: Sequence[torch.Tensor] = [param]
+        self.trains = False
         self.group = group
         self.layout = layout
         self.label = self.path = ""
@@ -117,10 +123,47 @@ class FlatParam:
             return None
         return format_for(self._compression, self.layout.shard_numel, self.compute_dtype)
 
+    # ------------------------------------------------------------ what modules list
     @property
-    def is_listed_flat(self) -> bool:
-        """Listed as a flat parameter by the unit, not in place of its one original parameter."""
-        return all(place.module is not self.holder.module for place in self.originals[0].places)
+    def flat(self) -> FlatParam:
+        """Itself: it is a ``Listing``."""
+        return self
+
+    @property
+    def first(self) -> int:
+        """It has all of its original parameters."""
+        return 0
+
+    def list_each(self, shards: RegisteredShards) -> None:
+        """From now on modules list these, whose memory is the shard's."""
+        self.shards, self.listings = shards, shards.each
+        self._take_shard(self.param.data)
+
+    def _take_shard(self, values: torch.Tensor) -> None:
+        if self.shards is not None:
+            self.param = UnlistedShard.of(values, self.shards)
+            self._note_listings()
+
+    def _note_listings(self) -> None:
+        self._seen = (self.param.dtype, self.param.device)
+        self.versioned = [self.param] if self.shards is None else self.shards.versioned
+        for listing in self.listings:
+            note_registered(listing.param, listing)
+
+    def collect(self) -> None:
+        """Takes values from registered parameters whose memory was replaced."""
+        if self.shards is not None:
+            self._take_shard(self.shards.collected(self.layout.shard_numel))
+
+    @property
+    def version(self) -> int:
+        """Changes with every change of the shard."""
+        return sum(p._version for p in self.versioned)
+
+    @property
+    def has_gradient(self) -> bool:
+        """Whether any registered parameter has a gradient."""
+        return any(listing.param.grad is not None for listing in self.listings)
 
     # ------------------------------------------------------------ the store
     @property
@@ -160,8 +203,7 @@ class FlatParam:
     def _settle(self, before: Store | None) -> bool:
         self._users = 0
         self.held_at: int | None = None
-        self._seen = (self.param.dtype, self.param.device)
-        note_registered(self.param, self)
+        self._note_listings()
         self.store = store_for(self, before)
         replaced = self._make_originals()
         self.store.attach()
@@ -198,7 +240,11 @@ class FlatParam:
         self._users += 1
         if state in FULL:
             return
-        if self._seen != (self.param.dtype, self.param.device):
+        if self.shards is not None and not self.shards.are_views():
+            self.collect()
+            self.adopt()
+            self._users = 1
+        elif self._seen != (self.param.dtype, self.param.device):
             self.adopt()
             self._users = 1
         self.store.start(after)
@@ -217,7 +263,7 @@ class FlatParam:
         """Original parameters keep their values for a graph that a backward has built, until :meth:`drop`."""
         if self.held_at is None and not self.store.is_whole:
             self.start_gather()
-            self.held_at = self.param._version
+            self.held_at = self.version
 
     def drop(self) -> None:
         """Nobody needs the original parameters: frees their memory. Autograd refuses graphs that they were held for."""
@@ -277,13 +323,15 @@ class FlatParam:
     def _keep(self, full: torch.Tensor) -> None:
         """Takes this rank's part from original parameters: views of ``full`` unless somebody replaced them."""
         self.store.collect(full)
-        self.param.data.view(-1).copy_(own_part(full, self.group))
+        self.param.data.view(-1).copy_(own_shard(full, self.layout, self.group))
 
     # ------------------------------------------------------------ being copied
     def __getstate__(self) -> StateDict:
         state = self.__dict__.copy()
         for name in ("group", "store", "post_forward_mesh", "ranges"):
             state.pop(name, None)
+        if self.shards is not None:
+            del state["param"]  # made anew of registered parameters, which are copied one by one
         return state
 
     def connect(self, group: Group, post_forward_mesh: Group | None) -> None:
@@ -291,4 +339,5 @@ class FlatParam:
         self.group = group
         self.post_forward_mesh = post_forward_mesh
         self.ranges = UNNAMED
+        self.collect()
         self._settle(None)

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 
 import torch
 
+from ..backend import Group
 from ..errors import ConfigurationError
-from ..layout import Align, ShardLayout, aligned_shards, gaps_between
+from ..layout import Align, PackedLayout, ShardLayout, aligned_shards, gaps_between, rows_layout
 
 logger = logging.getLogger("shardkit")
 
@@ -38,6 +39,26 @@ class AlignedLayout:
         return aligned_shards(shapes, world_size, self.align)
 
 
+@dataclass(frozen=True)
+class RowsLayout:
+    """Cuts between rows, for ``Options.layout``; see :func:`~shardkit.layout.rows_layout`."""
+
+    align: Align = None
+
+    def __post_init__(self) -> None:
+        if self.align in ("rows", None):
+            return
+        if isinstance(self.align, str | bool) or not isinstance(self.align, int) or self.align < 1:
+            raise ConfigurationError(
+                f'align={self.align!r}: expected "rows", a number of rows from 1 that stay together, or None. '
+                'align="parameters" is for FSDP(module), which lists a flat parameter'
+            )
+
+    def __call__(self, shapes: Sequence[torch.Size], world_size: int) -> ShardLayout:
+        block = self.align if isinstance(self.align, int) else 1
+        return rows_layout(tuple(tuple(shape) for shape in shapes), world_size, block)
+
+
 def taken_apart(values: torch.Tensor, layout: ShardLayout) -> list[torch.Tensor]:
     """The items in [N or more], each in one dimension: views."""
     if layout.starts is None:
@@ -55,8 +76,8 @@ def put_together(rows: Sequence[torch.Tensor], layout: ShardLayout) -> torch.Ten
     return torch.cat([row for _, row in sorted(placed, key=lambda part: part[0])])
 
 
-def layout_for(align: Align, flatten: bool) -> AlignedLayout | None:
-    """That of ``align``, None for the default.
+def layout_for(align: Align, flatten: bool) -> AlignedLayout:
+    """That of ``align``.
 
     Raises:
         ConfigurationError: no such alignment, or none for parameters that are cut one by one.
@@ -64,10 +85,57 @@ def layout_for(align: Align, flatten: bool) -> AlignedLayout | None:
     if align == "parameters" and not flatten:
         raise ConfigurationError(
             'align="parameters" keeps parameters of a flat parameter whole, each on one rank; here each parameter is '
-            'a flat parameter of its own, which one rank would hold alone. Use align="rows", or FSDP(module) with '
-            "flatten=True"
+            'cut by itself, and one rank would hold it alone. Use align="rows", or FSDP(module) with flatten=True'
         )
-    return None if align is None else AlignedLayout(align)
+    return AlignedLayout(align)
+
+
+def own_part(values: torch.Tensor, group: Group) -> torch.Tensor:
+    """This rank's part of values [W * S], rank by rank, [S]: a view, or where execution is lazy a copy.
+
+    There, which part it is is data, so that all ranks build one graph.
+    """
+    if not group.backend.has_storage:
+        rank = torch.tensor([group.rank]).to(values.device)
+        return values.view(group.world_size, -1).index_select(0, rank).view(-1)
+    size = values.numel() // group.world_size
+    return values[group.rank * size : (group.rank + 1) * size]
+
+
+def own_shard(values: torch.Tensor, layout: ShardLayout, group: Group) -> torch.Tensor:
+    """This rank's shard [S] of a flat parameter's values, items in their places; a view where that is possible."""
+    if not isinstance(layout, PackedLayout):
+        return own_part(values, group)
+    items = values.split([one.padded_numel for one in layout.each])
+    return torch.cat([own_part(item, group) for item in items])
+
+
+class Unpacking:
+    """Puts the items of a packed flat parameter into their places; see [Note: packed shards].
+
+    Args:
+        layout: of the flat parameter.
+        full: where items lie, [W * S].
+    """
+
+    def __init__(self, layout: PackedLayout, full: torch.Tensor) -> None:
+        world_size, self._sizes = layout.world_size, layout.part_sizes
+        items = full.split([one.padded_numel for one in layout.each])
+        self._places = [item.view(world_size, -1) for item in items]
+        self._world_size = world_size
+
+    def unpack(self, gathered: torch.Tensor) -> None:
+        """Copies what was gathered, [W * S] rank by rank: one operation."""
+        rows = gathered.view(self._world_size, -1)
+        torch.split_with_sizes_copy(rows, self._sizes, dim=1, out=self._places)
+
+
+def unpacked(gathered: torch.Tensor, layout: ShardLayout) -> torch.Tensor:
+    """What was gathered rank by rank, [W * S], with items in their places."""
+    if not isinstance(layout, PackedLayout):
+        return gathered
+    parts = gathered.view(layout.world_size, -1).split(layout.part_sizes, dim=1)
+    return torch.cat([part.reshape(-1) for part in parts])
 
 
 def report_padding(layout: ShardLayout, what: str, rank: int) -> None:

@@ -1,7 +1,7 @@
 """The door in place: a module that keeps its class, methods and names, and whose parameters are sharded.
 
-Hooks of the module enter and leave its unit. Each parameter is a flat parameter of its own, and its shard is listed
-where the parameter was, so that names mean what they meant.
+Hooks of the module enter and leave its unit. The unit's parameters travel together, and this rank's part of each is
+listed where the parameter was, so that names mean what they meant.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from torch import nn
 
 from ..backend import Backend
 from ..errors import ConfigurationError, LifecycleError
-from ..flattening.flat_parameter import ParamInfo, SharedParamInfo
 from ..layout import Align
 from ..policy import OffloadPolicy, PrecisionPolicy, ReducePolicy, ReshardPolicy
 from ..progress import noting_errors
@@ -31,21 +30,17 @@ from . import state_dict as state_dicts
 from .calls import cast_inputs, computing_when_summoned, refuse_backward
 from .construct import shard_module, wake
 from .door import Door
-from .dtensor_shards import list_as_dtensor, mesh_for
-from .flat_values import layout_for
+from .flat_values import RowsLayout, layout_for
 from .inside import collect_in_place, refuse_state_dicts
 from .lazy import saving_originals_by_name
 from .moving import begin_move
-from .originals import OriginalParameter, Place
 from .refusals import check_asker
-from .registries import hide, register
 from .running import Entered, enter, enter_again, fail, input_dtype, leave, watched
 from .state import Options, ShardingState, state_of
 from .state_of_shards import check_request
 from .summoning import end_unshard, enter_summon
 from .torch_methods import TorchsMethods
 from .torch_words import TorchsArguments, in_torchs_words, modules_of
-from .unit_module import list_in_place
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -81,11 +76,13 @@ def fully_shard(
         fully_shard(model)                  # the rest
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)   # after sharding
 
-    ``parameters()`` and ``named_parameters()`` list this rank's shards, 1-D, one for each parameter and under its name;
-    ``state_dict()`` is full, and ``load_state_dict()`` takes a full one (both collective). What wrappers have as
-    methods, ``sharding_of(module)`` has. Every parameter travels by itself: where a unit has many small ones,
-    ``FSDP(module)`` is faster, which sends one flat one. With ``dtensors=True`` they list DTensors, cut by rows,
-    as FSDP2 does, and ``state_dict()`` has these, so that torch's own functions know what to do with them.
+    ``parameters()`` and ``named_parameters()`` list this rank's part of each parameter under its name: whole rows,
+    ``[rows here, ...]``, maybe none; vectors are cut anywhere, and where rows are very long, parts of rows
+    (:func:`~shardkit.layout.rows_layout`). ``state_dict()`` is full, and ``load_state_dict()`` takes a full one (both
+    collective). What wrappers have as methods, ``sharding_of(module)`` has. With ``dtensors=True`` they list DTensors,
+    cut by rows as FSDP2 cuts, and ``state_dict()`` has these, so that torch's own functions know what to do with them;
+    each gather costs a copy then. Where execution is lazy (XLA), parts are 1-D and even, and travel one by one.
+    ``align=n`` keeps n rows together.
 
     Arguments are those of :class:`~shardkit.FSDP`, or those of torch's ``fully_shard`` (FSDP2) with torch's policies:
     ``mesh``, ``reshard_after_forward``, ``mp_policy``, ``offload_policy``. Of several modules each becomes a unit.
@@ -99,7 +96,8 @@ def fully_shard(
         group=group, replicas=replicas, precision=words.precision(precision), reshard=words.reshard(reshard),
         offload=words.offload(offload), reduce=words.reduce(reduce),
         flatten=False, sync_module_states=sync_module_states, device=device, backend=backend,
-        layout=layout_for("rows" if dtensors else align, False), dtensors=dtensors, mesh=mesh,
+        layout=layout_for("rows", False) if dtensors else RowsLayout(align),
+        dtensors=dtensors, mesh=mesh,
     )  # fmt: skip
     for each in modules_of(module):
         _shard(each, options)
@@ -110,7 +108,7 @@ def fully_shard(
 def _shard(module: nn.Module, options: Options) -> None:
     _check(module)
     state = ShardingState(module, module, options)
-    shard_module(state, _list_shard)
+    shard_module(state)
     _InPlace(state).install()
 
 
@@ -121,22 +119,6 @@ def _check(module: nn.Module) -> None:
         )
     listing_dtensors = [m for m in module.modules() if (s := state_of(m)) is not None and s.options.dtensors]
     check_wrappable(module, "fully_shard", may_hold=Door, without=listing_dtensors)
-
-
-def _list_shard(
-    state: ShardingState, originals: list[OriginalParameter], infos: list[ParamInfo], shared: list[SharedParamInfo],
-    shard: torch.Tensor,
-) -> tuple[nn.Parameter, Place]:  # fmt: skip
-    options = state.options
-    if not options.dtensors:
-        return list_in_place(originals, shard)
-    (original,) = originals
-    mesh = mesh_for(options.mesh, options.group, options.replicas, state.group.backend.device_type)
-    behind, listed = list_as_dtensor(original, shard, mesh)
-    for place in original.places:
-        hide(place, original.param)
-        register(place, listed)
-    return behind, original.places[0]
 
 
 class _Call(NamedTuple):

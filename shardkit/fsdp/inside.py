@@ -24,7 +24,7 @@ from ..errors import LifecycleError
 from ..flattening.flat_parameter import FlatParameter
 from ..types import IncompatibleKeys, Memo, StateDict, Tree
 from .names import clean
-from .originals import FlatParamLike, ReleasedParameter, managing, refuse_copy
+from .originals import Listing, ReleasedParameter, managing, refuse_copy
 from .registered_shard import flat_of_registered
 from .registries import hidden, written_names
 from .state import ShardingState, state_of
@@ -105,7 +105,7 @@ class Moves(_Answer):
 
 
 def _refuse_move(
-    module: nn.Module, name: str, flat: FlatParamLike, fn: Callable[[torch.Tensor], torch.Tensor]
+    module: nn.Module, name: str, flat: Listing, fn: Callable[[torch.Tensor], torch.Tensor]
 ) -> None:
     shard = flat.param
     moved = fn(torch.empty(0, dtype=shard.dtype, device=shard.device))
@@ -203,9 +203,9 @@ def refuse_state_dicts(state: ShardingState) -> None:
             m.register_load_state_dict_pre_hook(_refuse_loading)
 
 
-def _shards_of(module: nn.Module) -> dict[str, FlatParamLike]:
+def _shards_of(module: nn.Module) -> dict[str, Listing]:
     """Names of parameters whose values the module has not, and the flat parameters that have them."""
-    found: dict[str, FlatParamLike | None] = {n: managing(p) for n, p in hidden(module)}
+    found: dict[str, Listing | None] = {n: managing(p) for n, p in hidden(module)}
     for name, param in module._parameters.items():
         flat = None if param is None else flat_of_registered(param)
         if flat is not None and flat.group.world_size > 1:
@@ -233,7 +233,7 @@ def _refuse_loading(module: nn.Module, state_dict: StateDict, prefix: str, *othe
         _refuse(module, "load_state_dict()", {n: f for n, f in shards.items() if prefix + n in state_dict})
 
 
-def _refuse(module: nn.Module, what: str, shards: dict[str, FlatParamLike]) -> None:
+def _refuse(module: nn.Module, what: str, shards: dict[str, Listing]) -> None:
     if shards:
         name, flat = next(iter(shards.items()))
         group = flat.group

@@ -13,9 +13,9 @@ from ..errors import ConfigurationError
 from ..layout import ShardLayout
 from ..torch_seams.module_versions import versions_of
 from ..types import SavedState, StateDict
-from .flat_param import FlatParam
 from .flat_values import taken_apart
 from .names import clean
+from .originals import Listing
 from .state import ShardingState, state_of
 
 _NOTE = "shardkit_shard"  # in the metadata of a state dict
@@ -27,16 +27,16 @@ def metadata(state: ShardingState) -> StateDict:
     entries: list[StateDict] = []
     for s in state.states():
         params = {}
-        for flat in s.flats:
-            name = clean(flat.holder.name) if flat.is_listed_flat else flat.names[0]
+        for listing in s.listings:
+            name, layout = _key_of(listing), listing.layout
             params[name] = {
-                "names": list(flat.names),
-                "shapes": [original.shape for original in flat.originals],
-                "numels": list(flat.layout.numels),
-                "padding": flat.layout.padding(flat.group.rank),
+                "names": list(listing.names),
+                "shapes": [original.shape for original in listing.originals],
+                "numels": list(layout.numels),
+                "padding": layout.padding(listing.group.rank),
             }
-            if flat.layout.starts is not None:  # fairscale has items end to end only
-                params[name]["starts"] = list(flat.layout.starts)
+            if layout.starts is not None:  # fairscale has items end to end only
+                params[name]["starts"] = list(layout.starts)
         entries.append(
             {
                 "fsdp_path": paths[s.door],
@@ -72,7 +72,7 @@ def mark(sharding: ShardingState, state: StateDict) -> None:
     """Notes in a local state dict whose it is. ``torch.save`` keeps the note, other readers don't look at it."""
     notes = versions_of(state)
     if notes is not None and "" in notes:
-        layout = {key: facts for key, (_, facts) in _flats_by_key(sharding).items()}
+        layout = {key: facts for key, (_, facts) in _listings_by_key(sharding).items()}
         group = sharding.group
         when = stamp(sharding.run_id, sharding.unit.backwards)
         notes[""][_NOTE] = {"rank": group.rank, "world_size": group.world_size, "layout": layout, **when}
@@ -85,20 +85,27 @@ def note_of(state: SavedState) -> StateDict | None:
     return found if isinstance(found, dict) and {"rank", "world_size", "layout"} <= set(found) else None
 
 
-def _flats_by_key(state: ShardingState) -> dict[str, tuple[FlatParam, list[list[object]]]]:
-    """Each flat parameter by its key in a local state dict, with names, shapes (and places) of what is in it."""
-    found: dict[str, tuple[FlatParam, list[list[object]]]] = {}
+def _key_of(listing: Listing) -> str:
+    """Its key in local state dicts, within its unit."""
+    module, name = listing.places[0]
+    is_flat = all(place.module is not module for original in listing.originals for place in original.places)
+    return clean(name) if is_flat else listing.names[0]
+
+
+def _listings_by_key(state: ShardingState) -> dict[str, tuple[Listing, list[list[object]]]]:
+    """Each registered parameter by its key in a local state dict, with names, shapes (and places) of what is in it."""
+    found: dict[str, tuple[Listing, list[list[object]]]] = {}
     for path, m in state.door.named_modules():
         s = state_of(m)
         if s is not None:
-            for flat in s.flats:
-                name = clean(flat.holder.name) if flat.is_listed_flat else flat.names[0]
+            for listing in s.listings:
+                name = _key_of(listing)
                 key = f"{clean(path)}.{name}" if clean(path) else name
-                originals = zip(flat.names, flat.originals, strict=True)
+                originals = zip(listing.names, listing.originals, strict=True)
                 facts: list[list[object]] = [[n, list(original.shape)] for n, original in originals]
-                for fact, start in zip(facts, flat.layout.starts or (), strict=False):
+                for fact, start in zip(facts, listing.layout.starts or (), strict=False):
                     fact.append(start)
-                found[key] = (flat, facts)
+                found[key] = (listing, facts)
     return found
 
 
@@ -122,7 +129,7 @@ def check_own(sharding: ShardingState, state: SavedState) -> None:
 
 
 def _problem(sharding: ShardingState, state: SavedState) -> str | None:
-    note, flats = note_of(state), _flats_by_key(sharding)
+    note, flats = note_of(state), _listings_by_key(sharding)
     group = sharding.group
     if note is not None:
         if note["world_size"] != group.world_size:

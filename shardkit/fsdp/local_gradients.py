@@ -12,69 +12,102 @@ from ..errors import LifecycleError
 from ..optimizers.shards import changed_by_steps
 from ..optimizers.stepping import take_part
 from ..reduction.clearing import StandingGradient
-from .flat_param import FlatParam
 from .gradients import GradientPack
-from .originals import as_tensors
+from .originals import Listing, as_tensors
 
 
 class LocalGradients:
-    """Watches whether somebody cleared the gradient of a shard whose original parameters hold gradients of their own.
+    """Gradients of this rank's own that ``no_sync`` keeps for one registered parameter.
 
-    After a backward inside ``no_sync`` the original parameters hold this rank's gradients, and the listed parameter,
-    the shard, has nothing new. It gets a gradient of zeros all the same: ``optimizer.zero_grad()`` in any form changes
-    that one, and so says that the original parameters' gradients are to be forgotten too.
+    After a backward inside ``no_sync`` the original parameters hold this rank's gradients, and the registered
+    parameter, the shard, has nothing new. It gets a gradient of zeros all the same: ``optimizer.zero_grad()`` in any
+    form changes that one, and so says that the original parameters' gradients are to be forgotten too.
+
+    Gradients of a narrower dtype than the one in which they travel are kept in that one, or what is small would be lost
+    to what has added up; autograd wants those of a parameter in the parameter's dtype, so they are kept here.
     """
 
-    def __init__(self, flat: FlatParam) -> None:
-        self._flat = flat
+    def __init__(self, listing: Listing) -> None:
+        self._listing = listing
         self._standing = StandingGradient()
+        self._wide: dict[int, torch.Tensor] = {}  # of original parameters, by number in the listing
 
     def note(self, pack: GradientPack) -> None:
         """A backward inside ``no_sync`` has ended; ``pack`` would have reduced the gradients."""
-        flat = self._flat
-        if not self._are_there():
+        listing = self._listing
+        self.widen(pack.dtype)
+        if not self.are_there():
             return
-        if flat.param.grad is None:
-            flat.param.grad = torch.zeros_like(flat.param, requires_grad=False)
-            pack.clear_unused()
-        self._standing.stand(flat.param, flat.param.grad)
+        if listing.param.grad is None:
+            listing.param.grad = torch.zeros_like(listing.param, requires_grad=False)
+            pack.clear_unused(listing)
+        self._standing.stand(listing.param, listing.param.grad)
         _refuse_steps.note(self)
 
-    def _are_there(self) -> bool:
+    @torch.no_grad()
+    def widen(self, dtype: torch.dtype) -> None:
+        """Adds the original parameters' gradients to those that are kept in a wider dtype, if this one is wider."""
+        for number, original in enumerate(self._listing.originals):
+            with as_tensors():
+                gradient = original.param.grad
+                if gradient is None or not gradient.is_floating_point() or gradient.is_sparse:
+                    continue
+                if dtype.itemsize <= gradient.dtype.itemsize:
+                    return
+                original.param.grad = None
+            kept = self._wide.get(number)
+            if kept is None:
+                self._wide[number] = gradient.to(dtype)
+            else:
+                kept.add_(gradient)
+
+    def take(self) -> dict[int, torch.Tensor]:
+        """What is kept in a wider dtype, by number of the original parameter in the flat parameter."""
+        wide, self._wide = self._wide, {}
+        return {self._listing.first + number: gradient for number, gradient in wide.items()}
+
+    def are_there(self) -> bool:
+        """Whether any original parameter has a gradient of this rank's own."""
         with as_tensors():
-            return any(m.param.grad is not None for m in self._flat.originals)
+            return bool(self._wide) or any(m.param.grad is not None for m in self._listing.originals)
+
+    def drop(self) -> None:
+        """Discards them."""
+        self._wide.clear()
+        with as_tensors():
+            for m in self._listing.originals:
+                m.param.grad = None
 
     def are_waiting(self) -> bool:
         """Whether gradients of this rank wait for a reduction, and nobody has cleared them."""
-        return not self._standing.was_touched(self._flat.param) and self._are_there()
+        return not self._standing.was_touched(self._listing.param) and self.are_there()
 
     def check_step(self, stepped: set[int]) -> None:
         """Raises LifecycleError if the shard's id is among these: such a step would leave the gradients out."""
-        flat = self._flat
-        if id(flat.listed) in stepped and self.are_waiting():
+        listing = self._listing
+        if id(listing.param) in stepped and self.are_waiting():
             raise LifecycleError(
-                f"rank {flat.group.ranks[flat.group.rank]}: step() comes after a backward inside of no_sync(): "
-                f"gradients of {flat.label or 'an FSDP module'} are this rank's own, were not reduced, and the step "
+                f"rank {listing.group.ranks[listing.group.rank]}: step() comes after a backward inside of no_sync(): "
+                f"gradients of {listing.label or 'an FSDP module'} are this rank's own, were not reduced, and the step "
                 "would leave them out. Run the last backward before a step outside of no_sync(), or call zero_grad()"
             )
 
     def forget_if_cleared(self) -> None:
         """Before anything is added: clears the original parameters' gradients if the shard's was cleared."""
-        if not self._standing.was_touched(self._flat.param):
+        if not self._standing.was_touched(self._listing.param):
             return
         self._standing.forget()
-        if not self._are_there():
+        if not self.are_there():
             return  # they were reduced meanwhile
-        now = self._flat.param.grad
+        now = self._listing.param.grad
         are_kept = None if now is None else now.any()
-        with as_tensors():
-            local = [(m.param, m.param.grad) for m in self._flat.originals]
-            if are_kept is not None and not self._flat.group.backend.has_storage:
-                for p, g in local:  # as data: to read it would run what was recorded
-                    p.grad = None if g is None else torch.where(are_kept, g, 0)
-            elif are_kept is None or not bool(are_kept):
-                for p, _ in local:
-                    p.grad = None
+        if are_kept is not None and not self._listing.group.backend.has_storage:
+            with as_tensors():  # as data: to read it would run what was recorded
+                for m in self._listing.originals:
+                    g = m.param.grad
+                    m.param.grad = None if g is None else torch.where(are_kept, g, 0)
+        elif are_kept is None or not bool(are_kept):
+            self.drop()
 
 
 class _RefuseSteps:

@@ -8,7 +8,6 @@ from ..errors import ConfigurationError
 from ..flattening.flat_parameter import FlatParameter
 from ..types import Memo
 from .construct import connect, wake
-from .dtensor_shards import follow_move
 from .flat_param import FlatParam
 from .originals import are_copied, note_copying
 from .refusals import copy_when_summoned
@@ -48,20 +47,19 @@ def end_move(state: ShardingState) -> None:
 
 
 def _take_listed(flat: FlatParam) -> None:
-    if flat.listed is not flat.param:
-        flat.param = follow_move(flat.param)
+    if flat.shards is not None:
+        flat.collect()
         return
-    holder = flat.holder
-    param = holder.module._parameters.get(holder.name)
+    module, name = flat.places[0]
+    param = module._parameters.get(name)
     if param is None or param is flat.param:
         return
     if isinstance(flat.param, FlatParameter) and not isinstance(param, FlatParameter):
         param = flat.param._like_this(param)
-        holder.module._parameters[holder.name] = param
-    flat.param = flat.listed = param
-    if not flat.is_listed_flat:
-        for place in flat.originals[0].places:
-            place.module._parameters[place.name] = param
+        module._parameters[name] = param
+    flat.param = param
+    for place in flat.places:
+        place.module._parameters[place.name] = param
 
 
 # ------------------------------------------------------------ copies

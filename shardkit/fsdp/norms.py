@@ -26,20 +26,21 @@ def clip(root: ShardingState, max_norm: float, norm_type: float) -> torch.Tensor
             "clip_grad_norm_ takes any other number, inf and -inf"
         )
     flats = root.all_flats()
-    sharded = {f.listed for f in flats}
+    sharded = {listing.param for flat in flats for listing in flat.listings}
     rest = [p for p in root.door.parameters() if p not in sharded]
     everything = [f.param for f in flats] + rest
     if not everything:
         return torch.zeros(())
     by_group: dict[tuple[int, ...], tuple[Group, list[torch.Tensor]]] = {}
+    gradients = [p.grad for p in rest if p.grad is not None]
+    alike = gradients.copy()
     for flat in flats:
-        counted = by_group.setdefault(flat.group.ranks, (flat.group, []))[1]
-        counted.extend(_that_count(flat, norm_type))
-    portions = [Portion(gradients, (group,)) for group, gradients in by_group.values()]
-    alike = [p.grad for p in rest if p.grad is not None]
+        own = _gradients_of(flat)
+        gradients += own
+        by_group.setdefault(flat.group.ranks, (flat.group, []))[1].extend(_that_count(flat, own, norm_type))
+    portions = [Portion(counted, (group,)) for group, counted in by_group.values()]
     if alike:
         portions.append(Portion(alike, ()))
-    gradients = [p.grad for p in everything if p.grad is not None]
     return clip_by_global_norm(portions, gradients, _like(root, everything), max_norm, norm_type)
 
 
@@ -49,13 +50,20 @@ def _like(root: ShardingState, params: Sequence[torch.Tensor]) -> torch.Tensor:
     return like.to(root.group.backend.device()) if on_host else like
 
 
-def _that_count(flat: FlatParam, norm_type: float) -> list[torch.Tensor]:
-    """This rank's gradient of a flat parameter; for norms that zeros change, without padding and what is unused."""
-    gradient = flat.param.grad
-    if gradient is None:
-        return []
-    if norm_type > 0:
-        return [gradient]
+def _gradients_of(flat: FlatParam) -> list[torch.Tensor]:
+    """This rank's gradients, without padding that nobody lists or clears."""
+    if flat.shards is not None:
+        return flat.shards.local_gradients()
+    return [] if flat.param.grad is None else [flat.param.grad]
+
+
+def _that_count(flat: FlatParam, gradients: list[torch.Tensor], norm_type: float) -> list[torch.Tensor]:
+    """Those of them that the norm is of; for norms that zeros change, without padding and what is unused."""
+    if norm_type > 0 or not gradients:
+        return gradients
+    if flat.shards is not None:
+        return flat.shards.local_gradients(padded=False)
+    (gradient,) = gradients
     if flat.unused.used is not None:
         return [torch.where(flat.unused.used, gradient, torch.full_like(gradient, math.inf))]
     rank, unused = flat.group.rank, flat.unused.originals

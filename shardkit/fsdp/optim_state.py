@@ -24,13 +24,12 @@ from ..checks.facts import all_gather_facts_or_objects
 from ..errors import ConfigurationError
 from ..optimizers.state_shapes import NUMBERS
 from ..types import ParamGroup, StateDict, Tree
-from .flat_param import FlatParam
 from .flat_values import put_together, taken_apart
-from .originals import name_of_original
+from .originals import Listing, name_of_original
 from .state_of_shards import options_in
 
 EXTRA = ("param_id_map", "uncollected_local_ids")
-Form = Callable[[FlatParam, torch.Tensor, torch.Tensor], torch.Tensor]
+Form = Callable[[Listing, torch.Tensor, torch.Tensor], torch.Tensor]
 """Of a flat parameter, an original parameter's state (on the host), and this rank's part: what is returned."""
 
 
@@ -41,20 +40,20 @@ def _is_elementwise(key: str, values: Sequence[tuple[Any, torch.Size]]) -> bool:
     return key not in NUMBERS or any(v.dim() > 0 for v, _ in values)
 
 
-def _ids_of_originals(flats: Sequence[FlatParam]) -> list[list[int]]:
+def _ids_of_originals(flats: Sequence[Listing]) -> list[list[int]]:
     count = itertools.count()
     return [[next(count) for _ in flat.originals] for flat in flats]
 
 
 @torch.no_grad()
-def gather_parts(flat: FlatParam, value: torch.Tensor) -> list[torch.Tensor]:
+def gather_parts(flat: Listing, value: torch.Tensor) -> list[torch.Tensor]:
     """The original parameters' parts of a state, on the CPU (collective)."""
     shard = value.detach().as_subclass(torch.Tensor).reshape(-1).to(flat.compute_device)
     full = shard
     if flat.group.world_size > 1:
         full = shard.new_empty(flat.layout.padded_numel)
         flat.group.channel("parameters").all_gather_into(
-            full, shard, label=f"optimizer state of {flat.label or repr(flat.names[0])}"
+            full, shard, flat.layout.sizes, label=f"optimizer state of {flat.label or repr(flat.names[0])}"
         )
     pieces = taken_apart(full[: flat.layout.numel].cpu(), flat.layout)
     return [p.view(m.shape).clone() for p, m in zip(pieces, flat.originals, strict=True)]
@@ -76,11 +75,11 @@ class Kind(NamedTuple):
     value: Any
 
     @classmethod
-    def of(cls, key: str, value: object, flat: FlatParam) -> Kind:
+    def of(cls, key: str, value: object, flat: Listing) -> Kind:
         if not isinstance(value, torch.Tensor):
             return cls(False, None, None, value)
         may_be_spread = value.dim() > 0 or (flat.param.dim() == 0 and key not in NUMBERS)
-        if may_be_spread and value.numel() == flat.layout.shard_numel:
+        if may_be_spread and value.numel() == flat.param.numel():
             return cls(True, value.dtype, None, None)
         if value.numel() == 1:
             return cls(False, value.dtype, tuple(value.shape), value.item())
@@ -94,7 +93,7 @@ class Kind(NamedTuple):
 
 
 def gather_states(
-    flats: Sequence[FlatParam],
+    flats: Sequence[Listing],
     states: Sequence[StateDict],
     keep: bool = True,
     form: Form = lambda flat, part, shard: part,
@@ -122,7 +121,7 @@ def gather_states(
     return found
 
 
-def _kinds_everywhere(flats: Sequence[FlatParam], states: Sequence[StateDict]) -> list[dict[str, Kind]]:
+def _kinds_everywhere(flats: Sequence[Listing], states: Sequence[StateDict]) -> list[dict[str, Kind]]:
     """What each state of each flat parameter is on any rank."""
     found = [{k: Kind.of(k, v, f) for k, v in s.items()} for f, s in zip(flats, states, strict=True)]
     for group in {f.group.ranks: f.group for f in flats}.values():
@@ -145,12 +144,12 @@ def _kinds_everywhere(flats: Sequence[FlatParam], states: Sequence[StateDict]) -
     return found
 
 
-def _merged(flat: FlatParam, everybody: Sequence[dict[str, Any]]) -> dict[str, Kind]:
+def _merged(flat: Listing, everybody: Sequence[dict[str, Any]]) -> dict[str, Kind]:
     merged: dict[str, Kind] = {}
     for theirs in everybody:
         for key, what in theirs.items():
             merged.setdefault(key, Kind(*what))
-    needed = [key for key, kind in merged.items() if kind.spread and flat.layout.shard_numel]
+    needed = [key for key, kind in merged.items() if kind.spread and flat.param.numel()]
     for rank, theirs in zip(flat.group.ranks, everybody, strict=True):
         for key in needed:
             if key not in theirs:
@@ -163,7 +162,7 @@ def _merged(flat: FlatParam, everybody: Sequence[dict[str, Any]]) -> dict[str, K
 
 
 def gather_full(
-    flats: Sequence[FlatParam], uncollected: Sequence[FlatParam], optimizer_state: StateDict,
+    flats: Sequence[Listing], uncollected: Sequence[Listing], optimizer_state: StateDict,
     optimizer: Optimizer, keep_on: bool,
 ) -> StateDict | None:  # fmt: skip
     """The full state dict where ``keep_on``, None elsewhere (collective).
@@ -213,7 +212,7 @@ def _of_no_parameter(state_dict: StateDict) -> StateDict:
     return {k: copy.deepcopy(v) for k, v in state_dict["state"].items() if not isinstance(k, int)}
 
 
-def _keep_uncollected(state: dict[int, StateDict], flat: FlatParam, ids: list[int], own: StateDict) -> None:
+def _keep_uncollected(state: dict[int, StateDict], flat: Listing, ids: list[int], own: StateDict) -> None:
     for key, value in own.items():
         kind = Kind.of(key, value, flat)
         is_here = kind.spread and flat.group.world_size == 1
@@ -223,7 +222,7 @@ def _keep_uncollected(state: dict[int, StateDict], flat: FlatParam, ids: list[in
 
 
 def _full_groups(
-    flats: Sequence[FlatParam], optimizer: Optimizer, saved: Sequence[StateDict]
+    flats: Sequence[Listing], optimizer: Optimizer, saved: Sequence[StateDict]
 ) -> list[StateDict]:
     """Param groups with the ids of original parameters in place of the optimizer's."""
     ids = {id(f.param): m for f, m in zip(flats, _ids_of_originals(flats), strict=True)}
@@ -231,7 +230,7 @@ def _full_groups(
     return [{**options_in(g), "params": own} for g, own in zip(saved, originals, strict=True)]
 
 
-def shard_full(flats: Sequence[FlatParam], full: StateDict) -> StateDict:
+def shard_full(flats: Sequence[Listing], full: StateDict) -> StateDict:
     """This rank's part of a full state dict, for ``optimizer.load_state_dict``; the argument is not changed.
 
     Raises:
@@ -272,7 +271,7 @@ def shard_full(flats: Sequence[FlatParam], full: StateDict) -> StateDict:
     }
 
 
-def shard_state(flat: FlatParam, ids: list[int], have: dict[int, StateDict]) -> StateDict:
+def shard_state(flat: Listing, ids: list[int], have: dict[int, StateDict]) -> StateDict:
     """One flat parameter's state from those of its original parameters; where there is none, zeros."""
     first = next(iter(have.values()))
     sharded = {}
@@ -286,10 +285,8 @@ def shard_state(flat: FlatParam, ids: list[int], have: dict[int, StateDict]) -> 
             have[i][key].detach().reshape(-1) if i in have else value.new_zeros(m.shape.numel())
             for i, m in zip(ids, flat.originals, strict=True)
         ]
-        size, rank = flat.layout.shard_numel, flat.group.rank
-        sharded[key] = (
-            put_together(rows, flat.layout)[rank * size : (rank + 1) * size].clone().view(flat.param.shape)
-        )
+        own = put_together(rows, flat.layout)[flat.layout.part(flat.group.rank)]
+        sharded[key] = own.clone().view(flat.param.shape)
     return sharded
 
 

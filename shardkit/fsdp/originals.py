@@ -124,17 +124,57 @@ class OriginalParameter:
         self.kind = GatheredParameter if type(self.param) is nn.Parameter else type(self.param)
 
 
-class FlatParamLike(Protocol):
+class Listing(Protocol):
+    """What one registered parameter is listed for: all of a flat parameter, or one original parameter of it.
+
+    Attributes:
+        flat: the flat parameter.
+        first: number of its first original parameter in the flat parameter.
+        originals: in the order in which they lie in it.
+        names: path of each in the unit's module.
+        path: the unit's path in the root module, as far as it is known.
+        label: what it is called in errors.
+        param: the registered parameter.
+        places: where it is listed.
+        layout: how its original parameters are cut between ranks.
+        group: ranks that share it.
+        compute_device: device of the original parameters while gathered.
+    """
+
+    param: nn.Parameter
+    layout: ShardLayout
+
+    @property
+    def first(self) -> int: ...
+
+    @property
+    def flat(self) -> FlatParamLike: ...
+
+    @property
+    def originals(self) -> list[OriginalParameter]: ...
+
+    @property
+    def names(self) -> list[str]: ...
+
+    @property
+    def path(self) -> str: ...
+
+    @property
+    def label(self) -> str: ...
+
+    @property
+    def places(self) -> list[Place]: ...
+
+    @property
+    def group(self) -> Group: ...
+
+    @property
+    def compute_device(self) -> torch.device: ...
+
+
+class FlatParamLike(Listing, Protocol):
     """What a :class:`FlatParam` is to those below it; its attributes are described there."""
 
-    originals: list[OriginalParameter]
-    names: list[str]
-    path: str
-    label: str
-    param: nn.Parameter
-    holder: Place
-    layout: ShardLayout
-    group: Group
     post_forward_mesh: Group | None
     modules: Sequence[nn.Module]
     unused: Unused
@@ -156,6 +196,9 @@ class FlatParamLike(Protocol):
 
     @property
     def gathered(self) -> torch.Tensor: ...
+
+    @property
+    def listings(self) -> Sequence[Listing]: ...
 
 
 class Owner(NamedTuple):

@@ -145,7 +145,7 @@ def sharded_state_dict(state: ShardingState) -> dict[str, torch.Tensor]:
             first = _name(before, source)
             if first in found:
                 found[_name(before, name)] = found[first]
-    listed = {id(flat.listed) for s in state.states() for flat in s.flats}
+    listed = {id(listing.param) for listing in state.all_listings()}
     found.update((name, t) for name, t in _unsharded(state.door, listed) if name not in found)
     return found
 

@@ -15,9 +15,8 @@ from ..errors import ConfigurationError
 from ..optimizers.shards import shard_behind
 from ..oss.state import to_cpu
 from ..types import StateDict, Tree
-from .flat_param import FlatParam
 from .optim_state import gather_states, shard_state
-from .originals import managing
+from .originals import Listing, managing
 from .state_of_shards import note_whole_states, options_in
 
 
@@ -86,23 +85,24 @@ def follow_shards(optimizer: Optimizer) -> None:
     for group in optimizer.param_groups:
         for k, param in enumerate(group["params"]):
             flat = managing(param) if shard_behind(param) is None else None
-            if not isinstance(flat, FlatParam):
+            if flat is None:
                 continue
             if optimizer.state.get(param):
                 raise ConfigurationError(
                     f"{type(optimizer).__name__} has stepped, or loaded state, before its model was sharded; shard "
                     "the model first, and load the state afterwards"
                 )
-            group["params"][k] = _of_one(flat).param
+            here = [one for one in flat.listings if any(o.param is param for o in one.originals)]
+            group["params"][k] = _of_one(here[0]).param
 
 
-def _flats_of(optimizer: Optimizer) -> list[FlatParam | None]:
+def _flats_of(optimizer: Optimizer) -> list[Listing | None]:
     """Of each parameter the flat parameter whose shard it is."""
     found = [shard_behind(p) for g in optimizer.param_groups for p in g["params"]]
     return [None if flat is None else _of_one(flat) for flat in found]
 
 
-def _of_one(flat: FlatParam) -> FlatParam:
+def _of_one(flat: Listing) -> Listing:
     if len(flat.originals) != 1:
         raise ConfigurationError(
             f"a shard has {len(flat.originals)} parameters in it ({', '.join(flat.names[:3])}, ...), so that optimizer "

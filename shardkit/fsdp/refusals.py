@@ -8,7 +8,7 @@ from torch import nn
 
 from ..errors import ConfigurationError, LifecycleError
 from ..torch_seams.callers import callers
-from .originals import FlatParamLike, name_of_original
+from .originals import FlatParamLike, Listing, name_of_original
 
 # Functions of peft's that look for names of modules among the keys of a state dict: the wrapper's names are longer.
 _BY_NAMES_OF_MODULES = {
@@ -20,9 +20,9 @@ _BY_NAMES_OF_MODULES = {
 }
 
 
-def replaced_shard(flat: FlatParamLike) -> LifecycleError:
+def replaced_shard(flat: Listing) -> LifecycleError:
     """What is raised where somebody put another tensor in the place of a shard."""
-    module, name = flat.holder
+    module, name = flat.places[0]
     found = module._parameters.get(name)
     kind = "nothing" if found is None else f"another {type(found).__name__}"
     return LifecycleError(

@@ -1,46 +1,396 @@
-"""Registered parameters: this rank's shards, as optimizers and users see them."""
+"""Registered parameters: this rank's shards, as modules list them, and as optimizers and users see them.
+
+Legend: W world size, S numel of a flat parameter's shard, n numel of a part of it.
+
+[Note: registered shards] A flat parameter travels, and modules list what is in it. One that is listed as such has one
+registered parameter, its shard [S]. Otherwise each original parameter has one of its own under its name: this rank's
+part of it, a view of the shard, in the shape of rows where the layout keeps rows. Its gradient is a view of the shard's
+gradient. Such a flat parameter's ``param`` is a shard that no module lists (:class:`UnlistedShard`).
+
+Memory is the truth: before values are gathered, registered parameters whose memory somebody replaced (``p.data = ...``,
+``module.to()``) are copied into the shard and become views of it again.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Iterator, Sequence
+from operator import attrgetter
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import nn
 
+from ..backend import Group
 from ..errors import LifecycleError
 from ..flattening.flat_parameter import FlatParameter
+from ..layout import ShardLayout
 from ..optimizers.shards import note_shard, shard_behind
+from ..torch_seams.dtensors import dtensor_of, is_dtensor
 from ..torch_seams.hooks import check_asked_gradients
-from .originals import FlatParamLike
+from ..torch_seams.marked_tensors import as_plain
+from ..types import AnyCallable
+from .originals import FlatParamLike, Listing
+from .registries import hide, register
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec
+
+_grad_of, _address_of = attrgetter("grad"), torch.Tensor.data_ptr
+_hooks_of, _later_hooks_of = attrgetter("_backward_hooks"), attrgetter("_post_accumulate_grad_hooks")
+
+# What a registered parameter is listed for, by its id: DTensors too, which :func:`shard_behind` does not know. torch
+# swaps the contents of DTensors when they move, and refuses that where there are weak references to them.
+_listings: dict[int, weakref.ref[Listing]] = {}
 
 
-def flat_of_registered(param: nn.Parameter) -> FlatParamLike | None:
-    """The flat parameter whose shard a registered parameter is, None for other parameters."""
-    flat: FlatParamLike | None = shard_behind(param)
-    return flat
+def flat_of_registered(param: nn.Parameter) -> Listing | None:
+    """What a registered parameter is listed for: a flat parameter, or one original parameter of it; else None."""
+    found: Listing | None = shard_behind(param)
+    return found
 
 
-def note_registered(param: nn.Parameter, flat: FlatParamLike) -> None:
-    """From now on this parameter is known to be the shard of that flat parameter."""
+def note_registered(param: nn.Parameter, listing: Listing) -> None:
+    """From now on this parameter is known to be listed for that."""
     if type(param) is FlatParameter:
         param.__class__ = ShardedFlatParameter
-    note_shard(param, flat)
+    if not is_dtensor(param):
+        note_shard(param, listing)
+    key = id(param)
+    _listings[key] = weakref.ref(listing, lambda gone: _listings.pop(key, None))
     check_asked_gradients(_refuse_shards)
+
+
+def listing_of(param: torch.Tensor) -> Listing | None:
+    """As :func:`flat_of_registered`, for DTensors too."""
+    found = _listings.get(id(param))
+    listing = None if found is None else found()
+    return listing if listing is not None and listing.param is param else None
 
 
 @contextlib.contextmanager
 def _refuse_shards(inputs: Sequence[torch.Tensor], accumulate: bool) -> Iterator[None]:
     """Raises LifecycleError where a backward is asked for gradients of shards."""
     for asked in inputs:
-        flat = flat_of_registered(asked) if isinstance(asked, nn.Parameter) else None
-        if flat is not None:
+        listing = listing_of(asked)
+        if listing is not None:
             raise LifecycleError(
-                f"rank {flat.group.ranks[flat.group.rank]}: torch.autograd.grad and backward(inputs=...) can't give "
-                f"gradients of an FSDP module's parameters() (here of {flat.label or 'a unit'}): these are shards, "
-                "which autograd never sees. Call loss.backward() without inputs= and read their .grad"
+                f"rank {listing.group.ranks[listing.group.rank]}: torch.autograd.grad and backward(inputs=...) can't "
+                f"give gradients of an FSDP module's parameters() (here of {listing.label or listing.names[0]!r}): "
+                "these are shards, which autograd never sees. Call loss.backward() without inputs= and read their .grad"
             )
     yield
+
+
+class RegisteredShard:
+    """One original parameter of a flat parameter as modules list it: this rank's part.
+
+    It answers for this parameter what a flat parameter that is listed as such answers for all in it (``Listing``).
+
+    Attributes:
+        flat: the flat parameter.
+        first: number of the original parameter in it.
+        original, originals: the original parameter.
+        places: where it is listed; in units that borrow it, too.
+        position: of the original parameter among those of the module.
+        param: what modules list: an ordinary parameter, or a DTensor.
+        layout: how the original parameter alone is cut between ranks.
+        offset: where the part begins in the shard.
+        shape: of what is listed here; of a DTensor, of its local tensor.
+        spec: of the DTensor; None where an ordinary parameter is listed.
+    """
+
+    def __init__(
+        self, flat: FlatParamLike, number: int, position: int, layout: ShardLayout, offset: int,
+        shape: Sequence[int], values: torch.Tensor, spec: DTensorSpec | None,
+    ) -> None:  # fmt: skip
+        self.flat, self.first, self.position = flat, number, position
+        self.original = flat.originals[number]
+        self.originals, self.places = [self.original], self.original.places
+        self.layout, self.offset, self.shape = layout, offset, tuple(shape)
+        self.numel = torch.Size(shape).numel()
+        self.spec = spec
+        self.param = nn.Parameter(self.shown(values), requires_grad=self.original.param.requires_grad)
+        for place in self.places:
+            hide(place, self.original.param)
+            register(place, self.param)
+
+    @property
+    def names(self) -> list[str]:
+        """Its path in the unit's module."""
+        return [self.flat.names[self.first]]
+
+    @property
+    def path(self) -> str:
+        """The unit's path in the root module, as far as it is known."""
+        return self.flat.path
+
+    @property
+    def label(self) -> str:
+        """What it is called in errors."""
+        return f"parameter {self.names[0]!r} of {self.flat.path or 'the root'}" if self.flat.label else ""
+
+    @property
+    def group(self) -> Group:
+        """Ranks that share it."""
+        return self.flat.group
+
+    @property
+    def compute_device(self) -> torch.device:
+        """Device of the original parameter while gathered."""
+        return self.flat.compute_device
+
+    @property
+    def is_unused(self) -> bool:
+        """Whether it has had no gradient on any rank since it was last cleared."""
+        return self.flat.unused.originals[self.first]
+
+    def shown(self, values: torch.Tensor) -> torch.Tensor:
+        """What is listed of the shard's values, or gradients, [S]: a view."""
+        part = values[self.offset : self.offset + self.numel]
+        return part.view(self.shape) if self.spec is None else dtensor_of(part.view(self.shape), self.spec)
+
+    def local(self, listed: torch.Tensor) -> torch.Tensor:
+        """The memory of what is listed, or of a gradient of it, on this rank."""
+        found: torch.Tensor = listed if self.spec is None else listed._local_tensor  # type: ignore[attr-defined]
+        return found
+
+
+class RegisteredShards:
+    """Those of one flat parameter.
+
+    Attributes:
+        each: in the order of the original parameters.
+        params: what is listed for each.
+        versioned: tensors whose versions change with every change of these.
+    """
+
+    def __init__(self, each: Sequence[RegisteredShard], shard: torch.Tensor) -> None:
+        self.each = list(each)
+        self._lay_out(shard.numel())
+        self._note_memory(shard)
+
+    def _lay_out(self, numel: int) -> None:
+        """Cuts a shard [S] once for all gradients: into what is listed, and what is between."""
+        self._split: list[int] = []
+        self._parts: list[tuple[int, tuple[int, ...]]] = [
+            (0, ()) for _ in self.each
+        ]  # of which part, in which shape
+        end = 0
+        for k, r in sorted(enumerate(self.each), key=lambda one: (one[1].offset, one[1].numel)):
+            if r.numel == 0:
+                continue
+            self._split += [r.offset - end, r.numel]
+            self._parts[k] = len(self._split) - 1, r.shape
+            end = r.offset + r.numel
+        self._split += [0, numel - end]
+        for k, r in enumerate(self.each):
+            if r.numel == 0:
+                self._parts[k] = len(self._split) - 2, r.shape
+        self._are_dtensors = any(r.spec is not None for r in self.each)
+
+    def _note_memory(self, shard: torch.Tensor) -> None:
+        self.params = [r.param for r in self.each]
+        self._locals = [r.local(r.param) for r in self.each]
+        self.versioned = [*self.params, *self._locals] if self._are_dtensors else self.params
+        self._addresses = [] if shard.is_meta else list(map(_address_of, self._locals))
+        self._seen = shard.dtype, shard.device
+
+    # ------------------------------------------------------------ values
+    def are_views(self) -> bool:
+        """Whether nobody has replaced the memory of a registered parameter."""
+        return not self._addresses or list(map(_address_of, self._locals)) == self._addresses
+
+    @torch.no_grad()
+    def collected(self, numel: int) -> torch.Tensor:
+        """A shard [S] with their values; they become views of it."""
+        for r in self.each:
+            module, name = r.places[0]
+            now = module._parameters.get(name)
+            if now is not None and now is not r.param and r.local(now).numel() == r.numel:
+                r.param = now  # replaced by torch, where a tensor can't change its device or class
+                for place in r.places:
+                    register(place, now)
+        values = [r.local(r.param.detach()) for r in self.each]
+        shard = values[0].new_zeros(numel)
+        for r, value in zip(self.each, values, strict=True):
+            part = shard[r.offset : r.offset + r.numel].view(r.shape)
+            if not shard.is_meta:
+                part.copy_(value)
+            if r.spec is None:
+                r.param.data = part
+            else:
+                r.param._local_tensor = part  # type: ignore[attr-defined]
+                r.spec = r.param._spec  # type: ignore[attr-defined]
+        self._note_memory(shard)
+        return shard
+
+    # ------------------------------------------------------------ gradients
+    def gradient(self) -> torch.Tensor | None:
+        """The shard's [S], of which theirs are views; made anew where they are not. None: none has one."""
+        now = list(map(_grad_of, self.params))
+        there = [(r, g) for r, g in zip(self.each, now, strict=True) if g is not None]
+        if not there:
+            return None
+        own = self._common(there) if len(there) == len(now) else None
+        if own is not None:
+            return own
+        like = self.each[0].flat.param
+        made = torch.zeros(like.shape, dtype=like.dtype, device=like.device)
+        for r, g in there:
+            with as_plain():
+                made[r.offset : r.offset + r.numel].view(r.shape).copy_(r.local(g))
+        kind = next((type(g) for r, g in there if r.spec is None), torch.Tensor)
+        self._show(made, [g is not None for g in now], kind)
+        return made
+
+    @staticmethod
+    def _common(there: Sequence[tuple[RegisteredShard, torch.Tensor]]) -> torch.Tensor | None:
+        """What these gradients are all views of, in their places, [S]; nothing is kept of it, it goes with them."""
+        locals_ = [(r.offset, r.local(g)) for r, g in there if r.numel]
+        if not locals_:
+            return None
+        offset, first = locals_[0]
+        with as_plain():
+            base, size = first._base, first.element_size()
+            if base is None or not base.is_contiguous():
+                return None
+            begin = first.data_ptr() - offset * size
+            for offset, g in locals_:
+                if g._base is not base or g.data_ptr() != begin + offset * size or not g.is_contiguous():
+                    return None
+            flat, at = base.view(-1), (begin - base.data_ptr()) // size
+            own = flat[at : at + there[0][0].flat.layout.shard_numel]
+        if type(first) is not torch.Tensor:
+            own.__class__ = type(first)  # its other parts are on other ranks, too
+        return own
+
+    def local_gradients(self, padded: bool = True) -> list[torch.Tensor]:
+        """This rank's memory of theirs, as far as they have one; without ``padded``, without padding."""
+        found = []
+        for r in self.each:
+            if r.param.grad is not None and r.numel:
+                local = r.local(r.param.grad)
+                padding = 0 if padded or r.spec is not None else r.layout.padding(r.group.rank)
+                found.append(local if not padding else local[: r.numel - padding])
+        return found
+
+    def set_gradient(self, value: torch.Tensor | None) -> None:
+        """Theirs become views of this [S]; or are cleared."""
+        if value is None:
+            for p in self.params:
+                p.grad = None
+        else:
+            self._show(value, [True] * len(self.each), torch.Tensor)
+
+    def _show(self, gradient: torch.Tensor, had: Sequence[bool], kind: type[torch.Tensor]) -> None:
+        for p, g in zip(self.params, self._views(gradient, had, kind), strict=True):
+            p.grad = g
+
+    def _views(
+        self, gradient: torch.Tensor, had: Sequence[bool], kind: type[torch.Tensor]
+    ) -> list[torch.Tensor | None]:
+        parts = torch.split_with_sizes(gradient, self._split)
+        views: list[torch.Tensor | None] = [
+            (parts[k] if len(shape) == 1 else parts[k].view(shape)) if h else None
+            for h, (k, shape) in zip(had, self._parts, strict=True)
+        ]
+        if self._are_dtensors:
+            of_dtensor = cast("AnyCallable", type(self.params[0]))
+            for k, r in enumerate(self.each):
+                view = views[k]
+                if r.spec is not None and view is not None:
+                    views[k] = of_dtensor(view, r.spec, requires_grad=False)
+        if kind is not torch.Tensor:
+            for view in views:
+                if type(view) is torch.Tensor:
+                    view.__class__ = kind
+        return views
+
+    def hand_over(self, gradient: torch.Tensor, had: Sequence[bool], kind: type[torch.Tensor]) -> None:
+        """Adds to their gradients, as autograd would: through hooks, which autograd never calls for them.
+
+        Args:
+            gradient: the shard's, [S].
+            had: for each, whether some rank had one.
+            kind: class of gradients whose other parts are on other ranks.
+        """
+        unused = self.each[0].flat.unused
+        before = list(map(_grad_of, self.params))
+        unused.note_each(had, [g is None for g in before])
+        there = [(r, g) for r, g in zip(self.each, before, strict=True) if g is not None]
+        hooked = any(map(_hooks_of, self.params))
+        own = self._common(there) if len(there) == len(before) and not hooked else None
+        if own is not None:
+            with as_plain():
+                own.add_(gradient)
+        elif there or hooked:
+            self._hand_over_one_by_one(gradient, had, kind, before)
+        else:
+            self._show(gradient, had, kind)
+        for r, _ in there:
+            if unused.originals[r.first]:
+                r.param.grad = None  # zeros that stood for gradients under ``no_sync`` which never came
+        if any(map(_later_hooks_of, self.params)):
+            for p, h in zip(self.params, had, strict=True):
+                for after in (p._post_accumulate_grad_hooks or {}).values() if h else ():
+                    after(p)
+
+    def _hand_over_one_by_one(
+        self, gradient: torch.Tensor, had: Sequence[bool], kind: type[torch.Tensor],
+        before: Sequence[torch.Tensor | None],
+    ) -> None:  # fmt: skip
+        for p, view, g in zip(self.params, self._views(gradient, had, kind), before, strict=True):
+            if view is None:
+                continue
+            for hook in (p._backward_hooks or {}).values():
+                changed = hook(view)
+                view = view if changed is None else changed
+            if g is None:
+                p.grad = view
+            else:
+                with as_plain():
+                    g.add_(view)
+                if type(g) is torch.Tensor:
+                    g.__class__ = kind
+
+
+class UnlistedShard(nn.Parameter):
+    """A shard [S] that no module lists: modules list the original parameters' parts of it."""
+
+    shards: RegisteredShards
+
+    @classmethod
+    def of(cls, values: torch.Tensor, shards: RegisteredShards) -> UnlistedShard:
+        """With these values, [S]."""
+        made: UnlistedShard = torch.Tensor._make_subclass(cls, values.detach(), False)
+        made.shards = shards
+        return made
+
+    @property
+    def grad(self) -> torch.Tensor | None:  # type: ignore[override]
+        """Of which those of registered parameters are views, [S]."""
+        return self.shards.gradient()
+
+    @grad.setter
+    def grad(self, value: torch.Tensor | None) -> None:
+        self.shards.set_gradient(value)
+
+    @property
+    def requires_grad(self) -> bool:  # type: ignore[override]
+        """Whether any registered parameter does."""
+        return any(p.requires_grad for p in self.shards.params)
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        self.requires_grad_(value)
+
+    def requires_grad_(self, requires_grad: bool = True) -> UnlistedShard:
+        """All registered parameters do."""
+        for p in self.shards.params:
+            p.requires_grad_(requires_grad)
+        return self
 
 
 class ShardedFlatParameter(FlatParameter):
@@ -48,7 +398,7 @@ class ShardedFlatParameter(FlatParameter):
 
     @property
     def _flat(self) -> FlatParamLike:
-        flat = flat_of_registered(self)
+        flat: FlatParamLike | None = shard_behind(self)
         if flat is None:
             raise AttributeError("this parameter was part of an FSDP module that is gone")
         return flat

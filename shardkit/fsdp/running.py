@@ -79,17 +79,20 @@ def enter(state: ShardingState, args: Args, kwargs: Kwargs) -> Entered:
         check_forward(unit)
     engine = state.engine or become_root(state)
     for flat in state.flats:
-        if flat.holder.module._parameters.get(flat.holder.name) is not flat.listed:
-            raise replaced_shard(flat)
-        for original in flat.originals:
-            for module, name in original.places:
-                found = module._parameters.get(name)
-                if found is not flat.listed and (
-                    found is not None or module.__dict__.get(name) is not original.param
-                ):
-                    if found is not original.param:
-                        raise replaced_original(original.param, flat.group.rank)
-                    hide(Place(module, name), original.param)  # it was put back, see ``registrations.py``
+        for listing in flat.listings:
+            listed = listing.param
+            module, name = listing.places[0]
+            if module._parameters.get(name) is not listed:
+                raise replaced_shard(listing)
+            for original in listing.originals:
+                for module, name in original.places:
+                    found = module._parameters.get(name)
+                    if found is not listed and (
+                        found is not None or module.__dict__.get(name) is not original.param
+                    ):
+                        if found is not original.param:
+                            raise replaced_original(original.param, flat.group.rank)
+                        hide(Place(module, name), original.param)  # it was put back, see ``registrations.py``
     in_backward = current_backward() != NO_BACKWARD
     is_outermost = bool(state.is_root) and engine.forwards == 0 and not in_backward
     if not in_backward:

@@ -135,7 +135,7 @@ class ShardedAPI(abc.ABC):
         refuse_stand_ins(optim, "gather_full_optim_state_dict")
         own = self._state
         _refuse_dtensors(own, "gather_full_optim_state_dict", "get_optimizer_state_dict")
-        uncollected = [f for s in own.states() if s.options.keeps_optimizer_state for f in s.flats]
+        uncollected = [f for s in own.states() if s.options.keeps_optimizer_state for f in s.listings]
         state = optim.state_dict()
         index = {id(p): i for i, p in enumerate(p for g in optim.param_groups for p in g["params"])}
         own.uncollected = {
@@ -144,7 +144,7 @@ class ShardedAPI(abc.ABC):
             if id(f.param) in index
         }
         is_first = own.group.rank == 0 and (own.replicas is None or own.replicas.rank == 0)
-        return optim_state.gather_full(own.all_flats(), uncollected, state, optim, is_first)
+        return optim_state.gather_full(own.all_listings(), uncollected, state, optim, is_first)
 
     @noting_errors
     def get_shard_from_optim_state_dict(self, full_optim_state_dict: StateDict) -> StateDict:
@@ -154,7 +154,7 @@ class ShardedAPI(abc.ABC):
             ConfigurationError: it belongs to another model.
         """
         _refuse_dtensors(self._state, "get_shard_from_optim_state_dict", "set_optimizer_state_dict")
-        shard = optim_state.shard_full(self._state.all_flats(), full_optim_state_dict)
+        shard = optim_state.shard_full(self._state.all_listings(), full_optim_state_dict)
         uncollected = self._state.uncollected
         for local in full_optim_state_dict.get("uncollected_local_ids", []):
             if local in uncollected:

@@ -26,6 +26,8 @@ from .engine import Engine
 from .flat_param import FlatParam
 from .flat_values import AlignedLayout
 from .gradients import predivide_factor
+from .originals import Listing
+from .registered_shard import RegisteredShard
 from .unit import Unit
 
 if TYPE_CHECKING:
@@ -209,6 +211,16 @@ class ShardingState:
     def all_flats(self) -> list[FlatParam]:
         """The flat parameters of these."""
         return [flat for state in self.states() for flat in state.flats]
+
+    def all_listings(self) -> list[Listing]:
+        """What registered parameters are listed for, unit by unit in the order of parameters."""
+        return [listing for state in self.states() for listing in state.listings]
+
+    @property
+    def listings(self) -> list[Listing]:
+        """What the unit's own registered parameters are listed for."""
+        found = [listing for flat in self.flats for listing in flat.listings]
+        return sorted(found, key=lambda one: one.position if isinstance(one, RegisteredShard) else 0)
 
     def forget_root(self) -> None:
         """The next forward finds the units anew; a root alone can forget, since units below are run by its engine."""

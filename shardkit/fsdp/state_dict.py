@@ -110,7 +110,7 @@ def begin_loading(state: ShardingState, state_dict: StateDict) -> None:
     enter_summon(state, True)
     state.is_loading = True
     # torch.distributed.checkpoint adds what it finds in a model to what it loads: its shards, to the full values
-    own = {id(flat.param) for flat in state.flats}
+    own = {id(listing.param) for listing in state.listings}
     for key in [k for k, value in state_dict.items() if id(value) in own]:
         del state_dict[key]
 

@@ -22,7 +22,7 @@ from ..optimizers.state_shapes import is_shaped_like
 from ..torch_seams.distributed_checkpoint import OwnOfRank, Request, current_request
 from ..torch_seams.module_versions import versions_of
 from ..types import ParamGroup, StateDict
-from .originals import FlatParamLike
+from .originals import FlatParamLike, Listing
 
 # Of an optimizer and its state_dict() the state as one process has it, and of such a state this rank's part.
 WholeStates = tuple[Callable[[Optimizer, StateDict], StateDict], Callable[[Optimizer, StateDict], StateDict]]
@@ -108,12 +108,12 @@ def options_in(group: ParamGroup) -> ParamGroup:
 
 def _note(params: Iterable[torch.Tensor]) -> list[list[object]]:
     """Of each flat parameter of a group: the rank, the world size, names and places of its originals."""
-    flats: list[FlatParamLike] = [f for f in map(shard_behind, params) if f is not None]
+    flats: list[Listing] = [f for f in map(shard_behind, params) if f is not None]
     return [[f.group.rank, f.group.world_size, list(f.names), f.layout.described()] for f in flats]
 
 
 # ------------------------------------------------------------ what was loaded
-def check_loaded(optimizer: Optimizer, flats: Iterable[FlatParamLike]) -> None:
+def check_loaded(optimizer: Optimizer, flats: Iterable[Listing]) -> None:
     """Refuses state of other shards on all ranks, before it steps (collective).
 
     Torch loads what it is given, and has no hook for optimizers that never stepped. It keeps what groups hold.
@@ -162,7 +162,7 @@ def _wrong_shapes(optimizer: Optimizer) -> str | None:
     if type(optimizer) not in KNOWN:
         return None
     for param, state in optimizer.state.items():
-        flat: FlatParamLike | None = shard_behind(param) if isinstance(param, torch.Tensor) else None
+        flat: Listing | None = shard_behind(param) if isinstance(param, torch.Tensor) else None
         for key, value in state.items() if flat is not None else ():
             if isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape != param.shape:
                 names = flat.names if flat is not None else []

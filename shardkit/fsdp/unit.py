@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Protocol
 
 import torch
@@ -19,6 +20,8 @@ from .local_gradients import LocalGradients
 from .originals import as_tensors
 from .refusals import backward_when_summoned, unknown_root, written_original
 from .store import GATHERING, KEPT, SUMMONED
+
+_requires_grad = attrgetter("param.requires_grad")
 
 
 class Runner(Protocol):
@@ -43,6 +46,7 @@ class Unit:
         flats: flat parameters that this unit owns.
         borrowed: those of other units with weights that this unit's module uses too.
         needs: both.
+        keeps_between: a mesh of ranks keeps its values from forward to backward.
         keep_after_forward: stays gathered between forward and backward.
         engine: runs the unit; the root's.
         is_held: gathered on behalf of this unit.
@@ -80,6 +84,7 @@ class Unit:
         self.waiting = 0
         self.task = NO_BACKWARD
         self.needs = [*self.flats, *self.borrowed]
+        self.keeps_between = any(flat.post_forward_mesh is not None for flat in self.flats)
         self._hooks = GradientHooks(
             "a hook for when a parameter has got its gradient can't be registered on a parameter that FSDP has "
             "sharded: it keeps no gradient of its own. Register it on the shards that the FSDP module's parameters() "
@@ -87,8 +92,9 @@ class Unit:
         )
         self._packs: list[GradientPack] = []
         self._replicas: list[Replicas | None] = []  # of each
-        self.local = [LocalGradients(f) for f in self.flats]
-        self._flag_seen = [f.param.requires_grad for f in self.flats]
+        self._local = [[LocalGradients(listing) for listing in f.listings] for f in self.flats]
+        self._keeps_local = False
+        self._trained = [[listing.param.requires_grad for listing in f.listings] for f in self.flats]
         self.is_reached = True
         self.goes_backward = True
         self.is_undecided = False
@@ -104,6 +110,8 @@ class Unit:
         self._packs = [way.pack for way in ways]
         self._replicas = [way.replicas for way in ways]
         self._fired = [False] * sum(sum(p.trainable) for p in self._packs)
+        for flat, pack in zip(self.flats, self._packs, strict=True):
+            flat.trains = any(pack.trainable)
         self.waiting = len(self._fired)
         self.has_frozen = any(not all(p.trainable) for p in self._packs) or any(
             not m.param.requires_grad for f in self.borrowed for m in f.originals
@@ -120,18 +128,23 @@ class Unit:
     def notice_trainable(self) -> bool:
         """Follows what was frozen or unfrozen, in the listed parameters or the original ones; whether any was."""
         changed = False
-        for k, (flat, pack) in enumerate(zip(self.flats, self._packs, strict=True)):
-            listed = flat.param.requires_grad
-            if listed != self._flag_seen[k]:
-                for original in flat.originals:
-                    original.param.requires_grad_(listed)
+        for flat, pack, trained in zip(self.flats, self._packs, self._trained, strict=True):
+            now = [listing.param.requires_grad for listing in flat.listings]
+            if now != trained:
+                for listing, listed, before in zip(flat.listings, now, trained, strict=True):
+                    for original in listing.originals if listed != before else ():
+                        original.param.requires_grad_(listed)
             with as_tensors():
-                now = [m.param.requires_grad for m in flat.originals]
-            if now != pack.trainable:
+                trainable = list(map(_requires_grad, flat.originals))
+            if trainable != pack.trainable:
                 changed = True
-                if any(now) != listed:
-                    flat.param.requires_grad_(any(now))
-            self._flag_seen[k] = flat.param.requires_grad
+                for k, listing in enumerate(flat.listings):
+                    with as_tensors():
+                        trains = any(map(_requires_grad, listing.originals))
+                    if trains != now[k]:
+                        listing.param.requires_grad_(trains)
+                        now[k] = trains
+            trained[:] = now
         if changed:
             self.attach()
         return changed
@@ -189,7 +202,7 @@ class Unit:
                     raise written_original(flat)
 
     def forget_between(self) -> None:
-        """Nothing is kept between forward and backward."""
+        """Nothing is kept between forward and backward any more."""
         for flat in self.flats:
             if flat.store.state is KEPT:
                 flat.store.forget_kept()
@@ -250,9 +263,13 @@ class Unit:
         """Starts the reduction of its gradients."""
         self.reduced = True
         with self.ranges.reduce():
-            for pack in self._packs:
+            for pack, local in zip(self._packs, self._local, strict=True):
                 if any(pack.trainable):
-                    pack.send()
+                    kept: dict[int, torch.Tensor] = {}
+                    for one in local if self._keeps_local else ():
+                        kept.update(one.take())
+                    pack.send(kept)
+        self._keeps_local = False
 
     def is_reduced(self) -> bool:
         """Whether :meth:`receive` would not wait."""
@@ -278,11 +295,28 @@ class Unit:
 
     def note_local_gradients(self) -> None:
         """A backward inside ``no_sync`` has ended."""
-        for local, pack in zip(self.local, self._packs, strict=True):
-            local.note(pack)
+        self._keeps_local = True
+        for local, pack in zip(self._local, self._packs, strict=True):
+            for one in local:
+                one.note(pack)
+
+    def widen_local_gradients(self) -> None:
+        """Inside ``no_sync``, all gradients of the unit are there: they are kept in the dtype in which they travel."""
+        self._keeps_local = True
+        for local, pack in zip(self._local, self._packs, strict=True):
+            for one in local:
+                one.widen(pack.dtype)
+
+    def forget_if_cleared(self) -> None:
+        """Before a backward adds to what ``no_sync`` keeps: discards what was cleared meanwhile."""
+        for local in self._local if self._keeps_local else ():
+            for one in local:
+                one.forget_if_cleared()
 
     def has_local_gradients(self) -> bool:
         """Whether original parameters hold gradients of this rank that were not reduced."""
+        if self._keeps_local:
+            return any(one.are_there() for local in self._local for one in local)
         with as_tensors():
             for flat in self.flats:
                 for m in flat.originals:
@@ -291,16 +325,18 @@ class Unit:
         return False
 
     def drop_local_gradients(self) -> None:
-        """Forgets them."""
-        with as_tensors():
-            for flat in self.flats:
-                for m in flat.originals:
-                    m.param.grad = None
+        """Discards them."""
+        for local in self._local:
+            for one in local:
+                one.drop()
+        self._keeps_local = False
 
     def end_backward(self) -> None:
         """Ready for the next one."""
-        self.release()
-        self.forget_between()
+        if self.is_held:
+            self.release()
+        if self.keeps_between:
+            self.forget_between()
         self.reduced = False
         self.task = NO_BACKWARD
         self._open_calls = 0

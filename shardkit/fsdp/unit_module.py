@@ -41,34 +41,27 @@ class UnitModule(FlattenParamsWrapper):
         found = [self._parameters.get(name) for name in self.flat_param_names]
         return [p for p in found if isinstance(p, FlatParameter)]
 
-    def adopt(
+    def list_flat(
         self,
         originals: Sequence[OriginalParameter],
         infos: list[ParamInfo],
         shared: list[SharedParamInfo],
         shard: torch.Tensor,
-        flatten: bool,
     ) -> tuple[nn.Parameter, Place]:
-        """Takes parameters out of their modules' lists, and lists their shard.
+        """Takes parameters out of their modules' lists, and lists their shard as a flat parameter.
 
         Returns:
-            The listed parameter and where it is listed.
+            The registered parameter and where it is listed.
         """
-        trainable = originals[0].param.requires_grad
-        self.num_params_managed += len(originals)
-        if flatten:
-            for original in originals:
-                for place in original.places:
-                    hide(place, original.param)
-            flat = FlatParameter([shard], trainable)
-            flat.__setstate__(
-                ([m.shape.numel() for m in originals], [m.shape for m in originals], infos, shared)
-            )
-            name = f"flat_param_{len(self.flat_param_names)}"
-            self.flat_param_names.append(name)
-            self.register_parameter(name, flat)
-            return flat, Place(self, name)
-        return list_in_place(originals, shard)
+        for original in originals:
+            for place in original.places:
+                hide(place, original.param)
+        flat = FlatParameter([shard], originals[0].param.requires_grad)
+        flat.__setstate__(([m.shape.numel() for m in originals], [m.shape for m in originals], infos, shared))
+        name = f"flat_param_{len(self.flat_param_names)}"
+        self.flat_param_names.append(name)
+        self.register_parameter(name, flat)
+        return flat, Place(self, name)
 
     def _fqn_modifiers(self) -> dict[str, str]:
         """What torch.distributed.checkpoint leaves out of names."""
@@ -102,28 +95,34 @@ class UnitModule(FlattenParamsWrapper):
         return made
 
 
-def list_in_place(originals: Sequence[OriginalParameter], shard: torch.Tensor) -> tuple[nn.Parameter, Place]:
-    """Lists the shard of one parameter where the parameter was listed.
+def list_in_place(
+    originals: Sequence[OriginalParameter], shard: torch.Tensor, world_size: int
+) -> nn.Parameter:
+    """Lists the shard of one parameter, [S], where the parameter was listed; of one rank, in the parameter's shape.
 
     Returns:
-        The listed parameter and where it is listed first.
+        The registered parameter.
     """
     (original,) = originals
-    listed = nn.Parameter(shard, requires_grad=original.param.requires_grad)
+    values = shard.view(original.shape) if world_size == 1 else shard
+    listed = nn.Parameter(values, requires_grad=original.param.requires_grad)
     for place in original.places:
         hide(place, original.param)
         register(place, listed)
-    return listed, original.places[0]
+    return listed
 
 
 @contextmanager
 def exposed(flat: FlatParam) -> Iterator[None]:
-    """Inside, the original parameters are listed under their own names, and the shard is not."""
-    holder = flat.holder
-    listed = flat.listed
-    # where else it is listed: not in units that only borrow it
-    places = [p for p in flat.originals[0].places if p.module._parameters.get(p.name) is listed]
-    unregister(holder)
+    """Inside, the original parameters are listed under their own names, and registered ones are not."""
+    # where they are listed: not in units that only borrow them
+    listed = [
+        (listing.param, [p for p in listing.places if p.module._parameters.get(p.name) is listing.param])
+        for listing in flat.listings
+    ]
+    for _, places in listed:
+        for place in places:
+            unregister(place)
     for original in flat.originals:
         for place in original.places:
             show(place, original.param)
@@ -136,5 +135,6 @@ def exposed(flat: FlatParam) -> Iterator[None]:
                 if now is not None and now is not original.param:  # somebody put another parameter in
                     original.param.data = now.data
                 hide(place, original.param)
-        for place in places or [holder]:
-            register(place, listed)
+        for param, places in listed:
+            for place in places:
+                register(place, param)

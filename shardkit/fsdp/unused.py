@@ -38,6 +38,12 @@ class Unused:
         elif True in self.originals:
             self.originals = [i and not h for i, h in zip(self.originals, had, strict=True)]
 
+    def note_each(self, had: Sequence[bool], are_new: Sequence[bool]) -> None:
+        """As :meth:`note`, where each has a gradient of its own: the first since it was cleared, or not."""
+        self.originals = [
+            (i or new) and not h for i, h, new in zip(self.originals, had, are_new, strict=True)
+        ]
+
     def note_elements(self, used: torch.Tensor | None, is_new: bool) -> None:
         """The same for elements, [S]; None if all have got one."""
         self.originals = [False] * len(self.originals)

@@ -29,18 +29,28 @@ class StepPart(Protocol):
 
 
 _parts: list[StepPart] = []
+_last: list[
+    StepPart
+] = []  # of these, what comes after all others before an update, and is undone before them
 _registered: list[object] = []
 _lock = threading.Lock()  # ranks may be threads of one process
 
 
-def take_part(part: StepPart) -> None:
-    """From now on it is called in every step; once, however often it is asked for."""
+def take_part(part: StepPart, *, last: bool = False) -> None:
+    """From now on it is called in every step; once, however often it is asked for.
+
+    Args:
+        last: after all others, who find the groups as the program knows them.
+    """
     with _lock:
         if not _registered:
             _registered.append(register_optimizer_step_pre_hook(_before))
             _registered.append(register_optimizer_step_post_hook(_after))
         if part not in _parts:
-            _parts.append(part)
+            _parts.insert(len(_parts) - len(_last), part)
+            if last:
+                _parts.append(_parts.pop(-1 - len(_last)))
+                _last.append(part)
 
 
 @not_compiled

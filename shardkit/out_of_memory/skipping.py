@@ -127,7 +127,7 @@ class SkipOutOfMemory:
                 "SkipOutOfMemory: how many rows of sparse gradients ranks send depends on their batches; use "
                 "Embedding(sparse=False)"
             )
-        listed = {id(f.listed) for u in self._units for f in u.flats}
+        listed = {id(listing.param) for u in self._units for listing in u.listings}
         for p in (p for m in self._modules for p in m._parameters.values() if id(p) not in listed):
             if is_dtensor(p):
                 self._refuse_talking("a module whose parameters are DTensors")
@@ -188,8 +188,8 @@ class SkipOutOfMemory:
     def _parameters(self) -> Iterator[nn.Parameter]:
         """What an optimizer would change."""
         for unit in self._units:
-            for flat in unit.flats:
-                yield flat.param
+            for listing in unit.listings:
+                yield listing.param
         for wrapper in self._wrappers:
             yield from wrapper.parameters()
 

@@ -38,6 +38,7 @@ class PackedForm:
         sizes: numel of each rank's part without flags, [W].
         even: all ranks have room for as many flags as the one that needs most.
         step: parts begin at multiples of it.
+        flagged: gradients whose flags every rank gets, also where it gets nothing else of them.
 
     Attributes:
         items: for each rank the gradients that it gets something of, in the order of their flags.
@@ -45,11 +46,14 @@ class PackedForm:
         starts: where each rank's part begins, and N, [W + 1].
     """
 
-    def __init__(self, pieces: Sequence[Piece], sizes: Sequence[int], *, even: bool, step: int = 1) -> None:
+    def __init__(
+        self, pieces: Sequence[Piece], sizes: Sequence[int], *, even: bool, step: int = 1,
+        flagged: Sequence[int] = (),
+    ) -> None:  # fmt: skip
         self.pieces = list(pieces)
         self.first_flag = list(sizes)  # in each rank's part, [W]
-        self.items: list[list[int]] = [[] for _ in sizes]
-        for p in pieces:
+        self.items: list[list[int]] = [list(flagged) for _ in sizes]
+        for p in pieces if not flagged else ():
             self.items[p.rank].append(p.item)
         counts = [len(items) for items in self.items]
         self.flags = [max(counts)] * len(counts) if even else counts  # F of each rank

@@ -156,10 +156,15 @@ def _unfinished_norms(several: bool, gradients: Tree, norm_type: float) -> Tree:
                 f"a norm of order {norm_type:g} is changed by zeros that pad shards, or counts what other ranks have; "
                 f"{g.instead} takes it right"
             )
-    norms = _NORMS(gradients, norm_type) if several else [torch.linalg.vector_norm(gradients, norm_type)]
+    there = [
+        g for g in each if g.numel()
+    ]  # a shard may have no rows here, and nothing has no largest element
+    taken = _NORMS(there, norm_type) if several else [torch.linalg.vector_norm(g, norm_type) for g in there]
+    norms = iter(taken)
     marked = [
         _unfinished(n, [type(g)]) if isinstance(g, ShardGradient) else n
-        for g, n in zip(each, norms, strict=True)
+        for g in each
+        for n in [next(norms) if g.numel() else g.new_full((), nothing(norm_type))]
     ]
     return marked if several else marked[0]
 

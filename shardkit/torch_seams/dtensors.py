@@ -13,6 +13,7 @@ from ..types import ProcessGroup, Tree
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 
 def mesh_over(ranks: ProcessGroup | DeviceMesh, device_type: str) -> DeviceMesh:
@@ -75,29 +76,42 @@ def whole(value: Tree) -> torch.Tensor:
     return full
 
 
-def rows_here(values: torch.Tensor, mesh: DeviceMesh, shape: torch.Size) -> torch.Tensor:
-    """A DTensor whose local rows are a view of this rank's part of a tensor, padded to the largest part's numel.
+def rows_here(like: torch.Tensor, mesh: DeviceMesh, shape: torch.Size) -> DTensor:
+    """A DTensor over no values, for what it says: its ``_spec``, and the shape of the rows on this rank.
 
     Args:
-        values: [S], S of as many rows as the first rank has.
+        like: has the dtype and the device.
         mesh: cut along the last dimension; what is along others are replicas.
         shape: of the whole tensor; at least one dimension.
     """
     rank, parts = mesh.get_local_rank(mesh.ndim - 1), mesh.size(mesh.ndim - 1)
     most = -(-shape[0] // parts)
     rows = max(0, min(most, shape[0] - rank * most))
-    return _of_rows(values.detach().view(-1)[: rows * shape[1:].numel()].view(rows, *shape[1:]), mesh, shape)
+    return _of_rows(like.new_empty(()).expand(rows, *shape[1:]), mesh, shape)
 
 
-def _of_rows(local: torch.Tensor, mesh: DeviceMesh, shape: torch.Size) -> torch.Tensor:
+def dtensor_of(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
+    """A DTensor over this memory; quicker than ``DTensor.from_local``, which looks at everything anew."""
+    from torch.distributed.tensor import DTensor
+
+    return DTensor(local, spec, requires_grad=False)
+
+
+def like_dtensor(local: torch.Tensor, other: DTensor) -> DTensor:
+    """A DTensor over this memory, which is laid out as another's, in a dtype of its own."""
+    from torch.distributed.tensor import DTensor
+
+    mesh, placements = other.device_mesh, other.placements
+    shape, stride = other.shape, other.stride()
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
+
+
+def _of_rows(local: torch.Tensor, mesh: DeviceMesh, shape: torch.Size) -> DTensor:
     from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
     placements: list[Placement] = [*(Replicate() for _ in range(mesh.ndim - 1)), Shard(0)]
     strides = torch.empty(shape, device="meta").stride()
-    made: torch.Tensor = DTensor.from_local(
-        local, mesh, placements, run_check=False, shape=shape, stride=strides
-    )
-    return made
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=strides)
 
 
 def _put_together(sharded: Tree) -> torch.Tensor:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import abc
 import copy
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch.optim import Optimizer
 
 from ..errors import ConfigurationError
-from ..fsdp.flat_param import FlatParam
+from ..fsdp.originals import Listing
+from ..fsdp.registered_shard import RegisteredShard
 from ..optimizers.shards import shard_behind
+from ..torch_seams.dtensors import is_dtensor
 from ..types import StateDict, Tree
 from .model_state import ModelState
 from .slots import Slot, Span
@@ -84,7 +87,7 @@ class Names:
         self.ranks = model.ranks
         self._of_flat: dict[int, dict[int, str]] = {}
         self._of_param: dict[int, str] = {}
-        self._flats: dict[int, FlatParam] = {}
+        self._listings: dict[int, Listing] = {}
         self.frozen: set[str] = set()
         for name, param, flat, number in model.parameters():
             if not (param if flat is None else flat.param).requires_grad:
@@ -93,7 +96,9 @@ class Names:
                 self._of_param.setdefault(id(param), name)
                 continue
             self._of_flat.setdefault(id(flat), {}).setdefault(number, name)
-            self._flats[id(flat.param)] = self._flats[id(flat.listed)] = flat
+            self._listings[id(flat.param)] = flat
+            for listing in flat.listings:
+                self._listings[id(listing.param)] = listing
 
     def slot(self, param: torch.Tensor, what: str, copies: tuple[int, ...] | None = None) -> Slot:
         """What a parameter of an optimizer stands for.
@@ -102,9 +107,9 @@ class Names:
             what: is said in errors.
             copies: of what is no shard; default those of the model.
         """
-        flat = self._flats.get(id(param), shard_behind(param))
-        if flat is not None and id(flat) in self._of_flat:
-            return self._of_shard(param, flat)
+        listing: Listing | None = self._listings.get(id(param), shard_behind(param))
+        if listing is not None and id(listing.flat) in self._of_flat:
+            return self._of_shard(param, listing)
         name = self._of_param.get(id(param))
         if name is None:
             raise ConfigurationError(
@@ -115,15 +120,21 @@ class Names:
         span = Span(name, param.shape, None, True)
         return Slot(param, (span,), False, self.model.same if copies is None else copies)
 
-    def _of_shard(self, param: torch.Tensor, flat: FlatParam) -> Slot:
-        spans = []
+    def _of_shard(self, param: torch.Tensor, listing: Listing) -> Slot:
+        spans, flat = [], listing.flat
+        alone = listing.first if isinstance(listing, RegisteredShard) else None
         for number, name in sorted(self._of_flat[id(flat)].items()):
+            if alone not in (None, number):
+                continue
             shape = flat.originals[number].shape
             piece = self.model.piece(flat, number)
             begins = piece is not None and piece.start == 0
             answers = begins or (not shape.numel() and flat.group.rank == 0)
+            if piece is not None and isinstance(listing, RegisteredShard):  # within what is listed
+                piece = replace(piece, offset=piece.offset - listing.offset)
             spans.append(Span(name, shape, piece, answers))
-        return Slot(param, tuple(spans), param is flat.param, self.model.copies_of(flat))
+        is_shard = not is_dtensor(param)
+        return Slot(param, tuple(spans), is_shard, self.model.copies_of(flat))
 
     def group(self, params: Sequence[torch.Tensor], index: int) -> list[str]:
         """Of a param group's parameters the names."""

@@ -13,9 +13,8 @@ from collections.abc import Sequence
 import torch
 
 from ..errors import LifecycleError
-from ..fsdp.flat_values import put_together, taken_apart
+from ..fsdp.flat_values import own_part, put_together, taken_apart
 from ..fsdp.originals import FlatParamLike
-from ..fsdp.store import own_part
 from .bringing import Bringing, Owned, shard_of
 from .listed import Part
 

@@ -236,9 +236,9 @@ def written_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 def place_of(param: nn.Parameter) -> tuple[FlatParamLike | None, int]:
     """The flat parameter that a parameter lies in, and its number there."""
-    flat = flat_of_registered(param)
-    if flat is not None:
-        return flat, 0  # listed in place of its only original parameter
+    listing = flat_of_registered(param)
+    if listing is not None:  # listed in place of one original parameter
+        return listing.flat, listing.first
     flat = managing(param)
     if flat is None:
         return None, 0

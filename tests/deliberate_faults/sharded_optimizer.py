@@ -71,8 +71,8 @@ FAULTS = [
         "layout",
         "the shard's size is summed for each item",
         "shardkit/layout.py",
-        "rank, offset = divmod(start + done, shard_numel)",
-        "rank, offset = divmod(start + done, self.shard_numel)",
+        "rank, offset = divmod(at, shard_numel)",
+        "rank, offset = divmod(at, self.shard_numel)",
         ("tests/test_logging.py::test_a_layouts_pieces_are_linear",),
     ),
     Fault(

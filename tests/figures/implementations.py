@@ -93,12 +93,13 @@ def fsdp(
     return Trainer(wrapped, optimizer, optimizer.zero_grad)
 
 
-def fully_shard(model: nn.Module, compute: torch.dtype | None = None) -> Trainer:
+def fully_shard(model: nn.Module, compute: torch.dtype | None = None, dtensors: bool = False) -> Trainer:
     """shardkit's FSDP in place."""
     kit = importlib.import_module("shardkit")
+    options: dict[str, Any] = {"precision": kit.PrecisionPolicy(compute=compute), "dtensors": dtensors}
     for parent, name in units(model):
-        kit.fully_shard(getattr(parent, name), precision=kit.PrecisionPolicy(compute=compute))
-    kit.fully_shard(model, precision=kit.PrecisionPolicy(compute=compute))
+        kit.fully_shard(getattr(parent, name), **options)
+    kit.fully_shard(model, **options)
     optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
     return Trainer(model, optimizer, optimizer.zero_grad)
 
@@ -188,6 +189,7 @@ IMPLEMENTATIONS: dict[str, Callable[[nn.Module], Trainer]] = {
     "balanced": balanced,
     "fsdp": fsdp,
     "fully_shard": fully_shard,
+    "dtensors": lambda m: fully_shard(m, dtensors=True),
     "fsdp_keep": lambda m: fsdp(m, reshard=False),
     "compressed": compressed,
     "compressed_keep": lambda m: compressed(m, reshard=False),

@@ -120,16 +120,17 @@ def _in_place(rank: int) -> list[int]:
     return [p.numel() for p in model.parameters()]
 
 
-def test_rows_in_place_are_torchs_chunks() -> None:
-    """A shard of a parameter is as many rows as FSDP2's largest; the last rank's are padded."""
-    assert rank_pool(3).run(_in_place)[0] == [1, 2 * 6, 2, 1 * 5, 1]
+def test_rows_in_place_are_whole_on_one_rank() -> None:
+    """Parts of a parameter are whole rows, and together all of them."""
+    parts = rank_pool(3).run(_in_place)
+    assert [sum(numels) for numels in zip(*parts, strict=True)] == [1, 5 * 6, 5, 3 * 5, 3]
 
 
 def _refused(rank: int) -> None:
     for wrong in ("columns", 0, -1, 1.5, True):
         with pytest.raises(ConfigurationError, match="align="):
             shardkit.FSDP(nn.Linear(2, 2), align=wrong)  # type: ignore[arg-type]
-    with pytest.raises(ConfigurationError, match='Use align="rows"'):
+    with pytest.raises(ConfigurationError, match="which lists a flat parameter"):
         shardkit.fully_shard(nn.Linear(2, 2), align="parameters")
     with pytest.raises(RankMismatchError, match="align"):
         shardkit.FSDP(nn.Linear(2, 2), align="rows" if rank else 4)

@@ -268,9 +268,9 @@ def test_a_mesh_of_replicas_and_shards() -> None:
 def _refused(rank: int) -> None:
     module = nn.Module()
     module.scale = nn.Parameter(torch.ones(()))
-    with pytest.raises(ConfigurationError, match="without dimensions"):
+    with pytest.raises(ConfigurationError, match="no dimensions"):
         fully_shard(module, dtensors=True)
-    with pytest.raises(RankMismatchError, match=r"layout\.align"):
+    with pytest.raises(RankMismatchError, match="layout"):
         fully_shard(nn.Linear(2, 2), dtensors=rank == 0)
     shards, replicas = shardkit.hybrid_groups(1)
     with pytest.raises(ConfigurationError, match="needs mesh=, with two dimensions"):

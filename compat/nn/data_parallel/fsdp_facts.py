@@ -79,7 +79,7 @@ class FairscaleFacts(Door):
     @property
     def params(self) -> list[nn.Parameter]:
         """This wrapper's own listed parameters (shards)."""
-        return [f.param for f in self._state.flats]
+        return [listing.param for listing in self._state.listings]
 
     @property
     def cpu_offload(self) -> bool:
@@ -122,7 +122,7 @@ class FairscaleFacts(Door):
     @property
     def numel_padded_per_param(self) -> list[int]:
         """Padding at the end of each of this rank's shards."""
-        return [f.layout.padding(self.rank) for f in self._state.flats]
+        return [listing.layout.padding(self.rank) for listing in self._state.listings]
 
     @property
     def has_full_params(self) -> bool:

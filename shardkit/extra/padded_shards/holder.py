@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 from ...fsdp.door import Door
-from ...fsdp.flat_param import FlatParam
 from ...fsdp.inside import begin_loading_shards, collecting, end_loading_shards
 from ...fsdp.names import INNER, OUTER, clean
+from ...fsdp.originals import Listing
 from ...layout import ShardLayout
 from ...torch_seams.module_versions import versions_of
 from .consolidation import BufferInfo, ShardInfo, ShardMetadata
@@ -54,7 +54,7 @@ class Shard:
         numel: R.
     """
 
-    flat: FlatParam
+    flat: Listing
     listed: str
     original: str
     size: torch.Size
@@ -90,12 +90,12 @@ class ShardHolder(Door):
     def _hold_shards(self, cut: Cut) -> None:
         """Takes note of the wrapper's own shards, once they are cut; those of trainable parameters come first."""
         flatten = self._state.options.flatten
-        flats = sorted(self._state.flats, key=lambda f: flatten and not f.param.requires_grad)
+        flats = sorted(self._state.listings, key=lambda f: flatten and not f.param.requires_grad)
         self._shards = []
         for index, flat in enumerate(flats):
             if flatten:
                 size = torch.Size([flat.layout.numel])
-                listed, original = OUTER + flat.holder.name, f"{FLAT}{index}"
+                listed, original = OUTER + flat.places[0].name, f"{FLAT}{index}"
             else:
                 size = flat.originals[0].shape
                 listed = original = INNER + flat.names[0]

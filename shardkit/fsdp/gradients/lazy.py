@@ -11,6 +11,7 @@ from typing import final
 import torch
 
 from ...reduction.packing import JoinedPack
+from ..originals import Listing
 from ..skipping import protect_unused
 from .pack import GradientPack, Reduction
 
@@ -50,7 +51,7 @@ class LazyPack(GradientPack):
             protect_unused(flat)
         return True
 
-    def clear_unused(self) -> None:
+    def clear_unused(self, listing: Listing) -> None:
         """As :meth:`GradientPack.clear_unused`, for elements."""
         size = self._flat.layout.shard_numel
         self._flat.unused.clear(torch.zeros(size, dtype=torch.bool, device=self._device))  # no transfer

@@ -11,7 +11,7 @@ they are in the optimizer's step, as in a plain process (see ``skipping.py``).
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -23,7 +23,7 @@ from ...policy import ReducePolicy
 from ...reduction.packing import PackedForm, has_mean
 from ...reduction.shard_gradients import gradient_class
 from ..flat_param import FlatParam
-from ..originals import as_tensors
+from ..originals import Listing, as_tensors
 from ..skipping import protect_unused
 
 
@@ -61,6 +61,7 @@ class GradientPack(ABC):
         blocks: in which they travel, within the group or between replicas; None: as they are.
 
     Attributes:
+        dtype: in which gradients travel.
         trainable: for each original parameter, whether it is.
         part_numel: numel of this rank's part of what is reduced.
     """
@@ -71,7 +72,7 @@ class GradientPack(ABC):
     ) -> None:  # fmt: skip
         self._flat = flat
         self._group = group
-        self._dtype = packed_dtype(flat, reduce)
+        self._dtype = self.dtype = packed_dtype(flat, reduce)
         self._device = flat.compute_device
         before, after = divisors if group.world_size > 1 else (1.0, divisors[0] * divisors[1])
         is_mean = before * after == group.world_size and has_mean(self._dtype)
@@ -82,11 +83,13 @@ class GradientPack(ABC):
         self.trainable = [m.param.requires_grad for m in flat.originals]
         pieces = [p for p in flat.layout.pieces() if self.trainable[p.item]]
         step = alignment(self._dtype.itemsize) if group.backend.has_storage else 1
-        size = flat.layout.shard_numel
+        size = self._size = flat.layout.shard_numel
         if blocks is not None:  # flags are in blocks of their own
             step = blocks.numel
             size = rounded_up(size, step)
-        self._form = PackedForm(pieces, [size] * group.world_size, even=True, step=step)
+        # where each is listed by itself, all ranks have to know which ones have a gradient, not only those with a part
+        flagged = [k for k, trains in enumerate(self.trainable) if trains and flat.shards is not None]
+        self._form = PackedForm(pieces, [size] * group.world_size, even=True, step=step, flagged=flagged)
         self.part_numel = self._form.sizes[group.rank]
         self._here = self._form.items[group.rank]
         self._like = torch.empty(0, dtype=self._dtype, device=self._device)
@@ -97,12 +100,19 @@ class GradientPack(ABC):
         """Makes what packs gradients in this form."""
 
     # ------------------------------------------------------------ sending
-    def send(self) -> None:
-        """Takes the original parameters' gradients and starts their reduction (collective)."""
+    def send(self, kept: Mapping[int, torch.Tensor]) -> None:
+        """Takes the original parameters' gradients and starts their reduction (collective).
+
+        Args:
+            kept: those of earlier backwards that are kept elsewhere, by number of the original parameter.
+        """
         with as_tensors():
             gradients = [m.param.grad for m in self._flat.originals]
             for m in self._flat.originals:
                 m.param.grad = None
+        for number, earlier in kept.items():
+            last = gradients[number]
+            gradients[number] = earlier if last is None else earlier.add_(last)
         self._in_flight = self._reduce(gradients)
 
     @abstractmethod
@@ -163,6 +173,9 @@ class GradientPack(ABC):
         flat, here = self._flat, self._here or range(len(had))
         if not had_all:
             had = self._anywhere(had, result)
+        if flat.shards is not None:
+            flat.shards.hand_over(self._fitting(self._own(result)), had, self._gradient_class)
+            return False
         if True not in map(had.__getitem__, here):
             self._forget_zeros([flat.unused.originals[i] for i in here])
             return False
@@ -177,16 +190,20 @@ class GradientPack(ABC):
 
     def _own(self, result: torch.Tensor) -> torch.Tensor:
         """The shard's gradient [S] in what came."""
-        size = self._flat.layout.shard_numel
+        size = self._size
         return result if result.numel() == size else result[:size]
 
     def forget_errors(self) -> None:
         """What compression has left out so far is not added to anything."""
         return
 
-    def clear_unused(self) -> None:
-        """The shard's gradient is new: no original parameter has had one yet."""
-        self._flat.unused.clear(None)
+    def clear_unused(self, listing: Listing) -> None:
+        """A registered parameter's gradient is new: none of its original parameters has had one yet."""
+        unused = self._flat.unused
+        if listing is self._flat:
+            unused.clear(None)
+        else:
+            unused.originals[listing.first] = True
 
     def _forget_zeros(self, unused: Sequence[bool]) -> None:
         """The shard's gradient may be zeros that stand for nothing; see ``local_gradients.py``."""
@@ -202,11 +219,17 @@ class GradientPack(ABC):
                 result, op=ReduceOp.AVG if is_mean else ReduceOp.SUM, label=f"gradients of {self._flat.label}"
             ).wait()
 
-    def _hand_over(self, gradient: torch.Tensor) -> None:
-        """Adds to the shard's gradient, as autograd would: through hooks, which autograd never calls for it."""
+    def _fitting(self, gradient: torch.Tensor) -> torch.Tensor:
+        """In the shard's dtype and on its device."""
         param = self._flat.param
         if gradient.dtype != param.dtype or gradient.device != param.device:
             gradient = gradient.to(device=param.device, dtype=param.dtype)
+        return gradient
+
+    def _hand_over(self, gradient: torch.Tensor) -> None:
+        """Adds to the shard's gradient, as autograd would: through hooks, which autograd never calls for it."""
+        param = self._flat.param
+        gradient = self._fitting(gradient)
         if gradient.shape != param.shape:
             gradient = gradient.view(param.shape)
         for hook in (param._backward_hooks or {}).values():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..originals import FlatParamLike
-from .base import Gather, Store, is_whole, own_part
+from .base import Gather, Store, is_whole
 from .channels import Hears
 from .deferred import Deferred
 from .lazy import Lazy
@@ -28,7 +28,6 @@ __all__ = [
     "Store",
     "Stored",
     "Whole",
-    "own_part",
     "store_for",
 ]
 

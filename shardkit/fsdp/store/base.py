@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 import torch
 
-from ...backend import Group, Work
-from ..flat_values import taken_apart
+from ...backend import Work
+from ..flat_values import taken_apart, unpacked
 from ..originals import FlatParamLike, ReleasedParameter
 from .channels import Gathers, HeardChannel, Hears
 from .states import FULL, GATHERED, GATHERING, LOCKED, RELEASED, SUMMONED, State
@@ -138,24 +138,20 @@ class Store(ABC):
         """They are parameters like any other."""
         for original in self._originals:
             original.param.__class__ = original.kind
-        self._versions = self._versions_now()
+        try:
+            self._versions = list(map(_version_of, self._originals))
+        except RuntimeError:  # of inference tensors
+            self._versions = []
 
     def _conceal(self) -> None:
         """They have no values from now on (see ``originals.py``); notes which of them were written to meanwhile."""
         before = self._versions
         if before:
-            now = self._versions_now()
+            now = list(map(_version_of, self._originals))
             self._flat.written = [k for k, v in enumerate(now) if v != before[k]] if now != before else []
             self._versions = []
         for original in self._originals:
             original.param.__class__ = ReleasedParameter
-
-    def _versions_now(self) -> list[int]:
-        """How often each was written to; inference tensors don't count."""
-        try:
-            return list(map(_version_of, self._originals))
-        except RuntimeError:
-            return []
 
     # ------------------------------------------------------------ full precision
     def summon(self) -> torch.Tensor:
@@ -175,7 +171,7 @@ class Store(ABC):
         what = self._flat.label or f"parameters with {self._flat.names[0]!r}"
         with self._flat.ranges.summon():
             self._channel.all_gather_into(full, shard, label=f"{what} in full precision")
-        return full
+        return unpacked(full, self._layout)
 
     @torch.no_grad()
     def collect(self, values: torch.Tensor) -> None:
@@ -185,15 +181,3 @@ class Store(ABC):
             mine = values[start : start + original.shape.numel()]
             if not self._backend.has_storage or data.data_ptr() != mine.data_ptr():
                 mine.copy_(data.reshape(-1))
-
-
-def own_part(values: torch.Tensor, group: Group) -> torch.Tensor:
-    """This rank's part of values [W * S], [S]: a view, or where execution is lazy a copy.
-
-    There, which part it is is data, so that all ranks build one graph.
-    """
-    if not group.backend.has_storage:
-        rank = torch.tensor([group.rank]).to(values.device)
-        return values.view(group.world_size, -1).index_select(0, rank).view(-1)
-    size = values.numel() // group.world_size
-    return values[group.rank * size : (group.rank + 1) * size]

@@ -1,6 +1,10 @@
 """Values where tensors own memory.
 
 Legend: W world size, S shard numel.
+
+[Note: packed shards] Where each original parameter is cut by itself (``PackedLayout``), one all-gather brings the parts
+of all of them rank by rank, and one operation copies these to where original parameters are views. The memory that was
+gathered into exists from the all-gather to the copy. Other layouts need no copy: they are gathered in their places.
 """
 
 from __future__ import annotations
@@ -11,9 +15,11 @@ from typing import final
 import torch
 
 from ...compression import CompressedGather
+from ...layout import PackedLayout
+from ..flat_values import Unpacking, own_part
 from ..kept_views import KeptViews
 from ..originals import FlatParamLike
-from .base import Gather, Store, own_part
+from .base import Gather, Store
 from .states import GATHERED, GATHERING, KEPT, RELEASED, State
 
 
@@ -35,6 +41,8 @@ class Stored(Store):
     def _look_at(self, full: torch.Tensor) -> None:
         self._full = full  # [W * S]
         self._own = own_part(full, self._group)  # [S]
+        layout, is_packed = self._layout, self._group.world_size > 1
+        self._unpacking = Unpacking(layout, full) if is_packed and isinstance(layout, PackedLayout) else None
         self.memory = full.untyped_storage()._cdata
         self._kept_views = KeptViews(self.memory, self._originals, self._layout)
 
@@ -60,25 +68,37 @@ class Stored(Store):
 
     def start(self, after: Sequence[torch.Tensor] = ()) -> None:
         flat, full, kept = self._flat, self._full, self._kept
-        self._backend.take_storage(full)
         self.state = GATHERING
         if kept is not None and self._mesh is not None:
             self._kept = None
+            self._backend.take_storage(full)
             mesh = self._mesh.channel("parameters")
             work = mesh.all_gather_into(full, kept, async_op=True, label=flat.label)
-        elif self._compressed is not None:
+            self.in_flight = Gather(work, full)
+            return
+        own = self._own
+        if self._unpacking is not None:
+            full = torch.empty_like(full)
+            own = own_part(full, self._group)
+        else:
+            self._backend.take_storage(full)
+        if self._compressed is not None:
             shard = flat.param.data.view(-1).to(self._device)
             work = self._compressed.start(self._channel.all_gather_into, full, shard, flat.label)
         else:
-            self._own.copy_(flat.param.data.view(-1))  # casts, and comes from the host
+            own.copy_(flat.param.data.view(-1))  # casts, and comes from the host
             if self._group.world_size == 1:
                 self.state = GATHERED
                 self._arrive(full)
                 return
-            work = self._channel.all_gather_into(full, self._own, async_op=True, label=flat.label)
+            work = self._channel.all_gather_into(full, own, async_op=True, label=flat.label)
         self.in_flight = Gather(work, full)
 
     def _arrive(self, values: torch.Tensor) -> None:
+        if self._unpacking is not None and values is not self._full:
+            self._backend.take_storage(self._full)
+            with torch.no_grad():
+                self._unpacking.unpack(values)
         self._reveal()
         if self._kept_views.found:
             self._kept_views.reveal()
