@@ -47,8 +47,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--trace",
         default="",
         metavar="steps=FIRST:LAST",
-        help="runs/ID/trace.json has these steps of all ranks, as steps=10:12; shardkit trace explains it",
+        help="runs/ID/trace.json has these steps of all ranks, both included and counted from 0, as steps=10:12 for "
+        "three of them; shardkit trace explains it",
     )
+    parser.add_argument(
+        "--grace", type=float, default=60, metavar="SECONDS",
+        help="to save and end after SIGTERM; then a page says where ranks stand, and they are ended (default: 60)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--stuck-after", type=float, default=3600, metavar="SECONDS",
+        help="ranks hang when none has made a step of an optimizer or printed anything for so long: that is a failure, "
+        "which --restarts answers (default: 3600; 0: never)",
+    )  # fmt: skip
     parser.add_argument("-m", dest="is_module", action="store_true", help="the program is a module's name")
     parser.add_argument("program", help="a script; with -m, a module")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="the program's own")
@@ -71,6 +81,8 @@ def run(options: argparse.Namespace) -> int:
                 runs=options.runs,
                 join_timeout=options.join_timeout,
                 trace=options.trace,
+                grace=options.grace,
+                stuck_after=options.stuck_after,
                 command=shlex.join(["shardkit", *sys.argv[1:]]),
             )
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import sys
 import threading
 import time
@@ -73,9 +74,19 @@ class News:
         with self._lock:
             for file, stream in self._outputs:
                 while chunk := file.read(_CHUNK):
+                    if stream is sys.stderr and (end := self._last_words()) is not None:
+                        chunk = chunk[: max(0, end - file.tell() + len(chunk))]
                     self._clear()
                     stream.write(chunk.decode(errors="replace"))
                     stream.flush()
+
+    def _last_words(self) -> int | None:
+        """Where the traceback begins that has ended rank 0, in what it printed: the page says what matters of it."""
+        try:
+            error = json.loads((self._attempt / "rank0.error.json").read_text())  # type: ignore[operator]
+            return int(error["message"]["extraInfo"]["printed"])
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
 
     def show(self) -> None:
         """What is new."""

@@ -15,6 +15,7 @@ import shardkit
 from shardkit.backend import backend_of_job
 from shardkit.errors import ConfigurationError, DamagedFileError, RankMismatchError
 from shardkit.tracing import clocks, stepping
+from shardkit.tracing.advice import advice
 from shardkit.tracing.analysis import analyse
 from shardkit.tracing.clocks import Reading, compare_clocks, on_rank_0
 from shardkit.tracing.timeline import read_trace
@@ -27,13 +28,15 @@ PHASES = {
     "forward": ("forward", "layers.2"),
     "backward": ("backward", "layers.2"),
     "data": ("data", "DataLoader"),
+    "step": ("step", "WholeParameters"),
 }
 
 
 @pytest.mark.parametrize(
     ("backend", "way", "slow"),
     [
-        *(("gloo", "fsdp", slow) for slow in PHASES),
+        *(("gloo", "fsdp", slow) for slow in PHASES if slow != "step"),
+        ("gloo", "whole", "step"),
         ("gloo", "fully_shard", "forward"),
         ("gloo", "sharded_ddp", "forward"),
         ("gloo", "sharded_ddp", "backward"),
@@ -49,6 +52,8 @@ def test_what_makes_a_rank_late_is_named(tmp_path: Path, backend: str, way: str,
     first = found.late[0]
     assert tuple(first.cause) == (1, *PHASES[slow])
     assert first.total_us > 0.6e6 * 2 * SLOW
+    change = next(a.change for a in advice(found) if a.found.startswith("rank 1 takes"))
+    assert ("cost=" in change, "partition" in change) == (slow == "step", False)
     if backend == "gloo":  # others may use the machine: rank 0 is late too, now and then
         assert found.exposed_us[0] > 0.25e6 * SLOW
         assert found.waiting_us[0] > 0.25e6 * SLOW
@@ -116,7 +121,7 @@ def test_clocks_that_drift_are_followed_between_readings() -> None:
 
 # ------------------------------------------------------------ how a trace begins and ends
 def _by_environment(rank: int, folder: str) -> list[bool]:
-    os.environ["SHARDKIT_TRACE"] = f"steps=1:2,dir={folder}"
+    os.environ["SHARDKIT_TRACE"] = f"steps=1:1,dir={folder}"
     try:
         train(rank, "sharded_ddp", "", 3, None)
     finally:
@@ -155,7 +160,7 @@ def test_what_is_no_trace_is_refused(tmp_path: Path) -> None:
             read_trace([path])
     with pytest.raises(ConfigurationError, match="SHARDKIT_TRACE"):
         read_plan("steps=4:2")
-    assert read_plan("steps=10:12,dir=a/b") == (range(10, 12), Path("a/b"))
+    assert read_plan("steps=10:12,dir=a/b") == (range(10, 13), Path("a/b"))  # LAST is one of them
 
 
 def _wrong(rank: int) -> list[str]:
