@@ -20,6 +20,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
+from ..tables import counted
 from .addresses import is_reachable
 from .causes import STOPPED, Failure, first_cause
 from .folder import RunFolder
@@ -285,12 +286,14 @@ class Agent(LocalElasticAgent):
             cause = blamed[0] if len(blamed) == 1 else None
         else:
             cause = first_cause(self._failures(), self._left())
-        is_consequence = cause is not None and cause.is_consequence
+        is_consequence = (
+            cause is None or cause.is_consequence
+        )  # maybe it is another machine's rank that hangs
         if self._heart is not None:
-            self._heart.tell(Told(-1, overdue, "", False, time.time()) if cause is None else _told_of(cause))
+            self._heart.tell(Told(-1, overdue, "", True, time.time()) if cause is None else _told_of(cause))
         if elsewhere is not None and is_consequence:
             self._publish_elsewhere(elsewhere)
-        elif self._heart is not None and is_consequence and self._heart.lost():
+        elif self._heart is not None and not overdue and is_consequence and self._heart.lost():
             self._publish(None, self._heart.lost())
         else:
             self._publish(cause, overdue, overdue if cause is not None else "")
@@ -312,10 +315,10 @@ class Agent(LocalElasticAgent):
                 is_signalled = True
                 self._ask_for_stacks(silent)
             is_known = (
-                bool(overdue)
-                or not first_cause(failures).is_consequence
-                or self._cause_elsewhere() is not None
-            )
+                (self._heart is None or bool(self._hanging()))
+                if overdue
+                else not first_cause(failures).is_consequence
+            ) or self._cause_elsewhere() is not None
             patience = _ANSWERS if is_known else _CAUSE if self._heart is None else SILENCE + _CAUSE / 2
             if (
                 waited >= patience
@@ -347,10 +350,8 @@ class Agent(LocalElasticAgent):
                     os.kill(self._living()[rank], STACKS_SIGNAL)
 
     def _publish_elsewhere(self, cause: Told) -> None:
-        who = f"rank {cause.rank} of {self._job.world_size} " if cause.rank >= 0 else ""
-        self._publish(
-            None, f"{who}{cause.text}", note=f"On another machine:\n{cause.trace}" * bool(cause.trace)
-        )
+        note = f"On another machine:\n{cause.trace}" * bool(cause.trace)
+        self._publish(None, f"rank {cause.rank} of {self._job.world_size} {cause.text}", note)
 
     def _publish(self, cause: Failure | None, headline: str, note: str = "") -> None:
         """Writes the page.
@@ -394,10 +395,11 @@ class Agent(LocalElasticAgent):
             return f"Restart {number} of {spec.max_restarts}, with the machines that are left"
         again, self._before = self._before == (local_rank, checkpoint), (local_rank, checkpoint)
         why = ""
-        if again and spec.local_world_size > job.least:
+        if again and local_rank >= 0 and spec.local_world_size > job.least:
             spec.local_world_size -= 1
             why, self._before = ", since the same rank failed twice without a new checkpoint", None
-        return f"Restart {number} of {spec.max_restarts}, with {spec.local_world_size} ranks on this machine{why}"
+        ranks = counted(spec.local_world_size, "rank")
+        return f"Restart {number} of {spec.max_restarts}, with {ranks} on this machine{why}"
 
 
 def _told_of(cause: Failure) -> Told:

@@ -40,37 +40,27 @@ _LOCAL = "127.0.0.1"
 
 @dataclass(frozen=True)
 class Options:
-    """What ``shardkit run`` was asked for.
+    """What ``shardkit run`` was asked for; its help says what each option is, with its default.
 
     Attributes:
         program: ``[-m] PROGRAM ARGUMENTS``.
-        ranks: of each machine.
-        nodes: machines, at least and at most.
-        rendezvous: host and port where they meet; "" for one machine.
-        restarts: of all ranks, after failures.
-        least: ranks of a machine that it goes on with; None: all.
-        id: the run's name; "": one is made up.
-        runs: folder of runs.
-        join_timeout: seconds that other machines are waited for.
         command: the line that starts it again.
-        trace: ``steps=FIRST:LAST`` that are traced; "": none.
-        grace: seconds that ranks have to save and end, once they were asked to.
-        stuck_after: seconds after which ranks without a sign of life hang; 0: never.
+        least: ranks of a machine that it goes on with (``--min-ranks``); None: all.
     """
 
     program: Sequence[str]
+    command: str
     ranks: int
-    nodes: tuple[int, int] = (1, 1)
-    rendezvous: str = ""
-    restarts: int = 0
-    least: int | None = None
-    id: str = ""
-    runs: Path = Path("runs")
-    join_timeout: int = 600
-    command: str = "shardkit run"
-    trace: str = ""
-    grace: float = 60.0
-    stuck_after: float = 3600.0
+    nodes: tuple[int, int]
+    rendezvous: str
+    restarts: int
+    least: int | None
+    id: str
+    runs: Path
+    join_timeout: int
+    trace: str
+    grace: float
+    stuck_after: float
 
     def __post_init__(self) -> None:
         least, most = self.nodes

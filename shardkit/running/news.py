@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from typing import IO
 
+from ..tables import counted
 from .folder import RunFolder, steps_of
 from .page import Page
 
@@ -116,7 +117,7 @@ class News:
         rate = (least - self._rate[0][1]) / seconds if seconds else 0.0
         saved = self._folder.last_checkpoint()
         last = f", last checkpoint {saved.name}" if saved else ""
-        return f"[{self._run}: {self._world_size} ranks, step {least}, {rate:.3g} steps/s{last}]"
+        return f"[{self._run}: {counted(self._world_size, 'rank')}, step {least}, {rate:.3g} steps/s{last}]"
 
     def _clear(self) -> None:
         if self._line:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from statistics import median
 from typing import NamedTuple
 
-from ..tables import in_bytes
+from ..tables import counted, in_bytes
 from .analysis import Analysis, Late
 from .timeline import Place
 
@@ -148,7 +148,7 @@ def _small_units(found: Analysis) -> Iterator[Advice]:
     if len(small) > 2 and len(small) > len(found.units) / 2:
         yield Advice(
             "small units",
-            f"{len(small)} of {len(found.units)} units have less than {in_bytes(_SMALL)}, as {small[0]}; "
+            f"{len(small)} of {counted(len(found.units), 'unit')} have less than {in_bytes(_SMALL)}, as {small[0]}; "
             f"{in_time(time)} a step are waited for them",
             "put several together into one unit: a collective of so few bytes takes as long as one of many",
             time,

@@ -89,7 +89,7 @@ def test_failures_restarts_and_fewer_ranks(tmp_path: Path) -> None:
     ), first
     assert f"Last complete checkpoint: {tmp_path}/saved/step-00000002\n" in first
     assert "Restart 1 of 2, with 2 ranks" in first
-    assert "Restart 2 of 2, with 1 ranks on this machine, since the same rank failed twice" in pages[1]
+    assert "Restart 2 of 2, with 1 rank on this machine, since the same rank failed twice" in pages[1]
     run = tmp_path / "runs" / "one"
     assert run.joinpath("failure.txt").read_text().strip("=\n") == pages[1].strip("=\n")
     assert "attempt 0" in (run / "attempt-0" / "rank1.out").read_text()
