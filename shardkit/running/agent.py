@@ -17,14 +17,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
-from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
 from ..tables import counted
 from .addresses import is_reachable
 from .causes import STOPPED, Failure, first_cause
 from .folder import RunFolder
-from .heart import SILENCE, Heart, Told, connector
+from .heart import LEFT, SILENCE, Heart, Told, connector
 from .logs import RankLogs, Signs
 from .news import News
 from .page import Page, where_it_stood
@@ -186,7 +186,14 @@ class Agent(LocalElasticAgent):
         if self._heart is not None and not self._told and 0 < len(left) == len(self._processes()):
             self._told = True  # where others have lost one of these, this is why
             self._heart.tell(_told_of(first_cause(left)))
-        return super()._monitor_workers(worker_group)
+        result = super()._monitor_workers(worker_group)
+        if (
+            result.state is WorkerState.SUCCEEDED
+            and self._heart is not None
+            and not self._heart.are_through()
+        ):
+            result.state = WorkerState.HEALTHY  # it starts again with the others, if they do
+        return result
 
     def _overdue(self) -> str:
         """Why ranks that live are ended now; "" while they may go on."""
@@ -253,9 +260,8 @@ class Agent(LocalElasticAgent):
 
     def _left(self) -> list[Failure]:
         """Ranks that ended with status 0."""
-        fault = "left with status 0 in mid-training"
         return [
-            self._failure(rank, pid, 0, fault)
+            self._failure(rank, pid, 0, LEFT)
             for rank, (pid, status) in self._processes().items()
             if status == 0
         ]

@@ -195,6 +195,38 @@ def _wait_for(job: subprocess.Popen[str], file: Path) -> None:
         time.sleep(0.05)
 
 
+def test_a_machine_whose_ranks_left_early_starts_again_with_the_others(tmp_path: Path) -> None:
+    """Its own ranks all ended with status 0: that is success only if the other machine's do, too."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        place = f"127.0.0.1:{free.getsockname()[1]}"
+    program = HANGS.replace("attempt == 1", "attempt == 0").replace(
+        "    shardkit.stop_requested()", "    return"
+    )
+    arguments = (
+        "--nodes",
+        "2",
+        "--rdzv",
+        place,
+        "--id",
+        "two",
+        "--ranks",
+        "1",
+        "--restarts",
+        "1",
+        "train.py",
+    )
+    jobs = []
+    for machine in "ab":
+        (tmp_path / machine).mkdir()
+        jobs.append(_begin(tmp_path / machine, *arguments, program=program))
+    said = [job.communicate(timeout=400) for job in jobs]
+    assert [job.returncode for job in jobs] == [0, 0], said
+    assert sum("rank 1 of 2 left with status 0 in mid-training" in err for _, err in said) == 1, said
+    assert sum("attempt 1 step 3" in out for out, _ in said) == 1, (
+        said
+    )  # of rank 0, the only one that is shown
+
+
 def test_a_machine_that_waits_for_others_ends_when_it_is_asked_to(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         place = f"127.0.0.1:{free.getsockname()[1]}"
