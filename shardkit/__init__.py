@@ -1,119 +1,121 @@
 """shardkit: sharded optimizers, gradients and parameters for PyTorch on CPU, GPU and TPU.
 
 This is the clean API. ``shardkit.nn``, ``shardkit.optim``, ``shardkit.utils`` mirror fairscale's import paths.
+
+Each name is loaded when it is first asked for: ``shardkit --help`` and ``import shardkit`` don't wait for torch.
 """
 
 import importlib
-from typing import Any
+import importlib.util
+from typing import TYPE_CHECKING, Any
 
-from . import compat, redirected
-from .adascale.optimizer import AdaScale
-from .checkpoint.loading import load
-from .checkpoint.prefix import load_with_or_without_prefix, with_prefix, without_prefix
-from .data import GlobalBatchSampler, ResumableLoader
-from .errors import (
-    BackendError,
-    CheckpointError,
-    ConfigurationError,
-    DamagedFileError,
-    FileNotWrittenError,
-    LifecycleError,
-    OutOfStepError,
-    RankFailedError,
-    RankLostError,
-    RankMismatchError,
-    ShardkitError,
-    UntrustedFileError,
-)
-from .evaluation.gathering import gather, gather_tensors
-from .evaluation.sampling import EvaluationSampler, in_step
-from .fsdp import FSDP, fully_shard, hybrid_groups, register_fsdp_forward_method, sharding_of
-from .grad_scaler import GradScaler, ShardedGradScaler
-from .launch import launch
-from .optimizers.elementwise import declare_elementwise
-from .oss.optimizer import OSS
-from .out_of_memory.skipping import SkipOutOfMemory
-from .policy import Compression, OffloadPolicy, PrecisionPolicy, ReducePolicy, ReshardPolicy
-from .running.stopping import stop_requested
-from .sharded_ddp.wrapper import ShardedDDP
-from .summary import summary
-from .tracing.metrics import Metrics
-from .tracing.ranges import span
-from .tracing.tracer import trace
-from .training_checkpoints.folders import latest
-from .training_checkpoints.restoring import Restored, restore
-from .training_checkpoints.saving import save
+from . import redirected
 from .version import __version_tuple__
-from .whole_parameters.optimizer import WholeParameters
-from .wrapping.context import auto_wrap, enable_wrap, wrap
+
+if TYPE_CHECKING:  # the same names as in the table below; tests/test_packaging.py compares them
+    from .adascale.optimizer import AdaScale as AdaScale
+    from .checkpoint.loading import load as load
+    from .checkpoint.prefix import (
+        load_with_or_without_prefix as load_with_or_without_prefix,
+        with_prefix as with_prefix,
+        without_prefix as without_prefix,
+    )
+    from .data import GlobalBatchSampler as GlobalBatchSampler, ResumableLoader as ResumableLoader
+    from .errors import (
+        BackendError as BackendError,
+        CheckpointError as CheckpointError,
+        ConfigurationError as ConfigurationError,
+        DamagedFileError as DamagedFileError,
+        FileNotWrittenError as FileNotWrittenError,
+        LifecycleError as LifecycleError,
+        OutOfStepError as OutOfStepError,
+        RankFailedError as RankFailedError,
+        RankLostError as RankLostError,
+        RankMismatchError as RankMismatchError,
+        ShardkitError as ShardkitError,
+        UntrustedFileError as UntrustedFileError,
+    )
+    from .evaluation.gathering import gather as gather, gather_tensors as gather_tensors
+    from .evaluation.sampling import EvaluationSampler as EvaluationSampler, in_step as in_step
+    from .fsdp import (
+        FSDP as FSDP,
+        fully_shard as fully_shard,
+        hybrid_groups as hybrid_groups,
+        register_fsdp_forward_method as register_fsdp_forward_method,
+        sharding_of as sharding_of,
+    )
+    from .grad_scaler import GradScaler as GradScaler, ShardedGradScaler as ShardedGradScaler
+    from .launching import launch as launch
+    from .optimizers.elementwise import declare_elementwise as declare_elementwise
+    from .oss.optimizer import OSS as OSS
+    from .out_of_memory.skipping import SkipOutOfMemory as SkipOutOfMemory
+    from .policy import (
+        Compression as Compression,
+        OffloadPolicy as OffloadPolicy,
+        PrecisionPolicy as PrecisionPolicy,
+        ReducePolicy as ReducePolicy,
+        ReshardPolicy as ReshardPolicy,
+    )
+    from .running.stopping import stop_requested as stop_requested
+    from .sharded_ddp.wrapper import ShardedDDP as ShardedDDP
+    from .summaries import summary as summary
+    from .tracing.metrics import Metrics as Metrics
+    from .tracing.ranges import span as span
+    from .tracing.tracer import trace as trace
+    from .training_checkpoints.folders import latest as latest
+    from .training_checkpoints.restoring import Restored as Restored, restore as restore
+    from .training_checkpoints.saving import save as save
+    from .whole_parameters.optimizer import WholeParameters as WholeParameters
+    from .wrapping.context import auto_wrap as auto_wrap, enable_wrap as enable_wrap, wrap as wrap
 
 __version__ = ".".join(map(str, __version_tuple__))
 
-__all__ = [
-    "FSDP",
-    "OSS",
-    "AdaScale",
-    "BackendError",
-    "CheckpointError",
-    "Compression",
-    "ConfigurationError",
-    "DamagedFileError",
-    "EvaluationSampler",
-    "FileNotWrittenError",
-    "GlobalBatchSampler",
-    "GradScaler",
-    "LifecycleError",
-    "Metrics",
-    "OffloadPolicy",
-    "OutOfStepError",
-    "PrecisionPolicy",
-    "RankFailedError",
-    "RankLostError",
-    "RankMismatchError",
-    "ReducePolicy",
-    "ReshardPolicy",
-    "Restored",
-    "ResumableLoader",
-    "ShardedDDP",
-    "ShardedGradScaler",
-    "ShardkitError",
-    "SkipOutOfMemory",
-    "UntrustedFileError",
-    "WholeParameters",
-    "auto_wrap",
-    "declare_elementwise",
-    "enable_wrap",
-    "fully_shard",
-    "gather",
-    "gather_tensors",
-    "hybrid_groups",
-    "in_step",
-    "latest",
-    "launch",
-    "load",
-    "load_with_or_without_prefix",
-    "register_fsdp_forward_method",
-    "restore",
-    "save",
-    "sharding_of",
-    "span",
-    "stop_requested",
-    "summary",
-    "trace",
-    "with_prefix",
-    "without_prefix",
-    "wrap",
-]
-
+_HOMES = {
+    "adascale.optimizer": "AdaScale",
+    "checkpoint.loading": "load",
+    "checkpoint.prefix": "load_with_or_without_prefix with_prefix without_prefix",
+    "data": "GlobalBatchSampler ResumableLoader",
+    "errors": "BackendError CheckpointError ConfigurationError DamagedFileError FileNotWrittenError LifecycleError "
+    "OutOfStepError RankFailedError RankLostError RankMismatchError ShardkitError UntrustedFileError",
+    "evaluation.gathering": "gather gather_tensors",
+    "evaluation.sampling": "EvaluationSampler in_step",
+    "fsdp": "FSDP fully_shard hybrid_groups register_fsdp_forward_method sharding_of",
+    "grad_scaler": "GradScaler ShardedGradScaler",
+    "launching": "launch",
+    "optimizers.elementwise": "declare_elementwise",
+    "oss.optimizer": "OSS",
+    "out_of_memory.skipping": "SkipOutOfMemory",
+    "policy": "Compression OffloadPolicy PrecisionPolicy ReducePolicy ReshardPolicy",
+    "running.stopping": "stop_requested",
+    "sharded_ddp.wrapper": "ShardedDDP",
+    "summaries": "summary",
+    "tracing.metrics": "Metrics",
+    "tracing.ranges": "span",
+    "tracing.tracer": "trace",
+    "training_checkpoints.folders": "latest",
+    "training_checkpoints.restoring": "Restored restore",
+    "training_checkpoints.saving": "save",
+    "whole_parameters.optimizer": "WholeParameters",
+    "wrapping.context": "auto_wrap enable_wrap wrap",
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
+__all__ = sorted(_HOME_OF)
 
 redirected.serve()
 
-# What can be used after ``import shardkit`` alone, beside compat's packages; loaded when it is asked for.
-_PACKAGES = frozenset({"extra", "moe", "model_parallel", "pipeline"})
-
 
 def __getattr__(name: str) -> Any:
-    """``shardkit.pipeline``, and ``shardkit.nn`` as with fairscale, after ``import shardkit`` alone."""
-    if name in _PACKAGES or name in compat.PARTS:
-        return importlib.import_module(f"{__name__}.{name}")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    """Loads a public name; or a module, as ``shardkit.pipeline``, or ``shardkit.nn`` as with fairscale."""
+    home = _HOME_OF.get(name)
+    if home is not None:
+        value = getattr(importlib.import_module(f"{__name__}.{home}"), name)
+    elif not name.startswith("_") and importlib.util.find_spec(f"{__name__}.{name}") is not None:
+        value = importlib.import_module(f"{__name__}.{name}")
+    else:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

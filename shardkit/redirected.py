@@ -21,16 +21,18 @@ from collections.abc import Callable, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from types import FunctionType, ModuleType
-from typing import NoReturn, TypeVar, cast
+from typing import TYPE_CHECKING, NoReturn, TypeVar, cast
 
 from .errors import RedirectedError
 from .redirections import REDIRECTED
 from .reexports import REEXPORTED
-from .types import AnyCallable, Tree
+
+if TYPE_CHECKING:
+    from .types import AnyCallable, Tree
 
 MARK = "__redirected__"
 _ROOT = "shardkit"
-_F = TypeVar("_F", bound=AnyCallable)
+_F = TypeVar("_F", bound="AnyCallable")
 
 
 class _RedirectedMeta(type):

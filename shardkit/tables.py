@@ -16,6 +16,11 @@ def in_bytes(count: float) -> str:
     return f"{count:.0f} {_UNITS[unit]}" if unit == 0 or count >= 100 else f"{count:.3g} {_UNITS[unit]}"
 
 
+def counted(count: int, what: str) -> str:
+    """Names how many there are, as "1 rank" and "3 ranks"."""
+    return f"{count:,} {what}{'s' * (count != 1)}"
+
+
 def plain_table(head: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> str:
     """In columns of characters; columns without an entry are left out.
 
@@ -31,19 +36,3 @@ def plain_table(head: Sequence[str], rows: Sequence[Sequence[str]], right: Seque
         for line in [head, *rows]
     ]
     return "\n".join([lines[0], "-" * max(map(len, lines)), *lines[1:]])
-
-
-def rich_table(
-    title: str, head: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int], notes: Sequence[str]
-) -> object:
-    """The same for a ``rich`` console."""
-    from rich.console import Group
-    from rich.table import Table
-
-    table = Table(title=title, title_justify="left")
-    shown = [k for k in range(len(head)) if any(row[k] for row in rows)]
-    for k in shown:
-        table.add_column(head[k], justify="right" if k in right else "left")
-    for row in rows:
-        table.add_row(*[row[k] for k in shown])
-    return Group(table, *[f"[yellow]![/yellow] {note}" for note in notes])

@@ -18,7 +18,7 @@ import torch.multiprocessing
 
 import shardkit
 from shardkit.backends.processes import RankPool
-from shardkit.launch import _of_machine
+from shardkit.launching import _of_machine
 from shardkit.optim.oss import OSS
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -202,6 +202,56 @@ def test_version_is_said_once() -> None:
     assert getattr(shardkit, "__version__", PROJECT["project"]["version"]) == PROJECT["project"]["version"]
 
 
+def test_names_are_loaded_when_they_are_asked_for() -> None:
+    program = """
+import sys, shardkit
+print(len([m for m in sys.modules if m.partition(".")[0] == "shardkit"]), "torch" in sys.modules)
+assert dir(shardkit) == shardkit.__all__
+assert not hasattr(shardkit, "nothing")
+missing = [n for n in shardkit.__all__ if not hasattr(shardkit, n)]
+assert not missing, missing
+import shardkit.launching, shardkit.summaries
+assert callable(shardkit.launch) and callable(shardkit.summary) and shardkit.nn.Pipe and shardkit.pipeline
+"""
+    found = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    modules, has_torch = found.stdout.split()
+    assert int(modules) <= 10
+    assert has_torch == "False"
+
+
+def test_type_checkers_see_the_same_names() -> None:
+    import shardkit
+
+    (block,) = [n for n in ast.parse(Path(shardkit.__file__).read_text()).body if isinstance(n, ast.If)]
+    seen = {(a.asname, n.module) for n in block.body if isinstance(n, ast.ImportFrom) for a in n.names}
+    assert seen == set(shardkit._HOME_OF.items())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "says"),
+    [
+        (["--help"], 0, "runs a program on ranks"),
+        (["run", "--help"], 0, "--stuck-after SECONDS"),
+        (["--version"], 0, f"shardkit {PROJECT['project']['version']}\n"),
+        (["rnu", "train.py"], 2, "rnu: did you mean run?"),
+        (["ckpt", "covnert"], 2, "covnert: did you mean convert?"),
+    ],
+)
+def test_the_command_line_answers_without_torch(arguments: list[str], status: int, says: str) -> None:
+    import resource
+
+    program = "import sys; sys.modules['torch'] = None; from shardkit.cli import main; main()"
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = subprocess.run(
+        [sys.executable, "-c", program, *arguments], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert (done.returncode, says in done.stdout + done.stderr) == (status, True), done.stderr
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 0.3
+
+
 def test_the_api_page_has_every_public_name() -> None:
     import shardkit
 

@@ -144,10 +144,10 @@ class Waiting:
     def _raise(self, error: RuntimeError, call: Call) -> NoReturn:
         never_destroy()
         lost = any(sign in str(error) for sign in _LOST)
-        said = self._watch.last_words() if lost else ""
+        said = self._watch.last_words(call) if lost else ""
         self._watch.fail(said or f"{error} in {call.describe()}", lost=lost and not said)
         if said:  # it left because of an error that concerns this rank too
-            raise OutOfStepError(f"rank {self.rank} was in {call.describe()}, but {said}") from error
+            raise OutOfStepError(said) from error
         if lost:
             raise RankLostError(
                 f"rank {self.rank} lost another rank of the group (ranks {list(self.ranks)}) during {call.describe()}. "

@@ -103,9 +103,7 @@ class Watch:
             if entry is not None and "failed" in entry:
                 self._raised_at, self._asked = time.monotonic(), 0
                 kind = RankLostError if entry["lost"] else OutOfStepError
-                raise kind(
-                    f"rank {self._rank} waits in {call.describe()}, but rank {rank} gave up: {entry['failed']}"
-                )
+                raise kind(self._with(call, f"rank {rank} gave up: {entry['failed']}"))
             where = ""
             if entry is not None:
                 where = self._elsewhere(call, rank, Report.of(entry))
@@ -178,12 +176,20 @@ class Watch:
         if not self._failed:  # what it said then says more
             self._report(None)
 
-    def last_words(self) -> str:
-        """What a rank said before it gave up by itself (not because it lost another one); empty if none did."""
+    def last_words(self, call: Call) -> str:
+        """What a rank said before it gave up by itself (not because it lost another one), as this one's error.
+
+        Empty if none did.
+        """
         for rank, entry in self._read_failures():
             if not entry["lost"]:
-                return f"rank {rank} gave up: {entry['failed']}"
+                return self._with(call, f"rank {rank} gave up: {entry['failed']}")
         return ""
+
+    def _with(self, call: Call, failure: str) -> str:
+        """Another rank's failure, and what this rank waits in, unless that says it already."""
+        known = f"rank {self._rank} is in {call.describe()}" in failure
+        return failure if known else f"rank {self._rank} waits in {call.describe()}, but {failure}"
 
     def arrived(self) -> None:
         """The call that was waited for is through."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import zip_longest
 from typing import Protocol
 
 import torch
@@ -85,7 +86,7 @@ class Meeting:
         self.given_up: dict[int, int] = {}
         self._calls: dict[int, Call] = {}  # by global rank
         self._places: dict[int, Place] = {}
-        self._terms: dict[int, object] = {}
+        self._terms: dict[int, tuple[object, ...]] = {}
         self._brought: dict[int, Tree] = {}
 
     @property
@@ -108,7 +109,7 @@ class Meeting:
         return next(iter(self._calls))
 
     def arrive(
-        self, rank: int, call: Call, place: Place, terms: object, brought: Tree, finish: Finish
+        self, rank: int, call: Call, place: Place, terms: tuple[object, ...], brought: Tree, finish: Finish
     ) -> None:
         """``rank`` is here; the last one does the work for all.
 
@@ -121,10 +122,7 @@ class Meeting:
             return
         other = next((r for r, t in self._terms.items() if t != terms), None)
         if other is not None:
-            theirs, mine = (
-                f"rank {r} is in {self.describe(r)}, with {self._terms[r]}" for r in (other, rank)
-            )
-            self.fail(f"{theirs}; {mine}")
+            self.fail(f"{self._beside(other, rank)}; {self._beside(rank, other)}")
             return
         self._brought[rank] = brought
         if self.missing():
@@ -138,6 +136,13 @@ class Meeting:
             self.error = BackendError, f"{call.describe()} failed: {type(error).__name__}: {error}"
         self.done = self.error is None
         self._brought.clear()
+
+    def _beside(self, rank: int, other: int) -> str:
+        """A rank's call, and what of its terms differs from another's without being in that sentence."""
+        said = f"rank {rank} is in {self.describe(rank)}"
+        pairs = zip_longest(self._terms[rank], self._terms[other], fillvalue="")
+        differing = [str(mine) for mine, theirs in pairs if mine != theirs and str(mine) not in said]
+        return f"{said}, with {', '.join(differing)}" if differing else said
 
     def fail(self, what: str) -> None:
         self.error = OutOfStepError, f"ranks are out of step: {what}. {OUT_OF_STEP_HINT}"

@@ -219,7 +219,8 @@ class RankThreads:
         return set(range(self.world_size)) - self._finished
 
     def arrive(
-        self, rank: int, meeting: Meeting, call: Call, terms: object, brought: Tree, finish: Finish, size: int = 0
+        self, rank: int, meeting: Meeting, call: Call, terms: tuple[object, ...], brought: Tree, finish: Finish,
+        size: int = 0,
     ) -> None:  # fmt: skip
         """``rank`` issues its part of a collective over ``size`` bytes.
 

@@ -127,7 +127,7 @@ def check_order(issued: Sequence[Sequence[Issued]]) -> None:
         for k, (a, b) in enumerate(zip(mine, theirs, strict=False)):
             if (a.communicator, a.operation) != (b.communicator, b.operation):
                 raise OutOfStepError(
-                    f"communicators are used in different orders: collective {k} is {tuple(a)} on rank {one} and "
-                    f"{tuple(b)} on rank {other}. Issue collectives of different groups and channels in one order on "
+                    f"communicators are used in different orders: collective {k} is {a} on rank {one} and "
+                    f"{b} on rank {other}. Issue collectives of different groups and channels in one order on "
                     "all ranks"
                 )

@@ -34,6 +34,9 @@ class Issued(NamedTuple):
     numel: int
     label: str
 
+    def __str__(self) -> str:
+        return f"{self.operation} of {self.numel} elements ({self.label}) in {self.communicator}"
+
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Flight:

@@ -6,7 +6,7 @@ import os
 
 from shardkit.backends.xla.backend import has_accelerator
 from shardkit.errors import ConfigurationError
-from shardkit.launch import launch
+from shardkit.launching import launch
 from shardkit.types import AnyCallable, Args
 from shardkit.xla.originals import names_of
 

@@ -1,4 +1,4 @@
-"""For people: tables with ``rich`` where it is installed and this is a terminal, plain ones otherwise."""
+"""For people: tables, and a bar where ``rich`` is installed and this is a terminal."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import importlib.util
 import sys
 from collections.abc import Callable, Iterator, Sequence
 
-from ..tables import in_bytes, plain_table, rich_table
+from ..tables import counted, in_bytes, plain_table
 from ..types import StateDict
 from .comparing import Comparison
 from .converting import Converted
@@ -18,13 +18,6 @@ from .verifying import Verified
 def table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int]) -> None:
     """Prints a table."""
     if not rows:
-        return
-    if importlib.util.find_spec("rich") is not None and sys.stdout.isatty():
-        from rich.console import Console
-        from rich.markup import escape
-
-        shown = [[escape(cell) for cell in row] for row in rows]
-        Console(soft_wrap=True).print(rich_table(escape(title), head, shown, right, []))
         return
     print(f"{title}\n{plain_table(head, rows, right)}" if title else plain_table(head, rows, right))
 
@@ -71,9 +64,10 @@ def print_contents(found: StateDict) -> None:
     model = found["model"]
     where = f"in {model['key']!r}, " if model["key"] else ""
     print(
-        f"model: {where}{model['tensors']} tensors, {model['elements']:,} elements, {in_bytes(model['bytes'])}"
+        f"model: {where}{counted(model['tensors'], 'tensor')}, {counted(model['elements'], 'element')}, "
+        f"{in_bytes(model['bytes'])}"
     )
-    print(f"all: {len(found['tensors'])} tensors, {in_bytes(found['bytes'])}")
+    print(f"all: {counted(len(found['tensors']), 'tensor')}, {in_bytes(found['bytes'])}")
     rows = [
         (t["name"], str(t["shape"]), t["dtype"], in_bytes(t["bytes"]), str(t["parts"]))
         for t in found["tensors"]
@@ -81,7 +75,7 @@ def print_contents(found: StateDict) -> None:
     table("", ("tensor", "shape", "dtype", "size", "parts"), rows, (3, 4))
     for k, group in enumerate(found["param_groups"]):
         options = ", ".join(f"{n}={v}" for n, v in group.items() if n != "params")
-        print(f"param group {k}: {group.get('params', 0)} parameters, {options}")
+        print(f"param group {k}: {counted(group.get('params', 0), 'parameter')}, {options}")
     for name, value in found["values"].items():
         print(f"{name}: {value}")
     for what in found["left_out"]:
@@ -94,7 +88,8 @@ def print_verified(results: Sequence[Verified]) -> None:
         for damage in result.damages:
             print(f"{result.path}: {damage}")
         state = f"{len(result.damages)} damaged" if result.damages else "as written"
-        print(f"{result.path}: {result.files} files, {result.items} items, {in_bytes(result.bytes)}: {state}")
+        size = f"{counted(result.files, 'file')}, {counted(result.items, 'item')}, {in_bytes(result.bytes)}"
+        print(f"{result.path}: {size}: {state}")
         for limit in result.limits:
             print(f"  not everything is covered: {limit}")
 
@@ -105,16 +100,15 @@ def print_comparison(a: str, b: str, result: Comparison) -> None:
     for what in result.not_compared:
         print(f"not compared: {what}")
     print(
-        f"{result.tensors} tensors compared, "
-        + (f"{len(result.differences)} differences" if result.differences else "all the same")
+        f"{counted(result.tensors, 'tensor')} compared, "
+        + (counted(len(result.differences), "difference") if result.differences else "all the same")
     )
 
 
 def print_converted(source: str, target: str, result: Converted) -> None:
     """``convert``."""
-    print(
-        f"{source} ({result.source}) -> {target} ({result.target}): {result.tensors} tensors, {in_bytes(result.bytes)}"
-    )
+    size = f"{counted(result.tensors, 'tensor')}, {in_bytes(result.bytes)}"
+    print(f"{source} ({result.source}) -> {target} ({result.target}): {size}")
     for note in result.notes:
         print(f"  {note}")
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 from shardkit.errors import ConfigurationError
@@ -29,15 +30,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--nodes", type=_nodes, default=(1, 1), metavar="N or MIN:MAX", help="machines (default: 1)"
     )
-    parser.add_argument("--rdzv", default="", metavar="HOST:PORT", help="where machines meet: one of them")
+    parser.add_argument(
+        "--rdzv", dest="rendezvous", default="", metavar="HOST:PORT", help="where machines meet: one of them"
+    )
     parser.add_argument(
         "--restarts", type=int, default=0, help="of all ranks, when one has failed (default: 0)"
     )
     parser.add_argument(
-        "--min-ranks",
-        type=int,
+        "--min-ranks", dest="least", type=int, metavar="MIN_RANKS",
         help="ranks on each machine to go on with, when one has failed twice (default: all)",
-    )
+    )  # fmt: skip
     parser.add_argument("--id", default="", help="the run's name (default: the time; SLURM_JOB_ID)")
     parser.add_argument("--runs", type=Path, default=Path("runs"), help="folder of runs (default: runs)")
     parser.add_argument(
@@ -47,8 +49,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--trace",
         default="",
         metavar="steps=FIRST:LAST",
-        help="runs/ID/trace.json has these steps of all ranks, as steps=10:12; shardkit trace explains it",
+        help="runs/ID/trace.json has these steps of all ranks, both included and counted from 0, as steps=10:12 for "
+        "three of them; shardkit trace explains it",
     )
+    parser.add_argument(
+        "--grace", type=float, default=60, metavar="SECONDS",
+        help="to save and end after SIGTERM; then a page says where ranks stand, and they are ended (default: 60)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--stuck-after", type=float, default=3600, metavar="SECONDS",
+        help="ranks hang when none has made a step of an optimizer or printed anything for so long: that is a failure, "
+        "which --restarts answers (default: 3600; 0: never)",
+    )  # fmt: skip
     parser.add_argument("-m", dest="is_module", action="store_true", help="the program is a module's name")
     parser.add_argument("program", help="a script; with -m, a module")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="the program's own")
@@ -59,21 +71,13 @@ def run(options: argparse.Namespace) -> int:
     from shardkit.running import launcher
 
     try:
-        return launcher.run(
-            launcher.Options(
-                program=[*(["-m"] if options.is_module else []), options.program, *options.arguments],
-                ranks=options.ranks if options.ranks is not None else _accelerators(),
-                nodes=options.nodes,
-                rendezvous=options.rdzv,
-                restarts=options.restarts,
-                least=options.min_ranks,
-                id=options.id,
-                runs=options.runs,
-                join_timeout=options.join_timeout,
-                trace=options.trace,
-                command=shlex.join(["shardkit", *sys.argv[1:]]),
-            )
-        )
+        names = {field.name for field in fields(launcher.Options)}
+        given = {name: value for name, value in vars(options).items() if name in names}
+        given["program"] = [*["-m"] * options.is_module, options.program, *options.arguments]
+        given["command"] = shlex.join(["shardkit", *sys.argv[1:]])
+        if options.ranks is None:
+            given["ranks"] = _accelerators()
+        return launcher.run(launcher.Options(**given))
     except ConfigurationError as error:
         print(f"shardkit run: {error}", file=sys.stderr)
         return 2

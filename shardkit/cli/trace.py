@@ -43,7 +43,7 @@ def _run(options: argparse.Namespace) -> None:
     from shardkit.tracing.analysis import analyse
     from shardkit.tracing.plots import plot
     from shardkit.tracing.recording import write_atomically
-    from shardkit.tracing.report import as_data, as_rich, as_text
+    from shardkit.tracing.report import as_data, as_text
     from shardkit.tracing.timeline import of_events, read_events
 
     events = read_events(options.files)
@@ -55,13 +55,5 @@ def _run(options: argparse.Namespace) -> None:
         plot(trace, options.plot, options.step)
     if options.json:
         print(json.dumps(as_data(found), indent=1))
-        return
-    try:
-        from rich.console import Console
-    except ImportError:
-        print(as_text(found))
-        return
-    if sys.stdout.isatty():
-        Console().print(as_rich(found))
     else:
         print(as_text(found))

@@ -12,7 +12,7 @@ from typing import TypeVar
 import torch.distributed as dist
 
 from ..errors import RankFailedError
-from ..launch import launch
+from ..launching import launch
 from ..started import started_rank
 from .findings import ERROR, Finding, in_order
 from .links import Link, OpenFiles, check_links, check_segments, measure_files, measure_links, segments

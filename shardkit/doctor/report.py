@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ..tables import counted
 from .examine import Report
 from .machine import Machine
 
@@ -23,7 +24,7 @@ def as_text(report: Report) -> str:
         where = f" [{finding.where}]" if finding.where else ""
         lines += [f"{finding.level.upper()}{where}: {finding.what}", f"    {finding.do}"]
     if not report.findings:
-        lines.append(f"Nothing is in the way of {report.world_size} ranks.")
+        lines.append(f"Nothing is in the way of {counted(report.world_size, 'rank')}.")
     return "\n".join(lines)
 
 

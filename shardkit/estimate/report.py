@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from ..tables import in_bytes, plain_table
+from ..tables import counted, in_bytes, plain_table
 from ..types import StateDict
 from .memory import KINDS
 from .stepping import Estimate, Subject
@@ -19,7 +19,7 @@ def as_text(subject: Subject, estimates: Sequence[Estimate], limit: int | None =
          in_bytes(e.sent), "" if limit is None else "yes" if e.peak <= limit else "no")
         for e in estimates
     ]  # fmt: skip
-    title = f"{subject.name}: {estimates[0].parameters:,} parameters; the fullest rank, at the peak of a step"
+    title = f"{subject.name}: {counted(estimates[0].parameters, 'parameter')}; the fullest rank, at the peak of a step"
     return f"{title}\n{plain_table(head, rows, right=range(1, 10))}"
 
 
@@ -33,6 +33,6 @@ def in_words(strategy: str, batch: int, limit: int, found: Estimate | None) -> s
     if found is None:
         return f"{strategy}, batch {batch}: no number of ranks is enough for {in_bytes(limit)} on each"
     return (
-        f"{strategy}, batch {batch}: {found.ranks:,} ranks are enough for {in_bytes(limit)} on each "
-        f"({in_bytes(found.peak)})"
+        f"{strategy}, batch {batch}: {counted(found.ranks, 'rank')} {'is' if found.ranks == 1 else 'are'} enough for "
+        f"{in_bytes(limit)} on each ({in_bytes(found.peak)})"
     )

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from shardkit.backends.simulated.rank_threads import Hang, named, said_of
 from shardkit.errors import RankFailedError
+from shardkit.tables import counted, in_bytes
 
 from .ranks import Seen, Sent
 
-_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 _LARGEST = 12  # kinds of collectives that are listed
 
 
@@ -89,8 +89,7 @@ class Report:
         }
 
     def _lines(self) -> Iterator[str]:
-        count = len(self.ranks)
-        yield f"{self.name} on {count} simulated rank{'s' if count > 1 else ''}: " + (
+        yield f"{self.name} on {counted(len(self.ranks), 'simulated rank')}: " + (
             "every rank came to its end" if self.is_good else "RANKS CAN'T GO ON"
         )
         yield from self._troubles()
@@ -162,11 +161,3 @@ def _row(what: str, values: Sequence[int], as_text: Callable[[int], str]) -> str
 
 def _some(losses: Sequence[float]) -> str:
     return ", ".join(f"{loss:.6g}" for loss in losses[:8]) + (", ..." if len(losses) > 8 else "")
-
-
-def in_bytes(count: int) -> str:
-    """``1.5MiB``."""
-    value, unit = float(count), 0
-    while value >= 1024 and unit < len(_UNITS) - 1:
-        value, unit = value / 1024, unit + 1
-    return f"{value:.0f}B" if unit == 0 else f"{value:.1f}{_UNITS[unit]}"

@@ -8,6 +8,8 @@ import signal
 from dataclasses import dataclass
 from pathlib import Path
 
+from .folder import steps_of
+
 STOPPED = 75  # EX_TEMPFAIL: the program was asked to stop, has saved, and can be started again
 # What a rank raises when another one failed first.
 _CONSEQUENCES = ("RankLostError", "OutOfStepError", "DistNetworkError", "DistBackendError", "DistStoreError")
@@ -18,13 +20,14 @@ _LINES, _LETTERS = 40, 600  # of a traceback, and of a message
 
 @dataclass(frozen=True)
 class Failure:
-    """A rank that has ended otherwise than with status 0.
+    """A rank that has failed, or has made others fail.
 
     Attributes:
         rank: global.
         status: exit status; negative: the signal that ended it.
         noticed: when that was seen (seconds since the epoch).
         files: path of its files, without their endings.
+        fault: what it did, where it is no error of its own: it hangs, or left too early.
     """
 
     rank: int
@@ -32,6 +35,7 @@ class Failure:
     status: int
     noticed: float
     files: Path
+    fault: str = ""
 
     def _error(self) -> dict[str, str]:
         """The exception, as the rank wrote it down; empty if it could not."""
@@ -66,6 +70,16 @@ class Failure:
         return f"ended with exit status {self.status}"
 
     @property
+    def headline(self) -> str:
+        """What became of it, after "rank N of M"."""
+        return self.fault or f"failed: {self.text}"
+
+    @property
+    def steps(self) -> int:
+        """How many steps of an optimizer it has made."""
+        return steps_of(self.files.with_name(self.files.name + ".steps"))[0]
+
+    @property
     def trace(self) -> str:
         """The traceback, or the last lines that it printed."""
         trace = self._error().get("trace", "").rstrip()
@@ -81,7 +95,7 @@ class Failure:
     @property
     def is_consequence(self) -> bool:
         """Whether it says no more than that another rank is gone."""
-        text = self._error().get("text", "")
+        text = "" if self.fault else self._error().get("text", "")
         return text.startswith(_CONSEQUENCES) or bool(_OF_GLOO.search(text))
 
 
@@ -102,9 +116,17 @@ def signal_name(number: int) -> str:
         return f"signal {number}"
 
 
-def first_cause(failures: list[Failure]) -> Failure:
-    """The earliest one that is no consequence of another's."""
-    return min(failures, key=lambda f: (f.is_consequence, f.when))
+def first_cause(failures: list[Failure], left: list[Failure] | None = None) -> Failure:
+    """The earliest one that is no consequence of another's.
+
+    Args:
+        left: ranks that ended with status 0. Where those that failed have only lost another rank, it is one of these
+            that they have lost, unless most ranks have ended so: then the others do more than all have agreed on.
+    """
+    cause = min(failures, key=lambda f: (f.is_consequence, f.when))
+    if left and cause.is_consequence and len(left) <= len(failures):
+        return min(left, key=lambda f: (f.steps, f.when))
+    return cause
 
 
 def tail(path: Path, lines: int) -> list[str]:

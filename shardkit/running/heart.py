@@ -17,6 +17,7 @@ from typing import NamedTuple
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 _PERIOD, _MOMENT = 0.5, 1.5  # seconds
+LEFT = "left with status 0 in mid-training"
 SILENCE = 6.0  # seconds after which a machine is taken to be lost
 
 
@@ -72,6 +73,14 @@ class Heart:
                 name = self._names.get(other, "which never answered")
                 silent.append(f"machine {other} ({name}) has not been heard of for {now - when:.0f} s")
         return "; ".join(silent)
+
+    def are_through(self) -> bool:
+        """Whether all ranks of all other machines have ended with status 0, or nothing is heard of them."""
+        now = time.monotonic()
+        return all(
+            now - when > SILENCE or (other in self._told and self._told[other].text == LEFT)
+            for other, when in self._heard.items()
+        )
 
     def tell(self, failure: Told) -> None:
         """The others, at once; returns when they can know it, or after a moment."""

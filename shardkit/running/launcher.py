@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
+from typing import NoReturn
 
 from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.rendezvous import (
@@ -39,33 +40,27 @@ _LOCAL = "127.0.0.1"
 
 @dataclass(frozen=True)
 class Options:
-    """What ``shardkit run`` was asked for.
+    """What ``shardkit run`` was asked for; its help says what each option is, with its default.
 
     Attributes:
         program: ``[-m] PROGRAM ARGUMENTS``.
-        ranks: of each machine.
-        nodes: machines, at least and at most.
-        rendezvous: host and port where they meet; "" for one machine.
-        restarts: of all ranks, after failures.
-        least: ranks of a machine that it goes on with; None: all.
-        id: the run's name; "": one is made up.
-        runs: folder of runs.
-        join_timeout: seconds that other machines are waited for.
         command: the line that starts it again.
-        trace: ``steps=FIRST:LAST`` that are traced; "": none.
+        least: ranks of a machine that it goes on with (``--min-ranks``); None: all.
     """
 
     program: Sequence[str]
+    command: str
     ranks: int
-    nodes: tuple[int, int] = (1, 1)
-    rendezvous: str = ""
-    restarts: int = 0
-    least: int | None = None
-    id: str = ""
-    runs: Path = Path("runs")
-    join_timeout: int = 600
-    command: str = "shardkit run"
-    trace: str = ""
+    nodes: tuple[int, int]
+    rendezvous: str
+    restarts: int
+    least: int | None
+    id: str
+    runs: Path
+    join_timeout: int
+    trace: str
+    grace: float
+    stuck_after: float
 
     def __post_init__(self) -> None:
         least, most = self.nodes
@@ -77,6 +72,10 @@ class Options:
             raise ConfigurationError(f"--min-ranks {self.least}: between 1 and --ranks, {self.ranks}")
         if self.restarts < 0:
             raise ConfigurationError(f"--restarts {self.restarts}: at least 0")
+        if not (self.grace >= 0 and self.stuck_after >= 0):
+            raise ConfigurationError(
+                f"--grace {self.grace:g} --stuck-after {self.stuck_after:g}: at least 0 seconds"
+            )
         if self.least not in (None, self.ranks) and self.restarts < 2:
             raise ConfigurationError(
                 "--min-ranks needs --restarts of at least 2: a rank has to fail twice before others go on without it"
@@ -144,7 +143,10 @@ class _Running:
                 os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         self._news = News(name, folder)
         least = options.ranks if options.least is None else options.least
-        self._job = Job(name, folder, options.command, least, options.nodes, options.rendezvous, self._news)
+        self._job = Job(
+            name, folder, options.command, least, options.nodes, options.rendezvous, self._news,
+            options.grace, options.stuck_after,
+        )  # fmt: skip
         handler = _handler(options, name, self._address, is_host, folder)
         self._spec = WorkerSpec(
             role="rank",
@@ -170,6 +172,8 @@ class _Running:
                 thread.join(_TICK)
                 self._agent.look_for_lost()
                 self._news.show()
+                if self._agent.meets and self._job.stop_asked and self._job.overdue(self._job.stop_asked):
+                    self._end(128 + signal.SIGTERM)
         finally:
             self._agent.close()
             for number, handler in before.items():
@@ -180,9 +184,7 @@ class _Running:
         if (
             self._job.is_cut_off
         ):  # the agent's thread waits for an answer that may come while the program ends
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(1)
+            self._end(1)
         if self._job.status is not None:
             self._say_stopped(self._job.status)
             return self._job.status
@@ -200,15 +202,22 @@ class _Running:
 
     def _signalled(self, number: int, _: FrameType | None) -> None:
         if not self._job.stop_asked:
-            self._job.stop_asked = True
+            self._job.stop_asked = time.monotonic()
             self._news.say(
-                f"{signal.Signals(number).name}: ranks save and end; once more, and they end at once"
+                f"{signal.Signals(number).name}: ranks save and end, within {self._job.grace:g} s; once more, and they "
+                "end at once"
             )
             self._agent.signal_ranks(signal.SIGTERM)
             return
         self._agent.signal_ranks(signal.SIGKILL)
+        self._end(128 + number)
+
+    def _end(self, status: int) -> NoReturn:
+        """Ends this process, whatever the agent's thread waits for."""
         self._news.close()
-        os._exit(128 + number)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
 
     def _say_stopped(self, status: int) -> None:
         saved = self._job.folder.last_checkpoint()

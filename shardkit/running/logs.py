@@ -7,7 +7,10 @@ from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 
+from .folder import steps_of
 from .rank import FILES, PIPE
+
+Signs = list[tuple[object, ...]]
 
 
 class RankLogs(LogsSpecs):
@@ -33,6 +36,11 @@ class RankLogs(LogsSpecs):
 
     def pipe(self, rank: int | str) -> Path:
         return self.pipes / f"{self.number}-{rank}"
+
+    def signs(self, rank: int) -> tuple[object, ...]:
+        """What a rank that lives changes: steps of an optimizer, and what it has printed."""
+        files = [Path(f"{self.files(rank)}.{ending}") for ending in ("steps", "out", "err")]
+        return steps_of(files[0]), *(file.stat().st_size if file.exists() else -1 for file in files)
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
         """Called by the agent: the files, and what ranks find in their environment."""

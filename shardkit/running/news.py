@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import sys
 import threading
 import time
 from pathlib import Path
 from typing import IO
 
+from ..tables import counted
 from .folder import RunFolder, steps_of
 from .page import Page
 
@@ -73,9 +75,19 @@ class News:
         with self._lock:
             for file, stream in self._outputs:
                 while chunk := file.read(_CHUNK):
+                    if stream is sys.stderr and (end := self._last_words()) is not None:
+                        chunk = chunk[: max(0, end - file.tell() + len(chunk))]
                     self._clear()
                     stream.write(chunk.decode(errors="replace"))
                     stream.flush()
+
+    def _last_words(self) -> int | None:
+        """Where the traceback begins that has ended rank 0, in what it printed: the page says what matters of it."""
+        try:
+            error = json.loads((self._attempt / "rank0.error.json").read_text())  # type: ignore[operator]
+            return int(error["message"]["extraInfo"]["printed"])
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
 
     def show(self) -> None:
         """What is new."""
@@ -105,7 +117,7 @@ class News:
         rate = (least - self._rate[0][1]) / seconds if seconds else 0.0
         saved = self._folder.last_checkpoint()
         last = f", last checkpoint {saved.name}" if saved else ""
-        return f"[{self._run}: {self._world_size} ranks, step {least}, {rate:.3g} steps/s{last}]"
+        return f"[{self._run}: {counted(self._world_size, 'rank')}, step {least}, {rate:.3g} steps/s{last}]"
 
     def _clear(self) -> None:
         if self._line:

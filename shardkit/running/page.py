@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from .causes import Failure, tail
-from .folder import steps_of
 
 _WIDTH = 100
 _OTHERS = 16  # ranks of which a line is shown
@@ -23,7 +22,7 @@ class Page:
         others: a sentence about each other rank.
         checkpoint: the last complete one.
         next_step: what happens now, or the command that resumes.
-        notes: further lines.
+        note: further lines.
     """
 
     headline: str
@@ -33,20 +32,20 @@ class Page:
     others: dict[int, str]
     checkpoint: Path | None
     next_step: str
-    notes: list[str] = field(default_factory=list)
+    note: str = ""
 
     def text(self) -> str:
-        """At most some 90 lines."""
+        """At most some 70 lines."""
         where = f"run {self.run}, attempt {self.attempt}, {time.strftime('%Y-%m-%d %H:%M:%S')}"
         lines = ["=" * _WIDTH, self.headline, where]
         if self.cause is not None:
-            steps, _ = steps_of(self.cause.files.with_name(self.cause.files.name + ".steps"))
+            steps = self.cause.steps
             lines[2] += (
                 f", after optimizer step {steps} of this attempt" if steps else ", before the first step"
             )
             shown = self.cause.trace
             lines += ["", shown] if shown else []
-        lines += ["", *self.notes] if self.notes else []
+        lines += ["", self.note] if self.note else []
         if self.others:
             lines += ["", "The others:"]
             lines += [f"  rank {rank} {text}" for rank, text in sorted(self.others.items())[:_OTHERS]]

@@ -50,8 +50,7 @@ def main() -> None:
         _write_down(error)
         raise error.with_traceback(_of_program(error.__traceback__)) from error.__cause__
     except SystemExit as error:
-        if isinstance(error.code, str):
-            _write_down(error)
+        _write_down(error)
         raise
 
 
@@ -98,6 +97,9 @@ def _write_down(error: BaseException) -> None:
         return
     trace = traceback.format_exception(type(error), error, _of_program(error.__traceback__))
     extra = {"py_callstack": "".join(trace), "timestamp": str(int(time.time())), "time": time.time()}
+    if not isinstance(error, SystemExit):
+        sys.stderr.flush()
+        extra["printed"] = os.fstat(2).st_size  # what comes now in the file is this traceback
     message = {"message": f"{type(error).__name__}: {error}", "extraInfo": extra}
     with contextlib.suppress(OSError):
         Path(path + ".new").write_text(json.dumps({"message": message}))

@@ -13,6 +13,7 @@ import torch
 from shardkit.backends.processes import RankPool
 from shardkit.errors import ConfigurationError, RankFailedError
 
+from ..tables import counted
 from ..types import Kwargs, SavedState
 from .comparing import Tolerance, tolerance_of
 from .experiment import Experiment, load_experiment, target_of
@@ -73,7 +74,8 @@ class Report:
         return self.sides[0].agrees
 
     def __str__(self) -> str:
-        head = f"{self.target}: {self.steps} steps on {self.world_size} ranks with {self.strategy}"
+        size = f"{counted(self.steps, 'step')} on {counted(self.world_size, 'rank')}"
+        head = f"{self.target}: {size} with {self.strategy}"
         lines = [head, *(f"  {side}" for side in self.sides)]
         if len(self.sides) == 1:
             lines.append("  fairscale is not installed: not compared with it")

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from statistics import median
 from typing import NamedTuple
 
-from ..tables import in_bytes
+from ..tables import counted, in_bytes
 from .analysis import Analysis, Late
 from .timeline import Place
 
@@ -42,8 +42,10 @@ _LATE_REMEDIES = {
     "rank reads: its disk, its files, longer samples",
     "between steps": "look at what this rank alone does between steps: logging, saving, evaluation, data that is made "
     "by hand; with shardkit.span(name) around it, traces show a part of that",
-    "step": "its optimizer takes longer: with OSS choose partition='balanced'; shards of FSDP are even, so look at its "
-    "device and at other programs there",
+    "step": "its optimizer takes longer: shards are even, so look at its device and at other programs there",
+    "step of OSS": "it owns parameters that take longer: choose partition='balanced' for OSS",
+    "step of WholeParameters": "it owns parameters whose updates take longer: owners are balanced by what an update "
+    "costs, so tell it with cost= (a function of class and shape); a parameter as large as all others has one owner",
     "update": "its optimizer has more to do: choose partition='balanced' for OSS",
 }
 _LATE_ELSEWHERE = (
@@ -57,7 +59,8 @@ def _late_ranks(found: Analysis) -> Iterator[Advice]:
     alike: dict[tuple[int, str], list[Late]] = {}
     for late in found.late:
         if 2 * late.times >= found.steps:  # not what happened once
-            remedy = _LATE_REMEDIES.get(late.cause.phase, _LATE_ELSEWHERE)
+            general = _LATE_REMEDIES.get(late.cause.phase, _LATE_ELSEWHERE)
+            remedy = _LATE_REMEDIES.get(str(_place(late)), general)
             alike.setdefault((late.cause.rank, remedy), []).append(late)
     for (rank, remedy), (first, *others) in alike.items():
         us = first.total_us / max(1, found.steps)
@@ -145,7 +148,7 @@ def _small_units(found: Analysis) -> Iterator[Advice]:
     if len(small) > 2 and len(small) > len(found.units) / 2:
         yield Advice(
             "small units",
-            f"{len(small)} of {len(found.units)} units have less than {in_bytes(_SMALL)}, as {small[0]}; "
+            f"{len(small)} of {counted(len(found.units), 'unit')} have less than {in_bytes(_SMALL)}, as {small[0]}; "
             f"{in_time(time)} a step are waited for them",
             "put several together into one unit: a collective of so few bytes takes as long as one of many",
             time,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..tables import in_bytes, plain_table, rich_table
+from ..tables import counted, in_bytes, plain_table
 from ..types import StateDict
 from .advice import Advice, advice, in_time
 from .analysis import Analysis, Late
@@ -64,9 +64,10 @@ def title(found: Analysis) -> str:
     exposed = sum(found.exposed_us.values()) / max(1, len(found.exposed_us))
     share = 100 * exposed / max(1e-9, found.step_us)
     clocks = f"; clocks agree within {in_time(found.clock_error_us)}" if found.clock_error_us else ""
+    who = f"{counted(found.steps, 'step')} of {counted(len(found.busy_us), 'rank')} ({found.facts.get('backend')})"
     return (
-        f"{found.steps} steps of {len(found.busy_us)} ranks ({found.facts.get('backend')}): {in_time(found.step_us)} a "
-        f"step, of which {in_time(exposed)} ({share:.0f} %) are waits that nothing hides{clocks}"
+        f"{who}: {in_time(found.step_us)} a step, of which {in_time(exposed)} ({share:.0f} %) are waits that nothing "
+        f"hides{clocks}"
     )
 
 
@@ -85,27 +86,6 @@ def as_text(found: Analysis) -> str:
 
 def _sentence(a: Advice) -> str:
     return f"{a.found}:\n   {a.change}"
-
-
-def as_rich(found: Analysis) -> object:
-    """The same for a ``rich`` console."""
-    from rich.console import Group
-    from rich.markup import escape
-
-    shown: list[object] = [f"[bold]{escape(title(found))}[/bold]"]
-    for heading, head, rows, right in tables(found):
-        if rows:
-            shown.append(rich_table(heading, head, rows, right, []))
-        elif head is _LATE:
-            shown.append("Who is late: nobody")
-    shown.append("[bold]What to change[/bold]")
-    given = advice(found)
-    shown += [
-        f"[yellow]{k}.[/yellow] {escape(a.found)}:\n   {escape(a.change)}" for k, a in enumerate(given, 1)
-    ]
-    if not given:
-        shown.append("nothing that this trace gives a reason for")
-    return Group(*shown)  # type: ignore[arg-type]
 
 
 def as_data(found: Analysis) -> StateDict:

@@ -96,17 +96,12 @@ class Trace:
     meetings: list[tuple[What, dict[int, Slice]]]
 
 
-def read_trace(paths: Sequence[str | Path]) -> Trace:
-    """A trace that was put together, or parts that were not: files, or the folder they are in.
+def read_events(paths: Sequence[str | Path]) -> Kwargs:
+    """Reads a trace that was put together, or parts that were not: files, or the folder they are in.
 
     Raises:
         DamagedFileError: a file is no trace of shardkit's.
     """
-    return of_events(read_events(paths))
-
-
-def read_events(paths: Sequence[str | Path]) -> Kwargs:
-    """The same, as the trace event format has it."""
     files = [file for path in paths for file in _files(Path(path))]
     if len(files) == 1 and ".rank-" not in files[0].name:
         try:

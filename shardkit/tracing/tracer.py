@@ -212,15 +212,18 @@ def training_begins(group: Group) -> None:
 
 
 def read_plan(text: str, where: str = VARIABLE) -> tuple[range, Path]:
-    """``steps=10:12,dir=/path`` as a range of steps and a folder; ``where`` it was asked for.
+    """Reads ``steps=10:12,dir=/path``, which has both step 10 and step 12, as a range and a folder.
+
+    Args:
+        where: it was asked for, as errors name it.
 
     Raises:
         ConfigurationError: it is something else.
     """
     found = re.fullmatch(r"steps=(\d+):(\d+)(?:,dir=(.+))?", text.strip())
-    if found is None or int(found[1]) >= int(found[2]):
+    if found is None or int(found[1]) > int(found[2]):
         raise ConfigurationError(
-            f"{where} {text!r}: write steps=FIRST:LAST, as steps=10:12 for the steps 10 and 11; for the variable "
-            f"{VARIABLE} also where to, as steps=10:12,dir=runs/1"
+            f"{where} {text!r}: write steps=FIRST:LAST, as steps=10:12 for the steps 10, 11 and 12 (the first is 0); "
+            f"for the variable {VARIABLE} also where to, as steps=10:12,dir=runs/1"
         )
-    return range(int(found[1]), int(found[2])), Path(found[3] or ".")
+    return range(int(found[1]), int(found[2]) + 1), Path(found[3] or ".")

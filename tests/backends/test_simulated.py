@@ -238,12 +238,15 @@ def test_different_calls_are_named_on_all_ranks() -> None:
     for texts in launch(work, 2):
         for text, words in zip(
             texts,
-            ["all_reduce of 4 elements (loss)|broadcast of 4 elements (weights)", "'max'|'sum'", "of 2 |of 3 ",
-             "[3, 1]|[2, 2]", "'a'|'b'|(line)", "pieces|rank 0 sends 1 elements to rank 0", "all_gather_o|gather_o"],
+            ["all_reduce of 4 elements (loss)|broadcast of 4 elements (weights)", "with max|with sum", "of 2 |of 3 ",
+             "with [3, 1]|with [2, 2]", "'a'|'b'|(line)", "pieces|rank 0 sends 1 elements to rank 0",
+             "all_gather_o|gather_o"],
             strict=True,
         ):  # fmt: skip
             assert all(word in text for word in words.split("|")), text
             assert "out of step" in text
+            assert "('" not in text
+            assert text.count("(loss)") <= 1, text
 
 
 def test_the_group_works_on_after_a_caught_error() -> None:

@@ -60,8 +60,8 @@ shardkit.launch(train, int(os.environ["WORLD_SIZE"]))
 """
 
 
-def _begin(folder: Path, *arguments: str) -> subprocess.Popen[str]:
-    (folder / "train.py").write_text(PROGRAM)
+def _begin(folder: Path, *arguments: str, program: str = PROGRAM) -> subprocess.Popen[str]:
+    (folder / "train.py").write_text(program)
     return subprocess.Popen(
         [sys.executable, "-m", "shardkit", "run", *arguments], cwd=folder,
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
@@ -89,11 +89,71 @@ def test_failures_restarts_and_fewer_ranks(tmp_path: Path) -> None:
     ), first
     assert f"Last complete checkpoint: {tmp_path}/saved/step-00000002\n" in first
     assert "Restart 1 of 2, with 2 ranks" in first
-    assert "Restart 2 of 2, with 1 ranks on this machine, since the same rank failed twice" in pages[1]
+    assert "Restart 2 of 2, with 1 rank on this machine, since the same rank failed twice" in pages[1]
     run = tmp_path / "runs" / "one"
     assert run.joinpath("failure.txt").read_text().strip("=\n") == pages[1].strip("=\n")
     assert "attempt 0" in (run / "attempt-0" / "rank1.out").read_text()
     assert "what went wrong" in (run / "attempt-0" / "rank1.err").read_text()
+    around = err.replace(first, "").replace(pages[1], "")
+    assert "Traceback" not in around, around  # of rank 0, which has lost rank 1: its log has it
+    assert "Traceback" in (run / "attempt-0" / "rank0.err").read_text()
+
+
+# Rank 1 hangs; is gone without a word; then all hang, and don't hear that they are to stop. Silence would be a hang.
+HANGS = """
+print("starts", flush=True)
+import os, sys, time
+import torch
+print("has torch", flush=True)
+import shardkit
+
+def train(rank):
+    attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    model = shardkit.FSDP(torch.nn.Linear(4, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(1, 4):
+        print("attempt", attempt, "step", step, flush=True)
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if rank == 1 and step == 2:
+            if attempt == 1:
+                sys.exit(0)  # gone
+            while attempt == 0:
+                pass
+    shardkit.stop_requested()
+    open(f"deaf{rank}", "w").close()
+    while True:
+        print("busy", flush=True)
+        time.sleep(1)
+
+shardkit.launch(train, 2)
+"""
+
+
+def test_ranks_that_hang_or_leave_are_failures(tmp_path: Path) -> None:
+    arguments = ("--ranks", "2", "--restarts", "2", "--stuck-after", "15", "--grace", "2", "--id", "one")
+    job = _begin(tmp_path, *arguments, "train.py", program=HANGS)
+    for rank in range(2):
+        _wait_for(job, tmp_path / f"deaf{rank}")
+    job.send_signal(signal.SIGTERM)
+    out, err = job.communicate(timeout=60)
+    assert job.returncode == 1, err
+    hung, left, deaf = re.findall(r"=====\n(rank.*?)=====", err, re.S)
+    assert re.match(
+        r"rank 1 of 2 hangs: stood at \S*train.py:20 in train\n.*after optimizer step 2 of", hung
+    ), hung
+    assert "for 15 s no rank made a step or printed anything (--stuck-after)" in hung
+    assert re.search(r"  rank 0 waited in \w+ of \d+ elements", hung), hung
+    assert "Restart 1 of 2, with 2 ranks on this machine" in hung
+    assert left.startswith("rank 1 of 2 left with status 0 in mid-training\n"), left
+    assert "sys.exit(0)  # gone" in left
+    assert re.search(r"  rank 0 ended: (RankLost|OutOfStep)Error", left), left
+    assert deaf.startswith("ranks had not ended 2 s after they were asked to save and end (--grace)\n"), deaf
+    assert all(re.search(rf"  rank {rank} stood at .* in train", deaf) for rank in range(2)), deaf
+    assert "To resume: shardkit run --ranks 2" in deaf
+    assert out.count("attempt 2 step 3") == 1
+    assert "Traceback" not in err.replace(left, ""), err
 
 
 def test_sigterm_lets_ranks_save_and_end(tmp_path: Path) -> None:
@@ -135,6 +195,49 @@ def _wait_for(job: subprocess.Popen[str], file: Path) -> None:
         time.sleep(0.05)
 
 
+def test_a_machine_whose_ranks_left_early_starts_again_with_the_others(tmp_path: Path) -> None:
+    """Its own ranks all ended with status 0: that is success only if the other machine's do, too."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        place = f"127.0.0.1:{free.getsockname()[1]}"
+    program = HANGS.replace("attempt == 1", "attempt == 0").replace(
+        "    shardkit.stop_requested()", "    return"
+    )
+    arguments = (
+        "--nodes",
+        "2",
+        "--rdzv",
+        place,
+        "--id",
+        "two",
+        "--ranks",
+        "1",
+        "--restarts",
+        "1",
+        "train.py",
+    )
+    jobs = []
+    for machine in "ab":
+        (tmp_path / machine).mkdir()
+        jobs.append(_begin(tmp_path / machine, *arguments, program=program))
+    said = [job.communicate(timeout=400) for job in jobs]
+    assert [job.returncode for job in jobs] == [0, 0], said
+    assert sum("rank 1 of 2 left with status 0 in mid-training" in err for _, err in said) == 1, said
+    assert sum("attempt 1 step 3" in out for out, _ in said) == 1, (
+        said
+    )  # of rank 0, the only one that is shown
+
+
+def test_a_machine_that_waits_for_others_ends_when_it_is_asked_to(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        place = f"127.0.0.1:{free.getsockname()[1]}"
+    job = _begin(tmp_path, "--nodes", "2", "--rdzv", place, "--id", "two", "--grace", "0", "train.py")
+    _wait_for(job, tmp_path / "runs" / "two" / "agent.log")
+    time.sleep(1)  # the handler of signals comes a moment later
+    job.send_signal(signal.SIGTERM)
+    _, err = job.communicate(timeout=60)
+    assert job.returncode == 143, err
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
@@ -144,6 +247,7 @@ def _wait_for(job: subprocess.Popen[str], file: Path) -> None:
         (["--ranks", "2", "--nodes", "2", "x.py"], "needs --rdzv HOST:PORT"),
         (["--ranks", "2", "--nodes", "2", "--rdzv", "a:1", "x.py"], "needs --id NAME"),
         (["--ranks", "2", "--nodes", "3:2", "x.py"], "MIN:MAX"),
+        (["--ranks", "2", "--grace", "-1", "x.py"], "--grace -1 --stuck-after 3600: at least 0 seconds"),
         (["--ranks", "2", "missing.py"], "there is no program 'missing.py'"),
         (["--ranks", "1", "--nodes", "2", "--id", "a", "--rdzv", "nowhere.invalid:1", "x.py"], "nowhere.invalid:1"),
     ],

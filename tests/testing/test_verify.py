@@ -105,7 +105,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     command = ["verify", f"{HERE}:wrong", "--steps", "1", "--strategy", "sharded_ddp"]
     assert main([*command, "--option", "reduce_buffer_size=0"]) == 1
     printed = capsys.readouterr().out
-    assert "1 steps on 2 ranks with sharded_ddp" in printed
+    assert "1 step on 2 ranks with sharded_ddp" in printed
     assert "shardkit leaves one process at step 0, gradient of into.weight" in printed
 
 

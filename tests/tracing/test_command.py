@@ -143,13 +143,3 @@ def test_pictures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "<svg" in (tmp_path / "p.svg").read_text()
     assert main(["trace", str(folder), "--plot", str(tmp_path / "p.svg"), "--step", "7"]) == 2
     assert "it has [0, 1]" in capsys.readouterr().err
-
-
-def test_a_rich_report_has_everything(tmp_path: Path) -> None:
-    console = pytest.importorskip("rich.console").Console(width=160, record=True)
-    from shardkit.tracing.report import as_rich
-
-    console.print(as_rich(analyse(of_events(read_events([_folder(tmp_path, late=20.0)])))))
-    shown = console.export_text()
-    assert "Who is late" in shown
-    assert "num_workers" in shown

@@ -15,9 +15,10 @@ import shardkit
 from shardkit.backend import backend_of_job
 from shardkit.errors import ConfigurationError, DamagedFileError, RankMismatchError
 from shardkit.tracing import clocks, stepping
+from shardkit.tracing.advice import advice
 from shardkit.tracing.analysis import analyse
 from shardkit.tracing.clocks import Reading, compare_clocks, on_rank_0
-from shardkit.tracing.timeline import read_trace
+from shardkit.tracing.timeline import of_events, read_events
 from shardkit.tracing.tracer import read_plan
 from tests.figures.counters import CallCounter
 from tests.pools import rank_pool
@@ -27,13 +28,15 @@ PHASES = {
     "forward": ("forward", "layers.2"),
     "backward": ("backward", "layers.2"),
     "data": ("data", "DataLoader"),
+    "step": ("step", "WholeParameters"),
 }
 
 
 @pytest.mark.parametrize(
     ("backend", "way", "slow"),
     [
-        *(("gloo", "fsdp", slow) for slow in PHASES),
+        *(("gloo", "fsdp", slow) for slow in PHASES if slow != "step"),
+        ("gloo", "whole", "step"),
         ("gloo", "fully_shard", "forward"),
         ("gloo", "sharded_ddp", "forward"),
         ("gloo", "sharded_ddp", "backward"),
@@ -45,10 +48,12 @@ def test_what_makes_a_rank_late_is_named(tmp_path: Path, backend: str, way: str,
     path = tmp_path / "trace.json"
     rank_pool(2, backend).run(train, way, slow, 3, str(path), range(1, 3))
     check_file(json.loads(path.read_text()), ranks=2, steps=[1, 2])
-    found = analyse(read_trace([path]))
+    found = analyse(of_events(read_events([path])))
     first = found.late[0]
     assert tuple(first.cause) == (1, *PHASES[slow])
     assert first.total_us > 0.6e6 * 2 * SLOW
+    change = next(a.change for a in advice(found) if a.found.startswith("rank 1 takes"))
+    assert ("cost=" in change, "partition" in change) == (slow == "step", False)
     if backend == "gloo":  # others may use the machine: rank 0 is late too, now and then
         assert found.exposed_us[0] > 0.25e6 * SLOW
         assert found.waiting_us[0] > 0.25e6 * SLOW
@@ -116,7 +121,7 @@ def test_clocks_that_drift_are_followed_between_readings() -> None:
 
 # ------------------------------------------------------------ how a trace begins and ends
 def _by_environment(rank: int, folder: str) -> list[bool]:
-    os.environ["SHARDKIT_TRACE"] = f"steps=1:2,dir={folder}"
+    os.environ["SHARDKIT_TRACE"] = f"steps=1:1,dir={folder}"
     try:
         train(rank, "sharded_ddp", "", 3, None)
     finally:
@@ -126,7 +131,7 @@ def _by_environment(rank: int, folder: str) -> list[bool]:
 
 def test_the_environment_begins_a_trace(tmp_path: Path) -> None:
     assert rank_pool(2).run(_by_environment, str(tmp_path)) == [[True, True]] * 2
-    assert analyse(read_trace([tmp_path])).steps == 1
+    assert analyse(of_events(read_events([tmp_path]))).steps == 1
 
 
 def _failing(rank: int, folder: str) -> None:
@@ -144,7 +149,7 @@ def _failing(rank: int, folder: str) -> None:
 def test_an_error_leaves_parts_that_can_be_put_together(tmp_path: Path) -> None:
     rank_pool(2).run(_failing, str(tmp_path))
     assert sorted(p.name for p in tmp_path.iterdir()) == ["t.rank-0.json", "t.rank-1.json"]
-    assert analyse(read_trace([tmp_path])).steps == 3
+    assert analyse(of_events(read_events([tmp_path]))).steps == 3
 
 
 def test_what_is_no_trace_is_refused(tmp_path: Path) -> None:
@@ -152,10 +157,10 @@ def test_what_is_no_trace_is_refused(tmp_path: Path) -> None:
     (tmp_path / "b.rank-0.json").write_text("[1]")
     for path in (tmp_path / "a.json", tmp_path / "b.rank-0.json"):
         with pytest.raises(DamagedFileError, match="no "):
-            read_trace([path])
+            read_events([path])
     with pytest.raises(ConfigurationError, match="SHARDKIT_TRACE"):
         read_plan("steps=4:2")
-    assert read_plan("steps=10:12,dir=a/b") == (range(10, 12), Path("a/b"))
+    assert read_plan("steps=10:12,dir=a/b") == (range(10, 13), Path("a/b"))  # LAST is one of them
 
 
 def _wrong(rank: int) -> list[str]:
@@ -231,7 +236,7 @@ def test_devices_have_a_track_and_waits_last_as_long_as_on_the_device(tmp_path: 
     for wait in waits:
         if wait["cat"] == "shardkit":
             assert wait["args"]["device_us"] >= 1000
-    assert analyse(read_trace([tmp_path / "t.json"])).exposed_us[0] > 5 * 1000
+    assert analyse(of_events(read_events([tmp_path / "t.json"]))).exposed_us[0] > 5 * 1000
 
 
 def _afterwards(rank: int, path: str) -> list[str]:

@@ -30,6 +30,16 @@ class Slow(torch.autograd.Function):
         return gradients[0], None, None
 
 
+class Muon(torch.optim.Muon):
+    """Takes long where it is told to; ranks have to have one class."""
+
+    seconds = 0.0
+
+    def step(self, closure: Any = None) -> Any:
+        time.sleep(self.seconds)
+        return super().step(closure)
+
+
 class Layer(nn.Module):
     def __init__(self, forward: float, backward: float) -> None:
         super().__init__()
@@ -70,7 +80,7 @@ class Data(Dataset[torch.Tensor]):
 
 
 def sharded(way: str, slow: str) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """A model and its optimizer."""
+    """A model and its optimizer; "whole": one that updates whole parameters."""
     torch.manual_seed(0)
     model: nn.Module = Model(slow)
     if way == "sharded_ddp":
@@ -82,11 +92,14 @@ def sharded(way: str, slow: str) -> tuple[nn.Module, torch.optim.Optimizer]:
         else:
             shardkit.fully_shard(layer)
     model = shardkit.FSDP(model) if way == "fsdp" else shardkit.fully_shard(model)
+    if way == "whole":
+        Muon.seconds = SLOW * (slow == "step")
+        return model, shardkit.WholeParameters(model, Muon, lr=1e-3)
     return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
 
 
 def train(rank: int, way: str, slow: str, steps: int, path: str | None, traced: range | None = None) -> None:
-    """With rank 1 slow in "forward" or "backward" of layer 2, or in "data"."""
+    """With rank 1 slow in "forward" or "backward" of layer 2, in "data" or in the optimizer's "step"."""
     slow = slow if rank == 1 else ""
     model, optimizer = sharded(way, slow)
     loader = DataLoader(Data(SLOW if slow == "data" else 0.0, steps))

@@ -14,7 +14,7 @@ from .fsdp.names import clean
 from .fsdp.state import ShardingState, state_of
 from .oss.optimizer import OSS
 from .sharded_ddp.wrapper import ShardedDDP
-from .tables import in_bytes, plain_table, rich_table
+from .tables import counted, in_bytes, plain_table
 
 _SMALL = 2**20  # bytes gathered; below, sending takes longer to start than to do
 _LARGE = 0.5  # of a model's parameters
@@ -87,14 +87,11 @@ class Summary:
         lines = [self.title, plain_table(self._HEAD, self._rows(), right=(2, 4, 5, 6))]
         return "\n".join([*lines, *[f"! {text}" for text in self.warnings]])
 
-    def __rich__(self) -> object:
-        return rich_table(self.title, self._HEAD, self._rows(), (2, 4, 5, 6), self.warnings)
-
 
 def summary(model: nn.Module) -> Summary:
     """Lists the units of a model that FSDP or ``fully_shard`` has sharded, or what ranks own of one under ShardedDDP.
 
-    Nothing is sent and nothing is gathered. A ``rich`` console prints it as a table with lines.
+    Nothing is sent and nothing is gathered.
 
     Raises:
         ConfigurationError: nothing of the model is sharded.
@@ -112,7 +109,7 @@ def summary(model: nn.Module) -> Summary:
     units = [_facts(s, paths[id(s.door)], id(s) not in inside) for s in states]
     group = states[0].group
     kind = type(states[0].module).__name__
-    title = f"{kind} in {len(units)} units on {group.world_size} ranks (this is {group.rank})"
+    title = f"{kind} in {counted(len(units), 'unit')} on {counted(group.world_size, 'rank')} (this is {group.rank})"
     return Summary(title, units, _warnings(units, group.world_size))
 
 
@@ -171,9 +168,8 @@ def _of_owners(model: ShardedDDP) -> Summary:
     rows: list[UnitFacts] = []
     for k, optimizer in enumerate(model._sharded_optimizers):
         rows += [_owned(optimizer, rank, k) for rank in range(group.world_size)]
-    title = (
-        f"{type(model.module).__name__} under ShardedDDP on {group.world_size} ranks (this is {group.rank})"
-    )
+    where = f"{counted(group.world_size, 'rank')} (this is {group.rank})"
+    title = f"{type(model.module).__name__} under ShardedDDP on {where}"
     return Summary(title, rows)
 
 
