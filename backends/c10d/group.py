@@ -209,7 +209,10 @@ class C10dGroup(Waiting, ObjectsOverTensors):
         if output.is_complex():
             pieces = tuple(as_real(p) for p in pieces)
         broadcast = self.process_group.broadcast
-        works = [broadcast(piece, r) for r, piece in enumerate(pieces) if counts[r]]
+        if 0 in counts:
+            works = [broadcast(piece, r) for r, piece in enumerate(pieces) if counts[r]]
+        else:  # the same, without a call of Python's
+            works = list(map(broadcast, pieces, range(self.world_size)))
         return self._issue(works, "all_gather_into", output.numel(), label, async_op)
 
     def reduce_scatter_into(

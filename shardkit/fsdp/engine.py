@@ -96,7 +96,7 @@ class Engine(Backward):
             self._unlock(unit.needs)
         if in_backward and self.state.task != NO_BACKWARD:  # activations are computed anew
             self._gather_again(unit)
-        else:
+        elif not unit.is_held:
             unit.start_gather()
         if self._recording and not in_backward:
             position = len(self._calls)

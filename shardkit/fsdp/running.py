@@ -72,9 +72,11 @@ def become_root(state: ShardingState) -> Engine:
 def enter(state: ShardingState, args: Args, kwargs: Kwargs) -> Entered:
     """Gathers a unit for a forward on these inputs, as they come."""
     unit = state.unit
+    compiled: Tree = sys.modules.get(COMPILED_AUTOGRAD)
     if (
-        jit_tracing() is not None or transform_level() is not None or COMPILED_AUTOGRAD in sys.modules
-        or fx_tracing() or torch.compiler._is_exporting_flag
+        jit_tracing() is not None or transform_level() is not None or fx_tracing()
+        or torch.compiler._is_exporting_flag
+        or (compiled is not None and (compiled.compiled_autograd_enabled or compiled.in_compiled_autograd_region))
     ):  # fmt: skip
         check_forward(unit)
     engine = state.engine or become_root(state)

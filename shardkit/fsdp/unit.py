@@ -129,7 +129,7 @@ class Unit:
         """Follows what was frozen or unfrozen, in the listed parameters or the original ones; whether any was."""
         changed = False
         for flat, pack, trained in zip(self.flats, self._packs, self._trained, strict=True):
-            now = [listing.param.requires_grad for listing in flat.listings]
+            now = list(map(_requires_grad, flat.listings))
             if now != trained:
                 for listing, listed, before in zip(flat.listings, now, trained, strict=True):
                     for original in listing.originals if listed != before else ():
