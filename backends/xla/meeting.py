@@ -60,8 +60,8 @@ _Rows = dict[int, list[Call]]  # calls by rank
 class Meeting:
     """Meeting point of ``world_size`` threads, one a replica.
 
-    ``one_program``: a collective of some is one of all, who bring the same in the same order, as on a TPU. Else groups
-    whose ranks are apart have nothing to do with each other.
+    ``one_program``: a collective of some is one of all, who bring the same in the same order and run it for the same
+    reason, as on a TPU. Else groups whose ranks are apart have nothing to do with each other, and a read may meet a sync.
     """
 
     def __init__(self, world_size: int, *, one_program: bool = False) -> None:
@@ -125,7 +125,7 @@ class Meeting:
     def _decide(self, members: set[int]) -> None:
         arrivals = {rank: self._here.pop(rank) for rank in sorted(members)}
         differs = any(_first_difference(rows) is not None for rows in self._compared(arrivals))
-        if differs:
+        if differs or self._run_different_programs(arrivals):
             text = self._explain(arrivals, {})
             for arrival in arrivals.values():
                 arrival.error = OutOfStepError(text)
@@ -139,6 +139,10 @@ class Meeting:
         for rank in waiting:
             arrival = self._here.pop(rank)
             arrival.error = RankLostError(text) if self._failed else OutOfStepError(text)
+
+    def _run_different_programs(self, arrivals: dict[int, _Arrival]) -> bool:
+        """Whether, on a TPU, one runs all that was recorded and another what a value depends on, or other values."""
+        return self._one_program and len({arrival.where for arrival in arrivals.values()}) > 1
 
     def _compared(self, arrivals: dict[int, _Arrival]) -> Iterator[_Rows]:
         """Calls by rank that have to be the same."""
@@ -158,6 +162,12 @@ class Meeting:
             if first is not None:
                 lines.append(_described(rows, first))
                 break
+        else:
+            if self._run_different_programs(arrivals):
+                lines.append(
+                    "A sync runs all that was recorded, a read only what the value depends on: on a TPU these are different "
+                    "programs, and ranks would wait for each other for ever."
+                )
         lines.append(
             "Reading a value (item(), cpu(), print) syncs as well: read it on all replicas, or call mark_step() first."
         )
