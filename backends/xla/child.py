@@ -97,7 +97,11 @@ def _replica(
     from .objects import pack
 
     world = state.world
-    world.turns.take(state.rank)
+    meeting, turns = (
+        world.meeting,
+        world.turns,
+    )  # of this job: another one may begin as soon as the last result is there
+    turns.take(state.rank)
     try:
         state.enter()
         result = fn(state.rank, *args)
@@ -107,9 +111,9 @@ def _replica(
         data = pack(result, to_host=True)
         state.wait()
         outcomes.put((state.rank, data))
-        world.meeting.leave(state.rank, "has finished its function")
+        meeting.leave(state.rank, "has finished its function")
     except BaseException as error:  # noqa: BLE001 - it is the caller's to judge
         outcomes.put((state.rank, describe_error()))  # first, so that it is the one reported
-        world.meeting.leave(state.rank, f"failed with {type(error).__name__}: {error}", failed=True)
+        meeting.leave(state.rank, f"failed with {type(error).__name__}: {error}", failed=True)
     finally:
-        world.turns.give()
+        turns.give()

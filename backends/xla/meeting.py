@@ -60,8 +60,8 @@ _Rows = dict[int, list[Call]]  # calls by rank
 class Meeting:
     """Meeting point of ``world_size`` threads, one a replica.
 
-    ``one_program``: a collective of some is one of all, who bring the same in the same order and run it for the same
-    reason, as on a TPU. Else groups whose ranks are apart have nothing to do with each other, and a read may meet a sync.
+    ``one_program``: a collective of some is one of all, who bring the same in the same order, and all sync or all read,
+    as on a TPU. Else groups whose ranks are apart have nothing to do with each other, and a read may meet a sync.
     """
 
     def __init__(self, world_size: int, *, one_program: bool = False) -> None:
@@ -165,8 +165,8 @@ class Meeting:
         else:
             if self._run_different_programs(arrivals):
                 lines.append(
-                    "A sync runs all that was recorded, a read only what the value depends on: on a TPU these are different "
-                    "programs, and ranks would wait for each other for ever."
+                    "A sync runs all that was recorded, a read only what the value depends on: on a TPU these are "
+                    "different programs, and ranks would wait for each other for ever."
                 )
         lines.append(
             "Reading a value (item(), cpu(), print) syncs as well: read it on all replicas, or call mark_step() first."

@@ -378,12 +378,13 @@ def _program(model: FSDP, loss: torch.Tensor, micro: int) -> dict[str, Any]:
 
 
 def expected(model: FSDP, micro: int) -> dict[str, int]:
-    """One all-gather for each flat parameter and pass, less those that backward finds gathered; one reduction each."""
+    """One all-gather for each unit, dtype and pass, less those that backward finds gathered; a reduction for each flat
+    parameter."""
     last = model._state.engine._order[-1]
     gathers = reduced = 0
     for unit in dict.fromkeys(model._state.engine._order):
         again = [v for v in unit.needs if not unit.keep_after_forward and v not in last.needs]
-        gathers += len(unit.needs) + len(again)
+        gathers += sum(len({flat.param.dtype for flat in flats}) for flats in (unit.needs, again))
         reduced += sum(1 for p in unit._packs if any(p.trainable))
     return {"all-gather": gathers * micro, "reduce-scatter": reduced}
 

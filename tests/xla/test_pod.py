@@ -29,7 +29,11 @@ pytestmark = pytest.mark.xla
         ("constructed on a part", "OutOfStepError", ["rank 2: barrier", "rank 0: all_gather"]),
         ("more in one part", "OutOfStepError", ["First difference, at collective 1", "nothing"]),
         ("other parts", "OutOfStepError", ["don't divide the ranks"]),
-        ("read on one rank", "OutOfStepError", ["rank 0: reading a value (which needs 1", "rank 1: sync with 1"]),
+        (
+            "read on one rank",
+            "OutOfStepError",
+            ["rank 0: reading a value (which needs 1", "rank 1: sync with 1"],
+        ),
         ("other values read", "OutOfStepError", ["rank 0: reading a value (which needs 1", "(which needs 2"]),
     ],
 )
