@@ -162,7 +162,7 @@ def native(rank: int) -> dict[str, Any]:
     from shardkit.backends.xla.collectives import NativeCollectives
     from shardkit.backends.xla.cpu_replicas import current_world
     from shardkit.backends.xla.group import XlaGroup
-    from shardkit.backends.xla.replica import Replica
+    from shardkit.backends.xla.runtime import Replica
 
     world = current_world()
     assert world is not None

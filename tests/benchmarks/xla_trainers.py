@@ -190,7 +190,7 @@ def collectives_of_a_tpu(unwatched: bool = False) -> Iterator[Callable[[], None]
     from shardkit.backends.xla import collectives, syncing
     from shardkit.backends.xla.cpu_replicas import current_world
     from shardkit.backends.xla.meeting import Call
-    from shardkit.backends.xla.replica import Replica
+    from shardkit.backends.xla.runtime import Replica
 
     world = current_world()
     assert world is not None

@@ -34,7 +34,7 @@ FAULTS = [
     Fault(
         "XLA replicas",
         "random states are not swapped",
-        "backends/xla/turn_taking.py",
+        "backends/xla/meeting.py",
         "                    set_host_random_states(state)",
         "                    pass",
         (f"{_XLA}::test_host_random_state_is_each_replicas_own",),

@@ -8,8 +8,9 @@ from shardkit.backend import get_backend
 def meet() -> None:
     """All replicas are here, and what they have recorded has run."""
     from shardkit.backends.xla.cpu_replicas import current_world
+    from shardkit.backends.xla.meeting import Call
 
     get_backend("xla").mark_step(wait=True)
     world = current_world()
     assert world is not None
-    world.here().exchange(range(world.size), "meet", "", b"")
+    world.here().meet("meet", [Call(tuple(range(world.size)), "meet")])

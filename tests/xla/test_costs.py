@@ -192,9 +192,9 @@ def test_gradients_of_one_rank_are_cleared_without_a_look_at_them() -> None:
 
 def _listings(rank: int) -> int:
     """Of 4,096 ranks together and in eights: how often they are listed for two collectives of each of ten units."""
-    from shardkit.backends.xla import groups_of_users
+    from shardkit.backends.xla import group as groups
     from shardkit.backends.xla.collectives import replica_groups
-    from shardkit.backends.xla.replica import Replica
+    from shardkit.backends.xla.runtime import Replica
 
     ranks = range(4096)
     collectives = mock.Mock(all_gather=lambda sent, *_: sent.repeat(8), all_reduce=lambda sent, *_: sent)
@@ -203,10 +203,10 @@ def _listings(rank: int) -> int:
     replica = Replica(0, len(ranks), collectives, host)
     device = get_backend("xla").device()
     shard, whole = torch.ones(2, device=device), torch.empty(16, device=device)
-    with mock.patch.object(groups_of_users, "_ranks_of", return_value=[*range(8)]):
+    with mock.patch.object(groups, "_ranks_of", return_value=[*range(8)]):
         for _ in range(10):
-            eight = groups_of_users.as_group(get_backend("xla"), replica, mock.sentinel.process_group)
-            everybody = groups_of_users.as_group(get_backend("xla"), replica, None)
+            eight = groups.as_group(get_backend("xla"), replica, mock.sentinel.process_group)
+            everybody = groups.as_group(get_backend("xla"), replica, None)
             eight.all_gather_into(whole, shard)
             everybody.all_reduce(shard)
     return int(host.partition.call_count)

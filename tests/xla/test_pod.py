@@ -14,7 +14,7 @@ from tests.pools import rank_pool
 pytest.importorskip("torch_xla")
 
 from shardkit.backends.xla import exchange
-from shardkit.backends.xla.rules import Rules, rules_here
+from shardkit.backends.xla.cpu_replicas import Rules, rules_here
 from tests.xla import pod_programs as programs
 
 pytestmark = pytest.mark.xla
