@@ -14,6 +14,7 @@ from torch.optim.optimizer import ParamsT
 from shardkit.errors import ConfigurationError, LifecycleError
 from shardkit.extra.reducing_oss import ReducingOSS
 from shardkit.extra.row_states import as_rows, in_rows, rows_of, whole_of
+from shardkit.oss.placement.in_segments import split_state
 from shardkit.oss.state import to_cpu
 from shardkit.types import StateDict, T, Tree
 from shardkit.xla.ranks import current_backend, group_among, rank_and_world_size
@@ -123,11 +124,8 @@ class ZeroRedundancyOptimizer(ReducingOSS):
         for segment in self.segments():
             for p, values in segment.split_own(segment.own.detach()).items():
                 rows[p] = nn.Parameter(values)
-            for key, value in self.optim.state.get(segment.own, {}).items():
-                spread = isinstance(value, torch.Tensor) and value.shape == segment.own.shape
-                parts = segment.split_own(value) if spread else dict.fromkeys(segment.params, value)
-                for p in segment.params:
-                    state[rows[p]][key] = parts[p]
+            for p, of_rows in split_state(segment, self.optim.state.get(segment.own, {})).items():
+                state[rows[p]] = of_rows
         shown = copy.copy(self.optim)
         shown.state = state
         shown.param_groups = [

@@ -126,7 +126,7 @@ class InSegments(Placement):
             return {p: state for p, state in whole.items() if self._owner[p] == self.group.rank}
         owned: dict[nn.Parameter, State] = {}
         for segment in self.segments:
-            owned.update(_split_state(segment, optimizer.state.get(segment.own, {})))
+            owned.update(split_state(segment, optimizer.state.get(segment.own, {})))
         return owned
 
     def state_of_all(self, optimizer: Optimizer, is_kept: bool) -> dict[nn.Parameter, State]:
@@ -144,7 +144,8 @@ def _put_aside(segment: FlatSegment, optimizer: Optimizer) -> PutAside | None:
     return None if used is None else PutAside(segment.own, optimizer.state.get(segment.own, {}), used)
 
 
-def _split_state(segment: FlatSegment, state: State) -> dict[nn.Parameter, State]:
+def split_state(segment: FlatSegment, state: State) -> dict[nn.Parameter, State]:
+    """What an optimizer has for a segment, as views that belong to the parameters here."""
     pieces: dict[nn.Parameter, State] = {p: {} for p in segment.split_own(segment.own.detach())}
     for key, value in state.items():
         spread = isinstance(value, torch.Tensor) and value.shape == segment.own.shape
