@@ -468,11 +468,12 @@ def on_native_collectives(rank: int, name: str) -> dict[str, Any]:
     from shardkit.backends.xla.cpu_replicas import current_world
     from shardkit.backends.xla.group import XlaGroup
     from shardkit.backends.xla.runtime import Replica
+    from tests.xla.meeting import in_memory
 
     world = current_world()
     assert world is not None
     backend = get_backend("xla")
-    replica = Replica(rank, world.size, NativeCollectives(), world.here())
+    replica = Replica(rank, world.size, NativeCollectives(), in_memory(world.here()))
     group = XlaGroup(backend, replica, range(world.size))  # type: ignore[arg-type]
     case = CASES[name]
     model = case.wrap(case.net().to(backend.device()), group=group, **case.options)
