@@ -22,7 +22,7 @@ from shardkit.errors import BackendError, ConfigurationError
 from shardkit.types import Args, ProcessGroup, T
 
 if TYPE_CHECKING:
-    from .replica import Replica
+    from .runtime import Replica
 
 
 class XlaBackend(Backend):
@@ -47,7 +47,7 @@ class XlaBackend(Backend):
         return torch_xla.device()
 
     def group(self, process_group: ProcessGroup = None) -> Group:
-        from .groups_of_users import as_group
+        from .group import as_group
 
         return as_group(self, self._replica(), process_group)
 

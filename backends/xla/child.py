@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING
 
 from shardkit.types import AnyCallable, Args
 
+from ..process_facts import memory
+
 if TYPE_CHECKING:
     from .cpu_replicas import ReplicaState, World
 
@@ -29,8 +31,6 @@ def serve(connection: multiprocessing.connection.Connection, world_size: int) ->
     )  # else they would hold it open when this process has died
     die_with_parent()
     try:
-        from .start import start_world
-
         world = start_world(world_size)
         connection.send(("ready", None))
         while True:
@@ -45,6 +45,34 @@ def serve(connection: multiprocessing.connection.Connection, world_size: int) ->
     for process in multiprocessing.active_children():
         process.kill()
     os._exit(status)  # threads may sit in a collective for ever; the interpreter's exit would join them
+
+
+def start_world(size: int) -> World:
+    """Makes the replicas of this process and routes its syncs through them. Once per process."""
+    import torch._dynamo.config as compiling
+    import torch_xla.core.xla_model as xm
+    import torch_xla.runtime
+
+    from . import syncing, torch_xla_api
+    from .cpu_replicas import make_world, ordinals
+
+    world = make_world(size)
+    syncing.install(world)
+    torch_xla_api.install(world)
+
+    def get_memory_info(device: object = None) -> dict[str, int]:
+        # XLA has no figures on a CPU: a replica's share of what the process holds, and of the machine
+        now, most, machine = (n // size for n in memory())
+        return {"bytes_used": now, "bytes_limit": machine, "peak_bytes_used": most}
+
+    xm.get_memory_info = get_memory_info
+    # Each replica compiles as a process of its own would; torch keeps so many versions of a function in a process, and
+    # runs it as written from then on. The first replicas would stop for compiling where the last ones do not.
+    compiling.recompile_limit *= size
+    compiling.accumulated_recompile_limit *= size
+    if world.rules.pod:
+        vars(torch_xla.runtime).update(ordinals(world.rules, size, lambda: world.here().rank))
+    return world
 
 
 def die_with_parent() -> None:
@@ -97,7 +125,11 @@ def _replica(
     from .objects import pack
 
     world = state.world
-    world.turns.take(state.rank)
+    meeting, turns = (
+        world.meeting,
+        world.turns,
+    )  # of this job: another one may begin as soon as the last result is there
+    turns.take(state.rank)
     try:
         state.enter()
         result = fn(state.rank, *args)
@@ -107,9 +139,9 @@ def _replica(
         data = pack(result, to_host=True)
         state.wait()
         outcomes.put((state.rank, data))
-        world.meeting.leave(state.rank, "has finished its function")
+        meeting.leave(state.rank, "has finished its function")
     except BaseException as error:  # noqa: BLE001 - it is the caller's to judge
         outcomes.put((state.rank, describe_error()))  # first, so that it is the one reported
-        world.meeting.leave(state.rank, f"failed with {type(error).__name__}: {error}", failed=True)
+        meeting.leave(state.rank, f"failed with {type(error).__name__}: {error}", failed=True)
     finally:
-        world.turns.give()
+        turns.give()

@@ -22,9 +22,9 @@ first one did not have.
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Sequence
 from types import SimpleNamespace
-from typing import Protocol
 
 import torch
 import torch_xla
@@ -43,30 +43,11 @@ _NATIVE = SimpleNamespace(
 )
 
 
-class Collectives(Protocol):
-    """Collectives over the group of ``groups`` that the calling replica is in. ``op``: "sum", "max", "min"."""
+class Collectives(abc.ABC):
+    """Collectives over the group of ``groups`` that the calling replica is in. ``op``: "sum", "max", "min".
 
-    def all_gather(self, value: torch.Tensor, groups: Groups, size: int) -> torch.Tensor:
-        """[S] -> [W * S]"""
-        ...
-
-    def reduce_scatter(self, value: torch.Tensor, op: str, groups: Groups, size: int) -> torch.Tensor:
-        """[W * S] -> [S]"""
-        ...
-
-    def all_reduce(self, value: torch.Tensor, op: str, groups: Groups) -> torch.Tensor: ...
-
-    def all_to_all(self, value: torch.Tensor, groups: Groups, size: int, rank: torch.Tensor) -> torch.Tensor:
-        """[W * S] -> [W * S]; ``rank`` within the group as an int64 tensor [1] on the device."""
-        ...
-
-    def synced(self) -> None:
-        """What was issued has been handed to the device."""
-        ...
-
-
-class _Ordered:
-    """Collectives of which each depends on the one before; see [Note: one order]. One object a replica."""
+    Each depends on the one before; see [Note: one order]. One object a replica.
+    """
 
     def __init__(self) -> None:
         self._previous: torch.Tensor | None = None  # [1]
@@ -74,7 +55,26 @@ class _Ordered:
         self._never = torch.zeros(1, dtype=torch.bool).to(torch_xla.device())
 
     def synced(self) -> None:
+        """What was issued has been handed to the device."""
         self._previous = None
+
+    @abc.abstractmethod
+    def all_gather(self, value: torch.Tensor, groups: Groups, size: int) -> torch.Tensor:
+        """[S] -> [W * S]"""
+        ...
+
+    @abc.abstractmethod
+    def reduce_scatter(self, value: torch.Tensor, op: str, groups: Groups, size: int) -> torch.Tensor:
+        """[W * S] -> [S]"""
+        ...
+
+    @abc.abstractmethod
+    def all_reduce(self, value: torch.Tensor, op: str, groups: Groups) -> torch.Tensor: ...
+
+    @abc.abstractmethod
+    def all_to_all(self, value: torch.Tensor, groups: Groups, size: int, rank: torch.Tensor) -> torch.Tensor:
+        """[W * S] -> [W * S]; ``rank`` within the group as an int64 tensor [1] on the device."""
+        ...
 
     def _after_previous(self, value: torch.Tensor) -> torch.Tensor:
         # torch_xla adds 0 * (a previous result) to each collective's input to order them: one NaN or infinity
@@ -90,7 +90,7 @@ class _Ordered:
         return result
 
 
-class NativeCollectives(_Ordered):
+class NativeCollectives(Collectives):
     """torch_xla's own. Layouts are not pinned: the pinned all-gather is an all-reduce of padded inputs."""
 
     def all_gather(self, value: torch.Tensor, groups: Groups, size: int) -> torch.Tensor:
@@ -109,7 +109,7 @@ class NativeCollectives(_Ordered):
         return self._issued(_NATIVE.all_to_all(value, 0, 0, size, groups, pin_layout=False))
 
 
-class ChannelCollectives(_Ordered):
+class ChannelCollectives(Collectives):
     """For replicas on a CPU; see [Note: channels]."""
 
     def all_gather(self, value: torch.Tensor, groups: Groups, size: int) -> torch.Tensor:

@@ -13,28 +13,85 @@ the default device in autograd's device threads too, and hooks issue collectives
 3. trace, compile and schedule. Holding the turn, only one replica does so at a time: the first one compiles,
    the others find the executable in the shared cache;
 4. meet again, so that a replica which goes on to read a result can't wait for one that needs the turn.
+
+[Note: a TPU's rules] Threads of one process can do much that the chips of a pod can't. Under these rules replicas can't
+either:
+
+- objects go through device collectives, among all ranks at once; the process's memory is no way from one to another;
+- a program with collectives is one of all ranks: who brings others, over other groups or in another order is refused;
+- the ranks are on several hosts, with a process a chip: ``xr.local_ordinal`` and ``xm.is_master_ordinal`` tell.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch_xla
 import torch_xla.core.xla_model as xm
 
+from shardkit.errors import ConfigurationError
+
 from . import collectives
-from .meeting import Call, Meeting
-from .replica import Replica
-from .rules import rules_here
-from .runtime import RuntimeHost
-from .turn_taking import SEED, Turns
+from .meeting import SEED, Call, Meeting, Turns
+from .runtime import Replica, RuntimeHost
 
 _RUNTIME = torch_xla._XLAC
 
 
-class ReplicaState:
-    """One replica's :class:`~shardkit.backends.xla.replica.ReplicaHost`."""
+_RULES, _HOSTS = "SHARDKIT_XLA_RULES", "SHARDKIT_XLA_HOSTS"
+
+
+@dataclass(frozen=True)
+class Rules:
+    """Of the replicas of a process.
+
+    Attributes:
+        pod: whether they are those of a pod of TPUs.
+        hosts: on how many hosts it has its chips.
+    """
+
+    pod: bool = False
+    hosts: int = 1
+
+
+def rules_here(world_size: int) -> Rules:
+    """As the environment says.
+
+    Raises:
+        ConfigurationError: unknown rules, or ranks that can't be divided so.
+    """
+    rules = os.environ.get(_RULES, "")
+    if rules not in ("", "tpu"):
+        raise ConfigurationError(f"{_RULES}={rules}: there are the rules of a 'tpu', or none (unset)")
+    if not rules:
+        return Rules()
+    given = os.environ.get(_HOSTS, "2" if world_size % 2 == 0 else "1")
+    if not given.isdecimal() or not int(given) or world_size % int(given):
+        raise ConfigurationError(
+            f"{_HOSTS}={given}: {world_size} replicas can't be on so many hosts with the same number each"
+        )
+    return Rules(True, int(given))
+
+
+def ordinals(rules: Rules, world_size: int, rank: Callable[[], int]) -> dict[str, Callable[[], int]]:
+    """Functions of torch_xla.runtime as a pod has them, with a process a chip."""
+    here = world_size // rules.hosts
+    return {
+        "local_ordinal": lambda: rank() % here,
+        "host_index": lambda: rank() // here,
+        "process_index": rank,
+        "process_count": lambda: world_size,
+        "local_process_count": lambda: here,
+        "local_device_count": lambda: here,
+        "addressable_device_count": lambda: 1,
+    }
+
+
+class ReplicaState(RuntimeHost):
+    """One replica. Under [Note: a TPU's rules] it exchanges as a TPU does, else through the process's memory."""
 
     def __init__(self, world: World, rank: int, device: str, real_device: str) -> None:
         self.world = world
@@ -51,8 +108,8 @@ class ReplicaState:
         _RUNTIME._clear_pending_irs(self.device)
         xm.set_rng_state(SEED + self.rank, self.device)
         issue = collectives.ChannelCollectives()
-        host = HostOfPod(self, issue) if self.world.rules.pod else self
-        self.replica = Replica(self.rank, self.world.size, issue, host)
+        super().__init__(self.rank, self.world.size, issue)  # anew for each job
+        self.replica = Replica(self.rank, self.world.size, issue, self)
         torch_xla.sync(wait=True)
         return self.replica
 
@@ -60,10 +117,14 @@ class ReplicaState:
         self.calls.append(call)
 
     def exchange(self, ranks: Sequence[int], what: str, label: str, payload: bytes) -> list[bytes]:
+        if self.world.rules.pod:
+            return super().exchange(ranks, what, label, payload)
         payloads = self.meet(what, [Call(tuple(ranks), what, label)], payload)
         return [payloads[rank] for rank in ranks]
 
     def partition(self, ranks: Sequence[int], siblings: Sequence[Sequence[int]]) -> collectives.Groups:
+        if self.world.rules.pod:
+            return super().partition(ranks, siblings)
         return collectives.replica_groups(ranks, siblings, self.world.size)
 
     def meet(self, where: str, calls: Sequence[Call], payload: bytes = b"") -> dict[int, bytes]:
@@ -102,20 +163,6 @@ class ReplicaState:
         _RUNTIME._set_all_reduce_token(self.device, None)
         if self.replica is not None:
             self.replica.collectives.synced()
-
-
-class HostOfPod(RuntimeHost):
-    """A TPU's own host, under :mod:`~shardkit.backends.xla.rules`: replicas have no other way to each other."""
-
-    def __init__(self, state: ReplicaState, issue: collectives.Collectives) -> None:
-        super().__init__(state.rank, state.world.size, issue)
-        self._state = state
-
-    def issued(self, call: Call) -> None:
-        self._state.issued(call)
-
-    def abort(self) -> None:
-        self._state.abort()
 
 
 class World:

@@ -3,16 +3,32 @@
 A replica that arrives brings the collectives it wants to run. Nobody is let through before every replica
 of the groups named there has arrived, and only if all of them brought the same calls. What would be a hang
 inside of the device's runtime is so an :class:`OutOfStepError` that names each replica's call.
+
+[Note: turns] One replica at a time runs Python, and each has its own host random state.
+torch's CPU generator, ``random`` and numpy's global generator belong to the process. With replicas as threads,
+``torch.manual_seed(0); Net()`` would draw from a generator that other replicas advance. So a replica holds
+the turn until it has to wait for another one, and the host's random states change hands with it: every
+replica draws as if it were a process of its own. Threads of Python hold the interpreter's lock in turn
+anyway, so little time is lost; compiled programs run meanwhile on the runtime's own threads.
+
+Not covered: generators that a program shares between replicas itself, and threads it starts.
 """
 
 from __future__ import annotations
 
 import itertools
+import random
+import sys
 import threading
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+import torch
+
 from shardkit.errors import OutOfStepError, RankLostError
+
+from ..random_states import HostRandomStates, host_random_states, set_host_random_states
 
 _SHOWN = 3  # calls of a replica that a message quotes
 
@@ -60,8 +76,8 @@ _Rows = dict[int, list[Call]]  # calls by rank
 class Meeting:
     """Meeting point of ``world_size`` threads, one a replica.
 
-    ``one_program``: a collective of some is one of all, who bring the same in the same order, as on a TPU. Else groups
-    whose ranks are apart have nothing to do with each other.
+    ``one_program``: a collective of some is one of all, who bring the same in the same order, and all sync or all read,
+    as on a TPU. Else groups whose ranks are apart have nothing to do with each other, and a read may meet a sync.
     """
 
     def __init__(self, world_size: int, *, one_program: bool = False) -> None:
@@ -125,7 +141,7 @@ class Meeting:
     def _decide(self, members: set[int]) -> None:
         arrivals = {rank: self._here.pop(rank) for rank in sorted(members)}
         differs = any(_first_difference(rows) is not None for rows in self._compared(arrivals))
-        if differs:
+        if differs or self._run_different_programs(arrivals):
             text = self._explain(arrivals, {})
             for arrival in arrivals.values():
                 arrival.error = OutOfStepError(text)
@@ -139,6 +155,10 @@ class Meeting:
         for rank in waiting:
             arrival = self._here.pop(rank)
             arrival.error = RankLostError(text) if self._failed else OutOfStepError(text)
+
+    def _run_different_programs(self, arrivals: dict[int, _Arrival]) -> bool:
+        """Whether, on a TPU, one runs all that was recorded and another what a value depends on, or other values."""
+        return self._one_program and len({arrival.where for arrival in arrivals.values()}) > 1
 
     def _compared(self, arrivals: dict[int, _Arrival]) -> Iterator[_Rows]:
         """Calls by rank that have to be the same."""
@@ -158,6 +178,12 @@ class Meeting:
             if first is not None:
                 lines.append(_described(rows, first))
                 break
+        else:
+            if self._run_different_programs(arrivals):
+                lines.append(
+                    "A sync runs all that was recorded, a read only what the value depends on: on a TPU these are "
+                    "different programs, and ranks would wait for each other for ever."
+                )
         lines.append(
             "Reading a value (item(), cpu(), print) syncs as well: read it on all replicas, or call mark_step() first."
         )
@@ -182,3 +208,53 @@ def _described(rows: _Rows, index: int) -> str:
         for rank, call in row.items()
     )
     return f"First difference, at collective {index} of ranks {list(rows)}: {each}"
+
+
+# ------------------------------------------------------------------ turns
+SEED = 20_000_003  # ranks start differently, as processes do, but the same in each run
+
+
+def _seed(seed: int) -> None:
+    torch.manual_seed(seed)
+    random.seed(seed)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(seed)
+
+
+class Turns:
+    """Gives the turn to one replica at a time. A replica's first turn starts from ``SEED`` + its rank."""
+
+    def __init__(self, world_size: int) -> None:
+        self._changed = threading.Condition()
+        self._holder: int | None = None
+        self._last: int | None = None
+        self._states: list[HostRandomStates | None] = [None] * world_size
+
+    def take(self, rank: int) -> None:
+        with self._changed:
+            while self._holder is not None:
+                self._changed.wait()
+            self._holder = rank
+            if self._last != rank:
+                if self._last is not None:
+                    self._states[self._last] = host_random_states()
+                state = self._states[rank]
+                if state is None:
+                    _seed(SEED + rank)
+                else:
+                    set_host_random_states(state)
+                self._last = rank
+
+    def give(self) -> None:
+        with self._changed:
+            self._holder = None
+            self._changed.notify_all()
+
+    @contextmanager
+    def given(self, rank: int) -> Iterator[None]:
+        """Lets others run inside of the block, which waits for something that may depend on them."""
+        self.give()
+        try:
+            yield
+        finally:
+            self.take(rank)

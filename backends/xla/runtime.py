@@ -1,20 +1,21 @@
-"""A rank of a job that torch_xla itself started (a TPU core, or a single device)."""
+"""A rank of the XLA backend, and what one has that torch_xla itself started (a TPU core, or a single device)."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import torch
 import torch_xla
 import torch_xla.core.xla_model as xm
 import torch_xla.runtime
 
+from shardkit.backend import Group
 from shardkit.errors import ConfigurationError
 
 from . import exchange
 from .collectives import Collectives, Groups, NativeCollectives, replica_groups
 from .meeting import Call
-from .replica import Replica
 
 _RUNTIME = torch_xla._XLAC
 
@@ -31,9 +32,10 @@ class RuntimeHost:
         self._parts: dict[tuple[int, ...], Groups] = {}  # how the ranks are divided while this group is used
 
     def issued(self, call: Call) -> None:
-        pass
+        """A collective was added to the graph."""
 
     def exchange(self, ranks: Sequence[int], what: str, label: str, payload: bytes) -> list[bytes]:
+        """Each rank's payload, in group order."""
         if len(ranks) == 1:
             return [payload]
         seed = (
@@ -58,6 +60,10 @@ class RuntimeHost:
         return [data[: rows[rank].length] for rank, data in zip(ranks, sent, strict=True)]
 
     def partition(self, ranks: Sequence[int], siblings: Sequence[Sequence[int]]) -> Groups:
+        """The groups of all ranks while this one uses ``ranks``; siblings are those that were made beside it.
+
+        Where all ranks have to say so, it is an exchange.
+        """
         if len(ranks) == 1:
             return [[rank] for rank in self._everyone]
         if len(ranks) == self._world_size:
@@ -74,6 +80,7 @@ class RuntimeHost:
         return self._parts[known]
 
     def abort(self) -> None:
+        """Drops what this replica has recorded and not run."""
         _RUNTIME._clear_pending_irs(_RUNTIME._xla_get_default_device())
 
     def _gather(self, data: bytes, width: int, groups: Groups, call: Call) -> list[bytes]:
@@ -85,6 +92,19 @@ class RuntimeHost:
         torch_xla.sync()  # a read alone would run what rows depend on, and leave what orders collectives to run again
         whole = rows.cpu().numpy().tobytes()
         return [whole[start : start + width] for start in range(0, size * width, width)]
+
+
+@dataclass(frozen=True)
+class Replica:
+    """One rank of the job: its global rank, and its ways to the others."""
+
+    rank: int
+    world_size: int
+    collectives: Collectives
+    host: RuntimeHost
+    root: list[Group] = field(default_factory=list)  # the group of all ranks, once it was asked for
+    # Those of torch.distributed, by ranks: thousands of ranks are not to be listed again for each unit of a model.
+    parts: dict[tuple[int, ...], Group] = field(default_factory=dict)
 
 
 def runtime_replica() -> Replica:

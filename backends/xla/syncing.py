@@ -44,8 +44,9 @@ def install(world: World) -> None:
         pending = [t for t in tensors if isinstance(t, torch.Tensor) and t.device.type == "xla"]
         if not pending or not any(_RUNTIME._check_tensor_need_materialization(pending)):
             return
-        if _COLLECTIVE.search(_RUNTIME._get_xla_tensors_text(pending)):
-            state.run(lambda: step_marker(state.device, [], False, True), wait=True, where="reading a value")
+        if needed := len(_COLLECTIVE.findall(_RUNTIME._get_xla_tensors_text(pending))):
+            where = f"reading a value (which needs {needed} of them)"
+            state.run(lambda: step_marker(state.device, [], False, True), wait=True, where=where)
 
     def guarded_sync_multi(
         tensors: Sequence[torch.Tensor],

@@ -27,7 +27,7 @@ from shardkit.types import AnyCallable, StateDict
 from .collectives import Groups
 from .cpu_replicas import World
 from .meeting import Call
-from .replica import Replica
+from .runtime import Replica
 
 Tensors = torch.Tensor | Sequence[torch.Tensor]
 _c10d = torch.distributed.distributed_c10d
@@ -162,8 +162,7 @@ class _Collectives:
                 f"xm.rendezvous({tag!r}) among ranks {list(replicas)}: only global rendezvous is supported on a TPU; "
                 f"call it on all {size} ranks, without ordinals, and take what you need"
             )
-        host = state if state.replica is None else state.replica.host
-        return host.exchange(
+        return state.exchange(
             list(replicas) or list(range(size)), f"xm.rendezvous({tag!r})", "", bytes(payload)
         )
 

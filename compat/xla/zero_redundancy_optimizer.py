@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import copy
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
 from shardkit.errors import ConfigurationError, LifecycleError
 from shardkit.extra.reducing_oss import ReducingOSS
-from shardkit.extra.row_states import in_rows, rows_of, whole_of
-from shardkit.oss.placement.segment_state import gathered
+from shardkit.extra.row_states import as_rows, in_rows, rows_of, whole_of
+from shardkit.oss.placement.in_segments import split_state
 from shardkit.oss.state import to_cpu
 from shardkit.types import StateDict, T, Tree
 from shardkit.xla.ranks import current_backend, group_among, rank_and_world_size
@@ -24,9 +27,9 @@ Groups = Sequence[Sequence[int]]
 class ZeroRedundancyOptimizer(ReducingOSS):
     """Reduces gradients, clips them and steps, with its state sharded over ranks: see :class:`shardkit.OSS`.
 
-    A parameter's state is with one rank as a whole (torch_xla cuts parameters along dimension 0), so that optimizers
-    which need whole parameters, such as LAMB, give the results of one process. State dicts have torch_xla's format:
-    each rank's has its rows of all parameters' state; either library loads the other's.
+    Each rank updates some rows of every parameter, as in torch_xla, all of them in one flat tensor. Optimizers that are
+    not known to be element-wise, such as LAMB, get whole parameters and give the results of one process. State dicts
+    have torch_xla's format: each rank's has its rows of all parameters' state; either library loads the other's.
 
     Args:
         params: as for any optimizer.
@@ -110,8 +113,30 @@ class ZeroRedundancyOptimizer(ReducingOSS):
     # ------------------------------------------------------------ facts
     @property
     def base_optimizer(self) -> Optimizer:
-        """The inner optimizer of this rank's part."""
-        return self.optim
+        """The inner optimizer with this rank's rows of every parameter, which are views of what it updates.
+
+        Of an optimizer that gets whole parameters, that one.
+        """
+        if not self.segments():
+            return self.optim
+        rows: dict[nn.Parameter, nn.Parameter] = {}
+        state: defaultdict[torch.Tensor, StateDict] = defaultdict(dict)
+        for segment in self.segments():
+            for p, values in segment.split_own(segment.own.detach()).items():
+                rows[p] = nn.Parameter(values)
+            for p, of_rows in split_state(segment, self.optim.state.get(segment.own, {})).items():
+                state[rows[p]] = of_rows
+        shown = copy.copy(self.optim)
+        shown.state = state
+        shown.param_groups = [
+            {**g, "params": [rows[p] if p in rows else self._frozen_rows(p) for p in g["params"]]}
+            for g in self.param_groups
+        ]
+        return shown
+
+    def _frozen_rows(self, param: nn.Parameter) -> nn.Parameter:
+        rows = rows_of(param.detach().to(self._update_dtype or param.dtype), self.rank, self.world_size)
+        return nn.Parameter(rows, requires_grad=False)
 
     @property
     def sharding_groups(self) -> Groups:
@@ -176,15 +201,21 @@ class ZeroRedundancyOptimizer(ReducingOSS):
         return {i: p.shape for i, p in enumerate(p for g in self.param_groups for p in g["params"])}
 
     def state_dict(self) -> StateDict:  # type: ignore[override]
-        """This rank's rows of all state, in torch_xla's format, on the CPU (collective)."""
+        """This rank's rows of all state, in torch_xla's format, on the CPU.
+
+        Collective if the optimizer gets whole parameters.
+        """
         self._check_inited()
-        shapes = list(self.get_shape_info().values())
-        found = in_rows(self.whole_state_dict(), shapes, self._group)
+        shown, shapes = self.base_optimizer, list(self.get_shape_info().values())
+        if shown is self.optim:
+            found = in_rows(self.whole_state_dict(), shapes, self._group)
+            masters = [self._frozen_rows(p) for p in self._parameters()]
+        else:
+            mine = shown.state_dict()
+            found = as_rows(to_cpu(mine["state"]), mine["param_groups"], shapes, self._group)
+            masters = [p for g in shown.param_groups for p in g["params"]]
         if self.save_master_weights:
-            masters = self._masters()
-            found["sharded_master_weights"] = {
-                i: rows_of(w, self.rank, self.world_size) for i, w in masters.items()
-            }
+            found["sharded_master_weights"] = dict(enumerate(to_cpu(masters)))
         return found
 
     def whole_state_dict(self) -> StateDict:
@@ -207,16 +238,6 @@ class ZeroRedundancyOptimizer(ReducingOSS):
             state_dict, masters = whole_of(state_dict, shapes, self._group)
         super().load_state_dict(state_dict)
         self._take_values(masters)
-
-    def _masters(self) -> dict[int, torch.Tensor]:
-        """Parameters as they are updated, all of them on every rank (collective)."""
-        params = list(self._parameters())
-        known = {i: to_cpu(p.to(p.dtype)) for i, p in enumerate(params)}
-        index = {p: i for i, p in enumerate(params)}
-        for segment in self.segments():
-            values = gathered(segment, segment.own.detach(), is_kept=True)
-            known.update({index[p]: value for p, value in zip(segment.params, values, strict=True)})
-        return known
 
     @torch.no_grad()
     def _take_values(self, masters: dict[int, torch.Tensor]) -> None:

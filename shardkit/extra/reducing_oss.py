@@ -16,6 +16,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ..backend import Group, ReduceOp
 from ..oss.optimizer import OSS
 from ..types import ProcessGroup, T, Tree
+from .row_states import RowSegment
 
 
 class ReducingOSS(OSS):
@@ -36,6 +37,7 @@ class ReducingOSS(OSS):
     """
 
     grad_norm: torch.Tensor | None = None
+    _kind_of_segments = RowSegment
 
     def __init__(
         self, params: ParamsT, optim: Callable[..., Optimizer], group: ProcessGroup = None, *,

@@ -1,6 +1,6 @@
 """Optimizer state in which each rank has some rows of every parameter's, padded alike (torch_xla's ZeRO stage 1).
 
-Legend: W world size, N rows of a parameter, R rows of one rank: N / W rounded up.
+Legend: W world size, N rows of a parameter, R rows of one rank: N / W rounded up, S numel of one rank's segment.
 """
 
 from __future__ import annotations
@@ -8,13 +8,55 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import torch
+from torch import nn
 
 from ..backend import Group
 from ..errors import ConfigurationError
+from ..layout import Piece, SegmentLayout
+from ..oss.placement.flat_segment import FlatSegment
 from ..types import StateDict, Tree
 
 States = Mapping[int, StateDict]
 _NOTE = "sharding"  # torch_xla, which doesn't write it, doesn't look at it
+
+
+class RowSegment(FlatSegment):
+    """A flat segment [S] of some rows of every parameter, [R, ...] one after the other."""
+
+    has_parts = True
+
+    def _laid_out(self) -> SegmentLayout:
+        world_size, offset = self.group.world_size, 0
+        pieces: list[Piece] = []
+        self._places: list[tuple[int, torch.Size]] = []  # within each rank's segment
+        for item, p in enumerate(self.params):
+            rows = rows_of(torch.empty(p.shape, device="meta"), 0, world_size).shape
+            self._places.append((offset, rows))
+            for rank in range(world_size):
+                start = rank * rows.numel()
+                if (numel := min(rows.numel(), p.numel() - start)) > 0:
+                    pieces.append(Piece(item, start, rank, offset, numel))
+            offset += rows.numel()
+        return SegmentLayout(tuple(pieces), (offset,) * world_size)
+
+    def split(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        parts = flat.view(self.group.world_size, -1)
+        return [
+            parts[:, at : at + rows.numel()].reshape(-1)[: p.numel()].view(p.shape)
+            for p, (at, rows) in zip(self.params, self._places, strict=True)
+        ]
+
+    def split_own(self, segment: torch.Tensor) -> dict[nn.Parameter, torch.Tensor]:
+        """This rank's segment [S] as rows [R, ...] of each parameter, which are views of it."""
+        return {
+            p: segment[at : at + rows.numel()].view(rows)
+            for p, (at, rows) in zip(self.params, self._places, strict=True)
+        }
+
+    def join_own(self, pieces: dict[nn.Parameter, torch.Tensor]) -> torch.Tensor:
+        """This rank's segment [S] of whole tensors."""
+        wholes = [pieces[p] for p in self.params]
+        return self.take_own(wholes, max(wholes, key=lambda whole: whole.dtype.itemsize))
 
 
 def rows_of(whole: torch.Tensor, rank: int, world_size: int) -> torch.Tensor:
@@ -37,9 +79,14 @@ def in_rows(whole: StateDict, shapes: Sequence[torch.Size], group: Group) -> Sta
         }
         for i, state in whole["state"].items()
     }
+    return as_rows(base, whole["param_groups"], shapes, group)
+
+
+def as_rows(base: States, groups: Tree, shapes: Sequence[torch.Size], group: Group) -> StateDict:
+    """This rank's state dict of its rows of all state."""
     note = {"rank": group.rank, "world_size": group.world_size}
     return {
-        **whole, "state": {}, "base_state": base, "shape_info": dict(enumerate(shapes)), _NOTE: note,
+        "state": {}, "param_groups": groups, "base_state": base, "shape_info": dict(enumerate(shapes)), _NOTE: note
     }  # fmt: skip
 
 

@@ -164,7 +164,8 @@ class Backward:
         What several units need stays until backward ends: when the last of them is through may differ between ranks,
         and so would whether the next one finds it gathered.
         """
-        unit.start_gather()
+        if not unit.is_held:
+            unit.start_gather()
         if self._creates_graph:
             for flat in unit.needs:
                 flat.hold()

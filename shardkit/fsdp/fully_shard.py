@@ -81,7 +81,7 @@ def fully_shard(
     (:func:`~shardkit.layout.rows_layout`). ``state_dict()`` is full, and ``load_state_dict()`` takes a full one (both
     collective). What wrappers have as methods, ``sharding_of(module)`` has. With ``dtensors=True`` they list DTensors,
     cut by rows as FSDP2 cuts, and ``state_dict()`` has these, so that torch's own functions know what to do with them;
-    each gather costs a copy then. Where execution is lazy (XLA), parts are 1-D and even, and travel one by one.
+    each gather costs a copy then. Where execution is lazy (XLA), parts are 1-D and even, and are reduced one by one.
     ``align=n`` keeps n rows together.
 
     Arguments are those of :class:`~shardkit.FSDP`, or those of torch's ``fully_shard`` (FSDP2) with torch's policies:

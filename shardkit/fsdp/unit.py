@@ -19,7 +19,7 @@ from .gradients import GradientPack, Replicas, packed_dtype, way_for
 from .local_gradients import LocalGradients
 from .originals import as_tensors
 from .refusals import backward_when_summoned, unknown_root, written_original
-from .store import GATHERING, KEPT, SUMMONED
+from .store import GATHERING, KEPT, SUMMONED, gather_together
 
 _requires_grad = attrgetter("param.requires_grad")
 
@@ -85,6 +85,7 @@ class Unit:
         self.task = NO_BACKWARD
         self.needs = [*self.flats, *self.borrowed]
         self.keeps_between = any(flat.post_forward_mesh is not None for flat in self.flats)
+        self._is_lazy = any(not f.group.backend.has_storage for f in self.needs)
         self._hooks = GradientHooks(
             "a hook for when a parameter has got its gradient can't be registered on a parameter that FSDP has "
             "sharded: it keeps no gradient of its own. Register it on the shards that the FSDP module's parameters() "
@@ -179,6 +180,8 @@ class Unit:
             with self.ranges.gather():
                 for flat in self.needs:
                     flat.start_gather(after)
+                if self._is_lazy:
+                    gather_together([flat.store for flat in self.needs])
 
     def finish_gather(self) -> None:
         """Waits for them."""

@@ -70,6 +70,7 @@ class OSS(Optimizer):
 
     optim: Optimizer
     _update_dtype: torch.dtype | None = None  # what parameters are updated in, if not their own
+    _kind_of_segments = FlatSegment
 
     @noting_errors
     def __init__(
@@ -101,7 +102,9 @@ class OSS(Optimizer):
         self._is_on_all_ranks = False
         self._has_stepped = False  # or loaded a state: on this rank or another
         self._before_step: list[Callable[[], None]] = []
-        chosen = placement_for(optim, self._backend.even_shards_only, self._update_dtype)
+        chosen = placement_for(
+            optim, self._backend.even_shards_only, self._update_dtype, self._kind_of_segments
+        )
         self.placement = chosen(self._group, self._owner, broadcast_dtype)
         self._assign_owners()
         options = option_facts(optim=optim, partition=partition, broadcast_dtype=broadcast_dtype)

@@ -8,8 +8,7 @@ import time
 
 import pytest
 
-from shardkit.backends.xla.meeting import Call, Meeting
-from shardkit.backends.xla.turn_taking import Turns
+from shardkit.backends.xla.meeting import Call, Meeting, Turns
 from shardkit.errors import OutOfStepError, RankLostError
 
 Outcome = dict[int, object] | Exception

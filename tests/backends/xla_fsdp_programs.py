@@ -378,12 +378,13 @@ def _program(model: FSDP, loss: torch.Tensor, micro: int) -> dict[str, Any]:
 
 
 def expected(model: FSDP, micro: int) -> dict[str, int]:
-    """One all-gather for each flat parameter and pass, less those that backward finds gathered; one reduction each."""
+    """One all-gather for each unit, dtype and pass, less those that backward finds gathered; a reduction for each flat
+    parameter."""
     last = model._state.engine._order[-1]
     gathers = reduced = 0
     for unit in dict.fromkeys(model._state.engine._order):
         again = [v for v in unit.needs if not unit.keep_after_forward and v not in last.needs]
-        gathers += len(unit.needs) + len(again)
+        gathers += sum(len({flat.param.dtype for flat in flats}) for flats in (unit.needs, again))
         reduced += sum(1 for p in unit._packs if any(p.trainable))
     return {"all-gather": gathers * micro, "reduce-scatter": reduced}
 
@@ -466,12 +467,13 @@ def on_native_collectives(rank: int, name: str) -> dict[str, Any]:
     from shardkit.backends.xla.collectives import NativeCollectives
     from shardkit.backends.xla.cpu_replicas import current_world
     from shardkit.backends.xla.group import XlaGroup
-    from shardkit.backends.xla.replica import Replica
+    from shardkit.backends.xla.runtime import Replica
+    from tests.xla.meeting import in_memory
 
     world = current_world()
     assert world is not None
     backend = get_backend("xla")
-    replica = Replica(rank, world.size, NativeCollectives(), world.here())
+    replica = Replica(rank, world.size, NativeCollectives(), in_memory(world.here()))
     group = XlaGroup(backend, replica, range(world.size))  # type: ignore[arg-type]
     case = CASES[name]
     model = case.wrap(case.net().to(backend.device()), group=group, **case.options)

@@ -162,12 +162,13 @@ def native(rank: int) -> dict[str, Any]:
     from shardkit.backends.xla.collectives import NativeCollectives
     from shardkit.backends.xla.cpu_replicas import current_world
     from shardkit.backends.xla.group import XlaGroup
-    from shardkit.backends.xla.replica import Replica
+    from shardkit.backends.xla.runtime import Replica
+    from tests.xla.meeting import in_memory
 
     world = current_world()
     assert world is not None
     backend = get_backend("xla")
-    replica = Replica(rank, world.size, NativeCollectives(), world.here())
+    replica = Replica(rank, world.size, NativeCollectives(), in_memory(world.here()))
     g = XlaGroup(backend, replica, range(world.size))  # type: ignore[arg-type]
     sub = next(s for s in [g.new_group([0, 1]), g.new_group([2, 3])] if s is not None)
     source = (torch.arange(4.0) + 10 * rank).to(device())

@@ -190,7 +190,8 @@ def collectives_of_a_tpu(unwatched: bool = False) -> Iterator[Callable[[], None]
     from shardkit.backends.xla import collectives, syncing
     from shardkit.backends.xla.cpu_replicas import current_world
     from shardkit.backends.xla.meeting import Call
-    from shardkit.backends.xla.replica import Replica
+    from shardkit.backends.xla.runtime import Replica
+    from tests.xla.meeting import in_memory
 
     world = current_world()
     assert world is not None
@@ -205,7 +206,7 @@ def collectives_of_a_tpu(unwatched: bool = False) -> Iterator[Callable[[], None]
     meet(None)
     before, state.replica = (
         state.replica,
-        Replica(state.rank, world.size, collectives.NativeCollectives(), state),
+        Replica(state.rank, world.size, collectives.NativeCollectives(), in_memory(state)),
     )
     for name, function in theirs.items():
         setattr(xm, name, function)

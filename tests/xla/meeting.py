@@ -2,14 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
 from shardkit.backend import get_backend
 
 
 def meet() -> None:
     """All replicas are here, and what they have recorded has run."""
     from shardkit.backends.xla.cpu_replicas import current_world
+    from shardkit.backends.xla.meeting import Call
 
     get_backend("xla").mark_step(wait=True)
     world = current_world()
     assert world is not None
-    world.here().exchange(range(world.size), "meet", "", b"")
+    world.here().meet("meet", [Call(tuple(range(world.size)), "meet")])
+
+
+def in_memory(state: Any) -> Any:
+    """What a replica's host is without a TPU's rules, whatever they are: objects cost no program."""
+    from shardkit.backends.xla.collectives import replica_groups
+    from shardkit.backends.xla.meeting import Call
+
+    def exchange(ranks: Sequence[int], what: str, label: str, payload: bytes) -> list[bytes]:
+        payloads = state.meet(what, [Call(tuple(ranks), what, label)], payload)
+        return [payloads[rank] for rank in ranks]
+
+    def partition(ranks: Sequence[int], siblings: Sequence[Sequence[int]]) -> list[list[int]]:
+        return replica_groups(ranks, siblings, state.world.size)
+
+    return SimpleNamespace(issued=state.issued, abort=state.abort, exchange=exchange, partition=partition)

@@ -69,12 +69,32 @@ def _other_parts(rank: int) -> Any:
     return replica.host.exchange([[0, 1], [0, 1], [2, 0], [3, 2]][rank], "facts", "", b"")
 
 
+def _read_on_one_rank(rank: int) -> Any:
+    """The others sync at the same point, with the same collectives."""
+    value = torch.ones(2, device="xla")
+    get_backend("xla").group().all_reduce(value)
+    if rank == 0:
+        return value.tolist()
+    get_backend("xla").mark_step()
+    return [4.0, 4.0]
+
+
+def _other_values_read(rank: int) -> Any:
+    """The value that one rank reads needs a collective more than those of the others."""
+    first, second = torch.ones(2, device="xla"), torch.ones(2, device="xla")
+    get_backend("xla").group().all_reduce(first)
+    get_backend("xla").group().all_reduce(second)
+    return (second if rank == 1 else first).tolist()
+
+
 REFUSED: dict[str, Callable[[int], Any]] = {
     "part by xm": _part_by_xm,
     "part alone": _part_alone,
     "constructed on a part": _constructed_on_a_part,
     "more in one part": _more_in_one_part,
     "other parts": _other_parts,
+    "read on one rank": _read_on_one_rank,
+    "other values read": _other_values_read,
 }
 
 

@@ -15,7 +15,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 import shardkit
 from shardkit.backend import get_backend
 from tests.benchmarks import xla_training
-from tests.benchmarks.xla_trainers import FSDP, NATIVE, SHARDED_DDP, UNSYNCED, XLA_FSDP
+from tests.benchmarks.xla_trainers import FSDP, NATIVE, SHARDED_DDP, UNSYNCED, XLA_FSDP, collectives_of_a_tpu
 from tests.pools import rank_pool
 from tests.xla.meeting import meet
 
@@ -45,6 +45,51 @@ def test_programs_collectives_and_calls_beside_native_training() -> None:
         assert facts[SHARDED_DDP]["calls"] < facts[NATIVE]["calls"]
         assert facts[FSDP]["calls"] < facts[XLA_FSDP]["calls"]
         assert facts[UNSYNCED]["operations"] <= facts[NATIVE]["operations"]
+
+
+def _gathers(rank: int, theirs: bool) -> list[tuple[dict[str, int], float]]:
+    """Collectives and losses of steps of six units, and a root, without flattening."""
+    from shardkit.backends.xla import metrics
+    from shardkit.xla import fsdp as ours
+
+    backend, found = get_backend("xla"), []
+    wrap: Any = ours.XlaFullyShardedDataParallel
+    if theirs:
+        from torch_xla.distributed import fsdp
+
+        wrap = functools.partial(fsdp.XlaFullyShardedDataParallel, pin_layout_in_collective_ops=False)
+    with collectives_of_a_tpu() as prepare_sync:
+        torch.manual_seed(0)
+        blocks = [
+            nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 12), nn.GELU(), nn.Linear(12, 8)) for _ in range(6)
+        ]
+        units = [wrap(block.to(backend.device())) for block in blocks]
+        model = wrap(nn.Sequential(*units, nn.Linear(8, 8).to(backend.device())))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        inputs = (torch.arange(32.0).view(4, 8) / 32 + rank).to(backend.device())
+        for _ in range(3):
+            prepare_sync()
+            backend.mark_step(wait=True)
+            optimizer.zero_grad()
+            loss = model(inputs).square().mean()
+            loss.backward()
+            optimizer.step()
+            pending = [loss, *model.parameters(), *(p.grad for p in model.parameters())]
+            counted = dict(metrics.collectives(pending))
+            prepare_sync()
+            backend.mark_step(wait=True)
+            found.append((counted, loss.item()))
+    return found
+
+
+def test_a_unit_is_gathered_at_once_whatever_the_number_of_its_parameters() -> None:
+    """The order of collectives makes each needed by the next: biases that backward never reads were gathered again."""
+    pool = rank_pool(2, "xla")
+    for ours, theirs in zip(pool.run(_gathers, False), pool.run(_gathers, True), strict=True):
+        assert [loss for _, loss in ours] == [loss for _, loss in theirs]
+        assert theirs[-1][0] == {"all-gather": 74, "reduce-scatter": 38}
+        # 7 in forward; the root and the last unit stay until backward
+        assert ours[-1][0] == {"all-gather": 7 + 5, "reduce-scatter": 38}
 
 
 KINDS = ("native", "OSS", "ShardedDDP", "ShardedDDP in bfloat16", "FSDP")
@@ -147,9 +192,9 @@ def test_gradients_of_one_rank_are_cleared_without_a_look_at_them() -> None:
 
 def _listings(rank: int) -> int:
     """Of 4,096 ranks together and in eights: how often they are listed for two collectives of each of ten units."""
-    from shardkit.backends.xla import groups_of_users
+    from shardkit.backends.xla import group as groups
     from shardkit.backends.xla.collectives import replica_groups
-    from shardkit.backends.xla.replica import Replica
+    from shardkit.backends.xla.runtime import Replica
 
     ranks = range(4096)
     collectives = mock.Mock(all_gather=lambda sent, *_: sent.repeat(8), all_reduce=lambda sent, *_: sent)
@@ -158,10 +203,10 @@ def _listings(rank: int) -> int:
     replica = Replica(0, len(ranks), collectives, host)
     device = get_backend("xla").device()
     shard, whole = torch.ones(2, device=device), torch.empty(16, device=device)
-    with mock.patch.object(groups_of_users, "_ranks_of", return_value=[*range(8)]):
+    with mock.patch.object(groups, "_ranks_of", return_value=[*range(8)]):
         for _ in range(10):
-            eight = groups_of_users.as_group(get_backend("xla"), replica, mock.sentinel.process_group)
-            everybody = groups_of_users.as_group(get_backend("xla"), replica, None)
+            eight = groups.as_group(get_backend("xla"), replica, mock.sentinel.process_group)
+            everybody = groups.as_group(get_backend("xla"), replica, None)
             eight.all_gather_into(whole, shard)
             everybody.all_reduce(shard)
     return int(host.partition.call_count)

@@ -14,7 +14,7 @@ from tests.pools import rank_pool
 pytest.importorskip("torch_xla")
 
 from shardkit.backends.xla import exchange
-from shardkit.backends.xla.rules import Rules, rules_here
+from shardkit.backends.xla.cpu_replicas import Rules, rules_here
 from tests.xla import pod_programs as programs
 
 pytestmark = pytest.mark.xla
@@ -29,6 +29,12 @@ pytestmark = pytest.mark.xla
         ("constructed on a part", "OutOfStepError", ["rank 2: barrier", "rank 0: all_gather"]),
         ("more in one part", "OutOfStepError", ["First difference, at collective 1", "nothing"]),
         ("other parts", "OutOfStepError", ["don't divide the ranks"]),
+        (
+            "read on one rank",
+            "OutOfStepError",
+            ["rank 0: reading a value (which needs 1", "rank 1: sync with 1"],
+        ),
+        ("other values read", "OutOfStepError", ["rank 0: reading a value (which needs 1", "(which needs 2"]),
     ],
 )
 def test_what_a_tpu_refuses_is_refused_on_all_ranks(case: str, kind: str, words: list[str]) -> None:
@@ -41,6 +47,8 @@ def test_what_a_tpu_refuses_is_refused_on_all_ranks(case: str, kind: str, words:
 def test_without_the_rules_threads_may_do_more() -> None:
     pool = rank_pool(4, "xla without rules")
     assert pool.run(programs.allowed, "part by xm") == [[b"0", b"1"]] * 2 + [[b"2", b"3"]] * 2
+    assert pool.run(programs.allowed, "read on one rank") == [[4.0, 4.0]] * 4
+    assert pool.run(programs.allowed, "other values read") == [[4.0, 4.0]] * 4
     assert pool.run(programs.allowed, "more in one part") == [[4.0, 4.0]] * 2 + [[2.0, 2.0]] * 2
 
 

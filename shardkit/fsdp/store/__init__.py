@@ -6,7 +6,7 @@ from ..originals import FlatParamLike
 from .base import Gather, Store, is_whole
 from .channels import Hears
 from .deferred import Deferred
-from .lazy import Lazy
+from .lazy import Lazy, gather_together
 from .states import FULL, GATHERED, GATHERING, KEPT, LOCKED, RELEASED, SUMMONED, TRANSITIONS, State
 from .stored import Stored
 from .whole import Whole
@@ -28,6 +28,7 @@ __all__ = [
     "Store",
     "Stored",
     "Whole",
+    "gather_together",
     "store_for",
 ]
 

@@ -13,6 +13,7 @@ from ...backend import Group
 from ...errors import ConfigurationError
 from ...optimizers.elementwise import is_known_elementwise, names_of_elementwise
 from .base import Placement
+from .flat_segment import FlatSegment
 from .in_segments import InSegments
 from .on_every_rank import OnEveryRank
 from .owned_parameters import OwnedParameters
@@ -21,7 +22,10 @@ logger = logging.getLogger("shardkit")
 
 
 def placement_for(
-    optimizer_class: object, even_shards_only: bool, update_dtype: torch.dtype | None = None
+    optimizer_class: object,
+    even_shards_only: bool,
+    update_dtype: torch.dtype | None = None,
+    kind: type[FlatSegment] = FlatSegment,
 ) -> Callable[[Group, Mapping[nn.Parameter, int], torch.dtype | None], Placement]:
     """Makes the placement of an optimizer's parameters; warns if state is not sharded though the class might shard.
 
@@ -29,6 +33,7 @@ def placement_for(
         optimizer_class: the inner optimizer's.
         even_shards_only: all ranks run one compiled graph.
         update_dtype: another one than the parameters', in which they are updated.
+        kind: of segments, where there are any.
 
     Raises:
         ConfigurationError: ``update_dtype`` for an optimizer that is not known to be element-wise.
@@ -42,13 +47,13 @@ def placement_for(
                 "them in their own dtype, or tell shardkit with declare_elementwise if it is. Known are "
                 f"{names_of_elementwise()}"
             )
-        return functools.partial(InSegments, update_dtype=update_dtype)
+        return functools.partial(InSegments, update_dtype=update_dtype, kind=kind)
     if isinstance(plain, type) and issubclass(plain, optim.LBFGS):
         return OnEveryRank
+    if (even_shards_only or kind.has_parts) and is_known_elementwise(plain):
+        return InSegments if kind is FlatSegment else functools.partial(InSegments, kind=kind)
     if not even_shards_only:
         return OwnedParameters
-    if is_known_elementwise(plain):
-        return InSegments
     logger.warning(
         "%s is not known to be element-wise, so each rank runs it on all parameters and its state is not sharded",
         plain.__name__ if isinstance(plain, type) else plain,

@@ -42,7 +42,10 @@ class FlatSegment:
         group: the ranks.
         param_group: index of the group that the parameters are in.
         params, owners: the parameters, and the rank of each.
+        has_parts: each rank has a part of every parameter, whoever owns it.
     """
+
+    has_parts = False
 
     def __init__(
         self, params: Sequence[nn.Parameter], owners: Sequence[int], group: Group, param_group: int = 0,
@@ -52,9 +55,7 @@ class FlatSegment:
         self.param_group = param_group
         self.owners = list(owners)
         self.group = group
-        self.layout: SegmentLayout = segment_layout(
-            [p.numel() for p in params], owners, group.world_size, even=True
-        )
+        self.layout = self._laid_out()
         self._form = PackedForm(self.layout.pieces, self.layout.sizes, even=True)
         self._pack = JoinedPack(self._form, [p.numel() for p in self.params])
         self._mine: torch.Tensor | None = None  # which segment is this rank's, [1]
@@ -152,6 +153,10 @@ class FlatSegment:
         return UsedMask(self._pack.used_elements(self._flags, self.group.rank))
 
     # ------------------------------------------------------------ layout
+    def _laid_out(self) -> SegmentLayout:
+        numels = [p.numel() for p in self.params]
+        return segment_layout(numels, self.owners, self.group.world_size, even=True)
+
     def pack(
         self,
         tensors: Sequence[torch.Tensor | None],

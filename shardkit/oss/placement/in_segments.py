@@ -26,14 +26,15 @@ class InSegments(Placement):
 
     Args:
         update_dtype: what is updated is a copy of this dtype; None for the parameters' own.
+        kind: of the segments.
     """
 
     def __init__(
         self, group: Group, owner: Mapping[nn.Parameter, int], wire_dtype: torch.dtype | None,
-        update_dtype: torch.dtype | None = None,
+        update_dtype: torch.dtype | None = None, kind: type[FlatSegment] = FlatSegment,
     ) -> None:  # fmt: skip
         super().__init__(group, owner, wire_dtype)
-        self._update_dtype = update_dtype
+        self._update_dtype, self._kind = update_dtype, kind
 
     def lay_out(self, groups: Sequence[ParamGroup]) -> None:
         """Puts parameters that became trainable into segments of their own; those that exist stay as they are."""
@@ -43,7 +44,7 @@ class InSegments(Placement):
             new = by_dtype(p for p in group["params"] if p.requires_grad and p not in known)
             for params in new.values():
                 owners = [self._owner[p] for p in params]
-                segment = FlatSegment(params, owners, channel, index, self._update_dtype)
+                segment = self._kind(params, owners, channel, index, self._update_dtype)
                 self.segments.append(segment)
         self.ranges = PublishRanges("updated parameters", self.group.ranks)
 
@@ -117,12 +118,15 @@ class InSegments(Placement):
 
     # ------------------------------------------------------------ state
     def keeps_state_of(self, param: nn.Parameter) -> bool:
-        return self._owner[param] == self.group.rank
+        return self._kind.has_parts or self._owner[param] == self.group.rank
 
     def state_of_owned(self, optimizer: Optimizer) -> dict[nn.Parameter, State]:
+        if self._kind.has_parts:
+            whole = self.state_of_all(optimizer, True)
+            return {p: state for p, state in whole.items() if self._owner[p] == self.group.rank}
         owned: dict[nn.Parameter, State] = {}
         for segment in self.segments:
-            owned.update(_split_state(segment, optimizer.state.get(segment.own, {})))
+            owned.update(split_state(segment, optimizer.state.get(segment.own, {})))
         return owned
 
     def state_of_all(self, optimizer: Optimizer, is_kept: bool) -> dict[nn.Parameter, State]:
@@ -140,7 +144,8 @@ def _put_aside(segment: FlatSegment, optimizer: Optimizer) -> PutAside | None:
     return None if used is None else PutAside(segment.own, optimizer.state.get(segment.own, {}), used)
 
 
-def _split_state(segment: FlatSegment, state: State) -> dict[nn.Parameter, State]:
+def split_state(segment: FlatSegment, state: State) -> dict[nn.Parameter, State]:
+    """What an optimizer has for a segment, as views that belong to the parameters here."""
     pieces: dict[nn.Parameter, State] = {p: {} for p in segment.split_own(segment.own.detach())}
     for key, value in state.items():
         spread = isinstance(value, torch.Tensor) and value.shape == segment.own.shape
