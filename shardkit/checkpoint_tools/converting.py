@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import torch
 
-from ..checkpoint.writing import write_atomically
+from ..checkpoint.writing import folder_written_whole, write_atomically
 from ..errors import ConfigurationError
 from ..training_checkpoints.manifest import NAME as MANIFEST
 from ..types import StateDict, Tree
@@ -21,7 +21,6 @@ from .stored import StoredTensor
 from .torch_writing import write_torch_file
 from .trees import Checkpoint, Path, at, copied, dotted, put
 from .tying import tie
-from .whole_folders import folder_written_whole
 
 KINDS = ("dcp", "torch", "fairscale", "xla", "hf")
 

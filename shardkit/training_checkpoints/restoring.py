@@ -146,9 +146,9 @@ class _Restoring:
         # what is other ranks' own is compared when it is read, if it is
         own = f"rank_states.{ranks.rank % stored.manifest.world_size}."
         objects = [
-            p for n, p in stored.objects.items() if n.startswith(own) or not n.startswith("rank_states.")
+            r for n, r in stored.objects.items() if n.startswith(own) or not n.startswith("rank_states.")
         ]
-        stored.refuse_damage([*self._reads.places, *objects])
+        stored.refuse_damage([*self._reads.records, *objects])
         if parts.scheduler is not None:
             check_schedulers(parts.scheduler, stored.object("scheduler"), stored.folder)
 
