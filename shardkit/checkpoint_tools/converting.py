@@ -194,7 +194,7 @@ def _model_alone(checkpoint: Checkpoint, tree: StateDict, how: Conversion, done:
 
 
 def _for_dcp(checkpoint: Checkpoint, tree: StateDict, done: Converted) -> StateDict:
-    """Under the keys that shardkit.restore and torch's own programs look for."""
+    """Under the keys that shardkit.restore_training and torch's own programs look for."""
     if not checkpoint.model_path:
         return {"model": tree}
     if checkpoint.model_path != ("model",) and len(checkpoint.model_path) == 1 and "model" not in tree:

@@ -69,7 +69,7 @@ def complete(folder: str | os.PathLike[str]) -> dict[int, str]:
 def latest(folder: str | os.PathLike[str]) -> str | None:
     """The path of the complete checkpoint with the highest step in a folder; None if there is none.
 
-    What is being written, or was when a process died, is never it. ``shardkit.restore`` takes the folder itself, too.
+    What is being written, or was when a process died, is never it. ``restore_training`` takes the folder itself, too.
     """
     return next(iter(reversed(complete(folder).values())), None)
 
@@ -237,7 +237,7 @@ def chosen(path: str | os.PathLike[str]) -> str:
     newest = latest(folder)
     if newest is None:
         raise ConfigurationError(
-            f"{os.fspath(path)} has no complete checkpoint: expected the folder that was given to shardkit.save, or a "
+            f"{os.fspath(path)} has no complete checkpoint: expected the folder that was given to save_training, or a "
             f"{step_name(17)} in it (an interrupted save leaves none). Of a checkpoint of another kind (torch's, "
             "fairscale's, torch_xla's, Hugging Face's) `shardkit ckpt convert THAT NEW --to dcp` makes one"
         )

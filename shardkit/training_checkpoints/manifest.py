@@ -137,7 +137,7 @@ def read_manifest(folder: str | os.PathLike[str], *, verify: bool = True) -> Man
             text = file.read()
     except (FileNotFoundError, NotADirectoryError):
         raise ConfigurationError(
-            f"{os.fspath(folder)} has no {NAME}: it is no complete checkpoint of shardkit.save"
+            f"{os.fspath(folder)} has no {NAME}: it is no complete checkpoint of shardkit.save_training"
         ) from None
     try:
         values = json.loads(text)
