@@ -309,7 +309,7 @@ def test_it_holds_whatever_torchs_default_is(tmp_path: Path) -> None:
 _GET, _PUT = b"h\x01", b"q\x01"  # of one object that was made before
 _TEXT = b"X" + (100_000).to_bytes(4, "little") + b"a" * 100_000
 _PATH, _NUMBERS = b"cpathlib\nPosixPath\n", b"(" + b"K\x01" * 60 + b"t"
-_PAIRS = b"](" + b"K\x01K\x02\x86" * 30_000 + b"e"
+_PAIRS = b"](" + b"".join(b"M" + k.to_bytes(2, "little") + b"N\x86" for k in range(30_000)) + b"e"
 BOMBS = {
     "an index of a gigabyte": b"Nr\xff\xff\xff\x07",
     "a frame of terabytes": b"\x95" + (1 << 60).to_bytes(8, "little") + b"N",
@@ -318,13 +318,13 @@ BOMBS = {
     "an array of a terabyte": b"\x96" + (1 << 40).to_bytes(8, "little"),
     "lists in lists": b"]" * 200_000 + b"a" * 199_999,
     "tuples in tuples as a key": b"})" + b"\x85" * 200_000 + b"Ns",
-    "a text that doubles": b"X\x01\x00\x00\x00aq\x010" + (_PATH + _GET * 2 + b"\x86Rq\x010") * 40 + _GET,
-    "a list that doubles": b"]q\x010" + (b"](" + _GET * 2 + b"eq\x010") * 60 + b"}" + _GET + b"Ns",
-    "sizes again and again": _NUMBERS + _PUT + b"0](" + (b"ctorch\nSize\n" + _GET + b"\x85R") * 20_000 + b"e",
-    "bytes again and again": _TEXT + _PUT + b"0](" + (b"c_codecs\nencode\n" + _GET + b"\x85R") * 3000 + b"e",
+    "a text that doubles": b"X\x01\x00\x00\x00aq\x01" + (_PATH + _GET * 2 + b"\x86Rq\x01") * 40 + _GET,
+    "a list that doubles": b"]q\x01" + (b"](" + _GET * 2 + b"eq\x01") * 60 + b"}" + _GET + b"Ns",
+    "sizes again and again": _NUMBERS + _PUT + b"](" + (b"ctorch\nSize\n" + _GET + b"\x85R") * 20_000 + b"e",
+    "bytes again and again": _TEXT + _PUT + b"](" + (b"c_codecs\nencode\n" + _GET + b"\x85R") * 3000 + b"e",
     "dicts again and again": _PAIRS
     + _PUT
-    + b"0]("
+    + b"]("
     + (b"ccollections\nOrderedDict\n" + _GET + b"\x85R") * 1000
     + b"e",
 }
@@ -340,7 +340,7 @@ def test_forged_pickles_take_memory_in_proportion(tmp_path: Path, what: str) -> 
     for read in (lambda: read_metadata(tmp_path), lambda: shardkit.load(tmp_path / "a.pt")):
         found, peak = file_mutations.peak_of(read)
         assert peak < file_mutations.bounded(len(data))
-        assert isinstance(found, ShardkitError) or found in (None, []) or what == "lists in lists"
+        assert isinstance(found, ShardkitError) or not isinstance(found, Exception)
 
 
 def test_what_is_copied_is_in_the_file(tmp_path: Path) -> None:

@@ -57,7 +57,11 @@ class TorchAlone(PathFinder):
 
 
 def _top_level(distribution: importlib.metadata.Distribution) -> set[str]:
-    return {file.parts[0] for file in distribution.files or () if file.name == "__init__.py" and len(file.parts) == 2}
+    return {
+        file.parts[0]
+        for file in distribution.files or ()
+        if file.name == "__init__.py" and len(file.parts) == 2
+    }
 
 
 sys.meta_path[:] = [TorchAlone if finder is PathFinder else finder for finder in sys.meta_path]
