@@ -5,6 +5,7 @@
 #   make test-rest  the others: programs as users start them, the oldest supported torch with the XLA backend, and
 #                 `make streams`
 #   make quick   some tests of every part, newest torch only: for the daily loop, under 2 minutes
+#   make plain   some tests of every part where nothing but torch is installed, as far as Python can tell: no numpy
 #   make check   ruff, mypy, import-linter
 #   make fuzz     damages and forges 10,000 files; draws new programs for MINUTES=10, keeps what fails as tests; records
 #                 fairscale's traces anew
@@ -38,7 +39,7 @@ PIP_FLAGS := --quiet --disable-pip-version-check --no-input
 export OMP_NUM_THREADS ?= 1
 export PYTHONUNBUFFERED := 1
 
-.PHONY: help demo demo-xla test test-rest test-core test-xla quick streams fuzz faults check format bench gpu newest torch-tpu docs clean
+.PHONY: help demo demo-xla test test-rest test-core test-xla plain quick streams fuzz faults check format bench gpu newest torch-tpu docs clean
 .DELETE_ON_ERROR:
 
 help:
@@ -93,7 +94,7 @@ test: $(CORE)/.ready
 	$(call at_once,test-core WITHOUT='$(PROGRAMS) $(HALF)',test-core TESTS='$(HALF)')
 
 test-rest: $(CORE)/.ready $(XLA)/.ready
-	$(call at_once,test-xla,test-core streams TESTS='$(PROGRAMS)')
+	$(call at_once,test-xla,test-core streams plain TESTS='$(PROGRAMS)')
 
 TESTS := tests
 WITHOUT :=
@@ -178,6 +179,16 @@ torch-tpu: $(TPU)/.ready
 	@test -f "$(PLUGIN)" || { echo "make torch-tpu PLUGIN=FILE: needs XLA's PJRT plugin for CPUs"; exit 1; }
 	@SHARDKIT_PJRT_CPU="$(abspath $(PLUGIN))" $(TPU)/bin/python -m pytest -q -k torch_tpu tests/backends/test_torch_tpu.py tests/backends/test_contract.py \
 	  tests/backends/test_late_device.py tests/backends/test_late_programs.py
+
+PLAIN := $(addprefix tests/,doctor fsdp/test_fully_shard.py fsdp/test_fsdp.py::test_mistakes_are_named_on_every_rank oss/test_flat_segments.py \
+  sharded_ddp/test_buffers.py training_checkpoints/test_several.py checkpoint/test_prefix.py \
+  compat/test_older_paths.py::test_broadcast_object \
+  running/test_run.py::test_a_program_that_launches_twice backends/test_contract.py)
+plain: $(CORE)/.ready
+	@echo "== tests with $(TORCH) alone"
+	@PYTHONPATH=tests/torch_alone $(CORE)/bin/python -c 'import torch; torch.ones(1).numpy()' 2>&1 | grep -q "Numpy is not available"
+	@PYTHONPATH=tests/torch_alone $(CORE)/bin/python -m pytest -q -m "not xla and not oracle" \
+	  -k "not (gloo3 or gloo4 or gloo1 or simulated or late or tpu or streams or cuda)" $(PLAIN)
 
 STREAMS := $(addprefix tests/,backends/test_contract.py fsdp compression sharded_ddp oss adascale model_parallel pipeline moe \
   evaluation clients test_grad_scaler.py differential/test_fsdp_truth.py differential/test_sharded_ddp_truth.py \

@@ -63,8 +63,12 @@ if TYPE_CHECKING:  # the same names as in the table below; tests/test_packaging.
     from .tracing.ranges import span as span
     from .tracing.tracer import trace as trace
     from .training_checkpoints.folders import latest as latest
-    from .training_checkpoints.restoring import Restored as Restored, restore as restore
-    from .training_checkpoints.saving import save as save
+    from .training_checkpoints.restoring import (
+        Restored as Restored,
+        restore as restore,
+        restore_training as restore_training,
+    )
+    from .training_checkpoints.saving import save as save, save_training as save_training
     from .whole_parameters.optimizer import WholeParameters as WholeParameters
     from .wrapping.context import auto_wrap as auto_wrap, enable_wrap as enable_wrap, wrap as wrap
 
@@ -93,8 +97,8 @@ _HOMES = {
     "tracing.ranges": "span",
     "tracing.tracer": "trace",
     "training_checkpoints.folders": "latest",
-    "training_checkpoints.restoring": "Restored restore",
-    "training_checkpoints.saving": "save",
+    "training_checkpoints.restoring": "Restored restore restore_training",
+    "training_checkpoints.saving": "save save_training",
     "whole_parameters.optimizer": "WholeParameters",
     "wrapping.context": "auto_wrap enable_wrap wrap",
 }

@@ -2,6 +2,8 @@
 
     python -m tests.file_mutations --count 10000
 
+Every fifth is a table of contents of a distributed checkpoint, for which memory is counted to the byte.
+
 Each batch runs in a process of its own, so that a crash is seen; ``make fuzz`` begins with 10,000 of them.
 """
 
@@ -10,6 +12,7 @@ from __future__ import annotations
 import argparse
 import io
 import os
+import pickle
 import pickletools
 import random
 import struct
@@ -17,15 +20,18 @@ import subprocess
 import sys
 import tempfile
 import traceback
+import tracemalloc
 import zipfile
 from collections import Counter, OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
+
+import shardkit
+from shardkit.checkpoint.dcp_metadata import read_metadata
 
 ROOT = Path(__file__).parents[1]
 BATCH = 1250
@@ -39,7 +45,8 @@ NAMES = (
     "torch._tensor _rebuild_from_type_v2", "torch.nn.parameter Parameter", "numpy ndarray", "numpy dtype",
     "numpy.core.multiarray _reconstruct", "numpy._core.multiarray scalar", "collections OrderedDict", "_codecs encode",
     "collections Counter", "builtins set", "__builtin__ bytearray", "__builtin__ eval", "builtins getattr", "os system",
-    "tests.file_mutations called",
+    "tests.file_mutations called", "torch.distributed.checkpoint.metadata Metadata", "pathlib PosixPath",
+    "torch.distributed.checkpoint.metadata MetadataIndex", "torch.distributed.checkpoint.filesystem _StorageInfo",
 )  # fmt: skip
 # glibc fills what is allocated with the complement of MALLOC_PERTURB_, so that memory nobody has written shows.
 UNWRITTEN = bytes([165 ^ 0xFF]) * 8
@@ -52,6 +59,8 @@ def called(*_: Any) -> None:
 
 def originals(folder: Path) -> list[bytes]:
     """Files of all kinds of contents, in both formats."""
+    import numpy as np
+
     torch.manual_seed(0)
     model = nn.Linear(3, 2)
     shared = torch.arange(12.0)
@@ -73,6 +82,35 @@ def originals(folder: Path) -> list[bytes]:
     return made
 
 
+def tables() -> list[bytes]:
+    """Tables of contents of distributed checkpoints, with names as text on the stack and in lines."""
+    from shardkit.training_checkpoints.composing import metadata_of
+    from shardkit.training_checkpoints.data_file import Written
+
+    records = [
+        Written(("model", "a"), "float32", (4, 3), ((2 * k, 0), (2, 3)), 500 * k, 500, "") for k in range(2)
+    ]
+    records += [Written(("extra", 0, "b"), None, None, None, 1000, 300, "")]
+    found = metadata_of({"__0_0.distcp": records})
+    return [pickle.dumps(found), pickle.dumps(found, protocol=2)]
+
+
+def peak_of(read: Callable[[], object]) -> tuple[object, int]:
+    """What a call returns or raises, and the bytes of Python's objects that it took at most."""
+    tracemalloc.start()
+    try:
+        return read(), tracemalloc.get_traced_memory()[1]
+    except Exception as error:
+        return error, tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+def bounded(size: int) -> int:
+    """Bytes that reading a pickle of a size may take: objects have about a hundred, and an instruction is a byte."""
+    return (1 << 20) + 400 * size
+
+
 def _flipped(data: bytes, draw: random.Random) -> bytes:
     changed = bytearray(data)
     for _ in range(draw.randint(1, 8)):
@@ -87,9 +125,9 @@ def _cut(data: bytes, draw: random.Random) -> bytes:
     )
 
 
-def _instructions(pickle: bytes) -> list[bytes]:
-    starts = [position or 0 for _, _, position in pickletools.genops(pickle)]
-    return [pickle[a:b] for a, b in zip(starts, [*starts[1:], len(pickle)], strict=True)]
+def _instructions(data: bytes) -> list[bytes]:
+    starts = [position or 0 for _, _, position in pickletools.genops(data)]
+    return [data[a:b] for a, b in zip(starts, [*starts[1:], len(data)], strict=True)]
 
 
 def _number(draw: random.Random) -> bytes:
@@ -99,9 +137,9 @@ def _number(draw: random.Random) -> bytes:
     return b"\x8a\x09" + value.to_bytes(9, "little", signed=True)
 
 
-def _reprogrammed(pickle: bytes, draw: random.Random) -> bytes:
+def _reprogrammed(data: bytes, draw: random.Random) -> bytes:
     """Other instructions, names and numbers."""
-    ops = _instructions(pickle)
+    ops = _instructions(data)
     for _ in range(draw.randint(1, 4)):
         k, other = draw.randrange(len(ops)), draw.randrange(len(ops))
         what = draw.randrange(8)
@@ -174,6 +212,8 @@ def _watch(event: str, arguments: tuple[Any, ...]) -> None:
 
 def _touch(found: Any) -> None:
     """Reads every byte of every tensor and array."""
+    import numpy as np
+
     todo, seen = [found], set()
     while todo:
         value = todo.pop()
@@ -200,8 +240,6 @@ def read_all(seed: int, count: int) -> None:
     """Prints what became of the mutants; dies of the first that is neither read nor refused by name."""
     import encodings.cp437  # of zip files  # noqa: F401
 
-    import shardkit
-
     outcomes: Counter[str] = Counter()
     with tempfile.TemporaryDirectory() as folder:
         for data in originals(Path(folder)):  # what is imported late is imported now
@@ -223,7 +261,30 @@ def read_all(seed: int, count: int) -> None:
                 watching = False
                 raise AssertionError(f"mutant {k} of seed {seed}") from error
         watching = False
+        outcomes += _read_tables(seed, count // 5, Path(folder))
     print(dict(outcomes))
+
+
+def _read_tables(seed: int, count: int, folder: Path) -> Counter[str]:
+    draw, originals_ = random.Random(seed), tables()
+    outcomes: Counter[str] = Counter()
+
+    def read() -> object:
+        table = read_metadata(folder)
+        return table.nested(dict.fromkeys(table.paths))
+
+    for k in range(count + len(originals_)):
+        data = originals_[k % len(originals_)]
+        if k >= len(originals_):
+            data = draw.choice([_flipped, _cut, *[_reprogrammed] * 4])(data, draw)
+        (folder / ".metadata").write_bytes(data)
+        found, peak = peak_of(read)
+        if peak > bounded(len(data)):
+            raise AssertionError(f"table {k} of seed {seed} of {len(data)} bytes took {peak}")
+        if isinstance(found, Exception) and not isinstance(found, shardkit.ShardkitError | ValueError):
+            raise AssertionError(f"table {k} of seed {seed}") from found
+        outcomes[f"table: {type(found).__name__}"] += 1
+    return outcomes
 
 
 def run(seed: int, count: int) -> subprocess.CompletedProcess[str]:

@@ -127,7 +127,7 @@ class ReplicaPool:
                 raise
             raise BackendError(
                 f"the process for {self.world_size} XLA replicas did not start; is torch_xla installed for this "
-                f"torch (pip install 'shardkit[xla]')?\n\n{error.remote_traceback}"
+                f"torch (pip install torch==2.9.0 torch_xla==2.9.0)?\n\n{error.remote_traceback}"
             ) from error
         except BaseException:
             self._end(graceful=False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
+from shardkit.backend import backend_for_device, backend_of_job
 from shardkit.internal.params import recursive_copy_to_device
 from shardkit.redirected import redirected_names
 from shardkit.types import Tree
@@ -27,6 +28,7 @@ def broadcast_object(
         dist_device: device through which the bytes travel; by default the group's.
     """
     mine = dist.get_rank() == src_rank
-    box = [recursive_copy_to_device(obj, non_blocking=False, device=torch.device("cpu")) if mine else None]
-    dist.broadcast_object_list(box, src_rank, group=group, device=dist_device)
-    return box[0]
+    sent = recursive_copy_to_device(obj, non_blocking=False, device=torch.device("cpu")) if mine else None
+    backend = backend_of_job() if dist_device is None else backend_for_device(torch.device(dist_device).type)
+    members = backend.group(group)
+    return members.broadcast_object(sent, members.ranks.index(src_rank), label="broadcast_object")

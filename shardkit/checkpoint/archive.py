@@ -31,10 +31,12 @@ class Damage(Exception):
     """A file is not what was written; the arguments say how."""
 
 
-def _memory(storage: torch.UntypedStorage) -> memoryview:
-    """A storage's bytes, to read a file into."""
-    size = storage.nbytes()
-    return memoryview((ctypes.c_char * size).from_address(storage.data_ptr())).cast("B")
+def memory_of(tensor: torch.Tensor) -> memoryview:
+    """Returns the bytes of a contiguous tensor on the host, without numpy and without a copy."""
+    size = tensor.numel() * tensor.itemsize
+    memory: Tree = (ctypes.c_char * size).from_address(tensor.data_ptr())
+    memory.owner = tensor  # a view of memory outlives the tensor, and this keeps it
+    return memoryview(memory).cast("B")
 
 
 def _read_into(file: BinaryIO, start: int, storage: torch.UntypedStorage) -> int:
@@ -45,7 +47,7 @@ def _read_into(file: BinaryIO, start: int, storage: torch.UntypedStorage) -> int
     """
     if storage.nbytes() == 0:
         return 0
-    view, crc, done = _memory(storage), 0, 0
+    view, crc, done = memory_of(torch.empty(0, dtype=torch.uint8).set_(storage)), 0, 0
     file.seek(start)
     while done < len(view):
         piece = view[done : done + _PIECE]

@@ -6,7 +6,9 @@ the state of what was made. ``torch.load(weights_only=True)`` allows both for to
 which return memory that nobody has written (``torch.FloatTensor(64)``; a tensor whose strides go beyond its storage).
 Here a name in a file stands for a :class:`Function` of this package, which checks what it is given, or for a value.
 No class is looked up anywhere, and nothing but containers, numbers, text, tensors and arrays can be made.
-Instructions that are in no state dict are refused.
+Instructions that are in no state dict are refused. What is made takes memory in proportion to the pickle: lengths that
+it claims are those of bytes that are there, and what is given to functions again and again is counted (a few bytes
+that double a text thirty times are a gigabyte).
 """
 
 from __future__ import annotations
@@ -19,8 +21,8 @@ from typing import IO, Any, TypeAlias
 from ..types import AnyCallable, Memo, SavedState, Tree
 
 _VALUES = frozenset(
-    {"BININT", "BININT1", "BININT2", "LONG1", "LONG4", "BINFLOAT", "BINUNICODE", "SHORT_BINSTRING", "BINSTRING",
-     "BINBYTES", "SHORT_BINBYTES"}
+    {"BININT", "BININT1", "BININT2", "LONG1", "LONG4", "BINFLOAT", "BINUNICODE", "SHORT_BINUNICODE", "SHORT_BINSTRING",
+     "BINSTRING", "BINBYTES", "SHORT_BINBYTES"}
 )  # fmt: skip
 _CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False, "EMPTY_TUPLE": ()}
 Data: TypeAlias = Any
@@ -32,6 +34,8 @@ _GET = frozenset({"BINGET", "LONG_BINGET"})
 _TUPLES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
 _MAPPINGS = (dict, OrderedDict, Counter)
 _KEYS = (str, int, float, bool, bytes, type(None))
+_SIZED = (str, bytes, bytearray, list, tuple, dict)
+_GIVEN = 1 << 16  # elements that functions may be given in any case
 # Python 2's names, which protocol 2 keeps.
 _MODERN = {"__builtin__": "builtins"}
 
@@ -45,6 +49,25 @@ class Function:
 
     def __init__(self, call: AnyCallable) -> None:
         self.call = call
+
+
+class Instance:
+    """An object of a class that a file names, as data: equal to itself alone, and without methods.
+
+    Attributes:
+        kind: name of the class.
+        state: as the file sets it.
+    """
+
+    __slots__ = ("kind", "state")
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        self.state: Data = None
+
+    def get(self, name: str) -> Data:
+        """Returns an attribute; None if there is none."""
+        return self.state.get(name) if type(self.state) is dict else None
 
 
 class Handle:
@@ -103,11 +126,15 @@ class _Machine:
         self._stack: list[object] = []
         self._below: list[list[object]] = []
         self._memo: Memo = {}
+        self._at = self._given = 0  # bytes read; elements that functions were given
         self._operations: dict[str, Callable[[object], None]] = {
             "GLOBAL": self._global,
+            "STACK_GLOBAL": self._global_on_stack,
             "REDUCE": self._reduce,
+            "NEWOBJ": self._reduce,
             "BUILD": self._set_state,
             "BINPERSID": self._persistent,
+            "MEMOIZE": self._memoize,
             "MARK": self._mark,
             "TUPLE": self._tuple,
             "APPEND": self._append,
@@ -118,8 +145,8 @@ class _Machine:
 
     def run(self, source: IO[bytes]) -> Tree:
         argument: Data
-        for opcode, argument, _ in pickletools.genops(source):
-            name = opcode.name
+        for opcode, argument, position in pickletools.genops(source):
+            name, self._at = opcode.name, position or 0
             if name in _VALUES:
                 self._stack.append(argument)
             elif name in _PUT:
@@ -140,7 +167,7 @@ class _Machine:
                 self._stack[-count:] = [items]
             elif name == "STOP":
                 return _kept(self._stack.pop())
-            elif name != "PROTO":
+            elif name not in ("PROTO", "FRAME"):
                 raise NotData(f"the instruction {name}")
         raise ValueError("it has no end")
 
@@ -151,22 +178,40 @@ class _Machine:
             raise NotData(name)
         self._stack.append(self._names[name])
 
+    def _global_on_stack(self, _: object) -> None:
+        name, module = self._stack.pop(), self._stack.pop()
+        if type(name) is not str or type(module) is not str:
+            raise NotData("a name that is no text")
+        self._global(f"{module} {name}")
+
     def _reduce(self, _: object) -> None:
         arguments = self._stack.pop()
         function = self._stack[-1]
         if type(function) is not Function or type(arguments) is not tuple:
             raise NotData("a call of what is no function")
+        self._count(arguments)
         self._stack[-1] = function.call(*arguments)
 
     def _set_state(self, _: object) -> None:
         state = self._stack.pop()
+        if type(self._stack[-1]) is not Instance:  # it keeps what it gets, others copy
+            self._count(state if type(state) is tuple else (state,))
         self._build(self._stack[-1], state)
+
+    def _count(self, given: tuple[Data, ...]) -> None:
+        """Refuses the same elements being given to functions over and over, each of which may copy them."""
+        self._given += sum(len(value) for value in given if isinstance(value, _SIZED))
+        if self._given > _GIVEN + 4 * self._at:
+            raise NotData(f"calls that are given {self._given} elements by {self._at} bytes")
 
     def _persistent(self, _: object) -> None:
         name = self._stack.pop()
         if type(name) is not tuple:
             raise NotData("a reference to an object outside of the file")
         self._stack.append(self._storage(name))
+
+    def _memoize(self, _: object) -> None:
+        self._memo[len(self._memo)] = self._stack[-1]
 
     # ------------------------------------------------------------ containers
     def _mark(self, _: object) -> None:
@@ -221,7 +266,7 @@ def _kept(value: object) -> Data:
 
 def key_of(value: object) -> Data:
     """A key of a dict or an element of a set: hashing any other could take for ever, or call."""
-    plain = isinstance(value, _KEYS) or type(value).__module__ == "torch"
+    plain = isinstance(value, (*_KEYS, Instance)) or type(value).__module__ == "torch"
     if not plain and not (type(value) is tuple and all(isinstance(v, _KEYS) for v in value)):
         raise NotData(f"a key of type {type(value).__name__}")
     return value

@@ -14,7 +14,7 @@ from ..errors import ConfigurationError, DamagedFileError, UntrustedFileError
 from ..types import SavedState, Tree
 from .archive import LOCAL, Archive, Cut, Damage, Legacy
 from .data_pickle import Data, NotData, named_globals, read
-from .rebuilding import Storage, StorageType, build, names, without_values
+from .rebuilding import Storage, StorageType, build, names, whole, without_values
 
 # What a pickle that is no pickle, or parts that don't fit, come out as.
 UNREADABLE = (
@@ -167,7 +167,7 @@ class _Reading:
     ) -> torch.Tensor:
         """A tensor of a device that has no storages (XLA), which was saved as one of the CPU."""
         target = self._device or torch.device(device)
-        return tensor.to(dtype=dtype, device=target).requires_grad_(requires_grad)
+        return whole(tensor).to(dtype=dtype, device=target).requires_grad_(requires_grad)
 
     # ------------------------------------------------------------ damage
     def _say_what_is_cut(self, damage: Damage) -> None:

@@ -139,7 +139,16 @@ def _from_type(function: Data, kind: Data, arguments: Data, state: Data) -> torc
     return _with_attributes(tensor, state)
 
 
+def whole(tensor: Data) -> Data:
+    """Refuses a tensor whose copy would take more memory than the file has bytes: one that repeats its elements."""
+    is_plain = isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided and not tensor.is_meta
+    if is_plain and tensor.numel() * tensor.itemsize > tensor.untyped_storage().nbytes():
+        raise ValueError(f"a tensor of size {tuple(tensor.shape)} that repeats what it is made of")
+    return tensor
+
+
 def _sparse(layout: Data, data: Data) -> torch.Tensor:
+    data = [whole(part) for part in data]
     if layout == torch.sparse_coo:
         indices, values, size, *_ = data
         return torch.sparse_coo_tensor(indices, values, _natural(size), check_invariants=True)

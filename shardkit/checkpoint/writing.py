@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import socket
 import stat
 import threading
 from collections.abc import Callable, Iterator
 from typing import BinaryIO
 
-from ..errors import ConfigurationError, FileNotWrittenError
+from ..errors import ConfigurationError, FileNotWrittenError, ShardkitError
 
 _ENDING = ".part"
 _CLOCKS = 5.0  # seconds between the clocks of a file system and of this machine
@@ -55,7 +56,7 @@ def write_atomically(
         if before_replacing is not None:
             before_replacing()
         os.replace(temporary, target)
-        sync_folder(folder)
+        sync(folder)
     except OSError as error:
         raise FileNotWrittenError(
             f"{os.fspath(path)} was not written ({error.strerror or error}); "
@@ -67,6 +68,63 @@ def write_atomically(
             os.unlink(temporary)
 
 
+@contextlib.contextmanager
+def folder_written_whole(path: str, overwrite: bool) -> Iterator[str]:
+    """A folder to write into, which gets its name in one move when the block ends without an error.
+
+    It is written beside, synced and renamed. A process that is killed leaves a hidden ``.NAME.HOST.PID.part``, which
+    the next one that writes the same path on that machine removes.
+
+    Args:
+        overwrite: an old folder of that name makes place; it is removed only when the new one has its name.
+
+    Raises:
+        ConfigurationError: there is one, and it is not to be overwritten.
+        FileNotWrittenError: the disk is full, or the folder above is missing or can't be written to.
+    """
+    target = os.path.realpath(path)
+    above, name = os.path.split(target)
+    if os.path.lexists(target) and not overwrite:
+        raise ConfigurationError(f"{path} is there already; pass --overwrite, or another path")
+    before = _prefix(name)
+    temporary = os.path.join(above, f"{before}{os.getpid()}{_ENDING}")
+    try:
+        _remove_what_was_left(above, before)
+        os.mkdir(temporary)
+        yield temporary
+        for file in os.scandir(temporary):
+            sync(file.path)
+        sync(temporary)
+        _take_name_of_folder(temporary, target, os.path.join(above, f"{before}{os.getpid()}.old{_ENDING}"))
+        sync(above)
+    except OSError as error:
+        if isinstance(error, ShardkitError):
+            raise
+        raise FileNotWrittenError(
+            f"{path} was not written ({error.strerror or error}); "
+            + ("what was there is whole" if os.path.lexists(target) else "there is no such folder"),
+            error.errno,
+        ) from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _take_name_of_folder(temporary: str, target: str, aside: str) -> None:
+    if not os.path.lexists(target):
+        os.rename(temporary, target)
+        return
+    os.rename(target, aside)
+    try:
+        os.rename(temporary, target)
+    except OSError:
+        os.rename(aside, target)
+        raise
+    if os.path.isdir(aside):
+        shutil.rmtree(aside, ignore_errors=True)
+    else:
+        os.unlink(aside)
+
+
 def _prefix(name: str) -> str:
     return f".{name[:120]}.{socket.gethostname()[:64]}."
 
@@ -75,10 +133,11 @@ def _remove_what_was_left(folder: str, prefix: str) -> None:
     """By processes of this machine that are gone."""
     for entry in os.scandir(folder):
         owner = entry.name.removeprefix(prefix).partition(".")[0]
-        if entry.name.startswith(prefix) and entry.name.endswith(_ENDING):
+        is_left = entry.name.startswith(prefix) and entry.name.endswith(_ENDING)
+        if is_left and not entry.name.endswith(f".old{_ENDING}"):  # what was put aside for a new one is kept
             with contextlib.suppress(OSError):  # another process may remove it too
                 if not is_alive(owner, entry.stat().st_mtime):
-                    os.unlink(entry.path)
+                    shutil.rmtree(entry.path) if entry.is_dir() else os.unlink(entry.path)
 
 
 def is_alive(process: str, wrote: float | None = None) -> bool:
@@ -118,10 +177,10 @@ def _take_over(temporary: str, old: os.stat_result) -> None:
     os.chmod(temporary, stat.S_IMODE(old.st_mode))
 
 
-def sync_folder(folder: str) -> None:
-    """So that the new name outlives a loss of power."""
+def sync(path: str) -> None:
+    """Has the bytes of a file, or the names in a folder, outlive a loss of power."""
     try:
-        handle = os.open(folder, os.O_RDONLY)
+        handle = os.open(path, os.O_RDONLY)
     except PermissionError:  # a folder one may write to but not read, and Windows
         return
     try:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import torch
 
-from ..checkpoint.writing import write_atomically
+from ..checkpoint.writing import folder_written_whole, write_atomically
 from ..errors import ConfigurationError
 from ..training_checkpoints.manifest import NAME as MANIFEST
 from ..types import StateDict, Tree
@@ -21,7 +21,6 @@ from .stored import StoredTensor
 from .torch_writing import write_torch_file
 from .trees import Checkpoint, Path, at, copied, dotted, put
 from .tying import tie
-from .whole_folders import folder_written_whole
 
 KINDS = ("dcp", "torch", "fairscale", "xla", "hf")
 
@@ -195,7 +194,7 @@ def _model_alone(checkpoint: Checkpoint, tree: StateDict, how: Conversion, done:
 
 
 def _for_dcp(checkpoint: Checkpoint, tree: StateDict, done: Converted) -> StateDict:
-    """Under the keys that shardkit.restore and torch's own programs look for."""
+    """Under the keys that shardkit.restore_training and torch's own programs look for."""
     if not checkpoint.model_path:
         return {"model": tree}
     if checkpoint.model_path != ("model",) and len(checkpoint.model_path) == 1 and "model" not in tree:

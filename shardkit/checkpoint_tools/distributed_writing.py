@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import io
 import os
-import pickle
 from typing import BinaryIO
 
 import torch
 
+from ..training_checkpoints.data_file import Written
 from ..training_checkpoints.hashing import best_hash, new_hasher
-from ..training_checkpoints.manifest import Item, Manifest, StoredFile, write_manifest
+from ..training_checkpoints.manifest import Item, Manifest, StoredFile
 from ..types import StateDict, Tree
-from .metadata import METADATA
 from .stored import BLOCK, StoredTensor
 from .torch_writing import write_torch_file
-from .trees import copied, dotted, leaves
+from .trees import copied, leaves
 
 _DATA = "__0_0.distcp"
 
@@ -27,64 +26,34 @@ def write_distributed(folder: str, tree: StateDict, step: int, run: str, world_s
         folder: empty.
         step, run, world_size: for ``shardkit.json``.
     """
-    from torch.distributed.checkpoint.filesystem import _StorageInfo
-    from torch.distributed.checkpoint.metadata import (
-        BytesStorageMetadata,
-        Metadata,
-        MetadataIndex,
-        StorageMeta,
-    )
+    from ..training_checkpoints.composing import describe  # torch's part takes long to import
 
-    facts: StateDict = {}
-    places: dict[MetadataIndex, _StorageInfo] = {}
-    paths: dict[str, tuple[object, ...]] = {}
-    spans: list[tuple[str, int, int]] = []
-    with open(os.path.join(folder, _DATA), "wb") as file:
-        for path, value in leaves(tree, tuples=False):
-            keys = tuple(
-                key if isinstance(_at(tree, path[:k]), list) else str(key) for k, key in enumerate(path)
-            )
-            name, start = dotted(path), file.tell()
-            paths[name] = keys
+    records: list[Written] = []
+    path = os.path.join(folder, _DATA)
+    with open(path, "wb") as file:
+        for keys, value in leaves(tree, tuples=False):
+            start, shape, dtype = file.tell(), None, None
             if isinstance(value, StoredTensor):
                 write_torch_file(file, value)
-                facts[name] = _facts(value)
-                index = MetadataIndex(name, torch.Size([0] * len(value.shape)), 0)
+                shape, dtype = value.shape, str(value.dtype).removeprefix("torch.")
             else:
                 _write_object(file, value)
-                facts[name] = BytesStorageMetadata()
-                index = MetadataIndex(name)
-            places[index] = _StorageInfo(_DATA, start, file.tell() - start)
-            spans.append((name, start, file.tell() - start))
-    metadata = Metadata(facts, paths, places, StorageMeta())
-    if "version" in Metadata.__dataclass_fields__:
-        metadata.version = "1.0.0"
-    with open(os.path.join(folder, METADATA), "wb") as file:
-        pickle.dump(metadata, file)
+            box = None if shape is None else ((0,) * len(shape), shape)
+            length = file.tell() - start
+            records.append(Written(_keys(tree, keys), dtype, shape, box, start, length, ""))
     kind = best_hash()
-    files = {
-        _DATA: hashed(os.path.join(folder, _DATA), spans, kind),
-        METADATA: hashed(os.path.join(folder, METADATA), [], kind),
-    }
-    write_manifest(folder, Manifest(step=step, run=run, world_size=world_size, files=files, hash=kind))
+    files = {_DATA: hashed(path, records, kind)}
+    manifest = Manifest(step=step, run=run, world_size=world_size, files=files, hash=kind)
+    describe(folder, {_DATA: records}, manifest)
 
 
-def _at(tree: Tree, path: tuple[object, ...]) -> object:
+def _keys(tree: Tree, path: tuple[object, ...]) -> tuple[str | int, ...]:
+    """Keys of dicts as text, as DCP has them; of lists as numbers."""
+    keys: list[str | int] = []
     for key in path:
+        keys.append(key if isinstance(tree, list) and isinstance(key, int) else str(key))
         tree = tree[key]
-    return tree
-
-
-def _facts(tensor: StoredTensor) -> object:
-    from torch.distributed.checkpoint.metadata import (
-        ChunkStorageMetadata,
-        TensorProperties,
-        TensorStorageMetadata,
-    )
-
-    size = torch.Size(tensor.shape)
-    chunk = ChunkStorageMetadata(torch.Size([0] * len(size)), size)
-    return TensorStorageMetadata(TensorProperties(dtype=tensor.dtype), size, [chunk])
+    return tuple(keys)
 
 
 def _write_object(file: BinaryIO, value: Tree) -> None:
@@ -94,19 +63,19 @@ def _write_object(file: BinaryIO, value: Tree) -> None:
     file.write(buffer.getbuffer())
 
 
-def hashed(path: str, spans: list[tuple[str, int, int]], kind: str) -> StoredFile:
-    """Checksums of a file and of the items in it, which lie end to end."""
+def hashed(path: str, records: list[Written], kind: str) -> StoredFile:
+    """Checksums of a file and of the records in it, which lie end to end."""
     whole = new_hasher(kind)
     items = []
     with open(path, "rb") as file:
-        for name, start, length in spans:
-            own, left = new_hasher(kind), length
+        for record in records:
+            own, left = new_hasher(kind), record.length
             while left:
                 block = file.read(min(BLOCK, left))
                 own.update(block)
                 whole.update(block)
                 left -= len(block)
-            items.append(Item(name, start, length, own.hexdigest()))
+            items.append(Item(record.name, record.offset, record.length, own.hexdigest()))
         while block := file.read(BLOCK):
             whole.update(block)
         return StoredFile(file.tell(), whole.hexdigest(), tuple(items))

@@ -84,7 +84,7 @@ def _libraries():  # type: ignore[no-untyped-def]
         from safetensors import safe_open
     except ImportError as error:
         raise ConfigurationError(
-            f"writing Hugging Face's format takes {error.name}: pip install shardkit[checkpoints]"
+            f"writing Hugging Face's format takes {error.name}: pip install huggingface_hub safetensors"
         ) from None
     return split_state_dict_into_shards_factory, safe_open
 

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterable, Mapping
 
 from ..errors import ShardkitError
+from ..training_checkpoints.folders import TEMPORARY, steps_in
 from ..training_checkpoints.manifest import read_manifest
 from ..types import StateDict
 from .comparing import short, short_dtype
 from .opening import open_checkpoint
-from .steps import steps_in
 from .stored import Box, StoredTensor
 from .trees import Checkpoint, at, dotted
-
-_HIDDEN = re.compile(r"\.step-(\d{8,})\..*\.part$")
 
 
 def steps(folder: str) -> list[StateDict]:
@@ -29,7 +26,7 @@ def steps(folder: str) -> list[StateDict]:
         return [_row(checkpoint.path, checkpoint.kind, dict(checkpoint.facts))]
     rows = unfinished(folder)
     for step in steps_in(folder):
-        path = os.path.join(folder, step.name)
+        path = step.path
         facts: StateDict = {"step": step.step}
         problem = None if step.is_complete else "incomplete: it has no shardkit.json"
         if step.is_complete:
@@ -52,11 +49,14 @@ def unfinished(folder: str) -> list[StateDict]:
     """A row for each step that is being written, or was when its job was killed."""
     rows = []
     for entry in sorted(os.listdir(folder)):
-        match = _HIDDEN.match(entry)
-        if match:
+        match = TEMPORARY.fullmatch(entry)
+        if match and match["kind"] == "part":
             what = "being written, or left by a job that was killed; the next save removes it"
             rows.append(
-                {**_row(os.path.join(folder, entry), "shardkit", {"step": int(match[1])}), "problem": what}
+                {
+                    **_row(os.path.join(folder, entry), "shardkit", {"step": int(match["step"])}),
+                    "problem": what,
+                }
             )
     return rows
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 import glob
 import os
 
+from ..checkpoint.dcp_metadata import METADATA
 from ..errors import ConfigurationError, DamagedFileError
+from ..training_checkpoints.folders import latest
 from ..training_checkpoints.manifest import NAME as MANIFEST
 from ..training_checkpoints.manifest import read_manifest
 from ..training_checkpoints.verifying import refuse_damage
 from ..types import StateDict, Tree
 from . import hugging_face, rank_files
 from .distributed import read_folder
-from .metadata import METADATA
-from .steps import complete_steps
 from .trees import Checkpoint, find_model, without_layer
 
 _ENDINGS = (".pt", ".pth", ".bin", ".ckpt", ".tar")
@@ -33,9 +33,7 @@ def open_checkpoint(path: str, *, model_key: str | None = None, trust_pickle: bo
         UntrustedFileError, DamagedFileError: see :func:`shardkit.load`.
     """
     if os.path.isdir(path) and not os.path.exists(os.path.join(path, METADATA)):
-        steps = complete_steps(path)
-        if steps:
-            path = os.path.join(path, steps[-1].name)
+        path = latest(path) or path
     if os.path.exists(os.path.join(path, METADATA)):
         return _of_folder(path, model_key, trust_pickle)
     if os.path.exists(path) and hugging_face.weight_files(path):

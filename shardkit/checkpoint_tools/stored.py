@@ -6,7 +6,6 @@ Legend: N numel of a tensor; a tensor's elements are in row-major order unless s
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import dataclasses
 import math
 import mmap
@@ -16,6 +15,7 @@ from typing import BinaryIO, cast
 
 import torch
 
+from ..checkpoint.archive import memory_of
 from ..errors import ConfigurationError, DamagedFileError
 
 _LARGE = 1 << 16
@@ -222,14 +222,6 @@ def in_memory(name: str, value: torch.Tensor) -> StoredTensor:
         identity = ("memory", value.data_ptr(), tuple(value.shape), value.stride(), value.dtype)
     value = value.detach().cpu().contiguous()
     return StoredTensor(name, tuple(value.shape), value.dtype, (), value.dtype, identity, value)
-
-
-def memory_of(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a contiguous tensor on the host."""
-    if tensor.numel() == 0:
-        return memoryview(b"")
-    size = tensor.numel() * tensor.itemsize
-    return memoryview((ctypes.c_char * size).from_address(tensor.data_ptr())).cast("B")
 
 
 def blocks_of(tensor: torch.Tensor, dtype: torch.dtype) -> Iterator[memoryview]:

@@ -9,16 +9,15 @@ import zipfile
 from collections.abc import Iterator
 from typing import BinaryIO, cast
 
+from ..checkpoint.dcp_metadata import METADATA, Record, read_metadata
 from ..checkpoint.loading import load
 from ..errors import ConfigurationError, DamagedFileError, ShardkitError
+from ..training_checkpoints import folders
 from ..training_checkpoints.manifest import NAME as MANIFEST
 from ..training_checkpoints.manifest import Manifest, read_manifest
 from ..training_checkpoints.verifying import Damage, damages
 from . import hugging_face
-from .distributed import Item, check_inside, items_of
-from .metadata import METADATA, read_metadata
 from .opening import files_of_ranks
-from .steps import complete_steps, steps_in
 from .stored import StoredTensor
 from .torch_files import View, read_torch_file
 from .trees import leaves
@@ -56,11 +55,11 @@ def verify(path: str) -> list[Verified]:
         ConfigurationError: there is none.
     """
     is_one = any(os.path.exists(os.path.join(path, n)) for n in (METADATA, MANIFEST))
-    if not is_one and os.path.isdir(path) and steps_in(path):
-        steps = complete_steps(path)
-        if not steps:
+    if not is_one and folders.steps_in(path):
+        complete = folders.complete(path)
+        if not complete:
             raise ConfigurationError(f"{path} has no complete step: each folder lacks its {MANIFEST}")
-        return [_of_shardkit(os.path.join(path, step.name)) for step in steps]
+        return [_of_shardkit(step) for step in complete.values()]
     if os.path.exists(os.path.join(path, MANIFEST)):
         return [_of_shardkit(path)]
     if os.path.exists(os.path.join(path, METADATA)):
@@ -97,10 +96,9 @@ def _not_listed(folder: str, manifest: Manifest) -> Iterator[Damage]:
     known = {
         (name, item.name, item.offset, item.length) for name, f in manifest.files.items() for item in f.items
     }
-    for item in items_of(folder, read_metadata(folder)):
-        file = os.path.basename(item.file)
-        if (file, item.name, item.start, item.length) not in known:
-            yield Damage(file, item.name, f"is in {METADATA}, and {MANIFEST} has no checksum of it")
+    for record in read_metadata(folder).records():
+        if (record.file, record.name, record.offset, record.length) not in known:
+            yield Damage(record.file, record.name, f"is in {METADATA}, and {MANIFEST} has no checksum of it")
 
 
 # ------------------------------------------------------------ without
@@ -111,28 +109,28 @@ def _of_dcp(folder: str) -> Verified:
         f"{METADATA} itself, and bytes between tensors, have none"
     )
     try:
-        items = sorted(items_of(folder, read_metadata(folder)), key=lambda i: (i.file, i.start))
+        records = sorted(read_metadata(folder).records())
     except ShardkitError as error:
         result.damages.append(Damage(METADATA, None, str(error)))
         return result
     result.look_at(os.path.join(folder, METADATA), 0)
-    for file in sorted({item.file for item in items}):
-        result.look_at(file, sum(item.file == file for item in items))
-    for item in items:
+    for name in sorted({record.file for record in records}):
+        result.look_at(os.path.join(folder, name), sum(record.file == name for record in records))
+    for record in records:
         try:
-            check_inside(item)
-            _compare(item)
+            record.check(folder)
+            _compare(folder, record)
         except DamagedFileError as error:
-            result.damages.append(Damage(os.path.basename(item.file), item.name, str(error)))
+            result.damages.append(Damage(record.file, record.name, str(error)))
     return result
 
 
-def _compare(item: Item) -> None:
-    """All records of the zip that torch.save wrote; nothing of it is interpreted."""
-    with open(item.file, "rb") as file:
+def _compare(folder: str, record: Record) -> None:
+    """All that is in the zip that torch.save wrote; nothing of it is interpreted."""
+    with open(os.path.join(folder, record.file), "rb") as file:
         try:
-            archive = zipfile.ZipFile(cast(BinaryIO, View(file, item.start, item.length)))
-            if any(record.CRC for record in archive.infolist()):  # torch can be told to leave them out
+            archive = zipfile.ZipFile(cast(BinaryIO, View(file, record.offset, record.length)))
+            if any(entry.CRC for entry in archive.infolist()):  # torch can be told to leave them out
                 bad = archive.testzip()
                 if bad is not None:
                     raise DamagedFileError(f"has other bytes than were written (its record {bad})")

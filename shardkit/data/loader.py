@@ -26,11 +26,13 @@ class ResumableLoader(Generic[T]):
     ::
 
         loader = shardkit.ResumableLoader(dataset, global_batch_size=64, num_workers=2)
-        shardkit.restore("checkpoints", model=model, optimizer=optimizer, loader=loader)
+        shardkit.restore_training("checkpoints", model=model, optimizer=optimizer, loader=loader)
         for epoch in range(loader.epoch, 10):
             for images, labels in loader:
                 ...
-                shardkit.save("checkpoints", model=model, optimizer=optimizer, loader=loader, step=step)
+                shardkit.save_training(
+                    "checkpoints", model=model, optimizer=optimizer, loader=loader, step=step
+                )
 
     A place is the epoch and the number of samples that *all ranks* have used of it, counted when a batch is handed
     out: what workers have loaded ahead does not count. Random transforms (``torch``, ``random``, ``numpy.random``) are

@@ -7,7 +7,6 @@ import datetime
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TypeVar
 
 import torch.distributed as dist
 
@@ -15,13 +14,21 @@ from ..errors import RankFailedError
 from ..launching import launch
 from ..started import started_rank
 from .findings import ERROR, Finding, in_order
-from .links import Link, OpenFiles, check_links, check_segments, measure_files, measure_links, segments
+from .links import (
+    Link,
+    OpenFiles,
+    check_links,
+    check_segments,
+    gathered,
+    measure_files,
+    measure_links,
+    segments,
+)
 from .machine import Machine, check_open_files, compare, look
 from .network import machine_id
 
 _RANKS = 3  # of its own: enough to tell what each further one needs
 _SECONDS = 60.0  # that the ranks may take
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -69,7 +76,7 @@ def examine(world_size: int | None) -> Report | None:
     dist.set_debug_level(dist.DebugLevel.OFF)  # type: ignore[attr-defined] # it counts sends as collectives
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
     try:
-        told = _gathered(_examine_rank(started.rank, variables))
+        told = gathered(_examine_rank(started.rank, variables))
     finally:
         with contextlib.suppress(RuntimeError):
             dist.destroy_process_group()
@@ -100,7 +107,7 @@ def _alone(world_size: int) -> Report:
 
 
 def _examine_rank(rank: int, variables: Mapping[str, str]) -> _Told:
-    hosts = _names(_gathered(machine_id()))
+    hosts = _names(gathered(machine_id()))
     machine, before = look(len(set(hosts)), variables, hosts[rank]), segments()
     files, links = measure_files(), measure_links(hosts)
     sent, again = (now - then for now, then in zip(segments(), before, strict=True))
@@ -113,12 +120,6 @@ def _names(ids: list[tuple[str, ...]]) -> list[str]:
     for found in dict.fromkeys(ids):
         same.setdefault(found[0], []).append(found)
     return [i[0] if len(same[i[0]]) == 1 else f"{i[0]}#{same[i[0]].index(i) + 1}" for i in ids]
-
-
-def _gathered(value: T) -> list[T]:
-    values: list[T] = [value] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
 
 
 def _report(told: list[_Told], world_size: int) -> Report:

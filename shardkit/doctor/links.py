@@ -10,11 +10,12 @@ import os
 import statistics
 import time
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 
+from ..backend import get_backend
 from .findings import NOTE, WARNING, Finding
 
 _MOST = 8  # ranks
@@ -26,6 +27,7 @@ _SLOW = 0.4  # of the median bandwidth
 _POOR = 0.125  # GB/s: 1 Gbit/s
 _LATE = 0.05  # seconds; a round trip that took as long waited for a packet that was sent again
 _LOST = 0.01  # of the segments
+T = TypeVar("T")
 
 
 class Link(NamedTuple):
@@ -68,9 +70,13 @@ def measure_links(hosts: list[str]) -> list[Link]:
                 found.append(_ask(first, second))
             elif dist.get_rank() == second:
                 _answer(first)
-    gathered: list[list[Link]] = [[] for _ in hosts]
-    dist.all_gather_object(gathered, found)
-    return [link for links in gathered for link in links] if dist.get_rank() == 0 else []
+    everybody = gathered(found)
+    return [link for links in everybody for link in links] if dist.get_rank() == 0 else []
+
+
+def gathered(value: T) -> list[T]:
+    """Each rank's value (collective). torch's own call for that needs numpy."""
+    return get_backend("gloo").group().all_gather_object(value, label="shardkit doctor")
 
 
 def _ask(first: int, second: int) -> Link:

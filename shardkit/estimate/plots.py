@@ -24,7 +24,7 @@ def plot(estimates: Sequence[Estimate], path: str | Path, title: str = "") -> No
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ConfigurationError("plots need matplotlib: pip install 'shardkit[plots]'") from error
+        raise ConfigurationError("plots need matplotlib: pip install matplotlib") from error
     figure = Figure(figsize=(13, 5), layout="constrained")
     memory, wire = figure.subplots(1, 2)
     first = estimates[0]

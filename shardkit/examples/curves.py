@@ -41,7 +41,7 @@ def curves_in(logdir: str | None, rank: int) -> Iterator[Curves]:
     else:
         path = Path(logdir) / "metrics.jsonl"
         print(
-            f"tensorboard is not installed (pip install 'shardkit[metrics]'): curves are in {path}",
+            f"tensorboard is not installed (pip install tensorboard): curves are in {path}",
             flush=True,
         )
         sink = JsonLines(path)

@@ -59,7 +59,7 @@ def train(rank: int, options: argparse.Namespace) -> float:
     step, value = 0, float("nan")
     state: Kwargs = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "loader": loader}
     if shardkit.latest(options.checkpoints):  # after a restart, or in a new job: on any number of ranks
-        step = shardkit.restore(options.checkpoints, **state).step
+        step = shardkit.restore_training(options.checkpoints, **state).step
         if rank == 0:
             print(f"goes on from step {step}, epoch {loader.epoch}")
     for epoch in range(loader.epoch, options.epochs):
@@ -73,14 +73,14 @@ def train(rank: int, options: argparse.Namespace) -> float:
             scheduler.step()
             step += 1
             if step % options.save_every == 0:
-                shardkit.save(options.checkpoints, step=step, async_=True, **state)
+                shardkit.save_training(options.checkpoints, step=step, keep=3, async_=True, **state)
             if shardkit.stop_requested():  # SIGTERM: the same step on all ranks
-                shardkit.save(options.checkpoints, step=step, **state)
+                shardkit.save_training(options.checkpoints, step=step, keep=3, **state)
                 sys.exit(75)
             if rank == 0 and step % 20 == 0 and not skip.skipped:
                 value = loss.item()
                 print(f"epoch {epoch}, step {step}: loss {value:.4f} on rank 0's samples")
-    shardkit.save(options.checkpoints, step=step, **state)
+    shardkit.save_training(options.checkpoints, step=step, keep=3, **state)
     return value
 
 

@@ -29,5 +29,5 @@ def pyobject_to_tensor(obj: object, fixed_buffer_size: int = 0) -> torch.Tensor:
 
 
 def tensor_to_pyobject(tensor: torch.Tensor) -> Tree:
-    """The object of :func:`pyobject_to_tensor`. It is unpickled: only for tensors from a source that is trusted."""
+    """Unpickles the object of :func:`pyobject_to_tensor`, running what it says: only for tensors of own ranks."""
     return pickle.loads(bytes(tensor.cpu().tolist()))

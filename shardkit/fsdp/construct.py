@@ -17,6 +17,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from ..backend import Backend, Group, backend_for
+from ..checkpoint.archive import memory_of
 from ..checks.runs import new_run_id, proposed_run_id
 from ..checks.same_everywhere import check_one_device, check_same_everywhere, option_facts
 from ..compression import check_compressible
@@ -424,9 +425,7 @@ def _digest(param: nn.Parameter) -> str:
     """Of the values; nothing where there are none yet."""
     if param.is_meta or is_lazy(param):
         return ""
-    return hashlib.sha1(
-        param.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-    ).hexdigest()
+    return hashlib.sha1(memory_of(param.detach().cpu().contiguous())).hexdigest()
 
 
 def _compare_values(found: Found, group: Group, everybody: list[list[str]]) -> None:

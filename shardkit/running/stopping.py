@@ -84,7 +84,7 @@ def stop_requested() -> bool:
         for batch in batches:
             ...
             if shardkit.stop_requested():
-                shardkit.save(folder, model=model, optimizer=optimizer, step=step)
+                shardkit.save_training(folder, model=model, optimizer=optimizer, step=step)
                 sys.exit(75)
 
     About once a second ranks exchange two numbers; all other calls are a few Python operations. So a request is heard

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ..backend import backend_of_job
 from ..types import Kwargs, SavedState, Tree
 from .experiment import Experiment
 from .one_process import persistent_buffers
@@ -135,12 +136,8 @@ def _plain(t: torch.Tensor) -> torch.Tensor:
 
 def _of_all(value: object) -> list[Tree]:
     """Each rank's value."""
-    values: list[object] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
+    return backend_of_job().group().all_gather_object(value)
 
 
 def _of_rank_0(tensors: Tensors) -> Tensors:
-    box = [tensors]
-    dist.broadcast_object_list(box)
-    return box[0]
+    return backend_of_job().group().broadcast_object(tensors, 0)

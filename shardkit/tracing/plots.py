@@ -33,7 +33,7 @@ def plot(trace: Trace, path: str | Path, step: int | None = None) -> None:
         from matplotlib.figure import Figure
         from matplotlib.patches import Patch
     except ImportError as error:
-        raise ConfigurationError("plots need matplotlib: pip install 'shardkit[plots]'") from error
+        raise ConfigurationError("plots need matplotlib: pip install matplotlib") from error
     start, end = _time_of(trace, step)
     figure = Figure(figsize=(13, 1.6 + 0.9 * len(trace.ranks)), layout="constrained")
     axes = figure.subplots()

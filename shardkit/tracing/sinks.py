@@ -52,7 +52,7 @@ class TensorBoard:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
             raise ConfigurationError(
-                "metrics for TensorBoard need tensorboard: pip install 'shardkit[metrics]'"
+                "metrics for TensorBoard need tensorboard: pip install tensorboard"
             ) from error
         self._open = lambda: SummaryWriter(os.fspath(folder))  # type: ignore[no-untyped-call]
         self._writer: Framework = None

@@ -24,7 +24,7 @@ from .together import Schedulers, Together
 
 @dataclasses.dataclass(frozen=True)
 class Parts:
-    """What a training consists of, as :func:`shardkit.save` and :func:`shardkit.restore` take it."""
+    """What a training consists of, as :func:`shardkit.save_training` and :func:`shardkit.restore_training` take it."""
 
     model: nn.Module | None = None
     optimizer: Optimizer | Sequence[Optimizer] | None = None

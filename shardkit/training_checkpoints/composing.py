@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
 import pickle
@@ -19,11 +20,12 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from ..checkpoint.dcp_metadata import METADATA
 from ..checkpoint.writing import write_atomically
 from ..errors import ShardkitError
 from .data_file import Index, Written, index_of, name_of, read_index
 from .hashing import hash_of
-from .manifest import METADATA, Item, Manifest, StoredFile, write_manifest
+from .manifest import Item, Manifest, StoredFile, write_manifest
 
 
 class IncompleteError(ShardkitError):
@@ -41,15 +43,28 @@ def compose(folder: str, world_size: int, step: int, run: str, kind: str) -> Non
         OSError: the disk is full, or a rank's file can't be read.
     """
     indices = [read_index(folder, rank) for rank in range(world_size)]
+    for rank in range(world_size):
+        os.unlink(os.path.join(folder, index_of(rank)))
     records = {name_of(rank): index.records for rank, index in enumerate(indices)}
+    files = {name_of(rank): _stored(index) for rank, index in enumerate(indices) if index.records}
+    describe(folder, records, Manifest(step=step, run=run, world_size=world_size, files=files, hash=kind))
+
+
+def describe(folder: str, records: Mapping[str, Sequence[Written]], manifest: Manifest) -> None:
+    """Writes ``.metadata``, then ``shardkit.json``, which makes data files a checkpoint.
+
+    Args:
+        records: of each data file.
+        manifest: of the data files.
+
+    Raises:
+        IncompleteError, OSError: see :func:`compose`.
+    """
     metadata = pickle.dumps(metadata_of(records))
     with write_atomically(os.path.join(folder, METADATA)) as file:
         file.write(metadata)
-    for rank in range(world_size):
-        os.unlink(os.path.join(folder, index_of(rank)))
-    files = {name_of(rank): _stored(index) for rank, index in enumerate(indices) if index.records}
-    files[METADATA] = StoredFile(len(metadata), hash_of(metadata, kind))
-    write_manifest(folder, Manifest(step=step, run=run, world_size=world_size, files=files, hash=kind))
+    stored = StoredFile(len(metadata), hash_of(metadata, manifest.hash))
+    write_manifest(folder, dataclasses.replace(manifest, files={**manifest.files, METADATA: stored}))
 
 
 def _stored(index: Index) -> StoredFile:

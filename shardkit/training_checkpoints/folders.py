@@ -16,8 +16,9 @@ import socket
 import time
 import uuid
 from collections.abc import Iterator
+from typing import NamedTuple
 
-from ..checkpoint.writing import is_alive, sync_folder
+from ..checkpoint.writing import is_alive, sync
 from ..errors import ConfigurationError
 from .manifest import NAME, read_manifest
 
@@ -29,8 +30,8 @@ except ImportError:  # Windows: no one is told that a checkpoint is being read
 logger = logging.getLogger("shardkit")
 
 _STEP = re.compile(r"step-(\d{8,})")
-_TEMPORARY = re.compile(
-    r"\.(?P<name>step-\d{8,})\.(?P<host>.*)\.(?P<pid>\d+)\.(?P<token>[0-9a-f]+)\.(?P<kind>part|old)"
+TEMPORARY = re.compile(
+    r"\.(?P<name>step-(?P<step>\d{8,}))\.(?P<host>.*)\.(?P<pid>\d+)\.(?P<token>[0-9a-f]+)\.(?P<kind>part|old)"
 )
 _SHOWN = 5.0  # seconds
 _ABANDONED = 3600.0  # seconds in which nobody wrote to another machine's temporary folder
@@ -41,24 +42,34 @@ def step_name(step: int) -> str:
     return f"step-{step:08d}"
 
 
+class StepFolder(NamedTuple):
+    """A folder of one step; ``is_complete``: it has a ``shardkit.json``, which comes last."""
+
+    step: int
+    path: str
+    is_complete: bool
+
+
+def steps_in(folder: str | os.PathLike[str]) -> list[StepFolder]:
+    """Lists the folders of steps in a folder, by step in ascending order."""
+    found = []
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        for name in os.listdir(folder):
+            matched, path = _STEP.fullmatch(name), os.path.join(folder, name)
+            if matched and os.path.isdir(path):
+                found.append(StepFolder(int(matched[1]), path, os.path.isfile(os.path.join(path, NAME))))
+    return sorted(found)
+
+
 def complete(folder: str | os.PathLike[str]) -> dict[int, str]:
     """The complete checkpoints in a folder, by step in ascending order."""
-    found: dict[int, str] = {}
-    try:
-        names = os.listdir(folder)
-    except (FileNotFoundError, NotADirectoryError):
-        return found
-    for name in names:
-        matched = _STEP.fullmatch(name)
-        if matched and os.path.isfile(os.path.join(folder, name, NAME)):
-            found[int(matched[1])] = os.path.join(folder, name)
-    return dict(sorted(found.items()))
+    return {step: path for step, path, is_complete in steps_in(folder) if is_complete}
 
 
 def latest(folder: str | os.PathLike[str]) -> str | None:
     """The path of the complete checkpoint with the highest step in a folder; None if there is none.
 
-    What is being written, or was when a process died, is never it. ``shardkit.restore`` takes the folder itself, too.
+    What is being written, or was when a process died, is never it. ``restore_training`` takes the folder itself, too.
     """
     return next(iter(reversed(complete(folder).values())), None)
 
@@ -88,14 +99,14 @@ def finish(temporary: str, folder: str, step: int) -> str:
     Raises:
         OSError: it can't be renamed.
     """
-    sync_folder(temporary)
+    sync(temporary)
     target = os.path.join(folder, step_name(step))
     old: str | None = None
     if os.path.lexists(target):
         old = _temporary(folder, step, "old")
         os.rename(target, old)
     os.rename(temporary, target)
-    sync_folder(folder)
+    sync(folder)
     if old is not None:
         shutil.rmtree(old, ignore_errors=True)
     return target
@@ -167,7 +178,7 @@ def _clear(folder: str) -> dict[str, str]:
     """
     busy: dict[str, str] = {}
     for name in os.listdir(folder):
-        matched = _TEMPORARY.fullmatch(name)
+        matched = TEMPORARY.fullmatch(name)
         if matched is None:
             continue
         if not _is_left_over(os.path.join(folder, name), matched):
@@ -226,7 +237,7 @@ def chosen(path: str | os.PathLike[str]) -> str:
     newest = latest(folder)
     if newest is None:
         raise ConfigurationError(
-            f"{os.fspath(path)} has no complete checkpoint: expected the folder that was given to shardkit.save, or a "
+            f"{os.fspath(path)} has no complete checkpoint: expected the folder that was given to save_training, or a "
             f"{step_name(17)} in it (an interrupted save leaves none). Of a checkpoint of another kind (torch's, "
             "fairscale's, torch_xla's, Hugging Face's) `shardkit ckpt convert THAT NEW --to dcp` makes one"
         )

@@ -40,7 +40,7 @@ def new_hasher(name: str) -> Hasher:
         import xxhash
     except ImportError:
         raise ConfigurationError(
-            "the checksums of this checkpoint are xxhash's, which is not installed: pip install shardkit[checkpoints], "
+            "the checksums of this checkpoint are xxhash's, which is not installed: pip install xxhash, "
             "or read without comparing them (verify=False)"
         ) from None
     hasher: Hasher = xxhash.xxh3_64()

@@ -23,7 +23,6 @@ from .hashing import hash_of
 
 FORMAT = 1
 NAME = "shardkit.json"
-METADATA = ".metadata"  # what DCP reads first
 _OWN = "hash_of_this"
 T = TypeVar("T")
 
@@ -138,7 +137,7 @@ def read_manifest(folder: str | os.PathLike[str], *, verify: bool = True) -> Man
             text = file.read()
     except (FileNotFoundError, NotADirectoryError):
         raise ConfigurationError(
-            f"{os.fspath(folder)} has no {NAME}: it is no complete checkpoint of shardkit.save"
+            f"{os.fspath(folder)} has no {NAME}: it is no complete checkpoint of shardkit.save_training"
         ) from None
     try:
         values = json.loads(text)
@@ -153,7 +152,7 @@ def read_manifest(folder: str | os.PathLike[str], *, verify: bool = True) -> Man
         if verify and _hash_of(values, made.hash) != own:
             raise ValueError("its checksum is another")
         return made
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         if isinstance(error, ConfigurationError):
             raise
         raise DamagedFileError(f"{path} has other bytes than were written ({error})") from None

@@ -15,7 +15,7 @@ from .reading import Wanted
 from .slots import Slot
 
 if TYPE_CHECKING:
-    from .stored import Place, Stored
+    from .stored import Stored
 
 _ONE = ("state", "param_groups")
 # Options that schedulers add to groups.
@@ -172,12 +172,6 @@ class OptimizerReads:
         beside = {key: self._stored.object(name) for key, name in self._others.items()}
         self._holder.load(self._states, self._options(), beside)
         self._holder.load_named({key: self._stored.object(name) for key, name in self._named.items()})
-
-    @property
-    def objects(self) -> list[Place]:
-        """Records of objects that :meth:`finish` reads."""
-        under = self._stored.under("optimizer").values()
-        return [self._stored.objects[name] for name in under if name in self._stored.objects]
 
 
 def _same(a: object, b: object) -> bool:

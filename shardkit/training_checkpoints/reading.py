@@ -13,7 +13,8 @@ from .leaves import Leaf
 from .records import read_tensor
 
 if TYPE_CHECKING:
-    from .stored import Chunk, Place, Stored
+    from ..checkpoint.dcp_metadata import Chunk, Record
+    from .stored import Stored
 
 
 class Wanted(NamedTuple):
@@ -50,7 +51,7 @@ class Reads:
 
     def __init__(self, stored: Stored, wanted: Iterable[Wanted]) -> None:
         self._stored = stored
-        self._copies: dict[Place, list[_Copy]] = {}
+        self._copies: dict[Record, list[_Copy]] = {}
         for name, leaf in wanted:
             found = stored.tensors[name]
             if found.shape != leaf.shape:
@@ -62,19 +63,20 @@ class Reads:
                 for chunk in found.chunks:
                     met = _meet(box, chunk)
                     if met is not None:
-                        self._copies.setdefault(chunk.place, []).append(_Copy(leaf, box, chunk, *met))
+                        self._copies.setdefault(chunk.record, []).append(_Copy(leaf, box, chunk, *met))
 
     @property
-    def places(self) -> Iterator[Place]:
+    def records(self) -> Iterator[Record]:
         """The records that are read."""
         return iter(self._copies)
 
     @torch.no_grad()
     def run(self) -> None:
         """Reads them, each once, in the order in which they lie."""
-        for place in sorted(self._copies):
-            tensor = read_tensor(self._stored.read(place))
-            for copy in self._copies[place]:
+        for record in sorted(self._copies):
+            copies, name = self._copies[record], f"{self._stored.folder}: {record.name} in {record.file}"
+            tensor = read_tensor(name, self._stored.read(record), copies[0].chunk.sizes)
+            for copy in copies:
                 _fill(copy, tensor)
 
 

@@ -7,7 +7,7 @@ import io
 import torch
 
 from ..checkpoint.loading import load_data
-from ..errors import ConfigurationError, UntrustedFileError
+from ..errors import ConfigurationError, DamagedFileError, UntrustedFileError
 from ..types import Tree
 
 
@@ -21,11 +21,17 @@ def read_object(name: str, data: bytes) -> Tree:
     return load_data(io.BytesIO(data), len(data), name)
 
 
-def read_tensor(data: bytes) -> torch.Tensor:
-    """What a record of a tensor holds, on the CPU."""
-    found = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-    if not isinstance(found, torch.Tensor):
-        raise TypeError(f"a record of a tensor holds a {type(found).__name__}")
+def read_tensor(name: str, data: bytes, sizes: tuple[int, ...]) -> torch.Tensor:
+    """What a record of a tensor of these sizes holds, on the CPU.
+
+    Raises:
+        UntrustedFileError, DamagedFileError: it is no record, or holds something else.
+    """
+    found = read_object(name, data)
+    if not isinstance(found, torch.Tensor) or tuple(found.shape) != sizes:
+        raise DamagedFileError(
+            f"{name} is no tensor of sizes {sizes}, which the checkpoint should have there"
+        )
     return found.detach()
 
 

@@ -1,4 +1,4 @@
-"""``shardkit.restore``: a training goes on from a checkpoint."""
+"""``shardkit.restore_training``: a training goes on from a checkpoint."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Restored:
 
 
 @noting_errors
-def restore(
+def restore_training(
     dir: str | os.PathLike[str],
     *,
     model: nn.Module | None = None,
@@ -64,14 +64,14 @@ def restore(
     verify: bool = True,
     group: ProcessGroup = None,
 ) -> Restored:
-    """Gives a model, and what else is passed, the state that :func:`shardkit.save` has kept (collective).
+    """Gives a model, and what else is passed, the state that :func:`shardkit.save_training` has kept (collective).
 
     Any number of ranks reads what any other has written, however either is sharded: each reads what it needs. Names and
     shapes have to be the checkpoint's. They, and checksums, are compared before anything is changed.
 
     Args:
         dir: a checkpoint, or a folder of them, of which the latest complete one is taken.
-        model, optimizer, scheduler, scaler, loader, ema: built as for :func:`shardkit.save`.
+        model, optimizer, scheduler, scaler, loader, ema: built as for :func:`shardkit.save_training`.
         random_states: set the states of generators of random numbers; default: where ``optimizer`` is passed.
         verify: compare checksums of all that is read. It is read twice for that, the second time from the system's
             cache where there is room.
@@ -101,6 +101,9 @@ def restore(
         _, problem = attempt(restoring.run)
         agree(ranks, problem, f"{what}: the model may be restored in part, and the training can't go on. It")
         return restoring.result()
+
+
+restore = restore_training
 
 
 def _prepared(
@@ -146,9 +149,9 @@ class _Restoring:
         # what is other ranks' own is compared when it is read, if it is
         own = f"rank_states.{ranks.rank % stored.manifest.world_size}."
         objects = [
-            p for n, p in stored.objects.items() if n.startswith(own) or not n.startswith("rank_states.")
+            r for n, r in stored.objects.items() if n.startswith(own) or not n.startswith("rank_states.")
         ]
-        stored.refuse_damage([*self._reads.places, *objects])
+        stored.refuse_damage([*self._reads.records, *objects])
         if parts.scheduler is not None:
             check_schedulers(parts.scheduler, stored.object("scheduler"), stored.folder)
 

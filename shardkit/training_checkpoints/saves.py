@@ -34,7 +34,7 @@ class Save:
 
     Args:
         folder: of checkpoints.
-        keep: see :func:`shardkit.save`.
+        keep: see :func:`shardkit.save_training`.
         copies: values are copied before anything is written.
 
     Attributes:
@@ -102,7 +102,7 @@ class Save:
             return
         if len({fact[4] for fact in everybody}) > 1:
             check_same_everywhere(
-                self.ranks.group, _facts(collected, self.ranks), "what shardkit.save was given"
+                self.ranks.group, _facts(collected, self.ranks), "what shardkit.save_training was given"
             )
         lacking = lacking_entries(collected, self.ranks, [str(fact[5]) for fact in everybody])
         self.parts += parts_of_rank(lacking, self.ranks.rank)

@@ -1,4 +1,4 @@
-"""``shardkit.save``: a file of one object, or a checkpoint of a training in a folder of them."""
+"""``shardkit.save_training``: a checkpoint of a training; ``shardkit.save``: a file of one object."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..checkpoint.saving import save as save_file
 from ..errors import ConfigurationError
 from ..progress import noting_errors
 from ..running.folder import note_checkpoints
-from ..types import ProcessGroup
+from ..types import ProcessGroup, Tree
 from .collecting import Parts, backend_and_ranks, collect
 from .handles import Handle
 from .rank_states import Stateful
@@ -23,35 +23,33 @@ from .saves import Save
 _PathLike = str | os.PathLike[str]
 
 
-@overload
-def save(obj: object, path: _PathLike) -> None: ...
-@overload
-def save(
-    dir: _PathLike, /, *, step: int, model: nn.Module | None = ...,
-    optimizer: Optimizer | Sequence[Optimizer] | None = ...,
-    scheduler: Stateful | Sequence[Stateful] | None = ..., scaler: Stateful | None = ...,
-    loader: Stateful | None = ...,
-    ema: nn.Module | None = ..., extra: Mapping[str, object] | None = ..., async_: bool = ...,
-    keep: int | None = ..., group: ProcessGroup = ...,
-) -> Handle: ...  # fmt: skip
-def save(*args: object, **kwargs: object) -> Handle | None:
-    """Saves one object in a file, or a training in a folder of checkpoints.
+@noting_errors
+def save_training(
+    dir: _PathLike,
+    *,
+    step: int,
+    model: nn.Module | None = None,
+    optimizer: Optimizer | Sequence[Optimizer] | None = None,
+    scheduler: Stateful | Sequence[Stateful] | None = None,
+    scaler: Stateful | None = None,
+    loader: Stateful | None = None,
+    ema: nn.Module | None = None,
+    extra: Mapping[str, object] | None = None,
+    async_: bool = False,
+    keep: int | None = None,
+    group: ProcessGroup = None,
+) -> Handle:
+    """Saves a training in a folder of checkpoints (collective).
 
     ::
 
-        shardkit.save(obj, "file.pt")                                        # as torch.save
-        shardkit.save("checkpoints", model=model, optimizer=optimizer, step=17)
+        shardkit.save_training("checkpoints", model=model, optimizer=optimizer, step=17)
 
-    **A file**: ``torch.save``, but a kill or a full disk leaves the file that was there, and all bytes have checksums,
-    which :func:`shardkit.load` compares. It is written beside the old one and renamed; the disk holds both then.
-
-    **A checkpoint** (collective): all ranks write what they have, in torch.distributed.checkpoint's format and by the
-    model's own names, to ``dir/step-00000017``. That folder is complete or is not there. :func:`shardkit.restore` reads
-    it at any number of ranks, sharded in whatever way. See ``docs/CHECKPOINTS.md``.
+    All ranks write what they have, in torch.distributed.checkpoint's format and by the model's own names, to
+    ``dir/step-00000017``. That folder is complete or is not there. :func:`shardkit.restore_training` reads it at any
+    number of ranks, sharded in whatever way. See ``docs/CHECKPOINTS.md``.
 
     Args:
-        obj: what ``torch.save`` takes; :func:`shardkit.load` reads data alone: tensors, numbers, text, lists.
-        path: a regular file, or none yet, in a folder that exists.
         dir: folder of checkpoints, which all ranks see; it is made if need be.
         step: that the training has done; a checkpoint of it is replaced.
         model: plain, wrapped by ShardedDDP or DistributedDataParallel, or sharded by FSDP, fully_shard or FSDP2.
@@ -62,47 +60,20 @@ def save(*args: object, **kwargs: object) -> Handle | None:
         extra: whatever else by name, as data; the first rank's is kept.
         async_: returns as soon as values are copied to the host; they are written in the background. The next save
             waits for it, and so does the end of the program.
-        keep: how many checkpoints to keep; older ones are removed once the new one is complete. None: all.
+        keep: how many checkpoints to keep; older ones are deleted once the new one is complete. None: all are kept.
         group: ranks that take part; default all.
 
     Returns:
-        Of a checkpoint a handle, with ``path``, ``done`` and ``wait()``; without ``async_`` all is done.
+        A handle with ``path``, ``done`` and ``wait()``; without ``async_`` all is done.
 
     Raises:
-        FileNotWrittenError: the disk is full, or the folder can't be written to (also an OSError). For checkpoints this
-            and all errors below are raised on all ranks, and earlier checkpoints are whole.
-        ConfigurationError: the path of a file is a folder, a pipe or a device; something can't be kept in a checkpoint,
-            and the message says what; ranks don't see the same folder.
+        FileNotWrittenError: the disk is full, or the folder can't be written to (also an OSError). This and all errors
+            below are raised on all ranks, and earlier checkpoints are whole.
+        ConfigurationError: something can't be kept in a checkpoint, and the message says what; ranks don't see the same
+            folder.
         CheckpointError: something else went wrong on a rank.
         RankMismatchError: ranks were called with different steps, or have different models.
     """
-    if len(args) + ("obj" in kwargs) + ("path" in kwargs) > 1:
-        return save_file(*args, **kwargs)  # type: ignore[arg-type, func-returns-value]
-    if len(args) != 1 or not isinstance(args[0], str | os.PathLike):
-        raise ConfigurationError(
-            "shardkit.save takes an object and a path, save(obj, 'file.pt'), or a folder and what to keep in it by "
-            "name, save('checkpoints', model=model, optimizer=optimizer, step=17)"
-        )
-    return save_checkpoint(args[0], **kwargs)  # type: ignore[arg-type]
-
-
-@noting_errors
-def save_checkpoint(
-    dir: _PathLike,
-    *,
-    step: int | None = None,
-    model: nn.Module | None = None,
-    optimizer: Optimizer | Sequence[Optimizer] | None = None,
-    scheduler: Stateful | Sequence[Stateful] | None = None,
-    scaler: Stateful | None = None,
-    loader: Stateful | None = None,
-    ema: nn.Module | None = None,
-    extra: Mapping[str, object] | None = None,
-    async_: bool = False,
-    keep: int | None = 3,
-    group: ProcessGroup = None,
-) -> Handle:
-    """See :func:`save`."""
     backend, ranks = backend_and_ranks(model, group)
     parts = Parts(model, optimizer, scheduler, scaler, loader, ema)
     note_checkpoints(dir)
@@ -110,3 +81,35 @@ def save_checkpoint(
     with torch.no_grad():
         saving.begin(lambda: collect(parts, saving.step, extra, backend, ranks))
     return saving.in_background() if async_ else saving.write()
+
+
+@overload
+def save(obj: object, path: _PathLike) -> None: ...
+@overload
+def save(dir: _PathLike, /, *, step: int, **training: Tree) -> Handle: ...
+def save(*args: Tree, **kwargs: Tree) -> Handle | None:
+    """Saves one object in a file: ``torch.save``, but a kill or a full disk leaves the file that was there.
+
+    ::
+
+        shardkit.save(obj, "file.pt")
+
+    All bytes have checksums, which :func:`shardkit.load` compares. The file is written beside the old one and renamed;
+    the disk holds both then. ``save(dir, step=..., model=...)`` is :func:`shardkit.save_training`.
+
+    Args:
+        obj: what ``torch.save`` takes; :func:`shardkit.load` reads data alone: tensors, numbers, text, lists.
+        path: a regular file, or none yet, in a folder that exists.
+
+    Raises:
+        FileNotWrittenError: the disk is full, or the folder can't be written to (also an OSError).
+        ConfigurationError: the path is a folder, a pipe or a device.
+    """
+    if len(args) + ("obj" in kwargs) + ("path" in kwargs) > 1:
+        return save_file(*args, **kwargs)  # type: ignore[func-returns-value]
+    if len(args) != 1 or not isinstance(args[0], str | os.PathLike):
+        raise ConfigurationError(
+            "shardkit.save takes an object and a path, save(obj, 'file.pt'); a training is saved by "
+            "save_training('checkpoints', model=model, optimizer=optimizer, step=17)"
+        )
+    return save_training(args[0], **{"step": None, **kwargs})

@@ -64,8 +64,8 @@ def refuse_damage(
     """
     for damage in damages(folder, manifest, files):
         raise DamagedFileError(
-            f"{os.fspath(folder)}: {damage}. Restore another checkpoint of this training (shardkit.restore takes its "
-            "folder)"
+            f"{os.fspath(folder)}: {damage}. Restore another checkpoint of this training "
+            "(shardkit.restore_training takes its folder)"
         )
 
 

@@ -18,7 +18,10 @@ import torch
 from torch import nn
 
 import shardkit
+from shardkit.checkpoint.dcp_metadata import TableOfContents, read_metadata
 from shardkit.errors import ConfigurationError, DamagedFileError, ShardkitError, UntrustedFileError
+from shardkit.training_checkpoints.composing import metadata_of
+from shardkit.training_checkpoints.data_file import Written
 from shardkit.xla.fsdp.consolidate_sharded_ckpts import main as consolidate
 from tests import file_mutations
 
@@ -301,3 +304,87 @@ def test_it_holds_whatever_torchs_default_is(tmp_path: Path) -> None:
     )  # fmt: skip
     assert done.stdout == "refused\n", done.stdout + done.stderr
     assert not folder.exists()
+
+
+_GET, _PUT = b"h\x01", b"q\x01"  # of one object that was made before
+_TEXT = b"X" + (100_000).to_bytes(4, "little") + b"a" * 100_000
+_PATH, _NUMBERS = b"cpathlib\nPosixPath\n", b"(" + b"K\x01" * 60 + b"t"
+_PAIRS = b"](" + b"".join(b"M" + k.to_bytes(2, "little") + b"N\x86" for k in range(30_000)) + b"e"
+BOMBS = {
+    "an index of a gigabyte": b"Nr\xff\xff\xff\x07",
+    "a frame of terabytes": b"\x95" + (1 << 60).to_bytes(8, "little") + b"N",
+    "a text of gigabytes": b"X\xff\xff\xff\x7fabc",
+    "a number of gigabytes": b"\x8b\xff\xff\xff\x7fabc",
+    "an array of a terabyte": b"\x96" + (1 << 40).to_bytes(8, "little"),
+    "lists in lists": b"]" * 200_000 + b"a" * 199_999,
+    "tuples in tuples as a key": b"})" + b"\x85" * 200_000 + b"Ns",
+    "a text that doubles": b"X\x01\x00\x00\x00aq\x01" + (_PATH + _GET * 2 + b"\x86Rq\x01") * 40 + _GET,
+    "a list that doubles": b"]q\x01" + (b"](" + _GET * 2 + b"eq\x01") * 60 + b"}" + _GET + b"Ns",
+    "sizes again and again": _NUMBERS + _PUT + b"](" + (b"ctorch\nSize\n" + _GET + b"\x85R") * 20_000 + b"e",
+    "bytes again and again": _TEXT + _PUT + b"](" + (b"c_codecs\nencode\n" + _GET + b"\x85R") * 3000 + b"e",
+    "dicts again and again": _PAIRS
+    + _PUT
+    + b"]("
+    + (b"ccollections\nOrderedDict\n" + _GET + b"\x85R") * 1000
+    + b"e",
+}
+
+
+@pytest.mark.parametrize("what", BOMBS)
+def test_forged_pickles_take_memory_in_proportion(tmp_path: Path, what: str) -> None:
+    """In tables of contents of distributed checkpoints and in files of torch.save."""
+    data = b"\x80\x02" + BOMBS[what] + b"."
+    (tmp_path / ".metadata").write_bytes(data)
+    with zipfile.ZipFile(tmp_path / "a.pt", "w") as file:
+        file.writestr("archive/data.pkl", data)
+    for read in (lambda: read_metadata(tmp_path), lambda: shardkit.load(tmp_path / "a.pt")):
+        found, peak = file_mutations.peak_of(read)
+        assert peak < file_mutations.bounded(len(data))
+        assert isinstance(found, ShardkitError) or not isinstance(found, Exception)
+
+
+def test_what_is_copied_is_in_the_file(tmp_path: Path) -> None:
+    """An element can be expanded to a terabyte; what has to be copied to be made can not."""
+    one = torch.ones(1).expand(1 << 38)
+    torch.save(one, tmp_path / "a.pt")
+    assert shardkit.load(tmp_path / "a.pt").shape == one.shape
+
+    class Sparse:
+        def __reduce__(self) -> Any:
+            parts = torch.zeros(1, 1, dtype=torch.int64).expand(1, 1 << 38), one, torch.Size([1])
+            return torch._utils._rebuild_sparse_tensor, (torch.sparse_coo, (*parts, True))
+
+    class OfXla:
+        def __reduce__(self) -> Any:
+            return torch._utils._rebuild_device_tensor_from_cpu_tensor, (one, torch.float64, "cpu", False)
+
+    for made in (Sparse(), OfXla()):
+        torch.save(made, tmp_path / "a.pt")
+        with pytest.raises(DamagedFileError, match="repeats what it is made of"):
+            shardkit.load(tmp_path / "a.pt")
+
+
+def test_forged_tables_of_contents(tmp_path: Path) -> None:
+    """What a table says of itself is compared; a list of a million holes and a tensor of a terabyte are no data."""
+
+    def table(records: list[Written]) -> TableOfContents:
+        (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata_of({"__0_0.distcp": records})))
+        return read_metadata(tmp_path)
+
+    whole = Written(("a",), "float32", (8,), ((0,), (8,)), 0, 500, "")
+    assert table([whole]).nested({"a": 1}) == {"a": 1}
+    forged = {
+        "can't lie in 500 bytes": [whole._replace(shape=(1 << 40,), box=((0,), (1 << 40,)))],
+        "lies in another record": [whole, whole._replace(path=("b",), offset=499)],
+        "leads nowhere": [whole._replace(path=("a",) * 300)],
+        "lies nowhere": [whole._replace(offset=-1)],
+        "sizes are no tuple": [whole._replace(shape=(1,) * 65, box=((0,) * 65, (1,) * 65))],
+    }
+    for what, records in forged.items():
+        with pytest.raises(DamagedFileError, match=what):
+            table(records)
+    holes = [whole._replace(path=(f"a{k}", 1 << 20), offset=500 * k) for k in range(50)]
+    names = table(holes).paths
+    found, peak = file_mutations.peak_of(lambda: read_metadata(tmp_path).nested(dict.fromkeys(names)))
+    assert isinstance(found, ValueError)
+    assert peak < file_mutations.bounded((tmp_path / ".metadata").stat().st_size)

@@ -10,9 +10,8 @@ import torch
 from torch import nn
 
 import shardkit
+from shardkit.checkpoint.dcp_metadata import read_metadata
 from shardkit.checkpoint_tools import Conversion, compare, convert, open_checkpoint, verify
-from shardkit.checkpoint_tools.distributed import items_of
-from shardkit.checkpoint_tools.metadata import read_metadata
 from tests.checkpoint_tools.samples import assert_same
 from tests.pools import rank_pool
 
@@ -76,7 +75,7 @@ def test_back_and_forth(tmp_path: Path) -> None:
 
     # as of one file, but there are two, and items that are parts of a tensor
     (step,) = folder.iterdir()
-    items = list(items_of(str(step), read_metadata(step)))
+    items = list(read_metadata(step).records())
     drawn = random.Random(2)
     for file in sorted(step.glob("*.distcp")):
         for position in drawn.choices(range(file.stat().st_size), k=20):
@@ -84,7 +83,7 @@ def test_back_and_forth(tmp_path: Path) -> None:
             content[position] ^= 0x10
             file.write_bytes(content)
             (name,) = {
-                i.name for i in items if i.file == str(file) and i.start <= position < i.start + i.length
+                i.name for i in items if i.file == file.name and i.offset <= position < i.offset + i.length
             }
             assert [(d.file, d.name) for d in verify(str(folder))[0].damages] == [(file.name, name)]
             content[position] ^= 0x10

@@ -14,9 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from shardkit.checkpoint.dcp_metadata import read_metadata
 from shardkit.checkpoint_tools import Conversion, convert, open_checkpoint, verify
-from shardkit.checkpoint_tools.distributed import items_of
-from shardkit.checkpoint_tools.metadata import read_metadata
 from shardkit.errors import DamagedFileError, ShardkitError
 from tests.checkpoint_tools.samples import make
 
@@ -33,14 +32,14 @@ def test_every_flipped_byte_is_named(tmp_path: Path) -> None:
     folder = Path(make("shardkit", tmp_path))
     (whole,) = verify(str(folder))
     assert whole.damages == []
-    items = list(items_of(str(folder), read_metadata(folder)))
+    items = list(read_metadata(folder).records())
     files = sorted(folder.iterdir())
     sizes = [file.stat().st_size for file in files]
     drawn = random.Random(5)
     for file, position in [
         (f, drawn.randrange(f.stat().st_size)) for f in drawn.choices(files, sizes, k=200)
     ]:
-        names = {i.name for i in items if i.file == str(file) and i.start <= position < i.start + i.length}
+        names = {i.name for i in items if i.file == file.name and i.offset <= position < i.offset + i.length}
         assert names or not file.name.endswith(".distcp")
         _flip(file, position)
         (found,) = verify(str(folder))
@@ -56,7 +55,7 @@ def test_what_is_read_was_compared(tmp_path: Path) -> None:
     """The table of contents with shardkit.json, tensors and objects with their own checksums."""
     folder = Path(make("shardkit", tmp_path))
     expected = {name: tensor.read() for name, tensor in open_checkpoint(str(folder)).tensors()}
-    items = list(items_of(str(folder), read_metadata(folder)))
+    items = list(read_metadata(folder).records())
     drawn, refused = random.Random(6), []
     for _ in range(150):
         file = drawn.choice(sorted(folder.iterdir()))
@@ -65,7 +64,7 @@ def test_what_is_read_was_compared(tmp_path: Path) -> None:
         try:
             found = {name: tensor.read() for name, tensor in open_checkpoint(str(folder)).tensors()}
         except DamagedFileError as error:
-            names = [i.name for i in items if i.file == str(file) and 0 <= position - i.start < i.length]
+            names = [i.name for i in items if i.file == file.name and 0 <= position - i.offset < i.length]
             refused.append((str(error), [*names, file.name][0]))
         else:  # a byte that nothing is made of, as of the padding in front of a tensor
             assert {k: v.tolist() for k, v in found.items()} == {k: v.tolist() for k, v in expected.items()}

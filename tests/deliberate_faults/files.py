@@ -30,6 +30,22 @@ FAULTS = [
     ),
     Fault(
         "loading",
+        "what functions are given is not counted",
+        "shardkit/checkpoint/data_pickle.py",
+        "        if self._given > _GIVEN + 4 * self._at:\n",
+        "        if False:\n",
+        (f"{_LOADING}::test_forged_pickles_take_memory_in_proportion",),
+    ),
+    Fault(
+        "loading",
+        "records of checkpoints may lie in each other",
+        "shardkit/checkpoint/dcp_metadata.py",
+        "        if record.file == file and record.offset < end:\n",
+        "        if False:\n",
+        (f"{_LOADING}::test_forged_tables_of_contents",),
+    ),
+    Fault(
+        "loading",
         "numpy scalars are not data",
         "shardkit/checkpoint/rebuilding.py",
         '        found[f"{module}.scalar"] = Function(_scalar)\n',
@@ -167,9 +183,10 @@ FAULTS = [
     Fault(
         "ckpt",
         "tables of contents of distributed checkpoints may call what they name",
-        "shardkit/checkpoint_tools/metadata.py",
-        "        found = _NAMES.get((module, name))\n",
-        "        found = _NAMES.get((module, name)) or super().find_class(module, name)\n",
+        "shardkit/checkpoint/dcp_metadata.py",
+        "            return _table(read(io.BytesIO(file.read()), _NAMES, _refuse_storage, _set_state))\n",
+        "            import pickle\n\n            pickle.load(file)\n            file.seek(0)\n"
+        "            return _table(read(io.BytesIO(file.read()), _NAMES, _refuse_storage, _set_state))\n",
         ("tests/checkpoint_tools/test_conversions.py::test_forged_files_run_nothing",),
     ),
     Fault(

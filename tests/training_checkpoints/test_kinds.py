@@ -26,8 +26,9 @@ from shardkit import (
     fully_shard,
 )
 from shardkit.backend import Group
-from shardkit.errors import LifecycleError, UntrustedFileError
+from shardkit.errors import DamagedFileError, LifecycleError, UntrustedFileError
 from shardkit.training_checkpoints import entries
+from tests.file_mutations import peak_of
 from tests.fsdp_models import WIDTH, Tied, Transposed, Unused
 from tests.pools import rank_pool
 from tests.training_checkpoints.programs import assert_same, build, content, step
@@ -385,8 +386,12 @@ def test_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.testing.assert_close(model.state_dict(), wanted, rtol=0, atol=0)
     path = tmp_path / "step-00000001" / ".metadata"
     path.write_bytes(b"cos\nsystem\n(S'true'\ntR.")
-    with pytest.raises(UntrustedFileError, match=r"names os\.system"):
+    with pytest.raises(UntrustedFileError, match=r"os\.system.*would run what it says"):
         shardkit.restore(tmp_path, model=model, verify=False)
+    path.write_bytes(b"\x80\x04Nr\xff\xff\xff\x07.")  # nine bytes, for which an array of a gigabyte was made
+    refused, peak = peak_of(lambda: shardkit.restore(tmp_path, model=model, verify=False))
+    assert isinstance(refused, DamagedFileError)
+    assert peak < 1 << 20
     with pytest.raises(ConfigurationError, match="takes an object and a path"):
         shardkit.save(model)  # type: ignore[call-overload]
     shardkit.save({"a": 1}, tmp_path / "a.pt")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import os
 import socket
 import subprocess
@@ -124,7 +125,7 @@ def _errors(rank: int, folder: str, in_background: bool) -> None:
         save(loader=_Loader(KeyError("a loader that fails") if rank else {}))
     with pytest.raises(RankMismatchError, match=r"different steps: \[2, 3\]"):
         save(step=2 + rank)
-    with pytest.raises(RankMismatchError, match=r"what shardkit\.save was given"):
+    with pytest.raises(RankMismatchError, match=r"what shardkit\.save_training was given"):
         save(model=nn.Linear(4, 4 + rank))
     if rank:
         folders.is_there = lambda path: False
@@ -169,8 +170,15 @@ def test_an_error_on_one_rank_is_everybodys(in_background: bool, tmp_path: Path)
 
 def test_what_is_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder = tmp_path / "checkpoints"
-    for step in range(5):
-        shardkit.save(folder, model=_model(step), step=step, keep=2)
+    for step in range(5):  # nothing is deleted unless that is asked for, by the earlier name as well
+        save: Any = (shardkit.save, shardkit.save_training)[step % 2]
+        save(folder, model=_model(step), step=step)
+    assert len(os.listdir(folder)) == 5
+    assert inspect.signature(shardkit.save_training).parameters["keep"].default is None
+    assert list(inspect.signature(shardkit.restore_training).parameters) == list(
+        inspect.signature(shardkit.restore).parameters
+    )
+    shardkit.save_training(folder, model=_model(4), step=4, keep=2)
     assert sorted(os.listdir(folder)) == ["step-00000003", "step-00000004"]
     assert read_manifest(folder / "step-00000003").run == read_manifest(folder / "step-00000004").run
     shardkit.save(folder, model=_model(1), step=1, keep=2)  # earlier than others: it stays

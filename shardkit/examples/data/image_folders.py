@@ -142,7 +142,7 @@ def classes_in(folder: str | Path) -> list[str]:
     try:
         import PIL  # noqa: F401
     except ImportError as error:
-        raise ConfigurationError("reading images needs pillow: pip install 'shardkit[demo]'") from error
+        raise ConfigurationError("reading images needs pillow: pip install pillow") from error
     return train
 
 
