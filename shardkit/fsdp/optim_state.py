@@ -13,8 +13,8 @@ number for a flat parameter (the count of steps) is repeated for each original p
 from __future__ import annotations
 
 import copy
-from collections import OrderedDict
 import itertools
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
