@@ -14,7 +14,7 @@ from typing import ClassVar
 import torch
 import torch.distributed as dist
 
-from shardkit.backend import Backend
+from shardkit.backend import Backend, Group
 from shardkit.errors import BackendError, ConfigurationError
 from shardkit.types import Args, ProcessGroup, T
 
@@ -105,7 +105,7 @@ class AcceleratorBackend(EagerBackend):
             )
         module.set_device(int(local_rank))
 
-    def group(self, process_group: ProcessGroup = None) -> C10dGroup:
+    def group(self, process_group: ProcessGroup = None) -> Group:
         """See :meth:`shardkit.backend.Backend.group`. Of mixed groups ("cpu:gloo,cuda:nccl") what serves the device."""
         return self._groups.of(process_group)
 

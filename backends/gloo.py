@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
-from shardkit.backend import Backend
+from shardkit.backend import Backend, Group
 from shardkit.errors import ConfigurationError
 from shardkit.types import Args, ProcessGroup, T
 
@@ -29,7 +29,7 @@ class GlooBackend(Host):
     def is_available(self) -> bool:
         return dist.is_available() and dist.is_gloo_available()
 
-    def group(self, process_group: ProcessGroup = None) -> C10dGroup:
+    def group(self, process_group: ProcessGroup = None) -> Group:
         return self._groups.of(process_group)
 
     def launch(

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NoReturn
 
 import torch
 
 from shardkit.backend import DONE, Backend, Group, ReduceOp, Work
-from shardkit.errors import BackendError
+from shardkit.errors import BackendError, ConfigurationError
 from shardkit.types import Args, ProcessGroup, T
 
 from .arguments import check_members
@@ -114,3 +116,46 @@ class ImaginedGroup(Group):
 
     def abort(self, why: str = "") -> None:
         return
+
+
+@dataclass(frozen=True)
+class RanksInName:
+    """What FSDP may get as a process group where the others can't be reached, and only its structure is wanted."""
+
+    own_rank: int
+    count: int
+
+    def rank(self) -> int:
+        """This rank."""
+        return self.own_rank
+
+    def size(self) -> int:
+        """How many there are."""
+        return self.count
+
+
+class GroupInName(ImaginedGroup):
+    """One of several ranks, without the others: it is built with its own values, and all that needs theirs raises."""
+
+    def __init__(self, backend: Backend, ranks: RanksInName) -> None:
+        super().__init__(backend, range(ranks.count))
+        self.rank = ranks.own_rank
+
+    def _carry(self, operation: str, tensor: object) -> NoReturn:
+        raise ConfigurationError(
+            f"rank {self.rank}: {operation}: this process group has {self.world_size} ranks in name only, for an FSDP "
+            "module's structure, and can't communicate; pickle the module and load it in ranks of a process group, or "
+            "give it one (module.process_group = group) of each FSDP module"
+        )
+
+    def broadcast(self, tensor: torch.Tensor, src: int, *, async_op: bool = False, label: str = "") -> Work:
+        return DONE
+
+    def all_gather_object(self, obj: T, *, label: str = "") -> NoReturn:
+        self._carry("all_gather_object", obj)
+
+    def gather_object(self, obj: T, dst: int, *, label: str = "") -> NoReturn:
+        self._carry("gather_object", obj)
+
+    def broadcast_object(self, obj: T, src: int, *, label: str = "") -> NoReturn:
+        self._carry("broadcast_object", obj)

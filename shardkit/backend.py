@@ -10,7 +10,6 @@ nobody has done so is served as torch.accelerator and torch.distributed describe
 from __future__ import annotations
 
 import abc
-import contextlib
 import importlib
 import importlib.metadata
 from collections.abc import Callable, Iterable, Sequence
@@ -391,8 +390,7 @@ def _be_heard(_: BaseException) -> None:
     dist = torch.distributed
     is_gloo = dist.is_available() and dist.is_initialized() and dist.get_backend() == "gloo"
     if is_gloo and "gloo" not in _instances:
-        with contextlib.suppress(Exception):
-            get_backend("gloo").group()
+        get_backend("gloo").group()
 
 
 listen_to_errors(_be_heard)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import weakref
 from collections.abc import Callable
@@ -65,7 +66,8 @@ def note_error(error: BaseException) -> None:
     Nobody is told before others wait for it, and it has stood still for some seconds.
     """
     for listener in _listeners:
-        listener(error)
+        with contextlib.suppress(Exception):  # else its own error would hide the one that it is told of
+            listener(error)
 
 
 def noting_errors(method: Callable[P, R]) -> Callable[P, R]:

@@ -120,9 +120,9 @@ REEXPORTED: dict[str, dict[str, str]] = {
     "experimental.wgit.sha1_store": {"experimental.wgit.utils": "ExitCode", "internal.containers": "from_np, to_np"},
     "experimental.wgit.signal_sparsity": {"experimental.wgit.utils": "Algo"},
     "fair_dev.testing.testing": {
-        "fair_dev.testing.joining": "dist_init, make_cudnn_deterministic, rmf, teardown, temp_files_ctx",
         "fair_dev.testing.models": "GPT2, DeviceAndTypeCheckModule, IdentityLayer",
-        "fair_dev.testing.spawning": "get_worker_map, get_world_sizes, spawn_for_all_world_sizes, test_runner, "
+        "fair_dev.testing.spawning": "dist_init, get_worker_map, get_world_sizes, make_cudnn_deterministic, rmf, "
+        "teardown, temp_files_ctx, spawn_for_all_world_sizes, test_runner, "
         "torch_spawn, worker_process",
         "internal.version": "torch_version",
         "nn.model_parallel.initialize": "destroy_model_parallel, initialize_model_parallel",

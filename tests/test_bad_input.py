@@ -107,6 +107,21 @@ def test_process_groups_that_do_not_fit() -> None:
     rank_pool(2).run(_groups)
 
 
+def _gradient_of_a_gradient(rank: int) -> None:
+    """fairscale's refuses it in the first forward, too."""
+    model = nn.Linear(6, 2)
+    wrapped = ShardedDataParallel(model, OSS(model.parameters(), lr=0.1))
+    model.weight.grad = torch.zeros_like(model.weight, requires_grad=True)
+    with pytest.raises(RuntimeError, match=f"rank {rank}: the gradient of weight requires a gradient itself"):
+        wrapped(batch(0, rank))
+    model.weight.grad = None
+    wrapped(batch(0, rank)).sum().backward()
+
+
+def test_gradients_that_require_gradients() -> None:
+    rank_pool(2).run(_gradient_of_a_gradient)
+
+
 def _moved_after_wrapping(rank: int) -> None:
     net = nn.Linear(6, 2)
     optimizer = OSS(net.parameters(), lr=0.1)

@@ -14,6 +14,7 @@ from shardkit.types import ProcessGroup
 
 from ..arguments import size_of
 from ..forked import check_process_group
+from ..imagined import GroupInName, RanksInName
 from ..torch_types import Store
 from .group import C10dGroup
 
@@ -36,7 +37,7 @@ class KnownGroups:
         self._backend, self._make = backend, make
         self._known: dict[int, tuple[weakref.ref[Store], C10dGroup]] = {}  # by id of the process group
 
-    def of(self, process_group: ProcessGroup) -> C10dGroup:
+    def of(self, process_group: ProcessGroup) -> C10dGroup | GroupInName:
         """The group for what a user passes.
 
         Raises:
@@ -51,6 +52,8 @@ class KnownGroups:
                 f"rank {dist.get_rank()} is no member of the process group; build sharded objects on its members only "
                 "(new_group returns this value on the other ranks)"
             )
+        if isinstance(process_group, RanksInName):
+            return GroupInName(self._backend, process_group)
         size = size_of(process_group)
         if size is not None:
             if size == 1:

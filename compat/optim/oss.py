@@ -9,6 +9,8 @@ from torch import nn
 from torch.optim import SGD, Optimizer
 from torch.optim.optimizer import ParamsT
 
+from shardkit.adascale import AdaScale
+from shardkit.errors import ConfigurationError
 from shardkit.internal.params import get_global_rank
 from shardkit.oss import optimizer as core
 from shardkit.oss.placement.owned_parameters import OwnedParameters
@@ -33,6 +35,8 @@ class OSS(core.OSS):
         **default: arguments of ``optim``.
     """
 
+    _tells_empty_state = False
+
     def __init__(
         self,
         params: ParamsT,
@@ -43,6 +47,13 @@ class OSS(core.OSS):
         force_broadcast_object: bool = False,
         **default: Tree,
     ) -> None:
+        kind: object = optim
+        if isinstance(kind, type) and issubclass(kind, AdaScale):
+            raise ConfigurationError(
+                f"OSS would give each rank's {kind.__name__} some of the parameters, and gains are of all ranks' "
+                "gradients of one parameter. Put AdaScale around OSS: AdaScale(OSS(...)), or AdaScaleWrapper(params, "
+                "optim_cls=OSS, optim=SGD, ...)"
+            )
         self.broadcast_fp16 = broadcast_fp16
         self.force_broadcast_object = force_broadcast_object
         super().__init__(
@@ -120,10 +131,6 @@ class OSS(core.OSS):
             why="it read a format that fairscale gave up in 0.3.7",
         )
     )
-
-    def local_state_dict(self) -> StateDict:
-        """The state dict of the inner optimizer, which has this rank's part."""
-        return self.optim.state_dict()
 
     param_to_rank = _param_to_rank
     param_to_index = _param_to_index

@@ -36,7 +36,12 @@ def check_same_everywhere(group: Group, facts: Facts, what: str, aside: Tree = N
         return [aside]
     mine_and_aside = [(name, as_fact(value)) for name, value in facts], aside
     told = all_gather_facts(group.channel("control"), mine_and_aside, label=f"check of {what}")
-    everybody = [compared for compared, _ in told]
+    refuse_differences(group, [compared for compared, _ in told], what)
+    return [beside for _, beside in told]
+
+
+def refuse_differences(group: Group, everybody: list[Tree], what: str) -> None:
+    """Raises RankMismatchError unless these facts, which each rank has told, are the same."""
     reference = everybody[0]
     for rank, other in enumerate(everybody):
         if other == reference:
@@ -48,12 +53,15 @@ def check_same_everywhere(group: Group, facts: Facts, what: str, aside: Tree = N
                 remedy = "Build the same model in the same order on every rank"
                 if _OPTION in (mine[0].partition(" ")[0], theirs[0].partition(" ")[0]):
                     remedy = "Pass the same options on every rank"
+                    if "optimizer" in what:
+                        remedy += (
+                            "; what a class of yours has for each rank, by functools.partial(Class, name=...)"
+                        )
                 raise RankMismatchError(
                     f"{what} differ between ranks: at position {i} rank {group.ranks[0]} has {mine[0]} "
                     f"{mine[1]}, rank {group.ranks[rank]} has {theirs[0]} {theirs[1]}. {remedy} (this rank is "
                     f"{group.ranks[group.rank]})."
                 )
-    return [beside for _, beside in told]
 
 
 def shape_fact(tensor: torch.Tensor) -> object:

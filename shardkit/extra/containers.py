@@ -123,6 +123,10 @@ def unpack_non_tensors(tensors: tuple[torch.Tensor, ...], packed_non_tensors: No
     """
     if packed_non_tensors is None:
         return tensors
+    if not isinstance(packed_non_tensors, dict):
+        raise ConfigurationError(
+            f"packed_non_tensors is a {type(packed_non_tensors).__name__}; pass what split_non_tensors returned"
+        )
     is_tensor, objects = packed_non_tensors["is_tensor"], packed_non_tensors["objects"]
     if (len(tensors), len(objects)) != (sum(is_tensor), len(is_tensor) - sum(is_tensor)):
         raise ConfigurationError(

@@ -14,9 +14,8 @@ from shardkit.errors import ConfigurationError, LifecycleError
 
 def _reduce_scatter(shard: torch.Tensor, rows: torch.Tensor, group: dist.ProcessGroup) -> None:
     """The sum over ranks of this rank's row: shard [n], rows [W, n] (its contents are undefined afterwards)."""
-    backend_for([rows]).group(group).reduce_scatter_into(
-        shard, rows.reshape(-1), label="ReduceScatterBucketer"
-    )
+    flat = rows.contiguous().view(-1)  # reshape(-1) of [W, 1] may be a view with gaps
+    backend_for([rows]).group(group).reduce_scatter_into(shard, flat, label="ReduceScatterBucketer")
 
 
 class Bucket:

@@ -9,6 +9,7 @@ import hashlib
 import logging
 import sys
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from itertools import accumulate
 from typing import TYPE_CHECKING, cast
 
@@ -21,12 +22,12 @@ from ..checkpoint.archive import memory_of
 from ..checks.runs import new_run_id, proposed_run_id
 from ..checks.same_everywhere import check_one_device, check_same_everywhere, option_facts
 from ..compression import check_compressible
-from ..errors import ConfigurationError, RankMismatchError
+from ..errors import ConfigurationError, LifecycleError, RankMismatchError
 from ..flattening.flat_parameter import FLAT_PREFIX, ParamInfo, SharedParamInfo
 from ..layout import PackedLayout, Piece, ShardLayout, local_shape, packed_layout
 from ..policy import OffloadPolicy, ReducePolicy
 from ..torch_seams.dtensors import is_dtensor, mesh_over, rows_here
-from ..types import Kwargs
+from ..types import Kwargs, ProcessGroup
 from .flat_param import FlatParam
 from .flat_values import AlignedLayout, RowsLayout, own_shard, put_together, report_padding
 from .groups import post_forward_mesh
@@ -343,6 +344,34 @@ def _wake(state: ShardingState) -> None:
     state.unit.divisors = divisors
     state.unit.attach()
     note_taken(state)
+
+
+def reconnect(state: ShardingState, process_group: ProcessGroup) -> None:
+    """Makes another group of as many ranks the one that a state's shards are of.
+
+    Raises:
+        ConfigurationError: its size, or this rank's place in it, is another one.
+        LifecycleError: the root has run already.
+    """
+    before, now = state.group, state.group.backend.group(process_group)
+    if now is before:
+        return
+    if (now.rank, now.world_size) != (before.rank, before.world_size):
+        raise ConfigurationError(
+            f"this FSDP module holds shard {before.rank} of {before.world_size}; the group that it gets has rank "
+            f"{now.rank} of {now.world_size} here. Save state_dict() and load it into a module of that group"
+        )
+    state.forget_root()
+    if state.engine is not None:
+        raise LifecycleError(
+            "the process group is set of the outermost FSDP module first, then of those below it"
+        )
+    state.options, state.group = replace(state.options, group=process_group), now
+    state.unit.release()
+    for flat in state.flats:
+        flat.group = now
+        flat.adopt()
+    state.unit.attach()
 
 
 def announce(root: nn.Module, units: int, parameters: int, group: Group) -> None:

@@ -301,9 +301,10 @@ class FlatParam:
                 versions[k] = versions[k] if p._version == versions[k] + 1 else p._version + 1
             self.adopt()
             _set_versions(params, tuple(versions))
-            for m, g in zip(self.originals, gradients, strict=True):
-                if g is not None:
-                    m.param.grad = g
+            with as_tensors():
+                for m, g in zip(self.originals, gradients, strict=True):
+                    if g is not None:
+                        m.param.grad = g
 
     @contextmanager
     def summoned_for_compute(self) -> Iterator[None]:

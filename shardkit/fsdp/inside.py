@@ -30,7 +30,7 @@ from .registries import hidden, written_names
 from .state import ShardingState, state_of
 
 
-class _Answer:
+class Answer:
     """Stands in for a method of a module inside; follows the module when that is copied or pickled."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tree:
@@ -51,14 +51,14 @@ class _Answer:
         """As a method has it: torch's compiler asks whether it is the one of ``nn.Module``."""
         return type(self).__call__
 
-    def __deepcopy__(self, memo: Memo) -> _Answer:
+    def __deepcopy__(self, memo: Memo) -> Answer:
         return type(self)(memo.get(id(self.module), self.module))
 
     def __reduce__(self) -> tuple[type, tuple[nn.Module]]:
         return type(self), (self.module,)
 
 
-class NamedParameters(_Answer):
+class NamedParameters(Answer):
     """``named_parameters`` of a module inside of a unit: its own, under the names they had before wrapping."""
 
     def __call__(
@@ -78,7 +78,7 @@ class NamedParameters(_Answer):
                 yield ".".join(part for part in (prefix, clean(path), name) if part), param
 
 
-class NamedModules(_Answer):
+class NamedModules(Answer):
     """``named_modules`` of a module inside with units below it: under the names they had before wrapping."""
 
     def __call__(
@@ -91,7 +91,7 @@ class NamedModules(_Answer):
             yield from ((clean(path), m) for path, m in tree)
 
 
-class Moves(_Answer):
+class Moves(Answer):
     """``_apply`` of a module inside of a unit, by which it is moved and cast: its parameters are not its own."""
 
     def __call__(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
@@ -167,6 +167,11 @@ def collecting() -> Iterator[None]:
         yield
     finally:
         _collecting.depth -= 1
+
+
+def is_collecting() -> bool:
+    """Whether this is inside of that."""
+    return _collecting.depth > 0
 
 
 def collect_in_place(change: int) -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -22,11 +23,11 @@ from torch.optim import Optimizer
 
 from ..checks.facts import all_gather_facts_or_objects
 from ..errors import ConfigurationError
-from ..optimizers.state_shapes import NUMBERS
+from ..optimizers.state_shapes import NUMBERS, is_shaped_like
 from ..types import ParamGroup, StateDict, Tree
 from .flat_values import put_together, taken_apart
 from .originals import Listing, name_of_original
-from .state_of_shards import options_in
+from .state_of_shards import StateOfShard, options_in
 
 EXTRA = ("param_id_map", "uncollected_local_ids")
 Form = Callable[[Listing, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -48,7 +49,7 @@ def _ids_of_originals(flats: Sequence[Listing]) -> list[list[int]]:
 @torch.no_grad()
 def gather_parts(flat: Listing, value: torch.Tensor) -> list[torch.Tensor]:
     """The original parameters' parts of a state, on the CPU (collective)."""
-    shard = value.detach().as_subclass(torch.Tensor).reshape(-1).to(flat.compute_device)
+    shard = value.detach().as_subclass(torch.Tensor).contiguous().view(-1).to(flat.compute_device)
     full = shard
     if flat.group.world_size > 1:
         full = shard.new_empty(flat.layout.padded_numel)
@@ -247,6 +248,8 @@ def shard_full(flats: Sequence[Listing], full: StateDict) -> StateDict:
         )
     flat_of = {i: k for k, ids in enumerate(ids_of) for i in ids}
     groups: list[ParamGroup] = []
+    is_cut = any(f.group.world_size > 1 or f.param.shape != f.originals[0].shape for f in flats)
+    kind = OrderedDict if is_cut else dict  # as ``optimizer.state_dict()`` has them, and state below
     local_of: dict[int, int] = {}
     for group in full["param_groups"]:
         locals_: list[int] = []
@@ -257,12 +260,18 @@ def shard_full(flats: Sequence[Listing], full: StateDict) -> StateDict:
                 local_of[k] = len(local_of) if given is None else given
             if local_of[k] not in locals_:
                 locals_.append(local_of[k])
-        groups.append({**copy.deepcopy({k: v for k, v in group.items() if k != "params"}), "params": locals_})
+        options = copy.deepcopy({k: v for k, v in group.items() if k != "params"})
+        groups.append(kind(options, params=locals_))
     state = {}
     for k, (flat, ids) in enumerate(zip(flats, ids_of, strict=True)):
         have = {i: full["state"][i] for i in ids if full["state"].get(i)}
         if have and k in local_of:
-            state[local_of[k]] = shard_state(flat, ids, have)
+            state[local_of[k]] = {
+                key: v.as_subclass(StateOfShard)
+                if flat.group.world_size > 1 and is_shaped_like(v, flat.param)
+                else v
+                for key, v in shard_state(flat, ids, have).items()
+            }
     others = {k: v for k, v in full.items() if k not in ("state", "param_groups", *EXTRA)}
     return {
         "state": {**dict(sorted(state.items())), **_of_no_parameter(full)},

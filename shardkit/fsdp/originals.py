@@ -35,7 +35,7 @@ from .unused import Unused
 as_tensors = torch._C.DisableTorchFunctionSubclass
 
 
-_GRADIENT = frozenset({"get grad", "get _grad"})
+_GRADIENT = frozenset({"get grad", "get _grad", "set grad", "set _grad", "delete grad"})
 
 
 class GatheredParameter(nn.Parameter):
@@ -51,6 +51,19 @@ class GatheredParameter(nn.Parameter):
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> str | tuple[object, ...]:
         return nn.Parameter, (self.data.clone(), self.requires_grad)
+
+
+class ViewOfShard(GatheredParameter):
+    """A parameter of which this rank's shard has all: its values are true at any time, its gradient is the shard's."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: AnyCallable, types: Sequence[type], args: Args = (), kwargs: Kwargs | None = None
+    ) -> Tree:
+        with as_tensors():
+            if name_of(func) in _GRADIENT:
+                _refuse_gradient(args[0])
+            return func(*args, **(kwargs or {}))
 
 
 class ReleasedParameter(GatheredParameter):
@@ -316,8 +329,8 @@ def refuse_copy(param: ReleasedParameter, what: str) -> None:
         raise LifecycleError(_refusal(param, what))
 
 
-def _refuse_gradient(param: ReleasedParameter) -> None:
-    """Raises where the parameter's gradient was reduced: None would say that it has none."""
+def _refuse_gradient(param: torch.Tensor) -> None:
+    """Raises where the parameter's gradient was reduced: what is read or set here would not be it."""
     owner = _owner_of(param)
     if (
         owner is None
@@ -328,9 +341,9 @@ def _refuse_gradient(param: ReleasedParameter) -> None:
         return
     group = owner.flat.group
     raise LifecycleError(
-        f"rank {group.ranks[group.rank]}: the gradient of parameter {_name(param)!r} was reduced, and is sharded over "
-        f"{group.world_size} ranks. Clip, scale and clear gradients of the FSDP module's parameters(), not of what it "
-        "wraps"
+        f"rank {group.ranks[group.rank]}: the gradient of parameter {_name(param)!r} was reduced, and is a part of the "
+        f"gradients of shards ({group.world_size} ranks). Clip, scale and clear gradients of the FSDP module's "
+        "parameters(), not of what it wraps"
     )
 
 

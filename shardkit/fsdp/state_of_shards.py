@@ -21,7 +21,7 @@ from ..optimizers.shards import refuse_stand_ins, shard_behind
 from ..optimizers.state_shapes import is_shaped_like
 from ..torch_seams.distributed_checkpoint import OwnOfRank, Request, current_request
 from ..torch_seams.module_versions import versions_of
-from ..types import ParamGroup, StateDict
+from ..types import ParamGroup, StateDict, Tree
 from .originals import FlatParamLike, Listing
 
 # Of an optimizer and its state_dict() the state as one process has it, and of such a state this rank's part.
@@ -139,6 +139,9 @@ def check_loaded(optimizer: Optimizer, flats: Iterable[Listing]) -> None:
     for param_group in optimizer.param_groups:
         param_group.pop(NOTE, None)
         (versions_of(param_group) or {}).pop(NOTE, None)
+    for values in optimizer.state.values():  # loaded before there was a hook for it
+        if isinstance(values, dict):
+            values.update({k: _plain(v) for k, v in values.items()})
 
 
 def _wrong_shards(optimizer: Optimizer) -> str | None:
@@ -171,13 +174,12 @@ def _wrong_shapes(optimizer: Optimizer) -> str | None:
 
 
 def _unmarked(state_dict: StateDict) -> StateDict:
-    state = {
-        index: {
-            k: v.as_subclass(torch.Tensor) if isinstance(v, StateOfShard) else v for k, v in values.items()
-        }
-        for index, values in state_dict["state"].items()
-    }
+    state = {i: {k: _plain(v) for k, v in values.items()} for i, values in state_dict["state"].items()}
     return {**state_dict, "state": state}
+
+
+def _plain(value: Tree) -> Tree:
+    return value.as_subclass(torch.Tensor) if isinstance(value, StateOfShard) else value
 
 
 def mark_shards(params: Iterable[torch.Tensor], state: StateDict) -> None:

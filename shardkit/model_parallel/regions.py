@@ -55,7 +55,7 @@ def all_parts(tensor: torch.Tensor) -> torch.Tensor:
     if group.world_size == 1:
         return tensor
     parts = tensor.new_empty(group.world_size, *tensor.shape)
-    group.all_gather_into(parts.view(-1), tensor.reshape(-1), label="model parallel")
+    group.all_gather_into(parts.view(-1), tensor.contiguous().view(-1), label="model parallel")
     return torch.cat(parts.unbind(), dim=-1)
 
 

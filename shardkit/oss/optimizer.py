@@ -30,7 +30,15 @@ from ..torch_seams.distributed_checkpoint import current_request, is_called_by
 from ..types import ParamGroup, ProcessGroup, StateDict, Tree
 from . import state as oss_state
 from .inner_optimizer import check_optimizer_class, make_inner
-from .param_groups import check_ranks_agree, copy_options, group_facts, keep_groups, names_of, options_of
+from .param_groups import (
+    check_options_agree,
+    check_ranks_agree,
+    copy_options,
+    group_facts,
+    keep_groups,
+    names_of,
+    options_of,
+)
 from .placement import placement_for
 from .placement.flat_segment import FlatSegment
 
@@ -69,6 +77,7 @@ class OSS(Optimizer):
     """
 
     optim: Optimizer
+    _tells_empty_state = True  # by state_dict() before the first step, though nobody has consolidated it
     _update_dtype: torch.dtype | None = None  # what parameters are updated in, if not their own
     _kind_of_segments = FlatSegment
 
@@ -108,10 +117,15 @@ class OSS(Optimizer):
         self.placement = chosen(self._group, self._owner, broadcast_dtype)
         self._assign_owners()
         options = option_facts(optim=optim, partition=partition, broadcast_dtype=broadcast_dtype)
-        check_ranks_agree(self._group, self.param_groups, [*options, *group_facts(self.param_groups, 0)])
+        told = check_ranks_agree(self._group, self.param_groups, options, group_facts(self.param_groups, 0))
         self._lay_out()
         groups = [self._inner_group(i) for i in range(len(self.param_groups))]
         self.optim = make_inner(optim, groups, defaults, splits=self.world_size > 1 and not self.runs_whole)
+        own = {name: value for name, value in defaults.items() if name not in self.optim.defaults}
+        check_options_agree(self._group, told, own)
+        for g in [*self.param_groups, *self.optim.param_groups]:  # as the class itself makes them
+            for name in [n for n in own if n in g and g[n] is own[n]]:
+                del g[name]
         self._built = True
         self._adopt_inner()
 
@@ -331,7 +345,8 @@ class OSS(Optimizer):
         """
         if all_ranks:
             self.consolidate_state_dict(-1)
-        if self._consolidated is None and not self._has_stepped and not any(self.state.values()):
+        is_empty = self._consolidated is None and not self._has_stepped and not any(self.state.values())
+        if is_empty and self._tells_empty_state:
             return super().state_dict()  # nothing to consolidate, on any rank
         request = None if self._is_on_all_ranks else current_request()
         if self._consolidated is None or request is not None:
@@ -389,11 +404,6 @@ class OSS(Optimizer):
         state = self.placement.inner_state(self.optim, loaded)
         self.optim.load_state_dict({"state": state, "param_groups": groups})
         self._adopt_inner()
-
-    def rank_local_state_dict(self, rank: int, state_dict: StateDict) -> StateDict:
-        """The part of a whole state dict that belongs to ``rank``, indexed as that rank's inner optimizer does."""
-        owners = [self._owner[p] for p in self._parameters()]
-        return oss_state.part_of_rank(state_dict, owners, rank)
 
 
 class NotConsolidatedError(ShardkitError):

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from torch import nn
 from torch.optim import Optimizer
 
 from ..backend import Group
-from ..checks.same_everywhere import check_same_everywhere, option_facts, refuse_lazy, shape_fact
-from ..types import Facts, ParamGroup, StateDict
+from ..checks.same_everywhere import (
+    check_same_everywhere,
+    option_facts,
+    refuse_differences,
+    refuse_lazy,
+    shape_fact,
+)
+from ..types import Facts, ParamGroup, StateDict, Tree
+
+_WHAT = "the optimizer's parameters or options"
 
 
 def options_of(group: ParamGroup) -> StateDict:
@@ -48,8 +56,27 @@ def group_facts(groups: Sequence[ParamGroup], first: int) -> list[tuple[str, obj
     return facts
 
 
-def check_ranks_agree(group: Group, groups: Sequence[ParamGroup], options: Facts = ()) -> None:
-    """Raises RankMismatchError unless all ranks have the same parameters and options (collective)."""
+def check_options_agree(group: Group, told: list[Tree], own: Collection[str]) -> None:
+    """Raises RankMismatchError unless all ranks have the same options of their groups, but for an optimizer's ``own``.
+
+    Args:
+        group: the ranks.
+        told: :func:`group_facts` of each, from the first group on.
+        own: names of arguments that its class takes and no group knows: what they are for, and whether ranks pass the
+            same, is the class's business.
+    """
+    compared = [[[name, value] for name, value in facts if name.split()[1] not in own] for facts in told]
+    refuse_differences(group, compared, _WHAT)
+
+
+def check_ranks_agree(
+    group: Group, groups: Sequence[ParamGroup], options: Facts = (), aside: Tree = None
+) -> list[Tree]:
+    """Raises RankMismatchError unless all ranks have the same parameters and options (collective).
+
+    Returns:
+        What each rank tells ``aside``, which is not compared.
+    """
     facts: list[tuple[str, object]] = [("number of param groups", len(groups))]
     for index, g in enumerate(groups):
         names = g.get("param_names") or [f"parameter {i} of group {index}" for i in range(len(g["params"]))]
@@ -57,5 +84,6 @@ def check_ranks_agree(group: Group, groups: Sequence[ParamGroup], options: Facts
             (n, (shape_fact(p), str(p.dtype), "trainable" if p.requires_grad else "frozen"))
             for n, p in zip(names, g["params"], strict=True)
         ]
-    check_same_everywhere(group, [*facts, *options], "the optimizer's parameters or options")
+    told = check_same_everywhere(group, [*facts, *options], _WHAT, aside)
     refuse_lazy(facts, "OSS")
+    return told

@@ -121,6 +121,7 @@ class GradientExchange:
         check_asked_gradients(_refuse_own)
         owner = {p: o.owner_of(p) for o in self._optimizers for p in o._parameters()}
         self._parts = []
+        self._is_new = True
         self._watched = list(dict.fromkeys([*self._module.parameters(), *owner]))
         _exchanges.update((p, weakref.ref(self)) for p in self._watched)
         self._seen = self._look()
@@ -208,9 +209,20 @@ class GradientExchange:
     def begin_forward(self) -> None:
         """Before a training forward."""
         self.recover()
+        if self._is_new:
+            self._is_new = False
+            self._check_gradients()
         self.state.raised = ""
         if not self.state.accumulating:
             self._buffers.sync_if_changed()
+
+    def _check_gradients(self) -> None:
+        for name, param in self._module.named_parameters():
+            if param.grad is not None and param.grad.requires_grad:
+                raise ConfigurationError(
+                    f"rank {self.group.rank}: the gradient of {name} requires a gradient itself, and reductions have "
+                    "none; detach it (param.grad = param.grad.detach()), or clear it by zero_grad()"
+                )
 
     def fail_forward(self, error: BaseException) -> None:
         """A training forward raised: other ranks that wait for its backward may want to know."""

@@ -56,7 +56,7 @@ class Gathered(Bringing):
                 owned.param.grad = value.view(owned.part.shape)
 
     def _items(self, flat: FlatParamLike, shard: torch.Tensor) -> list[torch.Tensor]:
-        shard = shard.reshape(-1).to(flat.compute_device)
+        shard = shard.contiguous().view(-1).to(flat.compute_device)
         full = shard
         if flat.group.world_size > 1:
             full = shard.new_empty(flat.layout.padded_numel)

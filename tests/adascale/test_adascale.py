@@ -561,7 +561,9 @@ def _wrong(rank: int) -> None:
     with pytest.raises(ConfigurationError, match="over 1 of 2 ranks; say which ranks"):
         AdaScale(SGD(fsdp.parameters(), lr=0.1))
     layers = nn.Sequential(nn.Linear(6, 3), nn.Linear(3, 5)).double()
-    inside = OSS(layers.parameters(), AdaScaleWrapper, lr=0.1)
+    with pytest.raises(ConfigurationError, match="AdaScale around OSS"):
+        OSS(layers.parameters(), AdaScaleWrapper, optim_cls=SGD, lr=0.1)
+    inside = shardkit.OSS(layers.parameters(), AdaScaleWrapper, lr=0.1)
     with pytest.raises(RankMismatchError, match="around OSS"):
         loss_of(lambda x: layers(x)[:, :3], 0, 0, rank).backward()
     inside.optim.unhook()

@@ -23,12 +23,15 @@ def _gradients(rank: int, world_size: int) -> None:
         for module in (inner, inner[0]):  # type: ignore[index]
             with pytest.raises(LifecycleError, match=r"gradient of parameter .*reduced.*parameters\(\)"):
                 nn.utils.clip_grad_norm_(module.parameters(), 0.1)
+            for param in module.parameters():
+                with pytest.raises(LifecycleError, match="reduced"):  # it would clear nothing
+                    param.grad = None
         assert nn.utils.clip_grad_norm_(model.parameters(), 0.1) > 0.1
         model.zero_grad()
         assert inner[0].weight.grad is None  # type: ignore[index]
 
 
-@pytest.mark.parametrize("world", GLOO[1:], ids=str)
+@pytest.mark.parametrize("world", GLOO, ids=str)
 def test_reduced_gradients_are_not_taken_for_none(world: tuple[int, str]) -> None:
     run(world, _gradients)
 

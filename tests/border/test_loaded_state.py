@@ -76,6 +76,7 @@ def _shards(rank: int, world_size: int, strategy: str) -> None:
     t.optimizer.load_state_dict(own)
     t.step()
     t.assert_equal()
+    assert {type(v) for s in t.optimizer.state.values() for v in s.values()} == {torch.Tensor}
     full: Any = sharding_of(t.model).gather_full_optim_state_dict(t.optimizer)
     for found in (
         t.optimizer.param_groups[0],

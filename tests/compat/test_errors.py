@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -42,6 +43,7 @@ def _parameter_twice() -> None:
         _parameter_twice,
         lambda: unpack_kwargs(("a", "b"), (1,)),
         lambda: unpack_non_tensors((torch.ones(1),), {"is_tensor": [True, False], "objects": []}),
+        lambda: unpack_non_tensors((), set()),  # type: ignore[arg-type]
         lambda: Adam([nn.Parameter(torch.ones(2))], precision=Precision.PURE_FP16),
         lambda: AdaScale(
             torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1), num_gradients_to_accumulate=0
@@ -55,6 +57,14 @@ def test_where_fairscale_asserts(call: Callable[[], object]) -> None:
         call()
     assert isinstance(raised.value, ShardkitError)
     assert str(raised.value)
+
+
+def test_a_listener_hides_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in tests that put something of their own in the place of torch.distributed."""
+    mocked = SimpleNamespace(is_available=lambda: True, is_initialized=lambda: True)
+    monkeypatch.setattr(torch, "distributed", mocked)
+    with pytest.raises(ConfigurationError, match=r"^the first$"):
+        raise ConfigurationError("the first")
 
 
 def test_kinds() -> None:

@@ -91,6 +91,19 @@ def test_broadcast_object() -> None:
     rank_pool(2, "gloo").run(_broadcast, 2)
 
 
+def _one_element(rank: int) -> None:
+    """A column of the bucket, whose rows are apart: its elements are no neighbours."""
+    bucketer, found = ReduceScatterBucketer(bucket_cap_mb=1), []
+    rows = [torch.full((1,), 10.0 * rank + r) for r in range(2)]
+    bucketer.reduce_scatter_async(rows, torch.distributed.group.WORLD, found.append)
+    bucketer.flush()
+    assert [float(f) for f in found] == [10.0 + 2 * rank]
+
+
+def test_a_bucket_of_one_element() -> None:
+    rank_pool(2).run(_one_element)
+
+
 def test_optimizer_state_helpers() -> None:
     assert fsdp_optim_utils.is_singleton_tensor(torch.tensor(1.0))
     assert not fsdp_optim_utils.is_singleton_tensor(torch.ones(1))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import pickle
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from shardkit.nn.data_parallel import (
     no_pre_load_state_dict_hook,
 )
 from shardkit.nn.misc import FlattenParamsWrapper
+from shardkit.utils.testing import DummyProcessGroup
 from tests.fsdp_models import WIDTH, batch, build
 from tests.pools import rank_pool
 
@@ -115,6 +117,102 @@ def _unflattened(rank: int) -> None:
 
 def test_unflattened_parameters_have_clean_names() -> None:
     rank_pool(2).run(_unflattened)
+
+
+def _inner_state(rank: int, world_size: int) -> None:
+    """fairscale's own tests ask the inner part."""
+    truth = build(lambda: nn.Sequential(nn.Linear(WIDTH, 5), nn.Sequential(nn.Linear(5, 3), nn.Tanh())))
+    for flat in (True, False):
+        model = model_of(flatten_parameters=flat)
+        if world_size == 1:
+            found = model.module.state_dict()
+            torch.testing.assert_close(dict(found), dict(truth.state_dict()))
+        elif flat:
+            with pytest.raises(LifecycleError, match="inside of an FSDP module"):
+                model.module.state_dict()
+        else:
+            torch.testing.assert_close(dict(model.module.state_dict()), dict(model.local_state_dict()))
+        torch.testing.assert_close(
+            dict(pickle.loads(pickle.dumps(model)).state_dict()), dict(truth.state_dict())
+        )
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_state_of_the_inner_part(world_size: int) -> None:
+    rank_pool(world_size).run(_inner_state, world_size)
+
+
+class Tied(nn.Module):
+    """Two layers with one weight, as in fairscale's tests: two units, and the second is told of the first's."""
+
+    def __init__(self, flat: bool | None) -> None:
+        super().__init__()
+        self.l1, self.l2 = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.l2.weight = self.l1.weight
+        if flat is not None:
+            self.l1 = FullyShardedDataParallel(self.l1, flatten_parameters=flat)
+            self.l2 = FullyShardedDataParallel(self.l2, flatten_parameters=flat)
+            self.l2.append_shared_param(self.l1.module.weight)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.l2(torch.tanh(self.l1(x)))
+
+
+def _train_both(model: nn.Module, truth: nn.Module, rank: int, world_size: int) -> None:
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, truth)]
+    for step in range(2):
+        xs = [
+            torch.randn(3, 4, generator=torch.Generator().manual_seed(9 * step + r))
+            for r in range(world_size)
+        ]
+        model(xs[rank]).pow(2).sum().backward()
+        (sum(truth(x).pow(2).sum() for x in xs) / world_size).backward()
+        for o in optimizers:
+            o.step()
+            o.zero_grad()
+    for name, value in truth.state_dict().items():
+        torch.testing.assert_close(model.state_dict()[name], value, msg=lambda text, n=name: f"{n}: {text}")
+
+
+def _shared(rank: int) -> None:
+    for flat in (True, False):
+        model = FullyShardedDataParallel(build(lambda f=flat: Tied(f)))
+        _train_both(model, build(lambda: Tied(None)), rank, 2)
+
+
+def test_weights_of_another_unit_are_appended() -> None:
+    rank_pool(2).run(_shared)
+
+
+def _structure(group: Any) -> FullyShardedDataParallel:
+    torch.manual_seed(3)
+    inner = FullyShardedDataParallel(nn.Linear(4, 5), group)
+    return FullyShardedDataParallel(nn.Sequential(inner, nn.Linear(5, 3)), group)
+
+
+def _built_elsewhere(rank: int) -> None:
+    """Where nobody can be reached, as in a pool's child; it comes pickled, and gets a group where it is loaded."""
+    model = pickle.loads(pickle.dumps(_structure(DummyProcessGroup(rank, 2))))
+    group, turned = dist.new_group([0, 1]), [dist.new_group([r]) for r in range(2)][rank]
+    with pytest.raises(ConfigurationError, match=r"shard . of 2; the group that it gets has rank 0 of 1"):
+        model.process_group = turned
+    for m in get_fsdp_instances(model):
+        m.process_group = group
+    assert model.process_group is group
+    assert model.process_group_reduce_scatter.size() == 2
+    torch.manual_seed(3)
+    _train_both(model, nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3)), rank, 2)
+    with pytest.raises(LifecycleError, match="outermost FSDP module first"):
+        model.module[0].process_group = dist.group.WORLD
+    alone = _structure(DummyProcessGroup(rank, 2))
+    assert alone.local_state_dict()["flat_param_0"].shape == (9,)
+    for call in (lambda: alone(torch.ones(1, 4)), alone.state_dict):
+        with pytest.raises(ConfigurationError, match="in name only"):
+            call()
+
+
+def test_a_module_that_was_built_in_another_process() -> None:
+    rank_pool(2).run(_built_elsewhere)
 
 
 def _state(rank: int) -> None:

@@ -246,7 +246,16 @@ def _regions(rank: int, size: int) -> None:
 
         # any strides, any dtype that holds numbers, no gradient at all
         assert_close(mp.gather_from_model_parallel_region(mine.t()), torch.cat([n.t() for n in noise], -1))
+        assert_close(
+            mp.gather_from_model_parallel_region(mine[:, :1]), torch.cat([n[:, :1] for n in noise], -1)
+        )
+        assert_close(
+            mp.gather_from_model_parallel_region(mine[:, 0]), torch.cat([n[:, 0] for n in noise], -1)
+        )
         assert_close(mp.reduce_from_model_parallel_region(torch.arange(5)), torch.arange(5) * parts)
+        x = torch.ones(parts, requires_grad=True)
+        mp.scatter_to_model_parallel_region(x).sum().backward()  # expanded
+        assert_close(x.grad, torch.ones(parts))
         mp.copy_to_model_parallel_region(x).sum().backward()  # an expanded gradient
 
 

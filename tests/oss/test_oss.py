@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from shardkit.errors import RankMismatchError
 from shardkit.optim.oss import OSS
 from tests.pools import rank_pool
 from tests.scenarios import assert_same_parameters, batch
@@ -138,6 +139,43 @@ def _groups(rank: int, world_size: int) -> None:
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_fairscale_named_parameters_and_groups(world_size: int) -> None:
     rank_pool(world_size, "gloo").run(_groups, world_size)
+
+
+class OfRank(torch.optim.SGD):
+    """Has an argument that is each rank's own, and no option of its groups."""
+
+    def __init__(self, *args: Any, rank: int, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.rank = rank
+
+
+def _own_arguments(rank: int, world_size: int) -> None:
+    torch.manual_seed(0)
+    model = mlp()
+    truth = copy.deepcopy(model)
+    sharded = OSS(model.parameters(), OfRank, lr=0.1, momentum=0.9, rank=rank)
+    plain = torch.optim.SGD(truth.parameters(), lr=0.1, momentum=0.9)
+    assert sharded.optim.rank == rank  # type: ignore[attr-defined]
+    for step in range(2):
+        for m, o in ((truth, plain), (model, sharded)):
+            o.zero_grad()
+            averaged_backward(m, world_size, step)
+            o.step()
+    assert_same_parameters(model, truth, f"rank {rank}")
+    state = sharded.state_dict(all_ranks=True)
+    assert state["param_groups"] == plain.state_dict()["param_groups"]
+    sharded.load_state_dict(state)
+    differing: list[dict[str, Any]] = [{"lr": 0.1 * (rank + 1)}, {"lr": 0.1, "momentum": 0.1 * rank}]
+    for options in differing if world_size > 1 else []:
+        with pytest.raises(RankMismatchError, match=r"option (lr|momentum) of group 0 .*functools\.partial"):
+            OSS(model.parameters(), OfRank, rank=rank, **options)
+    with pytest.raises(RuntimeError, match="has not been consolidated"):
+        OSS(model.parameters(), lr=0.1).state_dict()  # of compat: as fairscale's
+
+
+@pytest.mark.parametrize("world", [(1, "gloo"), (2, "gloo")], ids=str)
+def test_fairscale_arguments_of_each_rank(world: tuple[int, str]) -> None:
+    rank_pool(*world).run(_own_arguments, world[0])
 
 
 def _empty_group(rank: int) -> None:

@@ -52,6 +52,9 @@ TRACKER = "experimental.tooling.layer_memory_tracker"
 DIFFERENCES = [
     # ---------------------------------------------------------------- data parallelism
     Difference("behaviour", FSDP, "on CPU, CUDA and XLA; frozen, tied and unused parameters within one wrapper"),
+    Difference("behaviour", f"{FSDP}.append_shared_param", "needs no call; takes flattened units' weights too"),
+    Difference("behaviour", f"{FSDP}.state_dict", "of module.module, flattened over several ranks: refused by name"),
+    Difference("behaviour", f"{FSDP}.parameters", "those inside raise where a gradient is read or set"),
     Difference("behaviour", SHARDED, "on CPU, CUDA and XLA; gradients are reduced in buckets while backward runs"),
     Difference("better", f"{FSDP}.load_state_dict", "takes assign= as torch's modules do"),
     Difference("better", f"{SHARDED}.forward", "positional arguments are called args, as in torch"),
@@ -73,6 +76,8 @@ DIFFERENCES = [
     Difference("better", "optim.grad_scaler.ShardedGradScaler.__init__", "can be given a backend"),
     Difference("better", "optim.oss.OSS.clip_grad_norm", "takes error_if_nonfinite= and foreach= of torch's"),
     Difference("behaviour", "optim.oss.OSS", "broadcast_fp16 leaves parameters alone that are not fp32"),
+    Difference("behaviour", "optim.oss.OSS.add_param_group", "options that differ between ranks are refused"),
+    Difference("behaviour", "optim.adascale.AdaScaleWrapper", "within OSS refused: it goes around OSS"),
     Difference("behaviour", "optim.adam", "runs everywhere, not only with a CUDA extension; saved state keeps fp32"),
     Difference("behaviour", "optim.layerwise_gradient_scaler.LayerwiseGradientScaler",
                "the step after an overflow has unscaled gradients; containers and unknown names are refused"),

@@ -9,11 +9,14 @@ import torch
 from torch import nn
 
 from shardkit.errors import ConfigurationError, LifecycleError
+from shardkit.fsdp.construct import reconnect
 from shardkit.fsdp.door import Door
 from shardkit.fsdp.flat_param import FlatParam
+from shardkit.fsdp.inside import Answer, is_collecting
+from shardkit.fsdp.originals import managing
 from shardkit.fsdp.registered_shard import flat_of_registered
 from shardkit.torch_seams.hooks import NO_BACKWARD
-from shardkit.types import Memo, ProcessGroup, StateDict
+from shardkit.types import Memo, ProcessGroup, StateDict, Tree
 
 
 class TrainingState(enum.Enum):
@@ -55,15 +58,26 @@ class PassedGroup:
         return PassedGroup, ()
 
 
+class InnerStateDict(Answer):
+    """``state_dict`` of ``fsdp.module``: with one rank the full one, unflattened this rank's shards; else refused."""
+
+    def __call__(self, *args: Tree, **kwargs: Tree) -> StateDict:
+        door: Tree = self.module
+        if is_collecting() or (door.world_size > 1 and door.flatten_parameters):
+            return nn.Module.state_dict(door.module, *args, **kwargs)
+        return (door.state_dict if door.world_size == 1 else door.local_state_dict)(*args, **kwargs)
+
+
 class FairscaleFacts(Door):
     """A wrapper's state, under fairscale's names.
 
     Attributes:
-        _passed_group: as it was passed.
+        _passed_group, _passed_for_gradients: process groups, as they were passed.
         flatten_parameters, move_params_to_cpu: as they were passed.
     """
 
     _passed_group: PassedGroup
+    _passed_for_gradients: PassedGroup
     flatten_parameters: bool
     move_params_to_cpu: bool
 
@@ -102,6 +116,26 @@ class FairscaleFacts(Door):
         if self._passed_group.value is not None:
             return self._passed_group.value
         return getattr(self._state.group, "process_group", None) or torch.distributed.group.WORLD
+
+    @process_group.setter
+    def process_group(self, group: ProcessGroup) -> None:
+        """Set after unpickling, from the outermost module on; until then the group is that of all ranks.
+
+        Raises:
+            ConfigurationError: the shards are of another number of ranks, or of another rank.
+            LifecycleError: the module's forward or backward is under way, or the root has run.
+        """
+        self.assert_state(TrainingState.IDLE)
+        reconnect(self._state, getattr(group, "group", group))
+        self._passed_group = PassedGroup(group)
+        self._passed_group.hear(self._state.flats)
+
+    @property
+    def process_group_reduce_scatter(self) -> ProcessGroup:
+        """As it was passed, if that is a group of as many ranks; gradients have connections of their own anyway."""
+        passed: Tree = self._passed_for_gradients.value
+        fits = callable(getattr(passed, "size", None)) and passed.size() == self.world_size
+        return passed if fits else self.process_group
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -174,7 +208,7 @@ class FairscaleFacts(Door):
         Raises:
             ConfigurationError: ``p`` belongs to no FSDP module.
         """
-        if flat_of_registered(p) is None:
+        if flat_of_registered(p) is None and managing(p) is None:
             raise ConfigurationError("append_shared_param takes a parameter that another FSDP module owns")
 
     def _reset_lazy_init(self) -> None:

@@ -9,6 +9,8 @@ import torch
 from torch import nn
 
 from shardkit.backend import backend_of_job
+from shardkit.backends.arguments import size_of
+from shardkit.backends.imagined import RanksInName
 from shardkit.errors import ConfigurationError
 from shardkit.fsdp.gradients import predivide_factor
 from shardkit.fsdp.names import clean
@@ -20,7 +22,7 @@ from shardkit.policy import OffloadPolicy, PrecisionPolicy, ReducePolicy, Reshar
 from shardkit.redirected import redirected, redirected_names, without_arguments
 from shardkit.types import Kwargs, ProcessGroup, Tree
 
-from .fsdp_facts import FairscaleFacts, PassedGroup
+from .fsdp_facts import FairscaleFacts, InnerStateDict, PassedGroup
 
 __getattr__ = redirected_names(__name__)
 
@@ -34,7 +36,7 @@ OffloadConfig = redirected(
 
 # What the wrapper shows as it was passed.
 _SHOWN = (
-    "process_group_reduce_scatter", "reshard_after_forward", "disable_reshard_on_root", "mixed_precision",
+    "reshard_after_forward", "disable_reshard_on_root", "mixed_precision",
     "fp32_reduce_scatter", "flatten_parameters", "bucket_cap_mb", "state_dict_device", "clear_autocast_cache",
     "force_input_to_fp32", "verbose", "state_dict_on_rank_0_only", "allow_reset_parameters",
 )  # fmt: skip
@@ -103,8 +105,9 @@ class FullyShardedDataParallel(FairscaleFacts):
     ) -> None:
         given, offloads = dict(locals()), move_params_to_cpu or cpu_offload
         self._passed_group = PassedGroup(process_group)
+        self._passed_for_gradients = PassedGroup(process_group_reduce_scatter)
         options = Options(
-            group=getattr(process_group, "group", process_group),  # of a ProcessGroupTracker
+            group=_group(getattr(process_group, "group", process_group)),  # of a ProcessGroupTracker
             precision=_precision(mixed_precision, compute_dtype, buffer_dtype, force_input_to_fp32),
             reshard=ReshardPolicy(bool(reshard_after_forward), root=not disable_reshard_on_root),
             offload=_offload(offloads, move_grads_to_cpu),
@@ -118,6 +121,7 @@ class FullyShardedDataParallel(FairscaleFacts):
         )
         self._shard(module, self._adapted(options))
         self._passed_group.hear(self._state.flats)
+        self._fsdp_wrapped_module.__dict__["state_dict"] = InnerStateDict(self)
         self.__dict__.update({name: given[name] for name in _SHOWN})
         self._orig_reshard_after_forward = reshard_after_forward
         self.move_params_to_cpu = offloads
@@ -189,6 +193,14 @@ class FullyShardedDataParallel(FairscaleFacts):
                 f"clear_autocast_cache={self.clear_autocast_cache}, force_input_to_fp32={self.force_input_to_fp32}, "
             )
         return text
+
+
+def _group(given: Tree) -> ProcessGroup:
+    """A group of several ranks that can't communicate says so: it is for the structure, as in fairscale's tests."""
+    size = size_of(given)
+    if size is None or size == 1 or hasattr(given, "allgather"):
+        return given
+    return RanksInName(given.rank(), size)
 
 
 def _compute_device(module: nn.Module, given: torch.device | None, offloads: bool) -> torch.device | None:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from ..originals import FlatParamLike
-from .base import Gather, Store, is_whole
-from .channels import Hears
+from .base import Gather, Hears, Store, is_whole
 from .deferred import Deferred
 from .lazy import Lazy, gather_together
 from .states import FULL, GATHERED, GATHERING, KEPT, LOCKED, RELEASED, SUMMONED, TRANSITIONS, State

@@ -6,19 +6,31 @@ Legend: W world size, S shard numel, N numel of all original parameters.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from operator import attrgetter
 from typing import NamedTuple
 
 import torch
 
-from ...backend import Work
+from ...backend import Group, Work
+from ...types import Tree
 from ..flat_values import taken_apart, unpacked
 from ..originals import FlatParamLike, ReleasedParameter
-from .channels import Gathers, HeardChannel, Hears
 from .states import FULL, GATHERED, GATHERING, LOCKED, RELEASED, SUMMONED, State
 
+Hears = Callable[[torch.Tensor, torch.Tensor], object]  # of the output [W * S] and this rank's shard [S]
 _version_of = attrgetter("param._version")
+
+
+class HeardChannel:
+    """A channel of whose all-gathers somebody hears, before they start."""
+
+    def __init__(self, channel: Group, hears: Hears) -> None:
+        self._channel, self._hears = channel, hears
+
+    def all_gather_into(self, output: torch.Tensor, shard: torch.Tensor, **how: Tree) -> Work:
+        self._hears(output, shard)
+        return self._channel.all_gather_into(output, shard, **how)
 
 
 class Gather(NamedTuple):
@@ -54,7 +66,7 @@ class Store(ABC):
         self._layout = flat.layout
         self._group = flat.group
         self._backend = flat.group.backend
-        self._channel: Gathers = flat.group.channel("parameters")
+        self._channel: Group | HeardChannel = flat.group.channel("parameters")
         if flat.hears is not None:
             self.tell(flat.hears)
         self._dtype, self._device = flat.compute_dtype, flat.compute_device
@@ -164,7 +176,7 @@ class Store(ABC):
     @torch.no_grad()
     def gather_full_precision(self) -> torch.Tensor:
         """All values in the shard's dtype, [W * S], on the compute device (collective)."""
-        shard = self._flat.param.data.reshape(-1).to(self._device)
+        shard = self._flat.param.data.contiguous().view(-1).to(self._device)
         if self._group.world_size == 1 or shard.is_meta:
             return shard.new_empty(self._layout.padded_numel) if shard.is_meta else shard.clone()
         full = shard.new_empty(self._layout.padded_numel)

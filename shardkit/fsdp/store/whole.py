@@ -7,6 +7,7 @@ from typing import final
 
 import torch
 
+from ..originals import ViewOfShard
 from .base import Store
 from .states import GATHERED, RELEASED, State
 
@@ -24,9 +25,11 @@ class Whole(Store):
     def attach(self) -> None:
         self._reveal()
         self._show_shard()
+        self._conceal()
 
     def start(self, after: Sequence[torch.Tensor] = ()) -> None:
         self.state = GATHERED
+        self._reveal()
         if not self._backend.has_storage or self._flat.param.data.data_ptr() != self._pointer:
             self._show_shard()  # somebody put another tensor in
 
@@ -36,11 +39,14 @@ class Whole(Store):
         if self._backend.has_storage:
             self._pointer = values.data_ptr()
 
-    def lock(self) -> None:
-        """Nothing is locked: what is read is true, and what is written is kept."""
+    def _conceal(self) -> None:
+        """Gradients alone: what is read of values is true, and what is written to them is kept."""
+        for original in self._originals:
+            original.param.__class__ = ViewOfShard
 
     def _arrive(self, values: torch.Tensor) -> None:
         """Nothing is gathered."""
 
     def _free(self, keep: bool) -> State:
+        self._conceal()
         return RELEASED
