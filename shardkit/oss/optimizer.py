@@ -18,7 +18,7 @@ from torch.optim import SGD, Optimizer
 from torch.optim.optimizer import ParamsT
 
 from ..backend import Backend, Group, backend_for
-from ..checks.same_everywhere import check_one_device, option_facts
+from ..checks.same_everywhere import AgreedOptions, check_one_device, group_facts, option_facts, options_of
 from ..errors import ConfigurationError, ShardkitError
 from ..layout import balanced_owners, greedy_owners
 from ..optimizers import elementwise, same_state
@@ -30,7 +30,7 @@ from ..torch_seams.distributed_checkpoint import current_request, is_called_by
 from ..types import ParamGroup, ProcessGroup, StateDict, Tree
 from . import state as oss_state
 from .inner_optimizer import check_optimizer_class, make_inner
-from .param_groups import check_ranks_agree, copy_options, group_facts, keep_groups, names_of, options_of
+from .param_groups import check_ranks_agree, copy_options, keep_groups, names_of
 from .placement import placement_for
 from .placement.flat_segment import FlatSegment
 
@@ -101,6 +101,7 @@ class OSS(Optimizer):
         self._is_on_all_ranks = False
         self._has_stepped = False  # or loaded a state: on this rank or another
         self._before_step: list[Callable[[], None]] = []
+        self._agreed = AgreedOptions()
         chosen = placement_for(optim, self._backend.even_shards_only, self._update_dtype)
         self.placement = chosen(self._group, self._owner, broadcast_dtype)
         self._assign_owners()
@@ -186,6 +187,7 @@ class OSS(Optimizer):
         self.defaults = dict(self.optim.defaults)
         self.state = self.optim.state
         copy_options(self.optim.param_groups, self.param_groups)
+        self._agreed.note(self.param_groups)
 
     @noting_errors
     def add_param_group(self, param_group: ParamGroup) -> None:
@@ -225,10 +227,12 @@ class OSS(Optimizer):
             for prepare in self._before_step:
                 prepare()
             self._has_stepped = True
+            self._agreed.check(self._group, self.param_groups)
             self.refresh_trainable()
             copy_options(self.param_groups, self.optim.param_groups)
             loss = self.placement.step(self.optim, closure, kwargs)
             copy_options(self.optim.param_groups, self.param_groups)
+            self._agreed.note(self.param_groups)
         except Exception as error:  # of the inner optimizer or the closure: noting_errors would cost calls
             note_error(error)
             raise

@@ -8,13 +8,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..backend import Group
-from ..checks.same_everywhere import check_same_everywhere, option_facts, refuse_lazy, shape_fact
+from ..checks.same_everywhere import check_same_everywhere, options_of, refuse_lazy, shape_fact
 from ..types import Facts, ParamGroup, StateDict
-
-
-def options_of(group: ParamGroup) -> StateDict:
-    """What a group says of its parameters."""
-    return {k: v for k, v in group.items() if k != "params" and k != "param_names"}
 
 
 def names_of(params: Sequence[nn.Parameter], group: ParamGroup) -> StateDict:
@@ -28,7 +23,7 @@ def names_of(params: Sequence[nn.Parameter], group: ParamGroup) -> StateDict:
 def copy_options(source: list[ParamGroup], target: list[ParamGroup]) -> None:
     """Groups of one optimizer get the options of another's."""
     for a, b in zip(source, target, strict=True):
-        b.update({k: v for k, v in a.items() if k != "params" and k != "param_names"})
+        b.update(options_of(a))
 
 
 def keep_groups(optimizer: Optimizer, groups: list[ParamGroup]) -> None:
@@ -37,15 +32,6 @@ def keep_groups(optimizer: Optimizer, groups: list[ParamGroup]) -> None:
         group.clear()
         group.update(loaded)
     optimizer.param_groups = groups
-
-
-def group_facts(groups: Sequence[ParamGroup], first: int) -> list[tuple[str, object]]:
-    """Options of the param groups from this one on; later they are the user's to change."""
-    facts = []
-    for index, group in enumerate(groups[first:], first):
-        options = options_of(group)
-        facts += option_facts(**{f"{k} of group {index}": options[k] for k in sorted(options)})
-    return facts
 
 
 def check_ranks_agree(group: Group, groups: Sequence[ParamGroup], options: Facts = ()) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from ..originals import FlatParamLike
 from .base import Gather, Store, is_whole
-from .channels import Hears
 from .deferred import Deferred
 from .lazy import Lazy
 from .states import FULL, GATHERED, GATHERING, KEPT, LOCKED, RELEASED, SUMMONED, TRANSITIONS, State
@@ -22,7 +21,6 @@ __all__ = [
     "TRANSITIONS",
     "Deferred",
     "Gather",
-    "Hears",
     "Lazy",
     "State",
     "Store",

@@ -46,9 +46,7 @@ class Lazy(Store):
         shard = shard.to(device=self._device, dtype=self._dtype)
         self.state = GATHERING
         full = shard.new_empty(self._layout.padded_numel)
-        self.in_flight = Gather(
-            self._channel.all_gather_into(full, shard, async_op=True, label=flat.label), full
-        )
+        self.in_flight = Gather(self._gather(full, shard, async_op=True, label=flat.label), full)
 
     def _arrive(self, values: torch.Tensor) -> None:
         self._full = values
