@@ -91,6 +91,12 @@ def options_of(group: ParamGroup) -> StateDict:
     return {k: v for k, v in group.items() if k != "params" and k != "param_names"}
 
 
+def copy_options(source: list[ParamGroup], target: list[ParamGroup]) -> None:
+    """Groups of one optimizer get the options of another's."""
+    for a, b in zip(source, target, strict=True):
+        b.update(options_of(a))
+
+
 def group_facts(groups: Sequence[ParamGroup], first: int) -> list[tuple[str, object]]:
     """Options of the param groups from this one on."""
     facts = []
