@@ -141,7 +141,9 @@ class Group(abc.ABC):
     def agree(self, what: str) -> None:
         """Returns when all ranks have called it with the same text, apart from anything that is in flight.
 
-        For turns that a rank may take alone by mistake; out of band, so that no other call can be met.
+        For turns that a rank may take alone by mistake; out of band, so that no other call can be met. In the channel
+        for parameters, which keeps the order of its calls, one that follows the last call as it did before is only
+        noted: a rank that does something else instead is in a different call.
 
         Raises:
             OutOfStepError: another rank is in a different call.

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -23,7 +22,7 @@ from ..diagnosis.watch import Watch
 from ..forked import LeftBehind, belongs_here
 from ..torch_types import Store
 from .agreement import Agreement
-from .call_order import ORDERED_CHANNELS, CallOrder
+from .call_order import ORDERED_CHANNELS, CallOrder, Key
 from .connections import DESTROYED, connect_gloo, register, timeout_of
 from .local_reduction import Accumulate, Exchange, Finish
 from .object_collectives import ObjectsOverTensors
@@ -36,7 +35,6 @@ OPS = {
     ReduceOp.MAX: dist.ReduceOp(dist.ReduceOp.MAX),
     ReduceOp.MIN: dist.ReduceOp(dist.ReduceOp.MIN),
 }
-Options = TypeVar("Options", dist.AllreduceOptions, dist.ReduceOptions)
 PIECE = 2**20  # most elements that a rank receives in a round
 MAIN = "main"  # the name of what is no channel
 
@@ -53,6 +51,8 @@ class C10dGroup(Waiting, ObjectsOverTensors):
     """
 
     ends_at_exit = True
+    _ops = OPS
+    _dtypes = NUMBERS  # that it can carry
 
     def __init__(
         self, backend: Backend, process_group: dist.ProcessGroup | None, ranks: Sequence[int], rank: int,
@@ -144,7 +144,9 @@ class C10dGroup(Waiting, ObjectsOverTensors):
 
     # ------------------------------------------------------------ agreements
     def agree(self, what: str) -> None:
-        if self.process_group is not None:
+        if self._order is not None:
+            self._follow("agreement", 0, what)
+        elif self.process_group is not None:
             self._agree(("agreement", 0, what))
 
     def _agree(self, key: tuple[str, int, str]) -> None:
@@ -163,8 +165,13 @@ class C10dGroup(Waiting, ObjectsOverTensors):
             self._give_up(Call(*call))
         C10dWork(self, [agreement], call, None).wait()
 
-    def _turn(self, key: tuple[str, int, str]) -> None:
-        """A call that this rank's order of calls has not predicted; see [Note: call order]."""
+    def _follow(self, operation: str, numel: int, label: str) -> None:
+        """A call is about to be issued, in a channel that may keep an order; see [Note: call order]."""
+        if self._order is not None and not self._order.expects(key := (operation, numel, label)):
+            self._turn(key)
+
+    def _turn(self, key: Key) -> None:
+        """A call that this rank's order of calls has not predicted."""
         self._agree(key)
         if self._order is not None:
             self._order.turn(key)
@@ -202,7 +209,7 @@ class C10dGroup(Waiting, ObjectsOverTensors):
             own.copy_(shard)
         if self.process_group is None:
             return DONE
-        if self._order is not None and not self._order.expects(
+        if self._order is not None and not self._order.expects(  # here, for it would cost a call
             key := ("all_gather_into", output.numel(), label)
         ):
             self._turn(key)
@@ -298,48 +305,59 @@ class C10dGroup(Waiting, ObjectsOverTensors):
     def all_reduce(
         self, tensor: torch.Tensor, *, op: ReduceOp = ReduceOp.SUM, async_op: bool = False, label: str = ""
     ) -> Work:
+        """In place, any shape."""
         check_op("all_reduce", self.rank, op, tensor.dtype)
-        if self.process_group is None:
+        if self.process_group is None or not tensor.numel():
             return DONE
-        if self._order is not None and not self._order.expects(key := ("all_reduce", tensor.numel(), label)):
-            self._turn(key)
-        wire = tensor if tensor.is_contiguous() else tensor.contiguous()
-        sent = as_real(wire) if wire.is_complex() else wire
-        work = self._start(self.process_group.allreduce, [sent], _options(dist.AllreduceOptions(), op))
-        after = Finish(tensor, wire, self.world_size if op is ReduceOp.AVG else 1)
+        wire, sent = self._to_sum("all_reduce", tensor)
+        self._follow("all_reduce", tensor.numel(), label)
+        options = dist.AllreduceOptions()
+        options.reduceOp = self._ops[op]
+        work = self._start(self.process_group.allreduce, [sent], options)
+        after = self._back(tensor, wire, op)
         return self._issue([work], "all_reduce", tensor.numel(), label, async_op, after)
 
     def reduce(
         self, tensor: torch.Tensor, dst: int, *, op: ReduceOp = ReduceOp.SUM, async_op: bool = False, label: str = ""
     ) -> Work:  # fmt: skip
+        """In place on ``dst``."""
         check_member("reduce", self.rank, self.world_size, dst)
         check_op("reduce", self.rank, op, tensor.dtype)
-        if self.process_group is None:
+        if self.process_group is None or not tensor.numel():
             return DONE
-        options = _options(dist.ReduceOptions(), op)
-        options.rootRank = dst
-        wire = tensor if tensor.is_contiguous() else tensor.contiguous()
-        sent = as_real(wire) if wire.is_complex() else wire
+        wire, sent = self._to_sum("reduce", tensor)
+        options = dist.ReduceOptions()
+        options.reduceOp, options.rootRank = self._ops[op], dst
         work = self._start(self.process_group.reduce, [sent], options)
-        after = Finish(tensor, wire, self.world_size if op is ReduceOp.AVG else 1)
+        after = self._back(tensor, wire, op)
         return self._issue([work], f"reduce(dst={dst})", tensor.numel(), label, async_op, after)
 
     def broadcast(self, tensor: torch.Tensor, src: int, *, async_op: bool = False, label: str = "") -> Work:
+        """In place, any shape."""
         check_member("broadcast", self.rank, self.world_size, src)
-        if self.process_group is None:
+        if self.process_group is None or not tensor.numel():
             return DONE
-        wire = tensor if tensor.is_contiguous() else tensor.contiguous()
-        sent = wire if wire.dtype in NUMBERS else as_bytes(wire)
+        wire = tensor.contiguous()
+        sent = wire if wire.dtype in self._dtypes else as_bytes(wire)
         work = self._start(self.process_group.broadcast, sent, src)
-        return self._issue(
-            [work], f"broadcast(src={src})", tensor.numel(), label, async_op, Finish(tensor, wire, 1)
-        )
+        after = self._back(tensor, wire)
+        return self._issue([work], f"broadcast(src={src})", tensor.numel(), label, async_op, after)
+
+    def _to_sum(self, operation: str, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The tensor in one piece, and as numbers that the library adds up."""
+        wire = tensor.contiguous()
+        sent = as_real(wire) if wire.is_complex() else wire
+        self._check_sum(operation, sent)
+        return wire, sent
+
+    def _check_sum(self, operation: str, tensor: torch.Tensor) -> None:
+        """Raises for numbers that the library can't add up."""
+
+    def _back(self, tensor: torch.Tensor, wire: torch.Tensor, op: ReduceOp = ReduceOp.SUM) -> Finish | None:
+        """What is left to do, for means and for tensors that could not travel as they are."""
+        divisor = self.world_size if op is ReduceOp.AVG and self._ops is OPS else 1
+        return None if wire is tensor and divisor == 1 else Finish(tensor, wire, divisor)
 
     def barrier(self, *, label: str = "") -> None:
         if self.process_group is not None:
             self._issue([self._start(self.process_group.barrier)], "barrier", 0, label, False)
-
-
-def _options(options: Options, op: ReduceOp) -> Options:
-    options.reduceOp = OPS[op]
-    return options

@@ -1,12 +1,17 @@
 """Groups whose collectives run on the device's streams.
 
 [Note: waiting on a stream] NCCL runs on streams of its own. Waiting for one of its works makes the current stream wait
-and the host goes on, so nothing here looks for ranks that are out of step (as gloo's slices of time do): NCCL's
-watchdog ends such a job after the process group's timeout.
+and the host goes on, so nothing here notices that a work does not come to its end (as gloo's slices of time do): NCCL's
+watchdog ends such a job after the process group's timeout. What is noticed is another order of calls ([Note: call
+order]): the rank that is about to issue what was not predicted waits for an agreement on the host. It finds that
+another has gone on, and raises. That one raises when it issues something next; a host that waits for its device by then
+is freed, by the end of all that is in flight.
 """
 
 from __future__ import annotations
 
+import contextlib
+import weakref
 from collections.abc import Callable, Sequence
 
 import torch
@@ -15,10 +20,10 @@ import torch.distributed as dist
 from shardkit.backend import DONE, ReduceOp, Work
 from shardkit.errors import ConfigurationError
 
-from ..arguments import check_exchange, check_member, check_op, check_parts
+from ..arguments import check_exchange, check_op, check_parts
 from ..diagnosis.calls import Call
+from ..diagnosis.watch import Watch
 from .group import OPS, C10dGroup
-from .local_reduction import Finish
 from .waiting import C10dWork, TorchWork
 from .wire import NUMBERS, as_bytes, as_real
 
@@ -52,6 +57,21 @@ class StreamWork(C10dWork):
 class StreamGroup(C10dGroup):
     """Buffers are used in place; nothing is copied for contiguous tensors."""
 
+    _ops = _OPS
+    _dtypes = _DTYPES
+
+    def _new_watch(self) -> Watch:
+        watch, this = super()._new_watch(), weakref.ref(self)
+
+        def break_waits() -> None:
+            group = this()
+            for each in () if group is None else (*group._channels.values(), *group._subgroups):
+                with contextlib.suppress(RuntimeError):
+                    each.process_group.abort()
+
+        watch.break_waits = break_waits
+        return watch
+
     def _probe(self, call: Call) -> None:
         """Nothing: a send would have to be received."""
 
@@ -60,7 +80,13 @@ class StreamGroup(C10dGroup):
         after: Callable[[], None] | None = None,
     ) -> Work:  # fmt: skip
         self._sequence += 1
-        work = StreamWork(self, works, (self._name, self._sequence, operation, numel, label), after)
+        call = (self._name, self._sequence, operation, numel, label)
+        watch = self._watch
+        watch.issued[self._name] = self._sequence
+        watch.recent.append(call)
+        work = StreamWork(self, works, call, after)
+        if watch.failed_elsewhere:
+            watch.raise_failure(Call(*call))
         if not async_op:
             work.wait()
         return work
@@ -75,6 +101,7 @@ class StreamGroup(C10dGroup):
         if not output.numel():
             return DONE
         numel = output.numel()
+        self._follow("all_gather_into", numel, label)
         if output.dtype not in _DTYPES:
             parts = [n * output.element_size() for n in parts]
             output, shard = as_bytes(output), as_bytes(shard)
@@ -123,52 +150,6 @@ class StreamGroup(C10dGroup):
         work = self._start(self.process_group.alltoall_base, output, input, come, go)
         return self._issue([work], "all_to_all", numel, label, async_op)
 
-    def all_reduce(
-        self, tensor: torch.Tensor, *, op: ReduceOp = ReduceOp.SUM, async_op: bool = False, label: str = ""
-    ) -> Work:
-        """In place, any shape."""
-        check_op("all_reduce", self.rank, op, tensor.dtype)
-        wire = tensor.contiguous()
-        sent = as_real(wire) if wire.is_complex() else wire
-        self._check_sum("all_reduce", sent)
-        if not tensor.numel():
-            return DONE
-        options = dist.AllreduceOptions()
-        options.reduceOp = _OPS[op]
-        work = self._start(self.process_group.allreduce, [sent], options)
-        return self._issue([work], "all_reduce", tensor.numel(), label, async_op, _copy_back(tensor, wire))
-
-    def reduce(
-        self, tensor: torch.Tensor, dst: int, *, op: ReduceOp = ReduceOp.SUM, async_op: bool = False, label: str = ""
-    ) -> Work:  # fmt: skip
-        """In place on ``dst``."""
-        check_member("reduce", self.rank, self.world_size, dst)
-        check_op("reduce", self.rank, op, tensor.dtype)
-        wire = tensor.contiguous()
-        sent = as_real(wire) if wire.is_complex() else wire
-        self._check_sum("reduce", sent)
-        if not tensor.numel():
-            return DONE
-        options = dist.ReduceOptions()
-        options.reduceOp = _OPS[op]
-        options.rootRank = dst
-        work = self._start(self.process_group.reduce, [sent], options)
-        return self._issue(
-            [work], f"reduce(dst={dst})", tensor.numel(), label, async_op, _copy_back(tensor, wire)
-        )
-
-    def broadcast(self, tensor: torch.Tensor, src: int, *, async_op: bool = False, label: str = "") -> Work:
-        """In place, any shape."""
-        check_member("broadcast", self.rank, self.world_size, src)
-        if not tensor.numel():
-            return DONE
-        wire = tensor.contiguous()
-        sent = wire if wire.dtype in _DTYPES else as_bytes(wire)
-        work = self._start(self.process_group.broadcast, sent, src)
-        return self._issue(
-            [work], f"broadcast(src={src})", tensor.numel(), label, async_op, _copy_back(tensor, wire)
-        )
-
     def barrier(self, *, label: str = "") -> None:
         """Blocks the host until all ranks are here and their earlier work on the current streams is done."""
         # not the library's own barrier: NCCL's guesses a device from the rank
@@ -187,8 +168,3 @@ class StreamGroup(C10dGroup):
 
 def _even(parts: Sequence[int]) -> bool:
     return parts.count(parts[0]) == len(parts)
-
-
-def _copy_back(tensor: torch.Tensor, wire: torch.Tensor) -> Finish | None:
-    """For tensors that could not travel as they are."""
-    return None if wire is tensor else Finish(tensor, wire, 1)

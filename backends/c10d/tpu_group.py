@@ -95,6 +95,7 @@ class TpuGroup(StreamGroup):
         if parts.count(parts[0]) == len(parts):
             return super().all_gather_into(output, shard, sizes, async_op=async_op, label=label)
         numel = output.numel()
+        self._follow("all_gather_into", numel, label)
         if output.dtype not in NUMBERS:
             parts = [n * output.element_size() for n in parts]
             output, shard = as_bytes(output), as_bytes(shard)

@@ -9,6 +9,7 @@ import logging
 import os
 import sys
 import time
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -24,13 +25,19 @@ _MOMENT = 1.0  # after the thread has moved
 _NOTHING = datetime.timedelta(milliseconds=1)
 
 
-def end_vain_wait(thread: int, position: ThreadPosition, message: str) -> None:
-    """Ends this rank's wait in a collective of torch's that another one will not come to.
+def end_vain_wait(
+    thread: int, position: ThreadPosition, message: str, break_waits: Callable[[], object] | None = None
+) -> None:
+    """Ends this rank's wait in a collective of torch's, or for its device, that another one will not come to.
 
     The thread raises OutOfStepError. If it can't be reached, the process ends, as NCCL's watchdog would do it.
     """
     logger.error("%s", message)
-    end_wait(thread, position.group, OutOfStepError, message)
+    if position.operation or break_waits is None:
+        end_wait(thread, position.group, OutOfStepError, message)
+    else:
+        _raise_in(thread, OutOfStepError, message)
+        break_waits()
     until = time.monotonic() + _LAST_WORDS
     while time.monotonic() < until:
         time.sleep(_LOOK)
@@ -52,23 +59,21 @@ def end_wait(thread: int, group: str, error: type[Exception], message: str) -> N
     that is given no time, which closes them, with NCCL by its own abort.
     """
     if group:
-        kind = type(error.__name__, (error,), {"__init__": lambda self: error.__init__(self, message)})
-        kind.__module__, kind.__qualname__ = error.__module__, error.__qualname__
-        _raise_in(thread, kind)
+        _raise_in(thread, error, message)
     for pg in list(dist.distributed_c10d._world.pg_map):
         if group in ("", str(pg.group_name)):
             _break(pg)
 
 
-def _raise_in(thread: int, kind: type[Exception] | None) -> None:
-    """None takes back what was not delivered yet."""
-    raised = ctypes.py_object(kind) if kind is not None else None
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), raised)
+def _raise_in(thread: int, error: type[Exception], message: str) -> None:
+    kind = type(error.__name__, (error,), {"__init__": lambda self: error.__init__(self, message)})
+    kind.__module__, kind.__qualname__ = error.__module__, error.__qualname__
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(kind))
 
 
 def take_back(thread: int) -> None:
     """The thread has raised another error already: this one would come at a moment that nobody expects."""
-    _raise_in(thread, None)
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), None)
 
 
 def _break(pg: dist.ProcessGroup) -> None:

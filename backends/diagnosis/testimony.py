@@ -11,11 +11,11 @@ It is lost at once if its program is over, or if an error took it out of what ot
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
-from shardkit.progress import unfinished
-
-from .thread_position import ThreadPosition, issued_of_torch, others_in_collectives
+from .calls import AGREEMENT, Call, CallFacts
+from .thread_position import issued_of_torch, others_in_collectives
 
 _STILL = 2.5  # seconds after which a thread that waits has not only just begun
 _STILL_IN_ERROR = 4.0  # handling an exception may take a moment
@@ -33,6 +33,7 @@ class Testimony(NamedTuple):
         left: why it will not come, in its own words.
         raised: the last error of what all ranks do together, if it has issued nothing since.
         unfinished: what it has begun.
+        recent: the last calls of all channels.
     """
 
     answers: int
@@ -50,6 +51,19 @@ class Testimony(NamedTuple):
     error: str
     in_debugger: bool
     has_ended: bool
+    recent: Sequence[CallFacts] = ()
+
+    def has_passed(self, call: Call, issued: dict[str, int]) -> str:
+        """What this rank has issued in the place before which another one, that has ``issued`` so many, wants to agree.
+
+        That one's ``call`` is the agreement. A verb and its object; empty if it may still come.
+        """
+        channel = call.channel.removesuffix(f" {AGREEMENT}")
+        following = issued.get(channel, 0) + 1
+        if channel == call.channel or self.issued.get(channel, 0) < following:
+            return ""
+        calls = [Call(*c).describe() for c in self.recent if tuple(c[:2]) == (channel, following)]
+        return f"has gone on to {calls[0] if calls else f'call {following} of channel {channel!r}'}"
 
     def why_it_will_not_come(self, here: int) -> str:
         """A verb and its object, about a rank that has not issued the call which global rank ``here`` waits in.
@@ -84,19 +98,3 @@ def is_behind(mine: dict[str, int], theirs: dict[str, int], group: str) -> bool:
     """Whether one rank has issued less than another in a process group of torch's ("": in any)."""
     groups = [group] if group else list(theirs)
     return any(g in mine and mine[g] < theirs.get(g, 0) for g in groups)
-
-
-def testify(
-    position: ThreadPosition,
-    still: float,
-    issued: dict[str, int],
-    left: str,
-    raised: str,
-    rank: int,
-    answers: int,
-) -> Testimony:
-    """What there is to say about this rank."""
-    return Testimony(
-        answers, issued, issued_of_torch(), rank, still, left, raised, unfinished(position.in_backward), position.where,
-        position.operation, position.group, position.peer, position.error, position.in_debugger, position.has_ended,
-    )  # fmt: skip

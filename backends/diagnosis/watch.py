@@ -23,9 +23,11 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import NoReturn
 
 from shardkit.errors import OutOfStepError, RankLostError
+from shardkit.progress import unfinished
 from shardkit.types import StateDict
 
 from ..forked import belongs_here
@@ -34,7 +36,7 @@ from . import job
 from .board import Board
 from .calls import Call, CallFacts, Report
 from .ended_waits import end_vain_wait
-from .testimony import Testimony, is_behind, testify
+from .testimony import Testimony, is_behind
 from .thread_position import ThreadPosition, issued_of_torch, position_of
 from .witness import Stillness
 
@@ -57,6 +59,8 @@ class Watch:
             written at every collective, where a method call would be too much).
         recent: the last calls, as tuples in the form of :class:`Call`.
         thread: the one that issues calls.
+        failed_elsewhere: why another rank that waits no more has failed, for calls whose waits look for nothing.
+        break_waits: ends what the host may wait for on the group's device.
     """
 
     def __init__(
@@ -75,6 +79,8 @@ class Watch:
         self._attentive = -math.inf  # until then, looks are published
         self._stillness = Stillness()
         self._failures: list[tuple[int, StateDict]] = []  # other ranks, and what they published
+        self.failed_elsewhere = ""
+        self.break_waits: Callable[[], object] | None = None
         self._known: set[str] = set()  # failures that this rank has raised an error for
         self._raised_at = -math.inf
         self.issued: dict[str, int] = {}
@@ -148,7 +154,9 @@ class Watch:
             testimony = testimony._replace(left="", raised="")
         if testimony.issued.get(call.channel, 0) >= call.sequence:
             return ""
-        return testimony.why_it_will_not_come(self._ranks[self._rank])
+        return testimony.has_passed(call, self.issued) or testimony.why_it_will_not_come(
+            self._ranks[self._rank]
+        )
 
     def _elsewhere(self, call: Call, rank: int, theirs: Report) -> str:
         """Where a rank is that can't come to ``call``; empty if it may. See the notes on top."""
@@ -173,6 +181,7 @@ class Watch:
 
     def leave(self) -> None:
         """Tells ranks that wait (or will) that this one's function has returned."""
+        self._failures = []
         if not self._failed:  # what it said then says more
             self._report(None)
 
@@ -190,6 +199,13 @@ class Watch:
         """Another rank's failure, and what this rank waits in, unless that says it already."""
         known = f"rank {self._rank} is in {call.describe()}" in failure
         return failure if known else f"rank {self._rank} waits in {call.describe()}, but {failure}"
+
+    def raise_failure(self, call: Call) -> NoReturn:
+        """Raises OutOfStepError where another rank has failed, and nobody waits on the host to hear of it."""
+        why, self.failed_elsewhere = self.failed_elsewhere, ""
+        self._known.update(entry["failed"] for _, entry in self._failures)
+        self._failures, self._raised_at = [], time.monotonic()
+        raise OutOfStepError(self._with(call, why))
 
     def arrived(self) -> None:
         """The call that was waited for is through."""
@@ -235,6 +251,9 @@ class Watch:
                 self._stillness = Stillness()
             self._called, self._attentive = called, now + _ATTENTIVE
             self._failures = self._new_failures()
+            if self._failures:
+                rank, entry = self._failures[0]
+                self.failed_elsewhere = f"rank {rank} gave up: {entry['failed']}"
         asked = self._attentive >= now
         if asked or self._failures:
             position = position_of(self.thread, self._background)
@@ -247,19 +266,25 @@ class Watch:
         if asked:
             issued = dict(self.issued)
             left, raised = (why if then == issued else "" for why, then in (self._left, self._raised))
-            testimony = testify(position, still, issued, left, raised, self._ranks[self._rank], called)
+            testimony = Testimony(
+                called, issued, issued_of_torch(), self._ranks[self._rank], still, left, raised,
+                unfinished(position.in_backward), position.where, position.operation, position.group, position.peer,
+                position.error, position.in_debugger, position.has_ended, list(self.recent),
+            )  # fmt: skip
             self._board.publish(f"stands{self._rank}", testimony._asdict())
-        if not position.operation or still < _PATIENCE:
+        if still < _PATIENCE or not (position.operation or self.break_waits):
             return
         counts = issued_of_torch()
         for rank, entry in self._failures:
-            if position.peer in (-1, self._ranks[rank]) and is_behind(
-                entry["of_torch"], counts, position.group
+            if not position.operation or (
+                position.peer in (-1, self._ranks[rank])
+                and is_behind(entry["of_torch"], counts, position.group)
             ):
-                self._failures, self._raised_at = [], time.monotonic()
-                where = f"in torch.distributed's {position.operation}, called at {position.where}"
+                self._failures, self._raised_at, self.failed_elsewhere = [], time.monotonic(), ""
+                call = f"in torch.distributed's {position.operation}, called " if position.operation else ""
+                where = f"{call}at {position.where}"
                 message = f"rank {self._rank} was {where}, but rank {rank} will not come: {entry['failed']}"
-                end_vain_wait(self.thread, position, message)
+                end_vain_wait(self.thread, position, message, self.break_waits)
                 return
 
     def _new_failures(self) -> list[tuple[int, StateDict]]:

@@ -145,6 +145,16 @@ class SimulatedGroup(ObjectsOverBytes):
         return self._channels[name]
 
     # ------------------------------------------------------------ tensors
+    def _carry(
+        self, operation: str, tensor: torch.Tensor, label: str, terms: tuple[object, ...], brought: Tree,
+        finish: Finish, async_op: bool,
+    ) -> SimulatedWork:  # fmt: skip
+        """A collective over all of a tensor, whose dtype is the same on all ranks."""
+        numel, size = tensor.numel(), tensor.element_size()
+        return self._issue(
+            operation, numel, label, (str(tensor.dtype), *terms), brought, finish, async_op, size
+        )
+
     def all_gather_into(
         self, output: torch.Tensor, shard: torch.Tensor, sizes: Sequence[int] | None = None, *,
         async_op: bool = False, label: str = "",
@@ -156,18 +166,8 @@ class SimulatedGroup(ObjectsOverBytes):
             outputs, shards = zip(*brought, strict=True)
             collectives.all_gather(outputs, shards, parts)
 
-        purpose = label if self._line.name in ORDERED_CHANNELS else ""
-        terms = (str(shard.dtype), parts, purpose)
-        return self._issue(
-            "all_gather_into",
-            output.numel(),
-            label,
-            terms,
-            (output, shard),
-            finish,
-            async_op,
-            output.element_size(),
-        )
+        terms = parts, label if self._line.name in ORDERED_CHANNELS else ""
+        return self._carry("all_gather_into", output, label, terms, (output, shard), finish, async_op)
 
     def reduce_scatter_into(
         self, shard: torch.Tensor, input: torch.Tensor, sizes: Sequence[int] | None = None, *,
@@ -181,17 +181,8 @@ class SimulatedGroup(ObjectsOverBytes):
             shards, inputs = zip(*brought, strict=True)
             collectives.reduce_scatter(shards, inputs, parts, op)
 
-        terms = (str(input.dtype), op.value, parts)
-        return self._issue(
-            "reduce_scatter_into",
-            input.numel(),
-            label,
-            terms,
-            (shard, input),
-            finish,
-            async_op,
-            input.element_size(),
-        )
+        terms = op.value, parts
+        return self._carry("reduce_scatter_into", input, label, terms, (shard, input), finish, async_op)
 
     def all_to_all(
         self, output: torch.Tensor, input: torch.Tensor, output_sizes: Sequence[int] | None = None,
@@ -212,28 +203,18 @@ class SimulatedGroup(ObjectsOverBytes):
                     )
             collectives.all_to_all(outputs, inputs, comes, goes)
 
-        brought = (output, input, come, go)
-        return self._issue(
-            "all_to_all",
-            input.numel(),
-            label,
-            (str(input.dtype),),
-            brought,
-            finish,
-            async_op,
-            input.element_size(),
-        )
+        return self._carry("all_to_all", input, label, (), (output, input, come, go), finish, async_op)
 
     def all_reduce(
         self, tensor: torch.Tensor, *, op: ReduceOp = ReduceOp.SUM, async_op: bool = False, label: str = ""
     ) -> SimulatedWork:
         """In place, any shape."""
         check_op("all_reduce", self.rank, op, tensor.dtype)
-        terms = (str(tensor.dtype), op.value, tensor.numel())
-        return self._issue(
-            "all_reduce", tensor.numel(), label, terms, tensor, lambda all_: collectives.all_reduce(all_, op), async_op,
-            tensor.element_size(),
-        )  # fmt: skip
+
+        def finish(brought: list[Tree]) -> None:
+            collectives.all_reduce(brought, op)
+
+        return self._carry("all_reduce", tensor, label, (op.value, tensor.numel()), tensor, finish, async_op)
 
     def reduce(
         self, tensor: torch.Tensor, dst: int, *, op: ReduceOp = ReduceOp.SUM, async_op: bool = False, label: str = ""
@@ -241,22 +222,23 @@ class SimulatedGroup(ObjectsOverBytes):
         """In place on ``dst``."""
         check_member("reduce", self.rank, self.world_size, dst)
         check_op("reduce", self.rank, op, tensor.dtype)
-        terms = (str(tensor.dtype), op.value, tensor.numel(), dst)
-        return self._issue(
-            "reduce", tensor.numel(), label, terms, tensor, lambda all_: collectives.reduce(all_, dst, op), async_op,
-            tensor.element_size(),
-        )  # fmt: skip
+
+        def finish(brought: list[Tree]) -> None:
+            collectives.reduce(brought, dst, op)
+
+        terms = op.value, tensor.numel(), dst
+        return self._carry("reduce", tensor, label, terms, tensor, finish, async_op)
 
     def broadcast(
         self, tensor: torch.Tensor, src: int, *, async_op: bool = False, label: str = ""
     ) -> SimulatedWork:
         """In place, any shape."""
         check_member("broadcast", self.rank, self.world_size, src)
-        terms = (str(tensor.dtype), tensor.numel(), src)
-        return self._issue(
-            "broadcast", tensor.numel(), label, terms, tensor, lambda all_: collectives.broadcast(all_, src), async_op,
-            tensor.element_size(),
-        )  # fmt: skip
+
+        def finish(brought: list[Tree]) -> None:
+            collectives.broadcast(brought, src)
+
+        return self._carry("broadcast", tensor, label, (tensor.numel(), src), tensor, finish, async_op)
 
     def barrier(self, *, label: str = "") -> None:
         self._issue("barrier", 0, label, (), None, lambda _: None)

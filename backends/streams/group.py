@@ -10,6 +10,7 @@ from shardkit.backend import Backend, Group, ReduceOp, Work
 from shardkit.types import T
 
 from ..arguments import check_exchange, check_member, check_op, check_parts
+from ..c10d.call_order import ORDERED_CHANNELS
 from ..simulated.collectives import spoil
 from .device import Device, Flight, Issued, places, quiet
 
@@ -185,35 +186,32 @@ class StreamsGroup(Group):
         )  # fmt: skip
 
     # ------------------------------------------------------------ the host waits
-    def barrier(self, *, label: str = "") -> None:
-        self.device.host_waits["barrier"] += 1
+    def _on_host(self, what: str, call: Callable[[Group], T]) -> T:
+        self.device.host_waits[what] += 1
         with quiet():
-            self._now().barrier(label=label)
+            return call(self._now())
+
+    def barrier(self, *, label: str = "") -> None:
+        self._on_host("barrier", lambda below: below.barrier(label=label))
 
     def all_gather_bytes(self, data: bytes, *, label: str = "") -> list[bytes]:
-        self.device.host_waits["bytes"] += 1
-        with quiet():
-            return self._now().all_gather_bytes(data, label=label)
+        return self._on_host("bytes", lambda below: below.all_gather_bytes(data, label=label))
 
     def all_gather_object(self, obj: T, *, label: str = "") -> list[T]:
-        self.device.host_waits["objects"] += 1
-        with quiet():
-            return self._now().all_gather_object(obj, label=label)
+        return self._on_host("objects", lambda below: below.all_gather_object(obj, label=label))
 
     def gather_object(self, obj: T, dst: int, *, label: str = "") -> list[T] | None:
-        self.device.host_waits["objects"] += 1
-        with quiet():
-            return self._now().gather_object(obj, dst, label=label)
+        return self._on_host("objects", lambda below: below.gather_object(obj, dst, label=label))
 
     def broadcast_object(self, obj: T, src: int, *, label: str = "") -> T:
-        self.device.host_waits["objects"] += 1
-        with quiet():
-            return self._now().broadcast_object(obj, src, label=label)
+        return self._on_host("objects", lambda below: below.broadcast_object(obj, src, label=label))
 
     def agree(self, what: str) -> None:
-        self.device.host_waits["agreement"] += 1
-        with quiet():
-            self._now().agree(what)
+        if self._name.endswith(ORDERED_CHANNELS):  # most are only noted
+            with quiet():
+                self._now().agree(what)
+        else:
+            self._on_host("agreement", lambda below: below.agree(what))
 
     def abort(self, why: str = "the rank gave up") -> None:
         self.below.abort(why)

@@ -48,6 +48,13 @@ def new_run_id(group: Group, proposed: str) -> str:
     return f"{job.id}-{job.built}"
 
 
+def number_of(group: Group, run_id: str) -> str:
+    """What tells a unit from all others of the group in a few characters; those of other jobs, unpickled, take more."""
+    job, _, number = run_id.partition("-")
+    mine = _jobs.get(group)
+    return number if mine is not None and mine.id == job else run_id
+
+
 def stamp(run_id: str, backwards: int) -> StateDict:
     """What files carry of it.
 

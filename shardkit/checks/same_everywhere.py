@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from types import BuiltinFunctionType, FunctionType, MethodType
 
 import torch
@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 
 from ..backend import Group
 from ..errors import ConfigurationError, RankMismatchError
-from ..types import Facts, Tree
+from ..types import Facts, ParamGroup, StateDict, Tree
 from .facts import all_gather_facts, as_fact
 
 
@@ -94,6 +94,26 @@ def option_facts(**options: object) -> list[tuple[str, object]]:
     return facts
 
 
+def options_of(group: ParamGroup) -> StateDict:
+    """What a group says of its parameters."""
+    return {k: v for k, v in group.items() if k != "params" and k != "param_names"}
+
+
+def copy_options(source: list[ParamGroup], target: list[ParamGroup]) -> None:
+    """Groups of one optimizer get the options of another's."""
+    for a, b in zip(source, target, strict=True):
+        b.update(options_of(a))
+
+
+def group_facts(groups: Sequence[ParamGroup], first: int) -> list[tuple[str, object]]:
+    """Options of the param groups from this one on."""
+    facts = []
+    for index, group in enumerate(groups[first:], first):
+        options = options_of(group)
+        facts += option_facts(**{f"{k} of group {index}": options[k] for k in sorted(options)})
+    return facts
+
+
 def _in_words(value: object) -> str:
     """A value as text that is the same on all ranks if the value is."""
     if isinstance(value, torch.Tensor):
@@ -107,6 +127,47 @@ def _in_words(value: object) -> str:
     plain = value.func if isinstance(value, functools.partial) else value
     kind = plain if isinstance(plain, type | FunctionType | BuiltinFunctionType | MethodType) else type(plain)
     return f"{kind.__module__}.{kind.__qualname__}"
+
+
+class AgreedOptions:
+    """Options of an optimizer's param groups, which are the same on all ranks: told when they change.
+
+    To compare them in each step would take a collective. So a rank on which something has changed since its last step
+    says what; the others say the same before they step, or are found to be in another call.
+    """
+
+    def __init__(self) -> None:
+        self._known: list[StateDict] | None = None
+
+    def note(self, groups: Sequence[ParamGroup]) -> None:
+        """These are the same everywhere: all ranks have compared them, or come from a step that they made together."""
+        self._known = _snapshot(groups)
+
+    def check(self, group: Group, groups: Sequence[ParamGroup]) -> None:
+        """Before a step.
+
+        Raises:
+            OutOfStepError: another rank steps with other options.
+        """
+        now, known = _snapshot(groups), self._known
+        if known is None or now == known or group.world_size == 1:
+            return
+        self._known = now
+        changed = [
+            f"{key} of group {index} {_in_words(groups[index][key])}"
+            for index, new in enumerate(now)
+            for key, value in new.items()
+            if index >= len(known) or key not in known[index] or known[index][key] != value
+        ]
+        group.agree(f"a step with other options than before: {', '.join(changed)}")
+
+
+def _snapshot(groups: Sequence[ParamGroup]) -> list[StateDict]:
+    """Options, with what tells of a change in place of tensors: to read one could wait for a device."""
+    return [
+        {k: (id(v), v._version) if isinstance(v, torch.Tensor) else v for k, v in options_of(group).items()}
+        for group in groups
+    ]
 
 
 def check_one_device(params: Iterable[nn.Parameter]) -> None:

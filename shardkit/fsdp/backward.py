@@ -107,6 +107,8 @@ class Backward:
         self._held: list[FlatParam] = []  # gathered for the graphs of gradients
         self._locked: list[FlatParam] = []  # gathered from the end of forward for backward
         self._needs_one_order = any(f.group.backend.one_order for u in self.units for f in u.flats)
+        shared = [f for u in self.units for f in u.flats if f.group.world_size > 1]
+        self._first_of_group = list({f.group: f for f in reversed(shared)}.values())
         self.is_lazy = any(not f.group.backend.has_storage for u in self.units for f in u.flats)
         self.after: list[torch.Tensor] = []
         self._last_reduced: list[torch.Tensor] = []
@@ -125,6 +127,9 @@ class Backward:
         for flat in self._held:
             if flat.held_at not in (None, flat.version):
                 raise changed_since_forward(flat)
+        if not self.state.accumulating:
+            for flat in self._first_of_group:  # else another root's reductions could be met
+                flat.group.channel("parameters").agree(f"backward through {flat.label}")
         if self._locked:
             self._unlock(self._locked)
         self._is_planned = len(self.pending) <= 1 and not self._held

@@ -19,7 +19,7 @@ from torch.nn.parameter import is_lazy
 
 from ..backend import Backend, Group, backend_for
 from ..checkpoint.archive import memory_of
-from ..checks.runs import new_run_id, proposed_run_id
+from ..checks.runs import new_run_id, number_of, proposed_run_id
 from ..checks.same_everywhere import check_one_device, check_same_everywhere, option_facts
 from ..compression import check_compressible
 from ..errors import ConfigurationError, LifecycleError, RankMismatchError
@@ -190,6 +190,7 @@ def shard_module(state: ShardingState, unit_module: UnitModule | None = None) ->
     together = options.flatten or state.group.backend.has_storage
     parts = alike(indices, found.originals) if together else [[i] for i in indices]
     state.flats.extend(_flat_of(state, found, part, unit_module, mesh) for part in parts)
+    name_flats(state)
     state.shared_paths = [
         (f"{there}.{source}" if there else source, f"{here}.{name}" if here else name)
         for here, there, _, name, _, source in found.shared
@@ -197,6 +198,17 @@ def shard_module(state: ShardingState, unit_module: UnitModule | None = None) ->
     state.make_unit(found.borrowed)
     note_taken(state)
     step_locally([listing.param for listing in state.listings])
+
+
+def name_flats(state: ShardingState, path: str = "") -> None:
+    """Gives flat parameters labels that no others have in this job: ranks compare them when they gather or reduce.
+
+    Args:
+        path: of the unit in its root, as soon as that is known; two roots have the same.
+    """
+    unit = f"{path or type(state.module).__name__}, unit {number_of(state.group, state.run_id)}"
+    for k, flat in enumerate(state.flats):
+        flat.label = f"parameters {k} of {unit}"
 
 
 def _flat_of(
@@ -340,6 +352,7 @@ def _wake(state: ShardingState) -> None:
                 f"{state.group.world_size} ranks: groups of ranks are not pickled. Save state_dict() instead"
             )
         flat.connect(state.group, state.post_forward_mesh)
+    name_flats(state)
     state.make_unit(borrowed)
     state.unit.divisors = divisors
     state.unit.attach()

@@ -1,8 +1,12 @@
-"""Looks at each optimizer once, before its first step: would it do to parameters what it does to shards?
+"""Looks at each optimizer before its first step: would it do to parameters what it does to shards?
 
 A plain process has parameters where FSDP lists flat parameters. An optimizer notices if it was made before wrapping
 (its parameters get no gradients), if it looks at more than one element at a time, or if it was told to treat matrices
 in another way: shards have one dimension.
+
+[Note: cleared] Before every step one thing is looked at: a gradient that a backward has left, and that is gone now, was
+cleared by the program. If one rank alone did that, ranks' parts of a flat parameter would go apart. So a rank says what
+is gone before it steps. Others say the same, or are in another call.
 """
 
 from __future__ import annotations
@@ -10,22 +14,53 @@ from __future__ import annotations
 import functools
 import logging
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from ..checks.same_everywhere import check_same_everywhere, option_facts
+from ..checks.same_everywhere import AgreedOptions, check_same_everywhere, group_facts, option_facts
 from ..errors import ConfigurationError, LifecycleError
 from ..optimizers.elementwise import Verdict, judge, names_of_elementwise
 from ..optimizers.shards import shard_behind
 from ..optimizers.stepping import take_part
 from ..types import AnyCallable
-from .originals import Listing, managing, name_of_original
+from .originals import FlatParamLike, Listing, managing, name_of_original
+from .registered_shard import listing_of
+from .skipping import Skips
 from .state_of_shards import check_loaded, mark_state_dicts
 
 logger = logging.getLogger("shardkit")
+
+
+class _Looked:
+    """What was seen of an optimizer.
+
+    Attributes:
+        numbers: of parameters in its groups; None: look again.
+        wrapped: how many flat parameters there were.
+        listings: what its parameters are listed for, by group of ranks.
+        flats: the flat parameters of these.
+        whole: those that are listed as they are.
+        options: as all ranks have them.
+        skips: what its steps leave alone.
+        is_judged: it may step over shards.
+        has_loaded: state, since.
+    """
+
+    def __init__(self) -> None:
+        self.numbers: tuple[int, ...] | None = None
+        self.wrapped = 0
+        self.listings: list[list[weakref.ref[Listing]]] = []
+        self.flats: list[weakref.ref[FlatParamLike]] = []
+        self.whole: list[weakref.ref[FlatParamLike]] = []
+        self.options, self.skips = AgreedOptions(), Skips()
+        self.is_judged = self.has_loaded = False
+
+    def look_again(self, _: object) -> None:
+        """It has loaded state."""
+        self.numbers, self.has_loaded = None, True
 
 
 class _FirstSteps:
@@ -36,39 +71,62 @@ class _FirstSteps:
 
     def __init__(self) -> None:
         self.wrapped = 0
-        self._seen: weakref.WeakKeyDictionary[Optimizer, tuple[int, ...]] = weakref.WeakKeyDictionary()
-        self._seen_wrapped: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
-        self._judged: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        self._loaded: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._looked: weakref.WeakKeyDictionary[Optimizer, _Looked] = weakref.WeakKeyDictionary()
 
     def before(self, optimizer: Optimizer) -> None:
+        looked = self._looked.get(optimizer)
+        if looked is None:
+            looked = self._looked[optimizer] = _Looked()
         wrapped, now = self.wrapped, tuple([len(g["params"]) for g in optimizer.param_groups])
-        is_same = self._seen.get(optimizer) == now
-        if not is_same or self._seen_wrapped.get(optimizer) != wrapped:
+        if looked.numbers != now or looked.wrapped != wrapped:
             _refuse_originals(optimizer)
-            self._seen_wrapped[optimizer] = wrapped
-        if is_same:
-            return
-        flats = [f for g in optimizer.param_groups for f in map(shard_behind, g["params"]) if f is not None]
-        if any(_is_cut(f) for f in flats):
-            is_new = optimizer not in self._judged
-            if is_new or optimizer in self._loaded:
-                check_loaded(optimizer, flats)
-                self._loaded.discard(optimizer)
-            if is_new:
-                _refuse_differences(optimizer, flats)
-                _refuse_coupled(optimizer)
-                _warn_of_groups_by_dimension(optimizer)
-                mark_state_dicts(optimizer, self._look_again)
-                self._judged.add(optimizer)
-        self._seen[optimizer] = now
-
-    def _look_again(self, optimizer: Optimizer) -> None:
-        self._seen.pop(optimizer, None)
-        self._loaded.add(optimizer)
+            looked.wrapped = wrapped
+        if looked.numbers != now:
+            _look_at(optimizer, looked)
+            looked.numbers = now
+        for refs in looked.listings:
+            listings = [listing for ref in refs if (listing := ref()) is not None]
+            if listings:
+                looked.options.check(listings[0].group, optimizer.param_groups)
+                _agree_on_cleared(listings)
+        looked.skips.saved = []  # of a step that was refused
+        if looked.whole:
+            looked.skips.put_aside(optimizer, [flat for ref in looked.whole if (flat := ref()) is not None])
 
     def after(self, optimizer: Optimizer) -> None:
-        """Nothing to undo."""
+        """The step is over, or a closure is about to make other gradients."""
+        looked = self._looked.get(optimizer)
+        if looked is not None and looked.flats:
+            looked.skips.put_back(optimizer)
+            looked.options.note(optimizer.param_groups)
+            for ref in looked.flats:
+                flat = ref()
+                if flat is not None:
+                    flat.unused.is_noted = False
+
+
+def _look_at(optimizer: Optimizer, looked: _Looked) -> None:
+    params = [p for g in optimizer.param_groups for p in g["params"]]
+    listed = [listing for listing in map(listing_of, params) if listing is not None]
+    shards = [listing for listing in listed if shard_behind(listing.param) is not None]  # no DTensors
+    is_new = not looked.is_judged and any(map(_is_cut, shards))
+    if is_new or looked.has_loaded:
+        check_loaded(optimizer, shards)
+        looked.has_loaded = False
+    if listed and not looked.flats:
+        _refuse_differences(optimizer, listed)
+    if is_new:
+        _refuse_coupled(optimizer)
+        _warn_of_groups_by_dimension(optimizer)
+        mark_state_dicts(optimizer, looked.look_again)
+        looked.is_judged = True
+    by_ranks: dict[tuple[int, ...], list[weakref.ref[Listing]]] = {}
+    for listing in listed:
+        by_ranks.setdefault(listing.group.ranks, []).append(weakref.ref(listing))
+    looked.listings = [*by_ranks.values()]
+    flats = {id(listing.flat): listing.flat for listing in listed}.values()
+    looked.flats = [*map(weakref.ref, flats)]
+    looked.whole = [weakref.ref(flat) for flat in flats if any(flat is listing for listing in listed)]
 
 
 _first_steps = _FirstSteps()
@@ -114,21 +172,36 @@ def _refuse_originals(optimizer: Optimizer) -> None:
         )
 
 
-def _refuse_differences(optimizer: Optimizer, flats: list[Listing]) -> None:
+def _refuse_differences(optimizer: Optimizer, listed: list[Listing]) -> None:
     """Ranks step the parts of one flat parameter: each with the same optimizer and the same options (collective)."""
-    facts = option_facts(optimizer=type(optimizer).__name__)
-    for index, group in enumerate(optimizer.param_groups):
-        facts += option_facts(
-            **{f"{k} of group {index}": group[k] for k in sorted(group) if k not in ("params", "param_names")}
-        )
-    placed = [(f, n) for n, g in enumerate(optimizer.param_groups) for f in map(shard_behind, g["params"])]
-    for ranks in {f.group.ranks: f.group for f in flats}.values():
+    facts = [*option_facts(optimizer=type(optimizer).__name__), *group_facts(optimizer.param_groups, 0)]
+    placed = [(f, n) for n, g in enumerate(optimizer.param_groups) for f in map(listing_of, g["params"])]
+    for ranks in {f.group.ranks: f.group for f in listed}.values():
         params = sorted(
             (f"parameter {name_of_original(f.originals[0].param)!r}", f"in group {n}")
             for f, n in placed
             if f is not None and f.group.ranks == ranks.ranks
         )
         check_same_everywhere(ranks, [*facts, *params], "optimizers over the shards of one model")
+
+
+def _agree_on_cleared(listings: Sequence[Listing]) -> None:
+    """See [Note: cleared].
+
+    Raises:
+        OutOfStepError: another rank's program has not cleared the same gradients.
+    """
+    cleared = []
+    for listing in listings:
+        if listing.param.grad is None and listing.flat.unused.is_noted:
+            unused, flat, here = listing.flat.unused.originals, listing.flat, set[int]()
+            mine = range(listing.first, listing.first + len(listing.originals))
+            here.update(p.item for p in flat.layout.pieces() if p.rank == flat.group.rank and p.item in mine)
+            if any(not unused[k] for k in here or mine):
+                cleared.append(listing.label)
+    if cleared:
+        channel = listings[0].group.channel("parameters")
+        channel.agree(f"a step without the gradients of {', '.join(cleared)}")
 
 
 def _refuse_coupled(optimizer: Optimizer) -> None:

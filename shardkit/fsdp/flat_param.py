@@ -15,7 +15,7 @@ state, see ``store/states.py``.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -33,7 +33,7 @@ from .flat_values import own_shard
 from .originals import Listing, OriginalParameter, Place, as_tensors, note_original
 from .refusals import backward_when_summoned
 from .registered_shard import RegisteredShards, UnlistedShard, note_registered
-from .store import FULL, SUMMONED, Hears, Store, store_for
+from .store import FULL, SUMMONED, Store, store_for
 from .unused import Unused
 
 _set_versions = torch._C._autograd._unsafe_set_version_counter
@@ -68,7 +68,7 @@ class FlatParam:
         unused: which original parameters have had no gradient on any rank since the gradient was last cleared.
         written: numbers of original parameters that were written to in the last time that they had values; such writes
             are lost.
-        hears: is told of all-gathers of the values before they start, see :meth:`tell`.
+        hears: is told of all-gathers of the values before they start, as (output, shard); of copies too.
         held_at: version of the shard whose values stay, see :meth:`hold`.
     """
 
@@ -95,7 +95,7 @@ class FlatParam:
         self.is_borrowed = False
         self.unused = Unused(len(self.originals))
         self.written: list[int] = []
-        self.hears: Hears | None = None
+        self.hears: Callable[[torch.Tensor, torch.Tensor], object] | None = None
         self.post_forward_mesh = post_forward_mesh
         self.modules: Sequence[nn.Module] = ()
         self._compute_dtype = compute_dtype
@@ -194,11 +194,6 @@ class FlatParam:
             change).
         """
         return self._settle(self.store)
-
-    def tell(self, hears: Hears) -> None:
-        """From now on ``hears(output, shard)`` is called before each all-gather, of copies too."""
-        self.hears = hears
-        self.store.tell(hears)
 
     def _settle(self, before: Store | None) -> bool:
         self._users = 0

@@ -88,7 +88,7 @@ class LocalGradients:
         if id(listing.param) in stepped and self.are_waiting():
             raise LifecycleError(
                 f"rank {listing.group.ranks[listing.group.rank]}: step() comes after a backward inside of no_sync(): "
-                f"gradients of {listing.label or 'an FSDP module'} are this rank's own, were not reduced, and the step "
+                f"gradients of {listing.label} are this rank's own, were not reduced, and the step "
                 "would leave them out. Run the last backward before a step outside of no_sync(), or call zero_grad()"
             )
 

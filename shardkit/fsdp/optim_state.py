@@ -54,7 +54,7 @@ def gather_parts(flat: Listing, value: torch.Tensor) -> list[torch.Tensor]:
     if flat.group.world_size > 1:
         full = shard.new_empty(flat.layout.padded_numel)
         flat.group.channel("parameters").all_gather_into(
-            full, shard, flat.layout.sizes, label=f"optimizer state of {flat.label or repr(flat.names[0])}"
+            full, shard, flat.layout.sizes, label=f"optimizer state of {flat.label}"
         )
     pieces = taken_apart(full[: flat.layout.numel].cpu(), flat.layout)
     return [p.view(m.shape).clone() for p, m in zip(pieces, flat.originals, strict=True)]

@@ -26,7 +26,7 @@ def replaced_shard(flat: Listing) -> LifecycleError:
     found = module._parameters.get(name)
     kind = "nothing" if found is None else f"another {type(found).__name__}"
     return LifecycleError(
-        f"rank {flat.group.rank}: in place of the shard {name!r} of {flat.label or 'an FSDP module'} there is {kind}, "
+        f"rank {flat.group.rank}: in place of the shard {name!r} ({flat.label}) there is {kind}, "
         "which forward would ignore (functional_call does this, and assigning a parameter). Change parameters inside "
         "of summon_full_params(), or pass functional_call the FSDP module's own parameters"
     )
@@ -66,7 +66,7 @@ def unknown_root(flat: FlatParamLike, number: int) -> LifecycleError:
 def backward_when_summoned(flat: FlatParamLike) -> LifecycleError:
     """What is raised where backward needs what a forward inside of ``summon_full_params`` computed with."""
     return LifecycleError(
-        f"rank {flat.group.rank}: backward through {flat.label or 'an FSDP module'} inside of summon_full_params, or "
+        f"rank {flat.group.rank}: backward through {flat.label} inside of summon_full_params, or "
         "through a forward that was run there, is not possible; leave the context first"
     )
 
@@ -95,7 +95,7 @@ def changed_since_forward(flat: FlatParamLike) -> LifecycleError:
     """What is raised where backward reaches a unit whose shard was written to after forward."""
     return LifecycleError(
         f"rank {flat.group.rank}: backward through a forward of before the last change of "
-        f"{flat.label or 'an FSDP module'} (by optimizer.step(), say): it would compute with the new values. Call "
+        f"{flat.label} (by optimizer.step(), say): it would compute with the new values. Call "
         "backward before the optimizer's step, or forward again after it"
     )
 

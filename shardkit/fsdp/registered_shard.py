@@ -129,7 +129,7 @@ class RegisteredShard:
     @property
     def label(self) -> str:
         """What it is called in errors."""
-        return f"parameter {self.names[0]!r} of {self.flat.path or 'the root'}" if self.flat.label else ""
+        return f"parameter {self.names[0]!r} of {self.flat.label.partition(' of ')[2]}"
 
     @property
     def group(self) -> Group:

@@ -14,9 +14,9 @@ from ..tracing.ranges import Range
 from ..tracing.ranges import leave as leave_range
 from ..tracing.tracer import training_begins
 from ..types import Args, Kwargs, Tree
-from . import construct
 from .backward import Watcher
 from .calls import lends_memory, without_lent_memory
+from .construct import announce, name_flats
 from .engine import Engine
 from .names import clean
 from .originals import Place
@@ -51,9 +51,7 @@ def become_root(state: ShardingState) -> Engine:
     names = {id(m): n for n, m in state.door.named_modules() if state_of(m) is not None}
     for s in states:
         s.unit.rename(clean(names[id(s.door)]))
-        for k, flat in enumerate(s.flats):
-            flat.label = f"parameters {k} of {s.unit.name or 'the root'}"
-            flat.path = s.unit.name
+        name_flats(s, s.unit.name or "the root")
         s.is_root = s is state
     reshard = state.options.reshard
     state.unit.keep_after_forward = reshard.after_forward is False or not reshard.root
@@ -64,7 +62,7 @@ def become_root(state: ShardingState) -> Engine:
         s.engine = engine
         s.cast_buffers()
     originals = sum(len(flat.originals) for flat in state.all_flats())
-    construct.announce(state.door, len(states), originals, state.group)
+    announce(state.door, len(states), originals, state.group)
     return engine
 
 

@@ -120,7 +120,8 @@ class ShardingState:
         is_computing: inside of a forward of a module sharded in place, or of another method of it.
         buffer_dtypes: own dtypes of buffers that were cast, by module and name.
         uncollected: optimizer state that is this rank's alone.
-        run_id: the same on all ranks, and of no other unit but copies of one original.
+        run_id: the same on all ranks, and of no other unit.
+        copies: made since the last backward; for each, how many backwards had gone through it.
     """
 
     def __init__(
@@ -143,6 +144,7 @@ class ShardingState:
         self.buffer_dtypes: dict[tuple[nn.Module, str], torch.dtype] = {}
         self.uncollected: dict[int, StateDict] = {}
         self.run_id = ""
+        self.copies: tuple[int, ...] = ()
         note_state(self)
 
     def __getstate__(self) -> StateDict:
@@ -160,10 +162,13 @@ class ShardingState:
         note_state(self)
 
     def __deepcopy__(self, memo: Memo) -> ShardingState:
-        """With its groups. Its run id isn't the original's; copies aren't counted, since one rank may copy alone."""
+        """With its groups, and a run id of its own, which says when it was made: one rank may copy alone before."""
         made = memo[id(self)] = ShardingState.__new__(ShardingState)
         copied = copy.deepcopy(self.__getstate__(), memo)
-        made.__setstate__({**copied, "options": self.options, "run_id": f"{self.run_id}-copy"})
+        backwards = (self.unit if self.engine is None else self.engine.units[0]).backwards
+        self.copies = *(n for n in self.copies if n == backwards), backwards
+        run_id = f"{self.run_id}-copy{backwards}.{len(self.copies)}"
+        made.__setstate__({**copied, "options": self.options, "run_id": run_id, "copies": ()})
         return made
 
     @property

@@ -225,7 +225,7 @@ class Unit:
             name or "root", () if group is None else group.ranks, gather=values, reduce=gradients
         )
         for flat in self.flats:
-            flat.ranges = self.ranges
+            flat.ranges, flat.path = self.ranges, name
 
     def enter_backward(self, gradient: torch.Tensor | None = None) -> None:
         """Backward reached an output of the module."""

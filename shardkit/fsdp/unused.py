@@ -13,18 +13,15 @@ class Unused:
 
     Attributes:
         originals: for each, whether it had none. Where execution is lazy that is data, and all are taken to have had
-            one.
+            one, as they are before the first backward.
         used: there, [S]: true for elements of this rank's shard that have had one; None if all have.
+        is_noted: a backward has said so since the last step.
     """
 
     def __init__(self, count: int) -> None:
-        self.originals = [True] * count
+        self.originals = [False] * count
         self.used: torch.Tensor | None = None
-
-    @property
-    def are_any(self) -> bool:
-        """Whether some had no gradient, or may have had none."""
-        return self.used is not None or True in self.originals
+        self.is_noted = False
 
     def clear(self, used: torch.Tensor | None) -> None:
         """The gradient is new: none has had one yet; ``used`` says so for elements, where execution is lazy."""
@@ -33,6 +30,7 @@ class Unused:
 
     def note(self, had: Sequence[bool], is_new: bool) -> None:
         """These have got a gradient: the first since it was cleared, if it ``is_new``."""
+        self.is_noted = True
         if is_new:
             self.originals = list(map(not_, had))
         elif True in self.originals:
@@ -40,6 +38,7 @@ class Unused:
 
     def note_each(self, had: Sequence[bool], are_new: Sequence[bool]) -> None:
         """As :meth:`note`, where each has a gradient of its own: the first since it was cleared, or not."""
+        self.is_noted = True
         self.originals = [
             (i or new) and not h for i, h, new in zip(self.originals, had, are_new, strict=True)
         ]

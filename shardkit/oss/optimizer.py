@@ -8,7 +8,8 @@ Legend: W world size, P numel of all parameters, S numel of one rank's part.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import inspect
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Literal, cast
 
 import torch
@@ -18,7 +19,18 @@ from torch.optim import SGD, Optimizer
 from torch.optim.optimizer import ParamsT
 
 from ..backend import Backend, Group, backend_for
-from ..checks.same_everywhere import check_one_device, option_facts
+from ..checks.same_everywhere import (
+    AgreedOptions,
+    check_one_device,
+    check_same_everywhere,
+    copy_options,
+    group_facts,
+    option_facts,
+    options_of,
+    refuse_differences,
+    refuse_lazy,
+    shape_fact,
+)
 from ..errors import ConfigurationError, ShardkitError
 from ..layout import balanced_owners, greedy_owners
 from ..optimizers import elementwise, same_state
@@ -27,18 +39,8 @@ from ..progress import note_error, noting_errors
 from ..reduction.norms import Portion, clip_by_global_norm, norm_like
 from ..torch_seams.device_mesh import group_of
 from ..torch_seams.distributed_checkpoint import current_request, is_called_by
-from ..types import ParamGroup, ProcessGroup, StateDict, Tree
+from ..types import Facts, Kwargs, ParamGroup, ProcessGroup, StateDict, Tree
 from . import state as oss_state
-from .inner_optimizer import check_optimizer_class, make_inner
-from .param_groups import (
-    check_options_agree,
-    check_ranks_agree,
-    copy_options,
-    group_facts,
-    keep_groups,
-    names_of,
-    options_of,
-)
 from .placement import placement_for
 from .placement.flat_segment import FlatSegment
 
@@ -111,6 +113,7 @@ class OSS(Optimizer):
         self._is_on_all_ranks = False
         self._has_stepped = False  # or loaded a state: on this rank or another
         self._before_step: list[Callable[[], None]] = []
+        self._agreed = AgreedOptions()
         chosen = placement_for(
             optim, self._backend.even_shards_only, self._update_dtype, self._kind_of_segments
         )
@@ -203,6 +206,7 @@ class OSS(Optimizer):
         self.defaults = dict(self.optim.defaults)
         self.state = self.optim.state
         copy_options(self.optim.param_groups, self.param_groups)
+        self._agreed.note(self.param_groups)
 
     @noting_errors
     def add_param_group(self, param_group: ParamGroup) -> None:
@@ -242,10 +246,12 @@ class OSS(Optimizer):
             for prepare in self._before_step:
                 prepare()
             self._has_stepped = True
+            self._agreed.check(self._group, self.param_groups)
             self.refresh_trainable()
             copy_options(self.param_groups, self.optim.param_groups)
             loss = self.placement.step(self.optim, closure, kwargs)
             copy_options(self.optim.param_groups, self.param_groups)
+            self._agreed.note(self.param_groups)
         except Exception as error:  # of the inner optimizer or the closure: noting_errors would cost calls
             note_error(error)
             raise
@@ -408,3 +414,115 @@ class OSS(Optimizer):
 
 class NotConsolidatedError(ShardkitError):
     """``state_dict()`` on a rank that holds no consolidated state."""
+
+
+def names_of(params: Sequence[nn.Parameter], group: ParamGroup) -> StateDict:
+    """The entry for names of some parameters, if the group that they are from has names; stand-ins have none."""
+    names = dict(zip(map(id, group["params"]), group.get("param_names", ()), strict=False))
+    if not names or any(id(p) not in names for p in params):
+        return {}
+    return {"param_names": [names[id(p)] for p in params]}
+
+
+def keep_groups(optimizer: Optimizer, groups: list[ParamGroup]) -> None:
+    """Torch's loading makes other dicts; schedulers and trainers that hold these see what was loaded."""
+    for group, loaded in zip(groups, optimizer.param_groups, strict=True):
+        group.clear()
+        group.update(loaded)
+    optimizer.param_groups = groups
+
+
+_WHAT = "the optimizer's parameters or options"
+
+
+def check_options_agree(group: Group, told: list[Tree], own: Collection[str]) -> None:
+    """Raises RankMismatchError unless all ranks have the same options of their groups, but for an optimizer's ``own``.
+
+    Args:
+        group: the ranks.
+        told: :func:`group_facts` of each, from the first group on.
+        own: names of arguments that its class takes and no group knows: what they are for, and whether ranks pass the
+            same, is the class's business.
+    """
+    compared = [[[name, value] for name, value in facts if name.split()[1] not in own] for facts in told]
+    refuse_differences(group, compared, _WHAT)
+
+
+def check_ranks_agree(
+    group: Group, groups: Sequence[ParamGroup], options: Facts = (), aside: Tree = None
+) -> list[Tree]:
+    """Raises RankMismatchError unless all ranks have the same parameters and options (collective).
+
+    Returns:
+        What each rank tells ``aside``, which is not compared.
+    """
+    facts: list[tuple[str, object]] = [("number of param groups", len(groups))]
+    for index, g in enumerate(groups):
+        names = g.get("param_names") or [f"parameter {i} of group {index}" for i in range(len(g["params"]))]
+        facts += [
+            (n, (shape_fact(p), str(p.dtype), "trainable" if p.requires_grad else "frozen"))
+            for n, p in zip(names, g["params"], strict=True)
+        ]
+    told = check_same_everywhere(group, [*facts, *options], _WHAT, aside)
+    refuse_lazy(facts, "OSS")
+    return told
+
+
+def check_optimizer_class(optim: object, refused: type[Optimizer]) -> None:
+    """Raises ConfigurationError unless it makes optimizers, and others than the ``refused``."""
+    if isinstance(optim, Optimizer):
+        raise ConfigurationError(
+            f"optim is an optimizer object ({type(optim).__name__}); pass its class and its arguments: "
+            f"OSS(params, optim={type(optim).__name__}, lr=...)"
+        )
+    if isinstance(optim, type) and not issubclass(optim, Optimizer):
+        raise ConfigurationError(
+            f"optim={optim.__name__} is no torch.optim.Optimizer; pass an optimizer class such as torch.optim.AdamW"
+        )
+    if not callable(optim):
+        raise ConfigurationError(f"optim={optim!r} is no optimizer class; pass one such as torch.optim.AdamW")
+    if isinstance(optim, type) and issubclass(optim, refused):
+        raise ConfigurationError("optim is OSS itself; pass the optimizer class that OSS should shard")
+
+
+def make_inner(
+    optim: Callable[..., Optimizer], groups: list[ParamGroup], defaults: Kwargs, *, splits: bool
+) -> Optimizer:
+    """``optim(groups, **defaults)``, where ``defaults`` may be those of another optimizer of the class.
+
+    Trainers pass ``**optimizer.defaults``, and some classes have entries that their constructors don't take (AdamW's
+    ``decoupled_weight_decay``): these are left out where the class sets the same value by itself.
+
+    Args:
+        optim: the class, or a callable that makes one.
+        groups: this rank's part.
+        defaults: the other arguments.
+        splits: other ranks have other parameters.
+
+    Raises:
+        ConfigurationError: what it makes is no optimizer, or updates parameters together though ranks split them.
+    """
+    accepted = inspect.signature(optim).parameters.values()
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in accepted)
+    names = {p.name for p in accepted}
+    fixed = {} if takes_any else {k: v for k, v in defaults.items() if k not in names}
+    made = optim(groups, **{k: v for k, v in defaults.items() if k not in fixed})
+    found = made.defaults if isinstance(made, Optimizer) else {}
+    unknown = [k for k, v in fixed.items() if k not in found or found[k] != v]
+    if unknown:
+        raise TypeError(
+            f"{getattr(optim, '__name__', optim)} takes no argument {', '.join(map(repr, unknown))}"
+        )
+    if not isinstance(made, Optimizer):
+        raise ConfigurationError(
+            f"optim={optim!r} returned {type(made).__name__}; it has to return a torch.optim.Optimizer"
+        )
+    if splits and elementwise.couples_parameters(
+        made, lambda params: optim(params, **{k: v for k, v in defaults.items() if k not in fixed})
+    ):
+        raise ConfigurationError(
+            f"{type(made).__name__} updates parameters together, with these options, and OSS gives each rank some of "
+            "them: its steps would be others than without sharding. Turn off what looks at all of them (LAMB's "
+            "max_grad_norm=None, then clip with OSS.clip_grad_norm), or use it without OSS"
+        )
+    return made

@@ -10,11 +10,11 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..adascale.optimizer import AdaScale
+from ..checks.same_everywhere import copy_options, options_of
 from ..errors import ConfigurationError
 from ..fsdp.state_of_shards import NOTE
 from ..layout import Piece
 from ..oss.optimizer import OSS
-from ..oss.param_groups import copy_options, options_of
 from ..types import StateDict
 from ..whole_parameters.listed import Part
 from ..whole_parameters.optimizer import WholeParameters

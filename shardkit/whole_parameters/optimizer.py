@@ -14,10 +14,9 @@ from torch.optim import Optimizer
 
 from ..backend import Group
 from ..checks.facts import all_gather_facts
-from ..checks.same_everywhere import check_same_everywhere, option_facts
+from ..checks.same_everywhere import check_same_everywhere, copy_options, option_facts
 from ..errors import ConfigurationError, LifecycleError
 from ..fsdp.state import state_of
-from ..oss.param_groups import copy_options
 from ..progress import note_error, noting_errors
 from ..types import Kwargs, ParamGroup, StateDict, Tree
 from . import state as saved

@@ -14,12 +14,12 @@ from typing import NamedTuple
 import torch
 
 from ..backend import Group
+from ..checks.same_everywhere import options_of
 from ..errors import ConfigurationError
 from ..layout import Piece, buckets_by_numel
 from ..optimizers.elementwise import is_known_elementwise
 from ..optimizers.same_state import check_same_state
 from ..optimizers.state_shapes import NUMBERS, check_state, is_shaped_like
-from ..oss.param_groups import options_of
 from ..oss.state import to_cpu
 from ..types import ParamGroup, SavedState, StateDict
 from .listed import Part

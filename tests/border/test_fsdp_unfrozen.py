@@ -9,7 +9,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from shardkit import FSDP
+from shardkit import FSDP, fully_shard
+from shardkit.torch_fsdp import FullyShardedDataParallel as TorchFSDP
 from tests.border.strategies import heard
 from tests.fsdp_models import WIDTH, build
 from tests.pools import rank_pool
@@ -60,7 +61,7 @@ def _some_steps(rank: int) -> None:
             for make in makes:
                 plain = build(Net)
                 truth = _trained(plain, make(plain.parameters()), by_freezing)
-                for wrap in (FSDP, nested, lambda m: FSDP(m, flatten=False)):
+                for wrap in (FSDP, nested, lambda m: FSDP(m, flatten=False), fully_shard):
                     model = wrap(build(Net))
                     lines.clear()
                     found = _trained(model, make(model.parameters()), by_freezing)
@@ -69,6 +70,7 @@ def _some_steps(rank: int) -> None:
                         (line,) = lines
                         assert line.startswith(f"rank {rank}: parameter 'middle.")
                         assert f"{make.__name__} counts the steps of the whole flat parameter" in line
+                        assert "shardkit.fully_shard" in line
                         assert "flatten=False" in line
                         continue
                     assert not lines
@@ -83,6 +85,33 @@ def _some_steps(rank: int) -> None:
             model(torch.ones(2, WIDTH)).sum().backward()
             optimizer.step()
         assert not lines
+
+
+class Scaled(Net):
+    """Its middle layer is so small that one rank has all of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.middle, self.last = nn.Linear(WIDTH, 1), nn.Linear(WIDTH, 5 * WIDTH)  # type: ignore[assignment]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(self.first(x))
+        return self.last(x if self.skips else x * self.middle(x))[:, :WIDTH]
+
+
+def _on_one_rank(rank: int) -> None:
+    for wrap in (FSDP, lambda m: TorchFSDP(m, use_orig_params=False)):
+        for by_freezing in (False, True):
+            model = wrap(build(Scaled))
+            with heard(logging.WARNING) as lines:
+                _trained(model, torch.optim.AdamW(model.parameters()), by_freezing)
+            (line,) = lines
+            assert line.startswith(f"rank {rank}: parameter 'middle.")
+
+
+def test_all_ranks_say_it() -> None:
+    """Also those that have no part of the parameter."""
+    rank_pool(2).run(_on_one_rank)
 
 
 def test_members_without_gradients_in_some_steps() -> None:

@@ -38,9 +38,9 @@ FAULTS = [
     Fault(
         "FSDP",
         "parameters without gradients are not put aside at the step",
-        "shardkit/fsdp/gradients/pack.py",
-        "            protect_unused(flat)",
-        "            pass",
+        "shardkit/fsdp/skipping.py",
+        "            if are_some or unused.used is not None:",
+        "            if unused.used is not None:",
         (f"{_TRAINS}[unused_layer-flat-2]",),
     ),
     Fault(

@@ -53,7 +53,16 @@ last of them does, counted from the end of the first step. Each was measured onc
 What is not covered:
 
 - CUDA with NCCL: shardkit doesn't watch waits there. They end when NCCL's own watchdog ends the job, after the process
-  group's timeout.
+  group's timeout. Gathers in another order are noticed, by the rank that leaves the order; the other ranks hear of it
+  when they gather or reduce next, or a few seconds after their host began to wait for the device.
+- XLA: ranks compare the programs that they run, and nothing else. Two roots of equal shapes in another order, and
+  another learning rate on one rank, are not noticed.
+- `ShardedDDP` with `OSS`: a gradient counts where its owner has it. One that another rank clears is not missed, and all
+  ranks get the owner's result.
+- Adam and other optimizers that count steps, over flat parameters (`FSDP`, `torch_fsdp` with `use_orig_params=False`):
+  a parameter that sits out a step and takes part again (layer drop, freezing for a while) gets the count of the others
+  in its flat parameter, so that its bias correction is another than in one process. All ranks say so once, in the log,
+  with the parameter's name; `fully_shard` gives the numbers of one process.
 - A rank that is stopped, or whose network link goes down, can only be told from a slow one by the process group's
   timeout. The case below sets it to 6 s. `tests/faults/test_network.py` takes a link down where it may (Linux, root).
 - More than one machine: all ranks of these cases share one.

@@ -157,3 +157,44 @@ def test_optimizers_over_shards(world_size: int, flatten: bool) -> None:
     for kinds, rates in rank_pool(world_size).run(_stepping, flatten):
         _check([kinds], ("optimizer", "SGD", "Adam"))
         _check([rates], ("lr of group 0", "0.1", "0.2"))
+
+
+def _another_rate(rank: int, strategy: str, when: int) -> str:
+    """How a training ends whose learning rate rank 1 alone changes before a step."""
+    model: nn.Module = _model()
+    if strategy == "oss":
+        optimizer: Any = shardkit.OSS(model.parameters(), torch.optim.AdamW, lr=0.1)
+        model = shardkit.ShardedDDP(model, optimizer)
+    else:
+        model = shardkit.FSDP(model) if strategy == "fsdp" else shardkit.fully_shard(model, dtensors=True)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    for step in range(4):
+        if step == when and rank == 1:
+            optimizer.param_groups[0]["lr"] = 0.7
+
+        def train() -> None:
+            model(torch.ones(2, 3)).sum().backward()
+            optimizer.step()
+
+        end = _refused(train)[1]
+        if end:
+            return end
+        optimizer.zero_grad()
+        if step == 0:
+            schedule.step()
+    return ""
+
+
+@pytest.mark.parametrize("when", [0, 2])
+@pytest.mark.parametrize("strategy", ["oss", "fsdp"])
+def test_a_learning_rate_that_one_rank_changes(strategy: str, when: int) -> None:
+    """All ranks hear of it, those that have changed nothing too; a schedule is every rank's."""
+    for end in rank_pool(3, "simulated").run(_another_rate, strategy, when):
+        assert "lr of group 0 0.7" in end
+
+
+@pytest.mark.parametrize("strategy", ["oss", "dtensors"])
+def test_a_learning_rate_that_one_process_changes(strategy: str) -> None:
+    for end in shardkit.launch(_another_rate, 2, backend="gloo", args=(strategy, 2)):
+        assert "a step with other options than before: lr of group 0 0.7" in end

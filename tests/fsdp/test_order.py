@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import re
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import nn
 
+import shardkit
 from shardkit import FSDP, fully_shard, sharding_of
-from shardkit.errors import LifecycleError
+from shardkit.errors import LifecycleError, OutOfStepError
+from shardkit.torch_fsdp import FullyShardedDataParallel as TorchFSDP
 from tests.fsdp_models import WIDTH, batch, build
 from tests.pools import rank_pool
 
@@ -150,3 +155,130 @@ def _stepped_too_early(rank: int, world_size: int) -> None:
 def test_a_step_that_leaves_out_what_no_sync_keeps_is_refused() -> None:
     """fairscale steps with nothing, silently: weight decay and counts of steps go on."""
     rank_pool(2).run(_stepped_too_early, 2)
+
+
+# ------------------------------------------------------------------ ranks that call in different orders
+DOORS = {
+    "FSDP": FSDP,
+    "fully_shard": fully_shard,
+    "dtensors": lambda m: fully_shard(m, dtensors=True),
+    "torch_fsdp": lambda m: TorchFSDP(m, use_orig_params=False),
+}
+
+
+def _alike(door: str, count: int = 2) -> list[nn.Module]:
+    """Roots that differ in nothing but their values."""
+    torch.manual_seed(5)
+    return [DOORS[door](nn.Linear(WIDTH, WIDTH)) for _ in range(count)]
+
+
+def _evaluates(door: str, swapped: bool) -> None:
+    with torch.no_grad():
+        for model in _alike(door)[:: -1 if swapped else 1]:
+            model(torch.ones(1, WIDTH))
+
+
+def _evaluates_units(door: str, swapped: bool) -> None:
+    """Units of one root, called directly."""
+    root = DOORS[door](nn.Sequential(*_alike(door)))
+    inner = list((root.module if isinstance(root, FSDP | TorchFSDP) else root).children())
+    with torch.no_grad():
+        for model in inner[:: -1 if swapped else 1]:
+            model(torch.ones(1, WIDTH))
+
+
+def _goes_back(door: str, swapped: bool) -> None:
+    """Roots are still gathered: nothing but gradients travels."""
+    losses = [model(torch.ones(1, WIDTH)).sum() for model in _alike(door)]
+    for loss in losses[:: -1 if swapped else 1]:
+        loss.backward()
+
+
+def _saves(door: str, swapped: bool) -> None:
+    for model in _alike(door)[:: -1 if swapped else 1]:
+        model.state_dict()
+
+
+def _calls_copies(door: str, swapped: bool) -> None:
+    (model,) = _alike(door, 1)
+    copies = [copy.deepcopy(model) for _ in range(2)]
+    with torch.no_grad():
+        for each in copies[:: -1 if swapped else 1]:
+            each(torch.ones(1, WIDTH))
+
+
+def _in_other_orders(rank: int, program: Callable[[str, bool], None], doors: list[str]) -> list[str]:
+    """What it came to at each door, if one rank alone calls in the opposite order."""
+    ends = []
+    for door in doors:
+        program(door, False)
+        try:
+            program(door, rank == 1)
+            ends.append("")
+        except OutOfStepError as error:
+            ends.append(str(error))
+    return ends
+
+
+@pytest.mark.parametrize("backend", ["simulated", "streams"])
+@pytest.mark.parametrize(
+    "program", [_evaluates, _evaluates_units, _goes_back, _saves, _calls_copies], ids=lambda p: p.__name__[1:]
+)
+def test_roots_of_equal_shapes_in_another_order(program: Callable[..., None], backend: str) -> None:
+    """They would get each other's weights or gradients."""
+    doors = [door for door in DOORS if door != "dtensors"]  # which need torch's ranks
+    for ends in rank_pool(2, backend).run(_in_other_orders, program, doors):
+        for door, end in zip(doors, ends, strict=True):
+            assert len(set(re.findall(r"unit [\w.-]+", end))) == 2, (door, end)
+
+
+def test_roots_in_another_order_on_processes() -> None:
+    for ends in shardkit.launch(_in_other_orders, 2, backend="gloo", args=(_goes_back, ["dtensors"])):
+        assert set(re.findall("backward through parameters 0 of the root, unit .", ends[0])) == {
+            f"backward through parameters 0 of the root, unit {number}" for number in (3, 4)
+        }
+
+
+# ------------------------------------------------------------------ gradients that the program clears before a step
+def _trained(door: str, clears: Callable[[int], bool], steps: int = 3) -> dict[str, torch.Tensor]:
+    """Two layers in a unit, whose shards lose the gradient of the last listed one in some steps."""
+    torch.manual_seed(6)
+    model: nn.Module = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 2))
+    model = DOORS[door](model) if door else model
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    for step in range(steps):
+        optimizer.zero_grad()
+        model(torch.ones(1, WIDTH)).square().sum().backward()
+        if clears(step):
+            list(model.parameters())[-1].grad = None
+        optimizer.step()
+    return {k: v.full_tensor() if hasattr(v, "full_tensor") else v for k, v in model.state_dict().items()}
+
+
+def _clears(rank: int, door: str) -> str:
+    _trained(door, lambda step: True)  # on all ranks alike
+    mine, truth = _trained(door, lambda step: step == 1), _trained("", lambda step: step == 1)
+    for name, value in mine.items() if door in ("fully_shard", "dtensors") else ():
+        torch.testing.assert_close(value, truth[name])
+    try:
+        _trained(door, lambda step: step == 1 and rank == 1)
+    except OutOfStepError as error:
+        return str(error)
+    return ""
+
+
+def _check_cleared(ends: list[str]) -> None:
+    for end in ends:
+        assert re.search(r"a step without the gradients of parameters \d of the root, unit", end), end
+        assert "all_gather_into" in end, end
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("door", ["FSDP", "fully_shard", "torch_fsdp"])
+def test_a_gradient_that_one_rank_clears(door: str, world_size: int) -> None:
+    """Its part of the shards would stay behind."""
+    _check_cleared(rank_pool(world_size, "simulated").run(_clears, door))
+
+
+def test_a_gradient_that_one_process_clears() -> None:
+    _check_cleared(shardkit.launch(_clears, 2, backend="gloo", args=("dtensors",)))

@@ -12,7 +12,6 @@ import torch
 
 from ...reduction.packing import JoinedPack
 from ..originals import Listing
-from ..skipping import protect_unused
 from .pack import GradientPack, Reduction
 
 
@@ -47,8 +46,6 @@ class LazyPack(GradientPack):
             flags = result.new_ones(self._form.flags[rank]) if had_all else result[flat.layout.shard_numel :]
             used = self._pack.used_elements(flags, rank)
         flat.unused.note_elements(used, flat.param.grad is None)
-        if flat.unused.used is not None:
-            protect_unused(flat)
         return True
 
     def clear_unused(self, listing: Listing) -> None:

@@ -24,7 +24,6 @@ from ...reduction.packing import PackedForm, has_mean
 from ...reduction.shard_gradients import gradient_class
 from ..flat_param import FlatParam
 from ..originals import Listing, as_tensors
-from ..skipping import protect_unused
 
 
 class Reduction(NamedTuple):
@@ -176,12 +175,10 @@ class GradientPack(ABC):
         if flat.shards is not None:
             flat.shards.hand_over(self._fitting(self._own(result)), had, self._gradient_class)
             return False
+        flat.unused.note(had, flat.param.grad is None)
         if True not in map(had.__getitem__, here):
             self._forget_zeros([flat.unused.originals[i] for i in here])
             return False
-        flat.unused.note(had, flat.param.grad is None)
-        if True in flat.unused.originals:
-            protect_unused(flat)
         return True
 
     def _anywhere(self, had: list[bool], result: torch.Tensor) -> list[bool]:

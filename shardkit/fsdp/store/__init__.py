@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..originals import FlatParamLike
-from .base import Gather, Hears, Store, is_whole
+from .base import Gather, Store, is_whole
 from .deferred import Deferred
 from .lazy import Lazy, gather_together
 from .states import FULL, GATHERED, GATHERING, KEPT, LOCKED, RELEASED, SUMMONED, TRANSITIONS, State
@@ -21,7 +21,6 @@ __all__ = [
     "TRANSITIONS",
     "Deferred",
     "Gather",
-    "Hears",
     "Lazy",
     "State",
     "Store",

@@ -66,9 +66,7 @@ class Store(ABC):
         self._layout = flat.layout
         self._group = flat.group
         self._backend = flat.group.backend
-        self._channel: Group | HeardChannel = flat.group.channel("parameters")
-        if flat.hears is not None:
-            self.tell(flat.hears)
+        self._channel = flat.group.channel("parameters")
         self._dtype, self._device = flat.compute_dtype, flat.compute_device
         self._versions: list[int] = []  # of original parameters, when they got their values
         self.is_whole = is_whole(flat)
@@ -77,9 +75,13 @@ class Store(ABC):
         self.summoned: torch.Tensor | None = None
         self.in_flight: Gather | None = None
 
-    def tell(self, hears: Hears) -> None:
-        """Calls ``hears(output, shard)`` before each all-gather."""
-        self._channel = HeardChannel(self._group.channel("parameters"), hears)
+    def _gather(
+        self, full: torch.Tensor, shard: torch.Tensor, *, async_op: bool = False, label: str = ""
+    ) -> Work:
+        """All ranks' shards, over the channel for parameters."""
+        if self._flat.hears is not None:
+            self._flat.hears(full, shard)
+        return self._channel.all_gather_into(full, shard, async_op=async_op, label=label)
 
     def fits(self) -> bool:
         """Whether it can serve on after the shard's device or dtype, or the group, may have changed."""
@@ -180,9 +182,8 @@ class Store(ABC):
         if self._group.world_size == 1 or shard.is_meta:
             return shard.new_empty(self._layout.padded_numel) if shard.is_meta else shard.clone()
         full = shard.new_empty(self._layout.padded_numel)
-        what = self._flat.label or f"parameters with {self._flat.names[0]!r}"
         with self._flat.ranges.summon():
-            self._channel.all_gather_into(full, shard, label=f"{what} in full precision")
+            self._gather(full, shard, label=f"{self._flat.label} in full precision")
         return unpacked(full, self._layout)
 
     @torch.no_grad()

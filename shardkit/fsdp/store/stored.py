@@ -84,14 +84,15 @@ class Stored(Store):
             self._backend.take_storage(full)
         if self._compressed is not None:
             shard = flat.param.data.view(-1).to(self._device)
-            work = self._compressed.start(self._channel.all_gather_into, full, shard, flat.label)
+            work = self._compressed.start(self._gather, full, shard, flat.label)
         else:
             own.copy_(flat.param.data.view(-1))  # casts, and comes from the host
             if self._group.world_size == 1:
                 self.state = GATHERED
                 self._arrive(full)
                 return
-            work = self._channel.all_gather_into(full, own, async_op=True, label=flat.label)
+            gather = self._channel.all_gather_into if flat.hears is None else self._gather  # a call less
+            work = gather(full, own, async_op=True, label=flat.label)
         self.in_flight = Gather(work, full)
 
     def _arrive(self, values: torch.Tensor) -> None:
