@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ..types import Args, Kwargs, Tree
+from .tape import Tape
 
 KINDS = ("parameters", "gathered", "gradients", "optimizer state", "activations")
 Kinds = Mapping[str, Iterable[torch.Tensor]]
@@ -21,6 +22,7 @@ class MemoryWatch(TorchDispatchMode):
     Args:
         kinds: tells which tensors are of which kind, but activations, which is everything else.
         moments: after which operations to look at the kinds, in order.
+        tape: records the operations.
 
     Attributes:
         operations: how many there were.
@@ -30,8 +32,11 @@ class MemoryWatch(TorchDispatchMode):
         seen: what :attr:`moments` showed: bytes by kind.
     """
 
-    def __init__(self, kinds: Callable[[], Kinds], moments: Iterable[int] = ()) -> None:
+    def __init__(
+        self, kinds: Callable[[], Kinds], moments: Iterable[int] = (), tape: Tape | None = None
+    ) -> None:
         super().__init__()
+        self._tape = tape
         self._kinds, self._moments = kinds, iter(moments)
         self._next = next(self._moments, -1)
         self._sizes: dict[int, int] = {}  # by storage
@@ -56,12 +61,14 @@ class MemoryWatch(TorchDispatchMode):
         self.bytes -= self._sizes.pop(key, 0)
 
     def __torch_dispatch__(
-        self, func: Callable[..., Tree], types: object, args: Args = (), kwargs: Kwargs | None = None
+        self, func: torch._ops.OpOverload, types: object, args: Args = (), kwargs: Kwargs | None = None
     ) -> Tree:
         result = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
             if isinstance(tensor, torch.Tensor):
                 self.watch(tensor)
+        if self._tape is not None:
+            self._tape.operation(func, args, kwargs or {}, result)
         if self.bytes > self.peak:
             self.peak, self.peak_at = self.bytes, self.operations
         if self.operations == self._next:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..tables import counted, in_bytes, plain_table
+from ..tables import counted, in_bytes, in_time, plain_table
 from ..types import StateDict
-from .advice import Advice, advice, in_time
+from .advice import Advice, advice
 from .analysis import Analysis, Late
 from .timeline import Place
 
