@@ -146,7 +146,7 @@ class _Rehearsal:
     def _note_resized(self, tensor: torch.Tensor) -> None:
         self._resized[tensor.untyped_storage()._cdata] = tensor
         if self._watch is not None:
-            self._watch.watch(tensor)
+            self._watch.add(tensor)
 
     def _kinds(self) -> dict[str, list[torch.Tensor]]:
         return kinds_of(self._sharded, self._resized.values())
@@ -181,9 +181,7 @@ class _Rehearsal:
 
     def _watched(self, moments: Sequence[int]) -> MemoryWatch:
         watch = MemoryWatch(self._kinds, moments, self._backend.counted.tape)
-        for tensors in self._kinds().values():
-            for tensor in tensors:
-                watch.watch(tensor)
+        watch.add(self._kinds())
         self._watch = watch
         with watch:
             self._step()
