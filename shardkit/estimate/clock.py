@@ -72,6 +72,7 @@ def as_fsdp2(events: Sequence[Event], padding: Mapping[str, float]) -> list[Even
     Args:
         padding: by label, how much larger a unit is with FSDP2's padding.
     """
+    events = [_padded(e, padding) if isinstance(e, Issue) else e for e in events]
     gathers = {e.number: e for e in events if isinstance(e, Issue) and e.operation == "all_gather"}
     number = -2  # of what is gathered again
     found: list[Event] = []
@@ -81,12 +82,10 @@ def as_fsdp2(events: Sequence[Event], padding: Mapping[str, float]) -> list[Even
     forward = True
 
     def issue(event: Issue, after: int | None) -> None:
-        larger = padding.get(event.label.removeprefix("gradients of "), 1.0)
-        found.append(event._replace(nbytes=event.nbytes * larger, after=after))
+        found.append(event._replace(after=after))
 
     def arrive(event: Issue) -> None:
-        larger = padding.get(event.label, 1.0)
-        found.extend([Wait(event.number), Kernel(0, 2, 2 * event.nbytes * larger)])
+        found.extend([Wait(event.number), Kernel(0, 2, 2 * event.nbytes)])
         waited.append(event.number)
 
     for event in events:
@@ -119,3 +118,8 @@ def as_fsdp2(events: Sequence[Event], padding: Mapping[str, float]) -> list[Even
         elif not isinstance(event, Issue):
             found.append(event)
     return found
+
+
+def _padded(event: Issue, padding: Mapping[str, float]) -> Issue:
+    larger = padding.get(event.label.removeprefix("gradients of "), 1.0)
+    return event._replace(nbytes=event.nbytes * larger)

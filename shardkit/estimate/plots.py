@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from itertools import cycle
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from ..tracing.plots import new_figure
 from .memory import KINDS
 from .stepping import Estimate, Subject
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 _GIB = 2**30
 _MARKERS = "osD^v*"
@@ -69,7 +72,7 @@ def _strategies(estimates: Sequence[Estimate]) -> list[str]:
     return list(dict.fromkeys(e.strategy for e in estimates))
 
 
-def _over_a_step(axes: Any, first: Estimate, limit: float | None) -> None:
+def _over_a_step(axes: Axes, first: Estimate, limit: float | None) -> None:
     steps = [at for at, _ in first.course]
     axes.stackplot(steps, [[kinds[k] / _GIB for _, kinds in first.course] for k in KINDS], labels=KINDS)
     if limit is not None:
@@ -81,7 +84,7 @@ def _over_a_step(axes: Any, first: Estimate, limit: float | None) -> None:
     axes.legend(loc="upper left")
 
 
-def _lines(axes: Any, series: Mapping[str, Points]) -> None:
+def _lines(axes: Axes, series: Mapping[str, Points]) -> None:
     """A line for each; the first ones are wide, so that none that lies on them hides them."""
     ours = iter(range(10))
     for k, ((name, points), marker) in enumerate(zip(series.items(), cycle(_MARKERS), strict=False)):
