@@ -98,15 +98,16 @@ def as_fsdp2(events: Sequence[Event], padding: Mapping[str, float]) -> list[Even
                 issue(again, waited[-1])
             elif forward:
                 waited = []
-        elif isinstance(event, Issue) and event.operation != "all_gather":
-            issue(event, None)
-        elif isinstance(event, Issue) and not forward:
-            if again is not None:
+        elif isinstance(event, Issue):
+            if again is not None:  # its backward begins here, or is over if there is none to gather after it
                 arrive(again)
+            if event.operation != "all_gather":
+                issue(event, None)
+            elif again is not None:
                 issue(event, again.number)
-                again = None
-            else:
+            elif not forward:
                 asked.append(event)
+            again = None
         elif isinstance(event, Wait) and event.number in gathers:
             gather = gathers[event.number]
             if forward:
@@ -115,7 +116,7 @@ def as_fsdp2(events: Sequence[Event], padding: Mapping[str, float]) -> list[Even
             for a in asked:
                 issue(a, gather.number)
             asked = []
-        elif not isinstance(event, Issue):
+        else:
             found.append(event)
     return found
 

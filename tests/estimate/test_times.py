@@ -67,6 +67,24 @@ def test_what_is_waited_for_in_the_next_step_counts_there() -> None:
     assert found.exposed == pytest.approx(7 - 4)
 
 
+def test_fsdp2_by_hand() -> None:
+    """Two units, the last of which is gathered again: nothing hides the first gather, what is computed the others."""
+    root, last = (Issue(k, "all_gather", 3, label) for k, label in enumerate(("root", "last")))
+    ours = [root, last, Wait(0), _computes(5), Wait(1), _computes(5), Mark("backward"), _computes(4),
+            Issue(2, "reduce_scatter", 3, "gradients of last"), _computes(1), Wait(2), STEP]  # fmt: skip
+    theirs = as_fsdp2(ours, {"last": 2.0})
+    issues = [(e.number, e.nbytes, e.after) for e in theirs if isinstance(e, Issue)]
+    assert issues == [(0, 3, None), (1, 6, -1), (-2, 6, 1), (2, 6, None)]
+    assert [e.number for e in theirs if isinstance(e, Wait)] == [0, 1, -2, 2]
+    # the root's 3; the last one's 6, of which 5 are hidden; hidden in 5 + 4; the gradients' 6, of which 1 is hidden
+    found = clocked(theirs, UNIT, 2)
+    assert found.step == pytest.approx(3 + 5 + 1 + 5 + 4 + 1 + 5)
+    assert found.exposed == pytest.approx(3 + 1 + 5)
+    copying = clocked(theirs, replace(UNIT, memory_bandwidth=1.0), 2)  # each gather is read and written
+    assert copying.step - copying.exposed == pytest.approx(5 + 5 + 4 + 1 + 2 * (3 + 6 + 6))
+    assert clocked(ours, UNIT, 2).step == pytest.approx(3 + 5 + 5 + 4 + 3)
+
+
 def test_kernels_and_collectives_by_hand() -> None:
     device = replace(DEVICES["h100"], efficiency=0.5, memory_share=0.5, link_share=0.5)
     assert device.computing(Kernel(989e12, 2, 0)) == pytest.approx(2)
