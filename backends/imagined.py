@@ -49,7 +49,7 @@ class ImaginedGroup(Group):
         self.ranks = tuple(ranks)
         self.rank, self.world_size = 0, len(self.ranks)
 
-    def _carry(self, operation: str, tensor: torch.Tensor) -> Work:
+    def _carry(self, operation: str, tensor: torch.Tensor, async_op: bool, label: str) -> Work:
         """Called by each collective."""
         return DONE
 
@@ -69,32 +69,32 @@ class ImaginedGroup(Group):
         self, output: torch.Tensor, shard: torch.Tensor, sizes: Sequence[int] | None = None, *,
         async_op: bool = False, label: str = "",
     ) -> Work:  # fmt: skip
-        return self._carry("all_gather", output)
+        return self._carry("all_gather", output, async_op, label)
 
     def reduce_scatter_into(
         self, shard: torch.Tensor, input: torch.Tensor, sizes: Sequence[int] | None = None, *,
         op: ReduceOp = ReduceOp.SUM, async_op: bool = False, label: str = "",
     ) -> Work:  # fmt: skip
-        return self._carry("reduce_scatter", input)
+        return self._carry("reduce_scatter", input, async_op, label)
 
     def all_to_all(
         self, output: torch.Tensor, input: torch.Tensor, output_sizes: Sequence[int] | None = None,
         input_sizes: Sequence[int] | None = None, *, async_op: bool = False, label: str = "",
     ) -> Work:  # fmt: skip
-        return self._carry("all_to_all", input)
+        return self._carry("all_to_all", input, async_op, label)
 
     def all_reduce(
         self, tensor: torch.Tensor, *, op: ReduceOp = ReduceOp.SUM, async_op: bool = False, label: str = ""
     ) -> Work:
-        return self._carry("all_reduce", tensor)
+        return self._carry("all_reduce", tensor, async_op, label)
 
     def reduce(
         self, tensor: torch.Tensor, dst: int, *, op: ReduceOp = ReduceOp.SUM, async_op: bool = False, label: str = ""
     ) -> Work:  # fmt: skip
-        return self._carry("reduce", tensor)
+        return self._carry("reduce", tensor, async_op, label)
 
     def broadcast(self, tensor: torch.Tensor, src: int, *, async_op: bool = False, label: str = "") -> Work:
-        return self._carry("broadcast", tensor)
+        return self._carry("broadcast", tensor, async_op, label)
 
     def barrier(self, *, label: str = "") -> None:
         return

@@ -1,4 +1,4 @@
-"""Tables for people to read."""
+"""Tables and numbers for people to read."""
 
 from __future__ import annotations
 
@@ -19,6 +19,13 @@ def in_bytes(count: float) -> str:
 def counted(count: int, what: str) -> str:
     """Names how many there are, as "1 rank" and "3 ranks"."""
     return f"{count:,} {what}{'s' * (count != 1)}"
+
+
+def in_time(us: float) -> str:
+    """A number of microseconds with three digits."""
+    if us >= 1e6:
+        return f"{us / 1e6:.2f} s"
+    return f"{us / 1e3:.3g} ms" if us >= 1e3 else f"{us:.0f} us"
 
 
 def plain_table(head: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> str:

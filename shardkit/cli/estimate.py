@@ -2,6 +2,7 @@
 
 shardkit estimate train.py:experiment --ranks 8,64 --strategy all
 shardkit estimate --hf config.json --ranks 8,64,1024 --batch 1,4 --dtype bfloat16 --device-memory 80GiB
+shardkit estimate --hf config.json --ranks 8,64,1024 --dtype bfloat16 --device h100 --compiled --plot estimate.svg
 
 The target is a function that returns a shardkit.testing.Experiment, or with --hf the configuration of a language model.
 The real wrapping and real steps run on tensors without values.
@@ -13,20 +14,15 @@ import argparse
 import json
 import re
 import sys
+from typing import TYPE_CHECKING
 
 from shardkit.errors import ConfigurationError
 
-_NUMBERS = {
-    "": 1,
-    "k": 10**3,
-    "m": 10**6,
-    "g": 10**9,
-    "t": 10**12,
-    "ki": 2**10,
-    "mi": 2**20,
-    "gi": 2**30,
-    "ti": 2**40,
-}
+if TYPE_CHECKING:
+    import torch
+
+_STRATEGIES = ("fsdp", "fsdp-kept", "fully_shard", "sharded_ddp")  # of shardkit.estimate, which imports torch
+_POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,24 +32,34 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--hf", metavar="CONFIG", help="config.json of a language model of transformers, instead"
     )
     parser.add_argument("--ranks", type=_integers, default=[8], help="world sizes, as 8,64,1024 (default: 8)")
-    parser.add_argument("--strategy", default="fsdp", help='fsdp, fully_shard, ... or "all" (default: fsdp)')
+    parser.add_argument(
+        "--strategy", default="fsdp", help=f"{', '.join(_STRATEGIES)}; several, or all (default: fsdp)"
+    )
     parser.add_argument(
         "--batch", type=_integers, default=[1], help="samples on each rank, as 1,4 (default: 1)"
     )
     parser.add_argument("--optimizer", help="of torch.optim (default: the target's; with --hf AdamW)")
     parser.add_argument("--dtype", help="of computation, as bfloat16 (default: the parameters')")
+    parser.add_argument("--reduce-dtype", help="in which gradients travel (default: their own)")
     parser.add_argument(
         "--sequence", type=int, default=2048, help="with --hf, tokens of a sample (default: 2048)"
     )
     parser.add_argument(
-        "--checkpointing", action="store_true", help="with --hf, blocks are computed again in backward"
-    )
+        "--checkpointing", nargs="?", const="full", choices=("full", "selective"), default=False,
+        help="with --hf, blocks are computed again in backward (selective: but attention and every other product)",
+    )  # fmt: skip
     parser.add_argument(
         "--device-memory", type=_bytes, metavar="80GiB", help="says which fit, and how many ranks it takes"
     )
+    parser.add_argument(
+        "--device", metavar="NAME|FILE", help="how long a step takes: h100, a100, b200, tpu-v5p, or JSON"
+    )
+    parser.add_argument("--compiled", action="store_true", help="with --device: by torch.compile")
     parser.add_argument("--on-cpu", action="store_true", help="ranks train on CPUs, over gloo")
     parser.add_argument(
-        "--plot", metavar="FILE", help="a picture: memory over a step, and bytes sent (.svg, .png, .pdf)"
+        "--plot",
+        metavar="FILE",
+        help="a picture: memory over a step, bytes sent, and times (.svg, .png, .pdf)",
     )
     parser.add_argument("--json", action="store_true", help="prints data, not a table")
 
@@ -69,42 +75,57 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _run(options: argparse.Namespace) -> None:
-    import torch
-
-    from shardkit.estimate import STRATEGIES, estimate, from_experiment, from_hugging_face, smallest_ranks
+    from shardkit import estimate as estimating
     from shardkit.estimate.plots import plot
-    from shardkit.estimate.report import as_data, as_text, in_words
+    from shardkit.estimate.report import as_data, as_text, in_words, times_as_text
 
     if (options.target is None) == (options.hf is None):
         raise ConfigurationError("name a target, as train.py:experiment, or --hf CONFIG, and not both")
-    dtype = None if options.dtype is None else getattr(torch, options.dtype, None)
-    if options.dtype is not None and not isinstance(dtype, torch.dtype):
-        raise ConfigurationError(f"--dtype {options.dtype}: torch has no such dtype")
+    if options.compiled and options.device is None:
+        raise ConfigurationError("--compiled is about times; name a --device")
+    dtype, reduce = _dtype("--dtype", options.dtype), _dtype("--reduce-dtype", options.reduce_dtype)
+    device = None if options.device is None else estimating.device_named(options.device)
     if options.hf is None:
-        subject = from_experiment(options.target, options.optimizer, dtype)
+        subject = estimating.from_experiment(options.target, options.optimizer, dtype, reduce)
     else:
-        subject = from_hugging_face(
-            options.hf, options.optimizer, dtype, options.sequence, options.checkpointing
+        subject = estimating.from_hugging_face(
+            options.hf, options.optimizer, dtype, options.sequence, options.checkpointing, reduce
         )
     strategies = (
-        list(STRATEGIES) if options.strategy == "all" else [s.strip() for s in options.strategy.split(",")]
+        _STRATEGIES if options.strategy == "all" else [s.strip() for s in options.strategy.split(",")]
     )
-    if options.strategy in STRATEGIES:
-        strategies = [options.strategy]
     found = [
-        estimate(subject, s, w, b, points=200 if options.plot else 0, on_host=options.on_cpu)
+        estimating.estimate(
+            subject, s, w, b, points=200 if options.plot else 0, on_host=options.on_cpu, device=device,
+            compiled=options.compiled,
+        )
         for s in strategies
         for b in options.batch
         for w in options.ranks
-    ]
+    ]  # fmt: skip
     limit = options.device_memory
-    print(json.dumps(as_data(subject, found), indent=1) if options.json else as_text(subject, found, limit))
+    memory = device.memory if limit is None and device is not None else limit
+    if options.json:
+        print(json.dumps(as_data(subject, found), indent=1))
+    else:
+        print(as_text(subject, found, memory))
+        if device is not None:
+            print("\n" + times_as_text(subject, found, device))
     if limit is not None and not options.json:
         for s in strategies:
             for b in options.batch:
-                print(in_words(s, b, limit, smallest_ranks(subject, s, b, limit)))
+                print(in_words(s, b, limit, estimating.smallest_ranks(subject, s, b, limit)))
     if options.plot:
-        plot(found, options.plot, subject.name)
+        plot(subject, found, options.plot, memory)
+
+
+def _dtype(option: str, name: str | None) -> torch.dtype | None:
+    import torch
+
+    dtype = None if name is None else getattr(torch, name, None)
+    if name is not None and not isinstance(dtype, torch.dtype):
+        raise ConfigurationError(f"{option} {name}: torch has no such dtype")
+    return dtype
 
 
 def _integers(text: str) -> list[int]:
@@ -115,7 +136,7 @@ def _integers(text: str) -> list[int]:
 
 
 def _bytes(text: str) -> int:
-    match = re.fullmatch(r"([0-9.]+)\s*([kmgt]?i?)b?", text.strip().lower())
-    if match is None or match[2] not in _NUMBERS:
+    match = re.fullmatch(r"([0-9.]+)\s*([kmgt]?)(i?)b?", text.strip().lower())
+    if match is None:
         raise argparse.ArgumentTypeError(f"{text}: write it as 80GiB or 24GB")
-    return int(float(match[1]) * _NUMBERS[match[2]])
+    return int(float(match[1]) * (1024 if match[3] else 1000) ** _POWERS[match[2]])

@@ -20,7 +20,7 @@ from shardkit.errors import ConfigurationError, RankFailedError
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the arguments."""
     parser.add_argument("target", help="script.py:name or package.module:name")
-    parser.add_argument("--strategy", default="fsdp", choices=("oss", "sharded_ddp", "fsdp"))
+    parser.add_argument("--strategy", default="fsdp", choices=("oss", "sharded_ddp", "fsdp", "fully_shard"))
     parser.add_argument("--ranks", type=int, default=2, help="processes on this machine's CPU (default: 2)")
     parser.add_argument("--steps", type=int, default=3, help="steps of training (default: 3)")
     parser.add_argument(
@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="NAME=VALUE",
-        help="an argument of the wrapper, under fairscale's name; values as in Python, dtypes by name",
+        help="an argument of the wrapper, under fairscale's name, or of fully_shard; Python's values, or dtypes",
     )
 
 

@@ -111,7 +111,7 @@ def _examine_rank(rank: int, variables: Mapping[str, str]) -> _Told:
     machine, before = look(len(set(hosts)), variables, hosts[rank]), segments()
     files, links = measure_files(), measure_links(hosts)
     sent, again = (now - then for now, then in zip(segments(), before, strict=True))
-    return _Told(machine, links, files, check_segments(machine.host, sent, again), hosts[rank])
+    return _Told(machine, links, files, list(check_segments(machine.host, sent, again)), hosts[rank])
 
 
 def _names(ids: list[tuple[str, ...]]) -> list[str]:

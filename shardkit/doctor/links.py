@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import statistics
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -146,44 +147,36 @@ def segments() -> tuple[int, int]:
     return int(counts["OutSegs"]), int(counts["RetransSegs"])
 
 
-def check_links(links: list[Link], hosts: list[str]) -> list[Finding]:
+def check_links(links: list[Link], hosts: list[str]) -> Iterator[Finding]:
     """Slow links, lost packets, clocks."""
-    findings = []
     usual = statistics.median(link.gbytes for link in links) if links else 0.0
     for link in links:
         name = _name(link, hosts)
         if link.gbytes < _SLOW * usual or link.gbytes < _POOR:
-            findings.append(
-                Finding(
-                    WARNING if link.gbytes < _SLOW * usual else NOTE,
-                    f"{name}: {link.gbytes:.3g} GB/s, where {usual:.3g} is usual here",
-                    "check that they use the fast interface (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME), its speed "
-                    "(ethtool) and who else uses it",
-                )
+            yield Finding(
+                WARNING if link.gbytes < _SLOW * usual else NOTE,
+                f"{name}: {link.gbytes:.3g} GB/s, where {usual:.3g} is usual here",
+                "check that they use the fast interface (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME), its speed "
+                "(ethtool) and who else uses it",
             )
         if abs(link.clock) > _CLOCKS:
-            findings.append(
-                Finding(
-                    WARNING,
-                    f"{name}: clocks differ by {abs(link.clock):.1f} s",
-                    "synchronize them (chrony, ntpd)",
-                )
+            yield Finding(
+                WARNING,
+                f"{name}: clocks differ by {abs(link.clock):.1f} s",
+                "synchronize them (chrony, ntpd)",
             )
-    return findings
 
 
-def check_segments(host: str, sent: int, again: int) -> list[Finding]:
+def check_segments(host: str, sent: int, again: int) -> Iterator[Finding]:
     """Packets that were lost while links were measured."""
     if sent < 50 or again / sent < _LOST:
-        return []
-    return [
-        Finding(
-            WARNING,
-            f"{again} of {sent} TCP segments ({100 * again / sent:.0f} %) were sent again: packets get lost",
-            "check cables, switches and the interface's errors (ip -s link); collectives wait for each lost packet",
-            host,
-        )
-    ]
+        return
+    yield Finding(
+        WARNING,
+        f"{again} of {sent} TCP segments ({100 * again / sent:.0f} %) were sent again: packets get lost",
+        "check cables, switches and the interface's errors (ip -s link); collectives wait for each lost packet",
+        host,
+    )
 
 
 def _name(link: Link, hosts: list[str]) -> str:

@@ -9,7 +9,7 @@ import platform
 import re
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -79,17 +79,14 @@ def _versions() -> dict[str, str]:
     return {**versions, "kernel": platform.release()}
 
 
-def _check_versions(versions: dict[str, str]) -> list[Finding]:
+def _check_versions(versions: dict[str, str]) -> Iterator[Finding]:
     ours, needs = versions.get("torch", ""), versions.get("torch_xla", "")
     if needs and ours.split("+")[0].split(".")[:2] != needs.split("+")[0].split(".")[:2]:
-        return [
-            Finding(
-                ERROR,
-                f"torch_xla {needs} beside torch {ours}: it needs its own version of torch",
-                f"pip install torch=={needs.split('+')[0]}, or remove torch_xla",
-            )
-        ]
-    return []
+        yield Finding(
+            ERROR,
+            f"torch_xla {needs} beside torch {ours}: it needs its own version of torch",
+            f"pip install torch=={needs.split('+')[0]}, or remove torch_xla",
+        )
 
 
 def _devices() -> dict[str, object]:
@@ -110,24 +107,21 @@ def _devices() -> dict[str, object]:
     }
 
 
-def _check_devices(devices: dict[str, object]) -> list[Finding]:
+def _check_devices(devices: dict[str, object]) -> Iterator[Finding]:
     if not devices["driver"] or devices["count"]:
-        return []
+        return
     if not devices["torch_built_for"]:
-        return [
-            Finding(
-                WARNING,
-                f"a GPU driver ({devices['driver']}) is here, but this torch was built for CPUs alone",
-                "install torch from the index for your CUDA version (pytorch.org/get-started)",
-            )
-        ]
-    return [
-        Finding(
+        yield Finding(
+            WARNING,
+            f"a GPU driver ({devices['driver']}) is here, but this torch was built for CPUs alone",
+            "install torch from the index for your CUDA version (pytorch.org/get-started)",
+        )
+    else:
+        yield Finding(
             ERROR,
             f"GPU driver {devices['driver']} is here, but torch (for CUDA {devices['torch_built_for']}) sees no device",
             "see nvidia-smi and CUDA_VISIBLE_DEVICES; a driver older than torch's CUDA has to be renewed",
         )
-    ]
 
 
 # ------------------------------------------------------------------ limits and memory
@@ -156,45 +150,41 @@ def _memory() -> dict[str, int]:
     return memory
 
 
-def _check_memory(found: Machine) -> list[Finding]:
-    findings, shared = [], found.memory.get("shared")
+def _check_memory(found: Machine) -> Iterator[Finding]:
+    shared = found.memory.get("shared")
     if shared is not None and min(shared, found.memory["shared_free"]) < _SHM:
-        findings.append(
-            Finding(
-                WARNING,
-                f"/dev/shm has {shared / 2**20:.0f} MiB, {found.memory['shared_free'] / 2**20:.0f} of them free: "
-                "workers of DataLoaders and NCCL put tensors there, and die of SIGBUS when it is full",
-                "docker run --shm-size=8g; Kubernetes: an emptyDir with medium: Memory at /dev/shm; "
-                "remove what ended jobs have left there",
-            )
+        yield Finding(
+            WARNING,
+            f"/dev/shm has {shared / 2**20:.0f} MiB, {found.memory['shared_free'] / 2**20:.0f} of them free: "
+            "workers of DataLoaders and NCCL put tensors there, and die of SIGBUS when it is full",
+            "docker run --shm-size=8g; Kubernetes: an emptyDir with medium: Memory at /dev/shm; "
+            "remove what ended jobs have left there",
         )
     locked = found.limits.get("locked_memory", -1)
     if Path("/sys/class/infiniband").is_dir() and 0 <= locked < _MEMLOCK:
-        findings.append(
-            Finding(
-                WARNING, f"InfiniBand is here, and only {locked} bytes may be locked", "ulimit -l unlimited"
-            )
+        yield Finding(
+            WARNING, f"InfiniBand is here, and only {locked} bytes may be locked", "ulimit -l unlimited"
         )
-    return findings
 
 
-def check_open_files(limits: Mapping[str, int], base: float, each: float, world_size: int) -> list[Finding]:
+def check_open_files(
+    limits: Mapping[str, int], base: float, each: float, world_size: int
+) -> Iterator[Finding]:
     """Against what a rank needs: ``base + each * (world_size - 1)``, as measured."""
     need = int(_SPARE * (base + each * (world_size - 1))) + 1
     soft, hard = limits.get("open_files", -1), limits.get("open_files_hard", -1)
     if soft < 0 or soft >= need:
-        return []
+        return
     do = f"ulimit -n {need} before the ranks start"
     if 0 <= hard < need:
         do += f" (as root, for the hard limit is {hard}: /etc/security/limits.conf, or LimitNOFILE= of the service)"
     per = f"{each:.0f} for each other rank"
     what = f"a rank may open {soft} files; with {world_size} ranks it needs about {need} ({per})"
-    return [Finding(ERROR, what, do)]
+    yield Finding(ERROR, what, do)
 
 
-def compare(machines: list[Machine]) -> list[Finding]:
+def compare(machines: list[Machine]) -> Iterator[Finding]:
     """What has to be the same on all machines, or should be."""
-    findings = []
     for name, level in (("python", WARNING), ("torch", ERROR), ("shardkit", ERROR), ("torch_xla", ERROR)):
         values: dict[str, list[str]] = {}
         for machine in machines:
@@ -204,17 +194,12 @@ def compare(machines: list[Machine]) -> list[Finding]:
             values.setdefault(value, []).append(machine.host)
         if len(values) > 1:
             told = "; ".join(f"{value} on {', '.join(hosts)}" for value, hosts in values.items())
-            findings.append(
-                Finding(
-                    level, f"machines have different versions of {name}: {told}", "install one everywhere"
-                )
+            yield Finding(
+                level, f"machines have different versions of {name}: {told}", "install one everywhere"
             )
     kinds = {(m.devices["type"], m.devices["count"]) for m in machines}
     if len(kinds) > 1:
         told = "; ".join(f"{m.devices['count']} {m.devices['type']} on {m.host}" for m in machines)
-        findings.append(
-            Finding(
-                WARNING, f"machines have different devices: {told}", "check drivers where some are missing"
-            )
+        yield Finding(
+            WARNING, f"machines have different devices: {told}", "check drivers where some are missing"
         )
-    return findings

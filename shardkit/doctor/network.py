@@ -8,7 +8,7 @@ import re
 import socket
 import struct
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from .findings import ERROR, WARNING, Finding
@@ -67,9 +67,10 @@ def machine_id() -> tuple[str, ...]:
     return tuple(ids)
 
 
-def check_names(known: Mapping[str, Mapping[str, object]], environment: Mapping[str, str]) -> list[Finding]:
+def check_names(
+    known: Mapping[str, Mapping[str, object]], environment: Mapping[str, str]
+) -> Iterator[Finding]:
     """Interfaces that variables name."""
-    findings = []
     usable = ", ".join(sorted(n for n, facts in known.items() if facts["address"])) or "none"
     for variable in _NAMED_BY:
         value = environment.get(variable, "")
@@ -82,38 +83,30 @@ def check_names(known: Mapping[str, Mapping[str, object]], environment: Mapping[
             continue
         names = [n for n in known if n.startswith(value)] if is_prefix else [value]
         if not any(n in known for n in names):
-            findings.append(
-                Finding(
-                    ERROR,
-                    f"{variable} is {environment[variable]}, and there is no such interface",
-                    f"name one of those with an address ({usable}), or unset it",
-                )
+            yield Finding(
+                ERROR,
+                f"{variable} is {environment[variable]}, and there is no such interface",
+                f"name one of those with an address ({usable}), or unset it",
             )
         elif all(known[n]["state"] == "down" or not known[n]["address"] for n in names if n in known):
-            findings.append(
-                Finding(
-                    ERROR,
-                    f"{variable} is {environment[variable]}, an interface that is down or has no address",
-                    f"name one of those with an address ({usable}), or bring it up: ip link set {value} up",
-                )
+            yield Finding(
+                ERROR,
+                f"{variable} is {environment[variable]}, an interface that is down or has no address",
+                f"name one of those with an address ({usable}), or bring it up: ip link set {value} up",
             )
-    return findings
 
 
-def check_own_address(address: str, machines: int, environment: Mapping[str, str]) -> list[Finding]:
+def check_own_address(address: str, machines: int, environment: Mapping[str, str]) -> Iterator[Finding]:
     """What gloo tells other machines of this one: the address of its own name, unless a variable says otherwise."""
     if machines < 2 or environment.get("GLOO_SOCKET_IFNAME"):
-        return []
+        return
     if not address or address.startswith("127."):
         what = (
             f"this machine's name stands for {address}" if address else "this machine's name has no address"
         )
-        return [
-            Finding(
-                WARNING,
-                f"{what}: gloo tells other machines an address at which they don't reach this one",
-                "correct /etc/hosts, or set GLOO_SOCKET_IFNAME to the interface towards the others (shardkit run "
-                "does so)",
-            )
-        ]
-    return []
+        yield Finding(
+            WARNING,
+            f"{what}: gloo tells other machines an address at which they don't reach this one",
+            "correct /etc/hosts, or set GLOO_SOCKET_IFNAME to the interface towards the others (shardkit run "
+            "does so)",
+        )

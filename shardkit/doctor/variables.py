@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from ..started import started_rank
 from .findings import ERROR, NOTE, WARNING, Finding
@@ -25,8 +25,7 @@ def check_variables(environment: Mapping[str, str], devices: int) -> list[Findin
     return [*_ranks(environment), *_devices(environment, devices), *_costs(environment)]
 
 
-def _ranks(environment: Mapping[str, str]) -> list[Finding]:
-    findings = []
+def _ranks(environment: Mapping[str, str]) -> Iterator[Finding]:
     started = started_rank(environment)
     names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     given = [name for name in names if environment.get(name)]
@@ -37,57 +36,44 @@ def _ranks(environment: Mapping[str, str]) -> list[Finding]:
             if missing
             else "variables of another process's rank"
         )
-        findings.append(
-            Finding(
-                WARNING,
-                f"{what}: libraries read them, each in its own way",
-                f"unset {' '.join(given)}, or set all",
-            )
+        yield Finding(
+            WARNING,
+            f"{what}: libraries read them, each in its own way",
+            f"unset {' '.join(given)}, or set all",
         )
     slurm, tasks = environment.get("SLURM_STEP_NUM_TASKS"), environment.get("WORLD_SIZE")
     if slurm and tasks and slurm != tasks and "TORCHELASTIC_RUN_ID" not in environment:
-        findings.append(
-            Finding(
-                WARNING,
-                f"srun started {slurm} tasks, and WORLD_SIZE says {tasks}: shardkit.launch goes by WORLD_SIZE",
-                "unset RANK and WORLD_SIZE, or set them as srun has it",
-            )
+        yield Finding(
+            WARNING,
+            f"srun started {slurm} tasks, and WORLD_SIZE says {tasks}: shardkit.launch goes by WORLD_SIZE",
+            "unset RANK and WORLD_SIZE, or set them as srun has it",
         )
     address = environment.get("MASTER_ADDR", "")
     local, world = environment.get("LOCAL_WORLD_SIZE", ""), environment.get("WORLD_SIZE", "")
     is_here = address in ("localhost", "127.0.0.1", "::1")
     if is_here and local and world and local != world:
-        findings.append(
-            Finding(
-                ERROR,
-                f"MASTER_ADDR is {address}, but only {local} of {world} ranks are on this machine",
-                "set it to an address of rank 0's machine that the others reach",
-            )
+        yield Finding(
+            ERROR,
+            f"MASTER_ADDR is {address}, but only {local} of {world} ranks are on this machine",
+            "set it to an address of rank 0's machine that the others reach",
         )
-    return findings
 
 
-def _devices(environment: Mapping[str, str], devices: int) -> list[Finding]:
+def _devices(environment: Mapping[str, str], devices: int) -> Iterator[Finding]:
     local = environment.get("LOCAL_WORLD_SIZE", "")
     if local.isdigit() and 1 < devices < int(local):
-        return [
-            Finding(
-                ERROR,
-                f"{local} ranks on a machine with {devices} visible accelerators",
-                "start as many ranks as accelerators, or correct CUDA_VISIBLE_DEVICES",
-            )
-        ]
-    return []
-
-
-def _costs(environment: Mapping[str, str]) -> list[Finding]:
-    findings = [
-        Finding(NOTE, f"{name}={value}: {costs}", do)
-        for name, (value, costs, do) in _COSTLY.items()
-        if environment.get(name) == value
-    ]
-    if environment.get("NCCL_DEBUG") in ("INFO", "TRACE"):
-        findings.append(
-            Finding(NOTE, f"NCCL_DEBUG={environment['NCCL_DEBUG']}: each rank writes much", "set it to WARN")
+        yield Finding(
+            ERROR,
+            f"{local} ranks on a machine with {devices} visible accelerators",
+            "start as many ranks as accelerators, or correct CUDA_VISIBLE_DEVICES",
         )
-    return findings
+
+
+def _costs(environment: Mapping[str, str]) -> Iterator[Finding]:
+    for name, (value, costs, do) in _COSTLY.items():
+        if environment.get(name) == value:
+            yield Finding(NOTE, f"{name}={value}: {costs}", do)
+    if environment.get("NCCL_DEBUG") in ("INFO", "TRACE"):
+        yield Finding(
+            NOTE, f"NCCL_DEBUG={environment['NCCL_DEBUG']}: each rank writes much", "set it to WARN"
+        )

@@ -1,16 +1,11 @@
 """What a training would take, found without any memory: the real wrapping and a real step, on meta tensors."""
 
+from .devices import DEVICES, Device, device_named
 from .experiments import from_experiment, from_hugging_face
-from .searching import smallest_ranks
-from .stepping import Estimate, Subject, estimate
+from .stepping import Estimate, Subject, estimate, smallest_ranks
 from .strategies import STRATEGIES
 
 __all__ = [
-    "STRATEGIES",
-    "Estimate",
-    "Subject",
-    "estimate",
-    "from_experiment",
-    "from_hugging_face",
-    "smallest_ranks",
-]
+    "DEVICES", "STRATEGIES", "Device", "Estimate", "Subject", "device_named", "estimate", "from_experiment",
+    "from_hugging_face", "smallest_ranks",
+]  # fmt: skip

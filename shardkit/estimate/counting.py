@@ -12,6 +12,8 @@ from shardkit.backends.c10d.group import PIECE
 from shardkit.backends.c10d.local_reduction import Exchange
 from shardkit.backends.imagined import ImaginedBackend, ImaginedGroup
 
+from .tape import Tape
+
 Resized = Callable[[torch.Tensor], None]
 
 
@@ -34,11 +36,13 @@ class CountingGroup(ImaginedGroup):
     Attributes:
         collectives: name -> number since :meth:`reset`.
         sent: bytes that a rank has to send for them, averaged over ranks.
+        tape: records them, if there is one.
     """
 
     def __init__(self, backend: CountingBackend, world_size: int, rank: int, on_host: bool) -> None:
         super().__init__(backend, range(world_size))
         self.rank, self._on_host = rank, on_host
+        self.tape: Tape | None = None
         self.reset()
 
     def reset(self) -> None:
@@ -50,19 +54,23 @@ class CountingGroup(ImaginedGroup):
         self, shard: torch.Tensor, input: torch.Tensor, sizes: Sequence[int] | None = None, *,
         op: ReduceOp = ReduceOp.SUM, async_op: bool = False, label: str = "",
     ) -> Work:  # fmt: skip
-        self._carry("reduce_scatter", input)
+        work = self._carry("reduce_scatter", input, async_op, label)
         if not self._on_host or self.world_size == 1:
-            return DONE
+            return work
         # gloo has no reduce-scatter of its own: what arrives lies beside what it is added to
         exchange = Exchange(self.rank, tuple(sizes or [shard.numel()] * self.world_size))
         arrived = exchange.own if self.world_size == 2 else exchange.own * self.world_size
         return Arriving(shard.new_empty(min(exchange.own, PIECE) if exchange.in_rounds else arrived))
 
-    def _carry(self, operation: str, tensor: torch.Tensor) -> Work:
+    def _carry(self, operation: str, tensor: torch.Tensor, async_op: bool, label: str) -> Work:
         twice = 2 if operation == "all_reduce" else 1
         self.collectives[operation] += 1
-        self.sent += twice * tensor.numel() * tensor.element_size() * (self.world_size - 1) / self.world_size
-        return super()._carry(operation, tensor)
+        nbytes = tensor.numel() * tensor.element_size()
+        self.sent += twice * nbytes * (self.world_size - 1) / self.world_size
+        work = DONE if self.tape is None else self.tape.collective(operation, nbytes, label)
+        if not async_op:
+            work.wait()
+        return work
 
 
 class CountingBackend(ImaginedBackend):

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import AbstractContextManager as ContextManager
 from pathlib import Path
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    SelectiveCheckpointContext,
+    create_selective_checkpoint_contexts,
+)
 
 from ..errors import ConfigurationError
 from ..integrations.sharding import Sharding
 from ..testing.experiment import load_experiment
-from ..types import Kwargs
+from ..types import Kwargs, Tree
 from .stepping import Subject, tree_on_meta
 
 
@@ -28,7 +34,12 @@ def optimizer_named(name: str) -> tuple[type[torch.optim.Optimizer], Kwargs]:
     return kind, {"lr": 1e-3}
 
 
-def from_experiment(target: str, optimizer: str | None = None, compute: torch.dtype | None = None) -> Subject:
+def from_experiment(
+    target: str,
+    optimizer: str | None = None,
+    compute: torch.dtype | None = None,
+    reduce: torch.dtype | None = None,
+) -> Subject:
     """``script.py:name`` or ``package.module:name`` that gives a :class:`shardkit.testing.Experiment`.
 
     Batches get the number of samples that is asked for in the first dimension of each of their tensors.
@@ -46,18 +57,19 @@ def from_experiment(target: str, optimizer: str | None = None, compute: torch.dt
         return experiment.loss(model, tree_on_meta(example, batch))
 
     kind = optimizer_named(optimizer) if optimizer else chosen
-    return Subject(target, lambda: experiment.build().to("meta"), loss, kind, units, compute)
+    return Subject(target, lambda: experiment.build().to("meta"), loss, kind, units, compute, reduce)
 
 
 def from_hugging_face(
     config: str | Path, optimizer: str | None = None, compute: torch.dtype | None = None,
-    sequence: int = 2048, checkpointing: bool = False,
+    sequence: int = 2048, checkpointing: str | bool = False, reduce: torch.dtype | None = None,
 ) -> Subject:  # fmt: skip
     """A language model by its ``config.json``; units are the blocks that transformers does not split.
 
     Args:
         sequence: tokens of a sample.
-        checkpointing: blocks are computed again in backward.
+        checkpointing: "full": blocks are computed again in backward; "selective": all of them but attention and every
+            other matrix product. True: "full"; False: nothing is.
 
     Raises:
         ConfigurationError: transformers is missing, or the file is no configuration.
@@ -66,6 +78,8 @@ def from_hugging_face(
         import transformers
     except ImportError as error:
         raise ConfigurationError("--hf needs transformers: pip install transformers") from error
+    if checkpointing and checkpointing not in _CHECKPOINTING:
+        raise ConfigurationError(f"checkpointing is {checkpointing!r}; it is 'full', 'selective' or False")
     path = Path(config)
     try:
         given = json.loads(path.read_text())
@@ -78,7 +92,7 @@ def from_hugging_face(
     def model() -> nn.Module:
         found = transformers.AutoModelForCausalLM.from_config(made, dtype=torch.float32)
         if checkpointing:
-            found.gradient_checkpointing_enable({"use_reentrant": False})
+            found.gradient_checkpointing_enable({"use_reentrant": False, **_CHECKPOINTING[checkpointing]})
         found.train()
         return found  # type: ignore[no-any-return]
 
@@ -88,7 +102,29 @@ def from_hugging_face(
         return result
 
     return Subject(path.stem if path.stem != "config" else made.model_type, model, loss,
-                   optimizer_named(optimizer or "AdamW"), blocks_of, compute)  # fmt: skip
+                   optimizer_named(optimizer or "AdamW"), blocks_of, compute, reduce, sequence)  # fmt: skip
+
+
+def _selective() -> tuple[ContextManager[None], ContextManager[None]]:
+    """Contexts that keep what takes long to compute again: attention, and every other matrix product."""
+    products = dict.fromkeys((False, True), 0)  # so far, in forward and when computed again
+
+    def keeps(
+        context: SelectiveCheckpointContext, func: torch._ops.OpOverload, *args: Tree, **kwargs: Tree
+    ) -> CheckpointPolicy:
+        if func is torch.ops.aten.mm.default:
+            products[context.is_recompute] += 1
+            keep = products[context.is_recompute] % 2 == 1
+        else:
+            keep = "scaled_dot_product" in func.name()
+        return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(keeps)  # type: ignore[no-any-return]
+
+
+_CHECKPOINTING: dict[str | bool, Kwargs] = {
+    True: {}, "full": {}, "selective": {"context_fn": _selective}
+}  # fmt: skip
 
 
 def blocks_of(model: nn.Module, unit: Callable[[nn.Module], nn.Module]) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -14,7 +16,7 @@ from ..fsdp.originals import as_tensors
 from ..fsdp.state import state_of
 from ..layout import greedy_owners
 from ..oss.optimizer import OSS
-from ..policy import PrecisionPolicy, ReshardPolicy
+from ..policy import PrecisionPolicy, ReducePolicy, ReshardPolicy
 from ..sharded_ddp.wrapper import ShardedDDP
 from ..types import Kwargs
 
@@ -38,6 +40,7 @@ class Recipe(NamedTuple):
         optimizer: the optimizer's class and arguments.
         compute: dtype of computation; None: the parameters'.
         backend: the rank's.
+        reduce: dtype in which gradients travel; None: their own.
     """
 
     model: nn.Module
@@ -45,53 +48,37 @@ class Recipe(NamedTuple):
     optimizer: tuple[type[torch.optim.Optimizer], Kwargs]
     compute: torch.dtype | None
     backend: Backend
+    reduce: torch.dtype | None = None
 
     def over(self, params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         kind, options = self.optimizer
         return kind(params, **options)
 
 
-def _wrapped(recipe: Recipe, after_forward: bool) -> Sharded:
+def _in_units(recipe: Recipe, shard: Callable[..., nn.Module], after_forward: bool = True) -> Sharded:
     options: Kwargs = {
         "backend": recipe.backend,
         "precision": PrecisionPolicy(compute=recipe.compute),
+        "reduce": ReducePolicy(dtype=recipe.reduce),
         "reshard": ReshardPolicy(after_forward=after_forward),
     }
-    recipe.units(recipe.model, lambda part: FSDP(part, **options))
-    model = FSDP(recipe.model, **options)
+    recipe.units(recipe.model, lambda part: shard(part, **options))
+    model = shard(recipe.model, **options)
     return Sharded(model, recipe.over(model.parameters()))
-
-
-def _fsdp(recipe: Recipe) -> Sharded:
-    return _wrapped(recipe, True)
-
-
-def _fsdp_kept(recipe: Recipe) -> Sharded:
-    return _wrapped(recipe, False)
-
-
-def _in_place(recipe: Recipe) -> Sharded:
-    precision = PrecisionPolicy(compute=recipe.compute)
-
-    def unit(part: nn.Module) -> nn.Module:
-        return fully_shard(part, backend=recipe.backend, precision=precision)
-
-    recipe.units(recipe.model, unit)
-    unit(recipe.model)
-    return Sharded(recipe.model, recipe.over(recipe.model.parameters()))
 
 
 def _sharded_ddp(recipe: Recipe) -> Sharded:
     kind, options = recipe.optimizer
     model = recipe.model if recipe.compute is None else recipe.model.to(recipe.compute)
     optimizer = OSS(model.parameters(), kind, backend=recipe.backend, **options)
-    return Sharded(ShardedDDP(model, optimizer, backend=recipe.backend), optimizer)
+    policy = ReducePolicy(dtype=recipe.reduce)
+    return Sharded(ShardedDDP(model, optimizer, reduce=policy, backend=recipe.backend), optimizer)
 
 
 STRATEGIES: dict[str, Callable[[Recipe], Sharded]] = {
-    "fsdp": _fsdp,
-    "fsdp-kept": _fsdp_kept,
-    "fully_shard": _in_place,
+    "fsdp": partial(_in_units, shard=FSDP),
+    "fsdp-kept": partial(_in_units, shard=FSDP, after_forward=False),
+    "fully_shard": partial(_in_units, shard=fully_shard),
     "sharded_ddp": _sharded_ddp,
 }
 
@@ -104,6 +91,17 @@ def fullest_rank(strategy: str, model: nn.Module, world_size: int) -> int:
     loads = [0] * world_size
     greedy_owners([p.numel() for p in params], [p.requires_grad for p in params], loads)
     return loads.index(max(loads))
+
+
+def fsdp2_padding(model: nn.Module, world_size: int) -> dict[str, float]:
+    """By label of a unit, how much more of it travels where FSDP2 pads the first dimension of each parameter."""
+    found = {}
+    state = state_of(model)
+    for flat in state.all_flats() if state is not None else ():
+        rows = [(o.shape[0] if o.shape else 1, o.shape.numel()) for o in flat.originals]
+        padded = sum(math.ceil(n / world_size) * world_size * (numel // max(1, n)) for n, numel in rows)
+        found[flat.label] = padded / flat.layout.padded_numel
+    return found
 
 
 def kinds_of(sharded: Sharded, resized: Iterable[torch.Tensor]) -> dict[str, list[torch.Tensor]]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -16,12 +16,12 @@ import torch.nn.functional as F
 from torch import nn
 
 from shardkit import wrap
+from shardkit.estimate import Subject, estimate
+from shardkit.estimate.report import as_text
 from shardkit.examples.digits.model import Block
 
 from . import flags, images, training
-from .memory_plan import plan
 
-# The plan knows MLPs of four times the width only (see memory_plan.py).
 FLAGS = ("embed_dim", "num_heads", "num_blocks", "image_size", "patch_size", "classes")
 
 
@@ -95,6 +95,23 @@ def task(config: Config, source: images.Source) -> training.Task:
     )
 
 
+def plan(config: Config, ranks: int, batch: int, dtype: torch.dtype) -> str:
+    """What the training takes of each rank, as ``shardkit estimate`` says it; each block is a unit."""
+
+    def units(model: nn.Module, unit: Callable[[nn.Module], nn.Module]) -> None:
+        for name, child in model.get_submodule("blocks").named_children():
+            setattr(model.blocks, name, unit(child))
+
+    def loss(model: nn.Module, batch: int) -> torch.Tensor:
+        pixels = torch.empty(batch, 3, config.image_size, config.image_size, device="meta")
+        result: torch.Tensor = model(pixels).float().mean()
+        return result
+
+    build = functools.partial(VisionTransformer, config)
+    subject = Subject("vit", build, loss, (torch.optim.AdamW, {"lr": 1e-3}), units, dtype)
+    return as_text(subject, [estimate(subject, "fsdp", ranks, batch)])
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """The command."""
     description = "Trains a vision transformer, or says what memory the training of one takes (--plan)."
@@ -111,12 +128,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
     config = Config(**{name: getattr(options, name) for name in FLAGS})
     if options.plan:
-        dtype = flags.DTYPES[options.compute_dtype]
-        found = plan(
-            functools.partial(VisionTransformer, config), options.ranks, dtype,
-            activations=(options.batch_size * config.tokens * config.embed_dim, config.num_blocks),
-        )  # fmt: skip
-        print(found.report(options.batch_size))
+        print(plan(config, options.ranks, options.batch_size, flags.DTYPES[options.compute_dtype]))
         return 0
 
     def make_task() -> training.Task:

@@ -9,6 +9,7 @@ from shardkit.backends.simulated.rank_threads import Hang, named, said_of
 from shardkit.errors import RankFailedError
 from shardkit.tables import counted, in_bytes
 
+from ..tables import in_bytes
 from .ranks import Seen, Sent
 
 _LARGEST = 12  # kinds of collectives that are listed
@@ -97,7 +98,7 @@ class Report:
         if uneven:
             yield "\nUneven batches: with a step for each batch, ranks with more of them wait for ever."
             yield from (f"  {text}" for text in uneven)
-        yield "\n" + " " * 24 + "least   most of all ranks"
+        yield "\n" + " " * 27 + "least      most of all ranks"
         yield _row("steps", [seen.steps for seen in self.ranks], str)
         if any(seen.peak for seen in self.ranks):
             yield _row("bytes in tensors, peak", [seen.peak for seen in self.ranks], in_bytes)
@@ -156,7 +157,7 @@ def _row(what: str, values: Sequence[int], as_text: Callable[[int], str]) -> str
     least, most = min(values), max(values)
     ranks = [rank for rank, value in enumerate(values) if value == most]
     who = "" if least == most else f"   most on {named(ranks)}"
-    return f"{what:22} {as_text(least):>7} {as_text(most):>7}{who}"
+    return f"{what:22} {as_text(least):>9} {as_text(most):>9}{who}"
 
 
 def _some(losses: Sequence[float]) -> str:

@@ -78,7 +78,12 @@ class Report:
         head = f"{self.target}: {size} with {self.strategy}"
         lines = [head, *(f"  {side}" for side in self.sides)]
         if len(self.sides) == 1:
-            lines.append("  fairscale is not installed: not compared with it")
+            why = (
+                "fairscale has no fully_shard"
+                if self.strategy == "fully_shard"
+                else "fairscale is not installed"
+            )
+            lines.append(f"  {why}: not compared with it")
         elif self.between is not None:
             with_truth = [s.library for s in self.sides if s.agrees]
             lines.append(
@@ -153,6 +158,8 @@ class Verifier:
         traces: dict[Library, Trace] = {}
         sides = []
         for library, pool in self._ranks.items():
+            if library == "fairscale" and strategy == "fully_shard":
+                continue  # it has none
             try:
                 traces[library] = pickle.loads(pool.run(_run_rank, library, task)[0])
                 sides.append(_side(library, traces[library], truth, chosen))
@@ -180,10 +187,10 @@ def verify(
     Args:
         experiment: a function of a module that returns an :class:`Experiment`, or where it is:
             "script.py:name" or "package.module:name".
-        strategy: "oss" (under torch's DistributedDataParallel), "sharded_ddp" or "fsdp".
+        strategy: "oss" (under torch's DistributedDataParallel), "sharded_ddp", "fsdp" or "fully_shard".
         world_size: number of ranks.
         steps: how many steps.
-        options: arguments of OSS ("oss") or of the wrapper, under fairscale's names.
+        options: arguments of OSS ("oss") or of the wrapper, under fairscale's names; of fully_shard, under its own.
         tolerance: what counts as the same; default: by the dtype that the model computes in.
 
     Raises:
@@ -222,7 +229,9 @@ def _run_alone(rank: int, task: _Task) -> bytes:
     """In a process of its own, which is a rank without others."""
     _serve_fairscale()
     experiment = load_experiment(task.target)
-    return pickle.dumps(run_in_one_process(experiment, task.world_size, task.steps, task.strategy != "fsdp"))
+    return pickle.dumps(
+        run_in_one_process(experiment, task.world_size, task.steps, task.strategy in ("oss", "sharded_ddp"))
+    )
 
 
 def _serve_fairscale() -> None:

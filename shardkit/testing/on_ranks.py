@@ -10,12 +10,13 @@ import torch.distributed as dist
 from torch import nn
 
 from ..backend import backend_of_job
+from ..fsdp import fully_shard, sharding_of
 from ..types import Kwargs, SavedState, Tree
 from .experiment import Experiment
 from .one_process import persistent_buffers
 from .trace import Moment, Tensors, Trace
 
-Strategy = Literal["oss", "sharded_ddp", "fsdp"]
+Strategy = Literal["oss", "sharded_ddp", "fsdp", "fully_shard"]
 Library = Literal["fairscale", "shardkit"]
 
 
@@ -25,10 +26,11 @@ def run_on_ranks(
     """What the ranks saw, the same on each of them. Needs a process group.
 
     Args:
-        options: arguments of OSS ("oss"), ShardedDataParallel or FullyShardedDataParallel, under fairscale's names.
+        options: arguments of OSS ("oss"), ShardedDataParallel or FullyShardedDataParallel, under fairscale's names, or
+            of fully_shard, which is shardkit's alone.
     """
-    run: _Wholes | _Shards
-    run = (_Shards if strategy == "fsdp" else _Wholes)(experiment, library, strategy, dict(options))
+    kinds: dict[str, type[_Wholes | _Shards | _InPlace]] = {"fsdp": _Shards, "fully_shard": _InPlace}
+    run = kinds.get(strategy, _Wholes)(experiment, library, strategy, dict(options))
     rank, trace = dist.get_rank(), []
     for step in range(steps):
         run.wrapper.zero_grad(set_to_none=True)
@@ -127,6 +129,39 @@ class _Shards:
         state = {n: _plain(v) for n, v in state.items()}
         parameters = _of_rank_0({n: state[n] for n in self._parameters})
         return parameters, _of_rank_0({n: state[n] for n in self._buffers})
+
+
+class _InPlace:
+    """fully_shard: what ``summon_full_params`` shows of the shards is whole."""
+
+    def __init__(self, experiment: Experiment, library: str, strategy: Strategy, options: Kwargs) -> None:
+        self.wrapper: nn.Module = experiment.build()
+        if experiment.wrap is not None:
+            experiment.wrap(self.wrapper, lambda part, **more: fully_shard(part, **{**options, **more}))
+        fully_shard(self.wrapper, **options)
+        self.optimizer = experiment.optimizer_over(self.wrapper.parameters())
+
+    @torch.no_grad()
+    def gradients(self) -> Tensors:
+        """They take the place of the parameters for as long as it takes to see them whole."""
+        shards = list(self.wrapper.parameters())
+        values = [p.detach().clone() for p in shards]
+        for p in shards:
+            p.zero_() if p.grad is None else p.copy_(p.grad)
+        found, _ = self.values()
+        for p, value in zip(shards, values, strict=True):
+            p.copy_(value)
+        return found
+
+    def clip(self, norm: float) -> None:
+        sharding_of(self.wrapper).clip_grad_norm_(norm)
+
+    def values(self) -> tuple[Tensors, Tensors]:
+        """Parameters and buffers."""
+        with sharding_of(self.wrapper).summon_full_params(writeback=False):
+            parameters = {n: p.detach().clone() for n, p in self.wrapper.named_parameters()}
+        buffers = {n: b.detach().clone() for n, b in self.wrapper.named_buffers()}
+        return parameters, _of_rank_0(buffers)
 
 
 def _plain(t: torch.Tensor) -> torch.Tensor:

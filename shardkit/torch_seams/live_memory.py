@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ..types import AnyCallable, Args, Kwargs, Tree
+from ..types import Args, Kwargs, Tree
 
 
 class LiveTensors(TorchDispatchMode):
@@ -22,26 +22,40 @@ class LiveTensors(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.bytes = 0
-        self.peak = 0
-        self._known: set[int] = set()
+        self.bytes = self.peak = 0
+        self._sizes: dict[int, int] = {}  # by storage
+        self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
     def __torch_dispatch__(
-        self, func: AnyCallable, types: Sequence[type], args: Args = (), kwargs: Kwargs | None = None
+        self,
+        func: torch._ops.OpOverload,
+        types: Sequence[type],
+        args: Args = (),
+        kwargs: Kwargs | None = None,
     ) -> Tree:
         returned = func(*args, **(kwargs or {}))
         self.add(returned)
         return returned
 
     def add(self, tensors: object) -> None:
-        """Tensors in any nesting of containers."""
-        for storage in (t.untyped_storage() for t in tree_leaves(tensors) if isinstance(t, torch.Tensor)):
-            if storage._cdata not in self._known:
-                self._known.add(storage._cdata)
-                self.bytes += storage.nbytes()
-                self.peak = max(self.peak, self.bytes)
-                weakref.finalize(storage, self._forget, storage._cdata, storage.nbytes())
+        """Counts tensors in any nesting of containers."""
+        for tensor in tree_leaves(tensors):
+            if isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided:
+                self.count(tensor.untyped_storage())
 
-    def _forget(self, key: int, size: int) -> None:
-        self._known.discard(key)
-        self.bytes -= size
+    def count(self, storage: torch.UntypedStorage) -> None:
+        """Counts a storage from now on; its size may have changed."""
+        key, size = storage._cdata, storage.nbytes()
+        if key not in self._alive:
+            self._alive[key] = weakref.ref(storage, lambda _: self._forget(key))
+        self.bytes += size - self._sizes.get(key, 0)
+        self._sizes[key] = size
+        self.grown()
+
+    def grown(self) -> None:
+        """More may be alive than ever."""
+        self.peak = max(self.peak, self.bytes)
+
+    def _forget(self, key: int) -> None:
+        self._alive.pop(key, None)
+        self.bytes -= self._sizes.pop(key, 0)

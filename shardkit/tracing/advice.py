@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from statistics import median
 from typing import NamedTuple
 
-from ..tables import counted, in_bytes
+from ..tables import counted, in_bytes, in_time
 from .analysis import Analysis, Late
 from .timeline import Place
 
@@ -163,10 +163,3 @@ def _loading(found: Analysis) -> Iterator[Advice]:
             "give the DataLoader workers (num_workers), and pin_memory for devices",
             time,
         )  # fmt: skip
-
-
-def in_time(us: float) -> str:
-    """For people."""
-    if us >= 1e6:
-        return f"{us / 1e6:.2f} s"
-    return f"{us / 1e3:.3g} ms" if us >= 1e3 else f"{us:.0f} us"

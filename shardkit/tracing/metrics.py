@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import time
@@ -14,13 +15,14 @@ from ..backend import Backend, Group, backend_of_job
 from ..errors import ConfigurationError, LifecycleError
 from ..types import ProcessGroup
 from .merging import is_collective
-from .over_ranks import combined
 from .ranges import What, listen, now, stop_listening
 from .sinks import JsonLines
 from .timeline import WAITING
 
 Number: TypeAlias = float | int | torch.Tensor
 Record: TypeAlias = dict[str, float | int]
+_SUMS = ("tokens_per_s", "samples_per_s", "gathered_bytes", "reduced_bytes")
+_MOST = ("step_time_s", "peak_memory_bytes", "time", "step")
 
 
 @runtime_checkable
@@ -248,3 +250,28 @@ def _sink(
         f"{given!r} is no place for metrics: pass a file's name, a callable that takes a record, or an object with "
         "write(record) and close()"
     )
+
+
+def combined(record: Record, group: Group) -> Record:
+    """Of the calling rank's record and the others' (collective)."""
+    if group.world_size == 1:
+        return record
+    sent = group.channel("control").all_gather_bytes(json.dumps(record).encode(), label="metrics")
+    return of_ranks([json.loads(data) for data in sent])
+
+
+def of_ranks(records: Sequence[Record]) -> Record:
+    """Rates and bytes are sums, times and memory those of the rank that has most, everything else is a mean."""
+    found: Record = {}
+    for name in dict.fromkeys(name for record in records for name in record):
+        values = [record[name] for record in records if name in record]
+        if name in _SUMS:
+            found[name] = sum(values)
+        elif name in _MOST:
+            found[name] = max(values)
+        else:
+            found[name] = sum(values) / len(values)
+    waits = [record["exposed_wait_s"] for record in records]
+    found["exposed_wait_s_max"] = max(waits)
+    found["waited_for_rank"] = waits.index(min(waits))  # the others wait for who waits least
+    return found

@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ..errors import ConfigurationError
 from .timeline import Moment, Trace
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 _COLOURS = {
     "forward": "#4e79a7",
@@ -23,19 +27,29 @@ _COLOURS = {
 _SAME = {"update": "step", "backward.end": "end of backward", "clip": "step"}
 
 
+def new_figure(width: float, height: float) -> Figure:
+    """An empty picture, in inches.
+
+    Raises:
+        ConfigurationError: matplotlib is missing.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ConfigurationError("plots need matplotlib: pip install 'shardkit[plots]'") from error
+    return Figure(figsize=(width, height), layout="constrained")
+
+
 def plot(trace: Trace, path: str | Path, step: int | None = None) -> None:
     """Writes a picture (SVG, PNG or PDF, by the file's name) of one step; a row for each rank, named by unit.
 
     Raises:
         ConfigurationError: matplotlib is missing, or there is no such step.
     """
-    try:
-        from matplotlib.figure import Figure
-        from matplotlib.patches import Patch
-    except ImportError as error:
-        raise ConfigurationError("plots need matplotlib: pip install matplotlib") from error
     start, end = _time_of(trace, step)
-    figure = Figure(figsize=(13, 1.6 + 0.9 * len(trace.ranks)), layout="constrained")
+    figure = new_figure(13, 1.6 + 0.9 * len(trace.ranks))
+    from matplotlib.patches import Patch
+
     axes = figure.subplots()
     used: dict[str, str] = {}
     for row, rank in enumerate(trace.ranks.values()):

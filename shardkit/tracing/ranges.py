@@ -24,7 +24,6 @@ import torch
 Phase = torch._C._profiler._RecordFunctionFast
 
 Range: TypeAlias = AbstractContextManager[object, None]
-Opens: TypeAlias = Callable[[], Range]
 
 now = time.perf_counter_ns
 
@@ -162,8 +161,14 @@ def span(name: str) -> Range:
 
 
 # ------------------------------------------------------------ objects of ranges
+def opens(kind: str) -> functools.partial[Range]:
+    """Declares an attribute of :class:`Ranges`; each object has its own in its place."""
+    phase: Callable[[str], Range] = Phase
+    return functools.partial(phase, kind)
+
+
 class Ranges:
-    """Ranges of one owner; the attributes of ``kinds`` open them.
+    """Ranges of one owner; the attributes that a class declares, each of a kind, open them.
 
     Args:
         unit: whose they are, in their names.
@@ -171,7 +176,12 @@ class Ranges:
         nbytes: of what is gathered or reduced.
     """
 
-    kinds: ClassVar[dict[str, str]] = {}
+    kinds: ClassVar[dict[str, str]]
+
+    def __init_subclass__(cls) -> None:
+        cls.kinds = {
+            name: given.args[0] for name, given in vars(cls).items() if isinstance(given, functools.partial)
+        }
 
     def __init__(self, unit: str, ranks: tuple[int, ...] = (), **nbytes: int) -> None:
         self._whats = {
@@ -193,81 +203,55 @@ class Ranges:
 class UnitRanges(Ranges):
     """Of a unit of FSDP."""
 
-    kinds: ClassVar[dict[str, str]] = {
-        "forward": "forward",
-        "backward": "backward",
-        "gather": "all_gather",
-        "gather_wait": "all_gather.wait",
-        "reshard": "reshard",
-        "reduce": "reduce_scatter",
-        "reduce_wait": "reduce_scatter.wait",
-        "replicas": "all_reduce",
-        "summon": "summon",
-        "finish": "backward.end",
-    }
-    forward: Opens
-    backward: Opens  # a moment: backward goes into the unit
-    gather: Opens
-    gather_wait: Opens
-    reshard: Opens
-    reduce: Opens
-    reduce_wait: Opens
-    replicas: Opens
-    summon: Opens
-    finish: Opens
+    forward = opens("forward")
+    backward = opens("backward")  # a moment: backward goes into the unit
+    gather = opens("all_gather")
+    gather_wait = opens("all_gather.wait")
+    reshard = opens("reshard")
+    reduce = opens("reduce_scatter")
+    reduce_wait = opens("reduce_scatter.wait")
+    replicas = opens("all_reduce")
+    summon = opens("summon")
+    finish = opens("backward.end")
 
 
 class BucketRanges(Ranges):
     """Of gradients that ShardedDDP sends together."""
 
-    kinds: ClassVar[dict[str, str]] = {"reduce": "reduce_scatter", "reduce_wait": "reduce_scatter.wait"}
-    reduce: Opens
-    reduce_wait: Opens
+    reduce = opens("reduce_scatter")
+    reduce_wait = opens("reduce_scatter.wait")
 
 
 class ModuleRanges(Ranges):
     """Of a module that ShardedDDP wraps."""
 
-    kinds: ClassVar[dict[str, str]] = {
-        "forward": "forward",
-        "finish": "backward.end",
-        "buffers": "broadcast",
-        "reduce": "all_reduce",
-    }
-    forward: Opens
-    finish: Opens
-    buffers: Opens
-    reduce: Opens
+    forward = opens("forward")
+    finish = opens("backward.end")
+    buffers = opens("broadcast")
+    reduce = opens("all_reduce")
 
 
 class PublishRanges(Ranges):
     """Of parameters that owners have updated."""
 
-    kinds: ClassVar[dict[str, str]] = {
-        "step": "update",
-        "gather": "all_gather",
-        "gather_wait": "all_gather.wait",
-    }
-    step: Opens
-    gather: Opens
-    gather_wait: Opens
+    step = opens("update")
+    gather = opens("all_gather")
+    gather_wait = opens("all_gather.wait")
 
 
 class WholeRanges(Ranges):
     """Of pieces of parameters that travel to their owners and back."""
 
-    kinds: ClassVar[dict[str, str]] = {"exchange": "all_to_all", "exchange_wait": "all_to_all.wait"}
-    exchange: Opens
-    exchange_wait: Opens
+    exchange = opens("all_to_all")
+    exchange_wait = opens("all_to_all.wait")
 
 
 class ClipRanges(Ranges):
     """Of what is done to gradients between backward and step."""
 
-    kinds: ClassVar[dict[str, str]] = {"clip": "clip", "norm": "norm.wait", "overflow": "overflow.wait"}
-    clip: Opens
-    norm: Opens
-    overflow: Opens
+    clip = opens("clip")
+    norm = opens("norm.wait")
+    overflow = opens("overflow.wait")
 
 
 CLIP = ClipRanges("gradients")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..tables import counted, in_bytes, plain_table
+from ..tables import counted, in_bytes, in_time, plain_table
 from ..types import StateDict
-from .advice import Advice, advice, in_time
+from .advice import advice
 from .analysis import Analysis, Late
 from .timeline import Place
 
@@ -78,14 +78,9 @@ def as_text(found: Analysis) -> str:
         blocks.append(
             f"{heading}\n{plain_table(head, rows, right)}" if rows else f"{heading}: nobody" * (head is _LATE)
         )
-    given = advice(found)
-    lines = [f"{k}. {_sentence(a)}" for k, a in enumerate(given, 1)]
+    lines = [f"{k}. {a.found}:\n   {a.change}" for k, a in enumerate(advice(found), 1)]
     blocks.append("What to change\n" + ("\n".join(lines) or "nothing that this trace gives a reason for"))
     return "\n\n".join(block for block in blocks if block)
-
-
-def _sentence(a: Advice) -> str:
-    return f"{a.found}:\n   {a.change}"
 
 
 def as_data(found: Analysis) -> StateDict:

@@ -23,7 +23,7 @@ def verifier() -> Iterator[Verifier]:
         yield kept
 
 
-@pytest.mark.parametrize("strategy", ["oss", "sharded_ddp", "fsdp"])
+@pytest.mark.parametrize("strategy", ["oss", "sharded_ddp", "fsdp", "fully_shard"])
 def test_what_is_right(verifier: Verifier, strategy: Strategy) -> None:
     report = verifier.verify(right, strategy=strategy)
     assert report.agrees, str(report)
@@ -60,6 +60,14 @@ def test_where_it_goes_wrong(verifier: Verifier) -> None:
     assert "shardkit leaves one process at step 0, gradient of into.weight, by" in str(report)
 
 
+def test_fully_shard_that_goes_wrong(verifier: Verifier) -> None:
+    report = verifier.verify(wrong, strategy="fully_shard", steps=2)
+    (side,) = report.sides  # fairscale has no such thing
+    assert side.parting is not None
+    assert (side.parting.step, side.parting.what) == (0, "gradient of into.weight")
+    assert "fairscale has no fully_shard: not compared with it" in str(report)
+
+
 def test_what_counts_as_the_same_can_be_told(verifier: Verifier) -> None:
     assert verifier.verify(wrong, strategy="sharded_ddp", steps=1, tolerance=Tolerance(10.0, 10.0)).agrees
 
@@ -93,7 +101,9 @@ def test_what_fails_without_any_wrapper_is_no_verdict(verifier: Verifier) -> Non
 
 
 def test_arguments(verifier: Verifier) -> None:
-    with pytest.raises(ConfigurationError, match="strategy must be one of oss, sharded_ddp, fsdp, got 'ddp'"):
+    with pytest.raises(
+        ConfigurationError, match="strategy must be one of oss, sharded_ddp, fsdp, fully_shard, got 'ddp'"
+    ):
         verifier.verify(right, strategy="ddp")  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match="at least 1"):
         verifier.verify(right, steps=0)
