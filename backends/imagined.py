@@ -141,7 +141,7 @@ class GroupInName(ImaginedGroup):
         super().__init__(backend, range(ranks.count))
         self.rank = ranks.own_rank
 
-    def _carry(self, operation: str, tensor: object) -> NoReturn:
+    def _carry(self, operation: str, tensor: object, async_op: bool = False, label: str = "") -> NoReturn:
         raise ConfigurationError(
             f"rank {self.rank}: {operation}: this process group has {self.world_size} ranks in name only, for an FSDP "
             "module's structure, and can't communicate; pickle the module and load it in ranks of a process group, or "

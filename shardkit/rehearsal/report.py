@@ -9,7 +9,6 @@ from shardkit.backends.simulated.rank_threads import Hang, named, said_of
 from shardkit.errors import RankFailedError
 from shardkit.tables import counted, in_bytes
 
-from ..tables import in_bytes
 from .ranks import Seen, Sent
 
 _LARGEST = 12  # kinds of collectives that are listed

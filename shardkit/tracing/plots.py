@@ -36,7 +36,7 @@ def new_figure(width: float, height: float) -> Figure:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ConfigurationError("plots need matplotlib: pip install 'shardkit[plots]'") from error
+        raise ConfigurationError("plots need matplotlib: pip install matplotlib") from error
     return Figure(figsize=(width, height), layout="constrained")
 
 
