@@ -150,14 +150,14 @@ class ShardLayout:
     grains: tuple[int, ...] | None = None
     cuts: tuple[int, ...] | None = None
 
-    @property
+    @functools.cached_property
     def numel(self) -> int:
         """N: up to the end of the last item, without the padding after it."""
         if self.starts is None:
             return sum(self.numels)
         return max((start + n for start, n in zip(self.starts, self.numels, strict=True)), default=0)
 
-    @property
+    @functools.cached_property
     def shard_numel(self) -> int:
         """S."""
         return -(-self.numel // (self.world_size * self.multiple)) * self.multiple
@@ -230,7 +230,7 @@ class PackedLayout(ShardLayout):
 
     each: tuple[ShardLayout, ...] = ()
 
-    @property
+    @functools.cached_property
     def shard_numel(self) -> int:
         """S."""
         return sum(one.shard_numel for one in self.each)

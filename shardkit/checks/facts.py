@@ -48,14 +48,6 @@ def all_gather_facts_or_objects(group: Group, value: T, *, label: str = "") -> l
     return group.all_gather_object(value, label=label)
 
 
-def as_fact(value: object) -> object:
-    """The value, or the text of one that is no fact, to be compared."""
-    try:
-        return decode(encode(value))
-    except ConfigurationError:
-        return str(value)
-
-
 def encode(value: object) -> bytes:
     """A value as bytes.
 

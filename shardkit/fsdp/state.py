@@ -194,8 +194,9 @@ class ShardingState:
 
     def make_unit(self, borrowed: list[FlatParam]) -> None:
         """What the engine runs, of the flat parameters that there are."""
+        modules = [m for _, m in self.own_modules()]
         for flat in self.flats:
-            flat.modules = [m for _, m in self.own_modules()]
+            flat.modules = modules
         self.unit = Unit(
             self.flats,
             borrowed,
