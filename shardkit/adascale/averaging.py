@@ -105,7 +105,7 @@ class Averaging:
             )
         if not self._compared:
             facts = [
-                (f"parameter {i} of group {g}", (tuple(p.shape), str(p.dtype)))
+                (f"parameter {i} of group {g}", ([tuple(m.shape) for m in self._behind(p)], str(p.dtype)))
                 for g, options in enumerate(self._optimizer.param_groups)
                 for i, p in enumerate(options["params"])
             ]
