@@ -116,9 +116,12 @@ def gather_states(
     for flat, own, kinds in zip(flats, states, _kinds_everywhere(flats, states), strict=True):
         found.append([{} for _ in flat.originals])
         for key, kind in kinds.items():
-            parts = gather_parts(flat, own[key]) if kind.spread else []
+            mine = own.get(key)
+            if mine is None and kind.spread:  # of the original parameters with a part here none was ever used
+                mine = torch.zeros(flat.param.numel(), dtype=kind.dtype, device=flat.param.device)
+            parts = gather_parts(flat, mine) if kind.spread and mine is not None else []
             for k, state in enumerate(found[-1] if keep else ()):
-                state[key] = form(flat, parts[k], own[key]) if kind.spread else number(kind)
+                state[key] = form(flat, parts[k], mine) if parts and mine is not None else number(kind)
     return found
 
 
@@ -150,7 +153,9 @@ def _merged(flat: Listing, everybody: Sequence[dict[str, Any]]) -> dict[str, Kin
     for theirs in everybody:
         for key, what in theirs.items():
             merged.setdefault(key, Kind(*what))
-    needed = [key for key, kind in merged.items() if kind.spread and flat.param.numel()]
+    # of one parameter, all ranks know whether it has had a gradient, also those without a part of it
+    is_alone = len(flat.originals) == 1 and flat.layout.numel
+    needed = [key for key, kind in merged.items() if kind.spread and is_alone]
     for rank, theirs in zip(flat.group.ranks, everybody, strict=True):
         for key in needed:
             if key not in theirs:
