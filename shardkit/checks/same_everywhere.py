@@ -36,12 +36,7 @@ def check_same_everywhere(group: Group, facts: Facts, what: str, aside: Tree = N
         return [aside]
     mine_and_aside = [(name, as_fact(value)) for name, value in facts], aside
     told = all_gather_facts(group.channel("control"), mine_and_aside, label=f"check of {what}")
-    refuse_differences(group, [compared for compared, _ in told], what)
-    return [beside for _, beside in told]
-
-
-def refuse_differences(group: Group, everybody: list[Tree], what: str) -> None:
-    """Raises RankMismatchError unless these facts, which each rank has told, are the same."""
+    everybody = [compared for compared, _ in told]
     reference = everybody[0]
     for rank, other in enumerate(everybody):
         if other == reference:
@@ -62,6 +57,7 @@ def refuse_differences(group: Group, everybody: list[Tree], what: str) -> None:
                     f"{mine[1]}, rank {group.ranks[rank]} has {theirs[0]} {theirs[1]}. {remedy} (this rank is "
                     f"{group.ranks[group.rank]})."
                 )
+    return [beside for _, beside in told]
 
 
 def shape_fact(tensor: torch.Tensor) -> object:
