@@ -153,9 +153,3 @@ class GroupInName(ImaginedGroup):
 
     def all_gather_object(self, obj: T, *, label: str = "") -> NoReturn:
         self._carry("all_gather_object", obj)
-
-    def gather_object(self, obj: T, dst: int, *, label: str = "") -> NoReturn:
-        self._carry("gather_object", obj)
-
-    def broadcast_object(self, obj: T, src: int, *, label: str = "") -> NoReturn:
-        self._carry("broadcast_object", obj)

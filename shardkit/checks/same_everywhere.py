@@ -39,12 +39,11 @@ def check_same_everywhere(group: Group, facts: Facts, what: str, aside: Tree = N
     mine = json.dumps([(name, str(value)) for name, value in facts])
     told = all_gather_facts(group.channel("control"), (mine, aside), label=f"check of {what}")
     if any(theirs != mine for theirs, _ in told):
-        refuse_differences(group, [json.loads(theirs) for theirs, _ in told], what)
+        _refuse_differences(group, [json.loads(theirs) for theirs, _ in told], what)
     return [beside for _, beside in told]
 
 
-def refuse_differences(group: Group, everybody: list[Tree], what: str) -> None:
-    """Raises RankMismatchError unless these facts, which each rank has told, are the same."""
+def _refuse_differences(group: Group, everybody: list[Tree], what: str) -> None:
     reference = everybody[0]
     for rank, other in enumerate(everybody):
         if other == reference:

@@ -19,6 +19,7 @@ from torch.nn.parameter import is_lazy
 
 from ..backend import Backend, Group, backend_for
 from ..checkpoint.archive import memory_of
+from ..checks.facts import all_gather_facts
 from ..checks.runs import new_run_id, number_of, proposed_run_id
 from ..checks.same_everywhere import check_one_device, check_same_everywhere, option_facts
 from ..compression import check_compressible
@@ -360,15 +361,13 @@ def _wake(state: ShardingState) -> None:
 
 
 def reconnect(state: ShardingState, process_group: ProcessGroup) -> None:
-    """Makes another group of as many ranks the one that a state's shards are of.
+    """Makes a group of as many ranks the one that a state's shards are of (collective); they agree on its run id.
 
     Raises:
         ConfigurationError: its size, or this rank's place in it, is another one.
         LifecycleError: the root has run already.
     """
     before, now = state.group, state.group.backend.group(process_group)
-    if now is before:
-        return
     if (now.rank, now.world_size) != (before.rank, before.world_size):
         raise ConfigurationError(
             f"this FSDP module holds shard {before.rank} of {before.world_size}; the group that it gets has rank "
@@ -379,11 +378,14 @@ def reconnect(state: ShardingState, process_group: ProcessGroup) -> None:
         raise LifecycleError(
             "the process group is set of the outermost FSDP module first, then of those below it"
         )
+    told = all_gather_facts(now.channel("control"), proposed_run_id(), label="a process group that is set")
+    state.run_id = new_run_id(now, told[0])
     state.options, state.group = replace(state.options, group=process_group), now
     state.unit.release()
     for flat in state.flats:
         flat.group = now
         flat.adopt()
+    name_flats(state)
     state.unit.attach()
 
 

@@ -228,16 +228,29 @@ def _coupled(name: str) -> ConfigurationError:
 
 
 def _warn_of_groups_by_dimension(optimizer: Optimizer) -> None:
-    """Groups made by ``p.ndim`` put all flat parameters with the biases: one with weight decay is left empty."""
+    """Groups made by ``p.ndim`` put all shards of one dimension with the biases, and nothing decays.
+
+    The group that was meant to decay is empty, or was left out because it is; then the others still say that they
+    don't, where the optimizer's own default is another.
+    """
     groups = optimizer.param_groups
-    left_empty = any(not g["params"] and g.get("weight_decay") for g in groups)
+    decaying = [g for g in groups if g.get("weight_decay")]
+    says_no = any(not g["params"] for g in decaying) or (
+        not decaying and optimizer.defaults.get("weight_decay")
+    )
     undecayed = [f for g in groups if not g.get("weight_decay") for f in map(shard_behind, g["params"]) if f]
-    matrices = [n for f in undecayed for n, m in zip(f.names, f.originals, strict=True) if len(m.shape) > 1]
-    if left_empty and matrices:
+    matrices = [
+        name
+        for f in undecayed
+        for name, m in zip(f.names, f.originals, strict=True)
+        if len(m.shape) > 1 and f.param.dim() < 2
+    ]
+    if says_no and matrices:
         logger.warning(
-            "%s has a group with weight decay but without parameters, while flat parameters with matrices in them "
-            "(%s, ...) are in one without weight decay. Flat parameters have one dimension, so groups can't be made by "
-            "p.ndim: note the names of what is to decay before wrapping, wrap with flatten=False, and choose by name",
+            "%s decays no shard with a matrix in it (%s, ...), though a group or its own default says weight_decay. "
+            "Shards of flat parameters have one dimension, so groups can't be made by p.ndim: take fully_shard, which "
+            "lists rows of each parameter with its own dimensions; or note the names of what is to decay before "
+            "wrapping, wrap with flatten=False, and choose by name. If nothing is to decay, pass weight_decay=0 for all",
             type(optimizer).__name__,
             matrices[0],
         )

@@ -9,7 +9,7 @@ Legend: W world size, P numel of all parameters, S numel of one rank's part.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Literal, cast
 
 import torch
@@ -27,7 +27,6 @@ from ..checks.same_everywhere import (
     group_facts,
     option_facts,
     options_of,
-    refuse_differences,
     refuse_lazy,
     shape_fact,
 )
@@ -120,15 +119,15 @@ class OSS(Optimizer):
         self.placement = chosen(self._group, self._owner, broadcast_dtype)
         self._assign_owners()
         options = option_facts(optim=optim, partition=partition, broadcast_dtype=broadcast_dtype)
-        told = check_ranks_agree(self._group, self.param_groups, options, group_facts(self.param_groups, 0))
+        check_ranks_agree(self._group, self.param_groups, options)
         self._lay_out()
         groups = [self._inner_group(i) for i in range(len(self.param_groups))]
         self.optim = make_inner(optim, groups, defaults, splits=self.world_size > 1 and not self.runs_whole)
         own = {name: value for name, value in defaults.items() if name not in self.optim.defaults}
-        check_options_agree(self._group, told, own)
         for g in [*self.param_groups, *self.optim.param_groups]:  # as the class itself makes them
             for name in [n for n in own if n in g and g[n] is own[n]]:
                 del g[name]
+        check_same_everywhere(self._group, group_facts(self.param_groups, 0), _WHAT)
         self._built = True
         self._adopt_inner()
 
@@ -435,27 +434,8 @@ def keep_groups(optimizer: Optimizer, groups: list[ParamGroup]) -> None:
 _WHAT = "the optimizer's parameters or options"
 
 
-def check_options_agree(group: Group, told: list[Tree], own: Collection[str]) -> None:
-    """Raises RankMismatchError unless all ranks have the same options of their groups, but for an optimizer's ``own``.
-
-    Args:
-        group: the ranks.
-        told: :func:`group_facts` of each, from the first group on.
-        own: names of arguments that its class takes and no group knows: what they are for, and whether ranks pass the
-            same, is the class's business.
-    """
-    compared = [[[name, value] for name, value in facts if name.split()[1] not in own] for facts in told]
-    refuse_differences(group, compared, _WHAT)
-
-
-def check_ranks_agree(
-    group: Group, groups: Sequence[ParamGroup], options: Facts = (), aside: Tree = None
-) -> list[Tree]:
-    """Raises RankMismatchError unless all ranks have the same parameters and options (collective).
-
-    Returns:
-        What each rank tells ``aside``, which is not compared.
-    """
+def check_ranks_agree(group: Group, groups: Sequence[ParamGroup], options: Facts = ()) -> None:
+    """Raises RankMismatchError unless all ranks have the same parameters and options (collective)."""
     facts: list[tuple[str, object]] = [("number of param groups", len(groups))]
     for index, g in enumerate(groups):
         names = g.get("param_names") or [f"parameter {i} of group {index}" for i in range(len(g["params"]))]
@@ -463,9 +443,8 @@ def check_ranks_agree(
             (n, (shape_fact(p), str(p.dtype), "trainable" if p.requires_grad else "frozen"))
             for n, p in zip(names, g["params"], strict=True)
         ]
-    told = check_same_everywhere(group, [*facts, *options], _WHAT, aside)
+    check_same_everywhere(group, [*facts, *options], _WHAT)
     refuse_lazy(facts, "OSS")
-    return told
 
 
 def check_optimizer_class(optim: object, refused: type[Optimizer]) -> None:

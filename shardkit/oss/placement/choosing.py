@@ -12,10 +12,9 @@ from torch import nn, optim
 from ...backend import Group
 from ...errors import ConfigurationError
 from ...optimizers.elementwise import is_known_elementwise, names_of_elementwise
-from .base import Placement
+from .base import OnEveryRank, Placement
 from .flat_segment import FlatSegment
 from .in_segments import InSegments
-from .on_every_rank import OnEveryRank
 from .owned_parameters import OwnedParameters
 
 logger = logging.getLogger("shardkit")
