@@ -19,7 +19,8 @@ from ..errors import ConfigurationError
 from ..integrations.sharding import Sharding
 from ..testing.experiment import load_experiment
 from ..types import Kwargs, Tree
-from .stepping import Subject, tree_on_meta
+from .stepping import tree_on_meta
+from .strategies import Subject
 
 
 def optimizer_named(name: str) -> tuple[type[torch.optim.Optimizer], Kwargs]:

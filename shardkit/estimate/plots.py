@@ -11,7 +11,8 @@ import torch
 
 from ..tracing.plots import new_figure
 from .memory import KINDS
-from .stepping import Estimate, Subject
+from .stepping import Estimate
+from .strategies import Subject
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -45,9 +46,9 @@ def plot(
     figure = new_figure(6.5 * (3 if times else 2), 5)
     memory, wire, *clock = figure.subplots(1, 3 if times else 2)
     _over_a_step(memory, first, limit)
-    sent = {
-        s: [(e.ranks, e.sent / _GIB, 0.0) for e in alike if e.strategy == s] for s in _strategies(estimates)
-    }
+    sent: dict[str, list[tuple[int, float, float]]] = {}
+    for e in alike:
+        sent.setdefault(e.strategy, []).append((e.ranks, e.sent / _GIB, 0.0))
     _lines(wire, sent)
     ranks = sorted({e.ranks for e in alike})
     dtype = subject.compute or torch.float32
@@ -66,10 +67,6 @@ def plot(
         axes.legend()
     figure.suptitle(subject.name)
     figure.savefig(path)
-
-
-def _strategies(estimates: Sequence[Estimate]) -> list[str]:
-    return list(dict.fromkeys(e.strategy for e in estimates))
 
 
 def _over_a_step(axes: Axes, first: Estimate, limit: float | None) -> None:

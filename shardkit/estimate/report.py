@@ -9,7 +9,8 @@ from ..tables import counted, in_bytes, in_time, plain_table
 from ..types import StateDict
 from .devices import Device
 from .memory import KINDS
-from .stepping import Estimate, Subject
+from .stepping import Estimate
+from .strategies import Subject
 
 
 def as_text(subject: Subject, estimates: Sequence[Estimate], limit: float | None = None) -> str:

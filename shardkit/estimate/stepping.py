@@ -3,49 +3,23 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import nn
 from torch.utils._pytree import tree_map
 
 from ..errors import ConfigurationError, ShardkitError
-from ..types import Kwargs, Tree
+from ..types import Tree
 from .as_on_devices import as_on_devices
 from .clock import Times, as_fsdp2, clocked
 from .counting import CountingBackend
 from .devices import Device
 from .memory import MemoryWatch
-from .strategies import STRATEGIES, Recipe, Sharded, Units, fsdp2_padding, fullest_rank, kinds_of
+from .strategies import STRATEGIES, Sharded, Subject, fsdp2_padding, fullest_rank, kinds_of
 from .tape import Mark, Tape
 
 _MOST = 2**20  # ranks that are tried
-
-
-@dataclass(frozen=True)
-class Subject:
-    """A training.
-
-    Attributes:
-        name: what it is called in reports.
-        model: makes the model; called on the meta device.
-        loss: ``loss(model, batch_size)``: a scalar of a batch of so many samples.
-        optimizer: class and arguments.
-        units: makes units of parts of the model, before the whole is made one.
-        compute: dtype of computation; None: the parameters'.
-        reduce: dtype in which gradients travel; None: their own.
-        tokens: of a sample; 0: samples are counted.
-    """
-
-    name: str
-    model: Callable[[], nn.Module]
-    loss: Callable[[nn.Module, int], torch.Tensor]
-    optimizer: tuple[type[torch.optim.Optimizer], Kwargs]
-    units: Units
-    compute: torch.dtype | None = None
-    reduce: torch.dtype | None = None
-    tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -138,10 +112,7 @@ class _Rehearsal:
         self._numel = sum(p.numel() for p in model.parameters())
         fullest = fullest_rank(strategy, model, ranks)
         self._backend = CountingBackend(ranks, fullest, self._note_resized, on_host)
-        recipe = Recipe(
-            model, subject.units, subject.optimizer, subject.compute, self._backend, subject.reduce
-        )
-        self._sharded: Sharded = STRATEGIES[strategy](recipe)
+        self._sharded: Sharded = STRATEGIES[strategy](subject, model, self._backend)
 
     def _note_resized(self, tensor: torch.Tensor) -> None:
         self._resized[tensor.untyped_storage()._cdata] = tensor

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
@@ -20,8 +21,37 @@ from ..policy import PrecisionPolicy, ReducePolicy, ReshardPolicy
 from ..sharded_ddp.wrapper import ShardedDDP
 from ..types import Kwargs
 
-MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 Units = Callable[[nn.Module, Callable[[nn.Module], nn.Module]], None]
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A training.
+
+    Attributes:
+        name: what it is called in reports.
+        model: makes the model; called on the meta device.
+        loss: ``loss(model, batch_size)``: a scalar of a batch of so many samples.
+        optimizer: class and arguments.
+        units: makes units of parts of the model, before the whole is made one.
+        compute: dtype of computation; None: the parameters'.
+        reduce: dtype in which gradients travel; None: their own.
+        tokens: of a sample; 0: samples are counted.
+    """
+
+    name: str
+    model: Callable[[], nn.Module]
+    loss: Callable[[nn.Module, int], torch.Tensor]
+    optimizer: tuple[type[torch.optim.Optimizer], Kwargs]
+    units: Units
+    compute: torch.dtype | None = None
+    reduce: torch.dtype | None = None
+    tokens: int = 0
+
+    def over(self, params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        """The optimizer of these."""
+        kind, options = self.optimizer
+        return kind(params, **options)
 
 
 class Sharded(NamedTuple):
@@ -31,51 +61,33 @@ class Sharded(NamedTuple):
     optimizer: torch.optim.Optimizer
 
 
-class Recipe(NamedTuple):
-    """What a strategy is given.
-
-    Attributes:
-        model: on the meta device.
-        units: makes units of parts of the model.
-        optimizer: the optimizer's class and arguments.
-        compute: dtype of computation; None: the parameters'.
-        backend: the rank's.
-        reduce: dtype in which gradients travel; None: their own.
-    """
-
-    model: nn.Module
-    units: Units
-    optimizer: tuple[type[torch.optim.Optimizer], Kwargs]
-    compute: torch.dtype | None
-    backend: Backend
-    reduce: torch.dtype | None = None
-
-    def over(self, params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        kind, options = self.optimizer
-        return kind(params, **options)
-
-
-def _in_units(recipe: Recipe, shard: Callable[..., nn.Module], after_forward: bool = True) -> Sharded:
+def _in_units(
+    subject: Subject,
+    model: nn.Module,
+    backend: Backend,
+    shard: Callable[..., nn.Module],
+    after_forward: bool = True,
+) -> Sharded:
     options: Kwargs = {
-        "backend": recipe.backend,
-        "precision": PrecisionPolicy(compute=recipe.compute),
-        "reduce": ReducePolicy(dtype=recipe.reduce),
+        "backend": backend,
+        "precision": PrecisionPolicy(compute=subject.compute),
+        "reduce": ReducePolicy(dtype=subject.reduce),
         "reshard": ReshardPolicy(after_forward=after_forward),
     }
-    recipe.units(recipe.model, lambda part: shard(part, **options))
-    model = shard(recipe.model, **options)
-    return Sharded(model, recipe.over(model.parameters()))
+    subject.units(model, lambda part: shard(part, **options))
+    model = shard(model, **options)
+    return Sharded(model, subject.over(model.parameters()))
 
 
-def _sharded_ddp(recipe: Recipe) -> Sharded:
-    kind, options = recipe.optimizer
-    model = recipe.model if recipe.compute is None else recipe.model.to(recipe.compute)
-    optimizer = OSS(model.parameters(), kind, backend=recipe.backend, **options)
-    policy = ReducePolicy(dtype=recipe.reduce)
-    return Sharded(ShardedDDP(model, optimizer, reduce=policy, backend=recipe.backend), optimizer)
+def _sharded_ddp(subject: Subject, model: nn.Module, backend: Backend) -> Sharded:
+    kind, options = subject.optimizer
+    model = model if subject.compute is None else model.to(subject.compute)
+    optimizer = OSS(model.parameters(), kind, backend=backend, **options)
+    policy = ReducePolicy(dtype=subject.reduce)
+    return Sharded(ShardedDDP(model, optimizer, reduce=policy, backend=backend), optimizer)
 
 
-STRATEGIES: dict[str, Callable[[Recipe], Sharded]] = {
+STRATEGIES: dict[str, Callable[..., Sharded]] = {
     "fsdp": partial(_in_units, shard=FSDP),
     "fsdp-kept": partial(_in_units, shard=FSDP, after_forward=False),
     "fully_shard": partial(_in_units, shard=fully_shard),

@@ -13,7 +13,6 @@ from torch.utils.checkpoint import checkpoint
 
 from shardkit.backend import get_backend
 from shardkit.estimate import STRATEGIES, Subject
-from shardkit.estimate.strategies import Recipe
 from tests.figures.counters import Memory, memory_of
 
 WORDS, WIDTH, TOKENS = 512, 128, 64
@@ -165,9 +164,7 @@ def measured(rank: int, name: str, strategy: str, batch: int) -> Memory:
     def build() -> Any:
         torch.manual_seed(0)
         backend = get_backend("gloo")
-        return STRATEGIES[strategy](
-            Recipe(subject.model(), subject.units, subject.optimizer, subject.compute, backend)
-        )
+        return STRATEGIES[strategy](subject, subject.model(), backend)
 
     def step(sharded: Any, _: int) -> None:
         sharded.optimizer.zero_grad(set_to_none=True)
