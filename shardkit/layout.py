@@ -324,7 +324,8 @@ def rows_layout(shapes: tuple[tuple[int, ...], ...], world_size: int, block: int
         block: so many rows stay together.
     """
     numels = tuple(math.prod(shape) for shape in shapes)
-    grains = [max(1, block * math.prod(shape[1:])) if len(shape) > 1 else 1 for shape in shapes]
+    rows = [max(1, math.prod(shape[1:])) if len(shape) > 1 else 1 for shape in shapes]
+    grains = [row if len(shape) < 2 else row * block for row, shape in zip(rows, shapes, strict=True)]
     if world_size == 1:
         return ShardLayout(numels, 1, grains=tuple(grains))
     limits = sorted({grain for grain in grains if grain > 1} or {1}, reverse=True)
@@ -333,7 +334,10 @@ def rows_layout(shapes: tuple[tuple[int, ...], ...], world_size: int, block: int
     allowed = max(_NEGLIGIBLE * sum(numels), min(_FEW * world_size, sum(numels) // 4))
     found: list[ShardLayout] = []
     for limit in limits:
-        cut = [grain if grain <= limit else math.gcd(grain, limit) for grain in grains]
+        cut = [
+            grain if grain <= limit else row if row <= limit else math.gcd(row, limit)
+            for grain, row in zip(grains, rows, strict=True)
+        ]
         found.append(_with_least_padding(numels, cut, world_size))
         if found[-1].padded_numel - sum(numels) <= allowed:
             return found[-1]

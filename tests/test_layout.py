@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import math
+import time
 from collections.abc import Iterator
+from itertools import accumulate
 
 import pytest
 import torch
@@ -20,6 +22,10 @@ from shardkit.layout import (
     buckets_by_numel,
     gaps_between,
     greedy_owners,
+    local_shape,
+    packed_layout,
+    rounded_up,
+    rows_layout,
     segment_layout,
 )
 
@@ -106,6 +112,103 @@ def test_rows_cost_little_padding_in_a_transformers_block() -> None:
     for world_size in (2, 4, 8, 16):
         layout = aligned_shards(block, world_size, "rows")
         assert layout.padded_numel <= 1.1 * sum(layout.numels)
+
+
+def _elements(layout: ShardLayout, rank: int) -> list[tuple[int, int]]:
+    """What lies in a rank's shard, as (item, element), in its order."""
+    here = sorted((p for p in layout.pieces() if p.rank == rank), key=lambda p: p.offset)
+    assert all(p.offset + p.numel <= q.offset for p, q in itertools.pairwise(here))
+    assert all(p.offset >= 0 and p.offset + p.numel <= layout.shard_numel for p in here)
+    return [(p.item, i) for p in here for i in range(p.start, p.start + p.numel)]
+
+
+def _all_once(layout: ShardLayout) -> None:
+    found = [one for rank in range(layout.world_size) for one in _elements(layout, rank)]
+    assert sorted(found) == [(k, i) for k, numel in enumerate(layout.numels) for i in range(numel)]
+
+
+@settings(max_examples=300)
+@given(SHAPES, st.integers(1, 6), st.integers(1, 3))
+def test_rows_lie_in_one_buffer_cut_between_them(
+    shapes: list[tuple[int, ...]], world_size: int, block: int
+) -> None:
+    layout = rows_layout(tuple(shapes), world_size, block)
+    assert layout.numels == tuple(math.prod(shape) for shape in shapes)
+    _all_once(layout)
+    assert layout.padded_numel == world_size * layout.shard_numel
+    taken = sorted((start, n) for start, n in zip(layout.offsets(), layout.numels, strict=True) if n)
+    assert all(start + n <= after for (start, n), (after, _) in itertools.pairwise(taken))
+    assert layout.grains is not None
+    for p in layout.pieces():
+        shape, grain = shapes[p.item], layout.grains[p.item]
+        last = p.start + p.numel == layout.numels[p.item]
+        assert p.start % grain == 0
+        assert last or p.numel % grain == 0
+        if len(shape) > 1:
+            row = math.prod(shape[1:])
+            assert grain % row == 0 or row % grain == 0
+            listed = local_shape(shape, grain, p.numel)
+            assert (len(listed), math.prod(listed)) == (len(shape), p.numel)
+            if grain % row == 0:
+                assert listed[1:] == shape[1:]  # whole rows
+    for shape, grain in zip(shapes, layout.grains, strict=True):  # and on a rank that has none of it
+        assert len(local_shape(shape, grain, 0)) == max(1, len(shape))
+        assert math.prod(local_shape(shape, grain, 0)) == 0
+
+
+@settings(max_examples=200)
+@given(SHAPES.filter(bool), st.integers(1, 6))
+def test_packed_items_are_each_cut_evenly(shapes: list[tuple[int, ...]], world_size: int) -> None:
+    each = [aligned_shards([shape], world_size, "rows") for shape in shapes]
+    layout = packed_layout(each)
+    assert layout.numels == tuple(math.prod(shape) for shape in shapes)
+    assert layout.grains is None
+    assert layout.shard_numel == sum(one.shard_numel for one in each)
+    assert layout.padded_numel == world_size * layout.shard_numel
+    _all_once(layout)
+    starts = accumulate((one.shard_numel for one in each), initial=0)
+    for item, (one, start) in enumerate(zip(each, starts, strict=False)):
+        mine = [(p.start, p.rank, p.offset - start, p.numel) for p in layout.pieces() if p.item == item]
+        assert mine == [(p.start, p.rank, p.offset, p.numel) for p in one.pieces()]
+
+
+def _gpt(width: int) -> tuple[tuple[int, ...], ...]:
+    matrices = [(3 * width, width), (width, width), (4 * width, width), (width, 4 * width)]
+    return (*((width,) for _ in range(4)), *(s for m in matrices for s in (m, m[:1])))
+
+
+def _llama(width: int, heads: int, hidden: int) -> tuple[tuple[int, ...], ...]:
+    attention = [(width, width), (heads, width), (heads, width), (width, width)]
+    return (*attention, (hidden, width), (width, hidden), (hidden, width), (width,), (width,))
+
+
+BLOCKS = {
+    "GPT-2 124M": _gpt(768), "GPT-2 XL": _gpt(1600), "ViT-10B": _gpt(5120),
+    "Llama 8B": _llama(4096, 1024, 14336), "Llama 70B": _llama(8192, 1024, 28672),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_padding_of_published_blocks(name: str) -> None:
+    shapes = BLOCKS[name]
+    numel = sum(math.prod(shape) for shape in shapes)
+    for world_size in (8, 64, 512, 4096):
+        rows_layout.cache_clear()
+        begin = time.perf_counter()
+        layout = rows_layout(shapes, world_size)
+        assert time.perf_counter() - begin < 0.3
+        padding = layout.padded_numel / numel - 1
+        if world_size <= 64:
+            assert padding <= 0.006
+        elif name == "Llama 8B":
+            assert padding <= 0.01
+        rows_padded = sum(rounded_up(shape[0], world_size) * math.prod(shape[1:]) for shape in shapes)
+        if rows_padded > numel:  # FSDP2's, which pads the rows of each
+            assert layout.padded_numel < rows_padded
+        assert layout.grains is not None
+        for shape, grain in zip(shapes, layout.grains, strict=True):
+            if len(shape) > 1 and world_size == 8:
+                assert grain == shape[1]  # no row is cut
 
 
 @pytest.mark.parametrize("even", [False, True])
