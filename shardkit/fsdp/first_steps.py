@@ -250,7 +250,7 @@ def _warn_of_groups_by_dimension(optimizer: Optimizer) -> None:
             "%s decays no shard with a matrix in it (%s, ...), though a group or its own default says weight_decay. "
             "Shards of flat parameters have one dimension, so groups can't be made by p.ndim: take fully_shard, which "
             "lists rows of each parameter with its own dimensions; or note the names of what is to decay before "
-            "wrapping, wrap with flatten=False, and choose by name. If nothing is to decay, pass weight_decay=0 for all",
+            "wrapping, wrap with flatten=False, and choose by name. If nothing is to decay, pass weight_decay=0",
             type(optimizer).__name__,
             matrices[0],
         )
