@@ -33,7 +33,8 @@ from ..checks.same_everywhere import (
 )
 from ..errors import ConfigurationError, ShardkitError
 from ..layout import balanced_owners, greedy_owners
-from ..optimizers import elementwise, same_state
+from ..optimizers.elementwise import KNOWN
+from ..optimizers.saved_state import check_same_state
 from ..optimizers.shards import refuse_shards
 from ..progress import note_error, noting_errors
 from ..reduction.norms import Portion, clip_by_global_norm, norm_like
@@ -389,12 +390,10 @@ class OSS(Optimizer):
         problem, params = None, list(self._parameters())
         try:
             oss_state.check_loadable(state_dict, self.param_groups)
-            oss_state.check_shapes(
-                state_dict, params, self.optim.state, type(self.optim) in elementwise.KNOWN
-            )
+            oss_state.check_shapes(state_dict, params, self.optim.state, type(self.optim) in KNOWN)
         except ConfigurationError as error:
             problem = error
-        same_state.check_same_state(self._group, state_dict, problem)
+        check_same_state(self._group, state_dict, problem)
         kept = [p if self.placement.keeps_state_of(p) else None for p in params]
         self.take_state(oss_state.selected(state_dict, kept))
 

@@ -8,24 +8,14 @@ before a step their values and their state are put aside, and put back after it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
-from ..types import SavedState, Tree
+from ..types import SavedState
 
 # State that a first step makes from the optimizer's options; all other state starts from zero.
 _STARTS_FROM_OPTIONS = ("step_size",)  # Rprop
-
-
-class Unused(Protocol):
-    """Which elements of a flat tensor had no gradient."""
-
-    def saved(self, flat: torch.Tensor) -> Tree:
-        """Copies of these elements, at least."""
-
-    def put_back(self, flat: torch.Tensor, saved: Tree) -> None:
-        """Writes them; zeros for None."""
 
 
 class UnusedRanges(NamedTuple):
@@ -61,6 +51,9 @@ class UsedMask(NamedTuple):
         now = flat.view(-1)
         before = torch.zeros_like(now) if saved is None else saved
         flat.copy_(torch.where(self.used, now, before).view(flat.shape))
+
+
+Unused = UnusedRanges | UsedMask
 
 
 class PutAside:

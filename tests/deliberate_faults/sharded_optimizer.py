@@ -119,8 +119,8 @@ FAULTS = [
         "ownership",
         "gradients go to the next rank",
         "shardkit/sharded_ddp/reducer.py",
-        "segment_layout(self._numels, [owners[i] for i in indices], group",
-        "segment_layout(self._numels, [(owners[i] + 1) % group.world_size for i in indices], group",
+        "segment_layout(numels, [owners[i] for i in together], world_size",
+        "segment_layout(numels, [(owners[i] + 1) % world_size for i in together], world_size",
         (f"{_DDP}::test_steps", f"{_DDP}::test_clipping", f"{_DDP}::test_fewer_parameters_than_ranks"),
     ),
     Fault(
@@ -168,8 +168,8 @@ FAULTS = [
         "reducer",
         "a bucket mixes dtypes' order: buckets are sent in the order of their first parameter",
         "shardkit/sharded_ddp/reducer.py",
-        "return sorted(plan, key=lambda entry: entry[0][-1])",
-        "return sorted(plan, key=lambda entry: -entry[0][-1])",
+        "return sorted(plan, key=lambda entry: entry.indices[-1])",
+        "return sorted(plan, key=lambda entry: -entry.indices[-1])",
         (f"{_REDUCER}::test_buckets_hold_one_dtype_and_are_sent_as_they_fill",),
     ),
     Fault(

@@ -25,8 +25,8 @@ from torch import nn
 
 from ...backend import Group, ReduceOp
 from ...layout import SegmentLayout, segment_layout
-from ...reduction.clearing import StandingGradient
 from ...reduction.packing import JoinedPack, PackedForm
+from ...reduction.shard_gradients import StandingGradient
 from ...reduction.unused import UsedMask
 from .segment_gradients import stand_in
 
