@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..types import SavedState
+from ..types import SavedState, Tree
 
 # State that a first step makes from the optimizer's options; all other state starts from zero.
 _STARTS_FROM_OPTIONS = ("step_size",)  # Rprop
@@ -68,8 +68,8 @@ class PutAside:
     @torch.no_grad()
     def __init__(self, flat: torch.Tensor, state: SavedState, unused: Unused) -> None:
         self._unused = unused
-        self._values = unused.saved(flat)
-        self._state = {k: unused.saved(v) for k, v in state_by_element(flat, state).items()}
+        self._values: Tree = unused.saved(flat)
+        self._state: dict[str, Tree] = {k: unused.saved(v) for k, v in state_by_element(flat, state).items()}
 
     @torch.no_grad()
     def put_back(self, flat: torch.Tensor, state: SavedState) -> None:

@@ -25,6 +25,7 @@ from ..oss.optimizer import OSS
 from ..oss.placement.flat_segment import FlatSegment
 from ..policy import ReducePolicy
 from ..reduction.shard_gradients import gradient_class
+from ..torch_seams.compiling import not_compiled
 from ..torch_seams.hooks import (
     DROPPED,
     NO_BACKWARD,
@@ -36,7 +37,7 @@ from ..torch_seams.hooks import (
     tensors_of,
     watch_outputs,
 )
-from ..tracing.ranges import ModuleRanges
+from ..tracing.ranges import ModuleRanges, Range, leave
 from .buffers import BufferSync
 from .reducer import Bucket, Reducer
 
@@ -89,6 +90,7 @@ class GradientExchange:
         )
         self._parts: list[GradientPart] = []
         self.ranges = ModuleRanges("root", group.ranks)
+        self._forwards: list[Range] = []  # in progress
         self._build()
         for optimizer in self._optimizers:
             optimizer._before_step.append(self._before_step)
@@ -168,6 +170,7 @@ class GradientExchange:
             sum([len(o.param_groups) for o in self._optimizers]),
         )
 
+    @not_compiled
     def refresh_if_changed(self, warn: bool) -> None:
         """Rebuilds after parameters were frozen, unfrozen, moved, cast, or added to an optimizer."""
         if self._look() != self._seen:
@@ -206,6 +209,7 @@ class GradientExchange:
                 )
 
     # ------------------------------------------------------------ a step's course
+    @not_compiled
     def begin_forward(self) -> None:
         """Before a training forward."""
         self.recover()
@@ -215,6 +219,8 @@ class GradientExchange:
         self.state.raised = ""
         if not self.state.accumulating:
             self._buffers.sync_if_changed()
+        self._forwards.append(self.ranges.forward())
+        self._forwards[-1].__enter__()
 
     def _check_gradients(self) -> None:
         for name, param in self._module.named_parameters():
@@ -224,16 +230,24 @@ class GradientExchange:
                     "none; detach it (param.grad = param.grad.detach()), or clear it by zero_grad()"
                 )
 
+    @not_compiled
     def fail_forward(self, error: BaseException) -> None:
         """A training forward raised: other ranks that wait for its backward may want to know."""
+        leave(self._forwards.pop())
         self.state.raised = f"{type(error).__name__}: {error}"
 
+    @not_compiled
     def end_forward(self, outputs: object) -> None:
         """After a training forward: its backward will be noticed."""
+        try:  # noqa: SIM105 - it would cost calls
+            self._forwards.pop().__exit__(None, None, None)
+        except RuntimeError:  # a profiler was started inside of it
+            pass
         self._buffers.changed = True
         self.state.is_due = not self.state.accumulating
         watch_outputs(tensors_of(outputs), self.state.on_output)
 
+    @not_compiled
     def recover(self) -> None:
         """Forgets a backward that died of an exception."""
         if self.state.task != NO_BACKWARD and current_backward() == NO_BACKWARD:
@@ -256,6 +270,7 @@ class GradientExchange:
         self.state.unreduced = False
         self._buffers.sync_if_changed()
 
+    @not_compiled
     def reduce_now(self) -> None:
         """Reduces what was accumulated under ``no_sync``.
 
@@ -269,6 +284,7 @@ class GradientExchange:
             )
         self._end_of_backward()
 
+    @not_compiled
     def _before_step(self) -> None:
         if self.state.task != NO_BACKWARD:
             raise LifecycleError(
@@ -388,6 +404,7 @@ class SparseReducer(GradientPart):
         after = begin_only(self._state)
         return [(p, partial(self._make_local, i), after) for i, p in enumerate(self._params)]
 
+    @not_compiled
     @torch.no_grad()
     def _make_local(self, index: int, _: torch.Tensor | None = None) -> None:
         """A mean gets a local gradient added: multiply it first, as dense ones are."""

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from ...backend import Group, Work
 from ...layout import alignment, segment_layout
 from ...reduction.norms import Portion
+from ...torch_seams.compiling import callees_compiled, not_compiled
 from ...torch_seams.strided_views import strided_view
 from ...tracing.ranges import PublishRanges
 from ...types import Kwargs, ParamGroup, Tree
@@ -112,6 +113,7 @@ class OwnedParameters(OfParameters):
     def updated_here(self, index: int, params: Sequence[nn.Parameter]) -> list[nn.Parameter]:
         return [p for p in params if self._owner[p] == self.group.rank]
 
+    @callees_compiled
     def step(self, optimizer: Optimizer, closure: Closure | None, kwargs: Kwargs) -> Tree:
         with self.ranges.step():
             if closure is None:
@@ -121,6 +123,7 @@ class OwnedParameters(OfParameters):
         self.publish()
         return loss
 
+    @not_compiled
     def publish(self) -> None:
         """See :meth:`Placement.publish`."""
         with self.ranges.gather():
