@@ -33,7 +33,7 @@ from ..checks.same_everywhere import (
 )
 from ..errors import ConfigurationError, ShardkitError
 from ..layout import balanced_owners, greedy_owners
-from ..optimizers.elementwise import KNOWN
+from ..optimizers.elementwise import KNOWN, couples_parameters
 from ..optimizers.saved_state import check_same_state
 from ..optimizers.shards import refuse_shards
 from ..progress import note_error, noting_errors
@@ -44,7 +44,7 @@ from ..torch_seams.distributed_checkpoint import current_request, is_called_by
 from ..types import Facts, Kwargs, ParamGroup, ProcessGroup, StateDict, Tree
 from . import state as oss_state
 from .placement import placement_for
-from .placement.flat_segment import FlatSegment
+from .segments import FlatSegment
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -527,7 +527,7 @@ def make_inner(
         raise ConfigurationError(
             f"optim={optim!r} returned {type(made).__name__}; it has to return a torch.optim.Optimizer"
         )
-    if splits and elementwise.couples_parameters(
+    if splits and couples_parameters(
         made, lambda params: optim(params, **{k: v for k, v in defaults.items() if k not in fixed})
     ):
         raise ConfigurationError(

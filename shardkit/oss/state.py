@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from ..errors import ConfigurationError
 from ..optimizers.saved_state import check_state
 from ..types import ParamGroup, StateDict, Tree
-from .placement.base import Placement
+from .placement import Placement
 
 State = StateDict
 

@@ -22,7 +22,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ..backend import Group, ReduceOp
 from ..errors import ConfigurationError, LifecycleError
 from ..oss.optimizer import OSS
-from ..oss.placement.flat_segment import FlatSegment
+from ..oss.segments import FlatSegment
 from ..policy import ReducePolicy
 from ..reduction.shard_gradients import gradient_class
 from ..torch_seams.compiling import not_compiled
