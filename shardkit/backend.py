@@ -19,7 +19,7 @@ import torch
 from .errors import BackendError
 from .progress import listen_to_errors
 from .types import AnyCallable, Args, ProcessGroup, T, Timer
-from .work import DONE, ReduceOp, Work
+from .work import DONE, OutsideGraphs, ReduceOp, Work
 
 __all__ = [
     "DONE", "Backend", "Group", "ReduceOp", "Work", "backend_for", "backend_for_device", "backend_of_job",
@@ -27,7 +27,7 @@ __all__ = [
 ]  # fmt: skip
 
 
-class Group(abc.ABC):
+class Group(OutsideGraphs, abc.ABC):
     """Ranks that communicate; every method below is a collective: all ranks call it in the same order.
 
     ``src`` and ``dst`` are ranks within the group. Buffers are 1-D and contiguous where a shape is

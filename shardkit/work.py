@@ -4,6 +4,16 @@ from __future__ import annotations
 
 import abc
 import enum
+import inspect
+from types import FunctionType
+from typing import TypeVar
+
+import torch
+
+from .types import AnyCallable
+
+F = TypeVar("F", bound=AnyCallable)
+_eval_frame = torch._C._dynamo.eval_frame
 
 
 class ReduceOp(enum.Enum):
@@ -15,7 +25,34 @@ class ReduceOp(enum.Enum):
     MIN = "min"
 
 
-class Work(abc.ABC):
+def not_compiled(function: F) -> F:
+    """Says to ``torch.compile`` that a function and all that it calls run as they are, outside of every graph.
+
+    ``torch.compiler.disable`` says the same, but imports the whole compiler (seconds) whether it is used or not. These
+    marks are what it leaves on a function.
+    """
+    skip = _eval_frame._FrameAction.SKIP
+    code = inspect.unwrap(function).__code__  # a decorator's is that of all that it decorates
+    _eval_frame.set_code_exec_strategy(code, _eval_frame._FrameExecStrategy(skip, skip))
+    function._torchdynamo_disable = function._torchdynamo_disable_recursive = True  # type: ignore[attr-defined]
+    function._torchdynamo_disable_msg = "shardkit runs it outside of the graph"  # type: ignore[attr-defined]
+    return function
+
+
+class OutsideGraphs:
+    """Implementations of abstract methods are :func:`not_compiled`: what communicates is part of no graph."""
+
+    __slots__ = ()
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        declared = {name for base in cls.__mro__[1:] for name in getattr(base, "__abstractmethods__", ())}
+        for name in declared & vars(cls).keys():
+            if isinstance(vars(cls)[name], FunctionType):
+                not_compiled(vars(cls)[name])
+
+
+class Work(OutsideGraphs, abc.ABC):
     """A collective in flight."""
 
     __slots__ = ()

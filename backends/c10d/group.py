@@ -244,13 +244,13 @@ class C10dGroup(Waiting, ObjectsOverTensors):
             return DONE
         if plan.in_rounds:
             return self._reduce_scatter_in_rounds(shard, input, plan, op, async_op, label)
-        if self.world_size == 2:  # the own part stays where it is
-            local = input[plan.start : plan.end]
-            other = input[plan.own :] if self.rank == 0 else input[: plan.start]
-            received = input.new_empty(plan.own)
+        if (
+            self.world_size == 2
+        ):  # the own part stays where it is, and the other's is added to where it arrives
+            parts = torch.split_with_sizes(input, counts)
+            local, other, received = parts[self.rank], parts[1 - self.rank], shard
         else:  # the own part is copied, so that the input need not be taken apart
-            local, other = None, input
-            received = input.new_empty(plan.own * self.world_size)
+            local, other, received = None, input, input.new_empty(plan.own * self.world_size)
         try:
             work = self.process_group.alltoall_base(received, other, plan.receive, plan.send)
         except RuntimeError as error:

@@ -21,14 +21,10 @@ class Exchange:
         partners: in each round, the rank to send to and the one to receive from.
     """
 
-    __slots__ = (
-        "end", "in_rounds", "largest", "numel", "own", "partners", "receive", "send", "sizes", "start",
-    )  # fmt: skip
+    __slots__ = ("in_rounds", "largest", "numel", "own", "partners", "receive", "send", "sizes")
 
     def __init__(self, rank: int, sizes: tuple[int, ...]) -> None:
         self.own = sizes[rank]
-        self.start = sum(sizes[:rank])
-        self.end = self.start + self.own
         self.numel = sum(sizes)
         self.sizes = list(sizes)
         self.send = list(sizes)
@@ -47,7 +43,7 @@ class Accumulate:
     Args:
         shard: the result, [S].
         local: this rank's own part where it did not travel, [S].
-        received: the parts that arrived, [W * S] or, with ``local``, [S].
+        received: the parts that arrived, [W * S] or, with ``local``, [S]; this may be ``shard``.
     """
 
     __slots__ = ("_local", "_op", "_received", "_shard", "_world_size")
@@ -60,6 +56,8 @@ class Accumulate:
 
     def __call__(self) -> None:
         shard, op = self._shard, self._op
+        if not shard.numel():
+            return
         if self._local is None:
             parts = self._received.view(self._world_size, shard.numel())
             if op is ReduceOp.MAX or op is ReduceOp.MIN:

@@ -13,7 +13,7 @@ from shardkit.adascale import AdaScale
 from shardkit.errors import ConfigurationError
 from shardkit.internal.params import get_global_rank
 from shardkit.oss import optimizer as core
-from shardkit.oss.placement.owned_parameters import OwnedParameters
+from shardkit.oss.placement import OwnedParameters
 from shardkit.oss.state import part_of_rank
 from shardkit.redirected import redirected_function, redirected_names
 from shardkit.types import ProcessGroup, StateDict, Tree

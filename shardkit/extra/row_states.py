@@ -13,7 +13,7 @@ from torch import nn
 from ..backend import Group
 from ..errors import ConfigurationError
 from ..layout import Piece, SegmentLayout
-from ..oss.placement.flat_segment import FlatSegment
+from ..oss.segments import FlatSegment
 from ..types import StateDict, Tree
 
 States = Mapping[int, StateDict]

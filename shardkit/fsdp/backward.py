@@ -21,6 +21,7 @@ from typing import Protocol
 
 import torch
 
+from ..torch_seams.compiling import not_compiled
 from ..torch_seams.hooks import (
     DROPPED,
     NO_BACKWARD,
@@ -58,6 +59,7 @@ class ForwardGraph:
             f: sum(map(_version_of, f.versioned)) for u in backward.units for f in u.flats if f.trains
         }
 
+    @not_compiled
     def enter_backward(self, gradient: torch.Tensor | None = None) -> None:
         """Backward reached an output of the root."""
         backward = self._backward

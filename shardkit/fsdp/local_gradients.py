@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from ..errors import LifecycleError
 from ..optimizers.shards import changed_by_steps
 from ..optimizers.stepping import take_part
-from ..reduction.clearing import StandingGradient
+from ..reduction.shard_gradients import StandingGradient
 from .gradients import GradientPack
 from .originals import Listing, as_tensors
 

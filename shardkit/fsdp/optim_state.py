@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 
 from ..checks.facts import all_gather_facts_or_objects
 from ..errors import ConfigurationError
-from ..optimizers.state_shapes import NUMBERS, is_shaped_like
+from ..optimizers.saved_state import NUMBERS, is_shaped_like
 from ..types import ParamGroup, StateDict, Tree
 from .flat_values import put_together, taken_apart
 from .originals import Listing, name_of_original

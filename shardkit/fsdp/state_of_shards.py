@@ -17,8 +17,8 @@ from torch.optim import Optimizer
 from ..checks.facts import all_gather_facts
 from ..errors import ConfigurationError
 from ..optimizers.elementwise import KNOWN
+from ..optimizers.saved_state import is_shaped_like
 from ..optimizers.shards import refuse_stand_ins, shard_behind
-from ..optimizers.state_shapes import is_shaped_like
 from ..torch_seams.distributed_checkpoint import OwnOfRank, Request, current_request
 from ..torch_seams.module_versions import versions_of
 from ..types import ParamGroup, StateDict, Tree

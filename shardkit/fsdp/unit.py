@@ -227,6 +227,7 @@ class Unit:
         for flat in self.flats:
             flat.ranges, flat.path = self.ranges, name
 
+    @not_compiled
     def enter_backward(self, gradient: torch.Tensor | None = None) -> None:
         """Backward reached an output of the module."""
         if self.engine is not None:
@@ -371,6 +372,7 @@ class UnitCall:
             t.register_hook(call._left)
         return call
 
+    @not_compiled
     def enter_backward(self, gradient: torch.Tensor | None = None) -> None:
         """Backward reached an output of the call."""
         task = current_backward()
@@ -379,6 +381,7 @@ class UnitCall:
             self._unit.open_call()
         self._unit.enter_backward(gradient)
 
+    @not_compiled
     def _left(self, _: torch.Tensor) -> None:
         self._waiting -= 1
         if self._waiting == 0 and self._task == current_backward():

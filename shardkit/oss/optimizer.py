@@ -32,16 +32,18 @@ from ..checks.same_everywhere import (
 )
 from ..errors import ConfigurationError, ShardkitError
 from ..layout import balanced_owners, greedy_owners
-from ..optimizers import elementwise, same_state
+from ..optimizers.elementwise import KNOWN, couples_parameters
+from ..optimizers.saved_state import check_same_state
 from ..optimizers.shards import refuse_shards
 from ..progress import note_error, noting_errors
 from ..reduction.norms import Portion, clip_by_global_norm, norm_like
+from ..torch_seams.compiling import callees_compiled, not_compiled
 from ..torch_seams.device_mesh import group_of
 from ..torch_seams.distributed_checkpoint import current_request, is_called_by
 from ..types import Facts, Kwargs, ParamGroup, ProcessGroup, StateDict, Tree
 from . import state as oss_state
 from .placement import placement_for
-from .placement.flat_segment import FlatSegment
+from .segments import FlatSegment
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -232,6 +234,7 @@ class OSS(Optimizer):
             group.update(self._inner_group(index))
 
     # ---------------------------------------------------------------- stepping
+    @callees_compiled
     def step(self, closure: Callable[[], Tree] | None = None, **kwargs: object) -> Tree:  # type: ignore[override]
         """Updates the parameters that this rank owns, then publishes them to all ranks.
 
@@ -242,25 +245,34 @@ class OSS(Optimizer):
         if self._has_stepped and not self.state and is_called_by("_init_optim_state"):
             return None  # torch steps to make state, on ranks that find none: here, those that own nothing
         try:
-            for prepare in self._before_step:
-                prepare()
-            self._has_stepped = True
-            self._agreed.check(self._group, self.param_groups)
-            self.refresh_trainable()
-            copy_options(self.param_groups, self.optim.param_groups)
+            self._begin_step()
             loss = self.placement.step(self.optim, closure, kwargs)
-            copy_options(self.optim.param_groups, self.param_groups)
-            self._agreed.note(self.param_groups)
+            self._end_step()
         except Exception as error:  # of the inner optimizer or the closure: noting_errors would cost calls
             note_error(error)
             raise
         return loss
+
+    @not_compiled
+    def _begin_step(self) -> None:
+        for prepare in self._before_step:
+            prepare()
+        self._has_stepped = True
+        self._agreed.check(self._group, self.param_groups)
+        self.refresh_trainable()
+        copy_options(self.param_groups, self.optim.param_groups)
+
+    @not_compiled
+    def _end_step(self) -> None:
+        copy_options(self.optim.param_groups, self.param_groups)
+        self._agreed.note(self.param_groups)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's; gradients of parameters that other ranks own are cleared too."""
         super().zero_grad(set_to_none)
         self.placement.clear_gradients()
 
+    @not_compiled
     def clip_grad_norm(
         self,
         max_norm: float,
@@ -388,12 +400,10 @@ class OSS(Optimizer):
         problem, params = None, list(self._parameters())
         try:
             oss_state.check_loadable(state_dict, self.param_groups)
-            oss_state.check_shapes(
-                state_dict, params, self.optim.state, type(self.optim) in elementwise.KNOWN
-            )
+            oss_state.check_shapes(state_dict, params, self.optim.state, type(self.optim) in KNOWN)
         except ConfigurationError as error:
             problem = error
-        same_state.check_same_state(self._group, state_dict, problem)
+        check_same_state(self._group, state_dict, problem)
         kept = [p if self.placement.keeps_state_of(p) else None for p in params]
         self.take_state(oss_state.selected(state_dict, kept))
 
@@ -496,7 +506,7 @@ def make_inner(
         raise ConfigurationError(
             f"optim={optim!r} returned {type(made).__name__}; it has to return a torch.optim.Optimizer"
         )
-    if splits and elementwise.couples_parameters(
+    if splits and couples_parameters(
         made, lambda params: optim(params, **{k: v for k, v in defaults.items() if k not in fixed})
     ):
         raise ConfigurationError(

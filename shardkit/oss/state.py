@@ -15,9 +15,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..errors import ConfigurationError
-from ..optimizers.state_shapes import check_state
+from ..optimizers.saved_state import check_state
 from ..types import ParamGroup, StateDict, Tree
-from .placement.base import Placement
+from .placement import Placement
 
 State = StateDict
 
@@ -91,7 +91,7 @@ def check_shapes(
         state_dict: of all parameters.
         params: what they are here.
         own: the state that this rank's optimizer has of some of them.
-        is_elementwise: see :func:`~shardkit.optimizers.state_shapes.check_state`.
+        is_elementwise: see :func:`~shardkit.optimizers.saved_state.check_state`.
     """
     states, mine = [], []
     for position, (i, p) in enumerate(zip(_indices(state_dict), params, strict=True)):

@@ -13,7 +13,8 @@ decides, they are concatenated.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate
 from operator import attrgetter
@@ -60,6 +61,18 @@ class PackedForm:
         self.sizes = [rounded_up(size + flags, step) for size, flags in zip(sizes, self.flags, strict=True)]
         self.starts = list(accumulate(self.sizes, initial=0))
 
+    def cuts(self, rank: int) -> tuple[list[int], list[tuple[int, int]]]:
+        """How a rank's part falls apart: the numel of each part of it, and (gradient, place among these) of pieces."""
+        numels: list[int] = []
+        found, end = [], 0
+        for p in (p for p in self.pieces if p.rank == rank):
+            if p.offset > end:
+                numels.append(p.offset - end)
+            found.append((p.item, len(numels)))
+            numels.append(p.numel)
+            end = p.offset + p.numel
+        return [*numels, self.sizes[rank] - end], found
+
     def anywhere(self, had: Sequence[bool], part: torch.Tensor, rank: int) -> list[bool]:
         """Which gradients some rank had, by the part that came to this rank; of others, whether it had them itself."""
         found, items, first = list(had), self.items[rank], self.first_flag[rank]
@@ -75,16 +88,16 @@ class WrittenPack:
     Args:
         form: what lies where.
         packed: that memory, [N]; it needs to be there while something is written.
-        numels: of each gradient.
-        shaped: gives the place of a whole gradient [numel] the gradient's shape.
+        shapes: of each gradient.
+        strides: of each, where they are not contiguous.
 
     Attributes:
         whole: places of gradients that lie in one part, in order.
     """
 
     def __init__(
-        self, form: PackedForm, packed: torch.Tensor, numels: Sequence[int],
-        shaped: Callable[[int, torch.Tensor], torch.Tensor],
+        self, form: PackedForm, packed: torch.Tensor, shapes: Sequence[Sequence[int]],
+        strides: Sequence[Sequence[int]] | None = None,
     ) -> None:  # fmt: skip
         self._packed = packed
         self._whole: list[int] = []  # gradients that lie in one part
@@ -95,9 +108,12 @@ class WrittenPack:
             at = form.starts[p.rank] + p.offset
             filled.append((at, p.numel))
             view = packed[at : at + p.numel]
-            if p.numel == numels[p.item]:
+            if p.numel == math.prod(shapes[p.item]):
                 self._whole.append(p.item)
-                self._targets.append(shaped(p.item, view))
+                shape = shapes[p.item]
+                self._targets.append(
+                    view.view(shape) if strides is None else view.as_strided(shape, strides[p.item])
+                )
             else:
                 self._cut.append((p, view))
         self._flags: list[tuple[list[int], torch.Tensor]] = []

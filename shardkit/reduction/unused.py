@@ -8,7 +8,7 @@ before a step their values and their state are put aside, and put back after it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
@@ -16,16 +16,6 @@ from ..types import SavedState, Tree
 
 # State that a first step makes from the optimizer's options; all other state starts from zero.
 _STARTS_FROM_OPTIONS = ("step_size",)  # Rprop
-
-
-class Unused(Protocol):
-    """Which elements of a flat tensor had no gradient."""
-
-    def saved(self, flat: torch.Tensor) -> Tree:
-        """Copies of these elements, at least."""
-
-    def put_back(self, flat: torch.Tensor, saved: Tree) -> None:
-        """Writes them; zeros for None."""
 
 
 class UnusedRanges(NamedTuple):
@@ -63,6 +53,9 @@ class UsedMask(NamedTuple):
         flat.copy_(torch.where(self.used, now, before).view(flat.shape))
 
 
+Unused = UnusedRanges | UsedMask
+
+
 class PutAside:
     """What was put aside of one flat tensor before a step.
 
@@ -75,8 +68,8 @@ class PutAside:
     @torch.no_grad()
     def __init__(self, flat: torch.Tensor, state: SavedState, unused: Unused) -> None:
         self._unused = unused
-        self._values = unused.saved(flat)
-        self._state = {k: unused.saved(v) for k, v in state_by_element(flat, state).items()}
+        self._values: Tree = unused.saved(flat)
+        self._state: dict[str, Tree] = {k: unused.saved(v) for k, v in state_by_element(flat, state).items()}
 
     @torch.no_grad()
     def put_back(self, flat: torch.Tensor, state: SavedState) -> None:

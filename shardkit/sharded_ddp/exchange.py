@@ -11,6 +11,7 @@ import contextlib
 import logging
 import weakref
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -21,9 +22,10 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ..backend import Group, ReduceOp
 from ..errors import ConfigurationError, LifecycleError
 from ..oss.optimizer import OSS
-from ..oss.placement.flat_segment import FlatSegment
+from ..oss.segments import FlatSegment
 from ..policy import ReducePolicy
 from ..reduction.shard_gradients import gradient_class
+from ..torch_seams.compiling import not_compiled
 from ..torch_seams.hooks import (
     DROPPED,
     NO_BACKWARD,
@@ -35,10 +37,9 @@ from ..torch_seams.hooks import (
     tensors_of,
     watch_outputs,
 )
-from ..tracing.ranges import ModuleRanges
+from ..tracing.ranges import ModuleRanges, Range, leave
 from .buffers import BufferSync
 from .reducer import Bucket, Reducer
-from .sparse_reducer import SparseReducer, begin_only, sparse_parameters
 
 logger = logging.getLogger("shardkit")
 
@@ -89,6 +90,7 @@ class GradientExchange:
         )
         self._parts: list[GradientPart] = []
         self.ranges = ModuleRanges("root", group.ranks)
+        self._forwards: list[Range] = []  # in progress
         self._build()
         for optimizer in self._optimizers:
             optimizer._before_step.append(self._before_step)
@@ -168,6 +170,7 @@ class GradientExchange:
             sum([len(o.param_groups) for o in self._optimizers]),
         )
 
+    @not_compiled
     def refresh_if_changed(self, warn: bool) -> None:
         """Rebuilds after parameters were frozen, unfrozen, moved, cast, or added to an optimizer."""
         if self._look() != self._seen:
@@ -206,6 +209,7 @@ class GradientExchange:
                 )
 
     # ------------------------------------------------------------ a step's course
+    @not_compiled
     def begin_forward(self) -> None:
         """Before a training forward."""
         self.recover()
@@ -215,6 +219,8 @@ class GradientExchange:
         self.state.raised = ""
         if not self.state.accumulating:
             self._buffers.sync_if_changed()
+        self._forwards.append(self.ranges.forward())
+        self._forwards[-1].__enter__()
 
     def _check_gradients(self) -> None:
         for name, param in self._module.named_parameters():
@@ -224,16 +230,24 @@ class GradientExchange:
                     "none; detach it (param.grad = param.grad.detach()), or clear it by zero_grad()"
                 )
 
+    @not_compiled
     def fail_forward(self, error: BaseException) -> None:
         """A training forward raised: other ranks that wait for its backward may want to know."""
+        leave(self._forwards.pop())
         self.state.raised = f"{type(error).__name__}: {error}"
 
+    @not_compiled
     def end_forward(self, outputs: object) -> None:
         """After a training forward: its backward will be noticed."""
+        try:  # noqa: SIM105 - it would cost calls
+            self._forwards.pop().__exit__(None, None, None)
+        except RuntimeError:  # a profiler was started inside of it
+            pass
         self._buffers.changed = True
         self.state.is_due = not self.state.accumulating
         watch_outputs(tensors_of(outputs), self.state.on_output)
 
+    @not_compiled
     def recover(self) -> None:
         """Forgets a backward that died of an exception."""
         if self.state.task != NO_BACKWARD and current_backward() == NO_BACKWARD:
@@ -256,6 +270,7 @@ class GradientExchange:
         self.state.unreduced = False
         self._buffers.sync_if_changed()
 
+    @not_compiled
     def reduce_now(self) -> None:
         """Reduces what was accumulated under ``no_sync``.
 
@@ -269,6 +284,7 @@ class GradientExchange:
             )
         self._end_of_backward()
 
+    @not_compiled
     def _before_step(self) -> None:
         if self.state.task != NO_BACKWARD:
             raise LifecycleError(
@@ -352,3 +368,99 @@ class EverywhereReducer(GradientPart):
                 p.grad = p.grad.to_dense()
             with self._ranges.reduce():
                 self._group.all_reduce(p.grad, op=ReduceOp.AVG, label="gradient without an owner")
+
+
+def sparse_parameters(module: nn.Module) -> set[nn.Parameter]:
+    """Parameters whose gradients come sparse."""
+    return {
+        m.weight
+        for m in module.modules()
+        if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.sparse and isinstance(m.weight, nn.Parameter)
+    }
+
+
+def begin_only(state: BackwardState) -> GradientHook:
+    """A hook for gradients that are reduced at the end of backward."""
+
+    def after(_: torch.Tensor) -> None:
+        if state.accumulating:
+            state.unreduced = True
+        elif state.task == NO_BACKWARD:
+            state.begin()
+
+    return after
+
+
+class SparseReducer(GradientPart):
+    """Sends each rank's rows to the owner, who averages them; done at the end of backward."""
+
+    def __init__(
+        self, params: Sequence[nn.Parameter], owners: Sequence[int], group: Group, state: BackwardState
+    ) -> None:
+        self._params, self._owners, self._group, self._state = list(params), list(owners), group, state
+        self._mean = [False] * len(self._params)
+
+    def hooks(self) -> list[tuple[nn.Parameter, GradientHook | None, GradientHook]]:
+        after = begin_only(self._state)
+        return [(p, partial(self._make_local, i), after) for i, p in enumerate(self._params)]
+
+    @not_compiled
+    @torch.no_grad()
+    def _make_local(self, index: int, _: torch.Tensor | None = None) -> None:
+        """A mean gets a local gradient added: multiply it first, as dense ones are."""
+        if self._state.asked:
+            return
+        grad = self._params[index].grad
+        if self._mean[index] and grad is not None:
+            grad.mul_(self._group.world_size)
+        self._mean[index] = False
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        for i, p in enumerate(self._params):
+            self._make_local(i)
+            self._mean[i] = self._reduce(p, self._owners[i])
+
+    def _reduce(self, param: nn.Parameter, owner: int) -> bool:
+        """Leaves the mean with the owner; whether this rank has it now."""
+        world, mine = self._group.world_size, self._group.rank == owner
+        grad, param.grad = param.grad, None
+        dense = grad is not None and not grad.is_sparse
+        rows = None if grad is None else (grad.to_sparse(1) if dense else grad).coalesce()
+        count = 0 if rows is None else rows._nnz()
+        # [W, 3]: rows, whether any gradient, whether dense
+        facts = torch.zeros(world * 3, dtype=torch.int64, device=param.device)
+        own = facts[self._group.rank * 3 : self._group.rank * 3 + 3]
+        own.copy_(torch.tensor([count, int(rows is not None), int(dense)]))
+        self._group.all_gather_into(facts, own, label="rows of sparse gradients")
+        table = facts.view(world, 3).tolist()
+        if not any(used for _, used, _ in table):
+            return False
+        counts = [row[0] for row in table]
+        indices = self._to_owner(
+            rows.indices()[0] if rows is not None else param.new_empty(0, dtype=torch.int64), counts, owner, 1
+        )
+        width = param.numel() // param.shape[0]
+        values = self._to_owner(
+            rows.values() if rows is not None else param.new_empty(0), counts, owner, width
+        )
+        if not mine:
+            return False
+        values = values.view(
+            -1, *param.shape[1:]
+        )  # said to be right, or torch warns that it does not check them
+        total = torch.sparse_coo_tensor(indices[None], values, param.shape, check_invariants=False).coalesce()
+        total = torch.sparse_coo_tensor(
+            total.indices(), total.values() / world, param.shape, is_coalesced=True, check_invariants=False
+        )
+        param.grad = total.to_dense() if any(is_dense for _, _, is_dense in table) else total
+        return True
+
+    def _to_owner(self, tensor: torch.Tensor, counts: list[int], owner: int, width: int) -> torch.Tensor:
+        world, rank = self._group.world_size, self._group.rank
+        flat = tensor.contiguous().view(-1)
+        receive = [c * width if rank == owner else 0 for c in counts]
+        send = [flat.numel() if r == owner else 0 for r in range(world)]
+        out = flat.new_empty(sum(receive))
+        self._group.all_to_all(out, flat, receive, send, label="sparse gradients")
+        return out

@@ -28,16 +28,107 @@ import torch
 from torch import nn
 
 from ..backend import Group, ReduceOp, Work
-from ..compression import CompressedReduceScatter, format_for
+from ..compression import BlockFormat, CompressedReduceScatter, format_for
 from ..errors import LifecycleError
 from ..layout import alignment, buckets_by_numel, rounded_up, segment_layout
 from ..policy import ReducePolicy
 from ..reduction.packing import PackedForm, WrittenPack, has_mean
 from ..torch_seams.hooks import NO_BACKWARD, BackwardState, GradientHook, current_backward
-from ..torch_seams.strided_views import dense_strides, strided_view
+from ..torch_seams.strided_views import dense_strides
 from ..tracing.ranges import BucketRanges
 
 DEFAULT_BUCKET = 2**23  # elements
+
+
+class BucketPlan(NamedTuple):
+    """Gradients that travel together, and where each lies in the packed form [N] ([Note: packed gradients]).
+
+    Attributes:
+        indices: of their parameters.
+        wire: dtype of the packed form.
+        form: whose items count within the bucket.
+        blocks: in which they travel; None: as they are.
+    """
+
+    indices: list[int]
+    wire: torch.dtype
+    form: PackedForm
+    blocks: BlockFormat | None
+
+    @property
+    def nbytes(self) -> int:
+        """Of the packed form."""
+        return self.form.starts[-1] * self.wire.itemsize
+
+
+def plan_buckets(
+    params: Sequence[nn.Parameter], owners: Sequence[int], world_size: int, policy: ReducePolicy
+) -> list[BucketPlan]:
+    """Which gradients travel together, how and where each lies, in the order of sending.
+
+    Buckets hold one dtype and at most ``policy.bucket_numel`` elements, and an eighth of all: so the one
+    in flight stays small beside the gradients, however small the model.
+    """
+    by_dtype: dict[torch.dtype, list[int]] = {}
+    for i, p in enumerate(params):
+        by_dtype.setdefault(p.dtype, []).append(i)
+    cap = DEFAULT_BUCKET if policy.bucket_numel is None else policy.bucket_numel
+    if cap:
+        cap = min(cap, max(2**16, sum(p.numel() for p in params) // 8))
+    plan = []
+    for dtype, indices in by_dtype.items():
+        wire = policy.dtype if policy.dtype is not None and policy.dtype.itemsize < dtype.itemsize else dtype
+        for chosen in buckets_by_numel([params[i].numel() for i in indices], cap):
+            together = [indices[k] for k in chosen]
+            numels = [params[i].numel() for i in together]
+            step = alignment(wire.itemsize)
+            layout = segment_layout(numels, [owners[i] for i in together], world_size, step=step)
+            blocks = format_for(policy.compression, sum(numels) // world_size, wire)
+            sizes: Sequence[int] = layout.sizes
+            if blocks is not None:  # flags are in blocks of their own
+                step = blocks.numel
+                sizes = [rounded_up(size, step) for size in sizes]
+            form = PackedForm(layout.pieces, sizes, even=False, step=step)
+            plan.append(BucketPlan(together, wire, form, blocks))
+    # by the place of the last one, which completes the bucket
+    return sorted(plan, key=lambda entry: entry.indices[-1])
+
+
+class Bucket:
+    """Gradients that travel together, as planned, packed into memory that all buckets share.
+
+    Args:
+        index: its place in the order of sending.
+        plan: what lies where.
+        params: of all buckets.
+        slot: that memory, in bytes.
+        group: the ranks.
+        error_feedback: see :class:`~shardkit.compression.CompressedReduceScatter`.
+    """
+
+    def __init__(
+        self, index: int, plan: BucketPlan, params: Sequence[nn.Parameter], slot: torch.Tensor, group: Group,
+        error_feedback: bool,
+    ) -> None:  # fmt: skip
+        self.label = f"gradients of bucket {index}"
+        self.indices, self.form = plan.indices, plan.form
+        self.params = [params[i] for i in plan.indices]
+        self.waiting = len(plan.indices)
+        self.packed = slot[: plan.nbytes].view(plan.wire)
+        shapes, strides = [p.shape for p in self.params], [dense_strides(p) for p in self.params]
+        self.pack = WrittenPack(plan.form, self.packed, shapes, strides)
+        self.compressed = (
+            None
+            if plan.blocks is None
+            else CompressedReduceScatter(group, plan.blocks, plan.form.sizes, error_feedback)
+        )
+        self.has_mean = has_mean(plan.wire) or plan.blocks is not None
+        self.ranges = BucketRanges(f"bucket {index}", group.ranks, reduce=plan.nbytes)
+        self.cuts, owned = plan.form.cuts(group.rank)
+        # of each owned gradient: index here, place among the cuts, shape and strides unless the cut is it
+        self.owned = [
+            (i, at, None if len(shapes[i]) == 1 < len(owned) else (shapes[i], strides[i])) for i, at in owned
+        ]
 
 
 class InFlight(NamedTuple):
@@ -47,49 +138,6 @@ class InFlight(NamedTuple):
     work: Work
     shard: torch.Tensor  # [S], this rank's part of the result
     had: list[bool] | None  # which gradients this rank had; None: all
-
-
-class Bucket:
-    """Gradients that travel together, and where each lies in the packed form [N] ([Note: packed gradients])."""
-
-    def __init__(
-        self, index: int, indices: Sequence[int], params: Sequence[nn.Parameter], owners: Sequence[int],
-        group: Group, wire: torch.dtype, policy: ReducePolicy,
-    ) -> None:  # fmt: skip
-        self.label = f"gradients of bucket {index}"
-        self.wire = wire
-        self.indices = list(indices)
-        self.params = [params[i] for i in indices]
-        self.waiting = len(self.indices)
-        self._numels = [p.numel() for p in self.params]
-        step = alignment(wire.itemsize)
-        layout = segment_layout(self._numels, [owners[i] for i in indices], group.world_size, step=step)
-        blocks = format_for(policy.compression, sum(self._numels) // group.world_size, wire)
-        step = step if blocks is None else blocks.numel
-        # flags are in blocks of their own
-        sizes = layout.sizes if blocks is None else [rounded_up(size, step) for size in layout.sizes]
-        self.form = PackedForm(layout.pieces, sizes, even=False, step=step)
-        self.sizes = self.form.sizes
-        self.compressed = (
-            None
-            if blocks is None
-            else CompressedReduceScatter(group, blocks, self.sizes, policy.error_feedback)
-        )
-        self.has_mean = has_mean(wire) or blocks is not None
-        self.nbytes = self.form.starts[-1] * wire.itemsize
-        self.ranges = BucketRanges(f"bucket {index}", group.ranks, reduce=self.nbytes)
-        self.owned = layout.items_of(group.rank)
-        # how an owned gradient lies in this rank's part: shape, strides, offset
-        self.owned_views = [
-            (self.params[i].shape, dense_strides(self.params[i]), layout.pieces[i].offset) for i in self.owned
-        ]
-
-    def lay_over(self, slot: torch.Tensor) -> None:
-        """Makes the views of the packed form in a slot (bytes)."""
-        self.packed = slot[: self.nbytes].view(self.wire)
-        self.pack = WrittenPack(
-            self.form, self.packed, self._numels, lambda i, place: strided_view(place, self.params[i], 0)
-        )
 
 
 class Reducer:
@@ -118,15 +166,15 @@ class Reducer:
         self._fired = [False] * len(self._params)
         self._next = 0
         self._in_flight: InFlight | None = None
-        self.buckets = [
-            Bucket(i, indices, self._params, owners, group, wire, policy)
-            for i, (indices, wire) in enumerate(plan_buckets(self._params, policy))
-        ]
-        device = self._params[0].device
+        plan = plan_buckets(self._params, owners, group.world_size, policy)
         # all buckets are packed into the same memory, one after the other
-        self._slot = torch.empty(max(b.nbytes for b in self.buckets), dtype=torch.uint8, device=device)
-        for bucket in self.buckets:
-            bucket.lay_over(self._slot)
+        self._slot = torch.empty(
+            max(b.nbytes for b in plan), dtype=torch.uint8, device=self._params[0].device
+        )
+        self.buckets = [
+            Bucket(i, planned, self._params, self._slot, group, policy.error_feedback)
+            for i, planned in enumerate(plan)
+        ]
         self._slot_is_taken = True
         self._release_slot()
 
@@ -238,9 +286,10 @@ class Reducer:
                     bucket.packed, bucket.label, complete=had is None, op=op
                 )
             else:
-                shard = bucket.packed.new_empty(bucket.sizes[self._group.rank])
+                sizes = bucket.form.sizes
+                shard = bucket.packed.new_empty(sizes[self._group.rank])
                 work = self._group.reduce_scatter_into(
-                    shard, bucket.packed, bucket.sizes, op=op, async_op=True, label=bucket.label
+                    shard, bucket.packed, sizes, op=op, async_op=True, label=bucket.label
                 )
         self._in_flight = InFlight(bucket, work, shard, had)
 
@@ -276,33 +325,14 @@ class Reducer:
         self._in_flight = None
         if had is not None:
             had = bucket.form.anywhere(had, shard, self._group.rank)
-        for k, i in enumerate(bucket.owned):
+        parts = shard.split_with_sizes(bucket.cuts) if len(bucket.owned) > 1 else [shard]
+        for i, place, lies in bucket.owned:
             if had is None or had[i]:
-                param = bucket.params[i]
-                grad = shard.as_strided(*bucket.owned_views[k])
+                param, grad = bucket.params[i], parts[place]
+                if lies is not None:
+                    grad = grad.as_strided(*lies)
                 if grad.dtype != param.dtype:
                     grad = grad.to(param.dtype)
                 grad.__class__ = self._reduced
                 param.grad = grad
                 self._is_mean[bucket.indices[i]] = True
-
-
-def plan_buckets(params: Sequence[nn.Parameter], policy: ReducePolicy) -> list[tuple[list[int], torch.dtype]]:
-    """Which parameters travel together and in which dtype, in the order of sending.
-
-    Buckets hold one dtype and at most ``policy.bucket_numel`` elements, and about a tenth of all: so the one
-    in flight stays small beside the gradients, however small the model.
-    """
-    by_dtype: dict[torch.dtype, list[int]] = {}
-    for i, p in enumerate(params):
-        by_dtype.setdefault(p.dtype, []).append(i)
-    cap = DEFAULT_BUCKET if policy.bucket_numel is None else policy.bucket_numel
-    if cap:
-        cap = min(cap, max(2**16, sum(p.numel() for p in params) // 10))
-    plan = []
-    for dtype, indices in by_dtype.items():
-        wire = policy.dtype if policy.dtype is not None and policy.dtype.itemsize < dtype.itemsize else dtype
-        for chosen in buckets_by_numel([params[i].numel() for i in indices], cap):
-            plan.append(([indices[k] for k in chosen], wire))
-    # by the place of the last one, which completes the bucket
-    return sorted(plan, key=lambda entry: entry[0][-1])

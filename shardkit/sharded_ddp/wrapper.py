@@ -25,11 +25,11 @@ from ..errors import ConfigurationError, LifecycleError
 from ..oss.optimizer import OSS
 from ..policy import ReducePolicy
 from ..progress import noting_errors
+from ..torch_seams.compiling import not_compiled
 from ..torch_seams.device_mesh import group_of
 from ..torch_seams.forward_signature import signed_as_wrapped
 from ..torch_seams.other_wrappers import PreparedForAccelerate, check_wrappable, note_wrapper
 from ..tracing.layers import note_model
-from ..tracing.ranges import leave
 from ..types import ProcessGroup, StateDict, Tree
 from .buffers import BufferSync, broadcast_module, connect_sync_batch_norm
 from .exchange import GradientExchange
@@ -143,30 +143,29 @@ class ShardedDDP(PreparedForAccelerate, nn.Module):
     @signed_as_wrapped
     def forward(self, *args: object, **kwargs: object) -> Tree:
         """Runs the module; in training it first checks what is trainable and brings buffers up to date."""
-        training = self.training and torch.is_grad_enabled()
-        if torch._C._functorch.maybe_current_level() is not None:
-            self._refuse_transforms()
-        if training:
-            exchange = self._connected()
-            if self._watch_trainable:
-                exchange.refresh_if_changed(self._warn_on_change)
-            exchange.begin_forward()
-            in_trace = exchange.ranges.forward()
-            in_trace.__enter__()
+        exchange = self._entered()
         try:
             outputs = self.module(*args, **kwargs)
         except BaseException as error:
-            if training:
-                leave(in_trace)
+            if exchange is not None:
                 exchange.fail_forward(error)
             raise
-        if training:
-            try:  # noqa: SIM105 - it would cost calls
-                in_trace.__exit__(None, None, None)
-            except RuntimeError:  # a profiler was started inside of it
-                pass
+        if exchange is not None:
             exchange.end_forward(outputs)
         return outputs
+
+    @not_compiled
+    def _entered(self) -> GradientExchange | None:
+        """What listens to the forward that begins; None where none of its gradients will be reduced."""
+        if torch._C._functorch.maybe_current_level() is not None:
+            self._refuse_transforms()
+        if not self.training or not torch.is_grad_enabled():
+            return None
+        exchange = self._connected()
+        if self._watch_trainable:
+            exchange.refresh_if_changed(self._warn_on_change)
+        exchange.begin_forward()
+        return exchange
 
     def _refuse_transforms(self) -> None:
         if any(map(torch._C._functorch.is_gradtrackingtensor, self.module.parameters())) and (
@@ -223,7 +222,18 @@ class ShardedDDP(PreparedForAccelerate, nn.Module):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients of the module and of its optimizers' own parts."""
-        self.module.zero_grad(set_to_none)
+        if set_to_none and type(self.module).zero_grad is nn.Module.zero_grad:
+            modules: list[nn.Module | None] = [self.module]
+            seen: set[nn.Module] = set()
+            for m in modules:  # which grows: torch's own walk makes nine calls of Python's for each parameter
+                if m is not None and m not in seen:
+                    seen.add(m)
+                    for p in m._parameters.values():
+                        if p is not None:
+                            p.grad = None
+                    modules += m._modules.values()
+        else:
+            self.module.zero_grad(set_to_none)
         for optimizer in self._sharded_optimizers:
             optimizer.zero_grad(set_to_none)
         if self._exchange is not None:

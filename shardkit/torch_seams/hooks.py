@@ -104,11 +104,13 @@ class BackwardState:
         self.unreduced = self.is_due = False
         self.raised = ""
 
+    @not_compiled
     def on_output(self, _: torch.Tensor) -> None:
         """Hook for outputs of forward: their backward has begun."""
         if self.task == NO_BACKWARD and not self.accumulating:
             self.begin()
 
+    @not_compiled
     def _end(self) -> None:
         self.task = NO_BACKWARD
         self._on_end()
@@ -160,6 +162,9 @@ class GradientHooks:
 
     def attach(self, param: nn.Parameter, before: GradientHook | None, after: GradientHook) -> None:
         """Calls ``before`` when ``param`` is about to get a gradient, ``after`` when ``param.grad`` holds it."""
+        for hook in (before, after):
+            if isinstance(hook, FunctionType):
+                not_compiled(hook)
         if before is not None:
             self._hooks.append(before)
             self.handles.append(param.register_hook(weakref.proxy(before)))

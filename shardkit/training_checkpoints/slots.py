@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..errors import ConfigurationError
 from ..layout import Piece
-from ..optimizers.state_shapes import NUMBERS
+from ..optimizers.saved_state import NUMBERS
 from ..torch_seams.dtensors import is_dtensor
 from ..torch_seams.marked_tensors import MarkedTensor
 from ..types import StateDict

@@ -18,8 +18,7 @@ from ..checks.same_everywhere import options_of
 from ..errors import ConfigurationError
 from ..layout import Piece, buckets_by_numel
 from ..optimizers.elementwise import is_known_elementwise
-from ..optimizers.same_state import check_same_state
-from ..optimizers.state_shapes import NUMBERS, check_state, is_shaped_like
+from ..optimizers.saved_state import NUMBERS, check_same_state, check_state, is_shaped_like
 from ..oss.state import to_cpu
 from ..types import ParamGroup, SavedState, StateDict
 from .listed import Part

@@ -12,7 +12,7 @@ from torch import nn
 from torch.func import functional_call
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from shardkit import FSDP, OSS, ShardedDDP
+from shardkit import FSDP, OSS, ShardedDDP, fully_shard
 from shardkit.errors import ConfigurationError, LifecycleError
 from tests.pools import rank_pool
 
@@ -131,6 +131,79 @@ def _sharded_ddp(rank: int) -> None:
 
 def test_compiled_autograd_of_sharded_ddp() -> None:
     rank_pool(2).run(_sharded_ddp)
+
+
+class _Net(nn.Module):
+    """torch compiles the forward of classes that are not its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner, self.outer = nn.Linear(6, 5), nn.Linear(5, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.outer(torch.tanh(self.inner(x)))
+
+
+def _wrapped(door: str) -> tuple[Any, Any]:
+    model, adam = _Net(), torch.optim.AdamW
+    if door == "ShardedDDP":
+        optimizer = OSS(model.parameters(), adam, lr=0.1)
+        return ShardedDDP(model, optimizer), optimizer
+    if door == "FSDP":
+        model.inner = FSDP(model.inner)  # type: ignore[assignment]
+        model = FSDP(model)  # type: ignore[assignment]
+    else:
+        for module in (model.inner, model):
+            fully_shard(module, dtensors=door == "dtensors")
+    return model, adam(model.parameters(), lr=0.1)
+
+
+def _compiled_step(rank: int, door: str, clips: bool) -> None:
+    """The numbers of one process; the model and the update are compiled, and nothing that communicates."""
+    torch._dynamo.reset()
+    graphs: list[str] = []
+
+    def backend(graph: torch.fx.GraphModule, _: object) -> Callable[..., Any]:
+        graphs.append(graph.print_readable(print_output=False))
+        return graph.forward
+
+    model, optimizer = _wrapped(door)
+    plain = _Net()
+    truth = torch.optim.AdamW(plain.parameters(), lr=0.1)
+
+    @torch.compile(backend=backend)
+    def step(x: torch.Tensor) -> torch.Tensor:
+        loss = model(x).square().mean()
+        loss.backward()
+        if clips:
+            optimizer.clip_grad_norm(0.1)
+        optimizer.step()
+        model.zero_grad()
+        return loss
+
+    for k in range(3):
+        x = torch.randn(2, 3, 6, generator=torch.Generator().manual_seed(k))
+        step(x[rank])
+        truth.zero_grad()
+        plain(x.flatten(0, 1)).square().mean().backward()
+        if clips:
+            nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
+        truth.step()
+        with torch.no_grad():
+            torch.testing.assert_close(model(X), plain(X), rtol=0, atol=1e-5)
+    assert any("tanh" in graph for graph in graphs)
+    assert any("exp_avg_sq" in graph for graph in graphs)
+    assert "shardkit/" not in "".join(graphs)
+
+
+@pytest.mark.parametrize("door", ["ShardedDDP", "FSDP", "fully_shard", "dtensors"])
+def test_a_whole_step_is_compiled_around_collectives(door: str) -> None:
+    rank_pool(2, "gloo").run(_compiled_step, door, False)
+
+
+def test_a_step_with_clipping_is_compiled_around_collectives() -> None:
+    rank_pool(2, "gloo").run(_compiled_step, "ShardedDDP", True)
 
 
 def _swapped(rank: int) -> None:

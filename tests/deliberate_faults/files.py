@@ -135,7 +135,7 @@ FAULTS = [
     Fault(
         "state",
         "shapes are not compared",
-        "shardkit/optimizers/state_shapes.py",
+        "shardkit/optimizers/saved_state.py",
         "                and value.shape != expected\n",
         "                and value.dim() < 0\n",
         (f"{_STATE}::test_oss_refuses_state_of_other_shapes_on_all_ranks",),
@@ -143,7 +143,7 @@ FAULTS = [
     Fault(
         "state",
         "state that differs between ranks is loaded",
-        "shardkit/optimizers/same_state.py",
+        "shardkit/optimizers/saved_state.py",
         "            if found != known:",
         "            if False:",
         ("tests/border/test_loaded_state.py::test_ranks_of_an_oss_load_the_same",),
@@ -151,7 +151,7 @@ FAULTS = [
     Fault(
         "state",
         "a rank that can't load tells nobody",
-        "shardkit/optimizers/same_state.py",
+        "shardkit/optimizers/saved_state.py",
         "        if what is not None:\n",
         "        if False:\n",
         ("tests/border/test_loaded_state.py::test_ranks_of_an_oss_load_the_same",),

@@ -94,7 +94,7 @@ FAULTS = [
     Fault(
         "OSS",
         "updated parameters are not published",
-        "shardkit/oss/placement/owned_parameters.py",
+        "shardkit/oss/placement.py",
         "                loss = optimizer.step(published_between(self.publish, closure), **kwargs)\n        self.publish()\n",
         "                loss = optimizer.step(published_between(self.publish, closure), **kwargs)\n",
         (f"{_OSS}::test_every_optimizer_of_torch", f"{_DDP}::test_steps"),
@@ -102,7 +102,7 @@ FAULTS = [
     Fault(
         "OSS",
         "a closure does not see what other ranks have updated",
-        "shardkit/oss/placement/base.py",
+        "shardkit/oss/placement.py",
         "        if not is_first:\n            publish()\n",
         "",
         ("tests/border/test_closures.py::test_a_closure_that_is_evaluated_twice",),
@@ -110,7 +110,7 @@ FAULTS = [
     Fault(
         "ownership",
         "the inner optimizer gets the next rank's parameters",
-        "shardkit/oss/placement/owned_parameters.py",
+        "shardkit/oss/placement.py",
         "        return [p for p in params if self._owner[p] == self.group.rank]",
         "        return [p for p in params if self._owner[p] == (self.group.rank + 1) % self.group.world_size]",
         (f"{_OSS}::test_every_optimizer_of_torch", f"{_OSS}::test_fairscale_named_parameters_and_groups"),
@@ -119,8 +119,8 @@ FAULTS = [
         "ownership",
         "gradients go to the next rank",
         "shardkit/sharded_ddp/reducer.py",
-        "segment_layout(self._numels, [owners[i] for i in indices], group",
-        "segment_layout(self._numels, [(owners[i] + 1) % group.world_size for i in indices], group",
+        "segment_layout(numels, [owners[i] for i in together], world_size",
+        "segment_layout(numels, [(owners[i] + 1) % world_size for i in together], world_size",
         (f"{_DDP}::test_steps", f"{_DDP}::test_clipping", f"{_DDP}::test_fewer_parameters_than_ranks"),
     ),
     Fault(
@@ -168,8 +168,8 @@ FAULTS = [
         "reducer",
         "a bucket mixes dtypes' order: buckets are sent in the order of their first parameter",
         "shardkit/sharded_ddp/reducer.py",
-        "return sorted(plan, key=lambda entry: entry[0][-1])",
-        "return sorted(plan, key=lambda entry: -entry[0][-1])",
+        "return sorted(plan, key=lambda entry: entry.indices[-1])",
+        "return sorted(plan, key=lambda entry: -entry.indices[-1])",
         (f"{_REDUCER}::test_buckets_hold_one_dtype_and_are_sent_as_they_fill",),
     ),
     Fault(
@@ -224,8 +224,8 @@ FAULTS = [
         "options",
         "a scheduler's rate does not reach the inner optimizer",
         "shardkit/oss/optimizer.py",
-        "            copy_options(self.param_groups, self.optim.param_groups)\n            loss =",
-        "            loss =",
+        "        self.refresh_trainable()\n        copy_options(self.param_groups, self.optim.param_groups)\n",
+        "        self.refresh_trainable()\n",
         (f"{_OSS}::test_fairscale_one_cycle_and_cyclic_schedules",),
     ),
     Fault(
@@ -287,7 +287,7 @@ FAULTS = [
     Fault(
         "flat segments",
         "flags of what was used before are forgotten",
-        "shardkit/oss/placement/flat_segment.py",
+        "shardkit/oss/segments.py",
         "flags = None if flags is None or self._flags is None else flags + self._flags",
         "pass",
         (f"{_SEGMENTS}::test_gradients_are_means_and_the_unused_are_known",),
@@ -295,7 +295,7 @@ FAULTS = [
     Fault(
         "flat segments",
         "the first rank's segment is everybody's own",
-        "shardkit/oss/placement/flat_segment.py",
+        "shardkit/oss/segments.py",
         "self._mine = torch.tensor([self.group.rank]).to(device)",
         "self._mine = torch.tensor([0]).to(device)",
         (f"{_SEGMENTS}::test_parameters_by_owner_and_back",),

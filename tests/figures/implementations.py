@@ -27,13 +27,12 @@ class Trainer(NamedTuple):
 
 
 def _sharded(library: str, model: nn.Module, **wrapper: Any) -> Trainer:
-    """OSS and ShardedDataParallel; where buckets hold the gradients, fairscale's wrapper has to clear them itself."""
+    """OSS and ShardedDataParallel; the wrapper clears gradients, as fairscale's has to where its buckets hold them."""
     oss = importlib.import_module(f"{library}.optim.oss").OSS
     sharded = importlib.import_module(f"{library}.nn.data_parallel").ShardedDataParallel
     optimizer = oss(model.parameters(), optim=torch.optim.AdamW, **ADAMW)
     wrapped = sharded(model, optimizer, **wrapper)
-    clear = wrapped.zero_grad if library == "fairscale" else optimizer.zero_grad
-    return Trainer(wrapped, optimizer, lambda: clear(set_to_none=True))
+    return Trainer(wrapped, optimizer, lambda: wrapped.zero_grad(set_to_none=True))
 
 
 def bare(model: nn.Module) -> Trainer:
@@ -63,7 +62,7 @@ def balanced(model: nn.Module) -> Trainer:
     kit = importlib.import_module("shardkit")
     optimizer = kit.OSS(model.parameters(), optim=torch.optim.AdamW, partition="balanced", **ADAMW)
     wrapped = kit.ShardedDDP(model, optimizer)
-    return Trainer(wrapped, optimizer, optimizer.zero_grad)
+    return Trainer(wrapped, optimizer, wrapped.zero_grad)
 
 
 def units(model: nn.Module) -> list[tuple[nn.Module, str]]:

@@ -50,10 +50,21 @@ def test_peak_bytes(world_size: int, implementation: str) -> None:
     assert max(peak) <= worst * theory_peak(world_size)
 
 
+def test_bytes_of_two_ranks_with_a_balanced_partition() -> None:
+    assert max(of(2, "balanced", "resident")) <= 2.02 * P
+    assert max(of(2, "balanced", "peak")) <= 3.00 * P
+
+
 @worlds
 @both
 def test_dispatched_operations(world_size: int, implementation: str) -> None:
-    assert over_bare(world_size, implementation, "operations") <= 200
+    assert over_bare(world_size, implementation, "operations") <= (76 if world_size == 2 else 150)
+
+
+@both
+def test_operations_and_python_calls_of_two_ranks(implementation: str) -> None:
+    assert max(of(2, implementation, "operations")) <= 716
+    assert max(of(2, implementation, "calls")) <= 1000
 
 
 @worlds

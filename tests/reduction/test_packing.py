@@ -43,7 +43,7 @@ def test_what_is_packed_lies_in_its_rank_s_part_with_flags() -> None:
     for form in _forms():
         placed = {p.item for p in form.pieces}
         packed = torch.full((form.starts[-1],), float("nan"))
-        written = WrittenPack(form, packed, NUMELS, lambda item, place: place.view(SHAPES[item]))
+        written = WrittenPack(form, packed, SHAPES)
         joined = JoinedPack(form, NUMELS)
         for had in itertools.product([False, True], repeat=3):
             gradients = [
@@ -83,14 +83,14 @@ def test_sparse_gradients_are_packed_as_dense_ones() -> None:
     dense = torch.tensor([[0.0, 0], [3, 4]])
     form = PackedForm([Piece(0, 0, 0, 0, 3), Piece(0, 3, 1, 0, 1)], [3, 3], even=True)
     packed = torch.empty(form.starts[-1])
-    WrittenPack(form, packed, [4], lambda item, place: place).write([dense.to_sparse()], None)
+    WrittenPack(form, packed, [(2, 2)]).write([dense.to_sparse()], None)
     assert packed.tolist() == [0, 0, 3, 1, 4, 0, 0, 1]
     assert torch.equal(JoinedPack(form, [4]).join([dense.to_sparse()], [True], torch.empty(0)), packed)
 
 
 def test_gradients_without_elements() -> None:
     form = PackedForm([], [0] * WORLD, even=True)
-    WrittenPack(form, torch.empty(0), [0], lambda item, place: place).write([torch.zeros(0)], None)
+    WrittenPack(form, torch.empty(0), [(0,)]).write([torch.zeros(0)], None)
     assert JoinedPack(form, [0]).join([torch.zeros(0)], None, torch.empty(0)).numel() == 0
 
 

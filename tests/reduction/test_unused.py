@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from shardkit.reduction.clearing import StandingGradient
+from shardkit.reduction.shard_gradients import StandingGradient
 from shardkit.reduction.unused import PutAside, Unused, UnusedRanges, UsedMask
 
 # Rprop's first step makes state from its options; a later one would go on from zero.

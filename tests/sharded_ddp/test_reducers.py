@@ -12,8 +12,8 @@ from torch import nn
 
 from shardkit.backend import Group, get_backend
 from shardkit.policy import ReducePolicy
+from shardkit.sharded_ddp.exchange import SparseReducer
 from shardkit.sharded_ddp.reducer import Reducer, plan_buckets
-from shardkit.sharded_ddp.sparse_reducer import SparseReducer
 from shardkit.torch_seams.hooks import BackwardState, GradientHooks
 from tests.pools import rank_pool
 
@@ -118,11 +118,11 @@ def test_buckets_hold_one_dtype_and_are_sent_as_they_fill() -> None:
         params = [nn.Parameter(torch.zeros(3, dtype=dtype)) for dtype in dtypes]
         for cap in (None, 0, 3, 6):
             policy = ReducePolicy(bucket_numel=cap, dtype=torch.bfloat16)
-            plan = plan_buckets(params, policy)
-            assert sorted(i for members, _ in plan for i in members) == [0, 1, 2, 3]
-            for members, wire in plan:
+            plan = plan_buckets(params, [0, 1, 0, 1], WORLD, policy)
+            assert sorted(i for members, *_ in plan for i in members) == [0, 1, 2, 3]
+            for members, wire, *_ in plan:
                 assert wire is torch.bfloat16
                 assert len({dtypes[i] for i in members}) == 1
                 assert members == sorted(members)
                 assert len(members) == 1 or cap is None or 3 * len(members) <= cap
-            assert [m[-1] for m, _ in plan] == sorted(m[-1] for m, _ in plan)
+            assert [m[-1] for m, *_ in plan] == sorted(m[-1] for m, *_ in plan)

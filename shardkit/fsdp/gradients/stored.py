@@ -16,10 +16,7 @@ class StoredPack(GradientPack):
     def _lay_out(self) -> None:
         flat = self._flat
         self._packed = torch.empty(self._form.starts[-1], dtype=self._dtype, device=self._device)
-        shapes = [m.shape for m in flat.originals]
-        self._pack = WrittenPack(
-            self._form, self._packed, flat.layout.numels, lambda item, place: place.view(shapes[item])
-        )
+        self._pack = WrittenPack(self._form, self._packed, [m.shape for m in flat.originals])
         self._group.backend.release_storage(self._packed)
 
     def _reduce(self, gradients: list[torch.Tensor | None]) -> Reduction:
