@@ -125,7 +125,7 @@ def test_the_real_plan_is_recorded() -> None:
     short = []
     for e in events:
         if isinstance(e, Issue):
-            unit = e.label.rpartition(" of ")[2]
+            unit = e.label.rpartition(" of ")[2].partition(", unit")[0]
             short.append(f"{'g' if e.operation == 'all_gather' else 'r'}{unit}")
         elif isinstance(e, Wait):
             short.append("wait")
