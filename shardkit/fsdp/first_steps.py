@@ -236,9 +236,8 @@ def _warn_of_groups_by_dimension(optimizer: Optimizer) -> None:
     if left_empty and matrices:
         logger.warning(
             "%s has a group with weight decay but without parameters, while flat parameters with matrices in them "
-            "(%s, ...) are in one without weight decay. Flat parameters have one dimension, so groups can't be made by "
-            "p.ndim: shard with fully_shard(module), whose rows keep it (not where execution is lazy), or note names of "
-            "what is to decay before wrapping, wrap with flatten=False, and choose by name",
+            "(%s, ...) are in one without. Flat parameters have one dimension, so groups can't be made by p.ndim: use "
+            "fully_shard, whose rows keep it (on eager devices), or wrap with flatten=False and choose by name",
             type(optimizer).__name__,
             matrices[0],
         )
