@@ -13,13 +13,8 @@ replaced by the next reduction once a step has read it or ``zero_grad`` of the o
 else added to. The module's own ``zero_grad`` is noticed too: the smallest parameter carries a stand-in as its
 ``grad`` in between, which such a call removes or writes to. Parameters that got no gradient (frozen, unused)
 share a segment with others that did: a step puts their elements, and those of their state, back. torch's own clipping
-<<<<<<< HEAD:shardkit/oss/placement/flat_segment.py
-and loss scaling, which go through ``parameters()``, meet the stand-in, and through it the segment on all ranks; for all
-else it is refused.
-=======
 and loss scaling, which go through ``parameters()``, meet the stand-in, and through it the segment on all ranks; all
 else that would read it is refused.
->>>>>>> sddp:shardkit/oss/segments.py
 """
 
 from __future__ import annotations
@@ -30,18 +25,6 @@ from operator import attrgetter
 import torch
 from torch import nn
 
-<<<<<<< HEAD:shardkit/oss/placement/flat_segment.py
-from ...backend import Group, ReduceOp
-from ...errors import ConfigurationError
-from ...layout import SegmentLayout, segment_layout
-from ...reduction.clearing import StandingGradient
-from ...reduction.norms import global_norm, local_norm, order_of
-from ...reduction.packing import JoinedPack, PackedForm
-from ...reduction.unused import UsedMask
-from ...torch_seams.marked_tensors import MarkedTensor, as_plain
-from ...torch_seams.tensor_facts import ALIKE, FACTS, SHAPE, name_of
-from ...types import AnyCallable, Args, Kwargs, Memo, Tree
-=======
 from ..backend import Group, ReduceOp
 from ..errors import ConfigurationError
 from ..layout import SegmentLayout, segment_layout
@@ -52,7 +35,6 @@ from ..reduction.unused import UsedMask
 from ..torch_seams.marked_tensors import MarkedTensor, as_plain
 from ..torch_seams.tensor_facts import ALIKE, FACTS, SHAPE, name_of
 from ..types import AnyCallable, Args, Kwargs, Memo, Tree
->>>>>>> sddp:shardkit/oss/segments.py
 
 Gradients = Mapping[nn.Parameter, torch.Tensor]
 _version = attrgetter("_version")
@@ -269,16 +251,11 @@ class FlatSegment:
         self._versions = sum(map(_version, self.params))
 
 
-<<<<<<< HEAD:shardkit/oss/placement/flat_segment.py
-class SegmentGradient(MarkedTensor):
-    """Zeros of the shape of a parameter, [*], that answer for the gradient of a whole segment."""
-=======
 # ------------------------------------------------------------ what stands for their gradients
 
 
 class SegmentGradient(MarkedTensor):
     """Zeros of the shape of a parameter, [*], that answer for the gradient of a whole segment; see the module."""
->>>>>>> sddp:shardkit/oss/segments.py
 
     segment: FlatSegment
 

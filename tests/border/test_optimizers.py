@@ -305,13 +305,41 @@ def test_groups_by_dimension_are_warned_of(strategy: str, how: str) -> None:
         assert ["p.ndim" in m for m in messages] == [True] * is_wrong
 
 
+def _adamw_by_dimension(params: Any, **options: Any) -> Optimizer:
+    params = [*params]
+    matrices, vectors = [p for p in params if p.ndim >= 2], [p for p in params if p.ndim < 2]
+    assert len(matrices) == 3
+    groups = [{"params": matrices, "weight_decay": 0.5}, {"params": vectors, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, **options)
+
+
+def _decayed(rank: int, world_size: int) -> None:
+    both = twins(rank, world_size, "in_place", _adamw_by_dimension, lr=0.1)
+    for step in range(3):
+        both.zero_grad()
+        both.backward(step)
+        both.step()
+    both.assert_equal(1e-5)
+
+
+@pytest.mark.parametrize("world", WORLDS, ids=str)
+def test_groups_by_dimension_in_place(world: tuple[int, str]) -> None:
+    """Rows are listed with the dimensions of their parameters, so that the groups are those of one process."""
+    run(world, _decayed)
+
+
 def test_muon_is_told_of_whole_parameters() -> None:
     """torch's looks at shapes when it is made."""
 
     def made(rank: int) -> None:
         for strategy in BY_FSDP:
+            model = wrapped(strategy, make_model())
             with pytest.raises(ConfigurationError, match=r"WholeParameters\(model, Muon"):
-                torch.optim.Muon(wrapped(strategy, make_model()).parameters())
+                torch.optim.Muon(model.parameters())
+        muon = torch.optim.Muon([p for p in model.parameters() if p.ndim == 2])  # rows, in place
+        loss_of(model, rank).backward()
+        with pytest.raises(ConfigurationError, match=r"WholeParameters\(model, Muon"):
+            muon.step()
         with pytest.raises(ValueError, match="only supports 2D"):
             torch.optim.Muon(nn.Linear(2, 2).parameters())
         torch.optim.Muon(nn.Linear(2, 2, bias=False).parameters())

@@ -115,11 +115,7 @@ FAULTS = [
     Fault(
         "clipping on XLA",
         "the stand-in for a segment's gradients is plain zeros",
-<<<<<<< HEAD
-        "shardkit/oss/placement/flat_segment.py",
-=======
         "shardkit/oss/segments.py",
->>>>>>> sddp
         "    mark = torch.zeros_like(param).as_subclass(SegmentGradient)\n",
         "    return torch.zeros_like(param)\n    mark = torch.zeros_like(param).as_subclass(SegmentGradient)\n",
         (f"{_BORDER}::test_clip_grad_norm_of_torch", f"{_BORDER}::test_an_overflow_on_one_replica"),

@@ -8,16 +8,8 @@ import torch
 from torch import nn
 
 from shardkit.backend import get_backend
-<<<<<<< HEAD
-from shardkit.oss.placement.base import OnEveryRank
-from shardkit.oss.placement.choosing import placement_for
-from shardkit.oss.placement.flat_segment import FlatSegment
-from shardkit.oss.placement.in_segments import InSegments
-from shardkit.oss.placement.owned_parameters import OwnedParameters
-=======
 from shardkit.oss.placement import InSegments, OnEveryRank, OwnedParameters, placement_for
 from shardkit.oss.segments import FlatSegment
->>>>>>> sddp
 from tests.pools import rank_pool
 
 SHAPES = [(2, 3), (1,), (4,)]
