@@ -199,7 +199,7 @@ def _built_elsewhere(rank: int) -> None:
     for m in get_fsdp_instances(model):
         m.process_group = group
     assert model.process_group is group
-    assert list(model.state_dict())[0] == "0.weight"
+    assert next(iter(model.state_dict())) == "0.weight"
     assert model.process_group_reduce_scatter.size() == 2
     torch.manual_seed(3)
     _train_both(model, nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3)), rank, 2)
