@@ -57,9 +57,9 @@ class CountingGroup(ImaginedGroup):
         work = self._carry("reduce_scatter", input, async_op, label)
         if not self._on_host or self.world_size == 1:
             return work
-        # gloo has no reduce-scatter of its own: what arrives lies beside what it is added to
+        # gloo has no reduce-scatter of its own: what arrives may lie beside what it is added to
         exchange = Exchange(self.rank, tuple(sizes or [shard.numel()] * self.world_size))
-        arrived = exchange.own if self.world_size == 2 else exchange.own * self.world_size
+        arrived = 0 if self.world_size == 2 else exchange.own * self.world_size  # two add where it arrives
         return Arriving(shard.new_empty(min(exchange.own, PIECE) if exchange.in_rounds else arrived))
 
     def _carry(self, operation: str, tensor: torch.Tensor, async_op: bool, label: str) -> Work:

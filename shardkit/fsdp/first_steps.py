@@ -230,13 +230,13 @@ def _coupled(name: str) -> ConfigurationError:
 def _warn_of_groups_by_dimension(optimizer: Optimizer) -> None:
     """Groups made by ``p.ndim`` put all shards of one dimension with the biases, and nothing decays.
 
-    The group that was meant to decay is empty, or was left out because it is; then the others still say that they
-    don't, where the optimizer's own default is another.
+    The group that was meant to decay is empty, or was left out because it is; then the only other one still says that
+    it doesn't, where the optimizer's own default is another.
     """
     groups = optimizer.param_groups
     decaying = [g for g in groups if g.get("weight_decay")]
     says_no = any(not g["params"] for g in decaying) or (
-        not decaying and optimizer.defaults.get("weight_decay")
+        not decaying and len(groups) == 1 and optimizer.defaults.get("weight_decay")
     )
     undecayed = [f for g in groups if not g.get("weight_decay") for f in map(shard_behind, g["params"]) if f]
     matrices = [
