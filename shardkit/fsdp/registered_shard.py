@@ -261,7 +261,10 @@ class RegisteredShards:
                 if g._base is not base or g.data_ptr() != begin + offset * size or not g.is_contiguous():
                     return None
             flat, at = base.view(-1), (begin - base.data_ptr()) // size
-            own = flat[at : at + there[0][0].flat.layout.shard_numel]
+            numel = there[0][0].flat.layout.shard_numel
+            if not 0 <= at <= flat.numel() - numel or base.dtype is not first.dtype:
+                return None  # it has other memory now: ``module.to()`` sets a gradient's ``data``
+            own = flat[at : at + numel]
         if type(first) is not torch.Tensor:
             own.__class__ = type(first)  # its other parts are on other ranks, too
         return own

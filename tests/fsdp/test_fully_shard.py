@@ -397,3 +397,24 @@ def _offloaded_from_meta(rank: int) -> None:
 
 def test_offloaded_shards_of_a_model_on_the_meta_device() -> None:
     rank_pool(2, "simulated").run(_offloaded_from_meta)
+
+
+def _moved_with_gradients(rank: int) -> None:
+    """``module.to()`` gives each gradient other memory, and leaves it a view of what it was a view of."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Embedding(2, 3), nn.Linear(3, 1))
+    model = fully_shard(copy.deepcopy(plain))
+    tokens = torch.tensor([0, 1, 1])
+    for m in (plain, model):
+        for dtype in (torch.float32, torch.float64, torch.float32):
+            m.to(dtype)
+            m(tokens).square().sum().backward()
+        m.to(torch.float64).float()
+        m(tokens).square().sum().backward()
+        torch.optim.SGD(m.parameters(), lr=0.01).step()
+    torch.testing.assert_close(dict(model.state_dict()), dict(plain.state_dict()))
+
+
+@pytest.mark.parametrize("ranks", [2, 6])
+def test_gradients_that_moved_with_their_parameters(ranks: int) -> None:
+    rank_pool(ranks, "simulated").run(_moved_with_gradients)
