@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import io
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -308,7 +309,7 @@ def _refused(rank: int, world_size: int) -> None:
             fully_shard(again)
     with pytest.raises(ConfigurationError, match="not sharded by itself"):
         sharding_of(model.words)
-    with pytest.raises(LifecycleError, match="can't be pickled"):
+    with sharding_of(model).summon_full_params(), pytest.raises(LifecycleError, match="copying or pickling"):
         pickle.dumps(model)
     if world_size > 1:
         with pytest.raises(LifecycleError, match="Call state_dict"):
@@ -397,6 +398,61 @@ def _offloaded_from_meta(rank: int) -> None:
 
 def test_offloaded_shards_of_a_model_on_the_meta_device() -> None:
     rank_pool(2, "simulated").run(_offloaded_from_meta)
+
+
+def tied_units(**options: Any) -> tuple[nn.Sequential, nn.Sequential]:
+    """One process's, and one whose first two units share a weight."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(
+        *[nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 4)) for _ in range(2)], nn.Linear(4, 3)
+    )
+    plain[1][0].weight = plain[0][0].weight  # type: ignore[index]
+    model = copy.deepcopy(plain.double())
+    for unit in (model[0], model[1], model):
+        fully_shard(unit, **options)
+    return plain, model
+
+
+def inputs(rank: int) -> torch.Tensor:
+    return torch.randn(2, 4, generator=torch.Generator().manual_seed(rank), dtype=torch.float64)
+
+
+def whole(state: dict[str, Any]) -> dict[str, torch.Tensor]:
+    return {k: v.full_tensor() if hasattr(v, "full_tensor") else v for k, v in state.items()}
+
+
+def twins(rank: int, ranks: int, **options: Any) -> None:
+    """Copies, of copies too, and files are models of their own that train as one process's."""
+    plain, model = tied_units(**options)
+    model(inputs(rank)).sum().backward()  # copies have no gradients
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    copies = [copy.deepcopy(model), torch.load(file, weights_only=False), pickle.loads(pickle.dumps(model))]
+    copies.append(copy.deepcopy(copies[0]))
+    torch.testing.assert_close(copies[3][1](inputs(7)), plain[1](inputs(7)))  # what borrows runs first
+    with torch.no_grad():
+        for p in model.parameters():
+            p.zero_()
+    for twin in copies:
+        assert type(twin) is nn.Sequential
+        assert all(p.grad is None for p in twin.parameters())
+        truth = copy.deepcopy(plain)
+        for m, steps in ((twin, [rank]), (truth, list(range(ranks)))):
+            optimizer = torch.optim.AdamW(m.parameters(), lr=0.1)
+            for r in steps:
+                (m(inputs(r)).square().sum() / len(steps)).backward()
+            optimizer.step()
+        found = whole(twin.state_dict())
+        torch.testing.assert_close(found, dict(truth.state_dict()))
+        plain_twin = copy.deepcopy(plain)
+        assert list(found) == list(plain_twin.state_dict())  # the tied weight under both names
+        plain_twin.load_state_dict(found)
+
+
+def test_copies_and_files_of_tied_units() -> None:
+    rank_pool(2, "simulated").run(twins, 2)
+    rank_pool(3).run(twins, 3)
 
 
 def _moved_with_gradients(rank: int) -> None:
