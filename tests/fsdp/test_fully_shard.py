@@ -7,12 +7,13 @@ import inspect
 import io
 import pickle
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.utils.checkpoint import checkpoint
 
 from shardkit import FSDP, PrecisionPolicy, ReshardPolicy, ShardedDDP, fully_shard, sharding_of
@@ -474,3 +475,93 @@ def _moved_with_gradients(rank: int) -> None:
 @pytest.mark.parametrize("ranks", [2, 6])
 def test_gradients_that_moved_with_their_parameters(ranks: int) -> None:
     rank_pool(ranks, "simulated").run(_moved_with_gradients)
+
+
+def _steps_beside_one_process(
+    rank: int, ranks: int, dtensors: bool, make: Callable[[nn.Module], torch.optim.Optimizer], skipped: int = -1
+) -> None:  # fmt: skip
+    """Rows that ranks can't divide; gradients are filled with zeros; shardkit's clipping."""
+    plain, model = tied_units(dtensors=dtensors)
+    optimizers = [make(m) for m in (plain, model)]
+    for step in range(4):
+        factor = float("nan") if step == skipped else 1.0
+        for optimizer in optimizers:
+            optimizer.zero_grad(set_to_none=False)
+        for r in range(ranks):
+            (factor / ranks * plain(inputs(r + step)).square().sum()).backward()
+        (factor * model(inputs(rank + step)).square().sum()).backward()
+        norm = sharding_of(model).clip_grad_norm_(0.5)
+        truth = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+        torch.testing.assert_close(norm.double(), truth, equal_nan=True)
+        if step != skipped:
+            for optimizer in optimizers:
+                optimizer.step()
+    torch.testing.assert_close(whole(model.state_dict()), dict(plain.state_dict()))
+
+
+def _decay_by_dimensions(model: nn.Module) -> torch.optim.Optimizer:
+    """As nanoGPT does it; groups without parameters are left out."""
+    params = list(model.parameters())
+    sides = [([p for p in params if p.ndim >= 2], 0.5), ([p for p in params if p.ndim < 2], 0.0)]
+    return torch.optim.AdamW([{"params": ps, "weight_decay": d} for ps, d in sides if ps], lr=0.1)
+
+
+def _rprop(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Rprop(model.parameters())
+
+
+@pytest.mark.parametrize("dtensors", [False, True])
+def test_decay_by_dimensions_steps_that_are_skipped_and_steps_by_signs(dtensors: bool) -> None:
+    for ranks in (2, 3):
+        pool = rank_pool(ranks, "gloo" if dtensors else "simulated")
+        pool.run(_steps_beside_one_process, ranks, dtensors, _decay_by_dimensions)
+        pool.run(_steps_beside_one_process, ranks, dtensors, _decay_by_dimensions, 1)
+        pool.run(_steps_beside_one_process, ranks, dtensors, _rprop)
+
+
+def _asks_for_what_shards_lack(rank: int, dtensors: bool) -> None:
+    _, model = tied_units(dtensors=dtensors)
+    loss = model(inputs(rank)).sum()
+    with pytest.raises(LifecycleError, match="these are shards"):
+        torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
+    loss.backward()
+    for of in (partial(torch.optim.LBFGS, line_search_fn="strong_wolfe"), torch.optim.Adafactor):
+        with pytest.raises(ConfigurationError, match=r"WholeParameters|updates every element by itself"):
+            of(model.parameters()).step(lambda: loss)  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("dtensors", [False, True])
+def test_what_needs_whole_parameters_is_refused_by_name(dtensors: bool) -> None:
+    rank_pool(2).run(_asks_for_what_shards_lack, dtensors)
+
+
+def _narrow_micro_batches(rank: int, ranks: int, dtensors: bool) -> None:
+    """Gradients of 64 narrow backwards add up in the dtype in which they travel."""
+
+    def batch(rank: int, micro: int) -> torch.Tensor:
+        return torch.randn(4, 8, generator=torch.Generator().manual_seed(100 * rank + micro)).bfloat16()
+
+    torch.manual_seed(0)
+    plain = nn.Linear(8, 9, bias=False)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    model: Any = fully_shard(copy.deepcopy(plain), mp_policy=policy, dtensors=dtensors)
+    wanted = torch.zeros(9, 8)
+    for micro in range(64):
+        for r in range(ranks):
+            narrow = plain.weight.detach().bfloat16().requires_grad_()
+            (batch(r, micro) @ narrow.T).float().square().sum().backward()
+            assert narrow.grad is not None
+            wanted += narrow.grad.float() / ranks
+        model.set_requires_gradient_sync(micro == 63)
+        model(batch(rank, micro)).float().square().sum().backward()
+    for m, gradient in ((model, None), (plain, wanted)):
+        optimizer = torch.optim.SGD(m.parameters(), lr=1.0)
+        plain.weight.grad = gradient
+        optimizer.step()
+    found = whole(model.state_dict())["weight"]
+    assert (found - plain.weight.detach()).abs().max() <= 1e-6 * wanted.abs().max()
+
+
+@pytest.mark.parametrize("dtensors", [False, True])
+def test_unsynchronised_gradients_add_up_in_the_dtype_in_which_they_travel(dtensors: bool) -> None:
+    rank_pool(2, "gloo" if dtensors else "simulated").run(_narrow_micro_batches, 2, dtensors)
