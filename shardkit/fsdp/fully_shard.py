@@ -31,7 +31,7 @@ from . import state_dict as state_dicts
 from .calls import cast_inputs, computing_when_summoned, refuse_backward
 from .construct import shard_module, wake
 from .door import Door
-from .flat_values import RowsLayout, layout_for
+from .flat_values import AlignedLayout, RowsLayout
 from .inside import collect_in_place, refuse_state_dicts
 from .lazy import saving_originals_by_name
 from .moving import begin_move
@@ -97,7 +97,7 @@ def fully_shard(
         group=group, replicas=replicas, precision=words.precision(precision), reshard=words.reshard(reshard),
         offload=words.offload(offload), reduce=words.reduce(reduce),
         flatten=False, sync_module_states=sync_module_states, device=device, backend=backend,
-        layout=layout_for("rows", False) if dtensors else RowsLayout(align),
+        layout=AlignedLayout("rows") if dtensors else RowsLayout(align),
         dtensors=dtensors, mesh=mesh,
     )  # fmt: skip
     for each in modules_of(module):

@@ -481,10 +481,13 @@ def test_gradients_that_moved_with_their_parameters(ranks: int) -> None:
 
 
 def _steps_beside_one_process(
-    rank: int, ranks: int, dtensors: bool, make: Callable[[nn.Module], torch.optim.Optimizer], skipped: int = -1
+    rank: int, ranks: int, dtensors: bool, make: Callable[[nn.Module], torch.optim.Optimizer], skipped: int = -1,
+    by: Any = None,
 ) -> None:  # fmt: skip
     """Rows that ranks can't divide; gradients are filled with zeros; shardkit's clipping."""
     plain, model = tied_units(dtensors=dtensors)
+    if by is not None:
+        model = by(copy.deepcopy(plain))
     optimizers = [make(m) for m in (plain, model)]
     for step in range(4):
         factor = float("nan") if step == skipped else 1.0
@@ -493,7 +496,7 @@ def _steps_beside_one_process(
         for r in range(ranks):
             (factor / ranks * plain(inputs(r + step)).square().sum()).backward()
         (factor * model(inputs(rank + step)).square().sum()).backward()
-        norm = sharding_of(model).clip_grad_norm_(0.5)
+        norm = (model if by else sharding_of(model)).clip_grad_norm_(0.5)
         truth = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
         torch.testing.assert_close(norm.double(), truth, equal_nan=True)
         if step != skipped:
@@ -520,6 +523,8 @@ def test_decay_by_dimensions_steps_that_are_skipped_and_steps_by_signs(dtensors:
         pool.run(_steps_beside_one_process, ranks, dtensors, _decay_by_dimensions)
         pool.run(_steps_beside_one_process, ranks, dtensors, _decay_by_dimensions, 1)
         pool.run(_steps_beside_one_process, ranks, dtensors, _rprop)
+    by = partial(FSDP, flatten=False)
+    rank_pool(3, "simulated").run(_steps_beside_one_process, 3, False, _decay_by_dimensions, -1, by)
 
 
 def _asks_for_what_shards_lack(rank: int, dtensors: bool) -> None:
