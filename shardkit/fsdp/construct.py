@@ -37,7 +37,7 @@ from .originals import OriginalParameter, Place, managing
 from .registered_shard import RegisteredShard, RegisteredShards
 from .registrations import note_taken
 from .registries import hide, register
-from .state import Options, ShardingState, state_of
+from .state import Options, ShardingState, owners_of, state_of
 from .unit_module import UnitModule, list_in_place
 
 if TYPE_CHECKING:
@@ -345,6 +345,9 @@ def wake(state: ShardingState) -> None:
 
 def _wake(state: ShardingState) -> None:
     borrowed, divisors = state.__dict__.pop("borrowed"), state.__dict__.pop("divided")
+    for owner in owners_of(borrowed):
+        if owner.is_asleep:
+            _wake(owner)
     connect(state, state.flats[0].listings[0].param if state.flats else None, borrowed)
     for flat in state.flats:
         if flat.layout.world_size != state.group.world_size:

@@ -324,7 +324,7 @@ class FlatParam:
     # ------------------------------------------------------------ being copied
     def __getstate__(self) -> StateDict:
         state = self.__dict__.copy()
-        for name in ("group", "store", "post_forward_mesh", "ranges"):
+        for name in ("group", "store", "post_forward_mesh", "ranges", "versioned"):
             state.pop(name, None)
         if self.shards is not None:
             del state["param"]  # made anew of registered parameters, which are copied one by one
@@ -335,5 +335,7 @@ class FlatParam:
         self.group = group
         self.post_forward_mesh = post_forward_mesh
         self.ranges = UNNAMED
+        if self.shards is not None:
+            self.shards.set_gradient(None)  # copies of parameters have none; those of DTensors do
         self.collect()
         self._settle(None)

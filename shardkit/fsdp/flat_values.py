@@ -76,20 +76,6 @@ def put_together(rows: Sequence[torch.Tensor], layout: ShardLayout) -> torch.Ten
     return torch.cat([row for _, row in sorted(placed, key=lambda part: part[0])])
 
 
-def layout_for(align: Align, flatten: bool) -> AlignedLayout:
-    """That of ``align``.
-
-    Raises:
-        ConfigurationError: no such alignment, or none for parameters that are cut one by one.
-    """
-    if align == "parameters" and not flatten:
-        raise ConfigurationError(
-            'align="parameters" keeps parameters of a flat parameter whole, each on one rank; here each parameter is '
-            'cut by itself, and one rank would hold it alone. Use align="rows", or FSDP(module) with flatten=True'
-        )
-    return AlignedLayout(align)
-
-
 def own_part(values: torch.Tensor, group: Group) -> torch.Tensor:
     """This rank's part of values [W * S], rank by rank, [S]: a view, or where execution is lazy a copy.
 

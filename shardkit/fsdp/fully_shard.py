@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
@@ -23,6 +23,7 @@ from ..policy import OffloadPolicy, PrecisionPolicy, ReducePolicy, ReshardPolicy
 from ..progress import noting_errors
 from ..torch_seams.compiling import not_compiled
 from ..torch_seams.device_mesh import shards_and_replicas_of
+from ..torch_seams.dtensors import cut_rows, is_dtensor, savable
 from ..torch_seams.other_wrappers import AccelerateAsks, check_wrappable
 from ..types import Args, IncompatibleKeys, Kwargs, Memo, ProcessGroup, StateDict, Tree
 from . import moving
@@ -30,7 +31,7 @@ from . import state_dict as state_dicts
 from .calls import cast_inputs, computing_when_summoned, refuse_backward
 from .construct import shard_module, wake
 from .door import Door
-from .flat_values import RowsLayout, layout_for
+from .flat_values import AlignedLayout, RowsLayout
 from .inside import collect_in_place, refuse_state_dicts
 from .lazy import saving_originals_by_name
 from .moving import begin_move
@@ -96,7 +97,7 @@ def fully_shard(
         group=group, replicas=replicas, precision=words.precision(precision), reshard=words.reshard(reshard),
         offload=words.offload(offload), reduce=words.reduce(reduce),
         flatten=False, sync_module_states=sync_module_states, device=device, backend=backend,
-        layout=layout_for("rows", False) if dtensors else RowsLayout(align),
+        layout=AlignedLayout("rows") if dtensors else RowsLayout(align),
         dtensors=dtensors, mesh=mesh,
     )  # fmt: skip
     for each in modules_of(module):
@@ -227,6 +228,11 @@ class _InPlace:
         wake(self._state)
         check_asker(module, keeps_names=True)
         state = self._state
+        if state.options.dtensors and torch.is_inference_mode_enabled():
+            raise LifecycleError(
+                f"rank {state.group.rank}: state_dict() of DTensors under torch.inference_mode(): torch can't detach "
+                "them there. Call it outside, or under torch.no_grad()"
+            )
         if not state.options.dtensors and not state.state_is_local and state.summoned is None:
             enter_summon(state, writeback=False)
             state.is_loading = True
@@ -237,6 +243,8 @@ class _InPlace:
         state = self._state
         if not state.options.dtensors and not state.state_is_local:
             state_dicts.detach_entries(state, found, prefix, {})
+        if state.options.dtensors:
+            savable(found, prefix)
         state_dicts.end_loading(state)
 
     def _begin_load(self, module: nn.Module, state_dict: StateDict, *others: object) -> None:
@@ -244,9 +252,20 @@ class _InPlace:
         wake(state)
         if state.options.dtensors:
             begin_move(state)  # what is gathered will be old
+            (prefix,) = others[:1]
+            self._cut_plain(state_dict, str(prefix))
         else:
             state_dicts.begin_loading(state, state_dict)
         collect_in_place(1)
+
+    def _cut_plain(self, state_dict: StateDict, prefix: str) -> None:
+        """Puts this rank's part as a DTensor in place of each plain tensor for one; all ranks have the same ones."""
+        for path, m in self._state.own_modules(prefix.rstrip(".")):
+            for name, p in m._parameters.items():
+                key = f"{path}.{name}" if path else name
+                value = state_dict.get(key)
+                if is_dtensor(p) and isinstance(value, torch.Tensor) and not is_dtensor(value):
+                    state_dict[key] = cut_rows(value.to(p._local_tensor.device), p.device_mesh)
 
     def _end_load(self, module: nn.Module, incompatible: IncompatibleKeys) -> None:
         collect_in_place(-1)
@@ -262,22 +281,17 @@ class _InPlace:
 
     def __deepcopy__(self, memo: Memo) -> _InPlace:
         """Called while the module is copied; the state of the copy is asleep until the copy is whole and used."""
-        if self._state.options.dtensors:
-            raise LifecycleError(
-                f"rank {self._state.group.rank}: a module whose shards are listed as DTensors can't be copied; copy it "
-                "before fully_shard, or load its state_dict() into another one"
-            )
         moving.check_copied(self._state, memo)
         made = _InPlace.__new__(_InPlace)
         memo[id(self)] = made
         made.__init__(copy.deepcopy(self._state, memo))  # type: ignore[misc]
         return made
 
-    def __reduce__(self) -> NoReturn:
-        raise LifecycleError(
-            f"rank {self._state.group.rank}: a {type(self._state.module).__name__} that fully_shard has sharded can't "
-            "be pickled. Save state_dict() (on all ranks), and load it into a model of the same class"
-        )
+    def __getstate__(self) -> StateDict:
+        """What a file takes, in which the state is asleep."""
+        wake(self._state)
+        moving.check_pickled(self._state)
+        return {"_state": self._state, "_calls": [], "_is_refused": False}
 
 
 def _first(handle: Any, hooks: Any) -> None:

@@ -27,10 +27,10 @@ from ..errors import LifecycleError
 from ..flattening.flat_parameter import FlatParameter
 from ..layout import ShardLayout
 from ..optimizers.shards import note_shard, shard_behind
-from ..torch_seams.dtensors import dtensor_of, is_dtensor
+from ..torch_seams.dtensors import as_parameter, dtensor_of, is_dtensor
 from ..torch_seams.hooks import check_asked_gradients
 from ..torch_seams.marked_tensors import as_plain
-from ..types import AnyCallable
+from ..types import AnyCallable, StateDict
 from .originals import FlatParamLike, Listing
 from .registries import hide, register
 
@@ -111,7 +111,8 @@ class RegisteredShard:
         self.layout, self.offset, self.shape = layout, offset, tuple(shape)
         self.numel = torch.Size(shape).numel()
         self.spec = spec
-        self.param = nn.Parameter(self.shown(values), requires_grad=self.original.param.requires_grad)
+        trains, shown = self.original.param.requires_grad, self.shown(values)
+        self.param = nn.Parameter(shown, trains) if spec is None else as_parameter(shown, trains)
         for place in self.places:
             hide(place, self.original.param)
             register(place, self.param)
@@ -150,6 +151,13 @@ class RegisteredShard:
         """What is listed of the shard's values, or gradients, [S]: a view."""
         part = values[self.offset : self.offset + self.numel]
         return part.view(self.shape) if self.spec is None else dtensor_of(part.view(self.shape), self.spec)
+
+    def __getstate__(self) -> StateDict:
+        return {**self.__dict__, "spec": None}  # that of the DTensor
+
+    def __setstate__(self, state: StateDict) -> None:
+        self.__dict__.update(state)
+        self.spec = self.param._spec if is_dtensor(self.param) else None
 
     def local(self, listed: torch.Tensor) -> torch.Tensor:
         """The memory of what is listed, or of a gradient of it, on this rank."""
@@ -190,12 +198,21 @@ class RegisteredShards:
                 self._parts[k] = len(self._split) - 2, r.shape
         self._are_dtensors = any(r.spec is not None for r in self.each)
 
+    def __getstate__(self) -> StateDict:
+        """What a copy or a file takes: tensors that registered parameters have are theirs alone."""
+        gone = ("params", "_locals", "versioned", "_addresses")
+        return {name: value for name, value in self.__dict__.items() if name not in gone}
+
+    def __setstate__(self, state: StateDict) -> None:
+        self.__dict__.update(state)
+        self.params = [r.param for r in self.each]
+
     def _note_memory(self, shard: torch.Tensor) -> None:
         self.params = [r.param for r in self.each]
         self._locals = [r.local(r.param) for r in self.each]
         self.versioned = [*self.params, *self._locals] if self._are_dtensors else self.params
         self._addresses = [] if shard.is_meta else list(map(_address_of, self._locals))
-        self._seen = shard.dtype, shard.device
+        self._empty = shard.new_empty(0)
 
     # ------------------------------------------------------------ values
     def are_views(self) -> bool:
@@ -304,7 +321,8 @@ class RegisteredShards:
             for k, r in enumerate(self.each):
                 view = views[k]
                 if r.spec is not None and view is not None:
-                    views[k] = of_dtensor(view, r.spec, requires_grad=False)
+                    made = views[k] = of_dtensor(self._empty, r.spec, requires_grad=False)  # see dtensor_of
+                    made._local_tensor = view
         if kind is not torch.Tensor:
             for view in views:
                 if type(view) is torch.Tensor:

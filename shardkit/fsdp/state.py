@@ -153,7 +153,7 @@ class ShardingState:
         for name in ("group", "post_forward_mesh", "replicas", "unit", "engine", "is_root", "summoned"):
             copied[name] = None
         copied["is_computing"] = False
-        copied["options"] = replace(self.options, group=None, replicas=None)
+        copied["options"] = replace(self.options, group=None, replicas=None, mesh=None)
         copied["borrowed"], copied["divided"] = self.unit.borrowed, self.unit.divisors
         return copied
 
@@ -263,6 +263,12 @@ def state_of(module: nn.Module) -> ShardingState | None:
     found = _states.get(id(module))
     state = None if found is None else found()
     return state if state is not None and state.door is module else None
+
+
+def owners_of(flats: Sequence[FlatParam]) -> list[ShardingState]:
+    """The states whose flat parameters these are."""
+    found = [state for state in (held() for held in list(_states.values())) if state is not None]
+    return [state for state in found if any(flat in state.flats for flat in flats)]
 
 
 def modules_outside_units(

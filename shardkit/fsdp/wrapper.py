@@ -14,7 +14,7 @@ from ..progress import noting_errors
 from ..torch_seams.device_mesh import shards_and_replicas_of
 from ..types import ProcessGroup, Tree
 from .door import Door
-from .flat_values import layout_for
+from .flat_values import AlignedLayout, RowsLayout
 from .sharded_api import SummonAndClip
 from .state import Options
 
@@ -91,7 +91,7 @@ class FSDP(SummonAndClip, Door):
             Options.given(
                 group=group, replicas=replicas, precision=precision, reshard=reshard, offload=offload, reduce=reduce,
                 flatten=flatten, sync_module_states=sync_module_states, device=device, backend=backend,
-                layout=layout_for(align, flatten),
+                layout=AlignedLayout(align) if flatten else RowsLayout(align),
             ),
         )  # fmt: skip
 

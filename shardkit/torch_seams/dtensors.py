@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, TypeGuard
+from typing import TYPE_CHECKING, TypeGuard, cast
 
 import torch
+from torch import nn
 
 from ..errors import ConfigurationError
 from ..types import ProcessGroup, Tree
@@ -62,6 +63,13 @@ def is_dtensor(value: object) -> TypeGuard[DTensor]:
     return loaded is not None and isinstance(value, loaded.DTensor)
 
 
+def savable(state: dict[str, Tree], prefix: str) -> None:
+    """Puts DTensors that torch can copy and pickle in place of others in a state dict; see :func:`dtensor_of`."""
+    for key, value in state.items():
+        if key.startswith(prefix) and is_dtensor(value) and value.storage_offset():
+            state[key] = dtensor_of(value._local_tensor, value._spec)
+
+
 def is_cut(value: object) -> bool:
     """Whether it is a DTensor, or a ShardedTensor."""
     return hasattr(value, "full_tensor") or hasattr(value, "local_shards")
@@ -91,10 +99,22 @@ def rows_here(like: torch.Tensor, mesh: DeviceMesh, shape: torch.Size) -> DTenso
 
 
 def dtensor_of(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
-    """A DTensor over this memory; quicker than ``DTensor.from_local``, which looks at everything anew."""
+    """A DTensor over this memory; quicker than ``DTensor.from_local``, which looks at everything anew.
+
+    A DTensor tells where its local tensor begins in memory as if it had memory itself, and torch copies and pickles
+    only those that begin at 0. So it is made over nothing, and gets its memory then.
+    """
     from torch.distributed.tensor import DTensor
 
-    return DTensor(local, spec, requires_grad=False)
+    made = DTensor(local.new_empty(0), spec, requires_grad=False)
+    made._local_tensor = local
+    return made
+
+
+def as_parameter(value: torch.Tensor, requires_grad: bool) -> nn.Parameter:
+    """A DTensor that nothing else has, as a parameter; ``nn.Parameter`` would make another one."""
+    value.requires_grad_(requires_grad)._is_param = True
+    return cast("nn.Parameter", value)
 
 
 def like_dtensor(local: torch.Tensor, other: DTensor) -> DTensor:

@@ -83,6 +83,27 @@ def test_bytes_copied(world_size: int, implementation: str) -> None:
     assert max(of(world_size, implementation, "moved")) <= 140e6
 
 
+# at most, in place: operations, Python calls of the main thread, peak over P
+IN_PLACE = {"fully_shard": (900, 1600, 2.80), "dtensors": (1093, 6000, 2.85)}
+
+
+@pytest.mark.parametrize("implementation", IN_PLACE)
+def test_a_unit_is_one_message_through_every_door(implementation: str) -> None:
+    """Seven units: twelve gathers, which gloo makes a broadcast of each rank, and seven reductions."""
+    operations, calls, peak = IN_PLACE[implementation]
+    for collectives in of(2, implementation, "collectives"):
+        assert set(collectives) == {"broadcast_", "alltoall_base_"}
+        assert collectives["broadcast_"] <= 12 * 2
+        assert collectives["alltoall_base_"] <= 7
+    assert max(of(2, implementation, "sent")) <= 1.01 * fsdp_sent(2)
+    assert max(of(2, implementation, "operations")) <= operations
+    assert max(of(2, implementation, "calls")) <= calls
+    assert max(of(2, implementation, "resident")) <= 1.52 * P
+    assert max(of(2, implementation, "peak")) <= peak * P
+    needs_wire(2)
+    assert max(of(2, implementation, "wire")) <= 1.01 * fsdp_sent(2)
+
+
 def test_nothing_grows_over_fifty_steps() -> None:
     for rank in measured(2)["growth"]["fsdp"]:
         assert rank["bytes"] == 0

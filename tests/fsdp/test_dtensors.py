@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch.distributed.tensor import DTensor
 import shardkit
 from shardkit import FSDP, fully_shard, sharding_of
 from shardkit.errors import ConfigurationError, LifecycleError, RankMismatchError
+from tests.fsdp.test_fully_shard import twins
 from tests.pools import rank_pool
 
 
@@ -241,8 +243,19 @@ def _moved(rank: int) -> None:
     torch.testing.assert_close(empty(_batch(0, rank)), Model().double()(_batch(0, rank)))
     norm = sharding_of(empty).clip_grad_norm_(1.0)
     assert norm == 0.0
-    with pytest.raises(LifecycleError, match="DTensors can't be copied"):
-        copy.deepcopy(empty)
+    plain = Model().double()
+    with torch.no_grad():
+        plain.head.weight.fill_(2)
+    empty.load_state_dict(plain.state_dict())  # plain tensors
+    torch.testing.assert_close(_whole(empty.state_dict()), dict(plain.state_dict()))
+    with torch.inference_mode(), pytest.raises(LifecycleError, match=r"under torch\.no_grad"):
+        empty.state_dict()
+    file = io.BytesIO()
+    torch.save(empty.state_dict(), file)
+    file.seek(0)
+    empty.load_state_dict(torch.load(file, weights_only=False))
+    torch.testing.assert_close(_whole(empty.state_dict()), dict(plain.state_dict()))
+    twins(rank, 2, dtensors=True)
     with pytest.raises(ConfigurationError, match="get_optimizer_state_dict"):
         sharding_of(empty).gather_full_optim_state_dict(_adam(empty))
 

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import inspect
+import io
 import pickle
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.utils.checkpoint import checkpoint
 
 from shardkit import FSDP, PrecisionPolicy, ReshardPolicy, ShardedDDP, fully_shard, sharding_of
@@ -308,7 +313,7 @@ def _refused(rank: int, world_size: int) -> None:
             fully_shard(again)
     with pytest.raises(ConfigurationError, match="not sharded by itself"):
         sharding_of(model.words)
-    with pytest.raises(LifecycleError, match="can't be pickled"):
+    with sharding_of(model).summon_full_params(), pytest.raises(LifecycleError, match="copying or pickling"):
         pickle.dumps(model)
     if world_size > 1:
         with pytest.raises(LifecycleError, match="Call state_dict"):
@@ -399,6 +404,64 @@ def test_offloaded_shards_of_a_model_on_the_meta_device() -> None:
     rank_pool(2, "simulated").run(_offloaded_from_meta)
 
 
+<<<<<<< HEAD
+=======
+def tied_units(**options: Any) -> tuple[nn.Sequential, nn.Sequential]:
+    """One process's, and one whose first two units share a weight."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(
+        *[nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 4)) for _ in range(2)], nn.Linear(4, 3)
+    )
+    plain[1][0].weight = plain[0][0].weight  # type: ignore[index]
+    model = copy.deepcopy(plain.double())
+    for unit in (model[0], model[1], model):
+        fully_shard(unit, **options)
+    return plain, model
+
+
+def inputs(rank: int) -> torch.Tensor:
+    return torch.randn(2, 4, generator=torch.Generator().manual_seed(rank), dtype=torch.float64)
+
+
+def whole(state: dict[str, Any]) -> dict[str, torch.Tensor]:
+    return {k: v.full_tensor() if hasattr(v, "full_tensor") else v for k, v in state.items()}
+
+
+def twins(rank: int, ranks: int, **options: Any) -> None:
+    """Copies, of copies too, and files are models of their own that train as one process's."""
+    plain, model = tied_units(**options)
+    model(inputs(rank)).sum().backward()  # copies have no gradients
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    copies = [copy.deepcopy(model), torch.load(file, weights_only=False), pickle.loads(pickle.dumps(model))]
+    copies.append(copy.deepcopy(copies[0]))
+    torch.testing.assert_close(copies[3][1](inputs(7)), plain[1](inputs(7)))  # what borrows runs first
+    with torch.no_grad():
+        for p in model.parameters():
+            p.zero_()
+    for twin in copies:
+        assert type(twin) is nn.Sequential
+        assert all(p.grad is None for p in twin.parameters())
+        truth = copy.deepcopy(plain)
+        for m, steps in ((twin, [rank]), (truth, list(range(ranks)))):
+            optimizer = torch.optim.AdamW(m.parameters(), lr=0.1)
+            for r in steps:
+                (m(inputs(r)).square().sum() / len(steps)).backward()
+            optimizer.step()
+        found = whole(twin.state_dict())
+        torch.testing.assert_close(found, dict(truth.state_dict()))
+        plain_twin = copy.deepcopy(plain)
+        assert list(found) == list(plain_twin.state_dict())  # the tied weight under both names
+        plain_twin.load_state_dict(found)
+
+
+def test_copies_and_files_of_tied_units() -> None:
+    rank_pool(2, "simulated").run(twins, 2)
+    rank_pool(3).run(twins, 3)
+
+
+>>>>>>> rows
 def _moved_with_gradients(rank: int) -> None:
     """``module.to()`` gives each gradient other memory, and leaves it a view of what it was a view of."""
     torch.manual_seed(0)
@@ -418,3 +481,223 @@ def _moved_with_gradients(rank: int) -> None:
 @pytest.mark.parametrize("ranks", [2, 6])
 def test_gradients_that_moved_with_their_parameters(ranks: int) -> None:
     rank_pool(ranks, "simulated").run(_moved_with_gradients)
+<<<<<<< HEAD
+=======
+
+
+def _steps_beside_one_process(
+    rank: int, ranks: int, dtensors: bool, make: Callable[[nn.Module], torch.optim.Optimizer], skipped: int = -1,
+    by: Any = None,
+) -> None:  # fmt: skip
+    """Rows that ranks can't divide; gradients are filled with zeros; shardkit's clipping."""
+    plain, model = tied_units(dtensors=dtensors)
+    if by is not None:
+        model = by(copy.deepcopy(plain))
+    optimizers = [make(m) for m in (plain, model)]
+    for step in range(4):
+        factor = float("nan") if step == skipped else 1.0
+        for optimizer in optimizers:
+            optimizer.zero_grad(set_to_none=False)
+        for r in range(ranks):
+            (factor / ranks * plain(inputs(r + step)).square().sum()).backward()
+        (factor * model(inputs(rank + step)).square().sum()).backward()
+        norm = (model if by else sharding_of(model)).clip_grad_norm_(0.5)
+        truth = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+        torch.testing.assert_close(norm.double(), truth, equal_nan=True)
+        if step != skipped:
+            for optimizer in optimizers:
+                optimizer.step()
+    torch.testing.assert_close(whole(model.state_dict()), dict(plain.state_dict()))
+
+
+def _decay_by_dimensions(model: nn.Module) -> torch.optim.Optimizer:
+    """As nanoGPT does it; groups without parameters are left out."""
+    params = list(model.parameters())
+    sides = [([p for p in params if p.ndim >= 2], 0.5), ([p for p in params if p.ndim < 2], 0.0)]
+    return torch.optim.AdamW([{"params": ps, "weight_decay": d} for ps, d in sides if ps], lr=0.1)
+
+
+def _rprop(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Rprop(model.parameters())
+
+
+@pytest.mark.parametrize("dtensors", [False, True])
+def test_decay_by_dimensions_steps_that_are_skipped_and_steps_by_signs(dtensors: bool) -> None:
+    for ranks in (2, 3):
+        pool = rank_pool(ranks, "gloo" if dtensors else "simulated")
+        pool.run(_steps_beside_one_process, ranks, dtensors, _decay_by_dimensions)
+        pool.run(_steps_beside_one_process, ranks, dtensors, _decay_by_dimensions, 1)
+        pool.run(_steps_beside_one_process, ranks, dtensors, _rprop)
+    by = partial(FSDP, flatten=False)
+    rank_pool(3, "simulated").run(_steps_beside_one_process, 3, False, _decay_by_dimensions, -1, by)
+
+
+def _asks_for_what_shards_lack(rank: int, dtensors: bool) -> None:
+    _, model = tied_units(dtensors=dtensors)
+    loss = model(inputs(rank)).sum()
+    with pytest.raises(LifecycleError, match="these are shards"):
+        torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
+    loss.backward()
+    for of in (partial(torch.optim.LBFGS, line_search_fn="strong_wolfe"), torch.optim.Adafactor):
+        with pytest.raises(ConfigurationError, match=r"WholeParameters|updates every element by itself"):
+            of(model.parameters()).step(lambda: loss)  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("dtensors", [False, True])
+def test_what_needs_whole_parameters_is_refused_by_name(dtensors: bool) -> None:
+    rank_pool(2).run(_asks_for_what_shards_lack, dtensors)
+
+
+def _narrow_micro_batches(rank: int, ranks: int, dtensors: bool) -> None:
+    """Gradients of 64 narrow backwards add up in the dtype in which they travel."""
+
+    def batch(rank: int, micro: int) -> torch.Tensor:
+        return torch.randn(4, 8, generator=torch.Generator().manual_seed(100 * rank + micro)).bfloat16()
+
+    torch.manual_seed(0)
+    plain = nn.Linear(8, 9, bias=False)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    model: Any = fully_shard(copy.deepcopy(plain), mp_policy=policy, dtensors=dtensors)
+    wanted = torch.zeros(9, 8)
+    for micro in range(64):
+        for r in range(ranks):
+            narrow = plain.weight.detach().bfloat16().requires_grad_()
+            (batch(r, micro) @ narrow.T).float().square().sum().backward()
+            assert narrow.grad is not None
+            wanted += narrow.grad.float() / ranks
+        model.set_requires_gradient_sync(micro == 63)
+        model(batch(rank, micro)).float().square().sum().backward()
+    for m, gradient in ((model, None), (plain, wanted)):
+        optimizer = torch.optim.SGD(m.parameters(), lr=1.0)
+        plain.weight.grad = gradient
+        optimizer.step()
+    found = whole(model.state_dict())["weight"]
+    assert (found - plain.weight.detach()).abs().max() <= 1e-6 * wanted.abs().max()
+
+
+@pytest.mark.parametrize("dtensors", [False, True])
+def test_unsynchronised_gradients_add_up_in_the_dtype_in_which_they_travel(dtensors: bool) -> None:
+    rank_pool(2, "gloo" if dtensors else "simulated").run(_narrow_micro_batches, 2, dtensors)
+
+
+class Drawn(nn.Module):
+    """A model with the traits that are named: see :func:`drawn`."""
+
+    def __init__(self, width: int, hidden: int, vocabulary: int, traits: frozenset[str]) -> None:
+        super().__init__()
+        self.traits = traits
+        self.words = nn.Embedding(vocabulary, width)
+        self.blocks = nn.ModuleList(
+            [nn.Sequential(nn.Linear(width, n), nn.Tanh(), nn.Linear(n, width)) for n in (hidden, 1)]
+        )
+        self.head = nn.Linear(width, vocabulary, bias=False)
+        self.scale = nn.Parameter(torch.ones(1 if "dtensors" in traits else ()))
+        self.low, self.rank = nn.Parameter(torch.randn(2, 1, width)), nn.Parameter(torch.empty(0, width))
+        self.offsets = nn.Parameter(torch.zeros(width, dtype=torch.long), requires_grad=False)
+        self.spare = nn.Linear(width, width)
+        self.register_buffer("mask", torch.ones(width, dtype=torch.bool))
+        self.double()
+        if "mixed" in traits:
+            self.spare.float()
+        if "frozen" in traits:
+            self.blocks[0][0].requires_grad_(False)  # type: ignore[index]
+        if "tied" in traits:
+            self.blocks[1][2].bias = self.blocks[0][2].bias  # type: ignore[index]
+            self.head.weight = self.words.weight
+
+    def forward(self, tokens: torch.Tensor, spares: bool) -> torch.Tensor:
+        x = self.words(tokens)
+        for block in self.blocks:
+            x = x + block(x)
+        x = torch.where(self.mask, x * self.scale + self.low.sum((0, 1)), x) + self.offsets + self.rank.sum()
+        return self.head(x + self.spare(x.to(self.spare.weight.dtype)) if spares else x)
+
+
+@st.composite
+def drawn(draw: st.DrawFn) -> dict[str, Any]:
+    traits = st.sets(
+        st.sampled_from(["mixed", "frozen", "tied", "keeps", "clips", "own no_sync", "freezes", "data"])
+    )
+    return {
+        "sizes": draw(st.tuples(st.integers(2, 5), st.integers(1, 6), st.integers(2, 7))),
+        "traits": draw(traits), "ranks": draw(st.integers(1, 6)), "later": draw(st.integers(1, 5)),
+        "to_none": draw(st.lists(st.booleans(), min_size=4, max_size=4)),
+        "spares": draw(st.lists(st.sampled_from(["all", "some", "none"]), min_size=4, max_size=4)),
+        "align": draw(st.sampled_from([None, 2])),
+    }  # fmt: skip
+
+
+def _trained_as_drawn(
+    rank: int, ranks: int, program: dict[str, Any], steps: range, start: Any, dtensors: bool
+) -> Any:
+    """Trains beside one process from what other ranks left; returns what the next ones start from."""
+    traits, (width, hidden, vocabulary) = program["traits"], program["sizes"]
+
+    def made(seed: int) -> Drawn:
+        torch.manual_seed(seed)
+        return Drawn(width, hidden, vocabulary, frozenset(traits | ({"dtensors"} if dtensors else set())))
+
+    plain, model = made(0), made(0)
+    options: dict[str, Any] = {
+        "reshard": ReshardPolicy(after_forward="keeps" not in traits),
+        "dtensors": dtensors,
+    }
+    for unit in (*model.blocks, model):
+        fully_shard(unit, align=None if dtensors else program["align"], **options)
+
+    def optimizer_of(m: nn.Module) -> torch.optim.Optimizer:
+        params = [p for p in m.parameters() if p.is_floating_point()]
+        sides = [[p for p in params if p.ndim >= 2], [p for p in params if p.ndim < 2]]
+        return torch.optim.AdamW([{"params": sides[0]}, {"params": sides[1], "weight_decay": 0.3}], lr=0.02)
+
+    optimizers = [optimizer_of(m) for m in (plain, model)]
+    api = sharding_of(model)
+    if start is not None:
+        values, states, plain_states = copy.deepcopy(start)
+        for m in (plain, model):
+            m.load_state_dict(values)
+        optimizers[0].load_state_dict(plain_states)
+        optimizers[1].load_state_dict(api.get_shard_from_optim_state_dict(states))
+    for step in steps:
+        for m, optimizer in zip((plain, model), optimizers, strict=True):
+            optimizer.zero_grad(set_to_none=program["to_none"][step])
+            listed = dict(m.named_parameters())["low"]
+            listed.requires_grad_("freezes" not in traits or step != 1)
+            if "data" in traits and step == 1 and not dtensors:
+                listed.data = listed.data * 0.5
+        for micro in range(2):
+            waits = micro == 0 and "own no_sync" in traits
+            with api.no_sync() if waits else contextlib.nullcontext():
+                for r, m in [*((r, plain) for r in range(ranks)), (rank, model)]:
+                    tokens = torch.randint(
+                        0, vocabulary, (3,), generator=torch.Generator().manual_seed(9 * step + r)
+                    )
+                    spares = {"all": True, "none": False, "some": r == 0}[program["spares"][step]]
+                    loss = m(tokens, spares).square().mean()
+                    (loss / ranks if m is plain else loss).backward()
+        if "clips" in traits:
+            api.clip_grad_norm_(0.1)
+            nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
+        for optimizer in optimizers:
+            optimizer.step()
+    found = {k: v.clone() for k, v in whole(model.state_dict()).items()}
+    torch.testing.assert_close(found, dict(plain.state_dict()), rtol=1e-5, atol=1e-5)
+    made(1).load_state_dict(found)
+    if dtensors:
+        return None
+    return found, api.gather_full_optim_state_dict(optimizers[1]), copy.deepcopy(optimizers[0].state_dict())
+
+
+@settings(max_examples=25)
+@given(drawn())
+def test_drawn_models_go_on_with_other_numbers_of_ranks(program: dict[str, Any]) -> None:
+    first, later = program["ranks"], program["later"]
+    start = rank_pool(first, "simulated").run(_trained_as_drawn, first, program, range(2), None, False)[0]
+    rank_pool(later, "simulated").run(_trained_as_drawn, later, program, range(2, 4), start, False)
+
+
+@settings(max_examples=10)
+@given(drawn(), st.integers(2, 3))
+def test_drawn_models_as_dtensors(program: dict[str, Any], ranks: int) -> None:
+    rank_pool(ranks).run(_trained_as_drawn, ranks, program, range(4), None, True)
+>>>>>>> rows
