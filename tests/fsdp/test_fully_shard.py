@@ -404,8 +404,6 @@ def test_offloaded_shards_of_a_model_on_the_meta_device() -> None:
     rank_pool(2, "simulated").run(_offloaded_from_meta)
 
 
-<<<<<<< HEAD
-=======
 def tied_units(**options: Any) -> tuple[nn.Sequential, nn.Sequential]:
     """One process's, and one whose first two units share a weight."""
     torch.manual_seed(0)
@@ -461,7 +459,6 @@ def test_copies_and_files_of_tied_units() -> None:
     rank_pool(3).run(twins, 3)
 
 
->>>>>>> rows
 def _moved_with_gradients(rank: int) -> None:
     """``module.to()`` gives each gradient other memory, and leaves it a view of what it was a view of."""
     torch.manual_seed(0)
@@ -481,8 +478,6 @@ def _moved_with_gradients(rank: int) -> None:
 @pytest.mark.parametrize("ranks", [2, 6])
 def test_gradients_that_moved_with_their_parameters(ranks: int) -> None:
     rank_pool(ranks, "simulated").run(_moved_with_gradients)
-<<<<<<< HEAD
-=======
 
 
 def _steps_beside_one_process(
@@ -700,4 +695,3 @@ def test_drawn_models_go_on_with_other_numbers_of_ranks(program: dict[str, Any])
 @given(drawn(), st.integers(2, 3))
 def test_drawn_models_as_dtensors(program: dict[str, Any], ranks: int) -> None:
     rank_pool(ranks).run(_trained_as_drawn, ranks, program, range(4), None, True)
->>>>>>> rows
