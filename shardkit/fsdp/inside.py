@@ -203,9 +203,8 @@ def refuse_state_dicts(state: ShardingState) -> None:
     """A state dict of a module inside alone, which would lack values, is refused."""
     for _, m in state.own_modules():
         m.__dict__["_is_fsdp_managed_module"] = KeepsInStep(state)
-        m.__dict__["_fsdp_use_orig_params"] = (
-            True  # torch.compile takes modules that say so, parameters and all
-        )
+        # torch.compile takes modules that say so, parameters and all; where execution is lazy these change under it
+        m.__dict__["_fsdp_use_orig_params"] = state.group.backend.has_storage
         if _refuse_state_dict not in m._state_dict_pre_hooks.values():  # copies have them already
             m.register_state_dict_pre_hook(_refuse_state_dict)
             m.register_load_state_dict_pre_hook(_refuse_loading)
