@@ -230,14 +230,12 @@ def _coupled(name: str) -> ConfigurationError:
 def _warn_of_groups_by_dimension(optimizer: Optimizer) -> None:
     """Groups made by ``p.ndim`` put all shards of one dimension with the biases, and nothing decays.
 
-    The group that was meant to decay is empty, or was left out because it is; then the only other one still says that
-    it doesn't, where the optimizer's own default is another.
+    The group that was meant to decay is empty. Where it was left out because it is, that can't be told from a schedule
+    that begins without decay.
     """
     groups = optimizer.param_groups
     decaying = [g for g in groups if g.get("weight_decay")]
-    says_no = any(not g["params"] for g in decaying) or (
-        not decaying and len(groups) == 1 and optimizer.defaults.get("weight_decay")
-    )
+    says_no = any(not g["params"] for g in decaying)
     undecayed = [f for g in groups if not g.get("weight_decay") for f in map(shard_behind, g["params"]) if f]
     matrices = [
         name
@@ -247,7 +245,7 @@ def _warn_of_groups_by_dimension(optimizer: Optimizer) -> None:
     ]
     if says_no and matrices:
         logger.warning(
-            "%s decays no shard with a matrix in it (%s, ...), though a group or its own default says weight_decay. "
+            "%s decays no shard with a matrix in it (%s, ...), though a group says weight_decay. "
             "Shards of flat parameters have one dimension, so groups can't be made by p.ndim: take fully_shard, which "
             "lists rows of each parameter with its own dimensions; or note the names of what is to decay before "
             "wrapping, wrap with flatten=False, and choose by name. If nothing is to decay, pass weight_decay=0",
