@@ -137,12 +137,8 @@ class FlatParam:
     def list_each(self, shards: RegisteredShards) -> None:
         """From now on modules list these, whose memory is the shard's."""
         self.shards, self.listings = shards, shards.each
-        self._take_shard(self.param.data)
-
-    def _take_shard(self, values: torch.Tensor) -> None:
-        if self.shards is not None:
-            self.param = UnlistedShard.of(values, self.shards)
-            self._note_listings()
+        self.param = UnlistedShard.of(self.param.data, shards)
+        self._note_listings()
 
     def _note_listings(self) -> None:
         self._seen = (self.param.dtype, self.param.device)
@@ -153,17 +149,13 @@ class FlatParam:
     def collect(self) -> None:
         """Takes values from registered parameters whose memory was replaced."""
         if self.shards is not None:
-            self._take_shard(self.shards.collected(self.layout.shard_numel))
+            self.param = UnlistedShard.of(self.shards.collected(self.layout.shard_numel), self.shards)
+            self._note_listings()
 
     @property
     def version(self) -> int:
         """Changes with every change of the shard."""
         return sum(p._version for p in self.versioned)
-
-    @property
-    def has_gradient(self) -> bool:
-        """Whether any registered parameter has a gradient."""
-        return any(listing.param.grad is not None for listing in self.listings)
 
     # ------------------------------------------------------------ the store
     @property

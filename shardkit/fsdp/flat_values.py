@@ -21,6 +21,10 @@ _MUCH = 0.1  # of what is stored
 _WORTH = 2**16  # elements; less is nothing to warn of
 
 
+def _is_count(align: Align) -> bool:
+    return isinstance(align, int) and not isinstance(align, bool) and align >= 1
+
+
 @dataclass(frozen=True)
 class AlignedLayout:
     """How parameters are cut, for ``Options.layout``; see :func:`~shardkit.layout.aligned_shards`."""
@@ -28,9 +32,7 @@ class AlignedLayout:
     align: Align
 
     def __post_init__(self) -> None:
-        if self.align in ("parameters", "rows", None):
-            return
-        if isinstance(self.align, str | bool) or not isinstance(self.align, int) or self.align < 1:
+        if self.align not in ("parameters", "rows", None) and not _is_count(self.align):
             raise ConfigurationError(
                 f'align={self.align!r}: expected "parameters", "rows", a number of elements from 1, or None'
             )
@@ -46,9 +48,7 @@ class RowsLayout:
     align: Align = None
 
     def __post_init__(self) -> None:
-        if self.align in ("rows", None):
-            return
-        if isinstance(self.align, str | bool) or not isinstance(self.align, int) or self.align < 1:
+        if self.align not in ("rows", None) and not _is_count(self.align):
             raise ConfigurationError(
                 f'align={self.align!r}: expected "rows", a number of rows from 1 that stay together, or None. '
                 'align="parameters" is for FSDP(module), which lists a flat parameter'

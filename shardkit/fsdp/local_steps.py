@@ -27,10 +27,8 @@ from .registered_shard import listing_of
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-_NAMED = (
-    "LBFGS",
-    "Adafactor",
-)  # of torch: the one asks for losses of all ranks, the other DTensor can't compute
+# Of torch: the one asks for losses of all ranks, the other DTensor can't compute.
+_NAMED = ("LBFGS", "Adafactor")
 
 
 class _Lent(NamedTuple):

@@ -111,8 +111,10 @@ class RegisteredShard:
         self.layout, self.offset, self.shape = layout, offset, tuple(shape)
         self.numel = torch.Size(shape).numel()
         self.spec = spec
-        trains, shown = self.original.param.requires_grad, self.shown(values)
-        self.param = nn.Parameter(shown, trains) if spec is None else as_parameter(shown, trains)
+        trains, part = self.original.param.requires_grad, self.part(values)
+        self.param = (
+            nn.Parameter(part, trains) if spec is None else as_parameter(dtensor_of(part, spec), trains)
+        )
         for place in self.places:
             hide(place, self.original.param)
             register(place, self.param)
@@ -142,15 +144,9 @@ class RegisteredShard:
         """Device of the original parameter while gathered."""
         return self.flat.compute_device
 
-    @property
-    def is_unused(self) -> bool:
-        """Whether it has had no gradient on any rank since it was last cleared."""
-        return self.flat.unused.originals[self.first]
-
-    def shown(self, values: torch.Tensor) -> torch.Tensor:
-        """What is listed of the shard's values, or gradients, [S]: a view."""
-        part = values[self.offset : self.offset + self.numel]
-        return part.view(self.shape) if self.spec is None else dtensor_of(part.view(self.shape), self.spec)
+    def part(self, values: torch.Tensor) -> torch.Tensor:
+        """This rank's part in the shard's values, or gradients, [S]: a view in the shape that is listed."""
+        return values[self.offset : self.offset + self.numel].view(self.shape)
 
     def __getstate__(self) -> StateDict:
         return {**self.__dict__, "spec": None}  # that of the DTensor
@@ -182,9 +178,8 @@ class RegisteredShards:
     def _lay_out(self, numel: int) -> None:
         """Cuts a shard [S] once for all gradients: into what is listed, and what is between."""
         self._split: list[int] = []
-        self._parts: list[tuple[int, tuple[int, ...]]] = [
-            (0, ()) for _ in self.each
-        ]  # of which part, in which shape
+        # of which part, in which shape
+        self._parts: list[tuple[int, tuple[int, ...]]] = [(0, ()) for _ in self.each]
         end = 0
         for k, r in sorted(enumerate(self.each), key=lambda one: (one[1].offset, one[1].numel)):
             if r.numel == 0:
@@ -232,7 +227,7 @@ class RegisteredShards:
         values = [r.local(r.param.detach()) for r in self.each]
         shard = values[0].new_zeros(numel)
         for r, value in zip(self.each, values, strict=True):
-            part = shard[r.offset : r.offset + r.numel].view(r.shape)
+            part = r.part(shard)
             if not shard.is_meta:
                 part.copy_(value)
             if r.spec is None:
@@ -257,7 +252,7 @@ class RegisteredShards:
         made = torch.zeros(like.shape, dtype=like.dtype, device=like.device)
         for r, g in there:
             with as_plain():
-                made[r.offset : r.offset + r.numel].view(r.shape).copy_(r.local(g))
+                r.part(made).copy_(r.local(g))
         kind = next((type(g) for r, g in there if r.spec is None), torch.Tensor)
         self._show(made, [g is not None for g in now], kind)
         return made

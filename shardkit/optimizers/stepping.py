@@ -29,9 +29,7 @@ class StepPart(Protocol):
 
 
 _parts: list[StepPart] = []
-_last: list[
-    StepPart
-] = []  # of these, what comes after all others before an update, and is undone before them
+_last: list[StepPart] = []  # the end of these: before an update after all others, and undone before them
 _registered: list[object] = []
 _lock = threading.Lock()  # ranks may be threads of one process
 
@@ -47,10 +45,11 @@ def take_part(part: StepPart, *, last: bool = False) -> None:
             _registered.append(register_optimizer_step_pre_hook(_before))
             _registered.append(register_optimizer_step_post_hook(_after))
         if part not in _parts:
-            _parts.insert(len(_parts) - len(_last), part)
             if last:
-                _parts.append(_parts.pop(-1 - len(_last)))
                 _last.append(part)
+                _parts.append(part)
+            else:
+                _parts.insert(len(_parts) - len(_last), part)
 
 
 @not_compiled

@@ -6,31 +6,18 @@ Legend: W world size, S shard numel, N numel of all original parameters.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from operator import attrgetter
 from typing import NamedTuple
 
 import torch
 
-from ...backend import Group, Work
-from ...types import Tree
+from ...backend import Work
 from ..flat_values import taken_apart, unpacked
 from ..originals import FlatParamLike, ReleasedParameter
 from .states import FULL, GATHERED, GATHERING, LOCKED, RELEASED, SUMMONED, State
 
-Hears = Callable[[torch.Tensor, torch.Tensor], object]  # of the output [W * S] and this rank's shard [S]
 _version_of = attrgetter("param._version")
-
-
-class HeardChannel:
-    """A channel of whose all-gathers somebody hears, before they start."""
-
-    def __init__(self, channel: Group, hears: Hears) -> None:
-        self._channel, self._hears = channel, hears
-
-    def all_gather_into(self, output: torch.Tensor, shard: torch.Tensor, **how: Tree) -> Work:
-        self._hears(output, shard)
-        return self._channel.all_gather_into(output, shard, **how)
 
 
 class Gather(NamedTuple):
