@@ -11,7 +11,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Literal
+from typing import Literal, NamedTuple
 
 _ALIGNED = 16  # bytes: one load of a device's thread
 
@@ -51,8 +51,7 @@ def rounded_up(numel: int, step: int) -> int:
     return -(-numel // step) * step
 
 
-@dataclass(frozen=True)
-class Piece:
+class Piece(NamedTuple):
     """The part of one item that lies in one rank's part of a flat buffer."""
 
     item: int
@@ -60,6 +59,20 @@ class Piece:
     rank: int
     offset: int  # within the rank's part
     numel: int
+
+
+class Listed(NamedTuple):
+    """How a rank lists its part of one item.
+
+    Attributes:
+        layout: of the item alone.
+        offset: where the part begins in the rank's shard.
+        shape: of the part.
+    """
+
+    layout: ShardLayout
+    offset: int
+    shape: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -162,7 +175,7 @@ class ShardLayout:
         """S."""
         return -(-self.numel // (self.world_size * self.multiple)) * self.multiple
 
-    @property
+    @functools.cached_property
     def padded_numel(self) -> int:
         """W times S; where parts differ in size, nothing is padded."""
         return self.shard_numel * self.world_size if self.cuts is None else self.numel
@@ -216,6 +229,22 @@ class ShardLayout:
                 done += length
         return found
 
+    @property
+    def blocks(self) -> Sequence[ShardLayout]:
+        """Layouts whose shards lie one after the other in a shard of this one: itself, if nothing is packed."""
+        return (self,)
+
+    def listed(self, shapes: Sequence[Sequence[int]], rank: int) -> Sequence[Listed]:
+        """How a rank lists its part of each item; where cuts may be anywhere, there is one item."""
+        if self.world_size == 1:
+            return [
+                Listed(ShardLayout((numel,), 1), start, tuple(shape))
+                for start, numel, shape in zip(self.offsets(), self.numels, shapes, strict=True)
+            ]
+        if self.grains is None:
+            return [Listed(self, 0, (self.shard_numel,))]
+        return _listed_rows(self, tuple([tuple(shape) for shape in shapes]), rank)
+
 
 @dataclass(frozen=True)
 class PackedLayout(ShardLayout):
@@ -236,16 +265,25 @@ class PackedLayout(ShardLayout):
         return sum(one.shard_numel for one in self.each)
 
     @property
-    def part_sizes(self) -> list[int]:
-        """Numel of each item's part in a shard, padding included."""
-        return [one.shard_numel for one in self.each]
+    def blocks(self) -> Sequence[ShardLayout]:
+        return self.each
+
+    def _part_offsets(self) -> list[int]:
+        return list(accumulate([one.shard_numel for one in self.each], initial=0))[:-1]
+
+    def listed(self, shapes: Sequence[Sequence[int]], rank: int) -> Sequence[Listed]:
+        if self.world_size == 1:
+            return super().listed(shapes, rank)
+        return [
+            Listed(one, offset, (one.shard_numel,))
+            for one, offset in zip(self.each, self._part_offsets(), strict=True)
+        ]
 
     def pieces(self) -> list[Piece]:
         """The parts of all items, without padding."""
-        offsets = accumulate(self.part_sizes, initial=0)
         return [
             Piece(item, p.start, p.rank, offset + p.offset, p.numel)
-            for item, (one, offset) in enumerate(zip(self.each, offsets, strict=False))
+            for item, (one, offset) in enumerate(zip(self.each, self._part_offsets(), strict=True))
             for p in one.pieces()
         ]
 
@@ -359,6 +397,22 @@ def _with_least_padding(numels: tuple[int, ...], grains: Sequence[int], world_si
                 numels, world_size, placed.multiple, tuple(starts[k] for k in items), tuple(grains)
             )
     return best if best is not None else ShardLayout(numels, world_size)
+
+
+@functools.lru_cache(maxsize=256)  # as above
+def _listed_rows(layout: ShardLayout, shapes: tuple[tuple[int, ...], ...], rank: int) -> Sequence[Listed]:
+    found = []
+    borders = [layout.shard_numel * r for r in range(layout.world_size + 1)]
+    begin = borders[rank]
+    for start, numel, shape, grain in zip(
+        layout.offsets(), layout.numels, shapes, layout.grains or (), strict=True
+    ):
+        cuts = tuple([min(max(border - start, 0), numel) for border in borders])
+        here = cuts[rank + 1] - cuts[rank]
+        offset = max(start - begin, 0) if here else 0
+        alone = ShardLayout((numel,), layout.world_size, cuts=cuts[1:])
+        found.append(Listed(alone, offset, local_shape(shape, grain, here)))
+    return found
 
 
 def local_shape(shape: Sequence[int], grain: int, numel: int) -> tuple[int, ...]:

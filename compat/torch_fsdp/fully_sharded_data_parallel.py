@@ -31,6 +31,7 @@ from shardkit.backend import backend_of_job
 from shardkit.errors import ConfigurationError
 from shardkit.extra.start_values import broadcast_buffers, materialize_each, move_buffers, move_from_host
 from shardkit.extra.whole_gradients import check_reduced, whole_gradients
+from shardkit.fsdp.flat_values import AlignedLayout, EachAlone
 from shardkit.fsdp.state import Ignored, Options, modules_outside_units
 from shardkit.fsdp.summoning import summoned
 from shardkit.nn.data_parallel.fsdp_facts import PassedGroup
@@ -125,6 +126,7 @@ class FullyShardedDataParallel(OptimizerStates):
             group=group,
             replicas=replicas,
             flatten=not given["use_orig_params"],
+            layout=EachAlone(AlignedLayout(None)) if given["use_orig_params"] else AlignedLayout(None),
             device=compute,
             **arguments.policies(strategy, mixed, offload, prefetches),
         )

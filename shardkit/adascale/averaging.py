@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from ..backend import Backend, Group, backend_for
 from ..checks.same_everywhere import check_same_everywhere
 from ..errors import ConfigurationError
-from ..fsdp.registered_shard import flat_of_registered
+from ..optimizers.shards import shard_behind
 from ..oss.optimizer import OSS
 from ..types import ProcessGroup
 from .errors import AdaScaleArgumentError
@@ -50,7 +50,7 @@ class Averaging:
     def note_parameters(self) -> None:
         """After a change of the groups; whether they are the same on all ranks is compared before the next sum."""
         self._compared = False
-        self._flats = {p: flat for p in self.parameters() if (flat := flat_of_registered(p)) is not None}
+        self._flats = {p: flat for p in self.parameters() if (flat := shard_behind(p)) is not None}
         if any(not flat.group.backend.has_storage for flat in self._flats.values()):
             raise ConfigurationError(
                 "AdaScale needs the gradients that each rank computes, and FSDP's parameters have none of their own "

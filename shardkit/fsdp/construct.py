@@ -1,16 +1,23 @@
-"""Takes a module's parameters apart into flat parameters, when it is wrapped.
+"""Takes the parameters of modules apart into flat parameters: a line of steps, each with what the one before found.
+
+1. find: which parameters a module holds outside of other units; nothing is changed.
+2. agree: ranks compare that and the options; one exchange for all units that are made together.
+3. cut: this rank's shard of the parameters of one dtype and kind.
+4. list: modules list the shard, or parts of it, in place of the parameters.
+5. unit: what the engine runs.
 
 Legend: W world size, S shard numel.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import logging
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from itertools import accumulate
+from operator import attrgetter
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -24,26 +31,312 @@ from ..checks.runs import new_run_id, number_of, proposed_run_id
 from ..checks.same_everywhere import check_one_device, check_same_everywhere, option_facts
 from ..compression import check_compressible
 from ..errors import ConfigurationError, LifecycleError, RankMismatchError
-from ..flattening.flat_parameter import FLAT_PREFIX, ParamInfo, SharedParamInfo
-from ..layout import PackedLayout, Piece, ShardLayout, local_shape, packed_layout
+from ..flattening.flat_parameter import FLAT_PREFIX, FlatParameter, ParamInfo, SharedParamInfo
+from ..layout import ShardLayout
 from ..policy import OffloadPolicy, ReducePolicy
 from ..torch_seams.dtensors import is_dtensor, mesh_over, rows_here
-from ..types import Kwargs, ProcessGroup
+from ..types import Facts, ProcessGroup
 from .flat_param import FlatParam
-from .flat_values import AlignedLayout, RowsLayout, own_shard, put_together, report_padding
+from .flat_values import own_shard, put_together, report_padding
 from .groups import post_forward_mesh
+from .inside import answer_for, refuse_state_dicts
 from .local_steps import step_locally
 from .originals import OriginalParameter, Place, managing
 from .registered_shard import RegisteredShard, RegisteredShards
 from .registrations import note_taken
-from .registries import hide, register
-from .state import Options, ShardingState, owners_of, state_of
-from .unit_module import UnitModule, list_in_place
+from .registries import hide, register, take_out
+from .state import Options, ShardingState, forget_state, owners_of, units_below
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 logger = logging.getLogger("shardkit")
+
+
+def shard(states: Sequence[ShardingState]) -> None:
+    """Takes the parameters of these states' modules out of them, and lists this rank's shards (collective).
+
+    Args:
+        states: of modules that become units, those inside of others first.
+
+    Raises:
+        ConfigurationError, RankMismatchError: see :class:`~shardkit.FSDP`; nothing was changed.
+    """
+    waiting: list[Found] = []
+    claimed: set[int] = set()
+    try:
+        for state in states:
+            found = find(state, claimed)
+            _make_room(found)
+            check_one_device([original.param for original in found.originals])
+            connect(state, found.originals[0].param if found.originals else None, found.lenders())
+            waiting.append(found)
+            if (
+                not state.group.backend.has_storage
+            ):  # its exchange gives back memory of the one before (docs/XLA.md)
+                _shard(waiting)
+                waiting = []
+        if waiting:
+            _shard(waiting)
+    except BaseException:
+        for state in states:
+            if "unit" not in state.__dict__:
+                forget_state(state)  # whoever handles the error may try again
+        raise
+
+
+def _shard(units: Sequence[Found]) -> None:
+    agree(units)
+    meshes = [_check(found) for found in units]
+    for found, mesh in zip(units, meshes, strict=True):
+        state = found.state
+        _connect_mesh(state)
+        for part in alike(found.originals, found.state):
+            state.flats.append(_listed(found, part, _cut(found, part), mesh))
+        borrowed = _borrow(found)
+        name_flats(state)
+        state.shared_paths = [
+            (f"{there}.{source}" if there else source, f"{here}.{name}" if here else name)
+            for here, there, _, name, _, source in found.shared
+        ]
+        _make_unit(state, [m for _, m in found.modules], borrowed)
+
+
+def _make_unit(state: ShardingState, modules: list[nn.Module], borrowed: list[FlatParam]) -> None:
+    for flat in state.flats:
+        flat.modules = modules
+    state.make_unit(borrowed)
+    note_taken(modules)
+    if state.door is not state.module:
+        answer_for(modules)
+    refuse_state_dicts(state, modules)
+    step_locally([listing.param for listing in state.listings])
+
+
+# ------------------------------------------------------------ find
+class Found:
+    """What a module holds outside of other units.
+
+    Attributes:
+        state: the module's.
+        modules: those that hold it, with their paths.
+        below: the outermost units below.
+        originals: parameters of its own, once each, with all places.
+        names: path of each original parameter's first place.
+        borrowed: places of parameters that other units manage, or are about to.
+        infos, shared: first and further places as FlattenParamsWrapper tells them.
+        lazy: names of those whose shape is not known yet.
+    """
+
+    def __init__(self, state: ShardingState) -> None:
+        self.state = state
+        self.modules: list[tuple[str, nn.Module]] = []
+        self.below: list[ShardingState] = []
+        self.originals: list[OriginalParameter] = []
+        self.names: list[str] = []
+        self.borrowed: list[tuple[nn.Parameter, Place]] = []
+        self.infos: list[ParamInfo] = []
+        self.shared: list[SharedParamInfo] = []
+        self.lazy: list[str] = []
+
+    def lenders(self) -> list[FlatParam]:
+        """Flat parameters of other units that manage parameters which this module uses too, as far as they exist."""
+        flats = [managing(p) for p, _ in self.borrowed] if self.borrowed else ()
+        return [*dict.fromkeys(f for f in flats if isinstance(f, FlatParam))]
+
+
+def find(state: ShardingState, claimed: set[int]) -> Found:
+    """Looks through a module; changes nothing.
+
+    Args:
+        claimed: ids of parameters that units made together with this one have found before; those of this one are
+            added.
+    """
+    found = Found(state)
+    found.below = units_below(state)
+    for below in found.below:
+        wake(below)
+    found.modules = state.own_modules()
+    ignored = {id(p) for p in state.ignored.parameters}
+    by_param: dict[int, int] = {}
+    for path, m in found.modules:
+        for name, p in m._parameters.items():
+            if p is None or id(p) in ignored:
+                continue
+            place, known = Place(m, name), by_param.get(id(p))
+            if known is not None:
+                found.originals[known].places.append(place)
+                first_path, first, attribute = found.infos[known]
+                found.shared.append((path, first_path, m, name, first, attribute))
+            elif id(p) in claimed or managing(p) is not None:
+                found.borrowed.append((p, place))
+            else:
+                by_param[id(p)] = len(found.originals)
+                found.originals.append(OriginalParameter(p, place))
+                found.names.append(f"{path}.{name}" if path else name)
+                found.infos.append((path, m, name))
+                if is_lazy(p):
+                    found.lazy.append(found.names[-1])
+    claimed.update(by_param)
+    return found
+
+
+def alike(originals: Sequence[OriginalParameter], state: ShardingState) -> list[list[int]]:
+    """Numbers of parameters that make one flat parameter: of one dtype and kind, in order of first appearance."""
+    options = state.options
+    if not options.flatten and not state.group.backend.has_storage:
+        # where a compiler decides on memory, views of one shard would be copied anew in each step
+        return [[k] for k in range(len(originals))]
+    groups: dict[tuple[torch.dtype, bool], list[int]] = {}
+    for k, original in enumerate(originals):
+        groups.setdefault((original.param.dtype, original.param.requires_grad), []).append(k)
+    return list(groups.values())
+
+
+_CALLS_OF_A_UNIT = 20  # Python frames, at most, that a unit adds to a walk over modules or a forward
+
+
+def _make_room(found: Found) -> None:
+    """Makes room for calls through units that lie one inside another.
+
+    Python ends recursion at a depth that a plain module of some hundred levels stays below. Wrappers add levels of
+    their own, which are not to end what works without them.
+    """
+    state = found.state
+    state.nesting = 1 + max((below.nesting for below in found.below), default=0)
+    if state.nesting > 10:
+        sys.setrecursionlimit(max(sys.getrecursionlimit(), 1000 + _CALLS_OF_A_UNIT * state.nesting))
+
+
+def connect(state: ShardingState, example: torch.Tensor | None, lenders: Sequence[FlatParam]) -> None:
+    """Finds the backend and the groups: the chosen backend, or that of a tensor of its own, or that of other units."""
+    options = state.options
+    tensors = [torch.empty(0, device=options.device)] if options.device is not None else []
+    if example is not None and not tensors:
+        tensors = [example]
+    choice = options.backend
+    if choice is None and not tensors:
+        below = units_below(state)
+        choice = below[0].group.backend if below else lenders[0].group.backend if lenders else None
+    backend = backend_for(tensors, choice)
+    state.group = backend.group(options.group)
+    state.replicas = None if options.replicas is None else backend.group(options.replicas)
+
+
+def _connect_mesh(state: ShardingState) -> None:
+    """Groups that keep parameters between forward and backward; one for all units that ask alike."""
+    count, group = state.options.reshard.after_forward, state.group
+    if isinstance(count, bool) or count >= group.world_size:
+        return
+    if not group.backend.has_storage:
+        raise ConfigurationError(
+            f"after_forward={count}: on {group.backend.name} the compiler decides what is kept between "
+            "forward and backward; use True or False"
+        )
+    state.post_forward_mesh = post_forward_mesh(group, count)
+
+
+# ------------------------------------------------------------ agree
+def agree(units: Sequence[Found]) -> None:
+    """Compares these units between ranks (collective): one exchange for each group, which costs a sync on some devices.
+
+    Raises:
+        ConfigurationError: parameters have no shape yet.
+        RankMismatchError: on all ranks; options differ, or parameters in names, shapes, dtypes or (where those of one
+            rank don't count) values.
+    """
+    by_group: dict[Group, list[Found]] = {}
+    for found in units:
+        by_group.setdefault(found.state.group, []).append(found)
+    for group, ours in by_group.items():
+        facts = _facts(ours)
+        digests = [_digests(found) for found in ours]
+        told = check_same_everywhere(group, facts, _WHAT, (proposed_run_id(), digests))
+        for k, found in enumerate(ours):
+            if found.lazy:
+                raise ConfigurationError(
+                    f"rank {group.rank}: {', '.join(map(repr, found.lazy))} of the wrapped module have no shape before "
+                    "its first forward (lazy modules); run one forward on example inputs, alike on all ranks, then "
+                    "wrap it"
+                )
+            _compare_values(found, [theirs[k] for _, theirs in told])
+        for found in ours:
+            found.state.run_id = new_run_id(group, told[0][0])
+    by_replicas: dict[Group, list[Found]] = {}
+    for found in units:
+        if found.state.replicas is not None:
+            by_replicas.setdefault(found.state.replicas, []).append(found)
+    for group, ours in by_replicas.items():
+        check_same_everywhere(group, _facts(ours), _WHAT)
+
+
+_WHAT = "parameters of the wrapped module or options"
+_COMPARED = "flatten", "precision", "reshard", "offload", "reduce", "sync_module_states", "layout", "dtensors"
+_compared = attrgetter(*_COMPARED)
+
+
+@functools.lru_cache(maxsize=64)  # units of a model mostly have the same
+def _option_facts(*values: object) -> Facts:
+    return option_facts(**dict(zip((*_COMPARED, "replicas"), values, strict=True)))
+
+
+def _facts(units: Sequence[Found]) -> Facts:
+    facts: list[tuple[str, object]] = []
+    told: Options | None = None
+    for k, found in enumerate(units):
+        unit = f" of unit {k}" if len(units) > 1 else ""
+        for name, original in zip(found.names, found.originals, strict=True):
+            p = original.param
+            shape = "no shape yet" if name in found.lazy else tuple(original.shape)
+            facts.append((name + unit, (shape, str(p.dtype), "trainable" if p.requires_grad else "frozen")))
+        o = found.state.options
+        if o is not told:  # units that one call makes have the same
+            told = o
+            facts += _option_facts(*_compared(o), o.replicas is not None)
+    return facts
+
+
+def _digests(found: Found) -> list[str]:
+    """Of values that have to be the same on all ranks; nothing where there are none yet."""
+    if found.state.options.sync_module_states or found.state.group.world_size == 1:
+        return []
+    params = [original.param for original in found.originals]
+    return [
+        "" if p.is_meta or is_lazy(p)
+        else hashlib.sha1(memory_of(p.detach().cpu().contiguous())).hexdigest()
+        for p in params
+    ]  # fmt: skip
+
+
+def _compare_values(found: Found, everybody: list[list[str]]) -> None:
+    group = found.state.group
+    for rank, theirs in enumerate(everybody):
+        if theirs != everybody[0]:
+            k = next(i for i, (a, b) in enumerate(zip(theirs, everybody[0], strict=True)) if a != b)
+            raise RankMismatchError(
+                f"parameter {k} of the wrapped module, {found.names[k]!r} of shape {tuple(found.originals[k].shape)}, "
+                f"has other values on rank {group.ranks[rank]} than on rank {group.ranks[0]}; the shards would mix "
+                "both. Seed all ranks alike, or pass sync_module_states=True to start from rank 0's"
+            )
+
+
+# ------------------------------------------------------------ what can't be sharded
+def _check(found: Found) -> DeviceMesh | None:
+    """Raises ConfigurationError for what is the same on all ranks; returns the mesh of DTensors, if they are listed."""
+    state = found.state
+    options, group = state.options, state.group
+    check_options(options.reduce, options.offload, group.backend)
+    floats = [o.param.dtype for o in found.originals if o.param.dtype.is_floating_point]
+    computed = [options.precision.compute or dtype for dtype in floats]
+    check_compressible(options.precision.compression, computed, group.backend)
+    check_compressible(
+        options.reduce.compression, [options.reduce.dtype or d for d in computed], group.backend
+    )
+    if group.world_size > 1:
+        _refuse_writers(found)
+    if options.flatten:
+        _check_names(found)
+    return _mesh_of_dtensors(found) if options.dtensors and found.originals else None
 
 
 def check_options(reduce: ReducePolicy, offload: OffloadPolicy, backend: Backend) -> None:
@@ -60,78 +353,152 @@ def check_options(reduce: ReducePolicy, offload: OffloadPolicy, backend: Backend
         )
 
 
-def _check_compression(options: Options, found: Found, backend: Backend) -> None:
-    computed = [
-        options.precision.compute or m.param.dtype for m in found.originals if m.param.dtype.is_floating_point
-    ]
-    check_compressible(options.precision.compression, computed, backend)
-    check_compressible(options.reduce.compression, [options.reduce.dtype or d for d in computed], backend)
+def _check_names(found: Found) -> None:
+    """Raises ConfigurationError if the module has attributes by the names that its flat parameters are to have."""
+    module, rank = found.state.module, found.state.group.rank
+    for k in range(len(alike(found.originals, found.state))):
+        name = f"{FLAT_PREFIX}{k}"
+        if hasattr(module, name):
+            raise ConfigurationError(
+                f"rank {rank}: {type(module).__name__} has an attribute {name!r}, the name that FSDP lists its shard "
+                "under; rename it, or pass flatten=False (in the compat API: flatten_parameters=False)"
+            )
 
 
-_CALLS_OF_A_UNIT = 20  # Python frames, at most, that a unit adds to a walk over modules or a forward
+def _refuse_writers(found: Found) -> None:
+    """Raises ConfigurationError for layers that write to their own parameters in forward, where that would be lost."""
+    for path, m in found.modules:
+        if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.max_norm is not None:
+            raise ConfigurationError(
+                f"rank {found.state.group.rank}: {path or 'the module'!r} is an {type(m).__name__} with "
+                f"max_norm={m.max_norm}, "
+                "which writes to its weight in forward; in an FSDP module that is a copy of what the shards hold, and "
+                "the change would be lost. Leave it outside of what is wrapped, or set its max_norm to None and "
+                "renormalise between steps, inside of summon_full_params()"
+            )
 
 
-def nesting_of(state: ShardingState) -> int:
-    """How many units lie one inside another in a module that becomes the next; makes room for calls through them.
+def _mesh_of_dtensors(found: Found) -> DeviceMesh:
+    for name, original in zip(found.names, found.originals, strict=True):
+        if not original.shape:
+            raise ConfigurationError(
+                f"{name!r} has no dimensions, and can't be a DTensor that is cut by rows: give it one, as nn.Parameter("
+                "torch.ones(1)), or leave dtensors=True out"
+            )
+    options = found.state.options
+    if options.mesh is None and options.replicas is not None:
+        raise ConfigurationError(
+            "dtensors=True with replicas needs mesh=, with two dimensions: init_device_mesh(device, (replicas, shards))"
+        )
+    ranks = options.group if options.mesh is None else options.mesh
+    return mesh_over(ranks, found.state.group.backend.device_type)
 
-    Python ends recursion at a depth that a plain module of some hundred levels stays below. Wrappers add levels of
-    their own, which are not to end what works without them.
+
+# ------------------------------------------------------------ cut
+def _cut(found: Found, part: list[int]) -> tuple[ShardLayout, torch.Tensor]:
+    """How some parameters are cut, and this rank's shard of them, where it is to be (collective)."""
+    options, group, replicas = found.state.options, found.state.group, found.state.replicas
+    originals = [found.originals[k] for k in part]
+    layout = options.layout([original.shape for original in originals], group.world_size)
+    if layout.grains is not None and not group.backend.has_storage:
+        layout = ShardLayout(
+            layout.numels, group.world_size
+        )  # all ranks run one program: parts are of one size
+    report_padding(layout, f"{found.names[part[0]]!r} and {len(part) - 1} more parameters", group.rank)
+    shard = shard_of(
+        originals, layout, group, options.device or originals[0].param.device, options.sync_module_states
+    )
+    if shard.is_meta:
+        return layout, shard
+    if replicas is not None and options.sync_module_states:
+        replicas.channel("buffers").broadcast(shard, 0, label="parameters of the first replica")
+    return layout, group.backend.pin(shard.cpu()) if options.offload.parameters else shard
+
+
+@torch.no_grad()
+def shard_of(
+    originals: list[OriginalParameter],
+    layout: ShardLayout,
+    group: Group,
+    device: torch.device,
+    from_rank_0: bool,
+) -> torch.Tensor:
+    """This rank's shard of the original parameters, [S], in their dtype.
+
+    Args:
+        layout: of the flat parameter.
+        device: where the original parameters are gathered; the shard is there too.
+        from_rank_0: rank 0's values count; else ranks hold the same ones.
     """
-    deepest, waiting, seen = 0, [state.module], {state.module}
-    while waiting:
-        m = waiting.pop()
-        below = state_of(m)
-        if below is not None and below is not state:
-            deepest = max(deepest, below.nesting)
-            continue
-        for child in m._modules.values():
-            if child is not None and child not in seen:
-                seen.add(child)
-                waiting.append(child)
-    nesting = deepest + 1
-    if nesting > 10:
-        sys.setrecursionlimit(max(sys.getrecursionlimit(), 1000 + _CALLS_OF_A_UNIT * nesting))
-    return nesting
+    params = [original.param for original in originals]
+    if any(p.is_meta for p in params):
+        return torch.empty(layout.shard_numel, dtype=params[0].dtype, device="meta")
+    flat = put_together([p.detach().reshape(-1).to(device) for p in params], layout)
+    if group.world_size == 1:
+        return flat
+    if from_rank_0:
+        group.channel("buffers").broadcast(flat, 0, label="parameters of rank 0")
+    return own_shard(flat, layout, group).clone()
 
 
-class Found:
-    """What a module holds outside of other units.
+# ------------------------------------------------------------ list
+def _listed(
+    found: Found, part: list[int], cut: tuple[ShardLayout, torch.Tensor], mesh: DeviceMesh | None
+) -> FlatParam:
+    """The flat parameter of some parameters, whose shard modules list from now on, or parts of it."""
+    state, (layout, shard) = found.state, cut
+    options, group, lister = state.options, state.group, state.unit_module
+    originals = [found.originals[k] for k in part]
+    if lister is not None:
+        lister.num_params_managed += len(originals)
+    if options.flatten and lister is not None:
+        infos = [found.infos[k] for k in part]
+        shared = [s for s in found.shared if (s[1], s[4], s[5]) in infos]
+        param: nn.Parameter = FlatParameter([shard], originals[0].param.requires_grad)
+        shapes = [original.shape for original in originals]
+        param.__setstate__(([shape.numel() for shape in shapes], shapes, infos, shared))
+        name = f"{FLAT_PREFIX}{len(lister.flat_param_names)}"
+        lister.flat_param_names.append(name)
+        lister.register_parameter(name, param)
+        places = [Place(lister, name)]
+        take_out(originals)
+    elif not group.backend.has_storage:  # one parameter, [S] or of one rank whole, where it was
+        (original,) = originals
+        values = shard.view(original.shape) if group.world_size == 1 else shard
+        param, places = nn.Parameter(values, original.param.requires_grad), original.places
+        for place in places:
+            hide(place, original.param)
+            register(place, param)
+    else:
+        param, places = nn.Parameter(shard, requires_grad=False), []
+    flat = FlatParam(
+        originals, [found.names[k] for k in part], param, places, layout, group,
+        options.precision.compute, options.device, state.post_forward_mesh, options.precision.compression,
+    )  # fmt: skip
+    if not places:
+        flat.list_each(RegisteredShards(_registered(flat, part, mesh), shard))
+    return flat
 
-    Attributes:
-        originals: parameters of its own, once each, with all places.
-        names: path of each original parameter's first place.
-        borrowed: flat parameters of other units that manage parameters which this module uses too.
-    """
 
-    def __init__(self, state: ShardingState) -> None:
-        self.originals: list[OriginalParameter] = []
-        self.names: list[str] = []
-        self.borrowed: list[FlatParam] = []
-        self.infos: list[ParamInfo] = []  # first places as FlattenParamsWrapper tells them
-        self.shared: list[SharedParamInfo] = []  # and further ones
-        self.lazy: list[str] = []  # those whose shape is not known yet
-        by_param: dict[nn.Parameter, int] = {}
-        for path, m in state.own_modules():
-            for name, p in list(m._parameters.items()):
-                if p is None or p in state.ignored.parameters:
-                    continue
-                full = f"{path}.{name}" if path else name
-                flat = managing(p)
-                if isinstance(flat, FlatParam):
-                    self._borrow(flat, p, Place(m, name))
-                elif p in by_param:
-                    self.originals[by_param[p]].places.append(Place(m, name))
-                    first_path, first, attribute = self.infos[by_param[p]]
-                    self.shared.append((path, first_path, m, name, first, attribute))
-                else:
-                    by_param[p] = len(self.originals)
-                    self.originals.append(OriginalParameter(p, [Place(m, name)]))
-                    self.names.append(full)
-                    if is_lazy(p):
-                        self.lazy.append(full)
-                    self.infos.append((path, m, name))
+def _registered(flat: FlatParam, part: list[int], mesh: DeviceMesh | None) -> list[RegisteredShard]:
+    """What modules list for each original parameter: this rank's part, a view of the shard."""
+    values, made = flat.param.data, []
+    listed = flat.layout.listed([original.shape for original in flat.originals], flat.group.rank)
+    for number, (original, one) in enumerate(zip(flat.originals, listed, strict=True)):
+        spec = None
+        if mesh is not None and original.shape:
+            dtensor = rows_here(values, mesh, original.shape)
+            spec, one = dtensor._spec, one._replace(shape=tuple(dtensor._local_tensor.shape))
+        made.append(RegisteredShard(flat, number, part[number], one, values, spec))
+    return made
 
-    def _borrow(self, flat: FlatParam, param: nn.Parameter, place: Place) -> None:
+
+def _borrow(found: Found) -> list[FlatParam]:
+    """Lists parameters that other units manage in this one, too; returns the flat parameters that have them."""
+    for param, place in found.borrowed:
+        flat = managing(param)
+        if not isinstance(flat, FlatParam):
+            raise LifecycleError(f"the unit whose parameter {place.name!r} this one uses too is gone")
         for original in flat.originals:
             if original.param is param:
                 original.places.append(place)
@@ -140,65 +507,7 @@ class Found:
             if is_dtensor(listing.param) and listing.originals[0].param is param:
                 register(place, cast("nn.Parameter", listing.param))  # state dicts have it under each name
         flat.is_borrowed = True
-        if flat not in self.borrowed:
-            self.borrowed.append(flat)
-
-
-def alike(originals: Iterable[int], all_originals: list[OriginalParameter]) -> list[list[int]]:
-    """Indices of parameters grouped by dtype and by whether they are trainable, in order of first appearance."""
-    groups: dict[tuple[torch.dtype, bool], list[int]] = {}
-    for i in originals:
-        p = all_originals[i].param
-        groups.setdefault((p.dtype, p.requires_grad), []).append(i)
-    return list(groups.values())
-
-
-def shard_module(state: ShardingState, unit_module: UnitModule | None = None) -> None:
-    """Takes the parameters of a state's module out of it, and lists this rank's shards (collective).
-
-    Args:
-        unit_module: lists flat parameters where they are listed as such; of a module sharded in place, None.
-
-    Raises:
-        ConfigurationError, RankMismatchError: see :class:`~shardkit.FSDP`; nothing was changed.
-    """
-    options, module = state.options, state.module
-    for below in state.states()[1:]:
-        wake(below)
-    state.nesting = nesting_of(state)
-    found = Found(state)
-    check_one_device(m.param for m in found.originals)
-    connect(state, found.originals[0].param if found.originals else None, found.borrowed)
-    facts = {
-        "flatten": options.flatten, "precision": options.precision, "reshard": options.reshard,
-        "offload": options.offload, "reduce": options.reduce, "sync_module_states": options.sync_module_states,
-        "replicas": options.replicas is not None, "layout": options.layout,
-        "dtensors": options.dtensors,
-    }  # fmt: skip
-    proposed = check_ranks_agree(found, state.group, facts, values=not options.sync_module_states)
-    if state.replicas is not None:
-        check_ranks_agree(found, state.replicas, facts)
-    check_options(options.reduce, options.offload, state.group.backend)
-    _check_compression(options, found, state.group.backend)
-    check_no_writers(state)
-    mesh = _mesh_of_dtensors(state, found) if options.dtensors and found.originals else None
-    state.run_id = new_run_id(state.group, proposed)
-    _connect_mesh(state)
-    if options.flatten:
-        check_names(module, found, state.group.rank)
-    indices = range(len(found.originals))
-    # where a compiler decides on memory, views of one shard would be copied anew in each step
-    together = options.flatten or state.group.backend.has_storage
-    parts = alike(indices, found.originals) if together else [[i] for i in indices]
-    state.flats.extend(_flat_of(state, found, part, unit_module, mesh) for part in parts)
-    name_flats(state)
-    state.shared_paths = [
-        (f"{there}.{source}" if there else source, f"{here}.{name}" if here else name)
-        for here, there, _, name, _, source in found.shared
-    ]
-    state.make_unit(found.borrowed)
-    note_taken(state)
-    step_locally([listing.param for listing in state.listings])
+    return found.lenders()
 
 
 def name_flats(state: ShardingState, path: str = "") -> None:
@@ -212,123 +521,16 @@ def name_flats(state: ShardingState, path: str = "") -> None:
         flat.label = f"parameters {k} of {unit}"
 
 
-def _flat_of(
-    state: ShardingState, found: Found, part: list[int], unit_module: UnitModule | None, mesh: DeviceMesh | None
-) -> FlatParam:  # fmt: skip
-    """The flat parameter of these original parameters."""
-    options, group = state.options, state.group
-    originals = [found.originals[i] for i in part]
-    device = options.device or originals[0].param.device
-    layout = _layout_of(state, [m.shape for m in originals])
-    report_padding(layout, f"{found.names[part[0]]!r} and {len(part) - 1} more parameters", group.rank)
-    shard = shard_of(originals, layout, group, device, options.sync_module_states)
-    if state.replicas is not None and options.sync_module_states and not shard.is_meta:
-        state.replicas.channel("buffers").broadcast(shard, 0, label="parameters of the first replica")
-    if options.offload.parameters:
-        shard = shard if shard.is_meta else group.backend.pin(shard.cpu())
-    param: nn.Parameter = nn.Parameter(shard, requires_grad=False)
-    places: list[Place] = []
-    if options.flatten and unit_module is not None:
-        infos = [found.infos[i] for i in part]
-        shared = [s for s in found.shared if (s[1], s[4], s[5]) in infos]
-        param, place = unit_module.list_flat(originals, infos, shared, shard)
-        places = [place]
-    elif not group.backend.has_storage:
-        param, places = list_in_place(originals, shard, group.world_size), originals[0].places
-    if unit_module is not None:
-        unit_module.num_params_managed += len(originals)
-    flat = FlatParam(
-        originals, [found.names[i] for i in part], param, places, layout, group,
-        options.precision.compute, options.device, state.post_forward_mesh, options.precision.compression,
+def announce(root: nn.Module, units: int, parameters: int, group: Group) -> None:
+    """One line about what was wrapped, for the log."""
+    held = sum(p.numel() * p.element_size() for p in root.parameters())
+    logger.info(
+        "rank %d: %s of %d units, %d parameters in shards of %d bytes a rank; backend %s, world size %d",
+        group.rank, type(root).__name__, units, parameters, held, group.backend.name, group.world_size,
     )  # fmt: skip
-    if not places:
-        flat.list_each(RegisteredShards(_registered(flat, part, mesh), shard))
-    return flat
 
 
-def _layout_of(state: ShardingState, shapes: Sequence[torch.Size]) -> ShardLayout:
-    """How the original parameters of one flat parameter are cut."""
-    options, group = state.options, state.group
-    cut = options.layout
-    if not group.backend.has_storage and isinstance(cut, RowsLayout):
-        cut = AlignedLayout(None)  # all ranks run one program: their parts have to be of one size
-    if options.flatten or isinstance(cut, RowsLayout):
-        return cut(shapes, group.world_size)
-    return packed_layout([cut([shape], group.world_size) for shape in shapes])
-
-
-def _registered(flat: FlatParam, part: list[int], mesh: DeviceMesh | None) -> list[RegisteredShard]:
-    """What modules list for each original parameter: this rank's part, a view of the shard."""
-    layout, rank = flat.layout, flat.group.rank
-    values, world_size = flat.param.data, layout.world_size
-    offsets = list(accumulate(layout.part_sizes, initial=0)) if isinstance(layout, PackedLayout) else []
-    pieces: list[dict[int, Piece]] = [{} for _ in part]
-    for p in layout.pieces():
-        pieces[p.item][p.rank] = p
-    made: list[RegisteredShard] = []
-    for number, (original, position) in enumerate(zip(flat.originals, part, strict=True)):
-        shape, spec = original.shape, None
-        here = pieces[number].get(rank)
-        offset, numel = (0, 0) if here is None else (here.offset, here.numel)
-        if world_size == 1:
-            alone, listed = ShardLayout((shape.numel(),), 1), tuple(shape)
-            offset = layout.offsets()[number]
-        elif isinstance(layout, PackedLayout):
-            alone, offset = layout.each[number], offsets[number]
-            listed = (alone.shard_numel,)
-        elif layout.grains is None:
-            alone, listed, offset = layout, (layout.shard_numel,), 0
-        else:
-            there = [pieces[number].get(r) for r in range(world_size)]
-            ends = accumulate([0 if p is None else p.start + p.numel for p in there], max)
-            alone = ShardLayout((shape.numel(),), world_size, cuts=tuple(ends))
-            listed = local_shape(shape, layout.grains[number], numel)
-        if mesh is not None and shape:
-            dtensor = rows_here(values, mesh, shape)
-            spec, listed = dtensor._spec, tuple(dtensor._local_tensor.shape)
-        made.append(RegisteredShard(flat, number, position, alone, offset, listed, values, spec))
-    return made
-
-
-def _mesh_of_dtensors(state: ShardingState, found: Found) -> DeviceMesh:
-    for name, original in zip(found.names, found.originals, strict=True):
-        if not original.shape:
-            raise ConfigurationError(
-                f"{name!r} has no dimensions, and can't be a DTensor that is cut by rows: give it one, as nn.Parameter("
-                "torch.ones(1)), or leave dtensors=True out"
-            )
-    options = state.options
-    if options.mesh is None and options.replicas is not None:
-        raise ConfigurationError(
-            "dtensors=True with replicas needs mesh=, with two dimensions: init_device_mesh(device, (replicas, shards))"
-        )
-    return mesh_over(options.group if options.mesh is None else options.mesh, state.group.backend.device_type)
-
-
-def connect(state: ShardingState, example: torch.Tensor | None, borrowed: list[FlatParam]) -> None:
-    """Finds the backend and the groups: the chosen backend, or that of a tensor of its own, or that of other units."""
-    options = state.options
-    tensors = [torch.empty(0, device=options.device)] if options.device is not None else []
-    if example is not None and not tensors:
-        tensors = [example]
-    choice = options.backend
-    nearby = backend_nearby(state, borrowed)
-    backend = backend_for(tensors, nearby if choice is None and not tensors else choice)
-    state.group = backend.group(options.group)
-    state.replicas = None if options.replicas is None else backend.group(options.replicas)
-
-
-def _connect_mesh(state: ShardingState) -> None:
-    """Groups that keep parameters between forward and backward; one for all units that ask alike."""
-    count, group = state.options.reshard.after_forward, state.group
-    if isinstance(count, bool) or count >= group.world_size:
-        return
-    if not group.backend.has_storage:
-        raise ConfigurationError(
-            f"after_forward={count}: on {group.backend.name} the compiler decides what is kept between "
-            "forward and backward; use True or False"
-        )
-    state.post_forward_mesh = post_forward_mesh(group, count)
+# ------------------------------------------------------------ states that were copied, and other groups
 
 
 def wake(state: ShardingState) -> None:
@@ -357,10 +559,9 @@ def _wake(state: ShardingState) -> None:
             )
         flat.connect(state.group, state.post_forward_mesh)
     name_flats(state)
-    state.make_unit(borrowed)
+    _make_unit(state, [m for _, m in state.own_modules()], borrowed)
     state.unit.divisors = divisors
     state.unit.attach()
-    note_taken(state)
 
 
 def reconnect(state: ShardingState, process_group: ProcessGroup) -> None:
@@ -390,124 +591,3 @@ def reconnect(state: ShardingState, process_group: ProcessGroup) -> None:
         flat.adopt()
     name_flats(state)
     state.unit.attach()
-
-
-def announce(root: nn.Module, units: int, parameters: int, group: Group) -> None:
-    """One line about what was wrapped, for the log."""
-    held = sum(p.numel() * p.element_size() for p in root.parameters())
-    logger.info(
-        "rank %d: %s of %d units, %d parameters in shards of %d bytes a rank; backend %s, world size %d",
-        group.rank, type(root).__name__, units, parameters, held, group.backend.name, group.world_size,
-    )  # fmt: skip
-
-
-def check_names(module: nn.Module, found: Found, rank: int) -> None:
-    """Raises ConfigurationError if the module has attributes by the names that its flat parameters are to have."""
-    for k in range(len(alike(range(len(found.originals)), found.originals))):
-        name = f"{FLAT_PREFIX}{k}"
-        if hasattr(module, name):
-            raise ConfigurationError(
-                f"rank {rank}: {type(module).__name__} has an attribute {name!r}, the name that FSDP lists its shard "
-                "under; rename it, or pass flatten=False (in the compat API: flatten_parameters=False)"
-            )
-
-
-def check_no_writers(state: ShardingState) -> None:
-    """Raises ConfigurationError for layers that write to their own parameters in forward, where that would be lost."""
-    group = state.group
-    if group.world_size == 1:
-        return
-    for path, m in state.own_modules():
-        if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.max_norm is not None:
-            raise ConfigurationError(
-                f"rank {group.rank}: {path or 'the module'!r} is an {type(m).__name__} with max_norm={m.max_norm}, "
-                "which writes to its weight in forward; in an FSDP module that is a copy of what the shards hold, and "
-                "the change would be lost. Leave it outside of what is wrapped, or set its max_norm to None and "
-                "renormalise between steps, inside of summon_full_params()"
-            )
-
-
-def backend_nearby(state: ShardingState, borrowed: list[FlatParam]) -> Backend | None:
-    """That of units below, or of units whose parameters the module uses."""
-    for m in state.module.modules():
-        below = state_of(m)
-        if below is not None and below is not state:
-            return below.group.backend
-    return borrowed[0].group.backend if borrowed else None
-
-
-def check_ranks_agree(found: Found, group: Group, options: Kwargs, *, values: bool = False) -> str:
-    """Raises RankMismatchError on all ranks if options differ, or parameters in names, shapes or dtypes.
-
-    Args:
-        found: the parameters.
-        group: the ranks.
-        options: by name.
-        values: compares the parameters' values, too.
-
-    Returns:
-        The run id that the group's first rank proposes. All of it is one exchange, which costs a sync on some devices.
-    """
-    facts: list[tuple[str, object]] = []
-    for name, original in zip(found.names, found.originals, strict=True):
-        shape = "no shape yet" if is_lazy(original.param) else tuple(original.shape)
-        trainable = "trainable" if original.param.requires_grad else "frozen"
-        facts.append((name, (shape, str(original.param.dtype), trainable)))
-    facts += option_facts(**options)
-    digests = [_digest(m.param) for m in found.originals] if values and group.world_size > 1 else []
-    aside = proposed_run_id(), digests
-    told = check_same_everywhere(group, facts, "parameters of the wrapped module or options", aside)
-    if found.lazy:
-        raise ConfigurationError(
-            f"rank {group.rank}: {', '.join(map(repr, found.lazy))} of the wrapped module have no shape before its "
-            "first forward (lazy modules); run one forward on example inputs, alike on all ranks, then wrap it"
-        )
-    _compare_values(found, group, [theirs for _, theirs in told])
-    run_id: str = told[0][0]
-    return run_id
-
-
-@torch.no_grad()
-def _digest(param: nn.Parameter) -> str:
-    """Of the values; nothing where there are none yet."""
-    if param.is_meta or is_lazy(param):
-        return ""
-    return hashlib.sha1(memory_of(param.detach().cpu().contiguous())).hexdigest()
-
-
-def _compare_values(found: Found, group: Group, everybody: list[list[str]]) -> None:
-    for rank, theirs in enumerate(everybody):
-        if theirs != everybody[0]:
-            k = next(i for i, (a, b) in enumerate(zip(theirs, everybody[0], strict=True)) if a != b)
-            raise RankMismatchError(
-                f"parameter {k} of the wrapped module, {found.names[k]!r} of shape {tuple(found.originals[k].shape)}, "
-                f"has other values on rank {group.ranks[rank]} than on rank {group.ranks[0]}; the shards would mix "
-                "both. Seed all ranks alike, or pass sync_module_states=True to start from rank 0's"
-            )
-
-
-@torch.no_grad()
-def shard_of(
-    originals: list[OriginalParameter],
-    layout: ShardLayout,
-    group: Group,
-    device: torch.device,
-    from_rank_0: bool,
-) -> torch.Tensor:
-    """This rank's shard of the original parameters, [S], in their dtype.
-
-    Args:
-        layout: of the flat parameter.
-        device: where the original parameters are gathered; the shard is there too.
-        from_rank_0: rank 0's values count; else ranks hold the same ones.
-    """
-    dtype = originals[0].param.dtype
-    if any(m.param.is_meta for m in originals):
-        return torch.empty(layout.shard_numel, dtype=dtype, device="meta")
-    rows = [m.param.detach().reshape(-1).to(device) for m in originals]
-    flat = put_together(rows, layout)
-    if group.world_size == 1:
-        return flat
-    if from_rank_0:
-        group.channel("buffers").broadcast(flat, 0, label="parameters of rank 0")
-    return own_shard(flat, layout, group).clone()

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import abc
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
 from ..flattening.keys import translates_loaded
+from ..optimizers.shards import shard_behind
 from ..progress import noting_errors
 from ..torch_seams.compiling import callees_compiled
 from ..torch_seams.forward_signature import signed_as_wrapped
@@ -19,10 +22,9 @@ from ..types import IncompatibleKeys, Memo, SavedState, StateDict, Tree
 from . import inside, moving
 from . import state_dict as state_dicts
 from .calls import cast_inputs, run_summoned
-from .construct import shard_module, wake
+from .construct import shard, wake
 from .lazy import saving_originals_by_name
 from .refusals import check_asker
-from .registered_shard import flat_of_registered
 from .running import enter, fail, input_dtype, leave, watched
 from .sharded_api import ShardedAPI
 from .standing_in import StandingIn
@@ -31,6 +33,24 @@ from .summoning import summoned
 from .unit_module import UnitModule
 
 Self = TypeVar("Self", bound="Door")
+_together: ContextVar[list[Door] | None] = ContextVar("shardkit.fsdp.door.together", default=None)
+
+
+@contextmanager
+def built_together() -> Iterator[None]:
+    """Inside, wrappers are only put around modules; at the end all are sharded, after one exchange of all ranks.
+
+    Of classes that have it as their own attribute: what they do next, they do in :meth:`Door._sharded`.
+    """
+    doors: list[Door] = []
+    before = _together.set(doors)
+    try:
+        yield
+    finally:
+        _together.reset(before)
+    shard([door._state for door in doors])
+    for door in doors:
+        door._sharded()
 
 
 class Door(StandingIn, ShardedAPI):
@@ -45,13 +65,19 @@ class Door(StandingIn, ShardedAPI):
         nn.Module.__init__(self)
         state = ShardingState(self, module, options, ignored)
         check_wrappable(module, type(self).__name__, may_hold=Door, without=state.ignored.modules)
-        unit_module = UnitModule(module)
-        shard_module(state, unit_module)
-        self._fsdp_wrapped_module = unit_module
+        self._fsdp_wrapped_module = state.unit_module = UnitModule(module)
         self._state = state
-        inside.answer_for(state)
+        waiting = _together.get()
+        if waiting is not None and "built_together" in vars(type(self)):
+            waiting.append(self)
+        else:
+            shard([state])
+            self._sharded()
         self.register_load_state_dict_pre_hook(_before_load)
         self.register_load_state_dict_post_hook(_after_load)
+
+    def _sharded(self) -> None:
+        """What a wrapper does as soon as its parameters are sharded."""
 
     # ------------------------------------------------------------ forward
     @signed_as_wrapped
@@ -144,7 +170,6 @@ class Door(StandingIn, ShardedAPI):
     def __setstate__(self, state: StateDict) -> None:
         super().__setstate__(state)
         wake(self._state)
-        inside.answer_for(self._state)
 
 
 def _before_load(door: Door, state_dict: StateDict, prefix: str, *others: object) -> None:
@@ -158,4 +183,4 @@ def _after_load(door: Door, incompatible: IncompatibleKeys) -> None:
     state_dicts.end_loading(door._state)
 
 
-note_wrapper(Door, owns=lambda param: flat_of_registered(param) is not None)
+note_wrapper(Door, owns=lambda param: shard_behind(param) is not None)

@@ -30,7 +30,7 @@ from ..tracing.ranges import UNNAMED, UnitRanges
 from ..types import StateDict
 from .first_steps import check_first_steps
 from .flat_values import own_shard
-from .originals import Listing, OriginalParameter, Place, as_tensors, note_original
+from .originals import Listing, OriginalParameter, Place, as_tensors, note_originals
 from .refusals import backward_when_summoned
 from .registered_shard import RegisteredShards, UnlistedShard, note_registered
 from .store import FULL, SUMMONED, Store, store_for
@@ -129,10 +129,7 @@ class FlatParam:
         """Itself: it is a ``Listing``."""
         return self
 
-    @property
-    def first(self) -> int:
-        """It has all of its original parameters."""
-        return 0
+    first = position = 0  # it has all of its original parameters
 
     def list_each(self, shards: RegisteredShards) -> None:
         """From now on modules list these, whose memory is the shard's."""
@@ -143,8 +140,7 @@ class FlatParam:
     def _note_listings(self) -> None:
         self._seen = (self.param.dtype, self.param.device)
         self.versioned = [self.param] if self.shards is None else self.shards.versioned
-        for listing in self.listings:
-            note_registered(listing.param, listing)
+        note_registered(self.listings)
 
     def collect(self) -> None:
         """Takes values from registered parameters whose memory was replaced."""
@@ -198,18 +194,17 @@ class FlatParam:
 
     def _make_originals(self) -> bool:
         target = "meta" if self.param.device.type == "meta" else self.compute_device.type
-        replaced = False
-        for index, original in enumerate(self.originals):
+        empty, replaced = torch.empty(0, dtype=self.compute_dtype, device=target), False
+        for original in self.originals:
             old = original.param
-            empty = torch.empty(0, dtype=self.compute_dtype, device=target)
             with as_tensors():  # asked of parameters whose values can't be read now, too
                 fits = old.device.type == target or torch._has_compatible_shallow_copy_type(old, empty)
             if not fits:
-                original.param = nn.Parameter(empty, requires_grad=old.requires_grad)
+                original.param = nn.Parameter(empty.clone(), requires_grad=old.requires_grad)
                 for place in original.places:
                     place.module.__dict__[place.name] = original.param
                 replaced = True
-            note_original(original.param, self, index)
+        note_originals(self)
         return replaced
 
     # ------------------------------------------------------------ gathering

@@ -6,14 +6,14 @@ Legend: W world size, S shard numel, N numel of the flat parameter.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from ..backend import Group
 from ..errors import ConfigurationError
-from ..layout import Align, PackedLayout, ShardLayout, aligned_shards, gaps_between, rows_layout
+from ..layout import Align, ShardLayout, aligned_shards, gaps_between, packed_layout, rows_layout
 
 logger = logging.getLogger("shardkit")
 
@@ -59,6 +59,16 @@ class RowsLayout:
         return rows_layout(tuple(tuple(shape) for shape in shapes), world_size, block)
 
 
+@dataclass(frozen=True)
+class EachAlone:
+    """Cuts each parameter by itself, for ``Options.layout``: shards are packed."""
+
+    cut: Callable[[Sequence[torch.Size], int], ShardLayout]
+
+    def __call__(self, shapes: Sequence[torch.Size], world_size: int) -> ShardLayout:
+        return packed_layout([self.cut([shape], world_size) for shape in shapes])
+
+
 def taken_apart(values: torch.Tensor, layout: ShardLayout) -> list[torch.Tensor]:
     """The items in [N or more], each in one dimension: views."""
     if layout.starts is None:
@@ -90,10 +100,9 @@ def own_part(values: torch.Tensor, group: Group) -> torch.Tensor:
 
 def own_shard(values: torch.Tensor, layout: ShardLayout, group: Group) -> torch.Tensor:
     """This rank's shard [S] of a flat parameter's values, items in their places; a view where that is possible."""
-    if not isinstance(layout, PackedLayout):
-        return own_part(values, group)
-    items = values.split([one.padded_numel for one in layout.each])
-    return torch.cat([own_part(item, group) for item in items])
+    blocks = values.split([block.padded_numel for block in layout.blocks])
+    parts = [own_part(block, group) for block in blocks]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 class Unpacking:
@@ -104,9 +113,9 @@ class Unpacking:
         full: where items lie, [W * S].
     """
 
-    def __init__(self, layout: PackedLayout, full: torch.Tensor) -> None:
-        world_size, self._sizes = layout.world_size, layout.part_sizes
-        items = full.split([one.padded_numel for one in layout.each])
+    def __init__(self, layout: ShardLayout, full: torch.Tensor) -> None:
+        world_size, self._sizes = layout.world_size, [block.shard_numel for block in layout.blocks]
+        items = full.split([block.padded_numel for block in layout.blocks])
         self._places = [item.view(world_size, -1) for item in items]
         self._world_size = world_size
 
@@ -118,9 +127,9 @@ class Unpacking:
 
 def unpacked(gathered: torch.Tensor, layout: ShardLayout) -> torch.Tensor:
     """What was gathered rank by rank, [W * S], with items in their places."""
-    if not isinstance(layout, PackedLayout):
+    if len(layout.blocks) == 1:
         return gathered
-    parts = gathered.view(layout.world_size, -1).split(layout.part_sizes, dim=1)
+    parts = gathered.view(layout.world_size, -1).split([b.shard_numel for b in layout.blocks], dim=1)
     return torch.cat([part.reshape(-1) for part in parts])
 
 

@@ -29,10 +29,10 @@ from ..types import Args, IncompatibleKeys, Kwargs, Memo, ProcessGroup, StateDic
 from . import moving
 from . import state_dict as state_dicts
 from .calls import cast_inputs, computing_when_summoned, refuse_backward
-from .construct import shard_module, wake
+from .construct import shard, wake
 from .door import Door
-from .flat_values import AlignedLayout, RowsLayout
-from .inside import collect_in_place, refuse_state_dicts
+from .flat_values import AlignedLayout, EachAlone, RowsLayout
+from .inside import collect_in_place
 from .lazy import saving_originals_by_name
 from .moving import begin_move
 from .refusals import check_asker
@@ -97,20 +97,18 @@ def fully_shard(
         group=group, replicas=replicas, precision=words.precision(precision), reshard=words.reshard(reshard),
         offload=words.offload(offload), reduce=words.reduce(reduce),
         flatten=False, sync_module_states=sync_module_states, device=device, backend=backend,
-        layout=AlignedLayout("rows") if dtensors else RowsLayout(align),
+        layout=EachAlone(AlignedLayout("rows")) if dtensors else RowsLayout(align),
         dtensors=dtensors, mesh=mesh,
     )  # fmt: skip
+    states: list[ShardingState] = []
     for each in modules_of(module):
-        _shard(each, options)
-        words.cast_outputs_of(each)
+        _check(each)
+        states.append(ShardingState(each, each, options))
+    shard(states)
+    for state in states:
+        _InPlace(state).install()
+        words.cast_outputs_of(state.module)
     return module
-
-
-def _shard(module: nn.Module, options: Options) -> None:
-    _check(module)
-    state = ShardingState(module, module, options)
-    shard_module(state)
-    _InPlace(state).install()
 
 
 def _check(module: nn.Module) -> None:
@@ -150,7 +148,6 @@ class _InPlace:
         module, state = self._state.door, self._state
         module.register_forward_pre_hook(self._enter, prepend=True, with_kwargs=True)
         module.register_forward_hook(self._leave, with_kwargs=True, always_call=True)
-        refuse_state_dicts(state)
         # before those that refuse state dicts of modules inside
         _first(module.register_state_dict_pre_hook(self._begin_state_dict), module._state_dict_pre_hooks)
         _first(module.register_load_state_dict_pre_hook(self._begin_load), module._load_state_dict_pre_hooks)

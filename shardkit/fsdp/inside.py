@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,12 +22,12 @@ from torch import nn
 
 from ..errors import LifecycleError
 from ..flattening.flat_parameter import FlatParameter
+from ..optimizers.shards import shard_behind
 from ..types import IncompatibleKeys, Memo, StateDict, Tree
 from .names import clean
 from .originals import Listing, ReleasedParameter, managing, refuse_copy
-from .registered_shard import flat_of_registered
-from .registries import hidden, written_names
-from .state import ShardingState, state_of
+from .registries import ORDER, hidden, written_names
+from .state import ShardingState
 
 
 class Answer:
@@ -189,23 +189,32 @@ def end_loading_shards(wrapper: nn.Module, incompatible: IncompatibleKeys | None
     _collecting.loading.discard(wrapper)
 
 
-def answer_for(state: ShardingState) -> None:
+def answer_for(modules: Sequence[nn.Module]) -> None:
     """Lets the modules of a wrapped one answer as above."""
-    for _, m in state.own_modules():
+    own: set[nn.Module | None] = {None, *modules}
+    around = {m for m in modules if not own.issuperset(m._modules.values())}
+    known = 0
+    while around and known < len(around):
+        known = len(around)
+        around.update([m for m in reversed(modules) if not around.isdisjoint(m._modules.values())])
+    for m in modules:
         m.__dict__["named_parameters"] = NamedParameters(m)
         m.__dict__["_apply"] = Moves(m)
-        if any(state_of(below) is not None for below in m.modules()):
-            m.__dict__["named_modules"] = NamedModules(m)
-    refuse_state_dicts(state)
+    for m in around:
+        m.__dict__["named_modules"] = NamedModules(m)
 
 
-def refuse_state_dicts(state: ShardingState) -> None:
+def refuse_state_dicts(state: ShardingState, modules: Sequence[nn.Module]) -> None:
     """A state dict of a module inside alone, which would lack values, is refused."""
-    for _, m in state.own_modules():
-        m.__dict__["_is_fsdp_managed_module"] = KeepsInStep(state)
+    keeps_in_step, takes_parameters = KeepsInStep(state), state.group.backend.has_storage
+    for m in modules:
+        m.__dict__["_is_fsdp_managed_module"] = keeps_in_step
         # torch.compile takes modules that say so, parameters and all; where execution is lazy these change under it
-        m.__dict__["_fsdp_use_orig_params"] = state.group.backend.has_storage
-        if _refuse_state_dict not in m._state_dict_pre_hooks.values():  # copies have them already
+        m.__dict__["_fsdp_use_orig_params"] = takes_parameters
+        if (
+            (m._parameters or ORDER in m.__dict__)
+            and _refuse_state_dict not in m._state_dict_pre_hooks.values()  # copies have them already
+        ):  # fmt: skip
             m.register_state_dict_pre_hook(_refuse_state_dict)
             m.register_load_state_dict_pre_hook(_refuse_loading)
 
@@ -214,7 +223,7 @@ def _shards_of(module: nn.Module) -> dict[str, Listing]:
     """Names of parameters whose values the module has not, and the flat parameters that have them."""
     found: dict[str, Listing | None] = {n: managing(p) for n, p in hidden(module)}
     for name, param in module._parameters.items():
-        flat = None if param is None else flat_of_registered(param)
+        flat = None if param is None else shard_behind(param)
         if flat is not None and flat.group.world_size > 1:
             found[name] = flat
     return {name: flat for name, flat in found.items() if flat is not None}

@@ -19,10 +19,10 @@ from torch.optim import Optimizer
 
 from ..errors import ConfigurationError
 from ..optimizers.elementwise import is_known_elementwise
+from ..optimizers.shards import listing_of
 from ..optimizers.stepping import take_part
 from ..torch_seams.dtensors import is_dtensor, like_dtensor
 from ..types import StateDict, Tree
-from .registered_shard import listing_of
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, SupportsIndex
 
 import torch
@@ -119,22 +118,19 @@ class Place(NamedTuple):
     name: str
 
 
-@dataclass
 class OriginalParameter:
-    """One of the original parameters in a flat parameter, and all places where it is found.
+    """One of the original parameters in a flat parameter.
 
     Attributes:
+        places: where it is found.
+        shape: of all of it.
         kind: its class while it has values: a user's own, or ours.
     """
 
-    param: nn.Parameter
-    places: list[Place]
-    shape: torch.Size = field(init=False)
-    kind: type[nn.Parameter] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.shape = torch.Size() if is_lazy(self.param) else self.param.shape
-        self.kind = GatheredParameter if type(self.param) is nn.Parameter else type(self.param)
+    def __init__(self, param: nn.Parameter, place: Place) -> None:
+        self.param, self.places = param, [place]
+        self.shape = torch.Size() if is_lazy(param) else param.shape
+        self.kind = GatheredParameter if type(param) is nn.Parameter else type(param)
 
 
 class Listing(Protocol):
@@ -143,6 +139,7 @@ class Listing(Protocol):
     Attributes:
         flat: the flat parameter.
         first: number of its first original parameter in the flat parameter.
+        position: of its original parameter among those of the module; 0 where it has several.
         originals: in the order in which they lie in it.
         names: path of each in the unit's module.
         path: the unit's path in the root module, as far as it is known.
@@ -159,6 +156,9 @@ class Listing(Protocol):
 
     @property
     def first(self) -> int: ...
+
+    @property
+    def position(self) -> int: ...
 
     @property
     def flat(self) -> FlatParamLike: ...
@@ -221,18 +221,20 @@ class Owner(NamedTuple):
     number: int
 
 
-# One wrapped unit may meet a parameter that another one manages. Flat parameters, which hold these, are held weakly:
-# else neither would ever be freed.
-_owners: WeakIdKeyDictionary = WeakIdKeyDictionary()
-_views: WeakIdKeyDictionary = WeakIdKeyDictionary()  # of original parameters, that a program keeps
+# Of original parameters, by id. Neither these nor flat parameters, which hold them, are kept alive. What is noted ends
+# with the flat parameter.
+_owners: dict[int, tuple[weakref.ref[torch.Tensor], weakref.ref[FlatParamLike], int]] = {}
+_views: WeakIdKeyDictionary = (
+    WeakIdKeyDictionary()
+)  # owners of views of original parameters that a program keeps
 _names_of_copies: WeakIdKeyDictionary = WeakIdKeyDictionary()
 _COPIED: Any = "flat parameters that are being copied"  # beside the ids in the memo of a deepcopy
 
 
-def _owner_of(param: torch.Tensor, noted: WeakIdKeyDictionary = _owners) -> Owner | None:
-    found: tuple[weakref.ref[FlatParamLike], int] | None = noted.get(param)
-    flat = None if found is None else found[0]()
-    return None if found is None or flat is None else Owner(flat, found[1])
+def _owner_of(param: torch.Tensor) -> Owner | None:
+    found = _owners.get(id(param))
+    flat = None if found is None or found[0]() is not param else found[1]()
+    return None if found is None or flat is None else Owner(flat, found[2])
 
 
 def managing(param: nn.Parameter) -> FlatParamLike | None:
@@ -241,14 +243,23 @@ def managing(param: nn.Parameter) -> FlatParamLike | None:
     return None if owner is None else owner.flat
 
 
-def note_original(param: nn.Parameter, flat: FlatParamLike, index: int) -> None:
-    """From now on this parameter is known to be that original parameter of that flat parameter."""
-    _owners[param] = (weakref.ref(flat), index)
+def note_originals(flat: FlatParamLike) -> None:
+    """From now on these parameters are known to be the original parameters of a flat parameter."""
+    keys = [id(original.param) for original in flat.originals]
+
+    def forget(gone: weakref.ref[FlatParamLike]) -> None:
+        for key in keys:
+            if key in _owners and _owners[key][1] is gone:
+                del _owners[key]
+
+    owner = weakref.ref(flat, forget)
+    for number, original in enumerate(flat.originals):
+        _owners[keys[number]] = weakref.ref(original.param), owner, number
 
 
 def note_view(tensor: torch.Tensor, param: nn.Parameter) -> None:
     """This tensor, which is about to become released, is a view of that original parameter."""
-    _views[tensor] = _owners[param]
+    _views[tensor] = _owners[id(param)][1:]
 
 
 def note_copying(flats: Sequence[FlatParamLike], memo: Memo) -> None:
@@ -291,9 +302,10 @@ def _described(param: ReleasedParameter | ReleasedView) -> str:
 
 
 def _refusal(param: ReleasedParameter | ReleasedView, what: str) -> str:
-    seen = _owner_of(param, _views)
-    if seen is not None:
-        return _refusal_of_view(seen, what)
+    of_view = _views.get(param)
+    flat = None if of_view is None else of_view[0]()
+    if flat is not None:
+        return _refusal_of_view(Owner(flat, of_view[1]), what)
     owner, name = _owner_of(param), _name(param)
     if owner is None:
         return (

@@ -14,7 +14,7 @@ Memory is the truth: before values are gathered, registered parameters whose mem
 from __future__ import annotations
 
 import contextlib
-import weakref
+import math
 from collections.abc import Iterator, Sequence
 from operator import attrgetter
 from typing import TYPE_CHECKING, cast
@@ -25,14 +25,14 @@ from torch import nn
 from ..backend import Group
 from ..errors import LifecycleError
 from ..flattening.flat_parameter import FlatParameter
-from ..layout import ShardLayout
-from ..optimizers.shards import note_shard, shard_behind
+from ..layout import Listed
+from ..optimizers.shards import listing_of, note_listings, shard_behind
 from ..torch_seams.dtensors import as_parameter, dtensor_of, is_dtensor
 from ..torch_seams.hooks import check_asked_gradients
 from ..torch_seams.marked_tensors import as_plain
 from ..types import AnyCallable, StateDict
-from .originals import FlatParamLike, Listing
-from .registries import hide, register
+from .originals import FlatParamLike, Listing, as_tensors
+from .registries import register
 
 if TYPE_CHECKING:
     from torch.distributed.tensor._dtensor_spec import DTensorSpec
@@ -40,33 +40,14 @@ if TYPE_CHECKING:
 _grad_of, _address_of = attrgetter("grad"), torch.Tensor.data_ptr
 _hooks_of, _later_hooks_of = attrgetter("_backward_hooks"), attrgetter("_post_accumulate_grad_hooks")
 
-# What a registered parameter is listed for, by its id: DTensors too, which :func:`shard_behind` does not know. torch
-# swaps the contents of DTensors when they move, and refuses that where there are weak references to them.
-_listings: dict[int, weakref.ref[Listing]] = {}
 
-
-def flat_of_registered(param: nn.Parameter) -> Listing | None:
-    """What a registered parameter is listed for: a flat parameter, or one original parameter of it; else None."""
-    found: Listing | None = shard_behind(param)
-    return found
-
-
-def note_registered(param: nn.Parameter, listing: Listing) -> None:
-    """From now on this parameter is known to be listed for that."""
-    if type(param) is FlatParameter:
-        param.__class__ = ShardedFlatParameter
-    if not is_dtensor(param):
-        note_shard(param, listing)
-    key = id(param)
-    _listings[key] = weakref.ref(listing, lambda gone: _listings.pop(key, None))
+def note_registered(listings: Sequence[Listing]) -> None:
+    """From now on their parameters are known to be listed for these."""
+    for listing in listings:
+        if type(listing.param) is FlatParameter:
+            listing.param.__class__ = ShardedFlatParameter
+    note_listings(listings)
     check_asked_gradients(_refuse_shards)
-
-
-def listing_of(param: torch.Tensor) -> Listing | None:
-    """As :func:`flat_of_registered`, for DTensors too."""
-    found = _listings.get(id(param))
-    listing = None if found is None else found()
-    return listing if listing is not None and listing.param is param else None
 
 
 @contextlib.contextmanager
@@ -102,22 +83,29 @@ class RegisteredShard:
     """
 
     def __init__(
-        self, flat: FlatParamLike, number: int, position: int, layout: ShardLayout, offset: int,
-        shape: Sequence[int], values: torch.Tensor, spec: DTensorSpec | None,
-    ) -> None:  # fmt: skip
+        self,
+        flat: FlatParamLike,
+        number: int,
+        position: int,
+        listed: Listed,
+        values: torch.Tensor,
+        spec: DTensorSpec | None,
+    ) -> None:
         self.flat, self.first, self.position = flat, number, position
-        self.original = flat.originals[number]
-        self.originals, self.places = [self.original], self.original.places
-        self.layout, self.offset, self.shape = layout, offset, tuple(shape)
-        self.numel = torch.Size(shape).numel()
+        self.original = original = flat.originals[number]
+        self.originals, self.places = [original], original.places
+        self.layout, self.offset, self.shape = listed
+        self.numel = numel = math.prod(self.shape)
         self.spec = spec
-        trains, part = self.original.param.requires_grad, self.part(values)
+        part = values[self.offset : self.offset + numel].view(self.shape)
+        with as_tensors():
+            trains = original.param.requires_grad
         self.param = (
             nn.Parameter(part, trains) if spec is None else as_parameter(dtensor_of(part, spec), trains)
         )
-        for place in self.places:
-            hide(place, self.original.param)
-            register(place, self.param)
+        for module, name in self.places:  # where the original parameter was; that is an attribute from now on
+            module._parameters[name] = self.param
+            module.__dict__[name] = original.param
 
     @property
     def names(self) -> list[str]:

@@ -8,28 +8,27 @@ train its own. It is refused where torch registers it.
 from __future__ import annotations
 
 import functools
+import weakref
+from collections.abc import Iterable
 
 from torch import nn
 from torch.nn.modules.module import (
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
 )
-from torch.utils.weak import WeakIdKeyDictionary
 
 from ..errors import ConfigurationError
+from ..optimizers.shards import shard_behind
 from .originals import managing
-from .registered_shard import flat_of_registered
-from .state import ShardingState
 
 # Modules whose parameters a unit has taken, and what is below them, but not below another unit.
-_taken: WeakIdKeyDictionary = WeakIdKeyDictionary()
+_taken: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
-def note_taken(state: ShardingState) -> None:
-    """From now on the parameters of a unit's modules are the unit's."""
+def note_taken(modules: Iterable[nn.Module]) -> None:
+    """From now on the parameters of these modules are their unit's."""
     _watch()
-    for _, m in state.own_modules():
-        _taken[m] = True
+    _taken.update(modules)
 
 
 @functools.cache
@@ -44,11 +43,11 @@ def _on_module(parent: nn.Module, name: str, child: nn.Module | None) -> None:
     new = [(path, m) for path, m in child.named_modules(prefix=name) if m not in _taken]
     for path, m in new:
         for attribute, param in m._parameters.items():
-            if param is not None and flat_of_registered(param) is None:
+            if param is not None and shard_behind(param) is None:
                 raise ConfigurationError(_too_late(parent, f"{path}.{attribute}"))
     for _, m in new:
         if not any(p is not None for p in m._parameters.values()):  # no other unit's
-            _taken[m] = True
+            _taken.add(m)
 
 
 def _on_parameter(parent: nn.Module, name: str, param: nn.Parameter | None) -> None:

@@ -7,13 +7,13 @@ module was written with them is kept beside, for those who list them or put them
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from torch import nn
 
-from .originals import Place
+from .originals import OriginalParameter, Place
 
-_ORDER = "_written_parameters"  # an attribute, so that copies and pickles of the module have it
+ORDER = "_written_parameters"  # an attribute, so that copies and pickles of the module have it
 
 
 def register(place: Place, param: nn.Parameter) -> None:
@@ -34,7 +34,7 @@ def unregister(place: Place) -> None:
     """A module forgets a name; :func:`register` knows where it was."""
     module, name = place
     if name not in _order(module):
-        module.__dict__[_ORDER] = {written: k for k, written in enumerate(written_names(module))}
+        module.__dict__[ORDER] = {written: k for k, written in enumerate(written_names(module))}
     module._parameters.pop(name, None)
 
 
@@ -42,6 +42,18 @@ def hide(place: Place, param: nn.Parameter) -> None:
     """The parameter is an attribute of its module, and not registered."""
     unregister(place)
     place.module.__dict__[place.name] = param
+
+
+def take_out(originals: Sequence[OriginalParameter]) -> None:
+    """These are attributes of their modules, and not registered."""
+    for original in originals:
+        for place in original.places:
+            module, name = place
+            if name not in module.__dict__.get(ORDER, ()):
+                hide(place, original.param)
+            else:
+                module._parameters.pop(name, None)
+                module.__dict__[name] = original.param
 
 
 def show(place: Place, param: nn.Parameter) -> None:
@@ -65,5 +77,5 @@ def hidden(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 def _order(module: nn.Module) -> dict[str, int]:
     """Places of names among those that a module was written with."""
-    order: dict[str, int] = module.__dict__.get(_ORDER, {})
+    order: dict[str, int] = module.__dict__.get(ORDER, {})
     return order

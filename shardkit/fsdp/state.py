@@ -11,8 +11,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,12 +28,14 @@ from .flat_param import FlatParam
 from .flat_values import AlignedLayout
 from .gradients import predivide_factor
 from .originals import Listing
-from .registered_shard import RegisteredShard
 from .unit import Unit
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
+    from .unit_module import UnitModule
+
+_position_of = attrgetter("position")
 # By id of the door. The state is held by its door alone, so this map keeps neither alive.
 _states: dict[int, weakref.ref[ShardingState]] = {}
 
@@ -103,6 +106,7 @@ class ShardingState:
     Attributes:
         door: the module that is called; see [Note: doors].
         module: whose parameters are sharded.
+        unit_module: of a wrapper, what lists flat parameters.
         ignored: what of it is not.
         flats: its flat parameters.
         shared_paths: where weights of the module are used a second time, as (first path, other path).
@@ -128,6 +132,7 @@ class ShardingState:
         self, door: nn.Module, module: nn.Module, options: Options, ignored: Ignored | None = None
     ) -> None:
         self.door, self.module, self.options = door, module, options
+        self.unit_module: UnitModule | None = None
         self.ignored = ignored or Ignored()
         self.flats: list[FlatParam] = []
         self.shared_paths: list[tuple[str, str]] = []
@@ -194,9 +199,6 @@ class ShardingState:
 
     def make_unit(self, borrowed: list[FlatParam]) -> None:
         """What the engine runs, of the flat parameters that there are."""
-        modules = [m for _, m in self.own_modules()]
-        for flat in self.flats:
-            flat.modules = modules
         self.unit = Unit(
             self.flats,
             borrowed,
@@ -206,13 +208,24 @@ class ShardingState:
             self.replicas,
         )
 
-    def own_modules(self, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+    def own_modules(self, prefix: str = "") -> list[tuple[str, nn.Module]]:
         """``named_modules`` of the module, without those below other units, and those that it ignores."""
         return modules_outside_units(self.module, prefix, self.door, self.ignored.modules)
 
     def states(self) -> list[ShardingState]:
         """This one and those of units below, the outermost first."""
-        return [s for s in map(state_of, self.door.modules()) if s is not None]
+        found: list[ShardingState] = []
+        seen, waiting = set[nn.Module](), [self.door]
+        while waiting:
+            m = waiting.pop()
+            if m in seen:
+                continue
+            seen.add(m)
+            state = state_of(m) if id(m) in _states else None
+            if state is not None:
+                found.append(state)
+            waiting += [child for child in reversed(m._modules.values()) if child is not None]
+        return found
 
     def all_flats(self) -> list[FlatParam]:
         """The flat parameters of these."""
@@ -226,7 +239,7 @@ class ShardingState:
     def listings(self) -> list[Listing]:
         """What the unit's own registered parameters are listed for."""
         found = [listing for flat in self.flats for listing in flat.listings]
-        return sorted(found, key=lambda one: one.position if isinstance(one, RegisteredShard) else 0)
+        return found if len(self.flats) == 1 else sorted(found, key=_position_of)
 
     def forget_root(self) -> None:
         """The next forward finds the units anew; a root alone can forget, since units below are run by its engine."""
@@ -258,6 +271,12 @@ def note_state(state: ShardingState) -> None:
     _states[key] = weakref.ref(state, forget)
 
 
+def forget_state(state: ShardingState) -> None:
+    """From now on its door is a module like any other."""
+    if state_of(state.door) is state:
+        del _states[id(state.door)]
+
+
 def state_of(module: nn.Module) -> ShardingState | None:
     """The state whose door a module is; None for all other modules."""
     found = _states.get(id(module))
@@ -276,17 +295,34 @@ def modules_outside_units(
     prefix: str = "",
     door: nn.Module | None = None,
     without: Collection[nn.Module] = (),
-) -> Iterator[tuple[str, nn.Module]]:
+) -> list[tuple[str, nn.Module]]:
     """``named_modules`` of a module, without those at and below doors other than this one, and some others."""
-    seen: set[nn.Module] = set()
-
-    def walk(prefix: str, m: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-        if m in seen or m in without or (m is not door and state_of(m) is not None):
-            return
+    found: list[tuple[str, nn.Module]] = []
+    seen, waiting = set[nn.Module](without), [(prefix, module)]
+    while waiting:
+        path, m = waiting.pop()
+        if m in seen or (m is not door and id(m) in _states and state_of(m) is not None):
+            continue
         seen.add(m)
-        yield prefix, m
-        for name, child in m._modules.items():
+        found.append((path, m))
+        for name, child in reversed(m._modules.items()):
             if child is not None:
-                yield from walk(f"{prefix}.{name}" if prefix else name, child)
+                waiting.append((f"{path}.{name}" if path else name, child))
+    return found
 
-    yield from walk(prefix, module)
+
+def units_below(state: ShardingState) -> list[ShardingState]:
+    """Units inside of a state's module, without those inside of these."""
+    found: list[ShardingState] = []
+    seen, waiting = set[nn.Module](), [state.module]
+    while waiting:
+        m = waiting.pop()
+        if m in seen:
+            continue
+        seen.add(m)
+        below = state_of(m) if id(m) in _states else None
+        if below is not None and below is not state:
+            found.append(below)
+        else:
+            waiting += [child for child in reversed(m._modules.values()) if child is not None]
+    return found

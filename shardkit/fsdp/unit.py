@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
 from typing import Protocol
 
@@ -93,7 +93,7 @@ class Unit:
         )
         self._packs: list[GradientPack] = []
         self._replicas: list[Replicas | None] = []  # of each
-        self._local = [[LocalGradients(listing) for listing in f.listings] for f in self.flats]
+        self._local: list[list[LocalGradients]] = []  # of each, as soon as there are any
         self._keeps_local = False
         self._trained = [[listing.param.requires_grad for listing in f.listings] for f in self.flats]
         self.is_reached = True
@@ -123,7 +123,8 @@ class Unit:
                 zip(flat.originals, pack.trainable, strict=True)
             ):
                 if is_trainable:
-                    self._hooks.attach(original.param, None, self._after(index, flat, number))
+                    with as_tensors():
+                        self._hooks.attach(original.param, None, self._after(index, flat, number))
                     index += 1
 
     def notice_trainable(self) -> bool:
@@ -267,10 +268,10 @@ class Unit:
         """Starts the reduction of its gradients."""
         self.reduced = True
         with self.ranges.reduce():
-            for pack, local in zip(self._packs, self._local, strict=True):
+            for k, pack in enumerate(self._packs):
                 if any(pack.trainable):
                     kept: dict[int, torch.Tensor] = {}
-                    for one in local if self._keeps_local else ():
+                    for one in self._local[k] if self._keeps_local else ():
                         kept.update(one.take())
                     pack.send(kept)
         self._keeps_local = False
@@ -299,17 +300,21 @@ class Unit:
 
     def note_local_gradients(self) -> None:
         """A backward inside ``no_sync`` has ended."""
-        self._keeps_local = True
-        for local, pack in zip(self._local, self._packs, strict=True):
+        for local, pack in self._local_gradients():
             for one in local:
                 one.note(pack)
 
     def widen_local_gradients(self) -> None:
         """Inside ``no_sync``, all gradients of the unit are there: they are kept in the dtype in which they travel."""
-        self._keeps_local = True
-        for local, pack in zip(self._local, self._packs, strict=True):
+        for local, pack in self._local_gradients():
             for one in local:
                 one.widen(pack.dtype)
+
+    def _local_gradients(self) -> Iterable[tuple[list[LocalGradients], GradientPack]]:
+        self._keeps_local = True
+        if not self._local:
+            self._local = [[LocalGradients(listing) for listing in f.listings] for f in self.flats]
+        return zip(self._local, self._packs, strict=True)
 
     def forget_if_cleared(self) -> None:
         """Before a backward adds to what ``no_sync`` keeps: discards what was cleared meanwhile."""
@@ -334,6 +339,10 @@ class Unit:
             for one in local:
                 one.drop()
         self._keeps_local = False
+        with as_tensors():
+            for flat in self.flats:
+                for m in flat.originals:
+                    m.param.grad = None
 
     def end_backward(self) -> None:
         """Ready for the next one."""

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NoReturn
 
-import torch
 from torch import nn
 
 from ..errors import LifecycleError
-from ..flattening.flat_parameter import FlatParameter, ParamInfo, SharedParamInfo
+from ..flattening.flat_parameter import FlatParameter
 from ..flattening.wrapper import FlattenParamsWrapper
 from ..types import Memo, Tree
 from .flat_param import FlatParam
-from .originals import OriginalParameter, Place
 from .registries import hide, register, show, unregister
 
 
@@ -40,28 +38,6 @@ class UnitModule(FlattenParamsWrapper):
         """The listed flat parameters (this rank's shards)."""
         found = [self._parameters.get(name) for name in self.flat_param_names]
         return [p for p in found if isinstance(p, FlatParameter)]
-
-    def list_flat(
-        self,
-        originals: Sequence[OriginalParameter],
-        infos: list[ParamInfo],
-        shared: list[SharedParamInfo],
-        shard: torch.Tensor,
-    ) -> tuple[nn.Parameter, Place]:
-        """Takes parameters out of their modules' lists, and lists their shard as a flat parameter.
-
-        Returns:
-            The registered parameter and where it is listed.
-        """
-        for original in originals:
-            for place in original.places:
-                hide(place, original.param)
-        flat = FlatParameter([shard], originals[0].param.requires_grad)
-        flat.__setstate__(([m.shape.numel() for m in originals], [m.shape for m in originals], infos, shared))
-        name = f"flat_param_{len(self.flat_param_names)}"
-        self.flat_param_names.append(name)
-        self.register_parameter(name, flat)
-        return flat, Place(self, name)
 
     def _fqn_modifiers(self) -> dict[str, str]:
         """What torch.distributed.checkpoint leaves out of names."""
@@ -93,23 +69,6 @@ class UnitModule(FlattenParamsWrapper):
         memo[id(self)] = made
         made.__setstate__(copy.deepcopy(self.__dict__, memo))
         return made
-
-
-def list_in_place(
-    originals: Sequence[OriginalParameter], shard: torch.Tensor, world_size: int
-) -> nn.Parameter:
-    """Lists the shard of one parameter, [S], where the parameter was listed; of one rank, in the parameter's shape.
-
-    Returns:
-        The registered parameter.
-    """
-    (original,) = originals
-    values = shard.view(original.shape) if world_size == 1 else shard
-    listed = nn.Parameter(values, requires_grad=original.param.requires_grad)
-    for place in original.places:
-        hide(place, original.param)
-        register(place, listed)
-    return listed
 
 
 @contextmanager

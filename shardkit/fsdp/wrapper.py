@@ -13,7 +13,7 @@ from ..policy import OffloadPolicy, PrecisionPolicy, ReducePolicy, ReshardPolicy
 from ..progress import noting_errors
 from ..torch_seams.device_mesh import shards_and_replicas_of
 from ..types import ProcessGroup, Tree
-from .door import Door
+from .door import Door, built_together
 from .flat_values import AlignedLayout, RowsLayout
 from .sharded_api import SummonAndClip
 from .state import Options
@@ -66,6 +66,8 @@ class FSDP(SummonAndClip, Door):
         RankMismatchError: parameters of two ranks differ in names, shapes, dtypes (or, without
             ``sync_module_states``, in values).
     """
+
+    built_together = staticmethod(built_together)
 
     @noting_errors
     def __init__(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,20 +12,38 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..errors import ConfigurationError
+from ..torch_seams.dtensors import is_dtensor
 
-# Held weakly: flat parameters hold their shards, and else neither would ever be freed.
-_behind: WeakIdKeyDictionary = WeakIdKeyDictionary()
+# What a registered parameter is listed for, by its id; both are held weakly by nobody else. Not by weak references to
+# parameters: torch swaps the contents of DTensors when they move, and refuses that where there are any.
+_listings: dict[int, weakref.ref[Any]] = {}
 
 
-def note_shard(param: torch.Tensor, flat: object) -> None:
-    """From now on this parameter is known to be a shard of that flat parameter."""
-    _behind[param] = weakref.ref(flat)
+def note_listings(listings: Iterable[Any]) -> None:
+    """From now on the registered parameters (``param``) of these are known to be listed for them."""
+    for listing in listings:
+        key = id(listing.param)
+        before = _listings.get(key)
+        if before is None or before() is not listing:
+            _listings[key] = weakref.ref(listing, partial(_forget, key))
+
+
+def _forget(key: int, gone: weakref.ref[Any]) -> None:
+    if _listings.get(key) is gone:
+        del _listings[key]
+
+
+def listing_of(param: torch.Tensor) -> Any:
+    """What a registered parameter, a DTensor maybe, is listed for: a flat parameter, or a part of one; else None."""
+    found = _listings.get(id(param))
+    listing = None if found is None else found()
+    return listing if listing is not None and listing.param is param else None
 
 
 def shard_behind(param: torch.Tensor) -> Any:
-    """The flat parameter whose shard a parameter is, None for other parameters."""
-    found = _behind.get(param)
-    return None if found is None else found()
+    """As :func:`listing_of`, for plain tensors alone: shards, whose parts are on other ranks and nobody says so."""
+    listing = listing_of(param)
+    return None if listing is None or is_dtensor(param) else listing
 
 
 # What an optimizer lists in place of shards, and the shard that its step changes.

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import accumulate
 from operator import attrgetter
 
@@ -194,7 +193,7 @@ class JoinedPack:
             for p in here:
                 last = self._uncut[-1] if self._uncut else None
                 if last is not None and last.item == p.item != _NOTHING:
-                    self._uncut[-1] = replace(last, numel=last.numel + p.numel)
+                    self._uncut[-1] = last._replace(numel=last.numel + p.numel)
                 else:
                     self._uncut.append(p)
         self._sent: tuple[object, list[torch.Tensor]] | None = None  # flags, and by rank on the device

@@ -83,16 +83,17 @@ def check_wrappable(
     Raises:
         ConfigurationError: with the place of what was found; nothing was changed.
     """
-    wrappers = list(_wrappers())
+    wrappers = dict(_wrappers())
+    kinds = tuple(wrappers)
     for path, m in _outside_of(module, may_hold, without):
-        for kind, name in wrappers:
-            if isinstance(m, kind):
-                raise ConfigurationError(
-                    f"{who} can't wrap this module: {_place(path)} is a {name}, which averages gradients itself. "
-                    f"Give {who} the module without it"
-                )
+        if isinstance(m, kinds):
+            name = next(wrappers[kind] for kind in kinds if isinstance(m, kind))
+            raise ConfigurationError(
+                f"{who} can't wrap this module: {_place(path)} is a {name}, which averages gradients itself. "
+                f"Give {who} the module without it"
+            )
         for name, p in m._parameters.items():
-            if p is not None and is_traceable_wrapper_subclass(p):
+            if p is not None and type(p) is not nn.Parameter and is_traceable_wrapper_subclass(p):
                 full = f"{path}.{name}" if path else name
                 raise ConfigurationError(
                     f"{who} can't wrap this module: its parameter {full!r} is a {type(p).__name__}, which is more than "
@@ -108,18 +109,20 @@ def name_of_torchs(module: nn.Module) -> str:
 
 def _outside_of(
     module: nn.Module, checked: type[nn.Module] | None, without: Collection[nn.Module]
-) -> Iterator[tuple[str, nn.Module]]:
+) -> list[tuple[str, nn.Module]]:
     """``named_modules`` without some, and those of a class, which were looked at when they were made."""
+    found: list[tuple[str, nn.Module]] = []
     waiting, seen = [("", module)], {module}
     while waiting:
         path, m = waiting.pop()
         if m in without or (checked is not None and isinstance(m, checked)):
             continue
-        yield path, m
+        found.append((path, m))
         for name, child in reversed(m._modules.items()):
             if child is not None and child not in seen:
                 seen.add(child)
                 waiting.append((f"{path}.{name}" if path else name, child))
+    return found
 
 
 def _wrappers() -> Iterator[tuple[type, str]]:

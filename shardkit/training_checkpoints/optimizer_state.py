@@ -5,7 +5,6 @@ from __future__ import annotations
 import abc
 import copy
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 
 import torch
 from torch.optim import Optimizer
@@ -131,7 +130,7 @@ class Names:
             begins = piece is not None and piece.start == 0
             answers = begins or (not shape.numel() and flat.group.rank == 0)
             if piece is not None and isinstance(listing, RegisteredShard):  # within what is listed
-                piece = replace(piece, offset=piece.offset - listing.offset)
+                piece = piece._replace(offset=piece.offset - listing.offset)
             spans.append(Span(name, shape, piece, answers))
         is_shard = not is_dtensor(param)
         return Slot(param, tuple(spans), is_shard, self.model.copies_of(flat))

@@ -19,11 +19,10 @@ from ..flattening.flat_parameter import FlatParameter
 from ..fsdp.construct import wake
 from ..fsdp.names import plain_name
 from ..fsdp.originals import FlatParamLike, managing
-from ..fsdp.registered_shard import flat_of_registered
 from ..fsdp.registries import hidden, written_names
 from ..fsdp.state import state_of
 from ..layout import Piece
-from ..optimizers.shards import note_stand_in
+from ..optimizers.shards import note_stand_in, shard_behind
 from ..torch_seams.marked_tensors import as_plain
 from ..torch_seams.tensor_facts import ALIKE, FACTS, SHAPE, name_of
 from ..types import AnyCallable, Args, Kwargs, Memo, Tree
@@ -236,7 +235,7 @@ def written_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 def place_of(param: nn.Parameter) -> tuple[FlatParamLike | None, int]:
     """The flat parameter that a parameter lies in, and its number there."""
-    listing = flat_of_registered(param)
+    listing = shard_behind(param)
     if listing is not None:  # listed in place of one original parameter
         return listing.flat, listing.first
     flat = managing(param)

@@ -172,7 +172,16 @@ def wrap_tree(
         )
     _check_nothing_is_wrapped(module, context.wrapper_cls)
     tree = _Tree(module, context, adapt_policy(policy, module), overrides)
-    wrapped, params = tree.visit(module, module_is_root)
+    built_together = getattr(context.wrapper_cls, "__dict__", {}).get("built_together")
+    if built_together is None:
+        wrapped, params = tree.visit(module, module_is_root)
+        return wrapped, tree.numel(params)
+    try:
+        with built_together():
+            wrapped, params = tree.visit(module, module_is_root)
+    except BaseException:
+        tree.undo()
+        raise
     return wrapped, tree.numel(params)
 
 
@@ -211,7 +220,13 @@ class _Tree:
         # Taken before anything is wrapped: wrappers may replace and flatten parameters.
         self._params = {m: frozenset(m.parameters()) - context.uncounted for m in root.modules()}
         self._numel = {p: p.numel() for p in self._params[root]}
+        self._replaced: list[tuple[nn.Module, str, nn.Module]] = []
         self._done: dict[nn.Module, tuple[nn.Module, frozenset[nn.Parameter]]] = {}
+
+    def undo(self) -> None:
+        """Puts the modules back that were wrapped."""
+        for module, name, child in self._replaced:
+            setattr(module, name, child)
 
     def numel(self, params: frozenset[nn.Parameter]) -> int:
         return sum(self._numel[p] for p in params)
@@ -233,6 +248,7 @@ class _Tree:
             wrapped |= within
             if replacement is not child:
                 for name in [n for n, m in module._modules.items() if m is child]:
+                    self._replaced.append((module, name, child))
                     setattr(module, name, replacement)
         arguments = self._policy.arguments(module, self.numel(params - wrapped), is_root)
         if arguments is None:

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from shardkit.errors import ShardkitError
-from shardkit.fsdp.flat_values import AlignedLayout
+from shardkit.fsdp.flat_values import AlignedLayout, EachAlone
 
 from .models import Tree
 from .ranks import Rank, tensors
@@ -58,7 +58,8 @@ def _aligned(cls: Any) -> Any:
             super().__init__(module, **arguments)
 
         def _shard(self, module: nn.Module, options: Any) -> None:
-            super()._shard(module, replace(options, layout=AlignedLayout(self.align)))
+            layout = AlignedLayout(self.align)
+            super()._shard(module, replace(options, layout=layout if options.flatten else EachAlone(layout)))
 
     return Aligned
 

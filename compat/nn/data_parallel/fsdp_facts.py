@@ -14,7 +14,7 @@ from shardkit.fsdp.door import Door
 from shardkit.fsdp.flat_param import FlatParam
 from shardkit.fsdp.inside import Answer, is_collecting
 from shardkit.fsdp.originals import managing
-from shardkit.fsdp.registered_shard import flat_of_registered
+from shardkit.optimizers.shards import shard_behind
 from shardkit.torch_seams.hooks import NO_BACKWARD
 from shardkit.types import Memo, ProcessGroup, StateDict, Tree
 
@@ -208,7 +208,7 @@ class FairscaleFacts(Door):
         Raises:
             ConfigurationError: ``p`` belongs to no FSDP module.
         """
-        if flat_of_registered(p) is None and managing(p) is None:
+        if shard_behind(p) is None and managing(p) is None:
             raise ConfigurationError("append_shared_param takes a parameter that another FSDP module owns")
 
     def _reset_lazy_init(self) -> None:

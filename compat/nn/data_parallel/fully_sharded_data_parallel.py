@@ -12,6 +12,8 @@ from shardkit.backend import backend_of_job
 from shardkit.backends.arguments import size_of
 from shardkit.backends.imagined import RanksInName
 from shardkit.errors import ConfigurationError
+from shardkit.fsdp.door import built_together as _built_together
+from shardkit.fsdp.flat_values import AlignedLayout, EachAlone
 from shardkit.fsdp.gradients import predivide_factor
 from shardkit.fsdp.names import clean
 from shardkit.fsdp.state import Options
@@ -113,6 +115,7 @@ class FullyShardedDataParallel(FairscaleFacts):
             offload=_offload(offloads, move_grads_to_cpu),
             reduce=_reduction(mixed_precision, fp32_reduce_scatter, gradient_predivide_factor),
             flatten=flatten_parameters,
+            layout=AlignedLayout(None) if flatten_parameters else EachAlone(AlignedLayout(None)),
             device=_compute_device(module, compute_device, offloads),
             state_dict_device=state_dict_device,
             state_dict_on_rank_0_only=state_dict_on_rank_0_only,
@@ -120,13 +123,17 @@ class FullyShardedDataParallel(FairscaleFacts):
             keeps_optimizer_state=bool(no_broadcast_optim_state),
         )
         self._shard(module, self._adapted(options))
-        self._passed_group.hear(self._state.flats)
         self._fsdp_wrapped_module.__dict__["state_dict"] = InnerStateDict(self)
         self.__dict__.update({name: given[name] for name in _SHOWN})
         self._orig_reshard_after_forward = reshard_after_forward
         self.move_params_to_cpu = offloads
         self.move_grads_to_cpu = move_grads_to_cpu or offloads
         self.no_broadcast_optim_state = options.keeps_optimizer_state
+
+    built_together = staticmethod(_built_together)
+
+    def _sharded(self) -> None:
+        self._passed_group.hear(self._state.flats)
         self.gradient_predivide_factor, self.gradient_postdivide_factor = self._state.divisors
 
     def _adapted(self, options: Options) -> Options:

@@ -13,6 +13,7 @@ from shardkit.errors import ConfigurationError
 from shardkit.extra.padded_shards.consolidation import ShardMetadata
 from shardkit.extra.padded_shards.holder import Cut, ShardHolder
 from shardkit.extra.start_values import materialize, move_buffers
+from shardkit.fsdp.flat_values import EachAlone
 from shardkit.fsdp.state import Options
 from shardkit.nn.data_parallel import FullyShardedDataParallel, TrainingState
 from shardkit.reduction.norms import clip_params
@@ -147,7 +148,8 @@ class XlaFullyShardedDataParallel(FullyShardedDataParallel, ShardHolder):
 
     # ------------------------------------------------------------ shards
     def _adapted(self, options: Options) -> Options:
-        return replace(options, layout=self._cut.layout, mark_step=self.sync_on_finalization)
+        layout = self._cut.layout if options.flatten else EachAlone(self._cut.layout)
+        return replace(options, layout=layout, mark_step=self.sync_on_finalization)
 
     @property
     def sharded_params(self) -> list[nn.Parameter]:

@@ -79,7 +79,8 @@ class GradientPack(ABC):
         self._before, self._after = (1.0, 1.0) if is_mean else (before, after)
         self._gradient_class = gradient_class(flat.group, "the FSDP root's clip_grad_norm_", True)
         self._in_flight: Reduction | None = None
-        self.trainable = [m.param.requires_grad for m in flat.originals]
+        with as_tensors():
+            self.trainable = [m.param.requires_grad for m in flat.originals]
         pieces = [p for p in flat.layout.pieces() if self.trainable[p.item]]
         step = alignment(self._dtype.itemsize) if group.backend.has_storage else 1
         size = self._size = flat.layout.shard_numel

@@ -15,7 +15,6 @@ from typing import final
 import torch
 
 from ...compression import CompressedGather
-from ...layout import PackedLayout
 from ..flat_values import Unpacking, own_part
 from ..kept_views import KeptViews
 from ..originals import FlatParamLike
@@ -41,8 +40,8 @@ class Stored(Store):
     def _look_at(self, full: torch.Tensor) -> None:
         self._full = full  # [W * S]
         self._own = own_part(full, self._group)  # [S]
-        layout, is_packed = self._layout, self._group.world_size > 1
-        self._unpacking = Unpacking(layout, full) if is_packed and isinstance(layout, PackedLayout) else None
+        is_packed = self._group.world_size > 1 and len(self._layout.blocks) > 1
+        self._unpacking = Unpacking(self._layout, full) if is_packed else None
         self.memory = full.untyped_storage()._cdata
         self._kept_views = KeptViews(self.memory, self._originals, self._layout)
 
