@@ -11,7 +11,7 @@ FAULTS = [
     Fault(
         "loading",
         "pickles may call what they name",
-        "shardkit/checkpoint/loading.py",
+        "shardkit/checkpoint/files/loading.py",
         "        unknown = sorted(named_globals(source) - set(self._names))\n",
         "        import importlib\n\n        from .data_pickle import Function\n\n        self._names = dict(self._names)\n"
         "        for name in named_globals(source) - set(self._names):\n"
@@ -23,7 +23,7 @@ FAULTS = [
     Fault(
         "loading",
         "what is called need not be a function",
-        "shardkit/checkpoint/data_pickle.py",
+        "shardkit/checkpoint/files/data_pickle.py",
         "        if type(function) is not Function or type(arguments) is not tuple:",
         "        if type(arguments) is not tuple:",
         (f"{_LOADING}::test_what_torch_allows_and_data_needs_not",),
@@ -31,7 +31,7 @@ FAULTS = [
     Fault(
         "loading",
         "what functions are given is not counted",
-        "shardkit/checkpoint/data_pickle.py",
+        "shardkit/checkpoint/files/data_pickle.py",
         "        if self._given > _GIVEN + 4 * self._at:\n",
         "        if False:\n",
         (f"{_LOADING}::test_forged_pickles_take_memory_in_proportion",),
@@ -39,7 +39,7 @@ FAULTS = [
     Fault(
         "loading",
         "records of checkpoints may lie in each other",
-        "shardkit/checkpoint/dcp_metadata.py",
+        "shardkit/checkpoint/format/metadata.py",
         "        if record.file == file and record.offset < end:\n",
         "        if False:\n",
         (f"{_LOADING}::test_forged_tables_of_contents",),
@@ -47,7 +47,7 @@ FAULTS = [
     Fault(
         "loading",
         "numpy scalars are not data",
-        "shardkit/checkpoint/rebuilding.py",
+        "shardkit/checkpoint/files/rebuilding.py",
         '        found[f"{module}.scalar"] = Function(_scalar)\n',
         "",
         (f"{_LOADING}::test_state_dicts_are_data",),
@@ -55,7 +55,7 @@ FAULTS = [
     Fault(
         "loading",
         "tensors may go beyond their storage",
-        "shardkit/checkpoint/rebuilding.py",
+        "shardkit/checkpoint/files/rebuilding.py",
         "        if (last + 1) * dtype.itemsize > storage.memory.nbytes():",
         "        if False:",
         (f"{_LOADING}::test_what_torch_allows_and_data_needs_not",),
@@ -63,7 +63,7 @@ FAULTS = [
     Fault(
         "loading",
         "arrays may be shorter than their bytes",
-        "shardkit/checkpoint/rebuilding.py",
+        "shardkit/checkpoint/files/rebuilding.py",
         "    if torch.Size(shape).numel() * kind.itemsize != len(data):",
         "    if False:",
         (f"{_LOADING}::test_what_torch_allows_and_data_needs_not",),
@@ -71,7 +71,7 @@ FAULTS = [
     Fault(
         "loading",
         "checksums are not compared",
-        "shardkit/checkpoint/archive.py",
+        "shardkit/checkpoint/files/archive.py",
         "        if self._has_checksums and crc != entry.CRC:",
         "        if False:",
         (f"{_LOADING}::test_every_flipped_bit_of_a_tensor_is_found",),
@@ -79,7 +79,7 @@ FAULTS = [
     Fault(
         "loading",
         "the first tensor that is cut is not named",
-        "shardkit/checkpoint/loading.py",
+        "shardkit/checkpoint/files/loading.py",
         "                self._say_what_is_cut(damage)\n",
         "",
         (f"{_LOADING}::test_a_truncated_file_is_refused_and_its_first_cut_tensor_named",),
@@ -87,7 +87,7 @@ FAULTS = [
     Fault(
         "writing",
         "what was written beside is copied, not renamed",
-        "shardkit/checkpoint/writing.py",
+        "shardkit/checkpoint/files/writing.py",
         "        os.replace(temporary, target)\n",
         "        import shutil\n\n        shutil.copyfile(temporary, target)\n",
         (f"{_FILES}::test_a_kill_at_any_moment_leaves_a_whole_file",),
@@ -95,7 +95,7 @@ FAULTS = [
     Fault(
         "writing",
         "what could not be written is not said",
-        "shardkit/checkpoint/writing.py",
+        "shardkit/checkpoint/files/writing.py",
         "    except OSError as error:\n        raise FileNotWrittenError(",
         "    except ZeroDivisionError as error:\n        raise FileNotWrittenError(",
         (f"{_FILES}::test_a_limit_of_a_files_size_leaves_the_old_one",),
@@ -103,7 +103,7 @@ FAULTS = [
     Fault(
         "writing",
         "permissions are those of a new file",
-        "shardkit/checkpoint/writing.py",
+        "shardkit/checkpoint/files/writing.py",
         "    os.chmod(temporary, stat.S_IMODE(old.st_mode))\n",
         "",
         (f"{_FILES}::test_permissions_and_links_stay",),
@@ -183,7 +183,7 @@ FAULTS = [
     Fault(
         "ckpt",
         "tables of contents of distributed checkpoints may call what they name",
-        "shardkit/checkpoint/dcp_metadata.py",
+        "shardkit/checkpoint/format/metadata.py",
         "            return _table(read(io.BytesIO(file.read()), _NAMES, _refuse_storage, _set_state))\n",
         "            import pickle\n\n            pickle.load(file)\n            file.seek(0)\n"
         "            return _table(read(io.BytesIO(file.read()), _NAMES, _refuse_storage, _set_state))\n",
@@ -192,7 +192,7 @@ FAULTS = [
     Fault(
         "ckpt",
         "conversions don't compare checksums of what they read",
-        "shardkit/checkpoint_tools/stored.py",
+        "shardkit/checkpoint/tools/stored.py",
         "        if self._place.crc is not None and self._crc != self._place.crc:",
         "        if False:",
         ("tests/checkpoint_tools/test_verify.py::test_what_torch_wrote_has_checksums_of_tensors",),
@@ -200,7 +200,7 @@ FAULTS = [
     Fault(
         "checkpoints",
         "what is written in the background is no copy",
-        "shardkit/training_checkpoints/data_file.py",
+        "shardkit/checkpoint/data_file.py",
         "            yield values.clone() if copied else values",
         "            yield values",
         ("tests/training_checkpoints/test_whole_or_not.py::test_training_goes_on_while_it_is_written",),
@@ -208,7 +208,7 @@ FAULTS = [
     Fault(
         "checkpoints",
         "old checkpoints go before the new one has its name",
-        "shardkit/training_checkpoints/saves.py",
+        "shardkit/checkpoint/saves.py",
         "        folders.finish(self.temporary, self.folder, self.step)\n"
         "        folders.keep_newest(self.folder, self.keep, self.step)\n",
         "        folders.keep_newest(self.folder, 0, -1)\n"
@@ -218,7 +218,7 @@ FAULTS = [
     Fault(
         "checkpoints",
         "a restored rank takes the beginning of each record",
-        "shardkit/training_checkpoints/reading.py",
+        "shardkit/checkpoint/reading.py",
         "source = source.narrow(dim, first - copy.chunk.offsets[dim], size)",
         "source = source.narrow(dim, 0, size)",
         ("tests/training_checkpoints/test_moving.py::test_everybody_reads[fsdp-3]",),

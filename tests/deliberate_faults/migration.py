@@ -59,7 +59,7 @@ FAULTS = [
     Fault(
         "migration",
         "a failed write leaves its temporary file",
-        "shardkit/checkpoint/writing.py",
+        "shardkit/checkpoint/files/writing.py",
         "        with contextlib.suppress(OSError):\n            os.unlink(temporary)",
         "        pass",
         (f"{_MIGRATE}::test_a_failed_write_leaves_the_file_whole",),
