@@ -1,6 +1,6 @@
 """Lightning's Fabric.
 
-torchrun --nproc-per-node 2 -m shardkit.examples.frameworks.fabric_loop
+torchrun --nproc-per-node 2 examples/fabric_loop.py
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from collections.abc import Sequence
 
 from lightning import Fabric
 
-from ...integrations.fabric import ShardkitStrategy
-from ...types import StateDict
-from .task import CLIP, loader, make_model, make_optimizer, options_of, read
+from counting import CLIP, loader, make_model, make_optimizer, options_of, read
+from shardkit.integrations.fabric import ShardkitStrategy
+from shardkit.types import StateDict
 
 
 def main(arguments: Sequence[str] | None = None) -> StateDict:

@@ -1,7 +1,17 @@
-"""Residual networks (arXiv 1512.03385); bottlenecks stride in their 3 x 3 convolution, as torchvision's do."""
+"""Residual networks on images of ImageNet's form: folders of them, random ones, or handwritten digits in colour.
+
+The networks are those of arXiv 1512.03385; bottlenecks stride in their 3 x 3 convolution, as torchvision's do.
+
+python examples/imagenet.py --datadir FOLDER --model resnet50 --use_nested_fsdp --batch_size 128 --drop_last
+python examples/imagenet.py --fake_data --model resnet50 --use_nested_fsdp --num_epochs 1
+"""
 
 from __future__ import annotations
 
+import argparse
+import functools
+import sys
+from argparse import Namespace
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -9,9 +19,15 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import images
+import training
 from shardkit import wrap
+from shardkit.types import Tree
+
+FAKE_CLASSES = 1000
 
 
+# ------------------------------------------------------------ the networks
 def convolution(channels: int, width: int, kernel: int, stride: int = 1) -> list[nn.Module]:
     """A convolution that keeps the size (but for its stride), and its norm."""
     return [
@@ -94,6 +110,64 @@ class ResNet(nn.Module):
         self.blocks = nn.Sequential(*blocks)
         self.head = nn.Linear(channels, classes)
 
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
-        logits: torch.Tensor = self.head(self.blocks(self.stem(images)).mean(dim=(2, 3)))
+    def forward(self, pixels: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.head(self.blocks(self.stem(pixels)).mean(dim=(2, 3)))
         return logits
+
+
+# ------------------------------------------------------------ the command
+
+
+def task(source: images.Source, model: str = "tiny") -> training.Task:
+    """What is trained.
+
+    Args:
+        source: images of the size that the network is meant for, or another one.
+        model: name of a network.
+    """
+    return training.Task(
+        "imagenet",
+        functools.partial(ResNet, CONFIGS[model], source.classes),
+        source.load,
+        units=(BasicBlock, Bottleneck),
+        optimizer=torch.optim.SGD,
+        settings={"weight_decay": 1e-4},
+        workers=source.workers,
+    )
+
+
+def parser(name: str = "imagenet", **defaults: Tree) -> argparse.ArgumentParser:
+    """The command line."""
+    description = (
+        "Trains a residual network on folders of images, digits in colour, or random images (--fake_data)."
+    )
+    own = {"lr": 0.1, "momentum": 0.9, "auto_wrap_min_num_params": 100_000, "model": "tiny"}
+    made = training.make_parser(name, description, **{**own, **defaults})
+    made.add_argument("--model", choices=tuple(CONFIGS), help="default: %(default)s")
+    made.add_argument("--image_size", type=int, help="default: 32 for tiny, 224 for the others")
+    return made
+
+
+def guide(strategy: str) -> Tree:
+    """Defaults of PyTorch/XLA's guides; a strategy is "native" or "xla_fsdp"."""
+    own = {"lr": 0.5, "model": "resnet50", "test_set_batch_size": 64, "auto_wrap_min_num_params": 1_000_000}
+    return {**training.guide_defaults(strategy), **own, "lr_scheduler_type": training.WARMUP_AND_DECAY}
+
+
+def run(options: Namespace) -> int:
+    """Trains; the exit code."""
+    size = CONFIGS[options.model].size if options.image_size is None else options.image_size
+
+    def make_task() -> training.Task:
+        return task(images.of_folders(options, options.datadir, size, FAKE_CLASSES), options.model)
+
+    return training.run(make_task, options)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command."""
+    return run(training.parse(parser(), argv))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

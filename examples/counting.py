@@ -1,4 +1,11 @@
-"""What all of these scripts train: a small Llama that learns to count; and checkpoints, whichever script wrote them."""
+"""A small Llama that learns to count, which the scripts of frameworks train; and checkpoints, whoever wrote them.
+
+Each script gives the weights of one process::
+
+    torchrun --nproc-per-node 2 examples/transformers_trainer.py --folder out --steps 4
+    torchrun --nproc-per-node 2 examples/fabric_loop.py --resume out/checkpoint-4 --folder out
+    python examples/torch_loop.py --resume out/fabric.ckpt --steps 12        # one process
+"""
 
 from __future__ import annotations
 
@@ -12,7 +19,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, Subset
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from ...types import Framework, StateDict
+from shardkit.types import Framework, StateDict
 
 BATCH = 4  # of all ranks together
 CLIP = 1.0

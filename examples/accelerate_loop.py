@@ -1,6 +1,6 @@
 """accelerate's loop; one line is another.
 
-accelerate launch --cpu --num_processes 2 -m shardkit.examples.frameworks.accelerate_loop
+accelerate launch --cpu --num_processes 2 examples/accelerate_loop.py
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from accelerate import Accelerator
 from torch.utils.data import DataLoader
 
-from ...integrations.huggingface import ShardkitPlugin
-from ...types import StateDict
-from .task import BATCH, CLIP, Counting, make_model, make_optimizer, options_of, read
+from counting import BATCH, CLIP, Counting, make_model, make_optimizer, options_of, read
+from shardkit.integrations.huggingface import ShardkitPlugin
+from shardkit.types import StateDict
 
 
 def main(arguments: Sequence[str] | None = None) -> StateDict:

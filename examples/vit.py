@@ -1,7 +1,7 @@
 """A vision transformer of any size: trained if it is small, planned if it is one of 10 billion parameters.
 
-python -m shardkit.examples.vit --plan --ranks 128
-python -m shardkit.examples.vit --use_nested_fsdp --embed_dim 64 --num_heads 4 --num_blocks 2
+python examples/vit.py --plan --ranks 128
+python examples/vit.py --use_nested_fsdp --embed_dim 64 --num_heads 4 --num_blocks 2
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import images
+import training
 from shardkit import wrap
 from shardkit.estimate import Subject, estimate
 from shardkit.estimate.report import as_text
-from shardkit.examples.digits.model import Block
-
-from . import flags, images, training
+from shardkit.examples.digits import Block
 
 FLAGS = ("embed_dim", "num_heads", "num_blocks", "image_size", "patch_size", "classes")
 
@@ -56,9 +56,13 @@ class Config(NamedTuple):
 def block(config: Config) -> Block:
     """One of them."""
     return Block(
-        config.embed_dim, config.num_heads, qkv_bias=True, mlp_ratio=config.mlp_ratio,
-        att_dropout=config.att_dropout, mlp_dropout=config.mlp_dropout,
-    )  # fmt: skip
+        config.embed_dim,
+        config.num_heads,
+        qkv_bias=True,
+        mlp_ratio=config.mlp_ratio,
+        att_dropout=config.att_dropout,
+        mlp_dropout=config.mlp_dropout,
+    )
 
 
 class VisionTransformer(nn.Module):
@@ -75,8 +79,8 @@ class VisionTransformer(nn.Module):
         self.norm = nn.LayerNorm(dim)
         self.head = nn.Linear(dim, config.classes)
 
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
-        x = self.patches(images).flatten(2).transpose(1, 2) + self.positions
+    def forward(self, pixels: torch.Tensor) -> torch.Tensor:
+        x = self.patches(pixels).flatten(2).transpose(1, 2) + self.positions
         x = F.dropout(x, self.dropout, self.training)
         logits: torch.Tensor = self.head(self.norm(self.blocks(x)).mean(dim=1))
         return logits
@@ -115,20 +119,20 @@ def plan(config: Config, ranks: int, batch: int, dtype: torch.dtype) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """The command."""
     description = "Trains a vision transformer, or says what memory the training of one takes (--plan)."
-    parser = flags.make_parser("vit", description, lr=1e-3, auto_wrap_min_num_params=10_000)
+    parser = training.make_parser("vit", description, lr=1e-3, auto_wrap_min_num_params=10_000)
     parser.add_argument("--plan", action="store_true", help="train nothing, print what a rank needs")
     for name in FLAGS:
         parser.add_argument(
             f"--{name}", type=int, default=getattr(Config(), name), help="default: %(default)s"
         )
-    options = flags.parse(parser, argv)
+    options = training.parse(parser, argv)
     if min(getattr(options, name) for name in FLAGS) < 1 or options.embed_dim % options.num_heads:
         parser.error(
             f"{', '.join(f'--{name}' for name in FLAGS)} are at least 1, and heads divide --embed_dim"
         )
     config = Config(**{name: getattr(options, name) for name in FLAGS})
     if options.plan:
-        print(plan(config, options.ranks, options.batch_size, flags.DTYPES[options.compute_dtype]))
+        print(plan(config, options.ranks, options.batch_size, training.DTYPES[options.compute_dtype]))
         return 0
 
     def make_task() -> training.Task:

@@ -1,6 +1,6 @@
 """Lightning's Trainer.
 
-torchrun --nproc-per-node 2 -m shardkit.examples.frameworks.lightning_trainer
+torchrun --nproc-per-node 2 examples/lightning_trainer.py
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from collections.abc import Sequence
 import torch
 from lightning import LightningModule, Trainer
 
-from ...integrations.lightning import ShardkitStrategy
-from ...types import Framework, StateDict
-from .task import CLIP, loader, make_model, make_optimizer, options_of
+from counting import CLIP, loader, make_model, make_optimizer, options_of
+from shardkit.integrations.lightning import ShardkitStrategy
+from shardkit.types import Framework, StateDict
 
 
 class Counter(LightningModule):
@@ -37,11 +37,18 @@ def main(arguments: Sequence[str] | None = None) -> StateDict:
     options = options_of(arguments)
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     trainer = Trainer(
-        accelerator="cpu", devices=world_size, strategy=ShardkitStrategy() if world_size > 1 else "auto",
-        max_steps=options.steps, gradient_clip_val=CLIP, use_distributed_sampler=False, logger=False,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        accelerator="cpu",
+        devices=world_size,
+        strategy=ShardkitStrategy() if world_size > 1 else "auto",
+        max_steps=options.steps,
+        gradient_clip_val=CLIP,
+        use_distributed_sampler=False,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
         default_root_dir=options.folder,
-    )  # fmt: skip
+    )
     counter = Counter()
     trainer.fit(counter, loader(rank, world_size), ckpt_path=options.resume, weights_only=True)
     trainer.save_checkpoint(options.folder / "lightning.ckpt")

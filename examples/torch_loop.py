@@ -1,6 +1,6 @@
 """A loop written for torch's fully_shard; the import is this library's. Without a launcher it is one process's.
 
-torchrun --nproc-per-node 2 -m shardkit.examples.frameworks.torch_loop
+torchrun --nproc-per-node 2 examples/torch_loop.py
 """
 
 from __future__ import annotations
@@ -13,11 +13,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from counting import CLIP, loader, make_model, make_optimizer, options_of, read
 from shardkit import fully_shard  # was: from torch.distributed.fsdp import fully_shard
-
-from ...integrations.sharding import load_whole_state, whole_state
-from ...types import Kwargs, StateDict
-from .task import CLIP, loader, make_model, make_optimizer, options_of, read
+from shardkit.integrations.sharding import load_whole_state, whole_state
+from shardkit.types import Kwargs, StateDict
 
 
 def main(arguments: Sequence[str] | None = None) -> StateDict:

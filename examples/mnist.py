@@ -1,7 +1,7 @@
 """MNIST's convolutional network: on its four files, or on scikit-learn's handwritten digits, enlarged to 28 x 28.
 
-python -m shardkit.examples.mnist --use_nested_fsdp --use_gradient_checkpointing
-python -m shardkit.examples.mnist --datadir FOLDER --drop_last --strategy sharded_ddp
+python examples/mnist.py --use_nested_fsdp --use_gradient_checkpointing
+python examples/mnist.py --datadir FOLDER --drop_last --strategy sharded_ddp
 """
 
 from __future__ import annotations
@@ -15,11 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import images
+import training
 from shardkit import wrap
-
-from ..types import Tree
-from . import flags, images, training
-from .data.mnist_files import CLASSES
+from shardkit.types import Tree
 
 
 class MnistNet(nn.Module):
@@ -32,7 +31,7 @@ class MnistNet(nn.Module):
         self.conv2 = wrap(nn.Conv2d(10, 20, kernel_size=5))
         self.bn2 = nn.BatchNorm2d(20)
         self.fc1 = wrap(nn.Linear(320, 50))
-        self.fc2 = wrap(nn.Linear(50, CLASSES))
+        self.fc2 = wrap(nn.Linear(50, images.DIGITS))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.bn1(F.relu(F.max_pool2d(self.conv1(x), 2)))
@@ -57,7 +56,12 @@ def task(source: images.Source) -> training.Task:
 def parser(name: str = "mnist", **defaults: Tree) -> argparse.ArgumentParser:
     """The command line."""
     description = "Trains MNIST's convolutional network, on MNIST or on scikit-learn's handwritten digits."
-    return flags.make_parser(name, description, **{"lr": 0.05, "momentum": 0.9, **defaults})
+    return training.make_parser(name, description, **{"lr": 0.05, "momentum": 0.9, **defaults})
+
+
+def guide(strategy: str) -> Tree:
+    """Defaults of PyTorch/XLA's guides; a strategy is "native" or "xla_fsdp"."""
+    return {**training.guide_defaults(strategy), "lr": 0.01, "momentum": 0.5, "lr_scheduler_type": "none"}
 
 
 def run(options: Namespace) -> int:
@@ -67,7 +71,7 @@ def run(options: Namespace) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command."""
-    return run(flags.parse(parser(), argv))
+    return run(training.parse(parser(), argv))
 
 
 if __name__ == "__main__":
