@@ -25,7 +25,6 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from ..backend import Backend, Group, backend_for
-from ..checkpoint.archive import memory_of
 from ..checks.facts import all_gather_facts
 from ..checks.runs import new_run_id, number_of, proposed_run_id
 from ..checks.same_everywhere import check_one_device, check_same_everywhere, option_facts
@@ -35,6 +34,7 @@ from ..flattening.flat_parameter import FLAT_PREFIX, FlatParameter, ParamInfo, S
 from ..layout import ShardLayout
 from ..policy import OffloadPolicy, ReducePolicy
 from ..torch_seams.dtensors import is_dtensor, mesh_over, rows_here
+from ..torch_seams.strided_views import memory_of
 from ..types import Facts, ProcessGroup
 from .flat_param import FlatParam
 from .flat_values import own_shard, put_together, report_padding
@@ -379,12 +379,6 @@ def _refuse_writers(found: Found) -> None:
 
 
 def _mesh_of_dtensors(found: Found) -> DeviceMesh:
-    for name, original in zip(found.names, found.originals, strict=True):
-        if not original.shape:
-            raise ConfigurationError(
-                f"{name!r} has no dimensions, and can't be a DTensor that is cut by rows: give it one, as nn.Parameter("
-                "torch.ones(1)), or leave dtensors=True out"
-            )
     options = found.state.options
     if options.mesh is None and options.replicas is not None:
         raise ConfigurationError(
@@ -486,7 +480,7 @@ def _registered(flat: FlatParam, part: list[int], mesh: DeviceMesh | None) -> li
     listed = flat.layout.listed([original.shape for original in flat.originals], flat.group.rank)
     for number, (original, one) in enumerate(zip(flat.originals, listed, strict=True)):
         spec = None
-        if mesh is not None and original.shape:
+        if mesh is not None:
             dtensor = rows_here(values, mesh, original.shape)
             spec, one = dtensor._spec, one._replace(shape=tuple(dtensor._local_tensor.shape))
         made.append(RegisteredShard(flat, number, part[number], one, values, spec))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -61,12 +61,22 @@ class RowsLayout:
 
 @dataclass(frozen=True)
 class EachAlone:
-    """Cuts each parameter by itself, for ``Options.layout``: shards are packed."""
+    """Cuts each parameter by itself, for ``Options.layout``: shards are packed.
+
+    Attributes:
+        copies_numbers: every rank has parameters without dimensions.
+    """
 
     cut: Callable[[Sequence[torch.Size], int], ShardLayout]
+    copies_numbers: bool = False
 
     def __call__(self, shapes: Sequence[torch.Size], world_size: int) -> ShardLayout:
-        return packed_layout([self.cut([shape], world_size) for shape in shapes])
+        each = [self.cut([shape], world_size) for shape in shapes]
+        if self.copies_numbers and world_size > 1:
+            each = [
+                one if shape else replace(one, copies=True) for one, shape in zip(each, shapes, strict=True)
+            ]
+        return packed_layout(each)
 
 
 def taken_apart(values: torch.Tensor, layout: ShardLayout) -> list[torch.Tensor]:
@@ -101,7 +111,10 @@ def own_part(values: torch.Tensor, group: Group) -> torch.Tensor:
 def own_shard(values: torch.Tensor, layout: ShardLayout, group: Group) -> torch.Tensor:
     """This rank's shard [S] of a flat parameter's values, items in their places; a view where that is possible."""
     blocks = values.split([block.padded_numel for block in layout.blocks])
-    parts = [own_part(block, group) for block in blocks]
+    parts = [
+        block[:1] if alone.copies else own_part(block, group)
+        for block, alone in zip(blocks, layout.blocks, strict=True)
+    ]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 

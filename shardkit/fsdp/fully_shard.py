@@ -97,7 +97,7 @@ def fully_shard(
         group=group, replicas=replicas, precision=words.precision(precision), reshard=words.reshard(reshard),
         offload=words.offload(offload), reduce=words.reduce(reduce),
         flatten=False, sync_module_states=sync_module_states, device=device, backend=backend,
-        layout=EachAlone(AlignedLayout("rows")) if dtensors else RowsLayout(align),
+        layout=EachAlone(AlignedLayout("rows"), True) if dtensors else RowsLayout(align),
         dtensors=dtensors, mesh=mesh,
     )  # fmt: skip
     states: list[ShardingState] = []

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.skipif(
     not dist.is_available() or not dist.is_nccl_available(), reason="this torch was built without NCCL"
 )
 
-MODULES = ("cuda", "accelerator", "c10d.nccl", "c10d.stream_group")
+MODULES = ("cuda", "accelerator", "c10d.nccl", "c10d.stream_group", "c10d.group")
 PROCESS_GROUP = "torch.distributed.ProcessGroup"
 NCCL = "torch.distributed.ProcessGroupNCCL"
 # What the names of our own variables and attributes stand for.
@@ -62,7 +62,7 @@ def _uses() -> Iterator[tuple[str, str, str]]:
             owner = _path(node.value)
             if re.match(r"dist(\.|$)|torch\.(cuda|accelerator)(\.|$)", owner):
                 yield module, re.sub("^dist", "torch.distributed", owner), node.attr
-            elif module == "c10d.stream_group" and owner == "options":
+            elif module in ("c10d.group", "c10d.stream_group") and owner == "options":
                 for name in OPTION_CLASSES[node.attr]:
                     yield module, f"torch._C._distributed_c10d.{name}", node.attr
             else:

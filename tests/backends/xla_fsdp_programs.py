@@ -423,6 +423,7 @@ def save(rank: int, backend_name: str, flatten: bool) -> dict[str, Any]:
         "losses": losses,
         "full": {k: v.detach().cpu() for k, v in model.state_dict().items()},
         "local": {k: v.detach().cpu() for k, v in model.local_state_dict().items()},
+        "cut": "alike" if flatten else backend_name,  # between rows ranks may hold parts of other sizes
         "metadata": model.local_metadata_dict(),
         "optimizer": model.gather_full_optim_state_dict(optimizer),
     }
@@ -437,7 +438,8 @@ def resume(rank: int, backend_name: str, flatten: bool, saved: list[dict[str, An
             p.zero_()
     model = case.wrap(net, **case.options)
     optimizer = case.make_optimizer(model)
-    if len(saved) == get_backend(backend_name).group().world_size:
+    alike = saved[0]["cut"] in ("alike", backend_name)
+    if alike and len(saved) == get_backend(backend_name).group().world_size:
         model.load_local_state_dict(saved[rank]["local"])
     else:
         model.load_state_dict(saved[0]["full"])
