@@ -40,7 +40,7 @@ from shardkit.backend import Backend, ReduceOp, get_backend
 from shardkit.data import ResumableLoader
 from shardkit.errors import BackendError, ConfigurationError, DamagedFileError, RankFailedError, ShardkitError
 from shardkit.examples.digits import Progress, average_gradients, train_epoch
-from shardkit.fsdp.local_checkpoint import consolidate
+from shardkit.fsdp.state_dict import consolidate
 from shardkit.tracing.metrics import Sink
 from shardkit.tracing.sinks import JsonLines, TensorBoard
 from shardkit.types import Kwargs, StateDict, Tree

@@ -10,8 +10,7 @@ from torch import nn
 
 from .errors import ConfigurationError
 from .fsdp.flat_param import FlatParam
-from .fsdp.names import clean
-from .fsdp.state import ShardingState, state_of
+from .fsdp.state import ShardingState, clean, state_of
 from .oss.optimizer import OSS
 from .sharded_ddp.wrapper import ShardedDDP
 from .tables import counted, in_bytes, plain_table

@@ -18,8 +18,8 @@ from torch.distributed.fsdp.api import (
 from shardkit.backend import Backend, backend_of_job
 from shardkit.errors import ConfigurationError
 from shardkit.fsdp import hybrid_groups
-from shardkit.fsdp.door import Door
 from shardkit.fsdp.state import Ignored
+from shardkit.fsdp.wrapper import Door
 from shardkit.policy import OffloadPolicy, PrecisionPolicy, ReducePolicy, ReshardPolicy
 from shardkit.types import Kwargs, ProcessGroup
 

@@ -20,8 +20,8 @@ from torch.distributed.fsdp.api import (
 from shardkit.backend import Group
 from shardkit.errors import LifecycleError
 from shardkit.flattening.flat_parameter import FLAT_PREFIX
-from shardkit.fsdp.door import Door
-from shardkit.fsdp.names import clean
+from shardkit.fsdp.state import clean
+from shardkit.fsdp.wrapper import Door
 from shardkit.nn.data_parallel.fsdp_facts import PassedGroup
 from shardkit.torch_seams.hooks import NO_BACKWARD
 from shardkit.types import ProcessGroup, Tree

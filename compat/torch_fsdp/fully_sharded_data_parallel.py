@@ -32,8 +32,7 @@ from shardkit.errors import ConfigurationError
 from shardkit.extra.start_values import broadcast_buffers, materialize_each, move_buffers, move_from_host
 from shardkit.extra.whole_gradients import check_reduced, whole_gradients
 from shardkit.fsdp.flat_values import AlignedLayout, EachAlone
-from shardkit.fsdp.state import Ignored, Options, modules_outside_units
-from shardkit.fsdp.summoning import summoned
+from shardkit.fsdp.state import Ignored, Options, modules_outside_units, summoned
 from shardkit.nn.data_parallel.fsdp_facts import PassedGroup
 from shardkit.types import Kwargs, ProcessGroup, Tree
 

@@ -20,9 +20,8 @@ from torch.distributed.fsdp.api import (
 )
 
 from shardkit.errors import ConfigurationError
-from shardkit.fsdp.door import Door
-from shardkit.fsdp.names import plain_name
-from shardkit.fsdp.state import ShardingState
+from shardkit.fsdp.state import ShardingState, plain_name
+from shardkit.fsdp.wrapper import Door
 from shardkit.torch_seams.dtensors import cut_rows, is_cut, mesh_over, whole
 from shardkit.types import StateDict
 

@@ -22,7 +22,7 @@ from torch.distributed.fsdp.api import (
 from torch.optim import Optimizer
 
 from shardkit.errors import ConfigurationError
-from shardkit.fsdp.names import plain_name
+from shardkit.fsdp.state import plain_name
 from shardkit.types import IncompatibleKeys, StateDict
 
 from .fully_sharded_data_parallel import FullyShardedDataParallel as FSDP

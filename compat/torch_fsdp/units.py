@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.fsdp.api import MixedPrecision
 
 from shardkit.errors import ConfigurationError
-from shardkit.fsdp.calls import cast_inputs
+from shardkit.fsdp.forward import cast_inputs
 from shardkit.fsdp.state import Ignored
 from shardkit.types import AnyCallable, Args, Kwargs, StateDict, Tree
 from shardkit.wrapping.context import WrapContext, wrap_tree

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..backend import Backend, Group, backend_for, backend_of_job
 from ..errors import ConfigurationError
-from ..fsdp.pieces import Pieces
+from ..fsdp.state_dict import Pieces
 from ..layout import Box
 from ..torch_seams.dtensors import is_dtensor
 from ..types import ProcessGroup, StateDict

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from ..adascale.optimizer import AdaScale
 from ..checks.same_everywhere import copy_options, options_of
 from ..errors import ConfigurationError
-from ..fsdp.state_of_shards import NOTE
+from ..fsdp.optim_state import NOTE
 from ..layout import Piece
 from ..oss.optimizer import OSS
 from ..types import StateDict

@@ -15,7 +15,7 @@ import torch
 
 from ..backend import Group
 from ..errors import ConfigurationError
-from ..fsdp.pieces import Pieces
+from ..fsdp.state_dict import Pieces
 from ..layout import Box, Piece, boxes_of, whole_box
 
 if TYPE_CHECKING:

@@ -13,8 +13,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from ..errors import ConfigurationError, LifecycleError
 from ..fsdp.construct import wake
 from ..fsdp.flat_param import FlatParam
-from ..fsdp.names import plain_name
-from ..fsdp.state import ShardingState, state_of
+from ..fsdp.state import ShardingState, plain_name, state_of
 from ..layout import Piece
 from ..sharded_ddp.wrapper import ShardedDDP
 from ..torch_seams.dtensors import is_dtensor

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from ..errors import ConfigurationError
 from ..fsdp.originals import Listing
-from ..fsdp.registered_shard import RegisteredShard
+from ..fsdp.registered import RegisteredShard
 from ..optimizers.shards import shard_behind
 from ..torch_seams.dtensors import is_dtensor
 from ..types import StateDict, Tree

@@ -18,11 +18,9 @@ from torch.optim import Optimizer
 
 from ..backend import Group
 from ..errors import ConfigurationError
-from ..fsdp.names import plain_name
-from ..fsdp.optim_state import Form, gather_states, shard_state
+from ..fsdp.optim_state import Form, gather_states, options_in, shard_state
 from ..fsdp.originals import Listing
-from ..fsdp.state import state_of
-from ..fsdp.state_of_shards import options_in
+from ..fsdp.state import plain_name, state_of
 from ..optimizers.shards import refuse_stand_ins
 from ..torch_seams.dtensors import is_cut, whole
 from ..types import ParamGroup, StateDict

@@ -1,10 +1,10 @@
 """Sharded parameters (ZeRO stage 3)."""
 
+from .construct import hybrid_groups
 from .fully_shard import fully_shard
-from .groups import hybrid_groups
-from .plain_optim_state import gather_plain, shard_plain
+from .optim_state import gather_plain, shard_plain
 from .sharded_api import sharding_of
-from .torch_methods import register_fsdp_forward_method
+from .torch_words import register_fsdp_forward_method
 from .wrapper import FSDP
 
 __all__ = [

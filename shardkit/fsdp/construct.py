@@ -7,6 +7,10 @@
 5. unit: what the engine runs.
 
 Legend: W world size, S shard numel.
+
+@@@ Groups of ranks for hybrid sharding, and for what stays between forward and backward.
+
+@@@ Sharded modules that are moved, cast, copied, or brought back from a file.
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ import functools
 import hashlib
 import logging
 import sys
+import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 from operator import attrgetter
@@ -24,7 +29,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from ..backend import Backend, Group, backend_for
+from ..backend import Backend, Group, backend_for, backend_of_job
 from ..checks.facts import all_gather_facts
 from ..checks.runs import new_run_id, number_of, proposed_run_id
 from ..checks.same_everywhere import check_one_device, check_same_everywhere, option_facts
@@ -35,20 +40,18 @@ from ..layout import ShardLayout
 from ..policy import OffloadPolicy, ReducePolicy
 from ..torch_seams.dtensors import is_dtensor, mesh_over, rows_here
 from ..torch_seams.strided_views import memory_of
-from ..types import Facts, ProcessGroup
+from ..types import Facts, Memo, ProcessGroup
 from .flat_param import FlatParam
 from .flat_values import own_shard, put_together, report_padding
-from .groups import post_forward_mesh
-from .inside import answer_for, refuse_state_dicts
-from .local_steps import step_locally
-from .originals import OriginalParameter, Place, managing
-from .registered_shard import RegisteredShard, RegisteredShards
-from .registrations import note_taken
-from .registries import hide, register, take_out
+from .optimizer_check import step_locally
+from .originals import OriginalParameter, Place, are_copied, copy_when_summoned, managing, note_copying
+from .registered import RegisteredShard, RegisteredShards, hide, register, take_out
 from .state import Options, ShardingState, forget_state, owners_of, units_below
+from .submodule_api import answer_for, note_taken, refuse_state_dicts
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
 
 logger = logging.getLogger("shardkit")
 
@@ -585,3 +588,146 @@ def reconnect(state: ShardingState, process_group: ProcessGroup) -> None:
         flat.adopt()
     name_flats(state)
     state.unit.attach()
+
+
+_meshes: weakref.WeakKeyDictionary[Group, dict[int, Group]] = weakref.WeakKeyDictionary()
+_replicas: weakref.WeakKeyDictionary[Group, dict[int, Group]] = weakref.WeakKeyDictionary()
+
+
+def post_forward_mesh(group: Group, count: int) -> Group:
+    """The group of ``count`` consecutive ranks that this rank belongs to (collective; made once for a group).
+
+    Raises:
+        ConfigurationError: the ranks can't be divided so.
+    """
+    if group.world_size % count:
+        raise ConfigurationError(
+            f"{group.world_size} ranks can't be divided into groups of {count}; name a number that divides them"
+        )
+    known = _meshes.setdefault(group, {})
+    if count in known:
+        return known[count]
+    mine = None
+    for first in range(0, group.world_size, count):
+        made = group.new_group(range(first, first + count))
+        mine = made if made is not None else mine
+    if mine is None:
+        raise ConfigurationError(f"rank {group.rank} is in none of the groups of {count}")
+    known[count] = mine
+    return mine
+
+
+def hybrid_groups(
+    shard_size: int, group: ProcessGroup = None, backend: str | Backend | None = None
+) -> tuple[Group, Group]:
+    """Two groups for hybrid sharding: ranks that share one copy of the model, and ranks with the same shard of it.
+
+    ::
+
+        group, replicas = hybrid_groups(8)          # 8 GPUs of a machine share a copy
+        model = FSDP(model, group=group, replicas=replicas)
+
+    Parameters are gathered within ``group`` only; gradients are averaged over both. Every rank calls. Called again, it
+    returns the same groups.
+
+    Args:
+        shard_size: how many consecutive ranks share one copy.
+        group: all ranks that take part; None for all of the job.
+        backend: name or instance of the backend; by default that of the device which the job's process group serves.
+
+    Returns:
+        The group to shard over and the group of replicas.
+
+    Raises:
+        ConfigurationError: the ranks can't be divided so.
+
+    Source: hybrid sharding of PyTorch FSDP (arXiv 2304.11277, section 3.2).
+    """
+    everyone = backend_of_job(backend).group(group)
+    shards = post_forward_mesh(everyone, shard_size)
+    known = _replicas.setdefault(everyone, {})
+    if shard_size in known:
+        return shards, known[shard_size]
+    replicas = None
+    for offset in range(shard_size):
+        made = everyone.new_group(range(offset, everyone.world_size, shard_size))
+        replicas = made if made is not None else replicas
+    if replicas is None:
+        raise ConfigurationError(f"rank {everyone.rank} is in no group of replicas")
+    known[shard_size] = replicas
+    return shards, replicas
+
+
+def begin_move(state: ShardingState) -> None:
+    """Before the module's tensors are moved or cast, or values are loaded into shards that are listed as they are.
+
+    Raises:
+        ConfigurationError: torch would swap tensors for others.
+    """
+    if torch.__future__.get_swap_module_params_on_conversion():
+        raise ConfigurationError(
+            "an FSDP module can't be moved, cast or loaded by swapping its parameters: they are views of one flat "
+            "parameter. Call torch.__future__.set_swap_module_params_on_conversion(False) first"
+        )
+    state.unit.release()
+    for flat in state.flats:
+        flat.drop()
+
+
+def end_move(state: ShardingState) -> None:
+    """After shards were moved, cast, or replaced by other objects."""
+    for flat in state.flats:
+        _take_listed(flat)
+    if state.flats and state.options.device is None:
+        shard = state.flats[0].param
+        if shard.device.type not in (state.group.backend.device_type, "meta"):
+            connect(state, shard, [])
+            state.unit.replicas = state.replicas
+            for flat in state.flats:
+                flat.group = state.group
+    for flat in state.flats:
+        flat.adopt()
+    state.unit.attach()
+
+
+def _take_listed(flat: FlatParam) -> None:
+    if flat.shards is not None:
+        flat.collect()
+        return
+    module, name = flat.places[0]
+    param = module._parameters.get(name)
+    if param is None or param is flat.param:
+        return
+    if isinstance(flat.param, FlatParameter) and not isinstance(param, FlatParameter):
+        param = flat.param._like_this(param)
+        module._parameters[name] = param
+    flat.param = param
+    for place in flat.places:
+        place.module._parameters[place.name] = param
+
+
+# ------------------------------------------------------------ copies
+def check_copied(state: ShardingState, memo: Memo) -> None:
+    """Notes that a unit and those below it are about to be copied.
+
+    Raises:
+        LifecycleError: inside of ``summon_full_params``.
+    """
+    wake(state)
+    if are_copied(state.unit.needs, memo):
+        return
+    states = state.states()
+    if any(s.summoned is not None for s in states):
+        raise copy_when_summoned(state.group.rank)
+    note_copying([f for s in states for f in s.unit.needs], memo)
+
+
+def check_pickled(state: ShardingState) -> None:
+    """Raises for what a file can't hold: LifecycleError when summoned, ConfigurationError for groups of ranks."""
+    if state.summoned is not None:
+        raise copy_when_summoned(state.group.rank)
+    if state.replicas is not None:
+        raise ConfigurationError(
+            "an FSDP module with replicas can't be pickled: groups of ranks can't, and without them gradients "
+            "would not be averaged. Save state_dict(), or use copy.deepcopy(), which keeps the groups"
+        )

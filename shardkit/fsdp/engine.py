@@ -1,4 +1,46 @@
-"""Runs the units of one root module: who is gathered in forward, and kept for backward (``backward.py``).
+"""One thread at a time runs the units of a root: another one would free what the first computes with.
+
+@@@ Tracers of torch that would see shards where the program has parameters, and what to do instead.
+
+``torch.compile`` runs around what gathers and reduces. Others record a forward or a backward as one graph of tensors:
+of a sharded module that would be a rank's part, with collectives left out. They are refused by name, on all ranks.
+
+@@@ The order in which a backward gathers units and reduces their gradients, from what its forward did.
+
+[Note: one order] Gathers and reductions wait for all ranks. If one rank issues a gather before a reduction and another
+one after it, each may wait for what the other has not issued: then both wait for ever. What is ready when may differ
+between ranks (a parameter that only some of them use, a branch that one rank's backward never reaches). So nothing is
+issued because it is ready, but because its turn has come in an order that is made of the calls of forward, which are
+the same on all ranks. A rank that lacks a gradient when its turn has come says so in what it sends; a rank whose
+backward ends early goes on through the order without computing.
+
+Backward passes the calls of forward in the opposite order: it enters a unit where its call ended, and has left it
+where its first call began. So on entering the unit at ``position``, backward
+
+1. reduces what it has left: the first ``due[position]`` of ``reductions``;
+2. gathers up to ``until[position]``: this unit, those whose activations are computed anew together with its own, and
+   ``prefetch`` more.
+
+@@@ Whether backward goes through frozen units: what the graphs of all ranks say, together.
+
+A trainable unit is gathered for backward on all ranks, whatever single ones detached. Doing so with frozen ones, too,
+would gather a frozen encoder for nothing, since nothing in front of it needs a gradient. Only a rank's own graph tells
+whether backward goes through, and ranks may have other graphs. So they tell each other, in one exchange of a byte a
+unit after each forward, whose result is looked at when backward comes near such a unit.
+
+@@@ Runs backward through the units of one root: who is gathered when, and in which order gradients are reduced.
+
+[Note: several forwards] One backward may go through several forwards of the root (two views of a batch, the two losses
+of a discriminator). A parameter's gradient is there when it has come back from all of them, so that leaving a unit says
+nothing. Then gathers keep their order and so do reductions, but a unit is reduced when it is complete, and nobody waits
+for a reduction before the end of backward: waiting for it in between could be for a rank that waits for a gather. Where
+collectives of all channels need one order, none is issued before the end either.
+
+[Note: graphs of gradients] A backward with ``create_graph=True`` (a penalty on gradients of inputs, forces) leaves a
+graph that needs parameters, and no hook tells when a later backward comes to it. So the units that it went through stay
+gathered from then on, through any number of backwards and forwards, until the shards change: until the step.
+
+@@@ Runs the units of one root module: who is gathered in forward, and kept for backward (``backward.py``).
 
 [Note: order] Ranks issue the same collectives in the same order because everything here follows the order in which
 forward entered and left the units, which is the same on all ranks; ``backward_plan.py`` makes one order of a backward's
@@ -15,25 +57,630 @@ gathered anew in each forward, for between forwards the shards change.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import NoReturn
+import contextlib
+import functools
+import sys
+import threading
+import weakref
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Sequence
+from operator import attrgetter
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol
 
 import torch
 
+from ..backend import Group, ReduceOp, Work
 from ..errors import LifecycleError
+from ..torch_seams.callers import callers
 from ..torch_seams.compiling import not_compiled
 from ..torch_seams.hooks import (
+    DROPPED,
     NO_BACKWARD,
+    BackwardState,
     current_backward,
+    frame_of_backward,
     surrounding_checkpoint,
     tensors_in,
 )
-from .backward import Backward, ForwardGraph, Watcher
-from .backward_plan import End, plan_backward
-from .frozen import FrozenUnits
-from .refusals import written_original
-from .threads import NO_THREAD
+from .flat_param import FlatParam
+from .originals import backward_with_graph, changed_since_forward, written_original
+from .store import LOCKED
 from .unit import Unit
+
+if TYPE_CHECKING:
+    from .unit import Unit
+
+
+NO_THREAD = 0
+this_thread = threading.get_ident
+
+
+class Threaded(Protocol):
+    """What runs forward and backward of the units of a root, and in which threads."""
+
+    thread: int
+    state: BackwardState
+
+
+def check_one_thread(engine: Threaded, what: str) -> None:
+    """Raises LifecycleError if another thread is inside of a forward or backward of this root.
+
+    Device threads, which run parts of a backward on behalf of the thread that called it, are not taken for others.
+    """
+    me, task = this_thread(), current_backward()
+    if engine.thread not in (NO_THREAD, me) and (task == NO_BACKWARD or _called_here()):
+        raise _refusal(engine.thread, "forward", what)
+    other = engine.state.thread
+    if engine.state.task in (NO_BACKWARD, task) or other == me:
+        return
+    if _is_in_backward(other) and (task == NO_BACKWARD or _called_here()):
+        raise _refusal(other, "backward", what)
+
+
+def _called_here() -> bool:
+    """Whether this thread called the backward that it runs."""
+    return frame_of_backward(sys._getframe(1)) is not None
+
+
+def _is_in_backward(thread: int) -> bool:
+    return frame_of_backward(sys._current_frames().get(thread)) is not None
+
+
+def _refusal(other: int, doing: str, what: str) -> LifecycleError:
+    names = {t.ident: t.name for t in threading.enumerate()}
+    return LifecycleError(
+        f"{what} in thread {threading.current_thread().name!r} while thread {names.get(other, other)!r} is inside of "
+        f"a {doing} of the same FSDP module: they would free each other's parameters. Let one thread at a time run "
+        "it, the same one first on all ranks"
+    )
+
+
+EXPORT = "torch.export._trace"
+COMPILED_AUTOGRAD = "torch._dynamo.compiled_autograd"
+# Of this thread from torch 2.14 on, of the process before.
+_fx: Any = torch.fx._symbolic_trace
+fx_tracing = getattr(_fx, "_get_is_fx_tracing", None) or functools.partial(
+    getattr, _fx, "_is_fx_tracing_flag"
+)
+jit_tracing = torch._C._get_tracing_state
+transform_level = torch._C._functorch.maybe_current_level
+_INSTEAD = (
+    "Do it with a module that is not wrapped: build the model anew and load this one's state_dict() into it. "
+    "torch.compile works with FSDP modules"
+)
+
+
+def check_forward(unit: Unit) -> None:
+    """Raises LifecycleError where a forward is recorded by something that can't know of gathering."""
+    if jit_tracing() is not None:
+        raise refusal(unit, "torch.jit.trace (torch.onnx.export too)")
+    if torch.compiler._is_exporting_flag:
+        raise refusal(unit, "torch.export (torch.onnx.export too)")
+    if fx_tracing():
+        raise refusal(unit, "tracing with torch.fx (symbolic_trace, make_fx)")
+    check_backward(unit)
+    if transform_level() is not None and not all(flat.store.is_whole for flat in unit.needs):
+        keys = {level.key() for level in torch._C._functorch.get_interpreter_stack() or []}
+        kinds = torch._C._functorch.TransformType
+        if keys & {kinds.Grad, kinds.Jvp}:
+            raise refusal(
+                unit,
+                "torch.func.grad (vjp, jvp, jacrev, hessian, ...)",
+                "torch.autograd.grad with respect to inputs",
+            )
+
+
+def is_listed_for_export(export: ModuleType) -> bool:
+    """Whether torch.export, strict or not, is about to list what a model has."""
+    code = getattr(getattr(export, "_get_original_state_dict", None), "__code__", None)
+    return any(frame.f_code is code for frame in list(callers()))
+
+
+def check_backward(unit: Unit) -> None:
+    """Raises LifecycleError where autograd's graph is compiled."""
+    compiled: Any = sys.modules.get(COMPILED_AUTOGRAD)
+    if compiled is not None and (compiled.compiled_autograd_enabled or compiled.in_compiled_autograd_region):
+        raise refusal(
+            unit,
+            "compiled autograd",
+            "torch.compile without it (torch._dynamo.config.compiled_autograd = False)",
+        )
+
+
+def refusal(unit: Unit, what: str, instead: str = "") -> LifecycleError:
+    """What is raised, with what to call instead."""
+    remedy = f"Use {instead}, or do it with a module that is not wrapped" if instead else _INSTEAD
+    return LifecycleError(
+        f"{_where(unit)}: {what} of an FSDP module ({unit.name or 'the root'}) is not possible: its parameters are "
+        f"gathered and given back while it runs. {remedy}"
+    )
+
+
+def _where(unit: Unit) -> str:
+    group = unit.group
+    return "FSDP" if group is None else f"rank {group.ranks[group.rank]}"
+
+
+class End(NamedTuple):
+    """A call of a unit ended when so many calls had begun."""
+
+    unit: Unit
+    begun: int
+
+
+class BackwardPlan(NamedTuple):
+    """See the note on top.
+
+    Attributes:
+        gathers: units in the order in which backward enters them first; a unit's index here is its position.
+        reductions: trainable units in the order in which backward leaves them for good.
+        due: for each position, how many reductions come before it.
+        until: for each position, up to where units are gathered on entering it (exclusive).
+        again: for each position, where backward is when the unit's activations are computed anew: at the first unit of
+            what is computed together; -1 where they are not.
+    """
+
+    gathers: Sequence[Unit]
+    reductions: Sequence[Unit]
+    due: Sequence[int]
+    until: Sequence[int]
+    again: Sequence[int]
+
+
+def plan_backward(
+    calls: Sequence[Unit],
+    ends: Sequence[End],
+    recomputed: Sequence[int],
+    units: Iterable[Unit],
+    prefetch: int,
+) -> BackwardPlan:
+    """The plan for a forward.
+
+    Args:
+        calls: units in the order in which their calls began.
+        ends: the same calls as they ended.
+        recomputed: for each call the number of the checkpoint that runs it again in backward, -1 for none.
+        units: all units of the root, called or not.
+        prefetch: how many units are gathered ahead.
+    """
+    entered: dict[Unit, int] = {}
+    left: dict[Unit, int] = {}
+    begun = len(calls)
+    time = 0
+    for end in reversed(ends):
+        while begun > end.begun:
+            begun -= 1
+            left[calls[begun]] = time = time + 1
+        time += 1
+        entered.setdefault(end.unit, time)
+    for unit in reversed(calls[:begun]):
+        left[unit] = time = time + 1
+
+    gathers = list(entered)
+    leaving = _times_of_reductions(units, left)
+    reductions = sorted(leaving, key=lambda unit: (leaving[unit], left.get(unit, 0)))
+    times = [leaving[unit] for unit in reductions]
+    due = [bisect_left(times, entered[unit]) for unit in gathers]
+    together = _computed_together(gathers, calls, recomputed)
+    again = [min(positions, default=-1) for positions in together]
+    return BackwardPlan(gathers, reductions, due, _until(together, prefetch), again)
+
+
+def _times_of_reductions(units: Iterable[Unit], left: dict[Unit, int]) -> dict[Unit, int]:
+    """When backward has left all units that use a trainable unit's parameters."""
+    users: dict[int, int] = {}  # of each flat parameter, by id
+    for unit, time in left.items():
+        for flat in (*unit.flats, *unit.borrowed):
+            users[id(flat)] = max(time, users.get(id(flat), 0))
+    found = {}
+    for unit in units:
+        time = max((users.get(id(flat), 0) for flat in unit.flats), default=0)
+        if time and unit.is_trainable:
+            found[unit] = time
+    return found
+
+
+def _computed_together(
+    gathers: Sequence[Unit], calls: Sequence[Unit], recomputed: Sequence[int]
+) -> list[set[int]]:
+    """For each position those whose activations are computed anew with its own; empty where none are."""
+    position = {unit: k for k, unit in enumerate(gathers)}
+    spans: dict[int, list[int]] = {}
+    for index, checkpoint in enumerate(recomputed):
+        if checkpoint >= 0:
+            spans.setdefault(checkpoint, []).append(index)
+    together: list[set[int]] = [set() for _ in gathers]
+    for indices in spans.values():
+        span = {position[unit] for unit in calls[indices[0] : indices[-1] + 1]}
+        for k in span:
+            together[k] |= span
+    return together
+
+
+def _until(together: Sequence[set[int]], prefetch: int) -> list[int]:
+    until: list[int] = []
+    furthest = 0
+    for k, positions in enumerate(together):
+        furthest = max(furthest, k, *positions)
+        until.append(min(furthest + 1 + prefetch, len(together)))
+    return until
+
+
+class _Asked(NamedTuple):
+    units: list[Unit]
+    flags: torch.Tensor  # [units], on its way
+    work: Work
+
+
+class FrozenUnits:
+    """The frozen units of one plan.
+
+    Args:
+        units: those that may lie behind something trainable.
+    """
+
+    def __init__(self, units: Sequence[Unit] = ()) -> None:
+        self._by_group: dict[Group, list[Unit]] = {}
+        self._asked: list[_Asked] = []
+        for unit in units:
+            group = unit.group
+            if group is not None and group.world_size > 1:
+                self._by_group.setdefault(group, []).append(unit)
+
+    def ask(self) -> None:
+        """Starts the exchange of what the forward that has just ended says (collective)."""
+        for group, units in self._by_group.items():
+            flags = torch.tensor([int(u.is_reached) for u in units], dtype=torch.uint8, device="cpu")
+            flags = flags.to(group.backend.device())
+            work = group.channel("control").all_reduce(
+                flags, op=ReduceOp.MAX, async_op=True, label="which frozen units backward goes through"
+            )
+            self._asked.append(_Asked(units, flags, work))
+            for unit in units:
+                unit.is_undecided = True
+
+    def settle(self) -> None:
+        """Waits for the exchanges that were started."""
+        asked, self._asked = self._asked, []
+        for units, flags, work in asked:
+            work.wait()
+            for unit, flag in zip(units, flags.tolist(), strict=True):
+                unit.goes_backward = unit.goes_backward or bool(flag)
+                unit.is_undecided = False
+
+
+_version_of = attrgetter("_version")
+
+
+class Watcher(Protocol):
+    """Is told when backward reaches an output of a forward."""
+
+    def enter_backward(self, gradient: torch.Tensor | None = None) -> None: ...
+
+
+class ForwardGraph:
+    """Watches the outputs of one forward of the root, and ends with what autograd keeps of it.
+
+    Args:
+        watcher: is told, too.
+    """
+
+    def __init__(self, backward: Backward, watcher: Watcher) -> None:
+        self._backward, self._watcher = backward, watcher
+        self.versions = {
+            f: sum(map(_version_of, f.versioned)) for u in backward.units for f in u.flats if f.trains
+        }
+
+    @not_compiled
+    def enter_backward(self, gradient: torch.Tensor | None = None) -> None:
+        """Backward reached an output of the root."""
+        backward = self._backward
+        if backward.state.task == NO_BACKWARD:
+            backward.entered = []
+        if self not in backward.entered:
+            backward.entered.append(self)
+        self._watcher.enter_backward(gradient)
+        backward.pending.discard(self)
+
+
+class Backward:
+    """The backward half of an engine.
+
+    Attributes:
+        units: the root's own first.
+        state: the backward in progress.
+        forwards: depth of forward calls in progress.
+        pending: forwards of the root whose outputs no backward has reached.
+        entered: those that the backward in progress goes through.
+        thread: the one that is inside of a forward.
+        is_lazy: execution is: a compiler decides when values exist (see ``lazy.py``).
+        after: where execution is lazy, what the next gathers have to wait for.
+    """
+
+    def __init__(self, units: Sequence[Unit], after_backward: Callable[[], None] | None) -> None:
+        self.units = list(units)
+        self._after_backward = after_backward
+        self.state = BackwardState(self._end_of_backward)
+        self.forwards = 0
+        self.pending: weakref.WeakSet[ForwardGraph] = weakref.WeakSet()
+        self.entered: list[ForwardGraph] = []
+        self.thread = NO_THREAD
+        # of the last complete training forward:
+        self._order: list[Unit] = []  # calls as they began
+        self._plan = BackwardPlan((), (), (), (), ())
+        self._frozen = FrozenUnits()
+        # of the backward in progress:
+        self._is_planned = True  # it goes through one forward: see the note
+        self._passed = -1  # position up to which it has come
+        self._next_gather = 0
+        self._next_reduction = 0
+        self._in_flight: list[Unit] = []
+        self._deferred: list[Unit] = []  # complete, as far as re-entrant checkpoints inside of them let know
+        self._kept: list[FlatParam] = []  # gathered until backward ends
+        self._creates_graph = False
+        self._held: list[FlatParam] = []  # gathered for the graphs of gradients
+        self._locked: list[FlatParam] = []  # gathered from the end of forward for backward
+        self._needs_one_order = any(f.group.backend.one_order for u in self.units for f in u.flats)
+        shared = [f for u in self.units for f in u.flats if f.group.world_size > 1]
+        self._first_of_group = list({f.group: f for f in reversed(shared)}.values())
+        self.is_lazy = any(not f.group.backend.has_storage for u in self.units for f in u.flats)
+        self.after: list[torch.Tensor] = []
+        self._last_reduced: list[torch.Tensor] = []
+
+    def begin_backward(self) -> None:
+        """A backward was noticed, from inside of it.
+
+        Raises:
+            LifecycleError: it builds a graph where that is not possible, or goes through one that is too old.
+        """
+        check_backward(self.units[0])
+        self._creates_graph = torch.is_grad_enabled()  # in a backward: create_graph=True
+        if self._creates_graph and self.is_lazy:
+            self._refuse_graph(self.units)
+        self.state.begin()
+        for flat in self._held:
+            if flat.held_at not in (None, flat.version):
+                raise changed_since_forward(flat)
+        if not self.state.accumulating:
+            for flat in self._first_of_group:  # else another root's reductions could be met
+                flat.group.channel("parameters").agree(f"backward through {flat.label}")
+        if self._locked:
+            self._unlock(self._locked)
+        self._is_planned = len(self.pending) <= 1 and not self._held
+        self._passed = -1
+        self._next_gather = self._next_reduction = 0
+        self._deferred = []
+        for unit in self.units:
+            unit.forget_if_cleared()
+
+    def reach(self, unit: Unit, gradient: torch.Tensor | None) -> None:
+        """Backward is about to enter a unit, with a gradient of its outputs."""
+        if self.is_lazy and gradient is not None:
+            self.after = [gradient, *self._last_reduced]
+        if self.state.task == NO_BACKWARD:
+            if self.forwards:
+                check_one_thread(self, "backward")
+            self.begin_backward()
+        elif self.state.thread != this_thread():
+            check_one_thread(self, "backward")
+        with unit.ranges.backward():
+            pass  # traces show where it begins
+        for graph in self.entered:
+            for flat in unit.flats:
+                if graph.versions.get(flat, -1) not in (-1, sum(map(_version_of, flat.versioned))):
+                    raise changed_since_forward(flat)
+        if self._deferred:
+            self._complete_deferred(unit)
+        unit.task = current_backward()
+        while self._passed < unit.position:
+            self._pass()
+        self._gather(unit)
+        unit.finish_gather()
+
+    def _gather(self, unit: Unit) -> None:
+        """Gathers a unit for backward, if it is not.
+
+        What several units need stays until backward ends: when the last of them is through may differ between ranks,
+        and so would whether the next one finds it gathered.
+        """
+        if not unit.is_held:
+            unit.start_gather()
+        if self._creates_graph:
+            for flat in unit.needs:
+                flat.hold()
+            self._held += [f for f in unit.needs if f.held_at is not None and f not in self._held]
+        for flat in unit.needs:
+            if flat.is_borrowed and flat not in self._kept:
+                flat.start_gather()
+                self._kept.append(flat)
+
+    def leave(self, unit: Unit) -> None:
+        """Backward has left a call of a unit whose gradients, if any, are there."""
+        if self._is_planned and self._order.count(unit) == 1:  # else it may come back on some ranks
+            unit.release()
+
+    def _pass(self) -> None:
+        """Backward enters the next unit of the plan, or passes it by."""
+        self._passed += 1
+        if self._is_planned and not self.state.accumulating:
+            for unit in self._plan.reductions[self._next_reduction : self._plan.due[self._passed]]:
+                self._next_reduction += 1
+                self._send(unit)
+                if unit.waiting and not unit.is_entered:
+                    unit.release()
+        self._gather_until(self._plan.until[self._passed])
+
+    def _gather_until(self, position: int) -> None:
+        for unit in self._plan.gathers[self._next_gather : position]:
+            if unit.is_undecided:
+                self._frozen.settle()
+            if unit.goes_backward:
+                self._gather(unit)
+        self._next_gather = max(self._next_gather, position)
+
+    def _gather_again(self, unit: Unit) -> None:
+        """Gathers a unit whose activations are computed anew, after what comes before it."""
+        position = unit.position
+        if position >= 0:
+            while self._passed < self._plan.again[position]:
+                self._pass()
+            if position >= self._next_gather:  # in a checkpoint that forward did not show
+                self._gather_until(self._plan.until[position])
+        self._gather(unit)
+
+    def complete(self, unit: Unit) -> None:
+        """All gradients of a unit are there."""
+        if self._creates_graph:
+            self._refuse_graph([unit])
+        if not unit.is_entered:
+            unit.release()
+        if self.state.accumulating:
+            unit.widen_local_gradients()
+        else:
+            self._send_ready()
+
+    def defer(self, unit: Unit) -> None:
+        """All gradients of a unit are there, but more may be added to them while backward is inside of the unit."""
+        self._deferred.append(unit)
+
+    def _complete_deferred(self, entered: Unit) -> None:
+        """Backward enters a unit, and so has left those that this one is no part of."""
+        deferred, self._deferred = self._deferred, []
+        for unit in deferred:
+            if f"{entered.name}.".startswith(f"{unit.name}." if unit.name else ""):
+                self._deferred.append(unit)
+            else:
+                self.complete(unit)
+
+    def _send_ready(self) -> None:
+        if not self._is_planned and self._needs_one_order:
+            return
+        order, due, following = self._plan.reductions, self._plan.due, self._passed + 1
+        limit = due[following] if self._is_planned and following < len(due) else len(order)
+        while self._next_reduction < limit:
+            unit = order[self._next_reduction]
+            if unit.waiting:
+                return
+            self._next_reduction += 1
+            self._send(unit)
+
+    def _send(self, unit: Unit) -> None:
+        if torch.is_grad_enabled():  # backward(create_graph=True)
+            with torch.no_grad():
+                self._send(unit)
+            return
+        self._make_room(unit)
+        unit.send()
+        self._in_flight.append(unit)
+
+    def _make_room(self, unit: Unit) -> None:
+        """One reduction is in flight at a time; see [Note: several forwards] for more than one."""
+        while self._in_flight:
+            may_wait = self._is_planned or self._needs_one_order or unit in self._in_flight
+            if not may_wait and not self._in_flight[0].is_reduced():
+                return
+            self._receive()
+
+    def _receive(self) -> None:
+        unit = self._in_flight.pop(0)
+        unit.receive()
+        if self.is_lazy:
+            self._last_reduced = [f.param.grad for f in unit.flats if f.param.grad is not None]
+
+    @torch.no_grad()
+    def _end_of_backward(self) -> None:
+        try:
+            with self.units[0].ranges.finish():
+                self._finish_backward()
+        except BaseException:
+            self._abandon()
+            raise
+        finally:
+            self.after = self._last_reduced = []
+            self.entered = []
+            if self._held:
+                self._lock(self._held)
+        for unit in self.units:
+            unit.end_backward()
+        self.units[0].backwards += 1
+        if self._after_backward is not None:
+            self._after_backward()
+
+    def _refuse_graph(self, units: Sequence[Unit]) -> None:
+        """Raises LifecycleError if gradients of sharded parameters would be in a graph: reductions are in none."""
+        for flat in (f for u in units if self.is_lazy or u.has_fired for f in u.flats):
+            if not flat.store.is_whole:
+                raise backward_with_graph(flat)
+
+    def _finish_backward(self) -> None:
+        if self._creates_graph:
+            self._refuse_graph(self.units)
+        gathers = self._plan.gathers
+        while self._passed + 1 < len(gathers):  # other ranks may have reached them
+            self._pass()
+            gathers[self._passed].release()
+        for unit in self.units:
+            if unit.is_held:
+                unit.release()
+        self._release_kept()
+        if self.state.accumulating:
+            for unit in self.units:
+                unit.note_local_gradients()
+            return
+        for unit in self._plan.reductions[self._next_reduction :]:
+            self._send(unit)
+        for unit in self.units:  # called outside of the root's forward, or twice in nested backwards
+            if unit.has_local_gradients():
+                self._send(unit)
+        while self._in_flight:
+            self._receive()
+
+    def recover(self) -> None:
+        """Forgets a backward that died of an exception."""
+        if self.state.task != NO_BACKWARD:
+            check_one_thread(self, "a call")
+        if self.state.task != NO_BACKWARD and current_backward() == NO_BACKWARD:
+            self.state.task = NO_BACKWARD
+            self._abandon()
+            for group in dict.fromkeys(f.group for u in self.units for f in u.flats):
+                group.agree(DROPPED)
+
+    def leave_step(self) -> None:
+        """Leaves a step wherever it is, on this rank alone; nothing of it is left, and nothing in flight."""
+        self.state.leave()
+        self._abandon()
+        self.pending.clear()  # the program may still hold them
+
+    def _abandon(self) -> None:
+        self.entered = []
+        units, self._in_flight = self._in_flight, []
+        for unit in units:
+            with contextlib.suppress(RuntimeError):  # its memory is in use until it is through, or has failed
+                unit.forget_reduction()
+        for unit in self.units:
+            unit.drop_local_gradients()
+            unit.end_backward()
+        self._release_kept()
+        for flat in self._held:
+            flat.drop()
+        self._held = []
+
+    def _release_kept(self) -> None:
+        kept, self._kept = self._kept, []
+        for flat in kept:
+            flat.release()
+
+    def _lock(self, flats: Sequence[FlatParam]) -> None:
+        for flat in flats:
+            flat.store.lock()
+            self._locked.append(flat)
+
+    def _unlock(self, flats: Sequence[FlatParam]) -> None:
+        for flat in flats:
+            if flat.store.state is LOCKED:
+                flat.store.unlock()
+        self._locked = [flat for flat in self._locked if flat.store.state is LOCKED]
 
 
 class Engine(Backward):

@@ -28,13 +28,19 @@ from ..policy import Compression
 from ..torch_seams.hooks import NO_BACKWARD, current_backward
 from ..tracing.ranges import UNNAMED, UnitRanges
 from ..types import StateDict
-from .first_steps import check_first_steps
 from .flat_values import own_shard
-from .originals import Listing, OriginalParameter, Place, as_tensors, note_originals
-from .refusals import backward_when_summoned
-from .registered_shard import RegisteredShards, UnlistedShard, note_registered
+from .optimizer_check import check_first_steps
+from .originals import (
+    Listing,
+    OriginalParameter,
+    Place,
+    Unused,
+    as_tensors,
+    backward_when_summoned,
+    note_originals,
+)
+from .registered import RegisteredShards, UnlistedShard, note_registered
 from .store import FULL, SUMMONED, Store, store_for
-from .unused import Unused
 
 _set_versions = torch._C._autograd._unsafe_set_version_counter
 

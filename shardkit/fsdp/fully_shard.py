@@ -26,22 +26,28 @@ from ..torch_seams.device_mesh import shards_and_replicas_of
 from ..torch_seams.dtensors import cut_rows, is_dtensor, savable
 from ..torch_seams.other_wrappers import AccelerateAsks, check_wrappable
 from ..types import Args, IncompatibleKeys, Kwargs, Memo, ProcessGroup, StateDict, Tree
-from . import moving
-from . import state_dict as state_dicts
-from .calls import cast_inputs, computing_when_summoned, refuse_backward
-from .construct import shard, wake
-from .door import Door
+from .construct import begin_move, check_copied, check_pickled, end_move, shard, wake
 from .flat_values import AlignedLayout, EachAlone, RowsLayout
-from .inside import collect_in_place
-from .lazy import saving_originals_by_name
-from .moving import begin_move
-from .refusals import check_asker
-from .running import Entered, enter, enter_again, fail, input_dtype, leave, watched
-from .state import Options, ShardingState, state_of
-from .state_of_shards import check_request
-from .summoning import end_unshard, enter_summon
-from .torch_methods import TorchsMethods
-from .torch_words import TorchsArguments, in_torchs_words, modules_of
+from .forward import (
+    Entered,
+    cast_inputs,
+    computing_when_summoned,
+    enter,
+    enter_again,
+    fail,
+    input_dtype,
+    leave,
+    refuse_backward,
+    saving_originals_by_name,
+    watched,
+)
+from .optim_state import check_request
+from .originals import check_asker
+from .state import Options, ShardingState, end_unshard, enter_summon, state_of
+from .state_dict import begin_loading, detach_entries, end_loading
+from .submodule_api import collect_in_place
+from .torch_words import TorchsArguments, TorchsMethods, in_torchs_words, modules_of
+from .wrapper import Door
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -239,10 +245,10 @@ class _InPlace:
         collect_in_place(-1)
         state = self._state
         if not state.options.dtensors and not state.state_is_local:
-            state_dicts.detach_entries(state, found, prefix, {})
+            detach_entries(state, found, prefix, {})
         if state.options.dtensors:
             savable(found, prefix)
-        state_dicts.end_loading(state)
+        end_loading(state)
 
     def _begin_load(self, module: nn.Module, state_dict: StateDict, *others: object) -> None:
         state = self._state
@@ -252,7 +258,7 @@ class _InPlace:
             (prefix,) = others[:1]
             self._cut_plain(state_dict, str(prefix))
         else:
-            state_dicts.begin_loading(state, state_dict)
+            begin_loading(state, state_dict)
         collect_in_place(1)
 
     def _cut_plain(self, state_dict: StateDict, prefix: str) -> None:
@@ -266,19 +272,19 @@ class _InPlace:
 
     def _end_load(self, module: nn.Module, incompatible: IncompatibleKeys) -> None:
         collect_in_place(-1)
-        state_dicts.end_loading(self._state)
+        end_loading(self._state)
 
     # ------------------------------------------------------------ being moved and copied
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
         wake(self._state)
-        moving.begin_move(self._state)
+        begin_move(self._state)
         type(self._state.module)._apply(self._state.module, fn, recurse)
-        moving.end_move(self._state)
+        end_move(self._state)
         return self._state.module
 
     def __deepcopy__(self, memo: Memo) -> _InPlace:
         """Called while the module is copied; the state of the copy is asleep until the copy is whole and used."""
-        moving.check_copied(self._state, memo)
+        check_copied(self._state, memo)
         made = _InPlace.__new__(_InPlace)
         memo[id(self)] = made
         made.__init__(copy.deepcopy(self._state, memo))  # type: ignore[misc]
@@ -287,7 +293,7 @@ class _InPlace:
     def __getstate__(self) -> StateDict:
         """What a file takes, in which the state is asleep."""
         wake(self._state)
-        moving.check_pickled(self._state)
+        check_pickled(self._state)
         return {"_state": self._state, "_calls": [], "_is_refused": False}
 
 

@@ -1,4 +1,10 @@
-"""Optimizer state of sharded parameters: to one full dict under one id for each original parameter, and back.
+"""State dicts that hold this rank's shards, as torch.distributed.checkpoint meets them.
+
+``optimizer.state_dict()`` and ``local_state_dict()`` have shards under the same keys on all ranks. For a file of each
+rank's own that is right. torch.distributed.checkpoint would keep one rank's for all; see
+``distributed_checkpoint.py``.
+
+@@@ Optimizer state of sharded parameters: to one full dict under one id for each original parameter, and back.
 
 Ids count the original parameters of all flat parameters, unit by unit with the root first: fairscale's order. A full
 dict is::
@@ -8,6 +14,12 @@ dict is::
 
 What has one element for each of the parameter's is gathered and cut into the original parameters' shapes; what is one
 number for a flat parameter (the count of steps) is repeated for each original parameter.
+
+@@@ Optimizer state over shards in the form in which one process has it, and back.
+
+That form is ``optimizer.state_dict()`` of the same optimizer over the same parameters, not sharded: by index, in full
+shapes. A file of it is read and written at any world size, and without this library. It needs a shard for each
+parameter (``fully_shard``, or ``FSDP(flatten=False)``).
 """
 
 from __future__ import annotations
@@ -15,19 +27,226 @@ from __future__ import annotations
 import copy
 import itertools
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch.optim import Optimizer
 
-from ..checks.facts import all_gather_facts_or_objects
+from ..checks.facts import all_gather_facts, all_gather_facts_or_objects
 from ..errors import ConfigurationError
+from ..optimizers.elementwise import KNOWN
 from ..optimizers.saved_state import NUMBERS, is_shaped_like
+from ..optimizers.shards import refuse_stand_ins, shard_behind
+from ..oss.state import to_cpu
+from ..torch_seams.distributed_checkpoint import OwnOfRank, Request, current_request
+from ..torch_seams.module_versions import versions_of
 from ..types import ParamGroup, StateDict, Tree
 from .flat_values import put_together, taken_apart
-from .originals import Listing, name_of_original
-from .state_of_shards import StateOfShard, options_in
+from .originals import FlatParamLike, Listing, managing, name_of_original
+
+# Of an optimizer and its state_dict() the state as one process has it, and of such a state this rank's part.
+WholeStates = tuple[Callable[[Optimizer, StateDict], StateDict], Callable[[Optimizer, StateDict], StateDict]]
+_whole_states: list[WholeStates] = []
+
+# In the groups of a state dict: whose shards it is of. In an attribute of the dict, as torch notes versions of modules,
+# which copies, files and optimizers that load it keep; in files of shardkit 0.2 an option among others.
+NOTE = "shardkit_shards"
+
+_GATHERED = (
+    "FSDP.gather_full_optim_state_dict(optimizer) (on rank 0; load it by get_shard_from_optim_state_dict; after "
+    "fully_shard these are methods of shardkit.sharding_of(model)), of shardkit.torch_fsdp "
+    "FSDP.optim_state_dict(model, optimizer) or get_state_dict of shardkit.torch_fsdp.state_dict, or "
+    "optimizer.state_dict() with torch.save for each rank"
+)
+
+
+class StateOfShard(OwnOfRank):
+    """Optimizer state with one element for each of a shard."""
+
+    remedy = (
+        "this optimizer state is of FSDP's shards, another part on each rank, and torch.distributed.checkpoint "
+        f"would keep one rank's for all. Save what comes from {_GATHERED}"
+    )
+
+
+class LocalShard(OwnOfRank):
+    """A shard of parameters."""
+
+    remedy = (
+        "this local_state_dict() has FSDP's shards, another part on each rank, and torch.distributed.checkpoint would "
+        "keep one rank's for all. Save FSDP.state_dict(), which is full on every rank, or local_state_dict() with "
+        "torch.save for each rank"
+    )
+
+
+def note_whole_states(
+    gather: Callable[[Optimizer, StateDict], StateDict], own_part: Callable[[Optimizer, StateDict], StateDict]
+) -> None:
+    """From now on torch's functions for state dicts get whole states, where each shard is of one parameter."""
+    _whole_states[:] = [(gather, own_part)]
+
+
+def mark_state_dicts(optimizer: Optimizer, on_load: Callable[[Optimizer], None]) -> None:
+    """From now on the optimizer's state dicts tell whose state they hold; it still loads them.
+
+    Args:
+        on_load: called when another state is loaded.
+    """
+
+    def unmarked(optimizer: Optimizer, state_dict: StateDict) -> StateDict:
+        on_load(optimizer)
+        if _whole_states and current_request() is not None:
+            return _whole_states[0][1](optimizer, state_dict)
+        return _unmarked(state_dict)
+
+    optimizer.register_state_dict_post_hook(_marked)
+    optimizer.register_load_state_dict_pre_hook(unmarked)
+
+
+def _marked(optimizer: Optimizer, state_dict: StateDict) -> StateDict:
+    if _whole_states and current_request() is not None:
+        return _whole_states[0][0](optimizer, state_dict)
+    params = [p for g in optimizer.param_groups for p in g["params"]]
+    state = dict(state_dict["state"])
+    for index, values in state.items():
+        param = params[index] if isinstance(index, int) else None
+        flat = None if param is None else shard_behind(param)
+        if param is not None and flat is not None and flat.group.world_size > 1:
+            state[index] = {
+                k: v.as_subclass(StateOfShard) if is_shaped_like(v, param) else v for k, v in values.items()
+            }
+    groups = [OrderedDict(saved) for saved in state_dict["param_groups"]]
+    for saved, own in zip(groups if state else (), optimizer.param_groups, strict=False):
+        saved._metadata = {NOTE: _note(own["params"])}  # type: ignore[attr-defined]
+    return {**state_dict, "state": state, "param_groups": groups}
+
+
+def options_in(group: ParamGroup) -> ParamGroup:
+    """What a group of a state dict says of its parameters."""
+    return copy.deepcopy({k: v for k, v in group.items() if k not in ("params", NOTE)})
+
+
+def _note(params: Iterable[torch.Tensor]) -> list[list[object]]:
+    """Of each flat parameter of a group: the rank, the world size, names and places of its originals."""
+    flats: list[Listing] = [f for f in map(shard_behind, params) if f is not None]
+    return [[f.group.rank, f.group.world_size, list(f.names), f.layout.described()] for f in flats]
+
+
+# ------------------------------------------------------------ what was loaded
+def check_loaded(optimizer: Optimizer, flats: Iterable[Listing]) -> None:
+    """Refuses state of other shards on all ranks, before it steps (collective).
+
+    Torch loads what it is given, and has no hook for optimizers that never stepped. It keeps what groups hold.
+
+    Raises:
+        ConfigurationError: names the rank, and what its state is of.
+    """
+    mine = _wrong_shards(optimizer) or _wrong_shapes(optimizer)
+    for group in {f.group.ranks: f.group for f in flats}.values():
+        if group.world_size == 1:
+            everybody = [mine]
+        else:
+            everybody = all_gather_facts(
+                group.channel("control"), mine, label="check of loaded optimizer state"
+            )
+        for rank, wrong in zip(group.ranks, everybody, strict=True):
+            if wrong is not None:
+                raise ConfigurationError(
+                    f"rank {rank} has loaded optimizer state {wrong}. No parameter was changed on any rank. "
+                    "optimizer.state_dict() of shards loads on the rank that saved it, with the same world size and "
+                    "wrapping; for others use gather_full_optim_state_dict and get_shard_from_optim_state_dict"
+                )
+    for param_group in optimizer.param_groups:
+        param_group.pop(NOTE, None)
+        (versions_of(param_group) or {}).pop(NOTE, None)
+    for values in optimizer.state.values():  # loaded before there was a hook for it
+        if isinstance(values, dict):
+            values.update({k: _plain(v) for k, v in values.items()})
+
+
+def _wrong_shards(optimizer: Optimizer) -> str | None:
+    for group in optimizer.param_groups:
+        saved, own = (versions_of(group) or group).get(NOTE), _note(group["params"])
+        if saved is None or saved == own:
+            continue
+        if len(saved) != len(own):
+            return f"of {len(saved)} shards in a group that has {len(own)}"
+        a, b = next((a, b) for a, b in zip(saved, own, strict=True) if a != b)
+        if a[1] != b[1]:
+            return f"of world size {a[1]}, this is {b[1]}"
+        if a[0] != b[0]:
+            return f"of rank {a[0]}"
+        return f"of a shard of {a[2]} with {a[3]} elements, here are {b[2]} with {b[3]}"
+    return None
+
+
+def _wrong_shapes(optimizer: Optimizer) -> str | None:
+    """Of state that tells nothing about itself."""
+    if type(optimizer) not in KNOWN:
+        return None
+    for param, state in optimizer.state.items():
+        flat: Listing | None = shard_behind(param) if isinstance(param, torch.Tensor) else None
+        for key, value in state.items() if flat is not None else ():
+            if isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape != param.shape:
+                names = flat.names if flat is not None else []
+                return f"{key!r} of shape {tuple(value.shape)} for a shard of {names} of shape {tuple(param.shape)}"
+    return None
+
+
+def _unmarked(state_dict: StateDict) -> StateDict:
+    state = {i: {k: _plain(v) for k, v in values.items()} for i, values in state_dict["state"].items()}
+    return {**state_dict, "state": state}
+
+
+def _plain(value: Tree) -> Tree:
+    return value.as_subclass(torch.Tensor) if isinstance(value, StateOfShard) else value
+
+
+def mark_shards(params: Iterable[torch.Tensor], state: StateDict) -> None:
+    """The shards in a local state dict tell that they are such."""
+    shards = {p.data_ptr() for p in params if p.numel()}
+    for key, value in state.items():
+        if isinstance(value, torch.Tensor) and value.device.type != "meta" and value.data_ptr() in shards:
+            state[key] = value.as_subclass(LocalShard)
+
+
+# ------------------------------------------------------------ asked by torch for a state dict
+def check_request(flats: Callable[[], Iterable[FlatParamLike]], keeps_names: bool = False) -> None:
+    """Refuses what torch's functions for state dicts would do wrong with shards; see [Note: requests].
+
+    Args:
+        flats: gives all flat parameters of the module that is asked.
+        keeps_names: shards are listed under the parameters' names.
+
+    Raises:
+        ConfigurationError: on every rank alike, before anything is sent or changed.
+    """
+    request = current_request()
+    if request is None:
+        return
+    for optimizer in request.optimizers:
+        refuse_stand_ins(optimizer, request.function)
+    behind = [shard_behind(p) for o in request.optimizers for g in o.param_groups for p in g["params"]]
+    if any(f is not None and not (keeps_names and len(f.originals) == 1) for f in behind):
+        raise ConfigurationError(
+            f"{request.function}: this optimizer's state is of FSDP's shards, another part on each rank, and torch "
+            f"would take it for whole parameters'. Use {_GATHERED}"
+        )
+    if request.submodules:
+        raise _not_possible(request, "submodules=")
+    if request.wants("ignore_frozen_params") and any(
+        not m.param.requires_grad for flat in flats() for m in flat.originals
+    ):
+        raise _not_possible(request, "ignore_frozen_params=True")
+
+
+def _not_possible(request: Request, what: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"{request.function}({what}) looks for parameters that FSDP has put into flat parameters; take what you want "
+        "by name from FSDP.state_dict(), on all ranks"
+    )
+
 
 EXTRA = ("param_id_map", "uncollected_local_ids")
 Form = Callable[[Listing, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -326,3 +545,97 @@ def _check_originals(
                     f"{tuple(shapes[i])}; nothing was loaded. This state is of another model: wrap the model as it was "
                     "when the state was saved"
                 )
+
+
+def gather_plain(optimizer: Optimizer, keep_on: bool, saved: StateDict | None = None) -> StateDict | None:
+    """The state (``saved``, by default ``optimizer.state_dict()``) as one process has it, on the CPU (collective).
+
+    None where not ``keep_on``.
+
+    Raises:
+        ConfigurationError: a shard has several parameters in it.
+    """
+    saved = optimizer.state_dict() if saved is None else saved
+    flats = _flats_of(optimizer)
+    own_of = [saved["state"].get(index, {}) for index in range(len(flats))]
+    shards = [(flat, own) for flat, own in zip(flats, own_of, strict=True) if flat is not None]
+    whole = iter(gather_states([flat for flat, _ in shards], [own for _, own in shards], keep_on))
+    state: dict[int, StateDict] = {}
+    for index, (flat, own) in enumerate(zip(flats, own_of, strict=True)):
+        found = to_cpu(own) if flat is None else next(whole)[0]
+        if found:
+            state[index] = found
+    if not keep_on:
+        return None
+    groups = [{**options_in(g), "params": copy.copy(g["params"])} for g in saved["param_groups"]]
+    others = {k: v for k, v in saved.items() if k not in ("state", "param_groups")}
+    named = {k: v for k, v in saved["state"].items() if not isinstance(k, int)}
+    return {"state": {**state, **named}, "param_groups": groups, **others}
+
+
+def shard_plain(optimizer: Optimizer, full: StateDict) -> StateDict:
+    """This rank's part of such a state, for ``optimizer.load_state_dict``; the argument is not changed.
+
+    Raises:
+        ConfigurationError: it is of another model.
+    """
+    flats = _flats_of(optimizer)
+    ids = [i for g in full["param_groups"] for i in g["params"]]
+    if len(ids) != len(flats):
+        raise ConfigurationError(
+            f"this optimizer state is of {len(ids)} parameters, this optimizer has {len(flats)}; nothing was loaded. "
+            "Make it over the same parameters as when the state was saved"
+        )
+    position = {i: k for k, i in enumerate(ids)}
+    state: dict[object, Tree] = {}
+    for key, values in full["state"].items():
+        if key not in position:
+            state[key] = values
+            continue
+        index = position[key]
+        flat = flats[index]
+        state[index] = dict(values) if flat is None else shard_state(flat, [index], {index: values})
+    groups, begin = [], 0
+    for g in full["param_groups"]:
+        end = begin + len(g["params"])
+        groups.append({**g, "params": list(range(begin, end))})
+        begin = end
+    return {**full, "state": state, "param_groups": groups}
+
+
+def follow_shards(optimizer: Optimizer) -> None:
+    """An optimizer that was made before its parameters were sharded has the shards in their places from now on.
+
+    Raises:
+        ConfigurationError: it has state, which is of whole parameters; or a shard has several parameters in it.
+    """
+    for group in optimizer.param_groups:
+        for k, param in enumerate(group["params"]):
+            flat = managing(param) if shard_behind(param) is None else None
+            if flat is None:
+                continue
+            if optimizer.state.get(param):
+                raise ConfigurationError(
+                    f"{type(optimizer).__name__} has stepped, or loaded state, before its model was sharded; shard "
+                    "the model first, and load the state afterwards"
+                )
+            here = [one for one in flat.listings if any(o.param is param for o in one.originals)]
+            group["params"][k] = _of_one(here[0]).param
+
+
+def _flats_of(optimizer: Optimizer) -> list[Listing | None]:
+    """Of each parameter the flat parameter whose shard it is."""
+    found = [shard_behind(p) for g in optimizer.param_groups for p in g["params"]]
+    return [None if flat is None else _of_one(flat) for flat in found]
+
+
+def _of_one(flat: Listing) -> Listing:
+    if len(flat.originals) != 1:
+        raise ConfigurationError(
+            f"a shard has {len(flat.originals)} parameters in it ({', '.join(flat.names[:3])}, ...), so that optimizer "
+            "state has no place for each: shard by fully_shard(module), or FSDP(module, flatten=False)"
+        )
+    return flat
+
+
+note_whole_states(lambda optimizer, saved: gather_plain(optimizer, True, saved) or {}, shard_plain)

@@ -6,12 +6,18 @@ A released one answers what it is (its shape, its gradient), and raises for all 
 and backward they are parameters like any other, and operations on them cost nothing more. Functions that would read
 weights past the modules that hold them (the fast path of ``nn.TransformerEncoderLayer``) look for tensors that
 watch what is done with them, and take the path through the modules then.
+
+@@@ Which original parameters of a flat parameter had no gradient, on any rank, since it was last cleared.
+
+@@@ What raises because it has no meaning now, with the names of what it is about.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from itertools import islice
+from operator import not_
 from typing import Any, NamedTuple, Protocol, SupportsIndex
 
 import torch
@@ -23,12 +29,12 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ..backend import Group
 from ..compression import BlockFormat
-from ..errors import LifecycleError
+from ..errors import ConfigurationError, LifecycleError
 from ..layout import ShardLayout
+from ..torch_seams.callers import callers
 from ..torch_seams.tensor_facts import ALIKE, FACTS, SHAPE, name_of
 from ..tracing.ranges import UnitRanges
 from ..types import AnyCallable, Args, Kwargs, Memo, Tree
-from .unused import Unused
 
 # A context in which released original parameters are taken for what they are, tensors, and nothing is called for them.
 as_tensors = torch._C.DisableTorchFunctionSubclass
@@ -365,3 +371,181 @@ def _without_owner(dtype: torch.dtype, requires_grad: bool, name: str) -> nn.Par
     _names_of_copies[param] = name
     param.__class__ = ReleasedParameter
     return param
+
+
+class Unused:
+    """See above.
+
+    Attributes:
+        originals: for each, whether it had none. Where execution is lazy that is data, and all are taken to have had
+            one, as they are before the first backward.
+        used: there, [S]: true for elements of this rank's shard that have had one; None if all have.
+        is_noted: a backward has said so since the last step.
+    """
+
+    def __init__(self, count: int) -> None:
+        self.originals = [False] * count
+        self.used: torch.Tensor | None = None
+        self.is_noted = False
+
+    def clear(self, used: torch.Tensor | None) -> None:
+        """The gradient is new: none has had one yet; ``used`` says so for elements, where execution is lazy."""
+        self.originals = [True] * len(self.originals)
+        self.used = used
+
+    def note(self, had: Sequence[bool], is_new: bool) -> None:
+        """These have got a gradient: the first since it was cleared, if it ``is_new``."""
+        self.is_noted = True
+        if is_new:
+            self.originals = list(map(not_, had))
+        elif True in self.originals:
+            self.originals = [i and not h for i, h in zip(self.originals, had, strict=True)]
+
+    def note_each(self, had: Sequence[bool], are_new: Sequence[bool]) -> None:
+        """As :meth:`note`, where each has a gradient of its own: the first since it was cleared, or not."""
+        self.is_noted = True
+        self.originals = [
+            (i or new) and not h for i, h, new in zip(self.originals, had, are_new, strict=True)
+        ]
+
+    def note_elements(self, used: torch.Tensor | None, is_new: bool) -> None:
+        """The same for elements, [S]; None if all have got one."""
+        self.originals = [False] * len(self.originals)
+        if is_new:
+            self.used = used
+        elif self.used is not None:
+            self.used = None if used is None else self.used | used
+
+
+# Functions of peft's that look for names of modules among the keys of a state dict: the wrapper's names are longer.
+_BY_NAMES_OF_MODULES = {
+    "get_peft_model_state_dict": "get_peft_model_state_dict(model.module, state_dict=model.state_dict())",
+    "set_peft_model_state_dict": (
+        "it inside of `with model.summon_full_params():` for the wrapped module, "
+        "set_peft_model_state_dict(model.module, state)"
+    ),
+}
+
+
+def replaced_shard(flat: Listing) -> LifecycleError:
+    """What is raised where somebody put another tensor in the place of a shard."""
+    module, name = flat.places[0]
+    found = module._parameters.get(name)
+    kind = "nothing" if found is None else f"another {type(found).__name__}"
+    return LifecycleError(
+        f"rank {flat.group.rank}: in place of the shard {name!r} ({flat.label}) there is {kind}, "
+        "which forward would ignore (functional_call does this, and assigning a parameter). Change parameters inside "
+        "of summon_full_params(), or pass functional_call the FSDP module's own parameters"
+    )
+
+
+def replaced_original(param: nn.Parameter, rank: int) -> LifecycleError:
+    """What is raised where somebody put a tensor in the place of a parameter that is in a flat parameter."""
+    return LifecycleError(
+        f"rank {rank}: parameter {name_of_original(param)!r} of an FSDP module is replaced by another tensor, which "
+        "forward would ignore (functional_call does this). " + _FUNCTIONAL
+    )
+
+
+_FUNCTIONAL = (
+    "Change parameters inside of summon_full_params(), and call functional_call there on a module that has no FSDP "
+    "modules below; or call it on a module that is not wrapped and has loaded this one's state_dict()"
+)
+
+
+def put_into_wrapper(name: str) -> LifecycleError:
+    """What is raised where a parameter or buffer gets the name of what the wrapped module has."""
+    return LifecycleError(
+        f"{name!r} is a parameter or buffer of the module that FSDP wraps and can't be replaced through the wrapper "
+        "(functional_call does this). " + _FUNCTIONAL
+    )
+
+
+def unknown_root(flat: FlatParamLike, number: int) -> LifecycleError:
+    """What is raised where backward reaches a unit that no FSDP forward was run for."""
+    name = name_of_original(flat.originals[number].param)
+    return LifecycleError(
+        f"rank {flat.group.rank}: backward reached parameter {name!r}, but the FSDP module that holds it was never "
+        "called; call the FSDP module, not what it wraps, or its shards get no gradients"
+    )
+
+
+def backward_when_summoned(flat: FlatParamLike) -> LifecycleError:
+    """What is raised where backward needs what a forward inside of ``summon_full_params`` computed with."""
+    return LifecycleError(
+        f"rank {flat.group.rank}: backward through {flat.label} inside of summon_full_params, or "
+        "through a forward that was run there, is not possible; leave the context first"
+    )
+
+
+def written_original(flat: FlatParamLike) -> LifecycleError:
+    """What is raised, once, where the memory of gathered original parameters is given back that somebody wrote to."""
+    name, flat.written = name_of_original(flat.originals[flat.written[0]].param), []
+    return LifecycleError(
+        f"rank {flat.group.rank}: parameter {name!r} was written to while it was gathered (in forward, or before the "
+        "backward that followed). It is a copy of what the shards hold, and the change is lost. Write inside of "
+        "summon_full_params(), between steps; a value that changes in forward can be a buffer"
+    )
+
+
+def backward_with_graph(flat: FlatParamLike) -> LifecycleError:
+    """What is raised where a backward that builds a graph gives gradients of parameters, or execution is lazy."""
+    return LifecycleError(
+        f"rank {flat.group.rank}: a backward with create_graph=True that gives gradients of an FSDP module's "
+        "parameters (a Hessian of the weights) is not possible: they are reduced over ranks, and no graph leads back "
+        "through that. Gradients of inputs may be in a graph, but on XLA: torch.autograd.grad(outputs, inputs, "
+        "create_graph=True); for others use finite differences"
+    )
+
+
+def changed_since_forward(flat: FlatParamLike) -> LifecycleError:
+    """What is raised where backward reaches a unit whose shard was written to after forward."""
+    return LifecycleError(
+        f"rank {flat.group.rank}: backward through a forward of before the last change of "
+        f"{flat.label} (by optimizer.step(), say): it would compute with the new values. Call "
+        "backward before the optimizer's step, or forward again after it"
+    )
+
+
+def copy_when_summoned(rank: int) -> LifecycleError:
+    """What is raised where an FSDP module is copied or pickled inside of its ``summon_full_params``."""
+    return LifecycleError(
+        f"rank {rank}: copying or pickling an FSDP module inside of summon_full_params is not possible, for it may "
+        "have changes that no shard has yet; leave the context first. Modules without FSDP modules below can be copied"
+    )
+
+
+def check_asker(door: nn.Module, keeps_names: bool) -> None:
+    """Refuses a state dict to those who would do nothing with it, and say nothing.
+
+    Args:
+        keeps_names: modules have the names that keys have.
+
+    Raises:
+        ConfigurationError: on every rank alike, before anything is gathered.
+    """
+    for frame in islice(callers(), 1, 9):
+        name, where = frame.f_code.co_name, frame.f_globals.get("__name__", "")
+        if name in _BY_NAMES_OF_MODULES and where.startswith("peft."):
+            if frame.f_locals.get("model") is door and not keeps_names:
+                raise ConfigurationError(
+                    f"{name} finds no adapters in an FSDP module, whose modules have other names than its state dict. "
+                    f"Call {_BY_NAMES_OF_MODULES[name]}, on all ranks"
+                )
+            return
+        if where == "transformers.trainer" and name == "_save":
+            raise ConfigurationError(
+                "transformers' Trainer saves on rank 0 alone, and a sharded model is put together by all ranks. Let it "
+                "know: trainer = shardkit.integrations.huggingface.ShardkitPlugin().attach(trainer); or pass "
+                "save_strategy='no'"
+            )
+        if where == "timm.utils.model_ema":
+            average = frame.f_locals.get("self")
+            if door in (getattr(average, "ema", None), getattr(average, "module", None)):
+                raise ConfigurationError(
+                    f"timm's {type(average).__name__} writes to the values of a state dict, and those of an FSDP "
+                    "module are copies, so its averages would never change. Use torch.optim.swa_utils.AveragedModel("
+                    "model, multi_avg_fn=get_ema_multi_avg_fn(decay)), which averages shards; or make the average of "
+                    "the model before it is wrapped"
+                )
+            return

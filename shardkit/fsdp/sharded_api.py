@@ -1,29 +1,93 @@
-"""What a sharded module is asked for, the same at every door: full parameters, clipping, accumulation, checkpoints."""
+"""Which gradients count for the norm below an FSDP root, and where the others of the same flat parameters are.
+
+@@@ What a sharded module is asked for, the same at every door: full parameters, clipping, accumulation, checkpoints.
+"""
 
 from __future__ import annotations
 
 import abc
 import contextlib
 import copy
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from ..backend import Group
 from ..errors import ConfigurationError, LifecycleError
 from ..optimizers.shards import refuse_stand_ins
 from ..progress import noting_errors
+from ..reduction.norms import Portion, clip_by_global_norm, norm_like
 from ..types import IncompatibleKeys, SavedState, StateDict
-from . import local_checkpoint, norms, optim_state, pieces
 from .construct import wake
 from .engine import Engine
-from .running import become_root
-from .state import ShardingState, state_of
-from .state_dict import loading, local_state
-from .state_of_shards import mark_shards
-from .summoning import summoned
+from .flat_param import FlatParam
+from .forward import become_root
+from .optim_state import gather_full, mark_shards, shard_full
+from .state import ShardingState, state_of, summoned
+from .state_dict import check_own, consolidate, loading, local_state, mark, metadata, sharded_state_dict
+
+
+def clip(root: ShardingState, max_norm: float, norm_type: float) -> torch.Tensor:
+    """Scales the gradients below a root; returns their norm over all ranks.
+
+    Raises:
+        ConfigurationError: ``norm_type`` is 0.
+    """
+    if norm_type == 0:
+        raise ConfigurationError(
+            "norm_type=0 counts parameters whose gradients are not zero, and shards are no parameters; "
+            "clip_grad_norm_ takes any other number, inf and -inf"
+        )
+    flats = root.all_flats()
+    sharded = {listing.param for flat in flats for listing in flat.listings}
+    rest = [p for p in root.door.parameters() if p not in sharded]
+    everything = [f.param for f in flats] + rest
+    if not everything:
+        return torch.zeros(())
+    by_group: dict[tuple[int, ...], tuple[Group, list[torch.Tensor]]] = {}
+    gradients = [p.grad for p in rest if p.grad is not None]
+    alike = gradients.copy()
+    for flat in flats:
+        own = _gradients_of(flat)
+        gradients += own
+        by_group.setdefault(flat.group.ranks, (flat.group, []))[1].extend(_that_count(flat, own, norm_type))
+    portions = [Portion(counted, (group,)) for group, counted in by_group.values()]
+    if alike:
+        portions.append(Portion(alike, ()))
+    return clip_by_global_norm(portions, gradients, _like(root, everything), max_norm, norm_type)
+
+
+def _like(root: ShardingState, params: Sequence[torch.Tensor]) -> torch.Tensor:
+    like = norm_like(params)
+    on_host = like.device.type == "cpu" and not root.options.offload.parameters
+    return like.to(root.group.backend.device()) if on_host else like
+
+
+def _gradients_of(flat: FlatParam) -> list[torch.Tensor]:
+    """This rank's gradients, without padding that nobody lists or clears."""
+    if flat.shards is not None:
+        return flat.shards.local_gradients()
+    return [] if flat.param.grad is None else [flat.param.grad]
+
+
+def _that_count(flat: FlatParam, gradients: list[torch.Tensor], norm_type: float) -> list[torch.Tensor]:
+    """Those of them that the norm is of; for norms that zeros change, without padding and what is unused."""
+    if flat.shards is not None and flat.shards.has_copies:
+        return flat.shards.local_gradients(padded=norm_type > 0, copies=False)
+    if norm_type > 0 or not gradients:
+        return gradients
+    if flat.shards is not None:
+        return flat.shards.local_gradients(padded=False)
+    (gradient,) = gradients
+    if flat.unused.used is not None:
+        return [torch.where(flat.unused.used, gradient, torch.full_like(gradient, math.inf))]
+    rank, unused = flat.group.rank, flat.unused.originals
+    here = [p for p in flat.layout.pieces() if p.rank == rank and not unused[p.item]]
+    return [gradient.view(-1)[p.offset : p.offset + p.numel] for p in here]
 
 
 class ShardedAPI(abc.ABC):
@@ -65,7 +129,7 @@ class ShardedAPI(abc.ABC):
     @torch.no_grad()
     def _clip(self, max_norm: float, norm_type: float) -> torch.Tensor:
         self._root_engine("clip_grad_norm_").check_idle("clip_grad_norm_")
-        return norms.clip(self._state, float(max_norm), float(norm_type))
+        return clip(self._state, float(max_norm), float(norm_type))
 
     @property
     def params_with_grad(self) -> list[nn.Parameter]:
@@ -83,7 +147,7 @@ class ShardedAPI(abc.ABC):
         state = self._state
         with local_state(state):
             found = self._door_state_dict(*args, **kwargs)
-        local_checkpoint.mark(state, found)
+        mark(state, found)
         if state.group.world_size > 1:
             mark_shards(state.door.parameters(), found)
         return found
@@ -98,7 +162,7 @@ class ShardedAPI(abc.ABC):
         if "flat_param" in state_dict and "flat_param_0" not in state_dict:  # its name in old checkpoints
             state_dict = {"flat_param_0" if k == "flat_param" else k: v for k, v in state_dict.items()}
         state = self._state
-        local_checkpoint.check_own(state, state_dict)
+        check_own(state, state_dict)
         with local_state(state), loading(state.door):
             return self._load_door(state_dict, strict)
 
@@ -121,13 +185,13 @@ class ShardedAPI(abc.ABC):
         Files are those of the whole model: any number of ranks loads them, FSDP2, and one process. Of what is sharded
         the values stand for this rank's part of a parameter, and share its memory.
         """
-        return pieces.sharded_state_dict(self._state)
+        return sharded_state_dict(self._state)
 
     def local_metadata_dict(self) -> StateDict:
         """What :meth:`consolidate_shard_weights` needs to know of this rank's shards."""
-        return local_checkpoint.metadata(self._state)
+        return metadata(self._state)
 
-    consolidate_shard_weights = staticmethod(local_checkpoint.consolidate)
+    consolidate_shard_weights = staticmethod(consolidate)
 
     @noting_errors
     def gather_full_optim_state_dict(self, optim: Optimizer, **ignored: object) -> StateDict | None:
@@ -144,7 +208,7 @@ class ShardedAPI(abc.ABC):
             if id(f.param) in index
         }
         is_first = own.group.rank == 0 and (own.replicas is None or own.replicas.rank == 0)
-        return optim_state.gather_full(own.all_listings(), uncollected, state, optim, is_first)
+        return gather_full(own.all_listings(), uncollected, state, optim, is_first)
 
     @noting_errors
     def get_shard_from_optim_state_dict(self, full_optim_state_dict: StateDict) -> StateDict:
@@ -154,7 +218,7 @@ class ShardedAPI(abc.ABC):
             ConfigurationError: it belongs to another model.
         """
         _refuse_dtensors(self._state, "get_shard_from_optim_state_dict", "set_optimizer_state_dict")
-        shard = optim_state.shard_full(self._state.all_listings(), full_optim_state_dict)
+        shard = shard_full(self._state.all_listings(), full_optim_state_dict)
         uncollected = self._state.uncollected
         for local in full_optim_state_dict.get("uncollected_local_ids", []):
             if local in uncollected:

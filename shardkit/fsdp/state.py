@@ -1,9 +1,13 @@
-"""What FSDP knows of one module whose parameters it has sharded, whichever door it came in by.
+"""Names of modules inside of wrappers, and what wrapping adds to them (fairscale's, so that checkpoints agree).
+
+@@@ What FSDP knows of one module whose parameters it has sharded, whichever door it came in by.
 
 [Note: doors] A module becomes a unit by being wrapped (``FSDP``, and the classes of the compat layer), or in place
 (``fully_shard``). Both make one :class:`ShardingState`. The module at which forward enters and leaves the unit, and at
 which a walk over modules stops, is the state's ``door``: the wrapper, or the module itself. Everything else in this
 package works on states and asks :func:`state_of`, never a class.
+
+@@@ Full parameters, under their own names and in full precision, between steps.
 """
 
 from __future__ import annotations
@@ -11,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
@@ -28,12 +32,30 @@ from .flat_param import FlatParam
 from .flat_values import AlignedLayout
 from .gradients import predivide_factor
 from .originals import Listing
+from .registered import exposed
 from .unit import Unit
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from .unit_module import UnitModule
+    from ..flattening.wrapper import FlattenParamsWrapper
+
+
+WRAPPED = "_fsdp_wrapped_module"
+INNER = "_fsdp_wrapped_module._fpw_module."
+OUTER = "_fsdp_wrapped_module."
+_OTHERS = ("_checkpoint_wrapped_module", "_orig_mod")  # of torch's wrappers, which state dicts leave out
+
+
+def clean(name: str) -> str:
+    """A name without what wrapping added to it."""
+    return ".".join(part for part in name.split(".") if part not in ("_fsdp_wrapped_module", "_fpw_module"))
+
+
+def plain_name(name: str) -> str:
+    """A name without what wrapping, here and in torch, added to it."""
+    return ".".join(part for part in clean(name).split(".") if part not in _OTHERS)
+
 
 _position_of = attrgetter("position")
 # By id of the door. The state is held by its door alone, so this map keeps neither alive.
@@ -132,7 +154,7 @@ class ShardingState:
         self, door: nn.Module, module: nn.Module, options: Options, ignored: Ignored | None = None
     ) -> None:
         self.door, self.module, self.options = door, module, options
-        self.unit_module: UnitModule | None = None
+        self.unit_module: FlattenParamsWrapper | None = None
         self.ignored = ignored or Ignored()
         self.flats: list[FlatParam] = []
         self.shared_paths: list[tuple[str, str]] = []
@@ -326,3 +348,46 @@ def units_below(state: ShardingState) -> list[ShardingState]:
         else:
             waiting += [child for child in reversed(m._modules.values()) if child is not None]
     return found
+
+
+@contextlib.contextmanager
+def summoned(state: ShardingState, recurse: bool, writeback: bool) -> Iterator[None]:
+    """Inside, the parameters of a unit, and of those below it, are full (collective).
+
+    Raises:
+        LifecycleError: inside of forward or backward, of this or another thread.
+    """
+    with contextlib.ExitStack() as stack:
+        for s in state.states() if recurse else [state]:
+            if s.summoned is None:
+                enter_summon(s, writeback)
+                stack.callback(exit_summon, s)
+        yield
+
+
+def enter_summon(state: ShardingState, writeback: bool) -> None:
+    """Begins it for one unit; :func:`exit_summon` ends it."""
+    if state.engine is not None:
+        state.engine.check_idle("summon_full_params")
+    state.unit.release()
+    stack = contextlib.ExitStack()
+    for flat in state.unit.needs:
+        if not flat.is_summoned:  # by another unit that uses it
+            stack.enter_context(flat.summoned(writeback))
+            stack.enter_context(exposed(flat))
+    state.summoned = stack
+
+
+def end_unshard(state: ShardingState) -> None:
+    """Ends what ``unshard()`` began."""
+    if state.is_unsharded:
+        state.is_unsharded = False
+        exit_summon(state)
+
+
+def exit_summon(state: ShardingState) -> None:
+    """Ends it; changes go to the shards where they are to be kept."""
+    stack, state.summoned = state.summoned, None
+    state.unit.release()  # asked for meanwhile
+    if stack is not None:
+        stack.close()

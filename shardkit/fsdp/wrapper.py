@@ -1,25 +1,350 @@
-"""FSDP: a module whose parameters, gradients and optimizer state are sharded over ranks (ZeRO stage 3)."""
+"""The module between the FSDP wrapper and the wrapped module: it holds the listed parameters (shards).
+
+@@@ What makes an FSDP module look like the module that it wraps.
+
+@@@ The door that wraps: a module around the one that is sharded.
+
+@@@ FSDP: a module whose parameters, gradients and optimizer state are sharded over ranks (ZeRO stage 3).
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import abc
+import copy
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import torch
 from torch import nn
 
 from ..backend import Backend
+from ..errors import ConfigurationError, LifecycleError
+from ..flattening.flat_parameter import FlatParameter
+from ..flattening.keys import translates_loaded
+from ..flattening.wrapper import FlattenParamsWrapper
 from ..layout import Align
+from ..optimizers.shards import shard_behind
 from ..policy import OffloadPolicy, PrecisionPolicy, ReducePolicy, ReshardPolicy
 from ..progress import noting_errors
+from ..torch_seams.compiling import callees_compiled
 from ..torch_seams.device_mesh import shards_and_replicas_of
-from ..types import ProcessGroup, Tree
-from .door import Door, built_together
+from ..torch_seams.forward_signature import signed_as_wrapped
+from ..torch_seams.other_wrappers import PreparedForAccelerate, check_wrappable, note_wrapper
+from ..types import IncompatibleKeys, Memo, ProcessGroup, SavedState, StateDict, Tree
+from .construct import begin_move, check_copied, check_pickled, end_move, shard, wake
+from .engine import EXPORT, is_listed_for_export, refusal
 from .flat_values import AlignedLayout, RowsLayout
-from .sharded_api import SummonAndClip
-from .state import Options
+from .forward import (
+    cast_inputs,
+    enter,
+    fail,
+    input_dtype,
+    leave,
+    run_summoned,
+    saving_originals_by_name,
+    through,
+    watched,
+)
+from .optim_state import check_request
+from .originals import check_asker, put_into_wrapper
+from .sharded_api import ShardedAPI, SummonAndClip
+from .state import WRAPPED, Ignored, Options, ShardingState, summoned
+from .state_dict import add_wrapping, begin_loading, clean_names, end_loading, full_state_dict, loading
+from .submodule_api import moving
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+
+class UnitModule(FlattenParamsWrapper):
+    """Lists a unit's shards as ``flat_param_0``, ... or, unflattened, under the parameters' own names.
+
+    To readers it is a :class:`FlattenParamsWrapper`, whose names and attributes it has; but the parameters are original
+    parameters of sharded flat parameters, and the FSDP module around it moves them.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        nn.Module.__init__(self)
+        self._fpw_module = module
+        self.is_flattened = True
+        self.flat_param_names = []
+        self.num_params_managed = 0
+        self._unflattened_for_load = None
+        self._auto_unflatten_state_dict = False
+
+    @property
+    def flat_params(self) -> list[FlatParameter]:  # type: ignore[override]
+        """The listed flat parameters (this rank's shards)."""
+        found = [self._parameters.get(name) for name in self.flat_param_names]
+        return [p for p in found if isinstance(p, FlatParameter)]
+
+    def _fqn_modifiers(self) -> dict[str, str]:
+        """What torch.distributed.checkpoint leaves out of names."""
+        return {"": "_fpw_module"}
+
+    # What the standalone wrapper does about views and state dicts, the FSDP module does here.
+    def forward(self, *inputs: object, **kwinputs: object) -> Tree:
+        """The wrapped module's forward."""
+        return self._fpw_module(*inputs, **kwinputs)
+
+    def unflatten_params(self, flat_params: object = None) -> NoReturn:
+        """Not here.
+
+        Raises:
+            LifecycleError: always.
+        """
+        raise LifecycleError(
+            "parameters of an FSDP module are sharded; use its summon_full_params() to see them unflattened"
+        )
+
+    _apply = nn.Module._apply
+    state_dict = nn.Module.state_dict
+    load_state_dict = nn.Module.load_state_dict
+    _load_from_state_dict = nn.Module._load_from_state_dict
+    __setstate__ = nn.Module.__setstate__
+
+    def __deepcopy__(self, memo: Memo) -> UnitModule:
+        made = type(self).__new__(type(self))
+        memo[id(self)] = made
+        made.__setstate__(copy.deepcopy(self.__dict__, memo))
+        return made
+
+
+class StandingIn(PreparedForAccelerate, nn.Module, abc.ABC):
+    """Attributes, methods and items are those of the wrapped module; parameters and forward are not."""
+
+    _state: ShardingState
+
+    @property
+    @abc.abstractmethod
+    def module(self) -> nn.Module:
+        """The wrapped module, or the wrapper's inner part around it."""
+
+    def __getattr__(self, name: str) -> Tree:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name in (WRAPPED, "_state") or name.startswith("__"):
+                raise
+            unit: Any = nn.Module.__getattr__(self, WRAPPED)
+            return through(self._state, getattr(unit._fpw_module, name))
+
+    # ------------------------------------------------------------ what needs parameters in their places
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """As of any module; the wrapped module's own can't be replaced."""
+        try:
+            super().register_parameter(name, param)
+        except KeyError:
+            raise put_into_wrapper(name) from None
+
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """As of any module; torch.export asks for it before it records anything."""
+        if EXPORT in sys.modules and is_listed_for_export(sys.modules[EXPORT]):
+            raise refusal(self._state.unit, "torch.export (torch.onnx.export too)")
+        return super().named_modules(memo, prefix, remove_duplicate)
+
+    def __prepare_scriptable__(self) -> NoReturn:
+        """What torch.jit.script asks for first."""
+        raise refusal(self._state.unit, "torch.jit.script")
+
+    # ------------------------------------------------------------ containers
+    def __getitem__(self, key: object) -> Tree:
+        return self.module[key]  # type: ignore[index]
+
+    def __setitem__(self, key: object, value: object) -> None:
+        container: Any = self.module
+        container[key] = value
+
+    def __len__(self) -> int:
+        return len(self.module)  # type: ignore[arg-type]
+
+    def __iter__(self) -> Iterator[Tree]:
+        return iter(self.module)  # type: ignore[call-overload, no-any-return]
+
+    def __contains__(self, key: object) -> bool:
+        return key in self.module  # type: ignore[operator]
+
+    def __bool__(self) -> bool:
+        return bool(self.module)  # not every module has a length
+
+    # ------------------------------------------------------------ torch's own checkpoints and FSDP
+    def _fqn_modifiers(self) -> dict[str, str]:
+        """What torch.distributed.checkpoint leaves out of names; it asks before it does anything."""
+        wrapper: Any = self
+        check_request(self._state.all_flats)
+        inner: dict[str, str] = getattr(self.module, "_fqn_modifiers", dict)()
+        return {**inner, **dict.fromkeys(wrapper._fsdp_wrapped_module.flat_param_names, WRAPPED), "": WRAPPED}
+
+    @property
+    def _is_fsdp_managed_module(self) -> bool:
+        """Torch's own FSDP, 1 and 2, sets this on all that it is about to manage, and its compiler reads it."""
+        return False
+
+    @_is_fsdp_managed_module.setter
+    def _is_fsdp_managed_module(self, value: bool) -> None:
+        raise ConfigurationError(
+            "torch's FSDP can't wrap a module that shardkit's FSDP has sharded: it would shard the shards. Use one of "
+            "them; torch's FullyShardedDataParallel can leave this module alone (ignored_modules=[module])"
+        )
+
+
+Self = TypeVar("Self", bound="Door")
+_together: ContextVar[list[Door] | None] = ContextVar("shardkit.fsdp.wrapper.together", default=None)
+
+
+@contextmanager
+def built_together() -> Iterator[None]:
+    """Inside, wrappers are only put around modules; at the end all are sharded, after one exchange of all ranks.
+
+    Of classes that have it as their own attribute: what they do next, they do in :meth:`Door._sharded`.
+    """
+    doors: list[Door] = []
+    before = _together.set(doors)
+    try:
+        yield
+    finally:
+        _together.reset(before)
+    shard([door._state for door in doors])
+    for door in doors:
+        door._sharded()
+
+
+class Door(StandingIn, ShardedAPI):
+    """What all wrappers share: forward through the unit, state dicts of the wrapped module, being moved and copied.
+
+    Abstract: a wrapper has its own arguments, and calls :meth:`_shard` with what they mean. What wrappers of compat may
+    define otherwise is abstract too; they leave everything else as it is.
+    """
+
+    def _shard(self, module: nn.Module, options: Options, ignored: Ignored | None = None) -> None:
+        """Wraps a module; see :class:`~shardkit.FSDP` for what is raised."""
+        nn.Module.__init__(self)
+        state = ShardingState(self, module, options, ignored)
+        check_wrappable(module, type(self).__name__, may_hold=Door, without=state.ignored.modules)
+        self._fsdp_wrapped_module = state.unit_module = UnitModule(module)
+        self._state = state
+        waiting = _together.get()
+        if waiting is not None and "built_together" in vars(type(self)):
+            waiting.append(self)
+        else:
+            shard([state])
+            self._sharded()
+        self.register_load_state_dict_pre_hook(_before_load)
+        self.register_load_state_dict_post_hook(_after_load)
+
+    def _sharded(self) -> None:
+        """What a wrapper does as soon as its parameters are sharded."""
+
+    # ------------------------------------------------------------ forward
+    @signed_as_wrapped
+    @callees_compiled
+    def forward(self, *args: object, **kwargs: object) -> Tree:
+        """Runs the module with its parameters gathered."""
+        state = self._state
+        dtype = input_dtype(state)
+        if state.summoned is not None:
+            state.cast_buffers()
+            if dtype is not None:
+                args, kwargs = cast_inputs((args, kwargs), dtype)
+            return run_summoned(state.module, state.unit.needs, args, kwargs)
+        entered = enter(state, args, kwargs)
+        try:
+            if dtype is not None:
+                args, kwargs = cast_inputs((args, kwargs), dtype)
+            if state.unit.has_frozen:
+                entered = watched(entered, state, (args, kwargs))
+            module = state.module
+            if entered.engine.is_lazy:
+                with saving_originals_by_name():
+                    outputs = module(*args, **kwargs)
+            else:
+                outputs = module(*args, **kwargs)
+        except BaseException as error:
+            fail(state, entered, error)
+            raise
+        return leave(state, entered, outputs)
+
+    def apply(self: Self, fn: Callable[[nn.Module], None]) -> Self:
+        """As ``nn.Module.apply`` of the wrapped module, with full parameters whose changes are kept (collective).
+
+        ``fn`` gets the modules of the unwrapped model, once each, and no wrappers: these have the attributes of what
+        they wrap, so that a function that looks for a ``weight`` would initialize it once more.
+        """
+        with summoned(self._state, recurse=False, writeback=True):
+            self._state.module.apply(fn)
+        return self
+
+    # ------------------------------------------------------------ state dicts
+    @abc.abstractmethod
+    def state_dict(self, *args: Any, **kwargs: Any) -> Tree:
+        """See :meth:`_full_state_dict`."""
+
+    @noting_errors
+    def _full_state_dict(self, *args: Any, **kwargs: Any) -> Tree:
+        """Full parameters under the wrapped module's own names, in full precision, on every rank (collective).
+
+        They are copies: writing to one changes nothing here.
+        """
+        check_asker(self, keeps_names=False)
+        return self._door_state_dict(*args, **kwargs)
+
+    def _door_state_dict(self, *args: Any, **kwargs: Any) -> StateDict:
+        return full_state_dict(self._state, super().state_dict, *args, **kwargs)
+
+    @noting_errors
+    def load_state_dict(
+        self, state_dict: SavedState, strict: bool = True, assign: bool = False
+    ) -> IncompatibleKeys:
+        """Loads a full state dict (collective); each rank keeps its shard. Arguments and result are ``nn.Module``'s."""
+        with loading(self):
+            return self._load_door(state_dict, strict, assign)
+
+    def _load_door(
+        self, state_dict: SavedState, strict: bool = True, assign: bool = False
+    ) -> IncompatibleKeys:
+        return super().load_state_dict(state_dict, strict, assign)
+
+    # ------------------------------------------------------------ being moved and copied
+    def _apply(self: Self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
+        begin_move(self._state)
+        with moving():
+            super()._apply(fn, recurse)
+        end_move(self._state)
+        return self
+
+    def __deepcopy__(self: Self, memo: Memo) -> Self:
+        check_copied(self._state, memo)
+        made = type(self).__new__(type(self))
+        memo[id(self)] = made
+        made.__setstate__(copy.deepcopy(self.__dict__, memo))
+        return made
+
+    def __getstate__(self) -> StateDict:
+        check_pickled(self._state)
+        return self.__dict__.copy()
+
+    def __setstate__(self, state: StateDict) -> None:
+        super().__setstate__(state)
+        wake(self._state)
+
+
+def _before_load(door: Door, state_dict: StateDict, prefix: str, *others: object) -> None:
+    begin_loading(door._state, state_dict)
+    if translates_loaded():
+        add_wrapping(door, state_dict, prefix)
+
+
+def _after_load(door: Door, incompatible: IncompatibleKeys) -> None:
+    clean_names(incompatible)
+    end_loading(door._state)
+
+
+note_wrapper(Door, owns=lambda param: shard_behind(param) is not None)
 
 
 class FSDP(SummonAndClip, Door):

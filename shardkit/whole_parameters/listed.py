@@ -17,10 +17,9 @@ from torch import nn
 from ..errors import ConfigurationError, LifecycleError
 from ..flattening.flat_parameter import FlatParameter
 from ..fsdp.construct import wake
-from ..fsdp.names import plain_name
 from ..fsdp.originals import FlatParamLike, managing
-from ..fsdp.registries import hidden, written_names
-from ..fsdp.state import state_of
+from ..fsdp.registered import hidden, written_names
+from ..fsdp.state import plain_name, state_of
 from ..layout import Piece
 from ..optimizers.shards import note_stand_in, shard_behind
 from ..torch_seams.marked_tensors import as_plain

@@ -15,11 +15,8 @@ from shardkit.backend import get_backend
 from shardkit.backends.streams import StreamsBackend, StreamsGroup, current_device
 from shardkit.backends.streams.device import Device
 from shardkit.errors import OutOfStepError, RaceError, RankFailedError
-from shardkit.fsdp.gradients.pack import GradientPack
-from shardkit.fsdp.gradients.stored import StoredPack
-from shardkit.fsdp.store.base import Store
-from shardkit.fsdp.store.states import GATHERED
-from shardkit.fsdp.store.stored import Stored
+from shardkit.fsdp.gradients import GradientPack, StoredPack
+from shardkit.fsdp.store import GATHERED, Store, Stored
 from shardkit.oss.placement import FlatParameters
 from shardkit.sharded_ddp.reducer import Reducer
 

@@ -48,7 +48,7 @@ def _read(path: str, target: str) -> dict[str, Any]:
         from shardkit.checkpoint.tools.rank_files import consolidate_sharded_state_dicts
 
         return consolidate_sharded_state_dicts([f["model"] for f in files], files[0]["shard_metadata"])
-    from shardkit.fsdp.local_checkpoint import consolidate
+    from shardkit.fsdp.state_dict import consolidate
 
     return consolidate([f["model"] for f in files], [f["shard_metadata"] for f in files])
 

@@ -10,7 +10,7 @@ from torch import nn
 
 import shardkit
 from shardkit.extra.padded_shards.holder import ShardHolder
-from shardkit.fsdp.door import Door
+from shardkit.fsdp.wrapper import Door
 from shardkit.nn.data_parallel import FullyShardedDataParallel
 from shardkit.torch_fsdp import FullyShardedDataParallel as TorchsFSDP
 from shardkit.xla.fsdp import XlaFullyShardedDataParallel

@@ -22,7 +22,7 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as Torc
 import shardkit
 from shardkit import torch_fsdp as ours
 from shardkit.errors import ConfigurationError, LifecycleError
-from shardkit.fsdp.names import plain_name
+from shardkit.fsdp.state import plain_name
 from shardkit.torch_fsdp import (
     CPUOffload,
     MixedPrecision,

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardkit.fsdp.backward_plan import BackwardPlan, End, plan_backward
+from shardkit.fsdp.engine import BackwardPlan, End, plan_backward
 
 
 @dataclass(eq=False)

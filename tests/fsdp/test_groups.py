@@ -9,7 +9,7 @@ from torch import nn
 from shardkit import FSDP
 from shardkit.backend import get_backend
 from shardkit.errors import ConfigurationError
-from shardkit.fsdp.groups import hybrid_groups, post_forward_mesh
+from shardkit.fsdp.construct import hybrid_groups, post_forward_mesh
 from tests.pools import rank_pool
 
 

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardkit.fsdp.names import clean
+from shardkit.fsdp.state import clean
 from tests.backends.environments import environments
 from tests.benchmarks import xla_ddp_table
 from tests.benchmarks.xla_trainers import DDP, NATIVE

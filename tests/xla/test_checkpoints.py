@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from shardkit.fsdp.names import clean
+from shardkit.fsdp.state import clean
 from tests.pools import rank_pool
 from tests.xla.models import batch, build
 

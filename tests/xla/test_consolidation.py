@@ -16,8 +16,8 @@ import torch
 import shardkit
 from shardkit.checkpoint.tools import open_checkpoint
 from shardkit.errors import ConfigurationError, RankFailedError
-from shardkit.fsdp.local_checkpoint import consolidate
-from shardkit.fsdp.names import clean
+from shardkit.fsdp.state import clean
+from shardkit.fsdp.state_dict import consolidate
 from shardkit.xla import xla_model as xm
 from shardkit.xla.fsdp import XlaFullyShardedDataParallel as FSDP
 from shardkit.xla.fsdp import consolidate_sharded_model_checkpoints

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from shardkit.errors import ConfigurationError
-from shardkit.fsdp.names import clean
+from shardkit.fsdp.state import clean
 from shardkit.xla import xla_model as xm
 from shardkit.xla.fsdp import XlaFullyShardedDataParallel as FSDP
 from shardkit.xla.fsdp import checkpoint_module

@@ -10,10 +10,10 @@ from torch import nn
 
 from shardkit.errors import ConfigurationError, LifecycleError
 from shardkit.fsdp.construct import reconnect
-from shardkit.fsdp.door import Door
 from shardkit.fsdp.flat_param import FlatParam
-from shardkit.fsdp.inside import Answer, is_collecting
 from shardkit.fsdp.originals import managing
+from shardkit.fsdp.submodule_api import Answer, is_collecting
+from shardkit.fsdp.wrapper import Door
 from shardkit.optimizers.shards import shard_behind
 from shardkit.torch_seams.hooks import NO_BACKWARD
 from shardkit.types import Memo, ProcessGroup, StateDict, Tree

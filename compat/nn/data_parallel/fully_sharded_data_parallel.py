@@ -12,12 +12,10 @@ from shardkit.backend import backend_of_job
 from shardkit.backends.arguments import size_of
 from shardkit.backends.imagined import RanksInName
 from shardkit.errors import ConfigurationError
-from shardkit.fsdp.door import built_together as _built_together
 from shardkit.fsdp.flat_values import AlignedLayout, EachAlone
 from shardkit.fsdp.gradients import predivide_factor
-from shardkit.fsdp.names import clean
-from shardkit.fsdp.state import Options
-from shardkit.fsdp.summoning import summoned
+from shardkit.fsdp.state import Options, clean, summoned
+from shardkit.fsdp.wrapper import built_together as _built_together
 from shardkit.internal.parallel import ProcessGroupName, get_process_group_cached
 from shardkit.nn.wrap.auto_wrap import auto_wrap, config_auto_wrap_policy, enable_wrap
 from shardkit.policy import OffloadPolicy, PrecisionPolicy, ReducePolicy, ReshardPolicy

@@ -22,8 +22,8 @@ import torch
 
 from ...checks.runs import check_one_save
 from ...errors import ConfigurationError, UntrustedFileError
-from ...fsdp.local_checkpoint import note_of
-from ...fsdp.names import INNER, OUTER, clean
+from ...fsdp.state import INNER, OUTER, clean
+from ...fsdp.state_dict import note_of
 from ...layout import boxes_of
 from ...types import SavedState, StateDict, Tree
 from ..files.loading import load

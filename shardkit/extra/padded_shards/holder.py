@@ -22,10 +22,10 @@ from ...checkpoint.tools.rank_files import (
     in_state_dict,
     shard_name,
 )
-from ...fsdp.door import Door
-from ...fsdp.inside import begin_loading_shards, collecting, end_loading_shards
-from ...fsdp.names import INNER, OUTER, clean
 from ...fsdp.originals import Listing
+from ...fsdp.state import INNER, OUTER, clean
+from ...fsdp.submodule_api import begin_loading_shards, collecting, end_loading_shards
+from ...fsdp.wrapper import Door
 from ...layout import ShardLayout
 from ...torch_seams.module_versions import versions_of
 

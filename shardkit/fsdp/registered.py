@@ -9,6 +9,12 @@ gradient. Such a flat parameter's ``param`` is a shard that no module lists (:cl
 
 Memory is the truth: before values are gathered, registered parameters whose memory somebody replaced (``p.data = ...``,
 ``module.to()``) are copied into the shard and become views of it again.
+
+@@@ What torch's own registry of a module's parameters shows while a unit has taken them.
+
+[Note: registries] Parameters that lie in a flat parameter are attributes of their modules, and in no registry: code
+that walks ``module._parameters`` (to find shared weights, say) finds what fairscale leaves there. The order in which a
+module was written with them is kept beside, for those who list them or put them back.
 """
 
 from __future__ import annotations
@@ -16,6 +22,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from operator import attrgetter
 from typing import TYPE_CHECKING, cast
 
@@ -31,11 +38,11 @@ from ..torch_seams.dtensors import as_parameter, dtensor_of, is_dtensor
 from ..torch_seams.hooks import check_asked_gradients
 from ..torch_seams.marked_tensors import as_plain
 from ..types import AnyCallable, StateDict
-from .originals import FlatParamLike, Listing, as_tensors
-from .registries import register
+from .originals import FlatParamLike, Listing, OriginalParameter, Place, as_tensors
 
 if TYPE_CHECKING:
     from torch.distributed.tensor._dtensor_spec import DTensorSpec
+
 
 _grad_of, _address_of = attrgetter("grad"), torch.Tensor.data_ptr
 _hooks_of, _later_hooks_of = attrgetter("_backward_hooks"), attrgetter("_post_accumulate_grad_hooks")
@@ -449,3 +456,99 @@ class ShardedFlatParameter(FlatParameter):
     @property
     def _cpu_grad(self) -> torch.Tensor | None:
         return self.grad if self.device.type == "cpu" else None
+
+
+ORDER = "_written_parameters"  # an attribute, so that copies and pickles of the module have it
+
+
+def register(place: Place, param: nn.Parameter) -> None:
+    """A module registers a parameter under one of the names it was written with, where that was among the others."""
+    module, name = place
+    registered, order = module._parameters, _order(module)
+    if name not in registered and name in order:
+        last = next(reversed(registered), name)
+        behind = order.get(last, len(order)) > order[name]
+        registered[name] = param
+        for later in [*registered] if behind else ():
+            if order.get(later, len(order)) > order[name]:
+                registered[later] = registered.pop(later)
+    registered[name] = param
+
+
+def unregister(place: Place) -> None:
+    """A module forgets a name; :func:`register` knows where it was."""
+    module, name = place
+    if name not in _order(module):
+        module.__dict__[ORDER] = {written: k for k, written in enumerate(written_names(module))}
+    module._parameters.pop(name, None)
+
+
+def hide(place: Place, param: nn.Parameter) -> None:
+    """The parameter is an attribute of its module, and not registered."""
+    unregister(place)
+    place.module.__dict__[place.name] = param
+
+
+def take_out(originals: Sequence[OriginalParameter]) -> None:
+    """These are attributes of their modules, and not registered."""
+    for original in originals:
+        for place in original.places:
+            module, name = place
+            if name not in module.__dict__.get(ORDER, ()):
+                hide(place, original.param)
+            else:
+                module._parameters.pop(name, None)
+                module.__dict__[name] = original.param
+
+
+def show(place: Place, param: nn.Parameter) -> None:
+    """The parameter is registered in its module again."""
+    place.module.__dict__.pop(place.name, None)
+    register(place, param)
+
+
+def written_names(module: nn.Module) -> list[str]:
+    """Names of a module's parameters in order, those that a unit has taken included."""
+    order = _order(module)
+    return [*order, *(name for name in module._parameters if name not in order)]
+
+
+def hidden(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Parameters that are attributes of a module, and in no registry."""
+    for name in _order(module):
+        if name not in module._parameters and isinstance(module.__dict__.get(name), nn.Parameter):
+            yield name, module.__dict__[name]
+
+
+def _order(module: nn.Module) -> dict[str, int]:
+    """Places of names among those that a module was written with."""
+    order: dict[str, int] = module.__dict__.get(ORDER, {})
+    return order
+
+
+@contextmanager
+def exposed(flat: FlatParamLike) -> Iterator[None]:
+    """Inside, the original parameters are listed under their own names, and registered ones are not."""
+    # where they are listed: not in units that only borrow them
+    listed = [
+        (listing.param, [p for p in listing.places if p.module._parameters.get(p.name) is listing.param])
+        for listing in flat.listings
+    ]
+    for _, places in listed:
+        for place in places:
+            unregister(place)
+    for original in flat.originals:
+        for place in original.places:
+            show(place, original.param)
+    try:
+        yield
+    finally:
+        for original in flat.originals:
+            for place in original.places:
+                now = place.module._parameters.get(place.name)
+                if now is not None and now is not original.param:  # somebody put another parameter in
+                    original.param.data = now.data
+                hide(place, original.param)
+        for param, places in listed:
+            for place in places:
+                register(place, param)

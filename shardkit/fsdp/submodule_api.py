@@ -7,27 +7,38 @@ a module inside therefore lists the parameters that it was written with, under t
 have a shape, and what is set in ``requires_grad`` counts. (Listing goes down a tree by ``_parameters`` and
 ``named_modules(memo)``, so that modules around do not see this.) Their values are another matter: a state dict of a
 module inside would lack parameters, or have a shard in place of one, and is refused outside of ``summon_full_params``.
+
+@@@ What may be put where, once parameters are sharded: torch tells of everything that is registered in a module.
+
+[Note: registrations] Parameters are taken out of their modules when a module is wrapped. One that is registered
+later (a new head, an adapter, a parametrization, a larger embedding) would be in no flat parameter: each rank would
+train its own. It is refused where torch registers it.
 """
 
 from __future__ import annotations
 
+import functools
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
 
-from ..errors import LifecycleError
+from ..errors import ConfigurationError, LifecycleError
 from ..flattening.flat_parameter import FlatParameter
-from ..optimizers.shards import shard_behind
-from ..types import IncompatibleKeys, Memo, StateDict, Tree
-from .names import clean
+from ..optimizers.shards import listing_of, shard_behind
+from ..torch_seams.dtensors import is_dtensor
+from ..types import AnyCallable, IncompatibleKeys, Memo, StateDict, Tree
 from .originals import Listing, ReleasedParameter, managing, refuse_copy
-from .registries import ORDER, hidden, written_names
-from .state import ShardingState
+from .registered import ORDER, hidden, written_names
+from .state import ShardingState, clean
 
 
 class Answer:
@@ -258,3 +269,68 @@ def _refuse(module: nn.Module, what: str, shards: dict[str, Listing]) -> None:
             f"parameter {name!r} is sharded over {group.world_size} ranks. Call {what} of the FSDP module instead, on "
             "all ranks, or call this one inside of its summon_full_params()"
         )
+
+
+# Modules whose parameters a unit has taken, and what is below them, but not below another unit.
+_taken: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+
+def note_taken(modules: Iterable[nn.Module]) -> None:
+    """From now on the parameters of these modules are their unit's."""
+    _watch()
+    _taken.update(modules)
+
+
+@functools.cache
+def _watch() -> None:
+    register_module_module_registration_hook(_on_module)
+    register_module_parameter_registration_hook(cast("AnyCallable", _on_parameter))  # its type lacks a result
+
+
+def _on_module(parent: nn.Module, name: str, child: nn.Module | None) -> None:
+    if child is None or parent not in _taken:
+        return
+    new = [(path, m) for path, m in child.named_modules(prefix=name) if m not in _taken]
+    for path, m in new:
+        for attribute, param in m._parameters.items():
+            if param is not None and shard_behind(param) is None:
+                raise ConfigurationError(_too_late(parent, f"{path}.{attribute}"))
+    for _, m in new:
+        if not any(p is not None for p in m._parameters.values()):  # no other unit's
+            _taken.add(m)
+
+
+def _on_parameter(parent: nn.Module, name: str, param: nn.Parameter | None) -> nn.Parameter | None:
+    if param is None or parent not in _taken:
+        return None
+    before = parent._parameters.get(name)
+    listing = None if before is None else listing_of(before)
+    if listing is not None and is_dtensor(listing.param) and is_collecting():  # load_state_dict(assign=True)
+        parent.__dict__[name] = listing.originals[0].param  # from where torch has taken it
+        return _assigned(listing, param)
+    flat = managing(param)
+    if flat is not None and any(o.param is param and (parent, name) in o.places for o in flat.originals):
+        return None  # torch puts back what it replaced for a call; the next forward hides it again
+    if before is None or managing(before) is None:  # else it is summoned, and takes another one's values
+        raise ConfigurationError(_too_late(parent, name))
+    return None
+
+
+@torch.no_grad()
+def _assigned(listing: Listing, values: torch.Tensor) -> nn.Parameter:
+    """The parameter that is listed stays, with these values: optimizers have it, and its memory is the shard's."""
+    if listing.param.is_meta:
+        raise ConfigurationError(
+            f"load_state_dict(assign=True) into {listing.label}, which was sharded on the meta device: shards need "
+            "memory of their own. Call to_empty(device=...) first, and assign=True is not needed then"
+        )
+    listing.param.copy_(values)
+    return listing.param
+
+
+def _too_late(module: nn.Module, name: str) -> str:
+    return (
+        f"parameter {name!r} is put into a {type(module).__name__} whose parameters FSDP has sharded: it would belong "
+        "to no unit, and each rank would train its own. Change the module (heads, adapters, parametrizations, "
+        "embeddings, tied weights) before it is wrapped, or wrap what is new in a unit of its own"
+    )

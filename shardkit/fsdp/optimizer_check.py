@@ -1,4 +1,15 @@
-"""Looks at each optimizer before its first step: would it do to parameters what it does to shards?
+"""Keeps an optimizer from moving parameters that had no gradient though others of their flat parameter had.
+
+Before a step their values and states are put aside, and put back after it (``reduction/unused.py``); where closures
+make gradients within a step: after each of them, and before the next. It costs nothing where all original parameters
+have gradients.
+
+[Note: counts] State that is one number for the flat parameter, such as Adam's count of steps, is that of the others: a
+original parameter that was put aside in some steps and takes part again has another bias correction than in a plain
+process. All ranks warn of that when it happens, also those that have no part of the parameter: as far as they can tell,
+which is by what they used themselves. (Not where execution is lazy: who took part is not known then.)
+
+@@@ Looks at each optimizer before its first step: would it do to parameters what it does to shards?
 
 A plain process has parameters where FSDP lists flat parameters. An optimizer notices if it was made before wrapping
 (its parameters get no gradients), if it looks at more than one element at a time, or if it was told to treat matrices
@@ -7,6 +18,14 @@ in another way: shards have one dimension.
 [Note: cleared] Before every step one thing is looked at: a gradient that a backward has left, and that is gone now, was
 cleared by the program. If one rank alone did that, ranks' parts of a flat parameter would go apart. So a rank says what
 is gone before it steps. Others say the same, or are in another call.
+
+@@@ Optimizers over shards that are listed as DTensors: what they update in a step is this rank's memory.
+
+[Note: local steps] An optimizer that updates every element by itself gives the same results over a DTensor and over its
+local rows, and costs a fraction over these: of each operation, DTensor looks for the placements of what comes out. So
+from the beginning of such an optimizer's step to its end its groups list ordinary parameters, with the memory, the
+gradients and the state of the DTensors. Between steps groups and state are as ever. What comes to be in a step is made
+a DTensor at its end.
 """
 
 from __future__ import annotations
@@ -15,20 +34,111 @@ import functools
 import logging
 import weakref
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from ..checks.same_everywhere import AgreedOptions, check_same_everywhere, group_facts, option_facts
 from ..errors import ConfigurationError, LifecycleError
-from ..optimizers.elementwise import Verdict, judge, names_of_elementwise
+from ..optimizers.elementwise import Verdict, is_known_elementwise, judge, names_of_elementwise
 from ..optimizers.shards import listing_of, shard_behind
 from ..optimizers.stepping import take_part
-from ..types import AnyCallable
+from ..reduction.unused import PutAside, UnusedRanges, UsedMask, state_by_element
+from ..torch_seams.dtensors import is_dtensor, like_dtensor
+from ..types import AnyCallable, StateDict, Tree
+from .optim_state import check_loaded, mark_state_dicts
 from .originals import FlatParamLike, Listing, managing, name_of_original
-from .skipping import Skips
-from .state_of_shards import check_loaded, mark_state_dicts
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+
+logger = logging.getLogger("shardkit")
+_NO_COUNTS = (torch.optim.RMSprop, torch.optim.Adadelta, torch.optim.Rprop)  # have one, and don't use it
+
+
+class Skips:
+    """What the steps of one optimizer leave alone.
+
+    Attributes:
+        saved: what was put aside for the step in progress.
+        left_out: by label of a flat parameter, the numbers of those in it that had no gradient in some step; None once
+            that was warned of.
+    """
+
+    def __init__(self) -> None:
+        self.saved: list[tuple[FlatParamLike, PutAside]] = []
+        self.left_out: dict[str, set[int]] | None = {}
+
+    def put_aside(self, optimizer: Optimizer, flats: Iterable[FlatParamLike]) -> None:
+        """Before a step over these."""
+        for flat in flats:
+            unused, param, left_out = flat.unused, flat.param, self.left_out
+            are_some = True in unused.originals
+            if left_out is not None and unused.is_noted and (are_some or flat.label in left_out):
+                self._check_counts(optimizer, flat, left_out.setdefault(flat.label, set()))
+            if param.grad is None or param.is_meta:
+                continue
+            if are_some or unused.used is not None:
+                used = unused.used
+                kept = UnusedRanges(_unused_ranges(flat)) if used is None else UsedMask(used)
+                self.saved.append((flat, PutAside(param.data, optimizer.state.get(param, {}), kept)))
+
+    def put_back(self, optimizer: Optimizer) -> None:
+        """After it."""
+        saved, self.saved = self.saved, []
+        for flat, aside in saved:
+            aside.put_back(flat.param.data, optimizer.state.get(flat.param, {}))
+
+    def _check_counts(self, optimizer: Optimizer, flat: FlatParamLike, left_out: set[int]) -> None:
+        """Warns, once for an optimizer, if a parameter takes part again whose count of steps is wrong now."""
+        unused, pieces = flat.unused.originals, flat.layout.pieces()
+        again = sorted(k for k in left_out if not unused[k])
+        stepping = {p.rank for p in pieces if not unused[p.item]}
+        left_out.update(p.item for p in pieces if unused[p.item] and p.rank in stepping)
+        if not again or not _holds_several(flat) or not _counts(optimizer):
+            return
+        self.left_out = None
+        logger.warning(
+            "rank %d: parameter %r had no gradient in some steps (it was frozen, or not used) and has one again. %s "
+            "counts the steps of the whole flat parameter that it is in, so that its bias correction (or whatever "
+            "depends on that count) is not what it is in one process. Shard with shardkit.fully_shard, which leaves "
+            "each parameter its own count; or wrap what sits out as a unit of its own, or pass flatten=False "
+            "(flatten_parameters=False, use_orig_params=True)",
+            flat.group.rank, name_of_original(flat.originals[again[0]].param), type(optimizer).__name__,
+        )  # fmt: skip
+
+
+def _unused_ranges(flat: FlatParamLike) -> list[tuple[int, int]]:
+    """Parts of this rank's shard whose original parameters had no gradient, as (start, end)."""
+    return [
+        (p.offset, p.offset + p.numel)
+        for p in flat.layout.pieces()
+        if p.rank == flat.group.rank and flat.unused.originals[p.item]
+    ]
+
+
+def _holds_several(flat: FlatParamLike) -> bool:
+    """Whether what an optimizer lists of it, and keeps one state for, is several original parameters."""
+    return len(flat.originals) > 1
+
+
+def _counts(optimizer: Optimizer) -> bool:
+    """Whether the update of a flat parameter depends on one number for it."""
+    if isinstance(optimizer, _NO_COUNTS):
+        return False
+    if isinstance(optimizer, torch.optim.Adagrad):
+        return any(g["lr_decay"] for g in optimizer.param_groups)
+    return any(
+        isinstance(v, int | float) or (isinstance(v, torch.Tensor) and v.numel() == 1)
+        for param, state in optimizer.state.items()
+        for k, v in state.items()
+        if k not in state_by_element(param, state)
+    )
+
 
 logger = logging.getLogger("shardkit")
 
@@ -251,3 +361,105 @@ def _warn_of_groups_by_dimension(optimizer: Optimizer) -> None:
             type(optimizer).__name__,
             matrices[0],
         )
+
+
+# Of torch: the one asks for losses of all ranks, the other DTensor can't compute.
+_NAMED = ("LBFGS", "Adafactor")
+
+
+class _Lent(NamedTuple):
+    """A parameter in a step.
+
+    Attributes:
+        listed: the DTensor.
+        local: what the step updates.
+        state: of the DTensor before the step, by key.
+    """
+
+    listed: DTensor
+    local: nn.Parameter
+    state: StateDict
+
+
+class _LocalSteps:
+    """Takes part in steps; see the note."""
+
+    def __init__(self) -> None:
+        self._lists: weakref.WeakKeyDictionary[Optimizer, list[list[Tree]]] = weakref.WeakKeyDictionary()
+        self._lent: weakref.WeakKeyDictionary[Optimizer, list[_Lent]] = weakref.WeakKeyDictionary()
+        self._locals: weakref.WeakKeyDictionary[Optimizer, dict[int, nn.Parameter]] = (
+            weakref.WeakKeyDictionary()
+        )
+
+    def before(self, optimizer: Optimizer) -> None:
+        groups = optimizer.param_groups
+        one_of_each = {type(p): p for g in groups for p in g["params"]}
+        if not any(map(is_dtensor, one_of_each.values())):
+            return
+        ours = {listing_of(p) is not None for g in groups for p in g["params"] if is_dtensor(p)}
+        if True not in ours:
+            return
+        name = type(optimizer).__name__
+        if name in _NAMED:
+            raise ConfigurationError(
+                f"{name} looks at more than one element at a time, and at the loss, of which a rank knows its part: "
+                f"over shards its steps would not be those of one process. Use shardkit.WholeParameters(model, "
+                f"torch.optim.{name}, ...)"
+            )
+        if False in ours or not is_known_elementwise(type(optimizer)):
+            return  # gradients of others' DTensors may be sums that are not made yet
+        self._lists[optimizer] = [g["params"] for g in groups]
+        lent = self._lent[optimizer] = []
+        made = self._locals.setdefault(optimizer, {})
+        state: Tree = optimizer.state
+        for g in groups:
+            g["params"] = [self._lend(p, state, made, lent) if is_dtensor(p) else p for p in g["params"]]
+
+    @staticmethod
+    def _lend(p: Tree, state: Tree, made: dict[int, nn.Parameter], lent: list[_Lent]) -> nn.Parameter:
+        memory, gradient = p._local_tensor, p.grad
+        local = made.get(id(p))
+        if local is None or local.data_ptr() != memory.data_ptr() or local.shape != memory.shape:
+            local = made[id(p)] = nn.Parameter(memory.detach(), requires_grad=p.requires_grad)
+        local.grad = None if gradient is None else gradient._local_tensor
+        own, kind = state.pop(p, {}), type(p)
+        if own:
+            state[local] = {k: v._local_tensor if type(v) is kind else v for k, v in own.items()}
+        lent.append(_Lent(p, local, own))
+        return local
+
+    def after(self, optimizer: Optimizer) -> None:
+        lists = self._lists.pop(optimizer, None)
+        if lists is None:
+            return
+        for group, params in zip(optimizer.param_groups, lists, strict=True):
+            group["params"] = params
+        state: Tree = optimizer.state
+        for listed, local, before in self._lent.pop(optimizer):
+            local.grad = None
+            now = state.pop(local, None)
+            if now is not None:
+                state[listed] = _returned(listed, local, before, now)
+
+
+def _returned(listed: DTensor, local: nn.Parameter, before: StateDict, now: StateDict) -> StateDict:
+    found: StateDict = {}
+    kind = type(listed)
+    for key, value in now.items():
+        old = before.get(key)
+        if type(old) is kind and old._local_tensor is value:
+            found[key] = old
+        elif isinstance(value, torch.Tensor) and value.shape == local.shape and (value.dim() or local.dim()):
+            found[key] = like_dtensor(value, listed)
+        else:
+            found[key] = value
+    return found
+
+
+_local_steps = _LocalSteps()
+
+
+def step_locally(params: Sequence[nn.Parameter]) -> None:
+    """From now on optimizers that list these DTensors update local memory."""
+    if any(map(is_dtensor, params)):
+        take_part(_local_steps, last=True)

@@ -6,24 +6,35 @@ When a unit's gradients are there, they are packed ([Note: packed gradients] in 
 its shard of the flat parameter, and a flag for each original parameter that lies there). Their own memory is given
 back, and one reduce-scatter makes the part of this rank. Original parameters that no rank had a gradient for stay as
 they are in the optimizer's step, as in a plain process (see ``skipping.py``).
+
+@@@ Gradients where tensors own memory.
+
+@@@ Gradients that travel as blocks.
+
+@@@ Gradients where a compiler decides when they exist, so that all ranks have to build one program.
+
+Legend: W world size, S shard numel, F flags in one rank's part.
+
+@@@ Gradients of which one rank has all.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple, Protocol
+from itertools import compress
+from typing import NamedTuple, Protocol, final
 
 import torch
 
-from ...backend import DONE, Group, ReduceOp, Work
-from ...compression import BlockFormat
-from ...layout import alignment, rounded_up
-from ...policy import ReducePolicy
-from ...reduction.packing import PackedForm, has_mean
-from ...reduction.shard_gradients import gradient_class
-from ..flat_param import FlatParam
-from ..originals import Listing, as_tensors
+from ..backend import DONE, Group, ReduceOp, Work
+from ..compression import BlockFormat, CompressedAllReduce, CompressedReduceScatter, format_for
+from ..layout import alignment, rounded_up
+from ..policy import ReducePolicy
+from ..reduction.packing import JoinedPack, PackedForm, WrittenPack, has_mean
+from ..reduction.shard_gradients import gradient_class
+from .flat_param import FlatParam
+from .originals import Listing, as_tensors
 
 
 class Reduction(NamedTuple):
@@ -241,3 +252,154 @@ class GradientPack(ABC):
             param.grad.__class__ = self._gradient_class
         for after in (param._post_accumulate_grad_hooks or {}).values():
             after(param)
+
+
+class StoredPack(GradientPack):
+    """Packs into a buffer [W * (S + F)] whose memory exists while it is in use."""
+
+    def _lay_out(self) -> None:
+        flat = self._flat
+        self._packed = torch.empty(self._form.starts[-1], dtype=self._dtype, device=self._device)
+        self._pack = WrittenPack(self._form, self._packed, [m.shape for m in flat.originals])
+        self._group.backend.release_storage(self._packed)
+
+    def _reduce(self, gradients: list[torch.Tensor | None]) -> Reduction:
+        had = [g is not None for g in gradients]
+        self._group.backend.take_storage(self._packed)
+        had_all = False not in compress(had, self.trainable)
+        self._pack.write(gradients, None if had_all else had)
+        gradients.clear()
+        return self._scatter(self._packed, had, had_all)
+
+    def _arrived(self) -> None:
+        self._group.backend.release_storage(self._packed)
+
+    def _anywhere(self, had: list[bool], result: torch.Tensor) -> list[bool]:
+        return self._form.anywhere(had, result, self._group.rank)
+
+
+@final
+class CompressedPack(StoredPack):
+    """As :class:`StoredPack`, whose buffer [W * (S + F)] is given back as soon as its blocks are made."""
+
+    def __init__(
+        self, flat: FlatParam, group: Group, reduce: ReducePolicy, divisors: tuple[float, float], blocks: BlockFormat
+    ) -> None:  # fmt: skip
+        super().__init__(flat, group, reduce, divisors, blocks)
+        self._after = divisors[0] * divisors[1]  # sums are of fp32
+        self._exchange = CompressedReduceScatter(group, blocks, self._form.sizes, reduce.error_feedback)
+
+    def _scatter(self, packed: torch.Tensor, had: list[bool], had_all: bool) -> Reduction:
+        label = f"gradients of {self._flat.label}"
+        result, work = self._exchange.start(packed, label, complete=had_all)
+        self._group.backend.release_storage(packed)
+        return Reduction(had, had_all, result, work)
+
+    def _arrived(self) -> None:
+        """It was given back."""
+
+    def forget_errors(self) -> None:
+        self._exchange.feedback.forget()
+
+
+@final
+class LazyPack(GradientPack):
+    """Packs by concatenation, without writing into parts of a tensor: [W * S], or [W * (S + F)] with flags.
+
+    Flags are there if a gradient is missing. Another rank that misses none sends none; the two run different programs
+    then, and are out of step. Which original parameters had one is not known here, but data: see ``unused.py``.
+    """
+
+    def _lay_out(self) -> None:
+        self._pack = JoinedPack(self._form, self._flat.layout.numels)
+
+    def _reduce(self, gradients: list[torch.Tensor | None]) -> Reduction | None:
+        had = [g is not None for g in gradients]
+        if True not in had:  # on no rank, or they are out of step
+            return None
+        had_all = False not in compress(had, self.trainable)
+        packed = self._pack.join(gradients, None if had_all else had, self._like)
+        gradients.clear()
+        return self._scatter(packed, had, had_all)
+
+    def _arrived(self) -> None:
+        """The compiler frees what was sent."""
+
+    def _note(self, had: list[bool], had_all: bool, result: torch.Tensor) -> bool:
+        """As :meth:`GradientPack._note`, but for elements, and as data."""
+        flat, used = self._flat, None
+        if not had_all or False in self.trainable:
+            rank = self._group.rank
+            flags = result.new_ones(self._form.flags[rank]) if had_all else result[flat.layout.shard_numel :]
+            used = self._pack.used_elements(flags, rank)
+        flat.unused.note_elements(used, flat.param.grad is None)
+        return True
+
+    def clear_unused(self, listing: Listing) -> None:
+        """As :meth:`GradientPack.clear_unused`, for elements."""
+        size = self._flat.layout.shard_numel
+        self._flat.unused.clear(torch.zeros(size, dtype=torch.bool, device=self._device))  # no transfer
+
+    def _own(self, result: torch.Tensor) -> torch.Tensor:
+        return super()._own(result).clone()  # else the tensor that it is a view of lives on beside it
+
+
+@final
+class WholePack(GradientPack):
+    """Nothing is sent."""
+
+    def _lay_out(self) -> None:
+        self._pack = JoinedPack(self._form, self._flat.layout.numels)
+        self.part_numel = sum(self._form.first_flag)  # no flags are sent
+
+    def _reduce(self, gradients: list[torch.Tensor | None]) -> Reduction:
+        had = [g is not None for g in gradients]
+        had_all = False not in compress(had, self.trainable)
+        return Reduction(had, had_all, self._pack.join(gradients, None, self._like), None)
+
+    def _arrived(self) -> None:
+        """Nothing was sent."""
+
+
+class Way(NamedTuple):
+    """The way of a flat parameter's gradients to the shard.
+
+    Attributes:
+        pack: reduces them within the group.
+        replicas: average the results; None where this rank alone holds the shard.
+    """
+
+    pack: GradientPack
+    replicas: Replicas | None
+
+
+def way_for(
+    flat: FlatParam, replicas: Group | None, reduce: ReducePolicy, divisors: tuple[float, float]
+) -> Way:
+    """The way for where the shard is now; see :class:`GradientPack`.
+
+    Compressed is what crosses hosts: what replicas exchange, or where there are none what the group does.
+    """
+    group = flat.group.channel("gradients")
+    has_replicas = replicas is not None and replicas.world_size > 1
+    blocks = None
+    if has_replicas or group.world_size > 1:
+        blocks = format_for(reduce.compression, flat.layout.shard_numel, packed_dtype(flat, reduce))
+    if group.world_size > 1 and not has_replicas and blocks is not None:
+        return Way(CompressedPack(flat, group, reduce, divisors, blocks), replicas)
+    if group.world_size == 1 and not has_replicas:  # replicas tell each other by flags who had which gradient
+        kind: type[GradientPack] = WholePack
+    else:
+        kind = StoredPack if group.backend.has_storage else LazyPack
+    pack = kind(flat, group, reduce, divisors, blocks)
+    if blocks is None or replicas is None:
+        return Way(pack, replicas)
+    return Way(pack, CompressedAllReduce(replicas, blocks, pack.part_numel, reduce.error_feedback))
+
+
+def predivide_factor(world_size: int) -> int:
+    """The power of two next to the root of the world size that divides it (fairscale's choice)."""
+    factor = 1
+    while world_size % factor == 0 and world_size / factor > factor:
+        factor *= 2
+    return factor

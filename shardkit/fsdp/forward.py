@@ -1,0 +1,421 @@
+"""What surrounds a call of a wrapped module: its inputs, what may leave it, and calls that have no meaning.
+
+@@@ What forward and backward do besides where execution is lazy: a compiler decides when values exist.
+
+[Note: where gathered values end] A unit is gathered in forward and again in backward so that its parameters need no
+memory in between. A compiler undoes that if it can. It sees one program for the whole step, in which
+
+1. both gathers have the same input: it may compute one of them and keep it, or gather everything at the start;
+2. autograd may have saved views of the first one. ``weight.t()`` of a linear layer is a tensor of its own, so that
+   backward would use what forward gathered, and nobody the second gather.
+
+Against the first, a gather is tied (``Backend.tie``) to what it has to wait for: the inputs of the unit that computes
+meanwhile, in backward the gradients of its outputs and the last reduced gradients. Against the second, what is saved
+is which original parameter it is a view of, and backward takes the same view of the original parameter's value then.
+
+@@@ A forward enters a unit and leaves it: what every door does around the module's own computation.
+
+@@@ Methods of a wrapped module other than forward, called through the FSDP module (``model.generate(x)``).
+
+They may compute with the module's parameters, or only tell something, and nobody knows in advance. So the unit is
+gathered when the first of its modules is called, which is when every rank that computes gets there, and given back
+when the method returns. A method counts as one forward: gradients of what it returns flow as from forward.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from types import MethodType
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.utils._pytree import tree_map_only
+
+from ..errors import LifecycleError
+from ..torch_seams.compiling import callees_compiled, not_compiled
+from ..torch_seams.hooks import NO_BACKWARD, current_backward, tensors_in, tensors_of, watch_outputs
+from ..tracing.ranges import Range
+from ..tracing.ranges import leave as leave_range
+from ..tracing.tracer import training_begins
+from ..types import AnyCallable, Args, Kwargs, StateDict, Tree
+from .construct import announce, name_flats
+from .engine import (
+    COMPILED_AUTOGRAD,
+    NO_THREAD,
+    Engine,
+    Watcher,
+    check_forward,
+    check_one_thread,
+    fx_tracing,
+    jit_tracing,
+    this_thread,
+    transform_level,
+)
+from .flat_param import FlatParam
+from .originals import GatheredParameter, Place, backward_when_summoned, replaced_original, replaced_shard
+from .registered import hide
+from .state import ShardingState, clean, state_of
+from .unit import UnitCall
+
+if TYPE_CHECKING:
+    from .unit import Unit
+
+
+@not_compiled
+def cast_inputs(inputs: Tree, dtype: torch.dtype) -> Tree:
+    """The same with floating point tensors in this dtype."""
+    return tree_map_only(
+        torch.Tensor, lambda t: t.to(dtype) if t.is_floating_point() and t.dtype != dtype else t, inputs
+    )
+
+
+@callees_compiled
+def run_summoned(module: AnyCallable, flats: Sequence[FlatParam], args: Args, kwargs: Kwargs) -> Tree:
+    """A forward inside of ``summon_full_params``: this rank's alone, in the dtypes of any other forward."""
+    with computing_when_summoned(flats):
+        outputs = module(*args, **kwargs)
+    refuse_backward(flats, outputs)
+    return outputs
+
+
+def computing_when_summoned(flats: Sequence[FlatParam]) -> ExitStack:
+    """Inside, parameters that are summoned have the dtype that forward computes with."""
+    with ExitStack() as stack:
+        for flat in flats:
+            if flat.is_summoned:
+                stack.enter_context(flat.summoned_for_compute())
+        return stack.pop_all()
+
+
+def refuse_backward(flats: Sequence[FlatParam], outputs: object) -> None:
+    """Backward through what was computed when summoned raises."""
+    if flats and torch.is_grad_enabled():
+        watch_outputs(tensors_of(outputs), _Refused(flats[0]).enter_backward)
+
+
+class _Refused:
+    """Backward can't go through a forward that was run when summoned."""
+
+    def __init__(self, flat: FlatParam) -> None:
+        self._flat = flat
+
+    def enter_backward(self, gradient: torch.Tensor | None = None) -> None:
+        raise backward_when_summoned(self._flat)
+
+
+@not_compiled
+def lends_memory(unit: Unit, tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether one of these is a view of an original parameter (or one itself), so that its memory is about to go."""
+    for tensor in tensors:
+        for flat in unit.needs:
+            memory = flat.store.memory
+            if memory and torch._C._has_storage(tensor) and tensor.untyped_storage()._cdata == memory:
+                return True
+    return False
+
+
+@not_compiled
+def without_lent_memory(unit: Unit, outputs: Tree) -> Tree:
+    """The outputs with copies in place of original parameters and their views.
+
+    Raises:
+        LifecycleError: they are in an object whose content can't be replaced.
+    """
+
+    def owned(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.clone() if lends_memory(unit, (tensor,)) else tensor
+
+    copied = tree_map_only(torch.Tensor, owned, outputs)
+    if lends_memory(unit, tensors_of(copied)):
+        raise LifecycleError(
+            f"rank {unit.needs[0].group.rank}: the forward of FSDP unit {unit.name or 'the root'!r} returns a "
+            f"parameter, or a view of one, inside a {type(outputs).__name__}; its memory ends with forward. "
+            "Return a clone() of it"
+        )
+    return copied
+
+
+class SavedView(NamedTuple):
+    """An original parameter, and how it is seen."""
+
+    param: torch.Tensor
+    view: torch.Tensor | None  # None: as it is, or transposed
+    transposed: bool = False
+
+
+def _is_transposed(view: torch.Tensor, base: torch.Tensor) -> bool:
+    node = view.grad_fn
+    return node is not None and node.name() == "TBackward0" and _variable(node.next_functions[0][0]) is base
+
+
+def _variable(node: Tree) -> object:
+    try:
+        return node.variable
+    except AttributeError:
+        return None
+
+
+@not_compiled
+def _pack(tensor: torch.Tensor) -> torch.Tensor | SavedView:
+    base = tensor._base
+    if base is None:
+        return SavedView(tensor, None) if type(tensor) is GatheredParameter else tensor
+    if type(base) is not GatheredParameter:
+        return tensor
+    if _is_transposed(tensor, base):
+        return SavedView(base, None, True)
+    return SavedView(base, tensor)
+
+
+@not_compiled
+def _unpack(saved: torch.Tensor | SavedView) -> torch.Tensor:
+    if isinstance(saved, torch.Tensor):
+        return saved
+    value = saved.param.data
+    if saved.view is not None:
+        return saved.view._view_func_unsafe(value)  # type: ignore[attr-defined, no-any-return]
+    return value.t() if saved.transposed else value
+
+
+@not_compiled
+def saving_originals_by_name() -> AbstractContextManager[object]:
+    """Inside, what autograd saves of original parameters is taken anew in backward; see the note above.
+
+    Somebody else's hooks for saved tensors (activation checkpointing, offloading, an outer unit's) win.
+    """
+    if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+        return nullcontext()
+    return saved_tensors_hooks(_pack, _unpack)
+
+
+class Entered(NamedTuple):
+    """A forward that is inside of a unit.
+
+    Attributes:
+        engine: runs it.
+        is_outermost: the root's forward.
+        watcher: is told when backward reaches the outputs.
+        range: in traces; user's code may start a profiler inside of it, which makes leaving it an error.
+    """
+
+    engine: Engine
+    is_outermost: bool
+    watcher: Watcher
+    range: Range
+
+
+@not_compiled
+def become_root(state: ShardingState) -> Engine:
+    """Makes the engine of all units at and below a door that is called first."""
+    states = state.states()
+    names = {id(m): n for n, m in state.door.named_modules() if state_of(m) is not None}
+    for s in states:
+        s.unit.rename(clean(names[id(s.door)]))
+        name_flats(s, s.unit.name or "the root")
+        s.is_root = s is state
+    reshard = state.options.reshard
+    state.unit.keep_after_forward = reshard.after_forward is False or not reshard.root
+    training_begins(state.group)
+    after_backward = state.group.backend.mark_step if state.options.mark_step else None
+    engine = Engine([s.unit for s in states], reshard.prefetch, after_backward)
+    for s in states:
+        s.engine = engine
+        s.cast_buffers()
+    originals = sum(len(flat.originals) for flat in state.all_flats())
+    announce(state.door, len(states), originals, state.group)
+    return engine
+
+
+@not_compiled
+def enter(state: ShardingState, args: Args, kwargs: Kwargs) -> Entered:
+    """Gathers a unit for a forward on these inputs, as they come."""
+    unit = state.unit
+    compiled: Tree = sys.modules.get(COMPILED_AUTOGRAD)
+    if (
+        jit_tracing() is not None or transform_level() is not None or fx_tracing()
+        or torch.compiler._is_exporting_flag
+        or (compiled is not None and (compiled.compiled_autograd_enabled or compiled.in_compiled_autograd_region))
+    ):  # fmt: skip
+        check_forward(unit)
+    engine = state.engine or become_root(state)
+    for flat in state.flats:
+        for listing in flat.listings:
+            listed = listing.param
+            module, name = listing.places[0]
+            if module._parameters.get(name) is not listed:
+                raise replaced_shard(listing)
+            for original in listing.originals:
+                for module, name in original.places:
+                    found = module._parameters.get(name)
+                    if found is not listed and (
+                        found is not None or module.__dict__.get(name) is not original.param
+                    ):
+                        if found is not original.param:
+                            raise replaced_original(original.param, flat.group.rank)
+                        hide(Place(module, name), original.param)  # it was put back, see ``registrations.py``
+    in_backward = current_backward() != NO_BACKWARD
+    is_outermost = bool(state.is_root) and engine.forwards == 0 and not in_backward
+    if not in_backward:
+        me, other = this_thread(), engine.thread
+        if other not in (me, NO_THREAD):
+            check_one_thread(engine, "forward")
+        engine.thread = me
+    entered = Entered(engine, is_outermost, unit, unit.ranges.forward())
+    entered.range.__enter__()
+    try:
+        if is_outermost:
+            engine.begin_forward()
+        engine.before_forward(unit, (args, kwargs))
+    except BaseException as error:
+        fail(state, entered, error)
+        raise
+    return entered
+
+
+def enter_again(state: ShardingState) -> None:
+    """A forward calls its own module once more: there is nothing to gather.
+
+    Raises:
+        LifecycleError: it is another thread's.
+    """
+    engine = state.engine
+    if engine is not None and engine.thread not in (this_thread(), NO_THREAD):
+        check_one_thread(engine, "forward")
+
+
+def input_dtype(state: ShardingState) -> torch.dtype | None:
+    """What floating point inputs are cast to; None leaves them."""
+    options = state.options
+    if not options.casts_inputs and (state.is_root is False or not options.casts_root_inputs):
+        return None
+    return options.precision.inputs or options.precision.compute
+
+
+def watched(entered: Entered, state: ShardingState, inputs: object) -> Entered:
+    """The same, with gradients of the inputs watched where backward needs frozen parameters."""
+    if state.unit.has_frozen and torch.is_grad_enabled():
+        return entered._replace(watcher=UnitCall.watching(state.unit, tensors_in(inputs)))
+    return entered
+
+
+@not_compiled
+def leave(state: ShardingState, entered: Entered, outputs: Tree) -> Tree:
+    """Gives back what the unit gathered; returns the outputs, with copies in place of memory that goes."""
+    engine, is_outermost, watcher, in_trace = entered
+    unit = state.unit
+    try:  # noqa: SIM105 - it would cost calls
+        in_trace.__exit__(None, None, None)
+    except RuntimeError:
+        pass
+    tensors = (outputs,) if isinstance(outputs, torch.Tensor) else tensors_of(outputs)
+    if lends_memory(unit, tensors):
+        try:
+            outputs = without_lent_memory(unit, outputs)
+        except BaseException as error:
+            fail(state, entered, error)
+            raise
+        tensors = tensors_of(outputs)
+    engine.after_forward(unit)
+    if torch.is_grad_enabled():
+        seen = engine.watching(watcher) if is_outermost else watcher
+        engine.note_outputs(unit, watch_outputs(tensors, seen.enter_backward))
+    if is_outermost:
+        engine.end_forward()
+    if engine.forwards == 0:
+        engine.thread = NO_THREAD
+    if state.options.clears_autocast_cache:
+        torch.clear_autocast_cache()
+    return outputs
+
+
+@not_compiled
+def fail(state: ShardingState, entered: Entered, error: BaseException) -> None:
+    """A forward raised inside of the unit."""
+    engine, is_outermost, _, in_trace = entered
+    leave_range(in_trace)
+    engine.fail_forward(is_outermost)
+    if engine.forwards <= 0:
+        engine.thread = NO_THREAD
+    # what is refused is refused on all ranks; else other ranks may wait in the next unit's gather
+    if is_outermost and not engine.is_lazy and not isinstance(error, LifecycleError):
+        state.group.abort(f"its forward raised {type(error).__name__}: {error}")
+
+
+def through(state: ShardingState, found: Tree) -> Tree:
+    """An attribute of the wrapped module as the wrapper hands it out: a method gathers what it needs."""
+    if isinstance(found, MethodType) and isinstance(found.__self__, nn.Module):
+        return _call_of(state, found)
+    return found
+
+
+def _call_of(state: ShardingState, method: AnyCallable) -> AnyCallable:
+    @functools.wraps(method)
+    def call(*args: object, **kwargs: object) -> Tree:
+        engine = state.engine
+        if state.summoned is not None or (engine is not None and engine.forwards and state.unit.is_held):
+            return method(*args, **kwargs)  # there are values
+        return MethodCall(state).run(method, args, kwargs)
+
+    return call
+
+
+class MethodCall:
+    """One call of a method; see above."""
+
+    def __init__(self, state: ShardingState) -> None:
+        self._state = state
+        self._modules = {m for _, m in state.own_modules() if m is not state.door}  # which gathers by itself
+        self._entered: Entered | None = None
+        self._args: Args = ()
+        self._kwargs: Kwargs = {}
+
+    @not_compiled
+    def run(self, method: AnyCallable, args: Args, kwargs: Kwargs) -> Tree:
+        """Calls the method."""
+        self._args, self._kwargs = args, kwargs
+        with ExitStack() as stack:
+            stack.callback(register_module_forward_pre_hook(self._before).remove)
+            stack.enter_context(_FullStateDict(self._state))
+            try:
+                outputs = method(*args, **kwargs)
+            except BaseException as error:
+                if self._entered is not None:
+                    fail(self._state, self._entered, error)
+                raise
+            finally:
+                if self._entered is not None:
+                    self._state.is_computing = False
+        return outputs if self._entered is None else leave(self._state, self._entered, outputs)
+
+    def _before(self, module: nn.Module, inputs: object) -> None:
+        if self._entered is None and module in self._modules and not self._state.is_computing:
+            entered = enter(self._state, self._args, self._kwargs)
+            self._state.is_computing = True
+            self._entered = watched(entered, self._state, (self._args, self._kwargs))
+
+
+class _FullStateDict:
+    """Inside, ``state_dict()`` of the wrapped module is that of the wrapper: ``save_pretrained`` calls it."""
+
+    def __init__(self, state: ShardingState) -> None:
+        self._door = state.door
+        self._attributes: StateDict = state.module.__dict__
+
+    def __enter__(self) -> None:
+        self._attributes["state_dict"] = self._state_dict
+
+    def __exit__(self, *error: object) -> None:
+        self._attributes.pop("state_dict", None)
+
+    def _state_dict(self, *args: Any, **kwargs: Any) -> StateDict:
+        del self._attributes["state_dict"]  # the wrapper will ask the module itself
+        try:
+            return self._door.state_dict(*args, **kwargs)
+        finally:
+            self._attributes["state_dict"] = self._state_dict

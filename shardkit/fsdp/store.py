@@ -1,0 +1,613 @@
+"""What the memory of a flat parameter means at a time, and how that changes.
+
+::
+
+        RELEASED --start--> GATHERING --finish--> GATHERED <--lock, unlock--> LOCKED
+           ^ |   --start, where there is nothing to wait for--> GATHERED
+           | |
+           | |   GATHERED, LOCKED --release--> RELEASED,
+           | |   or from GATHERED to KEPT, from where the next gathering starts too
+           | v
+        SUMMONED
+
+@@@ What every store of a flat parameter's values does.
+
+Legend: W world size, S shard numel, N numel of all original parameters.
+
+@@@ Views of original parameters that modules keep beyond the forward that made them (``self.cache = w.t()``).
+
+[Note: kept views] While a unit is gathered, a view of an original parameter is a tensor like any other. When the unit's
+memory is given back, it is a tensor without memory: reading it would end the process, or show what lies there now. So
+where a module of the unit keeps one, it changes its class with the original parameters (see [Note: released] of
+``originals.py``), and back when they have their values again. To find it costs a step nothing: storage knows how many
+tensors look at it. Where they are no more than the last time, and all were autograd's then, nothing is new; else the
+attributes of the unit's modules are looked through.
+
+@@@ Values where tensors own memory.
+
+Legend: W world size, S shard numel.
+
+[Note: packed shards] Where each original parameter is cut by itself (``PackedLayout``), one all-gather brings the parts
+of all of them rank by rank, and one operation copies these to where original parameters are views. The memory that was
+gathered into exists from the all-gather to the copy. Other layouts need no copy: they are gathered in their places.
+
+@@@ Values where a compiler decides when they exist: there is no memory to take or to give back.
+
+Legend: W world size, S shard numel.
+
+[Note: one gather a unit] All collectives of a program are in one order, so that each is needed by the next, and the
+compiler drops none: a bias that backward never reads would be gathered again, too. So what a unit asks for at a time
+travels together.
+
+@@@ Values of which one rank has all, as they are computed with.
+
+@@@ Values that come later, with ``to_empty()``: until then everything is on the meta device.
+"""
+
+from __future__ import annotations
+
+import bisect
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from enum import Enum
+from operator import attrgetter
+from typing import NamedTuple, final
+
+import torch
+from torch import nn
+from torch.utils.weak import TensorWeakRef
+
+from ..backend import Work
+from ..compression import CompressedGather
+from ..layout import ShardLayout
+from ..torch_seams.hooks import NO_BACKWARD, current_backward
+from ..types import Tree
+from .flat_values import Unpacking, own_part, taken_apart, unpacked
+from .originals import (
+    FlatParamLike,
+    OriginalParameter,
+    ReleasedParameter,
+    ReleasedView,
+    ViewOfShard,
+    as_tensors,
+    note_view,
+)
+
+
+class State(Enum):
+    """What original parameters are at a time."""
+
+    RELEASED = "they have shapes, and no memory of their own"
+    KEPT = "released; ranks of the post-forward mesh keep the values between them, each a part"
+    GATHERING = "their memory is taken, and an all-gather that nobody has waited for writes to it"
+    GATHERED = "they have their values"
+    LOCKED = "gathered for backward: autograd has their values, and nobody else may read or write them"
+    SUMMONED = "they have values in full precision, in memory of their own"
+
+
+# By names of the module: up to Python 3.11 an attribute of an Enum costs a Python call.
+RELEASED, KEPT, GATHERING, GATHERED, LOCKED, SUMMONED = State
+FULL = (GATHERED, LOCKED, GATHERING)  # the memory is in use
+
+# What may follow what; held by the tests, not in each step.
+TRANSITIONS: dict[State, tuple[State, ...]] = {
+    RELEASED: (GATHERING, GATHERED, SUMMONED),
+    KEPT: (GATHERING, RELEASED, SUMMONED),
+    GATHERING: (GATHERED, RELEASED),  # released where the all-gather failed
+    GATHERED: (LOCKED, RELEASED, KEPT),
+    LOCKED: (GATHERED, RELEASED),
+    SUMMONED: (RELEASED, KEPT),
+}
+
+
+_version_of = attrgetter("param._version")
+
+
+class Gather(NamedTuple):
+    """An all-gather in flight."""
+
+    work: Work
+    output: torch.Tensor  # [W * S]
+
+
+def is_whole(flat: FlatParamLike) -> bool:
+    """Whether this rank's shard has all values, as they are computed with."""
+    p = flat.param
+    return flat.group.world_size == 1 and p.dtype == flat.compute_dtype and p.device == flat.compute_device
+
+
+class Store(ABC):
+    """Where the values of one flat parameter are, and what its original parameters see of them.
+
+    Attributes:
+        state: see ``states.py``.
+        memory: identifies what original parameters are views of, where that is given back after use; else 0.
+        in_flight: the gathering that nobody has waited for.
+        keeps_shapes: original parameters have their shapes while they have no values.
+        is_whole: this rank's shard has all values, as they are computed with.
+        summoned: all values in full precision, [W * S], while they are what original parameters are views of.
+    """
+
+    keeps_shapes = True
+
+    def __init__(self, flat: FlatParamLike) -> None:
+        self._flat = flat
+        self._originals = flat.originals
+        self._layout = flat.layout
+        self._group = flat.group
+        self._backend = flat.group.backend
+        self._channel = flat.group.channel("parameters")
+        self._dtype, self._device = flat.compute_dtype, flat.compute_device
+        self._versions: list[int] = []  # of original parameters, when they got their values
+        self.is_whole = is_whole(flat)
+        self.state: State = RELEASED
+        self.memory = 0
+        self.summoned: torch.Tensor | None = None
+        self.in_flight: Gather | None = None
+
+    def _gather(
+        self, full: torch.Tensor, shard: torch.Tensor, *, async_op: bool = False, label: str = ""
+    ) -> Work:
+        """All ranks' shards, over the channel for parameters."""
+        if self._flat.hears is not None:
+            self._flat.hears(full, shard)
+        return self._channel.all_gather_into(full, shard, async_op=async_op, label=label)
+
+    def fits(self) -> bool:
+        """Whether it can serve on after the shard's device or dtype, or the group, may have changed."""
+        return False
+
+    @property
+    @abstractmethod
+    def gathered(self) -> torch.Tensor:
+        """What original parameters are views of, [W * S]; it may have no memory now."""
+
+    # ------------------------------------------------------------ transitions
+    @abstractmethod
+    def attach(self) -> None:
+        """Original parameters are this store's from now on, and released."""
+
+    @abstractmethod
+    def start(self, after: Sequence[torch.Tensor] = ()) -> None:
+        """From released or kept to gathering (collective), or to gathered where there is nothing to wait for."""
+
+    def finish(self) -> None:
+        """From gathering to gathered."""
+        gather, self.in_flight = self.in_flight, None
+        if gather is not None:  # else it has failed, and there are no values
+            with self._flat.ranges.gather_wait():
+                gather.work.wait()
+            self.state = GATHERED
+            self._arrive(gather.output)
+
+    def lock(self) -> None:
+        """From gathered to locked."""
+        if self.state is GATHERED:
+            self.state = LOCKED
+            self._conceal()
+
+    def unlock(self) -> None:
+        """From locked to gathered."""
+        self.state = GATHERED
+        self._reveal()
+
+    def release(self, until_backward: bool = False) -> None:
+        """To released, from wherever values are in use; to kept, with ``until_backward``, if there is a mesh for it."""
+        if self.state not in FULL:
+            return
+        if self.state is GATHERING:
+            self.finish()  # its memory is in use until it is through
+        self.state = self._free(until_backward and self.state is not GATHERING)
+
+    def forget_kept(self) -> None:
+        """From kept to released: the shards may have changed."""
+        self.state = RELEASED
+
+    @abstractmethod
+    def _arrive(self, values: torch.Tensor) -> None:
+        """These have been gathered, [W * S]: original parameters have their values."""
+
+    @abstractmethod
+    def _free(self, keep: bool) -> State:
+        """Nobody needs the values here; with ``keep``, a mesh may keep them. Returns the state that it is then."""
+
+    # ------------------------------------------------------------ what original parameters see
+    def show(self, values: torch.Tensor) -> None:
+        """Original parameters become views of this, [N] or more."""
+        for original, piece in zip(self._originals, taken_apart(values, self._layout), strict=True):
+            # a view less: where execution is lazy, this runs in each step
+            original.param.data = piece if len(original.shape) == 1 else piece.view(original.shape)
+
+    def _reveal(self) -> None:
+        """They are parameters like any other."""
+        for original in self._originals:
+            original.param.__class__ = original.kind
+        try:
+            self._versions = list(map(_version_of, self._originals))
+        except RuntimeError:  # of inference tensors
+            self._versions = []
+
+    def _conceal(self) -> None:
+        """They have no values from now on (see ``originals.py``); notes which of them were written to meanwhile."""
+        before = self._versions
+        if before:
+            now = list(map(_version_of, self._originals))
+            self._flat.written = [k for k, v in enumerate(now) if v != before[k]] if now != before else []
+            self._versions = []
+        for original in self._originals:
+            original.param.__class__ = ReleasedParameter
+
+    # ------------------------------------------------------------ full precision
+    def summon(self) -> torch.Tensor:
+        """From released or kept to summoned (collective); returns the values, which are to be shown."""
+        self.summoned = self.gather_full_precision()
+        self.state = SUMMONED
+        self._reveal()
+        return self.summoned
+
+    @torch.no_grad()
+    def gather_full_precision(self) -> torch.Tensor:
+        """All values in the shard's dtype, [W * S], on the compute device (collective)."""
+        shard = self._flat.param.data.contiguous().view(-1).to(self._device)
+        if self._group.world_size == 1 or shard.is_meta:
+            return shard.new_empty(self._layout.padded_numel) if shard.is_meta else shard.clone()
+        full = shard.new_empty(self._layout.padded_numel)
+        with self._flat.ranges.summon():
+            self._gather(full, shard, label=f"{self._flat.label} in full precision")
+        return unpacked(full, self._layout)
+
+    @torch.no_grad()
+    def collect(self, values: torch.Tensor) -> None:
+        """Copies original parameters to where they belong in [N or more], unless they are views of it."""
+        for original, start in zip(self._originals, self._layout.offsets(), strict=True):
+            data = original.param.data
+            mine = values[start : start + original.shape.numel()]
+            if not self._backend.has_storage or data.data_ptr() != mine.data_ptr():
+                mine.copy_(data.reshape(-1))
+
+
+_holders_of = torch._C._storage_Use_Count  # how many tensors look at a storage
+_address_of = torch._C._storage_address  # type: ignore[attr-defined]
+
+
+class KeptViews:
+    """The views of one flat parameter's original parameters that modules keep.
+
+    Args:
+        memory: identifies the storage that original parameters are views of.
+        originals: in the order of ``layout``.
+
+    Attributes:
+        found: those that were; some may be gone.
+    """
+
+    def __init__(self, memory: int, originals: Sequence[OriginalParameter], layout: ShardLayout) -> None:
+        self._memory = memory
+        self._originals = originals
+        self._layout = layout
+        # How many tensors looked at the memory the last time none was kept; by whether gradients were enabled, and
+        # whether a backward ran.
+        self._familiar: dict[tuple[bool, bool], int] = {}
+        self.found: list[tuple[TensorWeakRef, type[torch.Tensor]]] = []
+
+    def conceal(self, modules: Sequence[nn.Module]) -> None:
+        """The memory is about to be given back; views may be kept by these modules."""
+        state = (torch.is_grad_enabled(), current_backward() != NO_BACKWARD)
+        now = _holders_of(self._memory)
+        if not self.found and now <= self._familiar.get(state, 0):
+            self._familiar[state] = now
+            return
+        self._find(modules)
+        if not self.found:
+            self._familiar[state] = _holders_of(self._memory)
+            return
+        offsets, numbers = zip(
+            *sorted((start, k) for k, start in enumerate(self._layout.offsets())), strict=True
+        )
+        with as_tensors():
+            for ref, _ in self.found:
+                tensor: Tree = ref()
+                number = numbers[max(0, bisect.bisect_right(offsets, int(tensor.storage_offset())) - 1)]
+                note_view(tensor, self._originals[number].param)
+                is_param = isinstance(tensor, nn.Parameter)
+                tensor.__class__ = ReleasedParameter if is_param else ReleasedView
+
+    def _find(self, modules: Sequence[nn.Module]) -> None:
+        found = {id(t): (ref, kind) for ref, kind in self.found if (t := ref()) is not None}
+        own = {id(original.param) for original in self._originals}
+        for module in modules:
+            for tensor in _tensors_in(list(module.__dict__.values())):
+                if id(tensor) in own or id(tensor) in found or not torch._C._has_storage(tensor):
+                    continue
+                if _address_of(tensor) == self._memory:
+                    found[id(tensor)] = (TensorWeakRef(tensor), type(tensor))
+        self.found = list(found.values())
+
+    def reveal(self) -> None:
+        """The memory is back."""
+        for ref, kind in self.found:
+            tensor = ref()
+            if tensor is not None:
+                tensor.__class__ = kind
+
+
+def _tensors_in(values: Tree, depth: int = 4) -> Iterator[torch.Tensor]:
+    """All tensors in nested lists, tuples, sets and dicts."""
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, list | tuple | set) and depth:
+            yield from _tensors_in(value, depth - 1)
+        elif isinstance(value, dict) and depth:
+            yield from _tensors_in(list(value.values()), depth - 1)
+
+
+@final
+class Stored(Store):
+    """One buffer whose memory is taken for gathering and given back; views of it come back to life with it.
+
+    Such views are the original parameters, and what autograd saved of them.
+    """
+
+    def __init__(self, flat: FlatParamLike) -> None:
+        super().__init__(flat)
+        self._mesh = flat.post_forward_mesh
+        self._kept: torch.Tensor | None = None  # this rank's part of what the mesh keeps
+        blocks = flat.blocks
+        self._compressed = None if blocks is None else CompressedGather(self._group, blocks)
+        self._look_at(torch.empty(self._layout.padded_numel, dtype=self._dtype, device=self._device))
+
+    def _look_at(self, full: torch.Tensor) -> None:
+        self._full = full  # [W * S]
+        self._own = own_part(full, self._group)  # [S]
+        is_packed = self._group.world_size > 1 and len(self._layout.blocks) > 1
+        self._unpacking = Unpacking(self._layout, full) if is_packed else None
+        self.memory = full.untyped_storage()._cdata
+        self._kept_views = KeptViews(self.memory, self._originals, self._layout)
+
+    def fits(self) -> bool:
+        """Views of the memory may be saved for backward, so it serves on where it can."""
+        flat = self._flat
+        return (
+            self._group is flat.group
+            and self._dtype == flat.compute_dtype
+            and self._device == flat.compute_device
+        )
+
+    @property
+    def gathered(self) -> torch.Tensor:
+        return self._full
+
+    def attach(self) -> None:
+        self.summoned = None
+        self._backend.take_storage(self._full)
+        self._reveal()
+        self.show(self._full)
+        self.state = self._free(False)
+
+    def start(self, after: Sequence[torch.Tensor] = ()) -> None:
+        flat, full, kept = self._flat, self._full, self._kept
+        self.state = GATHERING
+        if kept is not None and self._mesh is not None:
+            self._kept = None
+            self._backend.take_storage(full)
+            mesh = self._mesh.channel("parameters")
+            work = mesh.all_gather_into(full, kept, async_op=True, label=flat.label)
+            self.in_flight = Gather(work, full)
+            return
+        own = self._own
+        if self._unpacking is not None:
+            full = torch.empty_like(full)
+            own = own_part(full, self._group)
+        else:
+            self._backend.take_storage(full)
+        if self._compressed is not None:
+            shard = flat.param.data.view(-1).to(self._device)
+            work = self._compressed.start(self._gather, full, shard, flat.label)
+        else:
+            own.copy_(flat.param.data.view(-1))  # casts, and comes from the host
+            if self._group.world_size == 1:
+                self.state = GATHERED
+                self._arrive(full)
+                return
+            gather = self._channel.all_gather_into if flat.hears is None else self._gather  # a call less
+            work = gather(full, own, async_op=True, label=flat.label)
+        self.in_flight = Gather(work, full)
+
+    def _arrive(self, values: torch.Tensor) -> None:
+        if self._unpacking is not None and values is not self._full:
+            self._backend.take_storage(self._full)
+            with torch.no_grad():
+                self._unpacking.unpack(values)
+        self._reveal()
+        if self._kept_views.found:
+            self._kept_views.reveal()
+
+    def lock(self) -> None:
+        if self.state is GATHERED:
+            self._kept_views.conceal(self._flat.modules)
+        super().lock()
+
+    def unlock(self) -> None:
+        super().unlock()
+        self._kept_views.reveal()
+
+    def _free(self, keep: bool) -> State:
+        if keep and self._mesh is not None:
+            self._kept = own_part(self._full, self._mesh).clone()
+        if not self._full.untyped_storage().resizable():  # numpy or the like has a view, and keeps the memory
+            self._look_at(torch.empty_like(self._full))
+            self.show(self._full)
+        self._kept_views.conceal(self._flat.modules)
+        self._conceal()
+        self._backend.release_storage(self._full)
+        return RELEASED if self._kept is None else KEPT
+
+    def forget_kept(self) -> None:
+        self._kept = None
+        super().forget_kept()
+
+
+@final
+class Lazy(Store):
+    """Original parameters get new values with each gathering, and an empty one afterwards.
+
+    What nobody refers to, the compiler frees; see ``fsdp/lazy.py``.
+    """
+
+    keeps_shapes = False
+
+    def __init__(self, flat: FlatParamLike) -> None:
+        super().__init__(flat)
+        self._full: torch.Tensor | None = None  # [W * S]
+        self._after: Sequence[torch.Tensor] | None = None  # of a gather that was asked for and not issued
+        # one for good: each new one would be computed in each step
+        self._nothing = torch.empty(0, dtype=self._dtype).to(self._device)
+
+    @property
+    def gathered(self) -> torch.Tensor:
+        return self._flat.param.data if self._full is None else self._full
+
+    def attach(self) -> None:
+        self._reveal()
+        self._free(False)
+
+    def start(self, after: Sequence[torch.Tensor] = ()) -> None:
+        """Asks for values, once ``after`` is computed: :func:`gather_together` issues it, or :meth:`finish`."""
+        self._after = after
+        self.state = GATHERING
+
+    def finish(self) -> None:
+        gather_together([self])
+        super().finish()
+
+    def _arrive(self, values: torch.Tensor) -> None:
+        self._full = values
+        self._reveal()
+        self.show(values)
+
+    def _free(self, keep: bool) -> State:
+        self._full = None
+        self._conceal()
+        for original in self._originals:
+            original.param.__class__ = original.kind  # a released one can't be changed
+            original.param.data = self._nothing
+            original.param.__class__ = ReleasedParameter
+        return RELEASED
+
+
+def gather_together(stores: Sequence[Store]) -> None:
+    """Issues what these were asked for: one collective for each group and dtype."""
+    alike: dict[object, list[Lazy]] = {}
+    for store in stores:
+        if isinstance(store, Lazy) and store._after is not None:
+            flat = store._flat
+            alone = None if flat.hears is None else flat
+            key = flat.group, flat.param.dtype, flat.param.device, store._dtype, store._device, alone
+            alike.setdefault(key, []).append(store)
+    for together in alike.values():
+        _gather(together)
+
+
+def _gather(stores: Sequence[Lazy]) -> None:
+    first, flat = stores[0], stores[0]._flat
+    shards = [store._flat.param.data.view(-1) for store in stores]
+    sent = torch.cat(shards) if len(shards) > 1 else shards[0].clone()  # a value of its own: tying changes it
+    first._backend.tie([sent, *(first._after or ())])
+    sent = sent.to(device=first._device, dtype=first._dtype)
+    world_size = flat.group.world_size
+    full = sent.new_empty(world_size * sent.numel())  # [W * sum of S]
+    label = flat.label if len(stores) == 1 else f"parameters of {flat.path or 'the root'}"
+    work = first._channel.all_gather_into(full, sent, async_op=True, label=label)
+    parts = [full]
+    if len(stores) > 1:
+        sizes = [shard.numel() for shard in shards]
+        parts = [part.reshape(-1) for part in full.view(world_size, -1).split(sizes, dim=1)]
+    for store, part in zip(stores, parts, strict=True):
+        store._after = None
+        store.in_flight = Gather(work, part)  # [W * S]
+
+
+@final
+class Whole(Store):
+    """Original parameters are views of the shard, for good; states only say whether a unit uses them."""
+
+    _pointer = 0
+
+    @property
+    def gathered(self) -> torch.Tensor:
+        return self._flat.param.data
+
+    def attach(self) -> None:
+        self._reveal()
+        self._show_shard()
+        self._conceal()
+
+    def start(self, after: Sequence[torch.Tensor] = ()) -> None:
+        self.state = GATHERED
+        self._reveal()
+        if not self._backend.has_storage or self._flat.param.data.data_ptr() != self._pointer:
+            self._show_shard()  # somebody put another tensor in
+
+    def _show_shard(self) -> None:
+        values = self._flat.param.data.reshape(-1)
+        self.show(values)
+        if self._backend.has_storage:
+            self._pointer = values.data_ptr()
+
+    def _conceal(self) -> None:
+        """Gradients alone: what is read of values is true, and what is written to them is kept."""
+        for original in self._originals:
+            original.param.__class__ = ViewOfShard
+
+    def _arrive(self, values: torch.Tensor) -> None:
+        """Nothing is gathered."""
+
+    def _free(self, keep: bool) -> State:
+        self._conceal()
+        return RELEASED
+
+
+@final
+class Deferred(Store):
+    """Original parameters have shapes and never values; states only say whether a unit uses them."""
+
+    def __init__(self, flat: FlatParamLike) -> None:
+        super().__init__(flat)
+        self._full = torch.empty(self._layout.padded_numel, dtype=self._dtype, device="meta")
+
+    @property
+    def gathered(self) -> torch.Tensor:
+        return self._full
+
+    def attach(self) -> None:
+        self._reveal()
+        self.show(self._full)
+        self._conceal()
+
+    def start(self, after: Sequence[torch.Tensor] = ()) -> None:
+        self.state = GATHERED
+
+    def lock(self) -> None:
+        """There is nothing that could be read or written."""
+
+    def _arrive(self, values: torch.Tensor) -> None:
+        """Nothing is gathered."""
+
+    def _free(self, keep: bool) -> State:
+        return RELEASED
+
+
+def store_for(flat: FlatParamLike, before: Store | None) -> Store:
+    """The store for where the shard is now; ``before``, the last one, if it can serve on."""
+    kind = _kind_for(flat)
+    return before if type(before) is kind and before.fits() else kind(flat)
+
+
+def _kind_for(flat: FlatParamLike) -> type[Store]:
+    backend = flat.group.backend
+    if flat.param.is_meta and backend.device_type != "meta":  # a backend that counts serves meta tensors
+        return Deferred
+    if is_whole(flat):
+        return Whole
+    return Stored if backend.has_storage else Lazy
