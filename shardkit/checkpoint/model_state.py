@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import torch
 from torch import nn
@@ -20,9 +20,6 @@ from ..torch_seams.dtensors import is_dtensor
 from ..types import StateDict, Tree
 from ..whole_parameters.listed import place_of, written_parameters
 from .leaves import Fixed, Leaf, Ranks, of_dtensor, piece_of, refuse_class, whole
-
-if TYPE_CHECKING:
-    from ..fsdp.originals import FlatParamLike
 
 EXTRA = "_extra_state"
 
@@ -81,12 +78,12 @@ class ModelState:
             self._here[id(flat)] = pieces
 
     # ------------------------------------------------------------ facts
-    def copies_of(self, flat: FlatParamLike, number: int | None = None) -> tuple[int, ...]:
+    def copies_of(self, flat: FlatParam, number: int | None = None) -> tuple[int, ...]:
         """The ranks that have the same shard, or the same part of an original parameter in it."""
         is_copied = number is not None and flat.layout.is_copied(number)
         return self.ranks.everybody if is_copied else self._copies[id(flat)]
 
-    def piece(self, flat: FlatParamLike, number: int) -> Piece | None:
+    def piece(self, flat: FlatParam, number: int) -> Piece | None:
         """Of an original parameter the piece on this rank."""
         return self._here[id(flat)].get(number)
 
@@ -94,7 +91,7 @@ class ModelState:
         """(name, parameter, flat parameter that it lies in, number in that), tied ones under each name."""
         for name, param in written_parameters(self.module):
             flat, number = place_of(param)
-            yield name, param, cast("FlatParam | None", flat), number
+            yield name, param, flat, number
 
     # ------------------------------------------------------------ leaves
     def leaves(self) -> dict[str, Leaf | Fixed]:

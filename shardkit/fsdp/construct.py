@@ -7,10 +7,6 @@
 5. unit: what the engine runs.
 
 Legend: W world size, S shard numel.
-
-@@@ Groups of ranks for hybrid sharding, and for what stays between forward and backward.
-
-@@@ Sharded modules that are moved, cast, copied, or brought back from a file.
 """
 
 from __future__ import annotations

@@ -1,18 +1,16 @@
-"""One thread at a time runs the units of a root: another one would free what the first computes with.
+"""Runs the units of one root module: who is gathered in forward and backward, and in which order gradients are reduced.
 
-@@@ Tracers of torch that would see shards where the program has parameters, and what to do instead.
-
-``torch.compile`` runs around what gathers and reduces. Others record a forward or a backward as one graph of tensors:
-of a sharded module that would be a rank's part, with collectives left out. They are refused by name, on all ranks.
-
-@@@ The order in which a backward gathers units and reduces their gradients, from what its forward did.
+[Note: order] Ranks issue the same collectives in the same order because everything here follows the order in which
+forward entered and left the units, which is the same on all ranks. What differs between ranks (which parameters were
+used, where backward ends) can't change it: a unit that is complete waits for its turn, one that is not when backward
+has left it is reduced as it is, and what backward did not reach on this rank is gathered in its turn anyway, since
+other ranks may reach it.
 
 [Note: one order] Gathers and reductions wait for all ranks. If one rank issues a gather before a reduction and another
 one after it, each may wait for what the other has not issued: then both wait for ever. What is ready when may differ
-between ranks (a parameter that only some of them use, a branch that one rank's backward never reaches). So nothing is
-issued because it is ready, but because its turn has come in an order that is made of the calls of forward, which are
-the same on all ranks. A rank that lacks a gradient when its turn has come says so in what it sends; a rank whose
-backward ends early goes on through the order without computing.
+between ranks. So nothing is issued because it is ready, but because its turn has come in an order that is made of the
+calls of forward (:func:`plan_backward`). A rank that lacks a gradient when its turn has come says so in what it sends;
+a rank whose backward ends early goes on through the order without computing.
 
 Backward passes the calls of forward in the opposite order: it enters a unit where its call ended, and has left it
 where its first call began. So on entering the unit at ``position``, backward
@@ -21,14 +19,11 @@ where its first call began. So on entering the unit at ``position``, backward
 2. gathers up to ``until[position]``: this unit, those whose activations are computed anew together with its own, and
    ``prefetch`` more.
 
-@@@ Whether backward goes through frozen units: what the graphs of all ranks say, together.
+[Note: prefetch] While a unit computes, the next one is gathered: the next of the last forward's order, or in backward
+the one before. So two units' parameters are full at a time, besides those that stay so.
 
-A trainable unit is gathered for backward on all ranks, whatever single ones detached. Doing so with frozen ones, too,
-would gather a frozen encoder for nothing, since nothing in front of it needs a gradient. Only a rank's own graph tells
-whether backward goes through, and ranks may have other graphs. So they tell each other, in one exchange of a byte a
-unit after each forward, whose result is looked at when backward comes near such a unit.
-
-@@@ Runs backward through the units of one root: who is gathered when, and in which order gradients are reduced.
+[Note: what stays gathered] The root (by option) and the unit that was called last: backward begins with it. They are
+gathered anew in each forward, for between forwards the shards change.
 
 [Note: several forwards] One backward may go through several forwards of the root (two views of a batch, the two losses
 of a discriminator). A parameter's gradient is there when it has come back from all of them, so that leaving a unit says
@@ -40,19 +35,16 @@ collectives of all channels need one order, none is issued before the end either
 graph that needs parameters, and no hook tells when a later backward comes to it. So the units that it went through stay
 gathered from then on, through any number of backwards and forwards, until the shards change: until the step.
 
-@@@ Runs the units of one root module: who is gathered in forward, and kept for backward (``backward.py``).
+[Note: frozen units] A trainable unit is gathered for backward on all ranks, whatever single ones detached. Doing so
+with frozen ones, too, would gather a frozen encoder for nothing, since nothing in front of it needs a gradient. Only a
+rank's own graph tells whether backward goes through, and ranks may have other graphs. So they tell each other, in one
+exchange of a byte a unit after each forward, whose result is looked at when backward comes near such a unit.
 
-[Note: order] Ranks issue the same collectives in the same order because everything here follows the order in which
-forward entered and left the units, which is the same on all ranks; ``backward_plan.py`` makes one order of a backward's
-gathers and reductions of it. What differs between ranks (which parameters were used, where backward ends) can't change
-it: a unit that is complete waits for its turn, one that is not when backward has left it is reduced as it is, and what
-backward did not reach on this rank is gathered in its turn anyway, since other ranks may reach it.
+[Note: threads] One thread at a time runs the units of a root: another one would free what the first computes with.
 
-[Note: prefetch] While a unit computes, the next one is gathered: the next of the last forward's order, or in backward
-the one before. So two units' parameters are full at a time, besides those that stay so.
-
-[Note: what stays gathered] The root (by option) and the unit that was called last: backward begins with it. They are
-gathered anew in each forward, for between forwards the shards change.
+[Note: tracers] ``torch.compile`` runs around what gathers and reduces. Others record a forward or a backward as one
+graph of tensors: of a sharded module that would be a rank's part, with collectives left out. They are refused by name,
+on all ranks.
 """
 
 from __future__ import annotations
@@ -66,7 +58,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
 
@@ -86,7 +78,7 @@ from ..torch_seams.hooks import (
 from .flat_param import FlatParam
 from .originals import backward_with_graph, changed_since_forward, written_original
 from .store import LOCKED
-from .unit import Unit
+from .unit import Unit, UnitCall
 
 if TYPE_CHECKING:
     from .unit import Unit
@@ -96,14 +88,7 @@ NO_THREAD = 0
 this_thread = threading.get_ident
 
 
-class Threaded(Protocol):
-    """What runs forward and backward of the units of a root, and in which threads."""
-
-    thread: int
-    state: BackwardState
-
-
-def check_one_thread(engine: Threaded, what: str) -> None:
+def check_one_thread(engine: Engine, what: str) -> None:
     """Raises LifecycleError if another thread is inside of a forward or backward of this root.
 
     Device threads, which run parts of a backward on behalf of the thread that called it, are not taken for others.
@@ -353,12 +338,6 @@ class FrozenUnits:
 _version_of = attrgetter("_version")
 
 
-class Watcher(Protocol):
-    """Is told when backward reaches an output of a forward."""
-
-    def enter_backward(self, gradient: torch.Tensor | None = None) -> None: ...
-
-
 class ForwardGraph:
     """Watches the outputs of one forward of the root, and ends with what autograd keeps of it.
 
@@ -366,26 +345,31 @@ class ForwardGraph:
         watcher: is told, too.
     """
 
-    def __init__(self, backward: Backward, watcher: Watcher) -> None:
-        self._backward, self._watcher = backward, watcher
+    def __init__(self, engine: Engine, watcher: Unit | UnitCall) -> None:
+        self._engine, self._watcher = engine, watcher
         self.versions = {
-            f: sum(map(_version_of, f.versioned)) for u in backward.units for f in u.flats if f.trains
+            f: sum(map(_version_of, f.versioned)) for u in engine.units for f in u.flats if f.trains
         }
 
     @not_compiled
     def enter_backward(self, gradient: torch.Tensor | None = None) -> None:
         """Backward reached an output of the root."""
-        backward = self._backward
-        if backward.state.task == NO_BACKWARD:
-            backward.entered = []
-        if self not in backward.entered:
-            backward.entered.append(self)
+        engine = self._engine
+        if engine.state.task == NO_BACKWARD:
+            engine.entered = []
+        if self not in engine.entered:
+            engine.entered.append(self)
         self._watcher.enter_backward(gradient)
-        backward.pending.discard(self)
+        engine.pending.discard(self)
 
 
-class Backward:
-    """The backward half of an engine.
+class Engine:
+    """Runs all units below one root.
+
+    Args:
+        units: the root's own first.
+        prefetch: how many units are gathered ahead.
+        after_backward: called at the end of each.
 
     Attributes:
         units: the root's own first.
@@ -394,11 +378,13 @@ class Backward:
         pending: forwards of the root whose outputs no backward has reached.
         entered: those that the backward in progress goes through.
         thread: the one that is inside of a forward.
-        is_lazy: execution is: a compiler decides when values exist (see ``lazy.py``).
+        is_lazy: execution is: a compiler decides when values exist (see ``forward.py``).
         after: where execution is lazy, what the next gathers have to wait for.
     """
 
-    def __init__(self, units: Sequence[Unit], after_backward: Callable[[], None] | None) -> None:
+    def __init__(
+        self, units: Sequence[Unit], prefetch: int = 1, after_backward: Callable[[], None] | None = None
+    ) -> None:
         self.units = list(units)
         self._after_backward = after_backward
         self.state = BackwardState(self._end_of_backward)
@@ -406,8 +392,17 @@ class Backward:
         self.pending: weakref.WeakSet[ForwardGraph] = weakref.WeakSet()
         self.entered: list[ForwardGraph] = []
         self.thread = NO_THREAD
+        self._prefetch = prefetch
+        # of the forward that runs:
+        self._recording = False
+        self._calls: list[Unit] = []
+        self._ends: list[End] = []
+        self._around: list[object] = []
+        self._replan = False
         # of the last complete training forward:
         self._order: list[Unit] = []  # calls as they began
+        self._order_of_ends: list[End] = []
+        self._checkpoints: list[int] = []  # of each call the checkpoint around it, by number; -1 for none
         self._plan = BackwardPlan((), (), (), (), ())
         self._frozen = FrozenUnits()
         # of the backward in progress:
@@ -427,7 +422,151 @@ class Backward:
         self.is_lazy = any(not f.group.backend.has_storage for u in self.units for f in u.flats)
         self.after: list[torch.Tensor] = []
         self._last_reduced: list[torch.Tensor] = []
+        for unit in self.units:
+            unit.engine = self
 
+    # ------------------------------------------------------------ forward
+    @not_compiled
+    def begin_forward(self) -> None:
+        """The root's forward begins: what is gathered still is of an earlier one."""
+        self.recover()
+        for unit in self.units:
+            if unit.is_held:
+                unit.release()
+            if unit.keeps_between:
+                unit.forget_between()
+        if self._held:
+            for flat in self._held:
+                if flat.held_at != flat.version:
+                    flat.drop()
+            self._held = [f for f in self._held if f.held_at is not None]
+        self._recording = torch.is_grad_enabled()
+        if self._recording:
+            self._calls, self._ends, self._around = [], [], []
+            is_first = not self.pending
+            if is_first:
+                self._frozen.settle()
+            for unit in self.units:
+                if unit.notice_trainable():
+                    self._replan = True
+                if is_first:
+                    unit.is_reached = False
+
+    @not_compiled
+    def before_forward(self, unit: Unit, inputs: object) -> None:
+        """Gathers a unit for its forward on ``inputs``, and asks for the next one."""
+        if self.is_lazy:
+            self.after = tensors_in(inputs)
+        self.forwards += 1
+        in_backward = current_backward() != NO_BACKWARD
+        if not self._recording and not in_backward:
+            unit.release()  # what an earlier forward left gathered may be old
+        if self._locked:
+            self._unlock(unit.needs)
+        if in_backward and self.state.task != NO_BACKWARD:  # activations are computed anew
+            self._gather_again(unit)
+        elif not unit.is_held:
+            unit.start_gather()
+        if self._recording and not in_backward:
+            position = len(self._calls)
+            self._calls.append(unit)
+            checkpoint = surrounding_checkpoint()
+            self._around.append(checkpoint)
+            if checkpoint is not None:
+                unit.is_reached = True
+            order = self._order
+            if position < len(order) and order[position] is unit:
+                for following in order[position + 1 : position + 1 + self._prefetch]:
+                    following.start_gather()
+        unit.finish_gather()
+
+    @not_compiled
+    def after_forward(self, unit: Unit) -> None:
+        """Frees what the unit gathered, unless backward will need it soon."""
+        self.forwards -= 1
+        if current_backward() != NO_BACKWARD:
+            return
+        if self.forwards == 0:
+            self.thread = NO_THREAD  # now, for what follows may raise
+        if self._recording:
+            self._ends.append(End(unit, len(self._calls)))
+            if unit.keep_after_forward:
+                return
+            calls, order = self._calls, self._order
+            if len(calls) == len(order) and calls[-1] is unit and order[-1] is unit:
+                return  # backward begins with it
+        unit.release(until_backward=self._recording)
+
+    @not_compiled
+    def end_forward(self) -> None:
+        """The root's forward is through."""
+        self.after = []
+        if self._recording:
+            self._recording = False
+            self.state.is_due = not self.state.accumulating
+            checkpoints = _numbered(self._around)
+            self._around = []
+            if (
+                self._replan
+                or self._calls != self._order
+                or checkpoints != self._checkpoints
+                or self._ends != self._order_of_ends
+            ):
+                self._order, self._order_of_ends, self._checkpoints = self._calls, self._ends, checkpoints
+                self._make_plan()
+            for unit in self._plan.gathers:
+                unit.goes_backward = unit.is_reached
+            self._frozen.ask()
+            self._lock_held()
+            for flat in self._locked:
+                if flat.written:
+                    raise written_original(flat)
+
+    def _lock_held(self) -> None:
+        """Forward is over: what stays gathered is for backward, or for nobody, and not for the program."""
+        for unit in self.units:
+            if unit.is_held:
+                for flat in unit.needs:
+                    flat.store.lock()
+                    self._locked.append(flat)
+        if self._held:
+            self._lock(self._held)
+
+    def _make_plan(self) -> None:
+        self._replan = False
+        for unit in self.units:
+            unit.position = -1
+        self._plan = plan_backward(
+            self._order, self._order_of_ends, self._checkpoints, self.units, self._prefetch
+        )
+        for k, unit in enumerate(self._plan.gathers):
+            unit.position = k
+        self._frozen.settle()
+        self._frozen = FrozenUnits([] if self.is_lazy else frozen_behind_trainable(self._order))
+
+    def note_outputs(self, unit: Unit, have_graph: bool) -> None:
+        """A call of a unit has ended, in which gradients were enabled; whether its outputs lead back into it."""
+        if self._recording and (have_graph or unit.is_trainable):
+            unit.is_reached = True
+
+    def watching(self, watcher: Unit | UnitCall) -> ForwardGraph:
+        """What the outputs of the root's forward have to tell when backward reaches them, on behalf of ``watcher``."""
+        graph = ForwardGraph(self, watcher)
+        self.pending.add(graph)
+        return graph
+
+    @not_compiled
+    def fail_forward(self, is_outermost: bool) -> None:
+        """A forward raised."""
+        self.forwards -= 1
+        if is_outermost:
+            self.forwards = 0
+            self._recording = False
+            self.after = []
+            self._around = []
+            self._lock_held()
+
+    # ------------------------------------------------------------ backward
     def begin_backward(self) -> None:
         """A backward was noticed, from inside of it.
 
@@ -681,168 +820,6 @@ class Backward:
             if flat.store.state is LOCKED:
                 flat.store.unlock()
         self._locked = [flat for flat in self._locked if flat.store.state is LOCKED]
-
-
-class Engine(Backward):
-    """Schedules gathering and reduction for all units below one root; the forward half."""
-
-    def __init__(
-        self, units: Sequence[Unit], prefetch: int = 1, after_backward: Callable[[], None] | None = None
-    ) -> None:
-        super().__init__(units, after_backward)
-        self._prefetch = prefetch
-        self._recording = False
-        # of the last complete training forward:
-        self._order_of_ends: list[End] = []
-        self._checkpoints: list[int] = []  # of each call the checkpoint around it, by number; -1 for none
-        # of the one that runs:
-        self._calls: list[Unit] = []
-        self._ends: list[End] = []
-        self._around: list[object] = []
-        self._replan = False
-        for unit in self.units:
-            unit.engine = self
-
-    # ------------------------------------------------------------ forward
-    @not_compiled
-    def begin_forward(self) -> None:
-        """The root's forward begins: what is gathered still is of an earlier one."""
-        self.recover()
-        for unit in self.units:
-            if unit.is_held:
-                unit.release()
-            if unit.keeps_between:
-                unit.forget_between()
-        if self._held:
-            for flat in self._held:
-                if flat.held_at != flat.version:
-                    flat.drop()
-            self._held = [f for f in self._held if f.held_at is not None]
-        self._recording = torch.is_grad_enabled()
-        if self._recording:
-            self._calls, self._ends, self._around = [], [], []
-            is_first = not self.pending
-            if is_first:
-                self._frozen.settle()
-            for unit in self.units:
-                if unit.notice_trainable():
-                    self._replan = True
-                if is_first:
-                    unit.is_reached = False
-
-    @not_compiled
-    def before_forward(self, unit: Unit, inputs: object) -> None:
-        """Gathers a unit for its forward on ``inputs``, and asks for the next one."""
-        if self.is_lazy:
-            self.after = tensors_in(inputs)
-        self.forwards += 1
-        in_backward = current_backward() != NO_BACKWARD
-        if not self._recording and not in_backward:
-            unit.release()  # what an earlier forward left gathered may be old
-        if self._locked:
-            self._unlock(unit.needs)
-        if in_backward and self.state.task != NO_BACKWARD:  # activations are computed anew
-            self._gather_again(unit)
-        elif not unit.is_held:
-            unit.start_gather()
-        if self._recording and not in_backward:
-            position = len(self._calls)
-            self._calls.append(unit)
-            checkpoint = surrounding_checkpoint()
-            self._around.append(checkpoint)
-            if checkpoint is not None:
-                unit.is_reached = True
-            order = self._order
-            if position < len(order) and order[position] is unit:
-                for following in order[position + 1 : position + 1 + self._prefetch]:
-                    following.start_gather()
-        unit.finish_gather()
-
-    @not_compiled
-    def after_forward(self, unit: Unit) -> None:
-        """Frees what the unit gathered, unless backward will need it soon."""
-        self.forwards -= 1
-        if current_backward() != NO_BACKWARD:
-            return
-        if self.forwards == 0:
-            self.thread = NO_THREAD  # now, for what follows may raise
-        if self._recording:
-            self._ends.append(End(unit, len(self._calls)))
-            if unit.keep_after_forward:
-                return
-            calls, order = self._calls, self._order
-            if len(calls) == len(order) and calls[-1] is unit and order[-1] is unit:
-                return  # backward begins with it
-        unit.release(until_backward=self._recording)
-
-    @not_compiled
-    def end_forward(self) -> None:
-        """The root's forward is through."""
-        self.after = []
-        if self._recording:
-            self._recording = False
-            self.state.is_due = not self.state.accumulating
-            checkpoints = _numbered(self._around)
-            self._around = []
-            if (
-                self._replan
-                or self._calls != self._order
-                or checkpoints != self._checkpoints
-                or self._ends != self._order_of_ends
-            ):
-                self._order, self._order_of_ends, self._checkpoints = self._calls, self._ends, checkpoints
-                self._make_plan()
-            for unit in self._plan.gathers:
-                unit.goes_backward = unit.is_reached
-            self._frozen.ask()
-            self._lock_held()
-            for flat in self._locked:
-                if flat.written:
-                    raise written_original(flat)
-
-    def _lock_held(self) -> None:
-        """Forward is over: what stays gathered is for backward, or for nobody, and not for the program."""
-        for unit in self.units:
-            if unit.is_held:
-                for flat in unit.needs:
-                    flat.store.lock()
-                    self._locked.append(flat)
-        if self._held:
-            self._lock(self._held)
-
-    def _make_plan(self) -> None:
-        self._replan = False
-        for unit in self.units:
-            unit.position = -1
-        self._plan = plan_backward(
-            self._order, self._order_of_ends, self._checkpoints, self.units, self._prefetch
-        )
-        for k, unit in enumerate(self._plan.gathers):
-            unit.position = k
-        self._frozen.settle()
-        self._frozen = FrozenUnits([] if self.is_lazy else frozen_behind_trainable(self._order))
-
-    def note_outputs(self, unit: Unit, have_graph: bool) -> None:
-        """A call of a unit has ended, in which gradients were enabled; whether its outputs lead back into it."""
-        if self._recording and (have_graph or unit.is_trainable):
-            unit.is_reached = True
-
-    def watching(self, watcher: Watcher) -> ForwardGraph:
-        """What the outputs of the root's forward have to tell when backward reaches them, on behalf of ``watcher``."""
-        graph = ForwardGraph(self, watcher)
-        self.pending.add(graph)
-        return graph
-
-    @not_compiled
-    def fail_forward(self, is_outermost: bool) -> None:
-        """A forward raised."""
-        self.forwards -= 1
-        if is_outermost:
-            self.forwards = 0
-            self._recording = False
-            self.after = []
-            self._around = []
-            self._lock_held()
 
     # ------------------------------------------------------------ between steps
     def check_idle(self, what: str) -> None:

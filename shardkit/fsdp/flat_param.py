@@ -6,11 +6,11 @@ Legend: W world size, N numel of all original parameters, S shard numel (N / W r
 reached as attributes of their modules. Only their data moves: they are views of one buffer [W * S] whose memory exists
 while the unit is gathered (``originals.py``: what they are meanwhile). So autograd sees no reshaping, their gradients
 are their own, a weight used in two units stays one weight, and whoever kept a reference to a parameter (an RNN, a hook,
-a metric) keeps the right one. What ``parameters()`` lists is the shard, or views of it (``registered_shard.py``).
+a metric) keeps the right one. What ``parameters()`` lists is the shard, or views of it (``registered.py``).
 
 [Note: memory] Where the values are is the store's (``store/``), of which there are four kinds: tensors own memory that
 is taken and released, execution is lazy, one rank has everything, or values come later. What they are at a time is its
-state, see ``store/states.py``.
+state, see ``store.py``.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class FlatParam:
         ranges: the unit's.
         store: where its values are, and in which state.
         is_borrowed: units of other modules need original parameters, too.
-        modules: of the unit, where views of original parameters may be kept (see ``kept_views.py``).
+        modules: of the unit, where views of original parameters may be kept (see [Note: kept views] in ``store.py``).
         unused: which original parameters have had no gradient on any rank since the gradient was last cleared.
         written: numbers of original parameters that were written to in the last time that they had values; such writes
             are lost.
@@ -79,6 +79,9 @@ class FlatParam:
     """
 
     store: Store
+    layout: ShardLayout
+    group: Group
+    post_forward_mesh: Group | None
 
     def __init__(
         self, originals: Sequence[OriginalParameter], names: Sequence[str], param: nn.Parameter,
@@ -218,7 +221,7 @@ class FlatParam:
         """Asks for all ranks' shards on behalf of one more unit; call ``store.finish`` before use.
 
         Args:
-            after: where execution is lazy: gathers once these are computed (see ``lazy.py``).
+            after: where execution is lazy: gathers once these are computed (see ``forward.py``).
         """
         state = self.store.state
         if state is SUMMONED:

@@ -1,6 +1,4 @@
-"""What surrounds a call of a wrapped module: its inputs, what may leave it, and calls that have no meaning.
-
-@@@ What forward and backward do besides where execution is lazy: a compiler decides when values exist.
+"""A forward enters a unit and leaves it: what each door does around a module's own computation.
 
 [Note: where gathered values end] A unit is gathered in forward and again in backward so that its parameters need no
 memory in between. A compiler undoes that if it can. It sees one program for the whole step, in which
@@ -13,13 +11,10 @@ Against the first, a gather is tied (``Backend.tie``) to what it has to wait for
 meanwhile, in backward the gradients of its outputs and the last reduced gradients. Against the second, what is saved
 is which original parameter it is a view of, and backward takes the same view of the original parameter's value then.
 
-@@@ A forward enters a unit and leaves it: what every door does around the module's own computation.
-
-@@@ Methods of a wrapped module other than forward, called through the FSDP module (``model.generate(x)``).
-
-They may compute with the module's parameters, or only tell something, and nobody knows in advance. So the unit is
-gathered when the first of its modules is called, which is when every rank that computes gets there, and given back
-when the method returns. A method counts as one forward: gradients of what it returns flow as from forward.
+[Note: methods] Other methods than forward are called through the FSDP module, too (``model.generate(x)``). They may
+compute with the module's parameters, or only tell something, and nobody knows in advance. So the unit is gathered when
+the first of its modules is called, which is when every rank that computes gets there, and given back when the method
+returns. A method counts as one forward: gradients of what it returns flow as from forward.
 """
 
 from __future__ import annotations
@@ -49,7 +44,6 @@ from .engine import (
     COMPILED_AUTOGRAD,
     NO_THREAD,
     Engine,
-    Watcher,
     check_forward,
     check_one_thread,
     fx_tracing,
@@ -206,7 +200,7 @@ class Entered(NamedTuple):
 
     engine: Engine
     is_outermost: bool
-    watcher: Watcher
+    watcher: Unit | UnitCall
     range: Range
 
 
@@ -258,7 +252,9 @@ def enter(state: ShardingState, args: Args, kwargs: Kwargs) -> Entered:
                     ):
                         if found is not original.param:
                             raise replaced_original(original.param, flat.group.rank)
-                        hide(Place(module, name), original.param)  # it was put back, see ``registrations.py``
+                        hide(
+                            Place(module, name), original.param
+                        )  # it was put back, see [Note: registrations]
     in_backward = current_backward() != NO_BACKWARD
     is_outermost = bool(state.is_root) and engine.forwards == 0 and not in_backward
     if not in_backward:

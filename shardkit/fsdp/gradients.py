@@ -1,21 +1,11 @@
-"""What every way of reducing a flat parameter's gradients does.
+"""Reduces the gradients of a flat parameter's original parameters to each rank's shard.
 
 Legend: W world size, S shard numel, F flags in one rank's part.
 
 When a unit's gradients are there, they are packed ([Note: packed gradients] in ``reduction/packing.py``: rank by rank
 its shard of the flat parameter, and a flag for each original parameter that lies there). Their own memory is given
 back, and one reduce-scatter makes the part of this rank. Original parameters that no rank had a gradient for stay as
-they are in the optimizer's step, as in a plain process (see ``skipping.py``).
-
-@@@ Gradients where tensors own memory.
-
-@@@ Gradients that travel as blocks.
-
-@@@ Gradients where a compiler decides when they exist, so that all ranks have to build one program.
-
-Legend: W world size, S shard numel, F flags in one rank's part.
-
-@@@ Gradients of which one rank has all.
+they are in the optimizer's step, as in a plain process (see ``optimizer_check.py``).
 """
 
 from __future__ import annotations
@@ -215,7 +205,7 @@ class GradientPack(ABC):
             unused.originals[listing.first] = True
 
     def _forget_zeros(self, unused: Sequence[bool]) -> None:
-        """The shard's gradient may be zeros that stand for nothing; see ``local_gradients.py``."""
+        """The shard's gradient may be zeros that stand for nothing; see :class:`~.unit.LocalGradients`."""
         if False not in unused:
             self._flat.param.grad = None
 
@@ -307,7 +297,8 @@ class LazyPack(GradientPack):
     """Packs by concatenation, without writing into parts of a tensor: [W * S], or [W * (S + F)] with flags.
 
     Flags are there if a gradient is missing. Another rank that misses none sends none; the two run different programs
-    then, and are out of step. Which original parameters had one is not known here, but data: see ``unused.py``.
+    then, and are out of step. Which original parameters had one is not known here, but data: see
+    :class:`~.originals.Unused`.
     """
 
     def _lay_out(self) -> None:

@@ -1,12 +1,10 @@
-"""State dicts that hold this rank's shards, as torch.distributed.checkpoint meets them.
+"""State of optimizers over shards: as this rank has it, as one dict of all ranks, and as one process has it.
 
 ``optimizer.state_dict()`` and ``local_state_dict()`` have shards under the same keys on all ranks. For a file of each
 rank's own that is right. torch.distributed.checkpoint would keep one rank's for all; see
 ``distributed_checkpoint.py``.
 
-@@@ Optimizer state of sharded parameters: to one full dict under one id for each original parameter, and back.
-
-Ids count the original parameters of all flat parameters, unit by unit with the root first: fairscale's order. A full
+[Note: full optimizer state] One dict of all ranks has an id for each original parameter. Ids count the original parameters of all flat parameters, unit by unit with the root first: fairscale's order. A full
 dict is::
 
     {"state": {id: {...}}, "param_groups": [...], "param_id_map": {id: index in the optimizer or None},
@@ -15,9 +13,7 @@ dict is::
 What has one element for each of the parameter's is gathered and cut into the original parameters' shapes; what is one
 number for a flat parameter (the count of steps) is repeated for each original parameter.
 
-@@@ Optimizer state over shards in the form in which one process has it, and back.
-
-That form is ``optimizer.state_dict()`` of the same optimizer over the same parameters, not sharded: by index, in full
+[Note: plain optimizer state] The form in which one process has it is ``optimizer.state_dict()`` of the same optimizer over the same parameters, not sharded: by index, in full
 shapes. A file of it is read and written at any world size, and without this library. It needs a shard for each
 parameter (``fully_shard``, or ``FSDP(flatten=False)``).
 """
@@ -28,7 +24,7 @@ import copy
 import itertools
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.optim import Optimizer
@@ -43,7 +39,10 @@ from ..torch_seams.distributed_checkpoint import OwnOfRank, Request, current_req
 from ..torch_seams.module_versions import versions_of
 from ..types import ParamGroup, StateDict, Tree
 from .flat_values import put_together, taken_apart
-from .originals import FlatParamLike, Listing, managing, name_of_original
+from .originals import Listing, managing, name_of_original
+
+if TYPE_CHECKING:
+    from .flat_param import FlatParam
 
 # Of an optimizer and its state_dict() the state as one process has it, and of such a state this rank's part.
 WholeStates = tuple[Callable[[Optimizer, StateDict], StateDict], Callable[[Optimizer, StateDict], StateDict]]
@@ -212,7 +211,7 @@ def mark_shards(params: Iterable[torch.Tensor], state: StateDict) -> None:
 
 
 # ------------------------------------------------------------ asked by torch for a state dict
-def check_request(flats: Callable[[], Iterable[FlatParamLike]], keeps_names: bool = False) -> None:
+def check_request(flats: Callable[[], Iterable[FlatParam]], keeps_names: bool = False) -> None:
     """Refuses what torch's functions for state dicts would do wrong with shards; see [Note: requests].
 
     Args:

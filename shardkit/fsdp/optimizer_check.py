@@ -1,4 +1,4 @@
-"""Keeps an optimizer from moving parameters that had no gradient though others of their flat parameter had.
+"""Checks and guards the steps of optimizers over shards: they have to do what they would do to whole parameters.
 
 Before a step their values and states are put aside, and put back after it (``reduction/unused.py``); where closures
 make gradients within a step: after each of them, and before the next. It costs nothing where all original parameters
@@ -9,17 +9,13 @@ original parameter that was put aside in some steps and takes part again has ano
 process. All ranks warn of that when it happens, also those that have no part of the parameter: as far as they can tell,
 which is by what they used themselves. (Not where execution is lazy: who took part is not known then.)
 
-@@@ Looks at each optimizer before its first step: would it do to parameters what it does to shards?
-
-A plain process has parameters where FSDP lists flat parameters. An optimizer notices if it was made before wrapping
+[Note: first steps] A plain process has parameters where FSDP lists flat parameters. An optimizer notices if it was made before wrapping
 (its parameters get no gradients), if it looks at more than one element at a time, or if it was told to treat matrices
 in another way: shards have one dimension.
 
 [Note: cleared] Before every step one thing is looked at: a gradient that a backward has left, and that is gone now, was
 cleared by the program. If one rank alone did that, ranks' parts of a flat parameter would go apart. So a rank says what
 is gone before it steps. Others say the same, or are in another call.
-
-@@@ Optimizers over shards that are listed as DTensors: what they update in a step is this rank's memory.
 
 [Note: local steps] An optimizer that updates every element by itself gives the same results over a DTensor and over its
 local rows, and costs a fraction over these: of each operation, DTensor looks for the placements of what comes out. So
@@ -50,10 +46,12 @@ from ..reduction.unused import PutAside, UnusedRanges, UsedMask, state_by_elemen
 from ..torch_seams.dtensors import is_dtensor, like_dtensor
 from ..types import AnyCallable, StateDict, Tree
 from .optim_state import check_loaded, mark_state_dicts
-from .originals import FlatParamLike, Listing, managing, name_of_original
+from .originals import Listing, managing, name_of_original
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
+
+    from .flat_param import FlatParam
 
 
 logger = logging.getLogger("shardkit")
@@ -70,10 +68,10 @@ class Skips:
     """
 
     def __init__(self) -> None:
-        self.saved: list[tuple[FlatParamLike, PutAside]] = []
+        self.saved: list[tuple[FlatParam, PutAside]] = []
         self.left_out: dict[str, set[int]] | None = {}
 
-    def put_aside(self, optimizer: Optimizer, flats: Iterable[FlatParamLike]) -> None:
+    def put_aside(self, optimizer: Optimizer, flats: Iterable[FlatParam]) -> None:
         """Before a step over these."""
         for flat in flats:
             unused, param, left_out = flat.unused, flat.param, self.left_out
@@ -93,7 +91,7 @@ class Skips:
         for flat, aside in saved:
             aside.put_back(flat.param.data, optimizer.state.get(flat.param, {}))
 
-    def _check_counts(self, optimizer: Optimizer, flat: FlatParamLike, left_out: set[int]) -> None:
+    def _check_counts(self, optimizer: Optimizer, flat: FlatParam, left_out: set[int]) -> None:
         """Warns, once for an optimizer, if a parameter takes part again whose count of steps is wrong now."""
         unused, pieces = flat.unused.originals, flat.layout.pieces()
         again = sorted(k for k in left_out if not unused[k])
@@ -112,7 +110,7 @@ class Skips:
         )  # fmt: skip
 
 
-def _unused_ranges(flat: FlatParamLike) -> list[tuple[int, int]]:
+def _unused_ranges(flat: FlatParam) -> list[tuple[int, int]]:
     """Parts of this rank's shard whose original parameters had no gradient, as (start, end)."""
     return [
         (p.offset, p.offset + p.numel)
@@ -121,7 +119,7 @@ def _unused_ranges(flat: FlatParamLike) -> list[tuple[int, int]]:
     ]
 
 
-def _holds_several(flat: FlatParamLike) -> bool:
+def _holds_several(flat: FlatParam) -> bool:
     """Whether what an optimizer lists of it, and keeps one state for, is several original parameters."""
     return len(flat.originals) > 1
 
@@ -162,8 +160,8 @@ class _Looked:
         self.numbers: tuple[int, ...] | None = None
         self.wrapped = 0
         self.listings: list[list[weakref.ref[Listing]]] = []
-        self.flats: list[weakref.ref[FlatParamLike]] = []
-        self.whole: list[weakref.ref[FlatParamLike]] = []
+        self.flats: list[weakref.ref[FlatParam]] = []
+        self.whole: list[weakref.ref[FlatParam]] = []
         self.options, self.skips = AgreedOptions(), Skips()
         self.is_judged = self.has_loaded = False
 

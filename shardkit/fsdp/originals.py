@@ -6,19 +6,15 @@ A released one answers what it is (its shape, its gradient), and raises for all 
 and backward they are parameters like any other, and operations on them cost nothing more. Functions that would read
 weights past the modules that hold them (the fast path of ``nn.TransformerEncoderLayer``) look for tensors that
 watch what is done with them, and take the path through the modules then.
-
-@@@ Which original parameters of a flat parameter had no gradient, on any rank, since it was last cleared.
-
-@@@ What raises because it has no meaning now, with the names of what it is about.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import islice
 from operator import not_
-from typing import Any, NamedTuple, Protocol, SupportsIndex
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, SupportsIndex
 
 import torch
 from torch import nn
@@ -28,13 +24,14 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..backend import Group
-from ..compression import BlockFormat
 from ..errors import ConfigurationError, LifecycleError
 from ..layout import ShardLayout
 from ..torch_seams.callers import callers
 from ..torch_seams.tensor_facts import ALIKE, FACTS, SHAPE, name_of
-from ..tracing.ranges import UnitRanges
 from ..types import AnyCallable, Args, Kwargs, Memo, Tree
+
+if TYPE_CHECKING:
+    from .flat_param import FlatParam
 
 # A context in which released original parameters are taken for what they are, tensors, and nothing is called for them.
 as_tensors = torch._C.DisableTorchFunctionSubclass
@@ -112,7 +109,7 @@ class ReleasedParameter(GatheredParameter):
 
 
 class ReleasedView(torch.Tensor):
-    """A view of a released parameter that a program kept; see ``kept_views.py``."""
+    """A view of a released parameter that a program kept; see [Note: kept views]."""
 
     __torch_function__ = ReleasedParameter.__torch_function__
 
@@ -167,7 +164,7 @@ class Listing(Protocol):
     def position(self) -> int: ...
 
     @property
-    def flat(self) -> FlatParamLike: ...
+    def flat(self) -> FlatParam: ...
 
     @property
     def originals(self) -> list[OriginalParameter]: ...
@@ -191,45 +188,16 @@ class Listing(Protocol):
     def compute_device(self) -> torch.device: ...
 
 
-class FlatParamLike(Listing, Protocol):
-    """What a :class:`FlatParam` is to those below it; its attributes are described there."""
-
-    post_forward_mesh: Group | None
-    modules: Sequence[nn.Module]
-    unused: Unused
-    written: list[int]
-    hears: Callable[[torch.Tensor, torch.Tensor], object] | None
-    ranges: UnitRanges
-
-    @property
-    def compute_dtype(self) -> torch.dtype: ...
-
-    @property
-    def compute_device(self) -> torch.device: ...
-
-    @property
-    def blocks(self) -> BlockFormat | None: ...
-
-    @property
-    def keeps_shapes(self) -> bool: ...
-
-    @property
-    def gathered(self) -> torch.Tensor: ...
-
-    @property
-    def listings(self) -> Sequence[Listing]: ...
-
-
 class Owner(NamedTuple):
     """The flat parameter that holds an original parameter's values, and which of those in it this is."""
 
-    flat: FlatParamLike
+    flat: FlatParam
     number: int
 
 
 # Of original parameters, by id. Neither these nor flat parameters, which hold them, are kept alive. What is noted ends
 # with the flat parameter.
-_owners: dict[int, tuple[weakref.ref[torch.Tensor], weakref.ref[FlatParamLike], int]] = {}
+_owners: dict[int, tuple[weakref.ref[torch.Tensor], weakref.ref[FlatParam], int]] = {}
 _views: WeakIdKeyDictionary = (
     WeakIdKeyDictionary()
 )  # owners of views of original parameters that a program keeps
@@ -243,17 +211,17 @@ def _owner_of(param: torch.Tensor) -> Owner | None:
     return None if found is None or flat is None else Owner(flat, found[2])
 
 
-def managing(param: nn.Parameter) -> FlatParamLike | None:
+def managing(param: nn.Parameter) -> FlatParam | None:
     """The flat parameter that manages an original parameter, None for other parameters."""
     owner = _owner_of(param)
     return None if owner is None else owner.flat
 
 
-def note_originals(flat: FlatParamLike) -> None:
+def note_originals(flat: FlatParam) -> None:
     """From now on these parameters are known to be the original parameters of a flat parameter."""
     keys = [id(original.param) for original in flat.originals]
 
-    def forget(gone: weakref.ref[FlatParamLike]) -> None:
+    def forget(gone: weakref.ref[FlatParam]) -> None:
         for key in keys:
             if key in _owners and _owners[key][1] is gone:
                 del _owners[key]
@@ -268,12 +236,12 @@ def note_view(tensor: torch.Tensor, param: nn.Parameter) -> None:
     _views[tensor] = _owners[id(param)][1:]
 
 
-def note_copying(flats: Sequence[FlatParamLike], memo: Memo) -> None:
+def note_copying(flats: Sequence[FlatParam], memo: Memo) -> None:
     """Parameters of these may be copied without values: the flat parameters are copied too, and fill the copies."""
     memo.setdefault(_COPIED, set()).update(id(f) for f in flats)
 
 
-def are_copied(flats: Sequence[FlatParamLike], memo: Memo) -> bool:
+def are_copied(flats: Sequence[FlatParam], memo: Memo) -> bool:
     """Whether they belong to something around them that is being copied."""
     return bool(flats) and memo.get(_COPIED, set()).issuperset(id(f) for f in flats)
 
@@ -461,7 +429,7 @@ def put_into_wrapper(name: str) -> LifecycleError:
     )
 
 
-def unknown_root(flat: FlatParamLike, number: int) -> LifecycleError:
+def unknown_root(flat: FlatParam, number: int) -> LifecycleError:
     """What is raised where backward reaches a unit that no FSDP forward was run for."""
     name = name_of_original(flat.originals[number].param)
     return LifecycleError(
@@ -470,7 +438,7 @@ def unknown_root(flat: FlatParamLike, number: int) -> LifecycleError:
     )
 
 
-def backward_when_summoned(flat: FlatParamLike) -> LifecycleError:
+def backward_when_summoned(flat: FlatParam) -> LifecycleError:
     """What is raised where backward needs what a forward inside of ``summon_full_params`` computed with."""
     return LifecycleError(
         f"rank {flat.group.rank}: backward through {flat.label} inside of summon_full_params, or "
@@ -478,7 +446,7 @@ def backward_when_summoned(flat: FlatParamLike) -> LifecycleError:
     )
 
 
-def written_original(flat: FlatParamLike) -> LifecycleError:
+def written_original(flat: FlatParam) -> LifecycleError:
     """What is raised, once, where the memory of gathered original parameters is given back that somebody wrote to."""
     name, flat.written = name_of_original(flat.originals[flat.written[0]].param), []
     return LifecycleError(
@@ -488,7 +456,7 @@ def written_original(flat: FlatParamLike) -> LifecycleError:
     )
 
 
-def backward_with_graph(flat: FlatParamLike) -> LifecycleError:
+def backward_with_graph(flat: FlatParam) -> LifecycleError:
     """What is raised where a backward that builds a graph gives gradients of parameters, or execution is lazy."""
     return LifecycleError(
         f"rank {flat.group.rank}: a backward with create_graph=True that gives gradients of an FSDP module's "
@@ -498,7 +466,7 @@ def backward_with_graph(flat: FlatParamLike) -> LifecycleError:
     )
 
 
-def changed_since_forward(flat: FlatParamLike) -> LifecycleError:
+def changed_since_forward(flat: FlatParam) -> LifecycleError:
     """What is raised where backward reaches a unit whose shard was written to after forward."""
     return LifecycleError(
         f"rank {flat.group.rank}: backward through a forward of before the last change of "

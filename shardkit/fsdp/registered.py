@@ -10,8 +10,6 @@ gradient. Such a flat parameter's ``param`` is a shard that no module lists (:cl
 Memory is the truth: before values are gathered, registered parameters whose memory somebody replaced (``p.data = ...``,
 ``module.to()``) are copied into the shard and become views of it again.
 
-@@@ What torch's own registry of a module's parameters shows while a unit has taken them.
-
 [Note: registries] Parameters that lie in a flat parameter are attributes of their modules, and in no registry: code
 that walks ``module._parameters`` (to find shared weights, say) finds what fairscale leaves there. The order in which a
 module was written with them is kept beside, for those who list them or put them back.
@@ -38,10 +36,12 @@ from ..torch_seams.dtensors import as_parameter, dtensor_of, is_dtensor
 from ..torch_seams.hooks import check_asked_gradients
 from ..torch_seams.marked_tensors import as_plain
 from ..types import AnyCallable, StateDict
-from .originals import FlatParamLike, Listing, OriginalParameter, Place, as_tensors
+from .originals import Listing, OriginalParameter, Place, as_tensors
 
 if TYPE_CHECKING:
     from torch.distributed.tensor._dtensor_spec import DTensorSpec
+
+    from .flat_param import FlatParam
 
 
 _grad_of, _address_of = attrgetter("grad"), torch.Tensor.data_ptr
@@ -91,7 +91,7 @@ class RegisteredShard:
 
     def __init__(
         self,
-        flat: FlatParamLike,
+        flat: FlatParam,
         number: int,
         position: int,
         listed: Listed,
@@ -417,8 +417,8 @@ class ShardedFlatParameter(FlatParameter):
     """A flat parameter's shard. The attributes are those that existing code reads from fairscale's parameters."""
 
     @property
-    def _flat(self) -> FlatParamLike:
-        flat: FlatParamLike | None = shard_behind(self)
+    def _flat(self) -> FlatParam:
+        flat: FlatParam | None = shard_behind(self)
         if flat is None:
             raise AttributeError("this parameter was part of an FSDP module that is gone")
         return flat
@@ -527,7 +527,7 @@ def _order(module: nn.Module) -> dict[str, int]:
 
 
 @contextmanager
-def exposed(flat: FlatParamLike) -> Iterator[None]:
+def exposed(flat: FlatParam) -> Iterator[None]:
     """Inside, the original parameters are listed under their own names, and registered ones are not."""
     # where they are listed: not in units that only borrow them
     listed = [

@@ -1,7 +1,4 @@
-"""Which gradients count for the norm below an FSDP root, and where the others of the same flat parameters are.
-
-@@@ What a sharded module is asked for, the same at every door: full parameters, clipping, accumulation, checkpoints.
-"""
+"""What a sharded module is asked for, the same at every door: full parameters, clipping, accumulation, checkpoints."""
 
 from __future__ import annotations
 

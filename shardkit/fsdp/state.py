@@ -1,13 +1,9 @@
-"""Names of modules inside of wrappers, and what wrapping adds to them (fairscale's, so that checkpoints agree).
-
-@@@ What FSDP knows of one module whose parameters it has sharded, whichever door it came in by.
+"""What FSDP knows of one module whose parameters it has sharded, whichever door it came in by.
 
 [Note: doors] A module becomes a unit by being wrapped (``FSDP``, and the classes of the compat layer), or in place
 (``fully_shard``). Both make one :class:`ShardingState`. The module at which forward enters and leaves the unit, and at
 which a walk over modules stops, is the state's ``door``: the wrapper, or the module itself. Everything else in this
 package works on states and asks :func:`state_of`, never a class.
-
-@@@ Full parameters, under their own names and in full precision, between steps.
 """
 
 from __future__ import annotations

@@ -1,15 +1,11 @@
-"""Shards as ``torch.distributed.checkpoint`` (DCP) writes and reads them: nothing is gathered.
+"""State dicts of sharded modules: full ones, this rank's shards, and pieces for ``torch.distributed.checkpoint`` (DCP).
 
 [Note: pieces] A rank's shard of a flat parameter has a run of elements of some original parameters. Of a parameter with
 several dimensions a run is no box, but at most two for each dimension less one more: the end of a row, whole rows, the
 beginning of one (and so on within these). DCP's format knows boxes alone, and asks a tensor for its own by the methods
 of its protocol ``_Checkpointable``. What it reads is copied into the boxes, which are views of the shard.
 
-@@@ What is needed to put the shards of all ranks together again without a process group.
-
-@@@ State dicts of sharded modules: full ones under the wrapped modules' names, local ones with shards.
-
-A full state dict is made and loaded unit by unit: a unit's parameters are full while its own entries are copied, and
+[Note: full state dicts] A full state dict is made and loaded unit by unit: a unit's parameters are full while its own entries are copied, and
 only then. The entries of modules that hold FSDP modules somewhere below come out right in the same way, for everything
 hangs on the hooks and methods that ``nn.Module`` calls for each of its children.
 """

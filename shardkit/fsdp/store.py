@@ -1,4 +1,8 @@
-"""What the memory of a flat parameter means at a time, and how that changes.
+"""Where the values of a flat parameter are: the mode is a class chosen once, what memory means is a state.
+
+Legend: W world size, S shard numel, N numel of all original parameters.
+
+States follow each other so (:data:`TRANSITIONS`)
 
 ::
 
@@ -10,12 +14,6 @@
            | v
         SUMMONED
 
-@@@ What every store of a flat parameter's values does.
-
-Legend: W world size, S shard numel, N numel of all original parameters.
-
-@@@ Views of original parameters that modules keep beyond the forward that made them (``self.cache = w.t()``).
-
 [Note: kept views] While a unit is gathered, a view of an original parameter is a tensor like any other. When the unit's
 memory is given back, it is a tensor without memory: reading it would end the process, or show what lies there now. So
 where a module of the unit keeps one, it changes its class with the original parameters (see [Note: released] of
@@ -23,25 +21,13 @@ where a module of the unit keeps one, it changes its class with the original par
 tensors look at it. Where they are no more than the last time, and all were autograd's then, nothing is new; else the
 attributes of the unit's modules are looked through.
 
-@@@ Values where tensors own memory.
-
-Legend: W world size, S shard numel.
-
 [Note: packed shards] Where each original parameter is cut by itself (``PackedLayout``), one all-gather brings the parts
 of all of them rank by rank, and one operation copies these to where original parameters are views. The memory that was
 gathered into exists from the all-gather to the copy. Other layouts need no copy: they are gathered in their places.
 
-@@@ Values where a compiler decides when they exist: there is no memory to take or to give back.
-
-Legend: W world size, S shard numel.
-
 [Note: one gather a unit] All collectives of a program are in one order, so that each is needed by the next, and the
 compiler drops none: a bias that backward never reads would be gathered again, too. So what a unit asks for at a time
 travels together.
-
-@@@ Values of which one rank has all, as they are computed with.
-
-@@@ Values that come later, with ``to_empty()``: until then everything is on the meta device.
 """
 
 from __future__ import annotations
@@ -51,7 +37,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from enum import Enum
 from operator import attrgetter
-from typing import NamedTuple, final
+from typing import TYPE_CHECKING, NamedTuple, final
 
 import torch
 from torch import nn
@@ -64,7 +50,6 @@ from ..torch_seams.hooks import NO_BACKWARD, current_backward
 from ..types import Tree
 from .flat_values import Unpacking, own_part, taken_apart, unpacked
 from .originals import (
-    FlatParamLike,
     OriginalParameter,
     ReleasedParameter,
     ReleasedView,
@@ -72,6 +57,9 @@ from .originals import (
     as_tensors,
     note_view,
 )
+
+if TYPE_CHECKING:
+    from .flat_param import FlatParam
 
 
 class State(Enum):
@@ -110,7 +98,7 @@ class Gather(NamedTuple):
     output: torch.Tensor  # [W * S]
 
 
-def is_whole(flat: FlatParamLike) -> bool:
+def is_whole(flat: FlatParam) -> bool:
     """Whether this rank's shard has all values, as they are computed with."""
     p = flat.param
     return flat.group.world_size == 1 and p.dtype == flat.compute_dtype and p.device == flat.compute_device
@@ -120,7 +108,7 @@ class Store(ABC):
     """Where the values of one flat parameter are, and what its original parameters see of them.
 
     Attributes:
-        state: see ``states.py``.
+        state: see :class:`State`.
         memory: identifies what original parameters are views of, where that is given back after use; else 0.
         in_flight: the gathering that nobody has waited for.
         keeps_shapes: original parameters have their shapes while they have no values.
@@ -130,7 +118,7 @@ class Store(ABC):
 
     keeps_shapes = True
 
-    def __init__(self, flat: FlatParamLike) -> None:
+    def __init__(self, flat: FlatParam) -> None:
         self._flat = flat
         self._originals = flat.originals
         self._layout = flat.layout
@@ -349,7 +337,7 @@ class Stored(Store):
     Such views are the original parameters, and what autograd saved of them.
     """
 
-    def __init__(self, flat: FlatParamLike) -> None:
+    def __init__(self, flat: FlatParam) -> None:
         super().__init__(flat)
         self._mesh = flat.post_forward_mesh
         self._kept: torch.Tensor | None = None  # this rank's part of what the mesh keeps
@@ -452,12 +440,12 @@ class Stored(Store):
 class Lazy(Store):
     """Original parameters get new values with each gathering, and an empty one afterwards.
 
-    What nobody refers to, the compiler frees; see ``fsdp/lazy.py``.
+    What nobody refers to, the compiler frees; see ``fsdp/forward.py``.
     """
 
     keeps_shapes = False
 
-    def __init__(self, flat: FlatParamLike) -> None:
+    def __init__(self, flat: FlatParam) -> None:
         super().__init__(flat)
         self._full: torch.Tensor | None = None  # [W * S]
         self._after: Sequence[torch.Tensor] | None = None  # of a gather that was asked for and not issued
@@ -572,7 +560,7 @@ class Whole(Store):
 class Deferred(Store):
     """Original parameters have shapes and never values; states only say whether a unit uses them."""
 
-    def __init__(self, flat: FlatParamLike) -> None:
+    def __init__(self, flat: FlatParam) -> None:
         super().__init__(flat)
         self._full = torch.empty(self._layout.padded_numel, dtype=self._dtype, device="meta")
 
@@ -598,13 +586,13 @@ class Deferred(Store):
         return RELEASED
 
 
-def store_for(flat: FlatParamLike, before: Store | None) -> Store:
+def store_for(flat: FlatParam, before: Store | None) -> Store:
     """The store for where the shard is now; ``before``, the last one, if it can serve on."""
     kind = _kind_for(flat)
     return before if type(before) is kind and before.fits() else kind(flat)
 
 
-def _kind_for(flat: FlatParamLike) -> type[Store]:
+def _kind_for(flat: FlatParam) -> type[Store]:
     backend = flat.group.backend
     if flat.param.is_meta and backend.device_type != "meta":  # a backend that counts serves meta tensors
         return Deferred

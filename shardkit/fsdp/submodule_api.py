@@ -1,4 +1,4 @@
-"""What modules inside of a unit answer when they are asked themselves, and not through the FSDP module around them.
+"""Modules inside of a unit: what they answer when they are asked themselves, and what may be put into them.
 
 [Note: inside] Parameters are taken out of their modules when a module is wrapped, so that ``parameters()`` of a model
 lists shards alone. Code of the wrapped module, and libraries that know nothing of wrapping, ask the modules inside:
@@ -7,8 +7,6 @@ a module inside therefore lists the parameters that it was written with, under t
 have a shape, and what is set in ``requires_grad`` counts. (Listing goes down a tree by ``_parameters`` and
 ``named_modules(memo)``, so that modules around do not see this.) Their values are another matter: a state dict of a
 module inside would lack parameters, or have a shard in place of one, and is refused outside of ``summon_full_params``.
-
-@@@ What may be put where, once parameters are sharded: torch tells of everything that is registered in a module.
 
 [Note: registrations] Parameters are taken out of their modules when a module is wrapped. One that is registered
 later (a new head, an adapter, a parametrization, a larger embedding) would be in no flat parameter: each rank would

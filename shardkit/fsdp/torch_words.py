@@ -1,8 +1,6 @@
-"""Arguments of torch's ``fully_shard`` (FSDP2), as options of this one's.
+"""Arguments and methods of torch's ``fully_shard`` (FSDP2), as this one takes and has them.
 
-@@@ What libraries call on a module that torch's ``fully_shard`` (FSDP2) has sharded, on one that this one has.
-
-Some of it tells torch what is found out here: the order of units, which is that of the last forward, or when an
+Some methods tell torch what is found out here: the order of units, which is that of the last forward, or when an
 optimizer has stepped. That is taken, and changes nothing.
 """
 

@@ -1,7 +1,4 @@
-"""Gradients that ``no_sync`` accumulated on this rank, and how clearing them is noticed.
-
-@@@ One wrapped module's share in the engine: what it needs gathered, and how far its backward has come.
-"""
+"""One module's share in the engine: what it needs gathered, and how far its backward has come."""
 
 from __future__ import annotations
 
@@ -9,7 +6,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch.optim import Optimizer
@@ -22,12 +19,15 @@ from ..optimizers.stepping import take_part
 from ..policy import ReducePolicy
 from ..reduction.shard_gradients import StandingGradient
 from ..torch_seams.compiling import not_compiled
-from ..torch_seams.hooks import NO_BACKWARD, BackwardState, GradientHooks, current_backward
+from ..torch_seams.hooks import NO_BACKWARD, GradientHooks, current_backward
 from ..tracing.ranges import UNNAMED, UnitRanges
 from .flat_param import FlatParam
 from .gradients import GradientPack, Replicas, packed_dtype, way_for
 from .originals import Listing, as_tensors, backward_when_summoned, unknown_root, written_original
 from .store import GATHERING, KEPT, SUMMONED, gather_together
+
+if TYPE_CHECKING:
+    from .engine import Engine
 
 
 class LocalGradients:
@@ -157,19 +157,6 @@ _refuse_steps = _RefuseSteps()
 _requires_grad = attrgetter("param.requires_grad")
 
 
-class Runner(Protocol):
-    """What runs the units of a root: an :class:`Engine`, which has these described."""
-
-    state: BackwardState
-    after: list[torch.Tensor]
-
-    def begin_backward(self) -> None: ...
-    def reach(self, unit: Unit, gradient: torch.Tensor | None) -> None: ...
-    def complete(self, unit: Unit) -> None: ...
-    def defer(self, unit: Unit) -> None: ...
-    def leave(self, unit: Unit) -> None: ...
-
-
 class Unit:
     """The flat parameters of one wrapped module.
 
@@ -210,7 +197,7 @@ class Unit:
         self.reduce = reduce
         self.divisors = divisors
         self.replicas = replicas
-        self.engine: Runner | None = None
+        self.engine: Engine | None = None
         self.is_held = False
         self.reduced = False
         self.position = -1

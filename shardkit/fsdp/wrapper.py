@@ -1,11 +1,4 @@
-"""The module between the FSDP wrapper and the wrapped module: it holds the listed parameters (shards).
-
-@@@ What makes an FSDP module look like the module that it wraps.
-
-@@@ The door that wraps: a module around the one that is sharded.
-
-@@@ FSDP: a module whose parameters, gradients and optimizer state are sharded over ranks (ZeRO stage 3).
-"""
+"""The door that wraps: FSDP, and what all wrappers around a module share."""
 
 from __future__ import annotations
 

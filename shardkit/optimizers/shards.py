@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable
 from functools import partial
-from typing import Any
 
 import torch
 from torch.optim import Optimizer
@@ -13,13 +12,14 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ..errors import ConfigurationError
 from ..torch_seams.dtensors import is_dtensor
+from ..types import Tree
 
 # What a registered parameter is listed for, by its id; both are held weakly by nobody else. Not by weak references to
 # parameters: torch swaps the contents of DTensors when they move, and refuses that where there are any.
-_listings: dict[int, weakref.ref[Any]] = {}
+_listings: dict[int, weakref.ref[Tree]] = {}
 
 
-def note_listings(listings: Iterable[Any]) -> None:
+def note_listings(listings: Iterable[Tree]) -> None:
     """From now on the registered parameters (``param``) of these are known to be listed for them."""
     for listing in listings:
         key = id(listing.param)
@@ -28,19 +28,19 @@ def note_listings(listings: Iterable[Any]) -> None:
             _listings[key] = weakref.ref(listing, partial(_forget, key))
 
 
-def _forget(key: int, gone: weakref.ref[Any]) -> None:
+def _forget(key: int, gone: object) -> None:
     if _listings.get(key) is gone:
         del _listings[key]
 
 
-def listing_of(param: torch.Tensor) -> Any:
+def listing_of(param: torch.Tensor) -> Tree:
     """What a registered parameter, a DTensor maybe, is listed for: a flat parameter, or a part of one; else None."""
     found = _listings.get(id(param))
     listing = None if found is None else found()
     return listing if listing is not None and listing.param is param else None
 
 
-def shard_behind(param: torch.Tensor) -> Any:
+def shard_behind(param: torch.Tensor) -> Tree:
     """As :func:`listing_of`, for plain tensors alone: shards, whose parts are on other ranks and nobody says so."""
     listing = listing_of(param)
     return None if listing is None or is_dtensor(param) else listing

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 import torch
 
 from ..errors import LifecycleError
+from ..fsdp.flat_param import FlatParam
 from ..fsdp.flat_values import own_part, put_together, taken_apart
-from ..fsdp.originals import FlatParamLike
 from .bringing import Bringing, Owned, shard_of
 from .listed import Part
 
@@ -29,7 +29,7 @@ class Gathered(Bringing):
     def __init__(self, parts: Sequence[Part]) -> None:
         self.owned = [Owned(p, shard_of(p)) for p in parts]
         self._of_flat: dict[int, list[Owned]] = {}
-        self._flats: dict[int, FlatParamLike] = {}
+        self._flats: dict[int, FlatParam] = {}
         for owned in self.owned:
             flat = owned.part.flat
             if flat is not None:
@@ -55,7 +55,7 @@ class Gathered(Bringing):
             for owned, value in zip(self._of_flat[key], self._items(flat, gradient), strict=True):
                 owned.param.grad = value.view(owned.part.shape)
 
-    def _items(self, flat: FlatParamLike, shard: torch.Tensor) -> list[torch.Tensor]:
+    def _items(self, flat: FlatParam, shard: torch.Tensor) -> list[torch.Tensor]:
         shard = shard.contiguous().view(-1).to(flat.compute_device)
         full = shard
         if flat.group.world_size > 1:

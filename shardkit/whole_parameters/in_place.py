@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from ..fsdp.originals import FlatParamLike
+from ..fsdp.flat_param import FlatParam
 from ..torch_seams.marked_tensors import as_plain
 from .listed import Part
 
@@ -19,7 +19,7 @@ class _InShard:
         sizes: cuts the shard [S] into pieces, and what lies between them.
     """
 
-    def __init__(self, flat: FlatParamLike) -> None:
+    def __init__(self, flat: FlatParam) -> None:
         self.flat = flat
         self.parts: list[tuple[Part, nn.Parameter, torch.Size]] = []
         self.sizes: list[int] = []
@@ -83,7 +83,7 @@ class InPlace:
     def __init__(self) -> None:
         self._shards: dict[int, _InShard] = {}
 
-    def add(self, part: Part, flat: FlatParamLike, shape: torch.Size) -> nn.Parameter:
+    def add(self, part: Part, flat: FlatParam, shape: torch.Size) -> nn.Parameter:
         """A parameter of an optimizer, in this shape; it has its values after :meth:`lay_out`."""
         empty = torch.empty(0, dtype=flat.param.dtype, device=flat.param.device)
         param = nn.Parameter(empty, requires_grad=empty.is_floating_point() or empty.is_complex())
@@ -112,6 +112,6 @@ class InPlace:
             shard.keep()
 
 
-def shards_of(parts: Sequence[Part]) -> list[FlatParamLike]:
+def shards_of(parts: Sequence[Part]) -> list[FlatParam]:
     """The flat parameters that parts lie in, each once."""
     return list({id(p.flat): p.flat for p in parts if p.flat is not None}.values())

@@ -17,7 +17,8 @@ from torch import nn
 from ..errors import ConfigurationError, LifecycleError
 from ..flattening.flat_parameter import FlatParameter
 from ..fsdp.construct import wake
-from ..fsdp.originals import FlatParamLike, managing
+from ..fsdp.flat_param import FlatParam
+from ..fsdp.originals import managing
 from ..fsdp.registered import hidden, written_names
 from ..fsdp.state import plain_name, state_of
 from ..layout import Piece
@@ -43,7 +44,7 @@ class Part:
     """
 
     def __init__(
-        self, name: str, flat: FlatParamLike | None, number: int, param: nn.Parameter, pieces: Sequence[Piece]
+        self, name: str, flat: FlatParam | None, number: int, param: nn.Parameter, pieces: Sequence[Piece]
     ) -> None:
         self.name, self.flat, self.number = name, flat, number
         self.pieces: tuple[Piece, ...] = ()
@@ -82,7 +83,7 @@ class ListedParameter(nn.Parameter):
     part: Part
 
     @classmethod
-    def of(cls, part: Part, flat: FlatParamLike) -> ListedParameter:
+    def of(cls, part: Part, flat: FlatParam) -> ListedParameter:
         """Of one element's memory, whatever the shape."""
         shape = part.shape
         values = torch.empty((1,) * len(shape), dtype=flat.param.dtype, device=flat.param.device).expand(
@@ -232,7 +233,7 @@ def written_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
                 yield ".".join(p for p in (plain_name(path), name) if p), param
 
 
-def place_of(param: nn.Parameter) -> tuple[FlatParamLike | None, int]:
+def place_of(param: nn.Parameter) -> tuple[FlatParam | None, int]:
     """The flat parameter that a parameter lies in, and its number there."""
     listing = shard_behind(param)
     if listing is not None:  # listed in place of one original parameter
