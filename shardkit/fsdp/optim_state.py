@@ -4,7 +4,8 @@
 rank's own that is right. torch.distributed.checkpoint would keep one rank's for all; see
 ``distributed_checkpoint.py``.
 
-[Note: full optimizer state] One dict of all ranks has an id for each original parameter. Ids count the original parameters of all flat parameters, unit by unit with the root first: fairscale's order. A full
+[Note: full optimizer state] One dict of all ranks has an id for each original parameter. Ids count the original
+parameters of all flat parameters, unit by unit with the root first: fairscale's order. A full
 dict is::
 
     {"state": {id: {...}}, "param_groups": [...], "param_id_map": {id: index in the optimizer or None},
@@ -13,9 +14,9 @@ dict is::
 What has one element for each of the parameter's is gathered and cut into the original parameters' shapes; what is one
 number for a flat parameter (the count of steps) is repeated for each original parameter.
 
-[Note: plain optimizer state] The form in which one process has it is ``optimizer.state_dict()`` of the same optimizer over the same parameters, not sharded: by index, in full
-shapes. A file of it is read and written at any world size, and without this library. It needs a shard for each
-parameter (``fully_shard``, or ``FSDP(flatten=False)``).
+[Note: plain optimizer state] The form in which one process has it is ``optimizer.state_dict()`` of the same optimizer
+over the same parameters, not sharded: by index, in full shapes. A file of it is read and written at any world size, and
+without this library. It needs a shard for each parameter (``fully_shard``, or ``FSDP(flatten=False)``).
 """
 
 from __future__ import annotations

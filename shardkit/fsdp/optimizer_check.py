@@ -9,9 +9,9 @@ original parameter that was put aside in some steps and takes part again has ano
 process. All ranks warn of that when it happens, also those that have no part of the parameter: as far as they can tell,
 which is by what they used themselves. (Not where execution is lazy: who took part is not known then.)
 
-[Note: first steps] A plain process has parameters where FSDP lists flat parameters. An optimizer notices if it was made before wrapping
-(its parameters get no gradients), if it looks at more than one element at a time, or if it was told to treat matrices
-in another way: shards have one dimension.
+[Note: first steps] A plain process has parameters where FSDP lists flat parameters. An optimizer notices if it was made
+before wrapping (its parameters get no gradients), if it looks at more than one element at a time, or if it was told to
+treat matrices in another way: shards have one dimension.
 
 [Note: cleared] Before every step one thing is looked at: a gradient that a backward has left, and that is gone now, was
 cleared by the program. If one rank alone did that, ranks' parts of a flat parameter would go apart. So a rank says what

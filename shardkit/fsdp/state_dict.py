@@ -5,9 +5,9 @@ several dimensions a run is no box, but at most two for each dimension less one 
 beginning of one (and so on within these). DCP's format knows boxes alone, and asks a tensor for its own by the methods
 of its protocol ``_Checkpointable``. What it reads is copied into the boxes, which are views of the shard.
 
-[Note: full state dicts] A full state dict is made and loaded unit by unit: a unit's parameters are full while its own entries are copied, and
-only then. The entries of modules that hold FSDP modules somewhere below come out right in the same way, for everything
-hangs on the hooks and methods that ``nn.Module`` calls for each of its children.
+[Note: full state dicts] A full state dict is made and loaded unit by unit: a unit's parameters are full while its own
+entries are copied, and only then. The entries of modules that hold FSDP modules somewhere below come out right in the
+same way, for everything hangs on the hooks and methods that ``nn.Module`` calls for each of its children.
 """
 
 from __future__ import annotations

@@ -106,7 +106,7 @@ class UnitModule(FlattenParamsWrapper):
         return made
 
 
-class StandingIn(PreparedForAccelerate, nn.Module, abc.ABC):
+class ModuleProxy(PreparedForAccelerate, nn.Module, abc.ABC):
     """Attributes, methods and items are those of the wrapped module; parameters and forward are not."""
 
     _state: ShardingState
@@ -207,7 +207,7 @@ def built_together() -> Iterator[None]:
         door._sharded()
 
 
-class Door(StandingIn, ShardedAPI):
+class Door(ModuleProxy, ShardedAPI):
     """What all wrappers share: forward through the unit, state dicts of the wrapped module, being moved and copied.
 
     Abstract: a wrapper has its own arguments, and calls :meth:`_shard` with what they mean. What wrappers of compat may
