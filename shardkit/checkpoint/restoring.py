@@ -13,8 +13,8 @@ from torch.optim import Optimizer
 
 from ..backend import Backend
 from ..errors import ConfigurationError
+from ..launching.run_folder import note_checkpoints
 from ..progress import noting_errors
-from ..running.folder import note_checkpoints
 from ..types import ProcessGroup, StateDict, Tree
 from .agreeing import agree, attempt
 from .collecting import Parts, backend_and_ranks, holder_for

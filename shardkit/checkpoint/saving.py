@@ -11,8 +11,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..errors import ConfigurationError
+from ..launching.run_folder import note_checkpoints
 from ..progress import noting_errors
-from ..running.folder import note_checkpoints
 from ..types import ProcessGroup, Tree
 from .collecting import Parts, backend_and_ranks, collect
 from .files.saving import save as save_file
