@@ -1,4 +1,4 @@
-"""Tensors where they lie in files: what is known of them without reading, and their elements, some at a time.
+"""Tensors where they lie in files, some elements at a time; and trees of them, as a checkpoint holds them.
 
 Legend: N numel of a tensor; a tensor's elements are in row-major order unless strides say otherwise.
 """
@@ -10,13 +10,15 @@ import dataclasses
 import math
 import mmap
 import zlib
-from collections.abc import Callable, Iterator, Sequence
-from typing import BinaryIO, cast
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import BinaryIO, NamedTuple, TypeAlias, cast
 
 import torch
 
-from ...errors import ConfigurationError, DamagedFileError
-from ...torch_seams.strided_views import memory_of
+from ...errors import ConfigurationError, DamagedFileError, ShardkitError
+from ...layout import Box, whole_box
+from ...torch_seams.strided_views import memory_of, narrowed
+from ...types import StateDict, Tree
 
 _LARGE = 1 << 16
 BLOCK = 1 << 22  # bytes that are held at a time beside a tensor
@@ -41,34 +43,16 @@ class Place:
     crc: int | None = None
 
 
-@dataclasses.dataclass(frozen=True)
-class Box:
-    """A part that is a box of the tensor: ``sizes`` elements from ``offsets`` on in each dimension.
+class Part(NamedTuple):
+    """A part of a tensor.
 
     Attributes:
+        box: of the tensor; so many elements as it says come before at the place.
         where: finds the place; called when it is read.
     """
 
-    offsets: Shape
-    sizes: Shape
+    box: Box
     where: Callable[[], Place]
-
-
-@dataclasses.dataclass(frozen=True)
-class Range:
-    """A part that is a range of the tensor's elements in row-major order.
-
-    Attributes:
-        start: first element of the tensor [0, N).
-        numel: how many.
-        where: finds the place of the elements that this one is taken from.
-        skip: how many of those come before.
-    """
-
-    start: int
-    numel: int
-    where: Callable[[], Place]
-    skip: int = 0
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -88,7 +72,7 @@ class StoredTensor:
     name: str
     shape: Shape
     stored_dtype: torch.dtype
-    parts: tuple[Box | Range, ...] = ()
+    parts: tuple[Part, ...] = ()
     dtype: torch.dtype = torch.float32
     identity: object = None
     value: torch.Tensor | None = None
@@ -125,20 +109,10 @@ class StoredTensor:
 
     def _read(self) -> torch.Tensor:
         self._check_complete()
-        target = _empty(self.shape, self.stored_dtype)
+        target, all_of_it = _empty(self.shape, self.stored_dtype), whole_box(self.shape)
         for part in self.parts:
             place = self._place(part)
-            with _opened(place.path) as file:
-                source = _Source(file, place, self.name)
-                if isinstance(part, Range):
-                    if place.strides is not None:
-                        raise ConfigurationError(
-                            f"{place.path}: the shard of {self.name!r} is not contiguous; save it as it is in memory"
-                        )
-                    flat = target.view(-1)[part.start : part.start + part.numel]
-                    source.fill(flat, part.skip * self.stored_dtype.itemsize)
-                else:
-                    source.fill_box(_box_of(target, part), place.strides)
+            self._fill(narrowed(target, part.box, all_of_it), place, part.box.start)
         return target
 
     def read_rows(self, start: int, stop: int) -> torch.Tensor:
@@ -150,29 +124,19 @@ class StoredTensor:
         if self.value is not None:
             return self.value[start:stop]
         self._check_complete()
-        target = _empty((stop - start, *self.shape[1:]), self.stored_dtype)
-        row = math.prod(self.shape[1:])
+        rows = Box((start, *(0,) * (len(self.shape) - 1)), (stop - start, *self.shape[1:]))
+        target = _empty(rows.sizes, self.stored_dtype)
         for part in self.parts:
-            if isinstance(part, Range):
-                low, high = max(part.start, start * row), min(part.start + part.numel, stop * row)
-                view = target.view(-1)[low - start * row : max(low, high) - start * row]
-                skip = part.skip + low - part.start
-            else:
-                low, high = max(part.offsets[0], start), min(part.offsets[0] + part.sizes[0], stop)
-                inside = Box(
-                    (low - start, *part.offsets[1:]), (max(0, high - low), *part.sizes[1:]), part.where
-                )
-                view = _box_of(target, inside) if low < high else target[:0]
-                skip = (low - part.offsets[0]) * math.prod(part.sizes[1:])
-            if low < high and view.numel() > 0:
-                self._fill_rows(part, view, skip)
+            common = part.box.meet(rows)
+            if common is not None:
+                before = (common.offsets[0] - part.box.offsets[0]) * math.prod(part.box.sizes[1:])
+                place = dataclasses.replace(self._place(part), crc=None)
+                self._fill(narrowed(target, common, rows), place, part.box.start + before)
         return target
 
-    def _fill_rows(self, part: Box | Range, view: torch.Tensor, skip: int) -> None:
-        place = self._place(part)
-        offset = place.offset + skip * self.stored_dtype.itemsize
+    def _fill(self, view: torch.Tensor, place: Place, skip: int) -> None:
         with _opened(place.path) as file:
-            _Source(file, Place(place.path, offset), self.name).fill_box(view, None)
+            _Source(file, place, self.name).fill(view, skip)
 
     def slabs(self) -> Iterator[tuple[int, int]]:
         """Ranges of rows of about a block each; all of a tensor that can't be read in rows."""
@@ -186,17 +150,17 @@ class StoredTensor:
         """The bytes of all elements in row-major order, as ``dtype``. A block is valid until the next."""
         yield from blocks_of(self.read(), self.dtype)
 
-    def _place(self, part: Box | Range) -> Place:
+    def _place(self, part: Part) -> Place:
         try:
             return part.where()
         except (ValueError, OSError) as error:
-            if isinstance(error, DamagedFileError):
+            if isinstance(error, ShardkitError):
                 raise
             raise DamagedFileError(f"tensor {self.name!r} can't be read: {error}") from error
 
     def _check_complete(self) -> None:
         """Parts could leave elements out that nobody has written."""
-        held = sum(p.numel if isinstance(p, Range) else math.prod(p.sizes) for p in self.parts)
+        held = sum(part.box.numel for part in self.parts)
         if held < self.numel:
             raise DamagedFileError(
                 f"tensor {self.name!r}: the files hold {held} of its {self.numel} elements; the files of a rank are "
@@ -247,17 +211,6 @@ def _opened(path: str) -> Iterator[BinaryIO]:
         raise DamagedFileError(f"{path} can't be read ({error.strerror or error})") from error
 
 
-def _box_of(target: torch.Tensor, part: Box) -> torch.Tensor:
-    for dim, (offset, size) in enumerate(zip(part.offsets, part.sizes, strict=True)):
-        if offset + size > target.shape[dim]:
-            raise DamagedFileError(
-                f"a part of {tuple(part.sizes)} at {tuple(part.offsets)} is outside of a tensor of "
-                f"{tuple(target.shape)}"
-            )
-        target = target.narrow(dim, offset, size)
-    return target
-
-
 def storage_order(shape: Sequence[int], strides: Sequence[int]) -> list[int] | None:
     """Dimensions in the order in which a tensor without gaps lies in memory; None: it has gaps, or overlaps."""
     order = sorted(range(len(shape)), key=lambda d: (-strides[d], d))
@@ -277,11 +230,12 @@ class _Source:
         self._file, self._place, self._name = file, place, name
         self._crc = 0
 
-    def fill_box(self, view: torch.Tensor, strides: Shape | None) -> None:
-        """Reads a whole part, and compares its checksum."""
-        self._file.seek(self._place.offset)
+    def fill(self, view: torch.Tensor, skip: int) -> None:
+        """Reads a part, from a number of elements on; compares its checksum, where it is known."""
+        self._file.seek(self._place.offset + skip * view.itemsize)
         if 0 in view.shape:
             return
+        strides = self._place.strides
         if strides is not None and storage_order(view.shape, strides) is None:
             span = 1 + sum((n - 1) * s for n, s in zip(view.shape, strides, strict=True))
             flat = _empty((span,), view.dtype)
@@ -297,11 +251,6 @@ class _Source:
                 f"{self._crc:#010x}, expected {self._place.crc:#010x}). Take another copy of the file, or an earlier "
                 "checkpoint"
             )
-
-    def fill(self, flat: torch.Tensor, skip: int) -> None:
-        """Reads elements from a number of bytes on."""
-        self._file.seek(self._place.offset + skip)
-        self._into(flat)
 
     def _in_order(self, view: torch.Tensor) -> None:
         """Fills a view in its own row-major order."""
@@ -329,3 +278,198 @@ class _Source:
             if self._place.crc is not None:
                 self._crc = zlib.crc32(memory[done : done + count], self._crc)
             done += count
+
+
+Path: TypeAlias = tuple[object, ...]
+"""Keys of dicts and indices of lists that lead to something."""
+
+# Under which programs keep the model's state dict in a file.
+_MODEL_KEYS = ("model", "state_dict", "model_state_dict", "model_state", "module", "net", "weights")
+_OPTIMIZER_KEYS = (
+    "optimizer", "optim", "optimizer_state_dict", "optimizer_state", "optimizers", "optimizer_states",
+)  # fmt: skip
+
+
+@dataclasses.dataclass
+class Checkpoint:
+    """A checkpoint that was opened. Nothing but its tables of contents was read.
+
+    Attributes:
+        path: as it was passed, or the step's folder that was chosen.
+        kind: "shardkit", "dcp", "torch", "fairscale", "xla" or "hf".
+        tree: dict of all that it holds.
+        model_path: keys that lead to the model's state dict; none: the tree is the state dict.
+        facts: what is known beside: step, world size, when it was written, ...
+        left_out: what it holds that is not in the tree, in words.
+    """
+
+    path: str
+    kind: str
+    tree: StateDict
+    model_path: Path = ()
+    facts: dict[str, object] = dataclasses.field(default_factory=dict)
+    left_out: list[str] = dataclasses.field(default_factory=list)
+
+    @property
+    def model(self) -> StateDict:
+        """The model's state dict by name."""
+        return dict(flat_items(at(self.tree, self.model_path)))
+
+    @property
+    def optimizer_path(self) -> Path | None:
+        """Keys that lead to the optimizer's state dict, where there is one; frameworks keep a list of them."""
+        for key in _OPTIMIZER_KEYS if self.model_path else ():
+            value = self.tree.get(key)
+            if isinstance(value, Mapping) and "param_groups" in value:
+                return (key,)
+            only = value[0] if isinstance(value, list) and len(value) == 1 else None
+            if isinstance(only, Mapping) and "param_groups" in only:
+                return (key, 0)
+        return None
+
+    def tensors(self) -> Iterator[tuple[str, StoredTensor]]:
+        """All tensors, under dotted names."""
+        for path, value in leaves(self.tree):
+            if isinstance(value, StoredTensor):
+                yield dotted(path), value
+
+    def values(self) -> Iterator[tuple[str, object]]:
+        """All that is no tensor."""
+        for path, value in leaves(self.tree):
+            if not isinstance(value, StoredTensor):
+                yield dotted(path), value
+
+
+def dotted(path: Path) -> str:
+    """Keys joined as torch's planner does."""
+    return ".".join(map(str, path))
+
+
+def at(tree: Tree, path: Path) -> Tree:
+    """What keys lead to."""
+    for key in path:
+        tree = tree[key]
+    return tree
+
+
+def put(tree: Tree, path: Path, value: Tree) -> None:
+    """Replaces what keys lead to."""
+    at(tree, path[:-1])[path[-1]] = value
+
+
+def holds_tensors(value: object) -> bool:
+    """Whether a container has tensors in it, at any depth."""
+    if isinstance(value, Mapping):
+        return any(holds_tensors(v) for v in value.values())
+    if isinstance(value, list | tuple):
+        return any(holds_tensors(v) for v in value)
+    return isinstance(value, StoredTensor | torch.Tensor)
+
+
+def leaves(tree: object, path: Path = (), tuples: bool = True) -> Iterator[tuple[Path, object]]:
+    """Tensors, and values without tensors in them, with their keys. A list of plain values is one value.
+
+    Args:
+        tuples: look for tensors in tuples, too; torch's planner doesn't.
+    """
+    if isinstance(tree, Mapping):
+        for key, value in tree.items():
+            yield from leaves(value, (*path, key), tuples)
+    elif (isinstance(tree, list) or (tuples and isinstance(tree, tuple))) and _is_taken_apart(tree):
+        for index, value in enumerate(tree):
+            yield from leaves(value, (*path, index), tuples)
+    else:
+        yield path, tree
+
+
+def _is_taken_apart(values: list[object] | tuple[object, ...]) -> bool:
+    return any(
+        isinstance(v, Mapping | StoredTensor) or (isinstance(v, list | tuple) and _is_taken_apart(v))
+        for v in values
+    )
+
+
+def flat_items(tree: object) -> Iterator[tuple[str, object]]:
+    """The leaves under dotted names."""
+    for path, value in leaves(tree):
+        yield dotted(path), value
+
+
+def replaced(tree: Tree, change: Callable[[Path, Tree], Tree], path: Path = ()) -> Tree:
+    """The same containers (dicts and lists are changed in place, so that they stay what they are) with other leaves."""
+    if isinstance(tree, dict):
+        for key in tree:
+            tree[key] = replaced(tree[key], change, (*path, key))
+        return tree
+    if isinstance(tree, list):
+        tree[:] = [replaced(v, change, (*path, i)) for i, v in enumerate(tree)]
+        return tree
+    if type(tree) is tuple:
+        return tuple(replaced(v, change, (*path, i)) for i, v in enumerate(tree))
+    return change(path, tree)
+
+
+def copied(tree: Tree, change: Callable[[Path, Tree], Tree], path: Path = ()) -> Tree:
+    """New containers of the same types and attributes (``_metadata`` of a state dict) with other leaves."""
+    if isinstance(tree, dict):
+        made = type(tree)()
+        made.update({key: copied(value, change, (*path, key)) for key, value in tree.items()})
+        if hasattr(tree, "__dict__"):
+            made.__dict__.update(tree.__dict__)
+        return made
+    if isinstance(tree, list):
+        return [copied(v, change, (*path, i)) for i, v in enumerate(tree)]
+    if type(tree) is tuple:
+        return tuple(copied(v, change, (*path, i)) for i, v in enumerate(tree))
+    return change(path, tree)
+
+
+def _is_state_dict(value: object) -> bool:
+    """Names and tensors, with a few other values at most (``_extra_state``)."""
+    if not isinstance(value, Mapping) or not all(isinstance(k, str) for k in value):
+        return False
+    tensors = sum(isinstance(v, StoredTensor) for v in value.values())
+    return tensors > 0 and 2 * tensors >= len(value)
+
+
+def find_model(tree: StateDict, key: str | None, where: str) -> Path:
+    """Keys that lead to the model's state dict.
+
+    Args:
+        key: what a user says it is ("a.b": below another one); None: known names are tried.
+
+    Raises:
+        ConfigurationError: there is none.
+    """
+    if key is not None:
+        found: Tree = tree
+        path = (key,) if key in tree else tuple(key.split("."))
+        for part in path:
+            if not isinstance(found, Mapping) or part not in found:
+                raise ConfigurationError(f"{where} has no {key!r}; its keys are {_names(tree)}")
+            found = found[part]
+        return path
+    for name in _MODEL_KEYS:
+        if isinstance(tree.get(name), Mapping) and holds_tensors(tree[name]):
+            return (name,)
+    if _is_state_dict(tree):
+        return ()
+    held = [k for k, v in tree.items() if _is_state_dict(v)]
+    if len(held) == 1:
+        return (held[0],)
+    raise ConfigurationError(
+        f"{where}: none of its keys is known for a model's state dict ({_names(tree)}); pass --model-key KEY"
+    )
+
+
+def without_layer(tree: StateDict) -> tuple[StateDict, str | None]:
+    """What is in the one key of a checkpoint, if the model's and the optimizer's are in there; and that key."""
+    for key, value in tree.items() if len(tree) == 1 else ():
+        if isinstance(value, dict) and any(isinstance(value.get(name), Mapping) for name in _MODEL_KEYS):
+            return value, key
+    return tree, None
+
+
+def _names(tree: Mapping[str, object]) -> str:
+    names = [str(k) for k in tree]
+    return ", ".join(names[:8]) + (f", ... ({len(names)})" if len(names) > 8 else "")
