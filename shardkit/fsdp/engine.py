@@ -56,6 +56,7 @@ import threading
 import weakref
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from operator import attrgetter
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
@@ -187,13 +188,6 @@ def _where(unit: Unit) -> str:
     return "FSDP" if group is None else f"rank {group.ranks[group.rank]}"
 
 
-class End(NamedTuple):
-    """A call of a unit ended when so many calls had begun."""
-
-    unit: Unit
-    begun: int
-
-
 class BackwardPlan(NamedTuple):
     """See the note on top.
 
@@ -215,7 +209,7 @@ class BackwardPlan(NamedTuple):
 
 def plan_backward(
     calls: Sequence[Unit],
-    ends: Sequence[End],
+    ends: Sequence[tuple[Unit, int]],
     recomputed: Sequence[int],
     units: Iterable[Unit],
     prefetch: int,
@@ -224,7 +218,7 @@ def plan_backward(
 
     Args:
         calls: units in the order in which their calls began.
-        ends: the same calls as they ended.
+        ends: the same calls as they ended, each with how many calls had begun by then.
         recomputed: for each call the number of the checkpoint that runs it again in backward, -1 for none.
         units: all units of the root, called or not.
         prefetch: how many units are gathered ahead.
@@ -233,12 +227,12 @@ def plan_backward(
     left: dict[Unit, int] = {}
     begun = len(calls)
     time = 0
-    for end in reversed(ends):
-        while begun > end.begun:
+    for ended, begun_before in reversed(ends):
+        while begun > begun_before:
             begun -= 1
             left[calls[begun]] = time = time + 1
         time += 1
-        entered.setdefault(end.unit, time)
+        entered.setdefault(ended, time)
     for unit in reversed(calls[:begun]):
         left[unit] = time = time + 1
 
@@ -352,7 +346,7 @@ class ForwardGraph:
         }
 
     @not_compiled
-    def enter_backward(self, gradient: torch.Tensor | None = None) -> None:
+    def enter_backward(self, gradient: torch.Tensor) -> None:
         """Backward reached an output of the root."""
         engine = self._engine
         if engine.state.task == NO_BACKWARD:
@@ -394,14 +388,14 @@ class Engine:
         self.thread = NO_THREAD
         self._prefetch = prefetch
         # of the forward that runs:
-        self._recording = False
+        self.recording = False
         self._calls: list[Unit] = []
-        self._ends: list[End] = []
+        self._ends: list[tuple[Unit, int]] = []
         self._around: list[object] = []
         self._replan = False
         # of the last complete training forward:
         self._order: list[Unit] = []  # calls as they began
-        self._order_of_ends: list[End] = []
+        self._order_of_ends: list[tuple[Unit, int]] = []
         self._checkpoints: list[int] = []  # of each call the checkpoint around it, by number; -1 for none
         self._plan = BackwardPlan((), (), (), (), ())
         self._frozen = FrozenUnits()
@@ -423,7 +417,7 @@ class Engine:
         self.after: list[torch.Tensor] = []
         self._last_reduced: list[torch.Tensor] = []
         for unit in self.units:
-            unit.engine = self
+            unit.engine, unit.enter_backward = self, partial(self.reach, unit)
 
     # ------------------------------------------------------------ forward
     @not_compiled
@@ -440,8 +434,8 @@ class Engine:
                 if flat.held_at != flat.version:
                     flat.drop()
             self._held = [f for f in self._held if f.held_at is not None]
-        self._recording = torch.is_grad_enabled()
-        if self._recording:
+        self.recording = torch.is_grad_enabled()
+        if self.recording:
             self._calls, self._ends, self._around = [], [], []
             is_first = not self.pending
             if is_first:
@@ -459,7 +453,7 @@ class Engine:
             self.after = tensors_in(inputs)
         self.forwards += 1
         in_backward = current_backward() != NO_BACKWARD
-        if not self._recording and not in_backward:
+        if not self.recording and not in_backward:
             unit.release()  # what an earlier forward left gathered may be old
         if self._locked:
             self._unlock(unit.needs)
@@ -467,7 +461,7 @@ class Engine:
             self._gather_again(unit)
         elif not unit.is_held:
             unit.start_gather()
-        if self._recording and not in_backward:
+        if self.recording and not in_backward:
             position = len(self._calls)
             self._calls.append(unit)
             checkpoint = surrounding_checkpoint()
@@ -488,21 +482,21 @@ class Engine:
             return
         if self.forwards == 0:
             self.thread = NO_THREAD  # now, for what follows may raise
-        if self._recording:
-            self._ends.append(End(unit, len(self._calls)))
+        if self.recording:
+            self._ends.append((unit, len(self._calls)))
             if unit.keep_after_forward:
                 return
             calls, order = self._calls, self._order
             if len(calls) == len(order) and calls[-1] is unit and order[-1] is unit:
                 return  # backward begins with it
-        unit.release(until_backward=self._recording)
+        unit.release(until_backward=self.recording)
 
     @not_compiled
     def end_forward(self) -> None:
         """The root's forward is through."""
         self.after = []
-        if self._recording:
-            self._recording = False
+        if self.recording:
+            self.recording = False
             self.state.is_due = not self.state.accumulating
             checkpoints = _numbered(self._around)
             self._around = []
@@ -544,11 +538,6 @@ class Engine:
         self._frozen.settle()
         self._frozen = FrozenUnits([] if self.is_lazy else frozen_behind_trainable(self._order))
 
-    def note_outputs(self, unit: Unit, have_graph: bool) -> None:
-        """A call of a unit has ended, in which gradients were enabled; whether its outputs lead back into it."""
-        if self._recording and (have_graph or unit.is_trainable):
-            unit.is_reached = True
-
     def watching(self, watcher: Unit | UnitCall) -> ForwardGraph:
         """What the outputs of the root's forward have to tell when backward reaches them, on behalf of ``watcher``."""
         graph = ForwardGraph(self, watcher)
@@ -561,7 +550,7 @@ class Engine:
         self.forwards -= 1
         if is_outermost:
             self.forwards = 0
-            self._recording = False
+            self.recording = False
             self.after = []
             self._around = []
             self._lock_held()
@@ -591,11 +580,13 @@ class Engine:
         self._next_gather = self._next_reduction = 0
         self._deferred = []
         for unit in self.units:
-            unit.forget_if_cleared()
+            if unit.keeps_local:
+                unit.forget_if_cleared()
 
-    def reach(self, unit: Unit, gradient: torch.Tensor | None) -> None:
+    @not_compiled
+    def reach(self, unit: Unit, gradient: torch.Tensor) -> None:
         """Backward is about to enter a unit, with a gradient of its outputs."""
-        if self.is_lazy and gradient is not None:
+        if self.is_lazy:
             self.after = [gradient, *self._last_reduced]
         if self.state.task == NO_BACKWARD:
             if self.forwards:
@@ -646,7 +637,7 @@ class Engine:
             for unit in self._plan.reductions[self._next_reduction : self._plan.due[self._passed]]:
                 self._next_reduction += 1
                 self._send(unit)
-                if unit.waiting and not unit.is_entered:
+                if unit.waiting and not unit.open_calls:
                     unit.release()
         self._gather_until(self._plan.until[self._passed])
 
@@ -672,12 +663,21 @@ class Engine:
         """All gradients of a unit are there."""
         if self._creates_graph:
             self._refuse_graph([unit])
-        if not unit.is_entered:
+        if not unit.open_calls:
             unit.release()
         if self.state.accumulating:
             unit.widen_local_gradients()
-        else:
-            self._send_ready()
+            return
+        if not self._is_planned and self._needs_one_order:
+            return
+        order, due, following = self._plan.reductions, self._plan.due, self._passed + 1
+        limit = due[following] if self._is_planned and following < len(due) else len(order)
+        while self._next_reduction < limit:
+            ready = order[self._next_reduction]
+            if ready.waiting:
+                return
+            self._next_reduction += 1
+            self._send(ready)
 
     def defer(self, unit: Unit) -> None:
         """All gradients of a unit are there, but more may be added to them while backward is inside of the unit."""
@@ -692,34 +692,18 @@ class Engine:
             else:
                 self.complete(unit)
 
-    def _send_ready(self) -> None:
-        if not self._is_planned and self._needs_one_order:
-            return
-        order, due, following = self._plan.reductions, self._plan.due, self._passed + 1
-        limit = due[following] if self._is_planned and following < len(due) else len(order)
-        while self._next_reduction < limit:
-            unit = order[self._next_reduction]
-            if unit.waiting:
-                return
-            self._next_reduction += 1
-            self._send(unit)
-
     def _send(self, unit: Unit) -> None:
         if torch.is_grad_enabled():  # backward(create_graph=True)
             with torch.no_grad():
                 self._send(unit)
             return
-        self._make_room(unit)
-        unit.send()
-        self._in_flight.append(unit)
-
-    def _make_room(self, unit: Unit) -> None:
-        """One reduction is in flight at a time; see [Note: several forwards] for more than one."""
-        while self._in_flight:
+        while self._in_flight:  # one at a time; see [Note: several forwards] for more than one
             may_wait = self._is_planned or self._needs_one_order or unit in self._in_flight
             if not may_wait and not self._in_flight[0].is_reduced():
-                return
+                break
             self._receive()
+        unit.send()
+        self._in_flight.append(unit)
 
     def _receive(self) -> None:
         unit = self._in_flight.pop(0)
@@ -808,7 +792,9 @@ class Engine:
     def _release_kept(self) -> None:
         kept, self._kept = self._kept, []
         for flat in kept:
-            flat.release()
+            flat.store.users -= 1
+            if flat.store.users <= 0:
+                flat.store.release()
 
     def _lock(self, flats: Sequence[FlatParam]) -> None:
         for flat in flats:

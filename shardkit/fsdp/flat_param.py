@@ -110,7 +110,6 @@ class FlatParam:
         self._compute_dtype = compute_dtype
         self._compute_device = compute_device
         self._compression = compression
-        self._users = 0
         self._settle(None)
         check_first_steps()
 
@@ -193,10 +192,10 @@ class FlatParam:
         return self._settle(self.store)
 
     def _settle(self, before: Store | None) -> bool:
-        self._users = 0
         self.held_at: int | None = None
         self._note_listings()
         self.store = store_for(self, before)
+        self.store.users = 0
         replaced = self._make_originals()
         self.store.attach()
         return replaced
@@ -223,32 +222,21 @@ class FlatParam:
         Args:
             after: where execution is lazy: gathers once these are computed (see ``forward.py``).
         """
-        state = self.store.state
-        if state is SUMMONED:
+        store = self.store
+        if store.state is SUMMONED:
             if current_backward() != NO_BACKWARD:
                 raise backward_when_summoned(self)
             return  # original parameters have their values
-        self._users += 1
-        if state in FULL:
+        if store.state in FULL:
+            store.users += 1
             return
         if self.shards is not None and not self.shards.are_views():
             self.collect()
             self.adopt()
-            self._users = 1
         elif self._seen != (self.param.dtype, self.param.device):
             self.adopt()
-            self._users = 1
+        self.store.users += 1
         self.store.start(after)
-
-    def release(self, until_backward: bool = False) -> None:
-        """One unit no longer needs the original parameters; the last one frees their memory.
-
-        With ``until_backward``, the post-forward mesh keeps the values, if there is one.
-        """
-        self._users -= 1
-        if self._users <= 0:
-            self._users = 0
-            self.store.release(until_backward)
 
     def hold(self) -> None:
         """Original parameters keep their values for a graph that a backward has built, until :meth:`drop`."""
@@ -258,7 +246,6 @@ class FlatParam:
 
     def drop(self) -> None:
         """Nobody needs the original parameters: frees their memory. Autograd refuses graphs that they were held for."""
-        self._users = 0
         self.store.release()
         if self.held_at is not None:
             self.held_at = None

@@ -320,7 +320,9 @@ def leave(state: ShardingState, entered: Entered, outputs: Tree) -> Tree:
     engine.after_forward(unit)
     if torch.is_grad_enabled():
         seen = engine.watching(watcher) if is_outermost else watcher
-        engine.note_outputs(unit, watch_outputs(tensors, seen.enter_backward))
+        have_graph = watch_outputs(tensors, seen.enter_backward)
+        if engine.recording and (have_graph or unit.is_trainable):  # else no backward comes to it
+            unit.is_reached = True
     if is_outermost:
         engine.end_forward()
     if engine.forwards == 0:

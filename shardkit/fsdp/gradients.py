@@ -12,7 +12,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from itertools import compress
+from itertools import compress, repeat
+from operator import attrgetter, is_not
 from typing import NamedTuple, Protocol, final
 
 import torch
@@ -26,14 +27,12 @@ from ..reduction.shard_gradients import gradient_class
 from .flat_param import FlatParam
 from .originals import Listing, as_tensors
 
+_grad_of = attrgetter("param.grad")
 
-class Reduction(NamedTuple):
-    """Gradients in flight."""
 
-    had: list[bool]  # for each original parameter, whether this rank had a gradient
-    had_all: bool  # for all trainable ones
-    result: torch.Tensor  # this rank's part: [S], [S + F], or [S + flags of this rank]
-    work: Work | None  # None where there is nothing to wait for
+# Gradients in flight: for each original parameter, whether this rank had a gradient; whether it had those of all
+# trainable ones; this rank's part, [S], [S + F], or [S + flags of this rank]; and what to wait for, if anything.
+Reduction = tuple[list[bool], bool, torch.Tensor, Work | None]
 
 
 class Replicas(Protocol):
@@ -108,7 +107,7 @@ class GradientPack(ABC):
             kept: those of earlier backwards that are kept elsewhere, by number of the original parameter.
         """
         with as_tensors():
-            gradients = [m.param.grad for m in self._flat.originals]
+            gradients = list(map(_grad_of, self._flat.originals))
             for m in self._flat.originals:
                 m.param.grad = None
         for number, earlier in kept.items():
@@ -125,16 +124,16 @@ class GradientPack(ABC):
         if self._before != 1.0:
             packed.mul_(1.0 / self._before)
         if self._group.world_size == 1:  # it is for replicas
-            return Reduction(had, had_all, result.copy_(packed), DONE)
+            return had, had_all, result.copy_(packed), DONE
         work = self._group.reduce_scatter_into(
             result, packed, op=self._op, async_op=True, label=f"gradients of {self._flat.label}"
         )
-        return Reduction(had, had_all, result, work)
+        return had, had_all, result, work
 
     # ------------------------------------------------------------ receiving
     def is_done(self) -> bool:
         """Whether :meth:`receive` would not wait."""
-        return self._in_flight is None or self._in_flight.work is None or self._in_flight.work.is_done()
+        return self._in_flight is None or (work := self._in_flight[3]) is None or work.is_done()
 
     def receive(self, replicas: Replicas | None) -> None:
         """Waits for the reduction, and adds the result to the shard's gradient.
@@ -161,8 +160,8 @@ class GradientPack(ABC):
     def forget(self) -> None:
         """Waits for the reduction of a backward that died, and forgets the result."""
         reduction, self._in_flight = self._in_flight, None
-        if reduction is not None and reduction.work is not None:
-            reduction.work.wait()
+        if reduction is not None and (work := reduction[3]) is not None:
+            work.wait()
             self._arrived()
 
     @abstractmethod
@@ -175,7 +174,7 @@ class GradientPack(ABC):
         if not had_all:
             had = self._anywhere(had, result)
         if flat.shards is not None:
-            flat.shards.hand_over(self._fitting(self._own(result)), had, self._gradient_class)
+            flat.shards.hand_over(self._own(result), had, self._gradient_class)
             return False
         flat.unused.note(had, flat.param.grad is None)
         if True not in map(had.__getitem__, here):
@@ -188,9 +187,12 @@ class GradientPack(ABC):
         return had
 
     def _own(self, result: torch.Tensor) -> torch.Tensor:
-        """The shard's gradient [S] in what came."""
-        size = self._size
-        return result if result.numel() == size else result[:size]
+        """The shard's gradient [S] in what came, in the shard's dtype and on its device."""
+        param, size = self._flat.param, self._size
+        gradient = result if result.numel() == size else result[:size]
+        if gradient.dtype != param.dtype or gradient.device != param.device:
+            gradient = gradient.to(device=param.device, dtype=param.dtype)
+        return gradient
 
     def forget_errors(self) -> None:
         """What compression has left out so far is not added to anything."""
@@ -218,17 +220,9 @@ class GradientPack(ABC):
                 result, op=ReduceOp.AVG if is_mean else ReduceOp.SUM, label=f"gradients of {self._flat.label}"
             ).wait()
 
-    def _fitting(self, gradient: torch.Tensor) -> torch.Tensor:
-        """In the shard's dtype and on its device."""
-        param = self._flat.param
-        if gradient.dtype != param.dtype or gradient.device != param.device:
-            gradient = gradient.to(device=param.device, dtype=param.dtype)
-        return gradient
-
     def _hand_over(self, gradient: torch.Tensor) -> None:
         """Adds to the shard's gradient, as autograd would: through hooks, which autograd never calls for it."""
         param = self._flat.param
-        gradient = self._fitting(gradient)
         if gradient.shape != param.shape:
             gradient = gradient.view(param.shape)
         for hook in (param._backward_hooks or {}).values():
@@ -254,7 +248,7 @@ class StoredPack(GradientPack):
         self._group.backend.release_storage(self._packed)
 
     def _reduce(self, gradients: list[torch.Tensor | None]) -> Reduction:
-        had = [g is not None for g in gradients]
+        had = list(map(is_not, gradients, repeat(None)))
         self._group.backend.take_storage(self._packed)
         had_all = False not in compress(had, self.trainable)
         self._pack.write(gradients, None if had_all else had)
@@ -283,7 +277,7 @@ class CompressedPack(StoredPack):
         label = f"gradients of {self._flat.label}"
         result, work = self._exchange.start(packed, label, complete=had_all)
         self._group.backend.release_storage(packed)
-        return Reduction(had, had_all, result, work)
+        return had, had_all, result, work
 
     def _arrived(self) -> None:
         """It was given back."""
@@ -305,7 +299,7 @@ class LazyPack(GradientPack):
         self._pack = JoinedPack(self._form, self._flat.layout.numels)
 
     def _reduce(self, gradients: list[torch.Tensor | None]) -> Reduction | None:
-        had = [g is not None for g in gradients]
+        had = list(map(is_not, gradients, repeat(None)))
         if True not in had:  # on no rank, or they are out of step
             return None
         had_all = False not in compress(had, self.trainable)
@@ -344,9 +338,9 @@ class WholePack(GradientPack):
         self.part_numel = sum(self._form.first_flag)  # no flags are sent
 
     def _reduce(self, gradients: list[torch.Tensor | None]) -> Reduction:
-        had = [g is not None for g in gradients]
+        had = list(map(is_not, gradients, repeat(None)))
         had_all = False not in compress(had, self.trainable)
-        return Reduction(had, had_all, self._pack.join(gradients, None, self._like), None)
+        return had, had_all, self._pack.join(gradients, None, self._like), None
 
     def _arrived(self) -> None:
         """Nothing was sent."""

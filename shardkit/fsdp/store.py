@@ -37,13 +37,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from enum import Enum
 from operator import attrgetter
-from typing import TYPE_CHECKING, NamedTuple, final
+from typing import TYPE_CHECKING, final
 
 import torch
 from torch import nn
 from torch.utils.weak import TensorWeakRef
 
-from ..backend import Work
+from ..backend import DONE, Work
 from ..compression import CompressedGather
 from ..layout import ShardLayout
 from ..torch_seams.hooks import NO_BACKWARD, current_backward
@@ -91,13 +91,6 @@ TRANSITIONS: dict[State, tuple[State, ...]] = {
 _version_of = attrgetter("param._version")
 
 
-class Gather(NamedTuple):
-    """An all-gather in flight."""
-
-    work: Work
-    output: torch.Tensor  # [W * S]
-
-
 def is_whole(flat: FlatParam) -> bool:
     """Whether this rank's shard has all values, as they are computed with."""
     p = flat.param
@@ -110,7 +103,8 @@ class Store(ABC):
     Attributes:
         state: see :class:`State`.
         memory: identifies what original parameters are views of, where that is given back after use; else 0.
-        in_flight: the gathering that nobody has waited for.
+        in_flight: the gathering that nobody has waited for, and what it fills, [W * S].
+        users: how many units need the values now.
         keeps_shapes: original parameters have their shapes while they have no values.
         is_whole: this rank's shard has all values, as they are computed with.
         summoned: all values in full precision, [W * S], while they are what original parameters are views of.
@@ -131,7 +125,8 @@ class Store(ABC):
         self.state: State = RELEASED
         self.memory = 0
         self.summoned: torch.Tensor | None = None
-        self.in_flight: Gather | None = None
+        self.in_flight: tuple[Work, torch.Tensor] | None = None
+        self.users = 0
 
     def _gather(
         self, full: torch.Tensor, shard: torch.Tensor, *, async_op: bool = False, label: str = ""
@@ -159,14 +154,9 @@ class Store(ABC):
     def start(self, after: Sequence[torch.Tensor] = ()) -> None:
         """From released or kept to gathering (collective), or to gathered where there is nothing to wait for."""
 
+    @abstractmethod
     def finish(self) -> None:
         """From gathering to gathered."""
-        gather, self.in_flight = self.in_flight, None
-        if gather is not None:  # else it has failed, and there are no values
-            with self._flat.ranges.gather_wait():
-                gather.work.wait()
-            self.state = GATHERED
-            self._arrive(gather.output)
 
     def lock(self) -> None:
         """From gathered to locked."""
@@ -179,25 +169,13 @@ class Store(ABC):
         self.state = GATHERED
         self._reveal()
 
+    @abstractmethod
     def release(self, until_backward: bool = False) -> None:
         """To released, from wherever values are in use; to kept, with ``until_backward``, if there is a mesh for it."""
-        if self.state not in FULL:
-            return
-        if self.state is GATHERING:
-            self.finish()  # its memory is in use until it is through
-        self.state = self._free(until_backward and self.state is not GATHERING)
 
     def forget_kept(self) -> None:
         """From kept to released: the shards may have changed."""
         self.state = RELEASED
-
-    @abstractmethod
-    def _arrive(self, values: torch.Tensor) -> None:
-        """These have been gathered, [W * S]: original parameters have their values."""
-
-    @abstractmethod
-    def _free(self, keep: bool) -> State:
-        """Nobody needs the values here; with ``keep``, a mesh may keep them. Returns the state that it is then."""
 
     # ------------------------------------------------------------ what original parameters see
     def show(self, values: torch.Tensor) -> None:
@@ -371,7 +349,8 @@ class Stored(Store):
         self._backend.take_storage(self._full)
         self._reveal()
         self.show(self._full)
-        self.state = self._free(False)
+        self.state = GATHERED
+        self.release()
 
     def start(self, after: Sequence[torch.Tensor] = ()) -> None:
         flat, full, kept = self._flat, self._full, self._kept
@@ -381,7 +360,7 @@ class Stored(Store):
             self._backend.take_storage(full)
             mesh = self._mesh.channel("parameters")
             work = mesh.all_gather_into(full, kept, async_op=True, label=flat.label)
-            self.in_flight = Gather(work, full)
+            self.in_flight = work, full
             return
         own = self._own
         if self._unpacking is not None:
@@ -395,14 +374,19 @@ class Stored(Store):
         else:
             own.copy_(flat.param.data.view(-1))  # casts, and comes from the host
             if self._group.world_size == 1:
-                self.state = GATHERED
-                self._arrive(full)
-                return
-            gather = self._channel.all_gather_into if flat.hears is None else self._gather  # a call less
-            work = gather(full, own, async_op=True, label=flat.label)
-        self.in_flight = Gather(work, full)
+                work = DONE
+            else:
+                gather = self._channel.all_gather_into if flat.hears is None else self._gather  # a call less
+                work = gather(full, own, async_op=True, label=flat.label)
+        self.in_flight = work, full
 
-    def _arrive(self, values: torch.Tensor) -> None:
+    def finish(self) -> None:
+        if self.in_flight is None:
+            return  # it has failed, and there are no values
+        (work, values), self.in_flight = self.in_flight, None
+        with self._flat.ranges.gather_wait():
+            work.wait()
+        self.state = GATHERED
         if self._unpacking is not None and values is not self._full:
             self._backend.take_storage(self._full)
             with torch.no_grad():
@@ -420,8 +404,13 @@ class Stored(Store):
         super().unlock()
         self._kept_views.reveal()
 
-    def _free(self, keep: bool) -> State:
-        if keep and self._mesh is not None:
+    def release(self, until_backward: bool = False) -> None:
+        self.users = 0
+        if self.state not in FULL:
+            return
+        if self.state is GATHERING:
+            self.finish()  # its memory is in use until it is through
+        if until_backward and self._mesh is not None and self.state is not GATHERING:
             self._kept = own_part(self._full, self._mesh).clone()
         if not self._full.untyped_storage().resizable():  # numpy or the like has a view, and keeps the memory
             self._look_at(torch.empty_like(self._full))
@@ -429,7 +418,7 @@ class Stored(Store):
         self._kept_views.conceal(self._flat.modules)
         self._conceal()
         self._backend.release_storage(self._full)
-        return RELEASED if self._kept is None else KEPT
+        self.state = RELEASED if self._kept is None else KEPT
 
     def forget_kept(self) -> None:
         self._kept = None
@@ -458,7 +447,7 @@ class Lazy(Store):
 
     def attach(self) -> None:
         self._reveal()
-        self._free(False)
+        self._empty()
 
     def start(self, after: Sequence[torch.Tensor] = ()) -> None:
         """Asks for values, once ``after`` is computed: :func:`gather_together` issues it, or :meth:`finish`."""
@@ -467,21 +456,31 @@ class Lazy(Store):
 
     def finish(self) -> None:
         gather_together([self])
-        super().finish()
-
-    def _arrive(self, values: torch.Tensor) -> None:
+        if self.in_flight is None:
+            return  # it has failed, and there are no values
+        (work, values), self.in_flight = self.in_flight, None
+        with self._flat.ranges.gather_wait():
+            work.wait()
+        self.state = GATHERED
         self._full = values
         self._reveal()
         self.show(values)
 
-    def _free(self, keep: bool) -> State:
+    def release(self, until_backward: bool = False) -> None:
+        self.users = 0
+        if self.state is GATHERING:
+            self.finish()
+        if self.state in FULL:
+            self._empty()
+            self.state = RELEASED
+
+    def _empty(self) -> None:
         self._full = None
         self._conceal()
         for original in self._originals:
             original.param.__class__ = original.kind  # a released one can't be changed
             original.param.data = self._nothing
             original.param.__class__ = ReleasedParameter
-        return RELEASED
 
 
 def gather_together(stores: Sequence[Store]) -> None:
@@ -513,7 +512,7 @@ def _gather(stores: Sequence[Lazy]) -> None:
         parts = [part.reshape(-1) for part in full.view(world_size, -1).split(sizes, dim=1)]
     for store, part in zip(stores, parts, strict=True):
         store._after = None
-        store.in_flight = Gather(work, part)  # [W * S]
+        store.in_flight = work, part
 
 
 @final
@@ -548,12 +547,14 @@ class Whole(Store):
         for original in self._originals:
             original.param.__class__ = ViewOfShard
 
-    def _arrive(self, values: torch.Tensor) -> None:
-        """Nothing is gathered."""
+    def finish(self) -> None:
+        """There was nothing to wait for."""
 
-    def _free(self, keep: bool) -> State:
-        self._conceal()
-        return RELEASED
+    def release(self, until_backward: bool = False) -> None:
+        self.users = 0
+        if self.state in FULL:
+            self._conceal()
+            self.state = RELEASED
 
 
 @final
@@ -579,11 +580,13 @@ class Deferred(Store):
     def lock(self) -> None:
         """There is nothing that could be read or written."""
 
-    def _arrive(self, values: torch.Tensor) -> None:
-        """Nothing is gathered."""
+    def finish(self) -> None:
+        """There was nothing to wait for."""
 
-    def _free(self, keep: bool) -> State:
-        return RELEASED
+    def release(self, until_backward: bool = False) -> None:
+        self.users = 0
+        if self.state in FULL:
+            self.state = RELEASED
 
 
 def store_for(flat: FlatParam, before: Store | None) -> Store:

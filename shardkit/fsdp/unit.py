@@ -169,6 +169,7 @@ class Unit:
         keeps_between: a mesh of ranks keeps its values from forward to backward.
         keep_after_forward: stays gathered between forward and backward.
         engine: runs the unit; the root's.
+        enter_backward: called where backward reaches an output of the module, with the gradient.
         is_held: gathered on behalf of this unit.
         reduced: its gradients were sent in this backward.
         position: place in the order of backward; -1 where it has none.
@@ -176,6 +177,8 @@ class Unit:
         goes_backward: it may on some rank: the unit is gathered for backward.
         is_undecided: ranks have not heard from each other whether it is gathered for backward.
         has_frozen: some of what it needs is not trainable.
+        open_calls: with frozen parameters, that backward is inside of: it needs these.
+        keeps_local: there may be gradients that ``no_sync`` keeps.
         task: the backward that has reached its outputs last.
         backwards: of a root's unit, how many have gone through it.
     """
@@ -198,6 +201,7 @@ class Unit:
         self.divisors = divisors
         self.replicas = replicas
         self.engine: Engine | None = None
+        self.enter_backward: Callable[[torch.Tensor], None]
         self.is_held = False
         self.reduced = False
         self.position = -1
@@ -214,12 +218,12 @@ class Unit:
         self._packs: list[GradientPack] = []
         self._replicas: list[Replicas | None] = []  # of each
         self._local: list[list[LocalGradients]] = []  # of each, as soon as there are any
-        self._keeps_local = False
+        self.keeps_local = False
         self._trained = [[listing.param.requires_grad for listing in f.listings] for f in self.flats]
         self.is_reached = True
         self.goes_backward = True
         self.is_undecided = False
-        self._open_calls = 0
+        self.open_calls = 0
         self.backwards = 0
         self.attach()
 
@@ -320,7 +324,10 @@ class Unit:
             self.is_held = False
             with self.ranges.reshard():
                 for flat in self.needs:
-                    flat.release(until_backward)
+                    store = flat.store
+                    store.users -= 1
+                    if store.users <= 0:
+                        store.release(until_backward)
             for flat in self.needs:
                 if flat.written:
                     raise written_original(flat)
@@ -348,25 +355,14 @@ class Unit:
         for flat in self.flats:
             flat.ranges, flat.path = self.ranges, name
 
-    @not_compiled
-    def enter_backward(self, gradient: torch.Tensor | None = None) -> None:
-        """Backward reached an output of the module."""
-        if self.engine is not None:
-            self.engine.reach(self, gradient)
-
-    @property
-    def is_entered(self) -> bool:
-        """Whether backward is inside of a call whose frozen parameters it needs."""
-        return self._open_calls > 0
-
     def open_call(self) -> None:
         """Backward is inside of one call of the module."""
-        self._open_calls += 1
+        self.open_calls += 1
 
     def close_call(self) -> None:
         """Backward left it."""
-        self._open_calls -= 1
-        if self._open_calls == 0 and (self.waiting == 0 or self.reduced) and self.engine is not None:
+        self.open_calls -= 1
+        if self.open_calls == 0 and (self.waiting == 0 or self.reduced) and self.engine is not None:
             self.engine.leave(self)
 
     @property
@@ -391,10 +387,10 @@ class Unit:
             for k, pack in enumerate(self._packs):
                 if any(pack.trainable):
                     kept: dict[int, torch.Tensor] = {}
-                    for one in self._local[k] if self._keeps_local else ():
+                    for one in self._local[k] if self.keeps_local else ():
                         kept.update(one.take())
                     pack.send(kept)
-        self._keeps_local = False
+        self.keeps_local = False
 
     def is_reduced(self) -> bool:
         """Whether :meth:`receive` would not wait."""
@@ -431,20 +427,20 @@ class Unit:
                 one.widen(pack.dtype)
 
     def _local_gradients(self) -> Iterable[tuple[list[LocalGradients], GradientPack]]:
-        self._keeps_local = True
+        self.keeps_local = True
         if not self._local:
             self._local = [[LocalGradients(listing) for listing in f.listings] for f in self.flats]
         return zip(self._local, self._packs, strict=True)
 
     def forget_if_cleared(self) -> None:
         """Before a backward adds to what ``no_sync`` keeps: discards what was cleared meanwhile."""
-        for local in self._local if self._keeps_local else ():
+        for local in self._local if self.keeps_local else ():
             for one in local:
                 one.forget_if_cleared()
 
     def has_local_gradients(self) -> bool:
         """Whether original parameters hold gradients of this rank that were not reduced."""
-        if self._keeps_local:
+        if self.keeps_local:
             return any(one.are_there() for local in self._local for one in local)
         with as_tensors():
             for flat in self.flats:
@@ -458,7 +454,7 @@ class Unit:
         for local in self._local:
             for one in local:
                 one.drop()
-        self._keeps_local = False
+        self.keeps_local = False
         with as_tensors():
             for flat in self.flats:
                 for m in flat.originals:
@@ -472,7 +468,7 @@ class Unit:
             self.forget_between()
         self.reduced = False
         self.task = NO_BACKWARD
-        self._open_calls = 0
+        self.open_calls = 0
         count = len(self._fired)
         self._fired[:] = [False] * count
         self.waiting = count
@@ -502,7 +498,7 @@ class UnitCall:
         return call
 
     @not_compiled
-    def enter_backward(self, gradient: torch.Tensor | None = None) -> None:
+    def enter_backward(self, gradient: torch.Tensor) -> None:
         """Backward reached an output of the call."""
         task = current_backward()
         if task != self._task:  # there may be several backwards through one call

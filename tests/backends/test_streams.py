@@ -11,12 +11,12 @@ from torch import nn
 
 import shardkit
 from shardkit import FSDP, OSS, ReducePolicy, ShardedDDP
-from shardkit.backend import get_backend
+from shardkit.backend import DONE, get_backend
 from shardkit.backends.streams import StreamsBackend, StreamsGroup, current_device
 from shardkit.backends.streams.device import Device
 from shardkit.errors import OutOfStepError, RaceError, RankFailedError
 from shardkit.fsdp.gradients import GradientPack, StoredPack
-from shardkit.fsdp.store import GATHERED, Store, Stored
+from shardkit.fsdp.store import Stored
 from shardkit.oss.placement import FlatParameters
 from shardkit.sharded_ddp.reducer import Reducer
 
@@ -221,11 +221,10 @@ def test_training(
         assert device.host_waits["_local_scalar_dense"] == 3  # the losses
 
 
-def _gather_without_wait(self: Store) -> None:
-    gather, self.in_flight = self.in_flight, None
-    if gather is not None:
-        self.state = GATHERED
-        self._arrive(gather.output)
+def _gather_without_wait(self: Stored) -> None:
+    if self.in_flight is not None:
+        self.in_flight = DONE, self.in_flight[1]
+    _finish(self)
 
 
 def _released_in_flight(self: Stored, after: Any = ()) -> None:
@@ -269,10 +268,10 @@ def _publish_without_wait(self: FlatParameters, wire_dtype: Any) -> None:
     _publish(self, wire_dtype)
 
 
-_start, _reduce, _receive = Stored.start, StoredPack._reduce, GradientPack.receive
+_start, _finish, _reduce, _receive = Stored.start, Stored.finish, StoredPack._reduce, GradientPack.receive
 _send, _receive_bucket, _publish = Reducer._send, Reducer._receive, FlatParameters.publish
 FAULTS: list[tuple[type, str, Callable[..., Any], Callable[[int], list[float]]]] = [
-    (Store, "finish", _gather_without_wait, fsdp),
+    (Stored, "finish", _gather_without_wait, fsdp),
     (Stored, "start", _released_in_flight, fsdp),
     (StoredPack, "_reduce", _packed_memory_given_back, fsdp),
     (GradientPack, "receive", _reduction_without_wait, fsdp),

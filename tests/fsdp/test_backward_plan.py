@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardkit.fsdp.engine import BackwardPlan, End, plan_backward
+from shardkit.fsdp.engine import BackwardPlan, plan_backward
 
 
 @dataclass(eq=False)
@@ -46,7 +46,7 @@ class Forward:
             self.events.append(("begin", units[index]))
             self._run(units, inner)
             self.events.append(("end", units[index]))
-            self.ends.append(End(units[index], len(self.calls)))  # type: ignore[arg-type]
+            self.ends.append((units[index], len(self.calls)))
 
     def plan(self, units: list[Any], prefetch: int = 1, recomputed: list[int] | None = None) -> BackwardPlan:
         return plan_backward(self.calls, self.ends, recomputed or [-1] * len(self.calls), units, prefetch)
