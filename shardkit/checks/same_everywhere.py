@@ -36,11 +36,15 @@ def check_same_everywhere(group: Group, facts: Facts, what: str, aside: Tree = N
     if group.world_size == 1:
         return [aside]
     # as one text: ranks mostly tell the same, and then nobody takes it apart
-    mine = json.dumps([(name, str(value)) for name, value in facts])
+    mine = json.dumps([(name, _shown(value)) for name, value in facts])
     told = all_gather_facts(group.channel("control"), (mine, aside), label=f"check of {what}")
     if any(theirs != mine for theirs, _ in told):
         _refuse_differences(group, [json.loads(theirs) for theirs, _ in told], what)
     return [beside for _, beside in told]
+
+
+def _shown(value: object) -> str:
+    return f"({', '.join(map(str, value))})" if isinstance(value, tuple) else str(value)
 
 
 def _refuse_differences(group: Group, everybody: list[Tree], what: str) -> None:
@@ -68,7 +72,7 @@ def _refuse_differences(group: Group, everybody: list[Tree], what: str) -> None:
 
 def shape_fact(tensor: torch.Tensor) -> object:
     """A shape as a fact for :func:`check_same_everywhere`; lazy modules have none before their first forward."""
-    return "no shape yet" if is_lazy(tensor) else tuple(tensor.shape)
+    return "no shape yet" if is_lazy(tensor) else list(tensor.shape)
 
 
 def refuse_lazy(facts: Facts, what: str) -> None:
