@@ -26,8 +26,8 @@ from shardkit import (
     fully_shard,
 )
 from shardkit.backend import Group
+from shardkit.checkpoint import entries
 from shardkit.errors import DamagedFileError, LifecycleError, UntrustedFileError
-from shardkit.training_checkpoints import entries
 from tests.file_mutations import peak_of
 from tests.fsdp_models import WIDTH, Tied, Transposed, Unused
 from tests.pools import rank_pool

@@ -19,6 +19,10 @@ import torch
 from torch import nn
 
 import shardkit
+from shardkit.checkpoint import background, data_file, saves
+from shardkit.checkpoint.format import folders
+from shardkit.checkpoint.format.manifest import read_manifest
+from shardkit.checkpoint.format.verifying import verify
 from shardkit.errors import (
     CheckpointError,
     ConfigurationError,
@@ -26,9 +30,6 @@ from shardkit.errors import (
     FileNotWrittenError,
     RankMismatchError,
 )
-from shardkit.training_checkpoints import background, data_file, folders, saves
-from shardkit.training_checkpoints.manifest import read_manifest
-from shardkit.training_checkpoints.verifying import verify
 from tests.pools import rank_pool
 
 ROOT = Path(__file__).parents[2]
@@ -38,7 +39,7 @@ KILLED = """
 import os, sys
 import torch, shardkit
 from shardkit.backend import get_backend
-from shardkit.training_checkpoints.verifying import verify
+from shardkit.checkpoint.format.verifying import verify
 folder, background = sys.argv[1], sys.argv[2] == "True"
 
 def train(rank, first, last):
@@ -253,7 +254,7 @@ def test_training_goes_on_while_it_is_written(tmp_path: Path, monkeypatch: pytes
 def test_the_end_of_the_program_waits(tmp_path: Path) -> None:
     code = """
     import sys, time, torch, shardkit
-    from shardkit.training_checkpoints import saves
+    from shardkit.checkpoint import saves
     real = saves.write_parts
     def slow(*arguments):
         time.sleep(0.5)
@@ -293,7 +294,7 @@ def test_a_rank_that_is_gone_is_not_waited_for_for_ever(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(background, "PATIENCE", 0.2)
-    from shardkit.training_checkpoints.leaves import Ranks
+    from shardkit.checkpoint.leaves import Ranks
 
     folder = folders.begin(str(tmp_path), 1)
     work = background.Background(folder, str(tmp_path / "step-00000001"), Ranks(None, 0, (0, 1)), "saving")
