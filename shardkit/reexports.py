@@ -325,7 +325,7 @@ REEXPORTED: dict[str, dict[str, str]] = {
         "internal.params": "calc_grad_norm",
     },
     "optim.utils": {"internal.params": "Workhandle, calc_grad_norm, get_global_rank"},
-    "training_checkpoints.handles": {"checkpoint.handles": "Handle"},
+    "training_checkpoints.handles": {"checkpoint.background": "Handle"},
     "training_checkpoints.rank_states": {"checkpoint.rank_states": "TakesRankStates"},
     "utils.containers": {
         "extra.containers": "apply_to_tensors, apply_to_type, from_np, pack_kwargs, split_non_tensors, to_np, "

@@ -1,4 +1,4 @@
-"""How ranks that write in the background tell each other: by files in the folder that all of them see."""
+"""Writes checkpoints in the background; ranks tell each other by files in the folder that all of them see."""
 
 from __future__ import annotations
 
@@ -15,6 +15,84 @@ from .agreeing import described, raised
 from .data_file import index_of, name_of
 from .format.folders import last_change
 from .leaves import Ranks
+
+# By rank: ranks may be threads of one process. What is written in the background is waited for by the next save.
+_running: dict[int, Handle] = {}
+
+
+class Handle:
+    """A checkpoint that is being written, or has been.
+
+    Attributes:
+        path: of its folder, once it is complete.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self._thread: threading.Thread | None = None
+        self._error: Exception | None = None
+
+    def __repr__(self) -> str:
+        how = "failed" if self.done and self._error else "complete" if self.done else "being written"
+        return f"Handle({self.path!r}, {how})"
+
+    @property
+    def done(self) -> bool:
+        """Whether :meth:`wait` would return, or raise, at once."""
+        return self._thread is None or not self._thread.is_alive()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Waits until the checkpoint is complete on the disk, with the files of all ranks.
+
+        Args:
+            timeout: in seconds.
+
+        Returns:
+            Whether it is; else the time is over.
+
+        Raises:
+            ShardkitError: it could not be written on some rank; raised on all ranks that wait, and by the next save.
+        """
+        if self._thread is not None:
+            self._thread.join(timeout)
+            if self._thread.is_alive():
+                return False
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+        return True
+
+    def start(self, rank: int, work: Callable[[], None]) -> None:
+        """Begins, in a thread that the end of the program waits for."""
+
+        def run() -> None:
+            try:
+                work()
+            except Exception as error:  # noqa: BLE001 - raised where the training waits
+                self._error = error
+
+        self._thread = threading.Thread(target=run, name="shardkit checkpoint")
+        _running[rank] = self
+        self._thread.start()
+
+
+def wait_for_earlier(rank: int) -> None:
+    """Waits for this rank's earlier save; what went wrong is told to the next one."""
+    handle = _running.get(rank)
+    if handle is not None and handle._thread is not None:
+        handle._thread.join()
+
+
+def join_earlier(rank: int) -> None:
+    """Waits for this rank's earlier save.
+
+    Raises:
+        ShardkitError: it failed, and nobody was told yet.
+    """
+    handle = _running.pop(rank, None)
+    if handle is not None:
+        handle.wait()
+
 
 PATIENCE = 600.0  # seconds without a byte from any rank, until a save is given up
 AT_THE_END = 30.0  # the same once the program has ended: another rank may have been killed

@@ -23,8 +23,7 @@ from torch.distributed.checkpoint.metadata import (
 from ..errors import ShardkitError
 from .data_file import Index, Written, index_of, name_of, read_index
 from .files.writing import write_atomically
-from .format.hashing import hash_of
-from .format.manifest import Item, Manifest, StoredFile, write_manifest
+from .format.manifest import Item, Manifest, StoredFile, hash_of, write_manifest
 from .format.metadata import METADATA
 
 

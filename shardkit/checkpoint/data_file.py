@@ -15,8 +15,8 @@ from typing import BinaryIO, NamedTuple, cast
 import torch
 
 from ..fsdp.pieces import Box
-from .entries import Part
-from .format.hashing import Hasher, hash_of, new_hasher
+from .collecting import Part
+from .format.manifest import Hasher, hash_of, new_hasher
 from .leaves import Leaf
 
 PREFIX, ENDING = "__", "_0.distcp"

@@ -100,9 +100,9 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _ls(options: argparse.Namespace) -> int:
-    from shardkit.checkpoint.tools import listing, reporting
+    from shardkit.checkpoint.tools import reporting
 
-    rows = listing.steps(options.path)
+    rows = reporting.steps(options.path)
     if options.json:
         _print_json(rows)
     else:
@@ -111,9 +111,9 @@ def _ls(options: argparse.Namespace) -> int:
 
 
 def _show(options: argparse.Namespace) -> int:
-    from shardkit.checkpoint.tools import listing, open_checkpoint, reporting
+    from shardkit.checkpoint.tools import open_checkpoint, reporting
 
-    found = listing.contents(
+    found = reporting.contents(
         open_checkpoint(options.path, model_key=options.model_key, trust_pickle=options.trust_pickle)
     )
     if options.json:

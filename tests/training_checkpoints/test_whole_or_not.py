@@ -19,10 +19,9 @@ import torch
 from torch import nn
 
 import shardkit
-from shardkit.checkpoint import background, data_file, saves
+from shardkit.checkpoint import background, data_file, saving
 from shardkit.checkpoint.format import folders
-from shardkit.checkpoint.format.manifest import read_manifest
-from shardkit.checkpoint.format.verifying import verify
+from shardkit.checkpoint.format.manifest import read_manifest, verify
 from shardkit.errors import (
     CheckpointError,
     ConfigurationError,
@@ -39,7 +38,7 @@ KILLED = """
 import os, sys
 import torch, shardkit
 from shardkit.backend import get_backend
-from shardkit.checkpoint.format.verifying import verify
+from shardkit.checkpoint.format.manifest import verify
 folder, background = sys.argv[1], sys.argv[2] == "True"
 
 def train(rank, first, last):
@@ -225,7 +224,7 @@ def test_training_goes_on_while_it_is_written(tmp_path: Path, monkeypatch: pytes
         assert go_on.wait(30)
         real(*args)
 
-    monkeypatch.setattr(saves, "write_parts", slow)
+    monkeypatch.setattr(saving, "write_parts", slow)
     model = _model(1.0)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9)
     model(torch.ones(4)).sum().backward()
@@ -254,12 +253,13 @@ def test_training_goes_on_while_it_is_written(tmp_path: Path, monkeypatch: pytes
 def test_the_end_of_the_program_waits(tmp_path: Path) -> None:
     code = """
     import sys, time, torch, shardkit
-    from shardkit.checkpoint import saves
-    real = saves.write_parts
+    from shardkit.checkpoint import saving
+
+    real = saving.write_parts
     def slow(*arguments):
         time.sleep(0.5)
         real(*arguments)
-    saves.write_parts = slow
+    saving.write_parts = slow
     shardkit.save(sys.argv[1], model=torch.nn.Linear(2, 2), step=1, async_=True)
     assert shardkit.latest(sys.argv[1]) is None
     """
@@ -281,7 +281,7 @@ def test_models_that_differ(tmp_path: Path) -> None:
 
 
 def test_the_next_save_raises_what_went_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(saves, "write_parts", _full)
+    monkeypatch.setattr(saving, "write_parts", _full)
     shardkit.save(tmp_path, model=_model(), step=1, async_=True)
     with pytest.raises(FileNotWrittenError, match="the save before failed"):
         shardkit.save(tmp_path, model=_model(), step=2)

@@ -1,25 +1,72 @@
-"""``shardkit.json``: what a checkpoint's folder has to hold, file by file and item by item.
+"""``shardkit.json``: what a checkpoint's folder has to hold, with checksums, file by file and item by item.
 
 A folder that has one was complete when it was written. The file has a checksum of its own, so that not a byte of a
-checkpoint is trusted unseen.
+checkpoint is trusted unseen. Checksums are xxhash's where it is installed, else those of Python's own library.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import datetime
+import hashlib
+import importlib.util
 import json
 import os
 import platform
-from collections.abc import Mapping
-from typing import NamedTuple, TypeVar
+from collections.abc import Iterable, Iterator, Mapping
+from typing import BinaryIO, NamedTuple, Protocol, TypeVar
 
 import torch
 
 from ...errors import ConfigurationError, DamagedFileError
 from ...version import __version_tuple__
 from ..files.writing import write_atomically
-from .hashing import hash_of
+
+XXH3 = "xxh3_64"
+SHA256 = "sha256"
+
+
+class Hasher(Protocol):
+    """What both libraries' objects have."""
+
+    def update(self, data: bytes | bytearray | memoryview, /) -> None: ...
+    def hexdigest(self) -> str: ...
+
+
+def best_hash() -> str:
+    """The quickest one that this environment has; the slower one is in every Python."""
+    return XXH3 if importlib.util.find_spec("xxhash") is not None else SHA256
+
+
+def new_hasher(name: str) -> Hasher:
+    """A hash that has seen nothing yet.
+
+    Raises:
+        ConfigurationError: the name is of none, or xxhash is not installed.
+    """
+    if name == SHA256:
+        return hashlib.sha256()
+    if name != XXH3:
+        raise ConfigurationError(
+            f"checksums of kind {name!r} are unknown here; known are {XXH3} and {SHA256}"
+        )
+    try:
+        import xxhash
+    except ImportError:
+        raise ConfigurationError(
+            "the checksums of this checkpoint are xxhash's, which is not installed: pip install xxhash, "
+            "or read without comparing them (verify=False)"
+        ) from None
+    hasher: Hasher = xxhash.xxh3_64()
+    return hasher
+
+
+def hash_of(data: bytes | bytearray | memoryview, name: str) -> str:
+    """Of bytes that are in memory, in hexadecimal digits."""
+    hasher = new_hasher(name)
+    hasher.update(data)
+    return hasher.hexdigest()
+
 
 FORMAT = 1
 NAME = "shardkit.json"
@@ -188,3 +235,102 @@ def _typed(value: object, kind: type[T]) -> T:
     if not isinstance(value, kind):
         raise TypeError(f"{value!r} is no {kind.__name__}")
     return value
+
+
+_BLOCK = 1 << 20  # bytes
+
+
+class Damage(NamedTuple):
+    """What is not as it was written.
+
+    Attributes:
+        file: its name in the folder.
+        name: the tensor or object that the bytes belong to; None where the file as a whole is meant.
+        what: "is missing", "has other bytes than were written", ...
+    """
+
+    file: str
+    name: str | None
+    what: str
+
+    def __str__(self) -> str:
+        return f"{self.file}{'' if self.name is None else f' ({self.name})'} {self.what}"
+
+
+def damages(
+    folder: str | os.PathLike[str], manifest: Manifest, files: Iterable[str] | None = None
+) -> Iterator[Damage]:
+    """All that is wrong, in the order of files and of what lies in them.
+
+    Args:
+        files: names of those to look at; default all.
+    """
+    for name in sorted(manifest.files) if files is None else files:
+        yield from _damages_of(os.path.join(folder, name), name, manifest.files[name], manifest.hash)
+
+
+def verify(folder: str | os.PathLike[str]) -> Manifest:
+    """What the folder holds, all of which is as it was written.
+
+    Raises:
+        DamagedFileError: names the first file, and the tensor in it.
+        ConfigurationError: it is no checkpoint.
+    """
+    manifest = read_manifest(folder)
+    refuse_damage(folder, manifest)
+    return manifest
+
+
+def refuse_damage(
+    folder: str | os.PathLike[str], manifest: Manifest, files: Iterable[str] | None = None
+) -> None:
+    """Raises for the first damage.
+
+    Raises:
+        DamagedFileError: names the file, and the tensor in it.
+    """
+    for damage in damages(folder, manifest, files):
+        raise DamagedFileError(
+            f"{os.fspath(folder)}: {damage}. Restore another checkpoint of this training "
+            "(shardkit.restore_training takes its folder)"
+        )
+
+
+def _damages_of(path: str, name: str, stored: StoredFile, kind: str) -> Iterator[Damage]:
+    try:
+        size = os.stat(path).st_size
+    except FileNotFoundError:
+        yield Damage(name, None, "is missing")
+        return
+    found = False
+    whole = new_hasher(kind)
+    with open(path, "rb") as file:
+        for item in stored.items:
+            for block in _blocks(file, item.offset - file.tell()):
+                whole.update(block)  # nothing lies between items, as DCP writes them
+            own = new_hasher(kind)
+            for block in _blocks(file, item.length):
+                own.update(block)
+                whole.update(block)
+            if file.tell() < item.offset + item.length:
+                found = True
+                yield Damage(name, item.name, f"is cut off: the file has {size} bytes of {stored.bytes}")
+            elif own.hexdigest() != item.hash:
+                found = True
+                yield Damage(name, item.name, "has other bytes than were written")
+        for block in _blocks(file, None):
+            whole.update(block)
+    if not found and size != stored.bytes:
+        yield Damage(name, None, f"has {size} bytes, and {stored.bytes} were written")
+    elif not found and whole.hexdigest() != stored.hash:
+        yield Damage(name, None, "has other bytes than were written")
+
+
+def _blocks(file: BinaryIO, count: int | None) -> Iterator[bytes]:
+    while count is None or count > 0:
+        block = file.read(_BLOCK if count is None else min(count, _BLOCK))
+        if not block:
+            return
+        if count is not None:
+            count -= len(block)
+        yield block

@@ -5,7 +5,7 @@ other formats of them. One tensor is in memory at a time.
 from .comparing import Comparison, Difference, compare
 from .converting import Conversion, Converted, convert
 from .opening import open_checkpoint
-from .trees import Checkpoint
+from .stored import Checkpoint
 from .verifying import Verified, verify
 
 __all__ = [

@@ -9,8 +9,7 @@ from collections.abc import Iterator
 import torch
 
 from ...types import Tree
-from .stored import StoredTensor
-from .trees import Checkpoint, dotted, leaves
+from .stored import Checkpoint, StoredTensor, dotted, leaves
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,24 +3,181 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from typing import BinaryIO
 
 import torch
 
 from ...errors import ConfigurationError
 from ...types import StateDict, Tree
+from ..data_file import Written
 from ..files.writing import folder_written_whole, write_atomically
 from ..format.manifest import NAME as MANIFEST
-from . import rank_writing
-from .distributed_writing import write_distributed
-from .hugging_face_writing import without_wrappers, write_hugging_face
+from ..format.manifest import Item, Manifest, StoredFile, best_hash, new_hasher
+from . import rank_files
+from .comparing import same_bits
+from .hugging_face import without_wrappers, write_hugging_face
 from .opening import open_checkpoint
-from .optimizer_names import by_name, by_number, is_by_name, says_names
-from .stored import StoredTensor
-from .torch_writing import write_torch_file
-from .trees import Checkpoint, Path, at, copied, dotted, put
-from .tying import tie
+from .stored import BLOCK, Checkpoint, Path, StoredTensor, at, copied, dotted, leaves, put
+from .torch_files import write_torch_file
+
+
+def is_by_name(optimizer: StateDict) -> bool:
+    """Whether param groups list names."""
+    listed = [p for group in optimizer["param_groups"] for p in group.get("params", [])]
+    return bool(listed) and all(isinstance(p, str) for p in listed)
+
+
+def says_names(optimizer: StateDict) -> bool:
+    """Whether param groups tell the name of each number, as those of an optimizer of named_parameters() do."""
+    return all(len(g.get("param_names") or ()) == len(g["params"]) for g in optimizer["param_groups"])
+
+
+def by_number(optimizer: StateDict) -> StateDict:
+    """As ``Optimizer.state_dict()`` has it, and OSS's: a parameter's number is its place in all groups."""
+    groups, numbers = [], dict[str, int]()
+    for group in optimizer["param_groups"]:
+        names = list(group.get("params", []))
+        for name in names:
+            numbers[name] = len(numbers)
+        rest = {k: v for k, v in group.items() if k not in ("params", "param_names")}
+        groups.append({**rest, "params": [numbers[n] for n in names], "param_names": names})
+    state = optimizer.get("state") or {}
+    unknown = [name for name in state if name not in numbers]
+    if unknown:
+        raise ConfigurationError(
+            f"the optimizer has a state of {unknown[0]!r}, which is in none of its param groups; pass --model-only to "
+            "leave the optimizer out"
+        )
+    found = {numbers[name]: values for name, values in state.items()}
+    return {**optimizer, "state": dict(sorted(found.items())), "param_groups": groups}
+
+
+def by_name(optimizer: StateDict, model: Mapping[str, Tree], params: list[str]) -> StateDict | None:
+    """The reverse. None where it is not certain which parameter a number is.
+
+    Args:
+        model: the model's state dict.
+        params: names in it that are parameters, in its order.
+    """
+    groups = optimizer["param_groups"]
+    numbers = [p for group in groups for p in group.get("params", [])]
+    if says_names(optimizer):
+        names = [name for group in groups for name in group["param_names"]]
+    elif len(groups) == 1 and len(numbers) == len(params):
+        names = params
+    else:
+        return None
+    known = dict(zip(map(str, numbers), names, strict=True))
+    if len(known) != len(numbers):
+        return None
+    state = {}
+    for number, values in (optimizer.get("state") or {}).items():
+        name = known.get(str(number))
+        if name is None or not _fits(model.get(name), values):
+            return None
+        state[name] = values
+    made = []
+    for group in groups:
+        rest = {k: v for k, v in group.items() if k not in ("params", "param_names")}
+        made.append({"params": [known[str(p)] for p in group["params"]], **rest})
+    return {**optimizer, "state": state, "param_groups": made}
+
+
+def _fits(param: Tree, values: Tree) -> bool:
+    """Moments have their parameter's shape; counters are numbers."""
+    if not isinstance(param, StoredTensor) or not isinstance(values, Mapping):
+        return False
+    shapes = {v.shape for v in values.values() if isinstance(v, StoredTensor) and v.numel > 1}
+    return shapes <= {param.shape}
+
+
+def tie(model: StateDict, pairs: Sequence[tuple[str, str]]) -> None:
+    """Puts one tensor under both names, in place.
+
+    Args:
+        pairs: (name, the name that it is kept under).
+
+    Raises:
+        ConfigurationError: one is not there, or they differ.
+    """
+    for name, kept in pairs:
+        tensor, other = model.get(name), model.get(kept)
+        if not isinstance(tensor, StoredTensor) or not isinstance(other, StoredTensor):
+            missing = name if not isinstance(tensor, StoredTensor) else kept
+            raise ConfigurationError(f"--tied {name}={kept}: the model has no tensor {missing!r}")
+        if tensor.shape != other.shape or tensor.dtype != other.dtype or not same_bits(tensor, other):
+            raise ConfigurationError(f"--tied {name}={kept}: their values differ, so they are two weights")
+        both = other.identified(("tied", kept) if other.identity is None else other.identity)
+        model[name] = model[kept] = both
+
+
+_DATA = "__0_0.distcp"
+
+
+def write_distributed(folder: str, tree: StateDict, step: int, run: str, world_size: int) -> None:
+    """One data file, the table of contents, and checksums of all.
+
+    Args:
+        folder: empty.
+        step, run, world_size: for ``shardkit.json``.
+    """
+    from ..composing import describe  # torch's part takes long to import
+
+    records: list[Written] = []
+    path = os.path.join(folder, _DATA)
+    with open(path, "wb") as file:
+        for keys, value in leaves(tree, tuples=False):
+            start, shape, dtype = file.tell(), None, None
+            if isinstance(value, StoredTensor):
+                write_torch_file(file, value)
+                shape, dtype = value.shape, str(value.dtype).removeprefix("torch.")
+            else:
+                _write_object(file, value)
+            box = None if shape is None else ((0,) * len(shape), shape)
+            length = file.tell() - start
+            records.append(Written(_keys(tree, keys), dtype, shape, box, start, length, ""))
+    kind = best_hash()
+    files = {_DATA: hashed(path, records, kind)}
+    manifest = Manifest(step=step, run=run, world_size=world_size, files=files, hash=kind)
+    describe(folder, {_DATA: records}, manifest)
+
+
+def _keys(tree: Tree, path: tuple[object, ...]) -> tuple[str | int, ...]:
+    """Keys of dicts as text, as DCP has them; of lists as numbers."""
+    keys: list[str | int] = []
+    for key in path:
+        keys.append(key if isinstance(tree, list) and isinstance(key, int) else str(key))
+        tree = tree[key]
+    return tuple(keys)
+
+
+def _write_object(file: BinaryIO, value: Tree) -> None:
+    """As DCP does: a file of torch.save. Tensors that are in it (in a tuple) are read."""
+    buffer = io.BytesIO()
+    torch.save(copied(value, lambda _, v: v.read() if isinstance(v, StoredTensor) else v), buffer)
+    file.write(buffer.getbuffer())
+
+
+def hashed(path: str, records: list[Written], kind: str) -> StoredFile:
+    """Checksums of a file and of the records in it, which lie end to end."""
+    whole = new_hasher(kind)
+    items = []
+    with open(path, "rb") as file:
+        for record in records:
+            own, left = new_hasher(kind), record.length
+            while left:
+                block = file.read(min(BLOCK, left))
+                own.update(block)
+                whole.update(block)
+                left -= len(block)
+            items.append(Item(record.name, record.offset, record.length, own.hexdigest()))
+        while block := file.read(BLOCK):
+            whole.update(block)
+        return StoredFile(file.tell(), whole.hexdigest(), tuple(items))
+
 
 KINDS = ("dcp", "torch", "fairscale", "xla", "hf")
 
@@ -216,7 +373,7 @@ def _for_dcp(checkpoint: Checkpoint, tree: StateDict, done: Converted) -> StateD
 def _name_parameters(checkpoint: Checkpoint, tree: StateDict, path: Path, done: Converted) -> None:
     """Puts names for numbers in the optimizer's state, where it is certain which they are."""
     old, key, model = at(tree, path), dotted(path), checkpoint.model
-    named = by_name(old, model, list(rank_writing.sort_out(model, []).params))
+    named = by_name(old, model, list(rank_files.sort_out(model, []).params))
     if named is None:
         done.notes.append(
             f"{key} stays by numbers, since it doesn't say which parameters they are (an optimizer of "
@@ -257,7 +414,7 @@ def _write_folder(
 
 
 def _write_ranks(folder: str, tree: StateDict, how: Conversion, done: Converted) -> None:
-    cut = rank_writing.sort_out({dotted((k,)): v for k, v in tree.items()}, list(how.buffers))
+    cut = rank_files.sort_out({dotted((k,)): v for k, v in tree.items()}, list(how.buffers))
     others = [k for k, v in tree.items() if not isinstance(v, StoredTensor)]
     if others:
         done.notes.append(f"left out, since it is no tensor: {', '.join(others)}")
@@ -265,5 +422,5 @@ def _write_ranks(folder: str, tree: StateDict, how: Conversion, done: Converted)
         f"each of {len(cut.params)} parameters is cut by itself, as FSDP(flatten_parameters=False) around the whole "
         f"model does; {len(cut.buffers)} tensors are taken for buffers (--buffer NAME says which are more)"
     )
-    write = rank_writing.write_for_xla if how.to == "xla" else rank_writing.write_for_fairscale
+    write = rank_files.write_for_xla if how.to == "xla" else rank_files.write_for_fairscale
     write(folder, cut, how.ranks or 1)

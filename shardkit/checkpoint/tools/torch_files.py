@@ -1,12 +1,16 @@
-"""Files of ``torch.save``: what is in them, with tensors that stay there until they are read."""
+"""Files of ``torch.save``: read with tensors that stay there until they are read; written tensor by tensor."""
 
 from __future__ import annotations
 
 import functools
 import io
 import os
-from collections.abc import Callable
-from typing import BinaryIO
+import pickle
+import sys
+import zipfile
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from typing import BinaryIO, cast
 
 import torch
 
@@ -16,8 +20,7 @@ from ..files.archive import LOCAL, Archive, Damage, Legacy
 from ..files.data_pickle import NotData, named_globals, read
 from ..files.loading import UNREADABLE, load, load_data, storage_parts
 from ..files.rebuilding import Storage, build, names, without_values
-from .stored import Box, Place, StoredTensor, in_memory
-from .trees import Path, dotted, replaced
+from .stored import Box, Path, Place, StoredTensor, dotted, in_memory, replaced
 
 # What looks at values while it is made; files with such tensors are read at once.
 _LOOKING = frozenset(
@@ -210,3 +213,159 @@ def read_torch_file(path: str, trust_pickle: bool = False) -> Tree:
 def _is_zip(path: str) -> bool:
     with open(path, "rb") as file:
         return file.read(len(LOCAL)) == LOCAL
+
+
+_ALIGNED = 64  # bytes; as torch aligns records
+_LOCAL_HEADER = 30
+_ZIP64_EXTRA = 20  # bytes of the field that zipfile adds where a record may be large
+_OLD_STORAGES = {
+    torch.float64: "Double", torch.float32: "Float", torch.float16: "Half", torch.bfloat16: "BFloat16",
+    torch.int64: "Long", torch.int32: "Int", torch.int16: "Short", torch.int8: "Char", torch.uint8: "Byte",
+    torch.bool: "Bool", torch.complex128: "ComplexDouble", torch.complex64: "ComplexFloat",
+}  # fmt: skip
+
+
+class _Storage:
+    """Stands for the storage of a tensor while it is pickled."""
+
+    def __init__(self, key: str, dtype: torch.dtype, numel: int) -> None:
+        self.key, self.dtype, self.numel = key, dtype, numel
+
+    def persistent_id(self) -> tuple[object, ...]:
+        """As torch writes it."""
+        if self.dtype in _OLD_STORAGES:
+            kind = getattr(torch, f"{_OLD_STORAGES[self.dtype]}Storage")
+            return ("storage", kind, self.key, "cpu", self.numel)
+        return ("storage", torch.UntypedStorage, self.key, "cpu", self.numel * self.dtype.itemsize)
+
+
+class _Pickler(pickle.Pickler):
+    """Pickles a tree as torch.save does, with stored tensors as tensors; takes note of them."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file, protocol=2)
+        self.tensors: list[StoredTensor] = []
+        self._keys: dict[object, _Storage] = {}
+        self._kept: list[object] = []  # pickle knows objects by their address
+
+    def persistent_id(self, obj: object) -> object:
+        return obj.persistent_id() if isinstance(obj, _Storage) else None
+
+    def reducer_override(self, obj: Tree) -> Tree:
+        if not isinstance(obj, StoredTensor):
+            return NotImplemented
+        identity = id(obj) if obj.identity is None else (obj.identity, obj.dtype)
+        storage = self._keys.get(identity)
+        if storage is None:
+            storage = self._keys[identity] = _Storage(str(len(self.tensors)), obj.dtype, obj.numel)
+            self.tensors.append(obj)
+        self._kept.append(obj)
+        strides, step = [], 1
+        for n in reversed(obj.shape):
+            strides.append(step)
+            step *= max(n, 1)
+        arguments: tuple[object, ...] = (
+            storage,
+            0,
+            obj.shape,
+            tuple(reversed(strides)),
+            False,
+            OrderedDict(),
+        )
+        if obj.dtype in _OLD_STORAGES:
+            return torch._utils._rebuild_tensor_v2, arguments
+        return torch._utils._rebuild_tensor_v3, (*arguments, obj.dtype)
+
+
+class _Shifted:
+    """A file whose beginning is somewhere in another one."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file, self._start = file, file.tell()
+        self.write, self.flush = file.write, file.flush
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        """As of any file."""
+        if whence == io.SEEK_SET:
+            offset += self._start
+        return self._file.seek(offset, whence) - self._start
+
+    def tell(self) -> int:
+        """As of any file."""
+        return self._file.tell() - self._start
+
+    def seekable(self) -> bool:
+        """It is."""
+        return True
+
+
+class TorchFileWriter:
+    """One file of ``torch.save``, which may be a part of another.
+
+    Args:
+        file: it is written from where this stands.
+        tree: containers, plain values and :class:`StoredTensor`; of those only name, shape and dtype are looked at.
+
+    Attributes:
+        tensors: those whose bytes are to be written, in this order; tied weights once.
+    """
+
+    def __init__(self, file: BinaryIO, tree: Tree) -> None:
+        buffer = io.BytesIO()
+        pickler = _Pickler(buffer)
+        pickler.dump(tree)
+        self.tensors = pickler.tensors
+        self._written = 0
+        self._zip = zipfile.ZipFile(cast(BinaryIO, _Shifted(file)), "w", zipfile.ZIP_STORED)
+        self._record("data.pkl", [buffer.getbuffer()], buffer.tell())
+        self._record(".format_version", [b"1"], 1)
+        self._record(".storage_alignment", [str(_ALIGNED).encode()], 2)
+        order = sys.byteorder.encode()
+        self._record("byteorder", [order], len(order))
+
+    @property
+    def coming(self) -> list[StoredTensor]:
+        """Those not written yet."""
+        return self.tensors[self._written :]
+
+    def write_next(self, blocks: Iterable[memoryview | bytes]) -> None:
+        """The bytes of the next of ``tensors``."""
+        tensor = self.tensors[self._written]
+        self._record(f"data/{self._written}", blocks, tensor.nbytes)
+        self._written += 1
+
+    def __enter__(self) -> TorchFileWriter:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Writes the end; after an error nothing more."""
+        if kind is not None:
+            self._zip.fp = None
+            return
+        if self._written != len(self.tensors):
+            raise RuntimeError(f"{self._written} of {len(self.tensors)} tensors were written")
+        self._record("version", [b"3\n"], 2)
+        self._zip.close()
+
+    def _record(self, name: str, blocks: Iterable[memoryview | bytes], size: int) -> None:
+        info = zipfile.ZipInfo(
+            f"archive/{name}"
+        )  # of the first day of zip's calendar: the same bytes every time
+        info.file_size = size
+        large = size * 1.05 > zipfile.ZIP64_LIMIT  # zipfile's own rule
+        begin = self._zip.start_dir + _LOCAL_HEADER + len(info.filename) + 4 + (_ZIP64_EXTRA if large else 0)
+        padding = -begin % _ALIGNED
+        info.extra = b"FB" + padding.to_bytes(2, "little") + b"Z" * padding
+        with self._zip.open(info, "w") as record:
+            written = 0
+            for block in blocks:
+                written += record.write(block)
+        if written != size:
+            raise RuntimeError(f"{name}: {written} bytes were written, expected {size}")
+
+
+def write_torch_file(file: BinaryIO, tree: Tree) -> None:
+    """Writes a whole tree, reading its tensors one at a time."""
+    with TorchFileWriter(file, tree) as writer:
+        for tensor in writer.tensors:
+            writer.write_next(tensor.blocks())

@@ -13,14 +13,12 @@ from ...errors import ConfigurationError, DamagedFileError, ShardkitError
 from ..files.loading import load
 from ..format import folders
 from ..format.manifest import NAME as MANIFEST
-from ..format.manifest import Manifest, read_manifest
+from ..format.manifest import Damage, Manifest, damages, read_manifest
 from ..format.metadata import METADATA, Record, read_metadata
-from ..format.verifying import Damage, damages
 from . import hugging_face
 from .opening import files_of_ranks
-from .stored import StoredTensor
+from .stored import StoredTensor, leaves
 from .torch_files import View, read_torch_file
-from .trees import leaves
 
 
 @dataclasses.dataclass

@@ -13,8 +13,15 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from ...checkpoint.tools.consolidation import BufferInfo, ShardInfo, ShardMetadata
-from ...checkpoint.tools.shard_names import FLAT, PREFIX, in_state_dict, shard_name
+from ...checkpoint.tools.rank_files import (
+    FLAT,
+    PREFIX,
+    BufferInfo,
+    ShardInfo,
+    ShardMetadata,
+    in_state_dict,
+    shard_name,
+)
 from ...fsdp.door import Door
 from ...fsdp.inside import begin_loading_shards, collecting, end_loading_shards
 from ...fsdp.names import INNER, OUTER, clean
