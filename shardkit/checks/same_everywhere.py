@@ -44,7 +44,9 @@ def check_same_everywhere(group: Group, facts: Facts, what: str, aside: Tree = N
 
 
 def _shown(value: object) -> str:
-    return f"({', '.join(map(str, value))})" if isinstance(value, tuple) else str(value)
+    if not isinstance(value, tuple):
+        return str(value)
+    return f"({', '.join(str([*part] if isinstance(part, tuple) else part) for part in value)})"
 
 
 def _refuse_differences(group: Group, everybody: list[Tree], what: str) -> None:
@@ -72,7 +74,7 @@ def _refuse_differences(group: Group, everybody: list[Tree], what: str) -> None:
 
 def shape_fact(tensor: torch.Tensor) -> object:
     """A shape as a fact for :func:`check_same_everywhere`; lazy modules have none before their first forward."""
-    return "no shape yet" if is_lazy(tensor) else list(tensor.shape)
+    return "no shape yet" if is_lazy(tensor) else tuple(tensor.shape)
 
 
 def refuse_lazy(facts: Facts, what: str) -> None:
