@@ -11,9 +11,8 @@ from shardkit.backend import Backend, Group
 from shardkit.errors import ConfigurationError
 from shardkit.types import Args, ProcessGroup, T
 
-from .c10d.group import C10dGroup
-from .c10d.known_groups import KnownGroups
-from .host import Host
+from .c10d.group import C10dGroup, KnownGroups
+from .eager import Host
 from .processes import START_SECONDS, launch_processes
 
 

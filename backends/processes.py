@@ -25,7 +25,7 @@ from shardkit.errors import ConfigurationError, RankFailedError
 from shardkit.started import note
 from shardkit.types import AnyCallable, Args, T
 
-from .diagnosis.job import begin_job, end_job, fail_job
+from .diagnosis.watchdog import begin_job, end_job, fail_job
 from .spawning import Name, environment
 
 START_SECONDS = 180.0

@@ -22,11 +22,11 @@ from typing import NoReturn, Protocol, TypeAlias
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import Store
 
 from shardkit.errors import LifecycleError
 
 from ..forked import first_in_fork
-from ..torch_types import Store
 
 Connected: TypeAlias = "torch._C._distributed_c10d.Backend"
 

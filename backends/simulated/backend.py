@@ -12,8 +12,8 @@ from shardkit.backend import Backend, Group, register_rank_provider
 from shardkit.errors import ConfigurationError
 from shardkit.types import Args, ProcessGroup, T
 
-from ..arguments import is_group, size_of
-from ..host import Host
+from ..checked_group import is_group, size_of
+from ..eager import Host
 from .group import Line, SimulatedGroup
 from .rank_threads import RankThreads
 

@@ -17,7 +17,7 @@ import torch
 
 from shardkit.backend import ReduceOp
 
-from ..c10d.local_reduction import Exchange
+from ..c10d.payloads import Exchange
 
 _COMBINE: dict[ReduceOp, Callable[..., torch.Tensor]] = {
     ReduceOp.SUM: torch.add,

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
+from torch import Tensor
 
 from shardkit.backend import Backend, Group, ReduceOp, Work
 from shardkit.types import T
 
-from ..arguments import check_exchange, check_member, check_op, check_parts
 from ..c10d.call_order import ORDERED_CHANNELS
+from ..checked_group import CheckedGroup
 from ..simulated.collectives import spoil
 from .device import Device, Flight, Issued, places, quiet
 
@@ -45,7 +46,7 @@ class StreamsWork(Work):
         return self._below is None or self._below.is_done()
 
 
-class StreamsGroup(Group):
+class StreamsGroup(CheckedGroup):
     """A communicator of a simulated device; see :class:`shardkit.backend.Group` for the methods.
 
     Args:
@@ -64,9 +65,14 @@ class StreamsGroup(Group):
         self._channels: dict[str, StreamsGroup] = {}
 
     def _later(
-        self, operation: str, call: Call, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor],
-        async_op: bool, label: str,
-    ) -> Work:  # fmt: skip
+        self,
+        operation: str,
+        call: Call,
+        reads: Sequence[Tensor],
+        writes: Sequence[Tensor],
+        async_op: bool,
+        label: str,
+    ) -> Work:
         """Issues a collective; what it will write has no values until then."""
         what = f"{operation} {label!r} ({self._name})"
         flight = Flight(self._communicator, what, reads, writes, places(), None)
@@ -77,7 +83,7 @@ class StreamsGroup(Group):
             work.wait()
         return work
 
-    def _measure(self, operation: str, parts: Sequence[torch.Tensor]) -> None:
+    def _measure(self, operation: str, parts: Sequence[Tensor]) -> None:
         self.device.measure(f"{operation} ({self._name})", parts)
 
     def _now(self) -> Group:
@@ -102,88 +108,72 @@ class StreamsGroup(Group):
         return None if below is None else StreamsGroup(self.backend, below, self.device, self._name)
 
     # ------------------------------------------------------------ tensors
-    def all_gather_into(
-        self, output: torch.Tensor, shard: torch.Tensor, sizes: Sequence[int] | None = None, *,
-        async_op: bool = False, label: str = "",
-    ) -> Work:  # fmt: skip
-        """[S] -> [N]"""
-        counts = check_parts("all_gather_into", self.rank, self.world_size, output, shard, sizes)
-        self._measure("all_gather_into", [shard, *torch.split_with_sizes(output.detach(), counts)])
+    def _all_gather(
+        self, output: Tensor, shard: Tensor, parts: list[int], async_op: bool, label: str
+    ) -> Work:
+        self._measure("all_gather_into", [shard, *torch.split_with_sizes(output.detach(), parts)])
         with quiet(), torch.no_grad():
             is_inside = output.untyped_storage()._cdata == shard.untyped_storage()._cdata
             mine = shard.clone() if is_inside else None
             spoil(output)
             if mine is not None:
                 shard.copy_(mine)
-        return self._later(
-            "all_gather_into",
-            lambda below: below.all_gather_into(output, shard, sizes, async_op=True, label=label),
-            [shard], [output], async_op, label,
-        )  # fmt: skip
 
-    def reduce_scatter_into(
-        self, shard: torch.Tensor, input: torch.Tensor, sizes: Sequence[int] | None = None, *,
-        op: ReduceOp = ReduceOp.SUM, async_op: bool = False, label: str = "",
-    ) -> Work:  # fmt: skip
-        """[N] -> [S]"""
-        counts = check_parts("reduce_scatter_into", self.rank, self.world_size, input, shard, sizes)
-        self._measure("reduce_scatter_into", [shard, *torch.split_with_sizes(input.detach(), counts)])
-        check_op("reduce_scatter_into", self.rank, op, input.dtype)
+        def call(below: Group) -> Work:
+            return below.all_gather_into(output, shard, parts, async_op=True, label=label)
+
+        return self._later("all_gather_into", call, [shard], [output], async_op, label)
+
+    def _reduce_scatter(
+        self, shard: Tensor, input: Tensor, parts: list[int], op: ReduceOp, async_op: bool, label: str
+    ) -> Work:
+        self._measure("reduce_scatter_into", [shard, *torch.split_with_sizes(input.detach(), parts)])
         with quiet():
             spoil(shard)
-        return self._later(
-            "reduce_scatter_into",
-            lambda below: below.reduce_scatter_into(shard, input, sizes, op=op, async_op=True, label=label),
-            [], [shard, input], async_op, label,
-        )  # fmt: skip
 
-    def all_to_all(
-        self, output: torch.Tensor, input: torch.Tensor, output_sizes: Sequence[int] | None = None,
-        input_sizes: Sequence[int] | None = None, *, async_op: bool = False, label: str = "",
-    ) -> Work:  # fmt: skip
-        """[sum(input_sizes)] -> [sum(output_sizes)]"""
-        check_exchange("all_to_all", self.rank, self.world_size, output, input, output_sizes, input_sizes)
+        def call(below: Group) -> Work:
+            return below.reduce_scatter_into(shard, input, parts, op=op, async_op=True, label=label)
+
+        return self._later("reduce_scatter_into", call, [], [shard, input], async_op, label)
+
+    def _all_to_all(
+        self,
+        output: Tensor,
+        input: Tensor,
+        come: list[int],
+        go: list[int],
+        even: bool,
+        async_op: bool,
+        label: str,
+    ) -> Work:
         with quiet():
             spoil(output)
-        return self._later(
-            "all_to_all",
-            lambda below: below.all_to_all(output, input, output_sizes, input_sizes, async_op=True, label=label),
-            [input], [output], async_op, label,
-        )  # fmt: skip
 
-    def all_reduce(
-        self, tensor: torch.Tensor, *, op: ReduceOp = ReduceOp.SUM, async_op: bool = False, label: str = ""
-    ) -> Work:
-        """In place, any shape."""
-        check_op("all_reduce", self.rank, op, tensor.dtype)
+        def call(below: Group) -> Work:
+            return below.all_to_all(output, input, come, go, async_op=True, label=label)
+
+        return self._later("all_to_all", call, [input], [output], async_op, label)
+
+    def _all_reduce(self, tensor: Tensor, op: ReduceOp, async_op: bool, label: str) -> Work:
         self._measure("all_reduce", [tensor])
-        return self._later(
-            "all_reduce",
-            lambda below: below.all_reduce(tensor, op=op, async_op=True, label=label),
-            [], [tensor], async_op, label,
-        )  # fmt: skip
 
-    def reduce(
-        self, tensor: torch.Tensor, dst: int, *, op: ReduceOp = ReduceOp.SUM, async_op: bool = False, label: str = ""
-    ) -> Work:  # fmt: skip
-        """In place on ``dst``."""
-        check_member("reduce", self.rank, self.world_size, dst)
-        check_op("reduce", self.rank, op, tensor.dtype)
-        return self._later(
-            f"reduce(dst={dst})",
-            lambda below: below.reduce(tensor, dst, op=op, async_op=True, label=label),
-            [], [tensor], async_op, label,
-        )  # fmt: skip
+        def call(below: Group) -> Work:
+            return below.all_reduce(tensor, op=op, async_op=True, label=label)
 
-    def broadcast(self, tensor: torch.Tensor, src: int, *, async_op: bool = False, label: str = "") -> Work:
-        """In place, any shape."""
-        check_member("broadcast", self.rank, self.world_size, src)
-        is_source = src == self.rank
-        return self._later(
-            f"broadcast(src={src})",
-            lambda below: below.broadcast(tensor, src, async_op=True, label=label),
-            [tensor] if is_source else [], [] if is_source else [tensor], async_op, label,
-        )  # fmt: skip
+        return self._later("all_reduce", call, [], [tensor], async_op, label)
+
+    def _reduce(self, tensor: Tensor, dst: int, op: ReduceOp, async_op: bool, label: str) -> Work:
+        def call(below: Group) -> Work:
+            return below.reduce(tensor, dst, op=op, async_op=True, label=label)
+
+        return self._later(f"reduce(dst={dst})", call, [], [tensor], async_op, label)
+
+    def _broadcast(self, tensor: Tensor, src: int, async_op: bool, label: str) -> Work:
+        def call(below: Group) -> Work:
+            return below.broadcast(tensor, src, async_op=True, label=label)
+
+        read, written = ([tensor], []) if src == self.rank else ([], [tensor])
+        return self._later(f"broadcast(src={src})", call, read, written, async_op, label)
 
     # ------------------------------------------------------------ the host waits
     def _on_host(self, what: str, call: Callable[[Group], T]) -> T:

@@ -109,7 +109,7 @@ class XlaBackend(Backend):
         if not self.is_available():
             raise BackendError("torch_xla is not installed; install shardkit[xla] on Linux")
         if has_accelerator():
-            from .accelerator import launch
+            from .pool import launch
 
             return launch(fn, world_size, args, timeout, start_timeout)
         from .pool import ReplicaPool

@@ -15,9 +15,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.data import BatchSampler, DataLoader
 
 from shardkit.backends.diagnosis.calls import Call
-from shardkit.backends.simulated.meetings import Condition
 from shardkit.backends.simulated.places import Place, here
-from shardkit.backends.simulated.rank_threads import RankThreads
+from shardkit.backends.simulated.rank_threads import Condition, RankThreads
 from shardkit.optimizers.stepping import take_part
 from shardkit.types import Tree
 

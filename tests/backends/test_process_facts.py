@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from shardkit.backends.process_facts import Progress, memory
+from shardkit.backends.spawning import Progress, memory
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Linux tells")
 

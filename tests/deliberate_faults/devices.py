@@ -70,7 +70,7 @@ FAULTS = [
     Fault(
         "XLA under a TPU's rules",
         "what ranks exchange for is not compared",
-        "backends/xla/exchange.py",
+        "backends/xla/runtime.py",
         "    if len({row.call for row in rows}) > 1:",
         "    if False:",
         (f"{_POD}::test_what_ranks_exchange_for_has_to_be_the_same",),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.deliberate_faults.fault import Fault
 
-_WITNESS, _WATCH = "tests/backends/test_witness.py", "tests/backends/test_watch.py"
+_WATCHDOG, _WATCH = "tests/backends/test_watchdog.py", "tests/backends/test_watch.py"
 _LIFETIME, _OUT_OF_STEP = "tests/backends/test_group_lifetime.py", "tests/backends/test_out_of_step.py"
 
 FAULTS = [
@@ -43,7 +43,7 @@ FAULTS = [
     Fault(
         "groups",
         "channels are not closed with their process group",
-        "backends/c10d/known_groups.py",
+        "backends/c10d/group.py",
         "        self._known.pop(key)[1].close()",
         "        self._known.pop(key)",
         (f"{_LIFETIME}::test_a_destroyed_group_that_somebody_holds",),
@@ -82,56 +82,56 @@ FAULTS = [
     ),
     Fault(
         "ranks that lose each other",
-        "old answers of a witness count",
-        "backends/diagnosis/watch.py",
-        '        if testimony.answers < self._asked:\n            return ""\n',
+        "old answers of a watchdog count",
+        "backends/diagnosis/watchdog.py",
+        '        if report.answers < self._asked:\n            return ""\n',
         "",
-        (f"{_WITNESS}::test_old_testimonies_say_nothing",),
+        (f"{_WATCHDOG}::test_old_reports_say_nothing",),
     ),
     Fault(
         "ranks that lose each other",
         "a thread that moves counts as still",
-        "backends/diagnosis/witness.py",
+        "backends/diagnosis/watchdog.py",
         "        if position.mark != self._mark:",
         "        if self._mark is None:",
-        (f"{_WITNESS}::test_stillness_begins_anew_with_each_move",),
+        (f"{_WATCHDOG}::test_stillness_begins_anew_with_each_move",),
     ),
     Fault(
         "ranks that lose each other",
         "what a rank gave up stays so",
-        "backends/diagnosis/watch.py",
+        "backends/diagnosis/watchdog.py",
         'left, raised = (why if then == issued else "" for why, then in (self._left, self._raised))',
         "left, raised = (why for why, then in (self._left, self._raised))",
-        (f"{_WITNESS}::test_what_a_rank_gave_up_is_over_when_it_issues_again",),
+        (f"{_WATCHDOG}::test_what_a_rank_gave_up_is_over_when_it_issues_again",),
     ),
     Fault(
         "ranks that lose each other",
-        "the witness keeps the last watch",
-        "backends/diagnosis/witness.py",
+        "the watchdog keeps the last watch",
+        "backends/diagnosis/watchdog.py",
         "            del watches, watch  # they would live until the next look",
         "            pass",
-        (f"{_WITNESS}::test_one_witness_that_ends_with_the_last_watch",),
+        (f"{_WATCHDOG}::test_one_thread_that_ends_with_the_last_watch",),
     ),
     Fault(
         "ranks that lose each other",
         "a rank in a debugger is lost",
-        "backends/diagnosis/testimony.py",
+        "backends/diagnosis/stack_report.py",
         "        if self.in_debugger:\n",
         "        if False:\n",
-        (f"{_WITNESS}::test_what_is_certain_and_what_is_only_slow",),
+        (f"{_WATCHDOG}::test_what_is_certain_and_what_is_only_slow",),
     ),
     Fault(
         "ranks that lose each other",
         "a rank that has issued the call is not waited for",
-        "backends/diagnosis/watch.py",
-        '        if testimony.issued.get(call.channel, 0) >= call.sequence:\n            return ""\n',
+        "backends/diagnosis/watchdog.py",
+        '        if report.issued.get(call.channel, 0) >= call.sequence:\n            return ""\n',
         "",
-        (f"{_WITNESS}::test_a_rank_that_has_issued_the_call_is_waited_for",),
+        (f"{_WATCHDOG}::test_a_rank_that_has_issued_the_call_is_waited_for",),
     ),
     Fault(
         "ranks that lose each other",
         "what was read once is certain",
-        "backends/diagnosis/watch.py",
+        "backends/diagnosis/watchdog.py",
         '        if before.beat == theirs.beat:\n            return ""\n',
         "",
         (f"{_WATCH}::test_waiting_for_each_other_in_different_channels",),
@@ -139,7 +139,7 @@ FAULTS = [
     Fault(
         "ranks that lose each other",
         "a rank that gets on is not waited for",
-        "backends/diagnosis/watch.py",
+        "backends/diagnosis/watchdog.py",
         '        if before.waits != theirs.waits:\n            self._suspects[rank] = theirs\n            return ""\n',
         "",
         (f"{_WATCH}::test_a_rank_that_gets_on_is_waited_for",),
@@ -147,15 +147,15 @@ FAULTS = [
     Fault(
         "ranks that lose each other",
         "an earlier function's end counts as that of this one",
-        "backends/diagnosis/watch.py",
-        'return "has returned from its function" if theirs.job == job.number() else ""',
+        "backends/diagnosis/watchdog.py",
+        'return "has returned from its function" if theirs.job == _watchdog.job else ""',
         'return "has returned from its function"',
         (f"{_WATCH}::test_an_earlier_function_does_not_count",),
     ),
     Fault(
         "ranks that lose each other",
         "an agreement asks how many came, not with what",
-        "backends/c10d/agreement.py",
+        "backends/c10d/call_order.py",
         'mine = f"{self._place}/{number}/{zlib.crc32(repr(key).encode())}"',
         'mine = f"{self._place}/{number}"',
         ("tests/backends/test_call_order.py::test_an_agreement_needs_all_and_the_same",),
@@ -163,7 +163,7 @@ FAULTS = [
     Fault(
         "waits",
         "a work that comes through just after its slice of time counts as failed",
-        "backends/c10d/waiting.py",
+        "backends/c10d/group.py",
         "                try:\n                    work.wait()\n                    self._watch.arrived()\n"
         "                    return\n                except RuntimeError as final:\n"
         "                    self._raise(final, call)\n",

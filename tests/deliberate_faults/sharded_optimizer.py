@@ -78,7 +78,7 @@ FAULTS = [
     Fault(
         "gloo reduce-scatter",
         "divides by W + 1",
-        "backends/c10d/local_reduction.py",
+        "backends/c10d/payloads.py",
         "shard.div_(self._world_size)",
         "shard.div_(self._world_size + 1)",
         (f"{_DDP}::test_steps", "tests/backends/test_contract.py::test_contract[reduce_scatter-gloo2]"),
@@ -86,7 +86,7 @@ FAULTS = [
     Fault(
         "gloo reduce-scatter",
         "in rounds, every partner's part is divided",
-        "backends/c10d/local_reduction.py",
+        "backends/c10d/payloads.py",
         "self.partners = [((rank + d) % world_size, (rank - d) % world_size) for d in range(1, world_size)]",
         "self.partners = [((rank + d) % world_size, (rank + d) % world_size) for d in range(1, world_size)]",
         ("tests/backends/test_contract.py::test_contract[large-gloo3]",),

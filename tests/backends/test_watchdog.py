@@ -1,4 +1,4 @@
-"""Where a thread stands, who is taken to be stuck, and that there is one witness a process (no processes)."""
+"""Where a thread stands, who is taken to be stuck, and that there is one watchdog a process (no processes)."""
 
 from __future__ import annotations
 
@@ -11,13 +11,10 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from shardkit.backends.diagnosis import job, witness
+from shardkit.backends.diagnosis import watchdog
 from shardkit.backends.diagnosis.calls import Call
-from shardkit.backends.diagnosis.testimony import Testimony as Said
-from shardkit.backends.diagnosis.testimony import is_behind
-from shardkit.backends.diagnosis.thread_position import ThreadPosition, position_of
-from shardkit.backends.diagnosis.watch import Watch
-from shardkit.backends.diagnosis.witness import Stillness
+from shardkit.backends.diagnosis.stack_report import StackReport, ThreadPosition, is_behind, position_of
+from shardkit.backends.diagnosis.watchdog import Stillness, Watch
 from shardkit.errors import ConfigurationError, OutOfStepError
 
 
@@ -54,7 +51,7 @@ def _handles(end: threading.Event) -> None:
 
 def test_a_thread_that_computes(in_thread: Any) -> None:
     standing = in_thread(_loads_data)
-    assert "test_witness.py" in standing.where
+    assert "test_watchdog.py" in standing.where
     assert "_loads_data" in standing.where
     assert standing.operation == ""
     assert standing.error == ""
@@ -78,7 +75,7 @@ def _standing(mark: int) -> ThreadPosition:
 
 def test_stillness_begins_anew_with_each_move(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
-    monkeypatch.setattr(witness.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(watchdog.time, "monotonic", lambda: now[0])
     stillness = Stillness()
     seconds = []
     for mark in (1, 1, 1, 2, 2):
@@ -96,7 +93,9 @@ def test_who_has_not_come() -> None:
     assert not is_behind(mine, {"2": 5}, "2")  # a group of others
 
 
-PLAIN = Said(9, {"main": 1}, {}, 1, 60.0, "", "", "", "train.py:7 in main", "", "", -1, "", False, False)
+PLAIN = StackReport(
+    9, {"main": 1}, {}, 1, 60.0, "", "", "", "train.py:7 in main", "", "", -1, "", False, False
+)
 
 
 def test_what_is_certain_and_what_is_only_slow() -> None:
@@ -131,11 +130,11 @@ def test_what_is_certain_and_what_is_only_slow() -> None:
 CALL = Call("main", 2, "all_reduce", 4, "loss")
 
 
-def _publish(other: Watch, testimony: Said) -> None:
-    other._board.publish("stands1", testimony._asdict())
+def _publish(other: Watch, report: StackReport) -> None:
+    other._board.publish("stands1", report._asdict())
 
 
-def test_old_testimonies_say_nothing() -> None:
+def test_old_reports_say_nothing() -> None:
     store = dist.HashStore()
     mine, other = Watch(store, 0, 2, "test"), Watch(store, 1, 2, "test")
     mine.issued["main"] = 2
@@ -198,31 +197,31 @@ def test_errors_are_noted_until_the_next_call() -> None:
         assert entry["raised"] == words
 
 
-def _witnesses() -> list[threading.Thread]:
-    return [t for t in threading.enumerate() if t.name == "shardkit-witness"]
+def _threads() -> list[threading.Thread]:
+    return [t for t in threading.enumerate() if t.name == "shardkit-watchdog"]
 
 
-def test_one_witness_that_ends_with_the_last_watch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(witness, "_PERIOD", 0.05)
-    job._witness.end()
+def test_one_thread_that_ends_with_the_last_watch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watchdog, "_PERIOD", 0.05)
+    watchdog._watchdog.end()
     gc.collect()
     store = dist.HashStore()
     kept: list[Watch] = [Watch(store, 0, 2, f"group {k}") for k in range(5)]
-    assert len(_witnesses()) == 1
+    assert len(_threads()) == 1
     kept[0].look(Call("main", 1, "barrier", 0, ""))
     time.sleep(0.5)
     assert kept[0]._board.read("stands0") is not None
-    others = [w for w in job._watches if w not in kept and w.is_open]
+    others = [w for w in watchdog._watchdog.watches if w not in kept and w.is_open]
     kept.clear()
     until = time.monotonic() + 20
-    while not others and _witnesses() and time.monotonic() < until:
+    while not others and _threads() and time.monotonic() < until:
         time.sleep(0.05)
-    assert others or not _witnesses()
-    job._witness.end()
-    assert not _witnesses()
+    assert others or not _threads()
+    watchdog._watchdog.end()
+    assert not _threads()
 
 
-def test_one_rank_needs_no_witness() -> None:
-    job._witness.end()
+def test_one_rank_needs_no_thread() -> None:
+    watchdog._watchdog.end()
     assert Watch(dist.HashStore(), 0, 1, "alone").issued == {}
-    assert not _witnesses()
+    assert not _threads()

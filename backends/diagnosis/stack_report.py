@@ -1,35 +1,49 @@
-"""Where the Python of a thread stands, read from another thread.
+"""Where a rank stands, read from its Python stack by another thread, and whether it may still come to a call.
 
 [Note: collectives of torch's] A barrier of torch.distributed, or another library's all-reduce, is no call of ours, but
 its thread's innermost Python frame lies in torch.distributed, or calls ``wait`` of a work. Torch counts what each rank
 has issued in each process group: a rank with a smaller count has not come. Sends and receives concern two ranks only,
 so there the partner is looked at.
+
+[Note: who is stuck] A rank that computes, loads data, compiles or stands in a debugger is slow, not stuck, and is
+waited for. A rank is taken to be lost to a call that it has not issued if for some seconds its stack has not moved and
+it
+ - waits in a collective of torch's to which the asking rank has not come (that rank can't, as it waits too);
+ - handles an exception, or is past one, in the middle of what all ranks do together;
+ - has raised an error of shardkit's own, or in a method that all ranks call together, and has issued nothing since.
+It is lost at once if its program is over, or if an error took it out of what others are in (:meth:`Group.abort`).
 """
 
 from __future__ import annotations
 
 import contextlib
-import datetime
 import dis
 import os
 import sys
 import sysconfig
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
+from .calls import AGREEMENT, Call, CallFacts
+
 _C10D = dist.distributed_c10d.__file__
 _DISTRIBUTED = os.path.dirname(dist.__file__)
 _BACKENDS = os.path.dirname(os.path.dirname(__file__))
-_LIBRARIES = (os.path.dirname(torch.__file__), sysconfig.get_paths()["stdlib"])
+_TORCH, _PYTHON = os.path.dirname(torch.__file__), sysconfig.get_paths()["stdlib"]
 _RUN_BACKWARD: CodeType = torch.autograd.graph._engine_run_backward.__code__
 _DEBUGGERS = ("pdb.py", "bdb.py", "pydevd.py", "debugger.py")
-_NOTHING = datetime.timedelta(milliseconds=1)
+_SHARDKIT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+_LIBRARIES = (_SHARDKIT, _TORCH, _PYTHON, sysconfig.get_paths()["purelib"], "<frozen")
+_EXAMPLES = os.path.join(_SHARDKIT, "examples")
+_WAITS = os.path.join("c10d", "group.py")  # the file whose frames wait in our collectives
+_STILL = 2.5  # seconds after which a thread that waits has not only just begun
+_STILL_IN_ERROR = 4.0  # handling an exception may take a moment
 
 
 class ThreadPosition(NamedTuple):
@@ -169,7 +183,7 @@ def _called(frame: FrameType) -> str:
 
 def _where(frames: list[FrameType]) -> str:
     """The innermost line that is the user's: neither torch's nor Python's own."""
-    own = next((f for f in frames if not f.f_code.co_filename.startswith(_LIBRARIES)), frames[0])
+    own = next((f for f in frames if not f.f_code.co_filename.startswith((_TORCH, _PYTHON))), frames[0])
     return f"{own.f_code.co_filename}:{own.f_lineno} in {own.f_code.co_name}"
 
 
@@ -177,3 +191,123 @@ def _handled(thread: int) -> BaseException | None:
     """The exception that a thread is handling (in an ``except`` or ``finally`` block)."""
     found: Any = sys._current_exceptions().get(thread)  # before Python 3.12 a tuple
     return found[1] if isinstance(found, tuple) else found
+
+
+class StackReport(NamedTuple):
+    """Tells the other ranks where one stands; its watchdog publishes it.
+
+    Attributes:
+        answers: the latest question that it had heard; what answers an earlier one is old.
+        issued: how many calls in each channel.
+        of_torch: how many collectives in each of torch's process groups.
+        rank: global.
+        still: seconds for which the thread has not moved.
+        left: why it will not come, in its own words.
+        raised: the last error of what all ranks do together, if it has issued nothing since.
+        unfinished: what it has begun.
+        recent: the last calls of all channels.
+    """
+
+    answers: int
+    issued: dict[str, int]
+    of_torch: dict[str, int]
+    rank: int
+    still: float
+    left: str
+    raised: str
+    unfinished: str
+    where: str
+    operation: str
+    group: str
+    peer: int
+    error: str
+    in_debugger: bool
+    has_ended: bool
+    recent: Sequence[CallFacts] = ()
+
+    def has_passed(self, call: Call, issued: dict[str, int]) -> str:
+        """What this rank has issued in the place before which another one, that has ``issued`` so many, wants to agree.
+
+        That one's ``call`` is the agreement. A verb and its object; empty if it may still come.
+        """
+        channel = call.channel.removesuffix(f" {AGREEMENT}")
+        following = issued.get(channel, 0) + 1
+        if channel == call.channel or self.issued.get(channel, 0) < following:
+            return ""
+        calls = [Call(*c).describe() for c in self.recent if tuple(c[:2]) == (channel, following)]
+        return f"has gone on to {calls[0] if calls else f'call {following} of channel {channel!r}'}"
+
+    def why_it_will_not_come(self, here: int) -> str:
+        """A verb and its object, about a rank that has not issued the call which global rank ``here`` waits in.
+
+        Empty if it may still come. See [Note: who is stuck].
+        """
+        if self.has_ended:
+            return "has come to the end of its program"
+        if self.left:
+            return f"gave up: {self.left}. It stands at {self.where}"
+        if self.in_debugger:
+            return ""
+        if self.operation and self.still >= _STILL and self._waits_for(here) and not others_in_collectives():
+            return f"is in torch.distributed's {self.operation}, called at {self.where}"
+        if self.raised and self.still >= _STILL_IN_ERROR:
+            return f"raised {self.raised}, and stands at {self.where}"
+        if self.unfinished and self.still >= _STILL_IN_ERROR:
+            if self.error:
+                return f"handles {self.error} at {self.where}, in the middle of {self.unfinished}"
+            if "raised" in self.unfinished:
+                return f"left {self.unfinished}, and stands at {self.where}"
+        return ""
+
+    def _waits_for(self, here: int) -> bool:
+        """Whether this rank's collective of torch's is one that global rank ``here`` has not come to."""
+        if self.peer >= 0:
+            return self.peer == here
+        return is_behind(issued_of_torch(), self.of_torch, self.group)
+
+
+def is_behind(mine: dict[str, int], theirs: dict[str, int], group: str) -> bool:
+    """Whether one rank has issued less than another in a process group of torch's ("": in any)."""
+    groups = [group] if group else list(theirs)
+    return any(g in mine and mine[g] < theirs.get(g, 0) for g in groups)
+
+
+def describe_thread(thread: int) -> str:
+    """Says what a thread does now: a sentence without its subject, as "waited in ..."; "" if it has ended.
+
+    Args:
+        thread: identifier of the one that trains.
+    """
+    position, frame = position_of(thread), sys._current_frames().get(thread)
+    if position is None:
+        return ""
+    where, call = _line(frame) or position.where, _call(frame)
+    if call is not None:
+        return f"waited in {call.describe()}, at {where}"
+    if position.operation:
+        return f"waited in torch.distributed's {position.operation}, at {where}"
+    if position.error:
+        return f"handled {position.error}, at {where}"
+    return f"{'ran backward' if position.in_backward else 'stood'} at {where}"
+
+
+def _line(frame: FrameType | None) -> str:
+    """The innermost line that is no library's; "" if there is none."""
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if name.startswith(_EXAMPLES) or not name.startswith(_LIBRARIES):
+            return f"{name}:{frame.f_lineno} in {frame.f_code.co_name}"
+        frame = frame.f_back
+    return ""
+
+
+def _call(frame: FrameType | None) -> Call | None:
+    """The collective of ours that a frame or one of its callers waits in."""
+    while frame is not None:
+        if frame.f_code.co_filename.endswith(_WAITS):
+            values = frame.f_locals
+            found = values.get("call") or getattr(values.get("self"), "_call", None)
+            if isinstance(found, tuple):
+                return Call(*found)
+        frame = frame.f_back
+    return None

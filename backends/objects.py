@@ -1,10 +1,8 @@
-"""Python objects through collectives of bytes.
-
-The bytes are received into a bytearray that pickle reads in place, so neither numpy nor a copy is needed.
-"""
+"""Python objects between ranks: through collectives of bytes, or where ranks exchange bytes on the host."""
 
 from __future__ import annotations
 
+import abc
 import pickle
 from collections.abc import Sequence
 
@@ -14,11 +12,14 @@ from shardkit.backend import Group
 from shardkit.errors import ConfigurationError
 from shardkit.types import T
 
-from ..arguments import check_member
+from .checked_group import CheckedGroup, check_member
 
 
-class ObjectsOverTensors(Group):
-    """Object collectives of a group that carries tensors."""
+class ObjectsOverTensors(CheckedGroup):
+    """Carries objects by the group's own collectives.
+
+    The bytes are received into a bytearray that pickle reads in place, so neither numpy nor a copy is needed.
+    """
 
     process_group: object  # None: a single rank that never communicates
 
@@ -34,7 +35,7 @@ class ObjectsOverTensors(Group):
         return [bytes(part) for part in self._gathered(bytearray(data), sizes, label)]
 
     def gather_object(self, obj: T, dst: int, *, label: str = "") -> list[T] | None:
-        check_member("gather_object", self.rank, self.world_size, dst)
+        check_member(self, "gather_object", dst)
         if self.process_group is None:
             return [obj]
         packed, sizes = announce(self, obj, True, label)
@@ -47,7 +48,7 @@ class ObjectsOverTensors(Group):
 
     def broadcast_object(self, obj: T, src: int, *, label: str = "") -> T:
         """On ``src`` the very object."""
-        check_member("broadcast_object", self.rank, self.world_size, src)
+        check_member(self, "broadcast_object", src)
         if self.process_group is None:
             return obj
         here = self.rank == src
@@ -125,3 +126,30 @@ def _parts(buffer: bytearray, received: torch.Tensor, sizes: Sequence[int]) -> l
         parts.append(view[start : start + size])
         start += size
     return parts
+
+
+class ObjectsOverBytes(CheckedGroup):
+    """Exchanges objects as pickled bytes, so that ranks of one process share nothing."""
+
+    @abc.abstractmethod
+    def _exchange(self, what: str, label: str, data: bytes) -> list[bytes]:
+        """Each rank's bytes, in group order; ``what`` has to be equal on all ranks."""
+
+    def _pack(self, obj: object) -> bytes:
+        return pickle.dumps(obj)
+
+    def all_gather_bytes(self, data: bytes, *, label: str = "") -> list[bytes]:
+        return list(self._exchange("all_gather_bytes", label, bytes(data)))
+
+    def all_gather_object(self, obj: T, *, label: str = "") -> list[T]:
+        return [pickle.loads(data) for data in self._exchange("all_gather_object", label, self._pack(obj))]
+
+    def gather_object(self, obj: T, dst: int, *, label: str = "") -> list[T] | None:
+        check_member(self, "gather_object", dst)
+        everything = self._exchange(f"gather_object(dst={dst})", label, self._pack(obj))
+        return [pickle.loads(data) for data in everything] if self.rank == dst else None
+
+    def broadcast_object(self, obj: T, src: int, *, label: str = "") -> T:
+        check_member(self, "broadcast_object", src)
+        data = self._pack(obj) if self.rank == src else b""
+        return pickle.loads(self._exchange(f"broadcast_object(src={src})", label, data)[src])
