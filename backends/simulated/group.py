@@ -173,7 +173,7 @@ class SimulatedGroup(ObjectsOverBytes):
     ) -> Work:
         def finish(brought: list[Tree]) -> None:
             outputs, shards = zip(*brought, strict=True)
-            collectives.all_gather(outputs, shards, parts)
+            collectives.all_gather([[o.split(parts)] for o in outputs], [[s] for s in shards])
 
         terms = parts, label if self._line.name in ORDERED_CHANNELS else ""
         return self._carry("all_gather_into", output, label, terms, (output, shard), finish, async_op)
@@ -183,7 +183,7 @@ class SimulatedGroup(ObjectsOverBytes):
     ) -> Work:
         def finish(brought: list[Tree]) -> None:
             shards, inputs = zip(*brought, strict=True)
-            collectives.reduce_scatter(shards, inputs, parts, op)
+            collectives.reduce_scatter_into(shards, inputs, parts, op.name)
 
         terms = op.value, parts
         return self._carry("reduce_scatter_into", input, label, terms, (shard, input), finish, async_op)
@@ -206,26 +206,32 @@ class SimulatedGroup(ObjectsOverBytes):
                         f"in all_to_all {label!r} rank {i} sends {goes[i][j]} elements to rank {j}, which expects "
                         f"{comes[j][i]} (ranks within the group)"
                     )
-            collectives.all_to_all(outputs, inputs, comes, goes)
+            collectives.all_to_all(
+                [o.split(sizes) for o, sizes in zip(outputs, comes, strict=True)],
+                [i.split(sizes) for i, sizes in zip(inputs, goes, strict=True)],
+            )
 
         return self._carry("all_to_all", input, label, (), (output, input, come, go), finish, async_op)
 
     def _all_reduce(self, tensor: Tensor, op: ReduceOp, async_op: bool, label: str) -> Work:
         def finish(brought: list[Tree]) -> None:
-            collectives.all_reduce(brought, op)
+            collectives.all_reduce([[t] for t in brought], op.name)
 
         return self._carry("all_reduce", tensor, label, (op.value, tensor.numel()), tensor, finish, async_op)
 
     def _reduce(self, tensor: Tensor, dst: int, op: ReduceOp, async_op: bool, label: str) -> Work:
         def finish(brought: list[Tree]) -> None:
-            collectives.reduce(brought, dst, op)
+            collectives.reduce(brought, op.name, dst)
+            for rank, other in enumerate(brought):
+                if rank != dst:
+                    collectives.spoil(other)
 
         terms = op.value, tensor.numel(), dst
         return self._carry("reduce", tensor, label, terms, tensor, finish, async_op)
 
     def _broadcast(self, tensor: Tensor, src: int, async_op: bool, label: str) -> Work:
         def finish(brought: list[Tree]) -> None:
-            collectives.broadcast(brought, src)
+            collectives.broadcast([[t] for t in brought], src)
 
         return self._carry("broadcast", tensor, label, (tensor.numel(), src), tensor, finish, async_op)
 

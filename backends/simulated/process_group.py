@@ -19,7 +19,7 @@ from torch.futures import Future
 from shardkit.errors import ConfigurationError
 from shardkit.types import Tree
 
-from . import torch_collectives as compute
+from . import collectives as compute
 from .group import SimulatedGroup, SimulatedWork
 
 
