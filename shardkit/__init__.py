@@ -14,7 +14,7 @@ from .version import __version_tuple__
 
 if TYPE_CHECKING:  # the same names as in the table below; tests/test_packaging.py compares them
     from .adascale.optimizer import AdaScale as AdaScale
-    from .checkpoint.loading import load as load
+    from .checkpoint.files.loading import load as load
     from .checkpoint.prefix import (
         load_with_or_without_prefix as load_with_or_without_prefix,
         with_prefix as with_prefix,
@@ -62,13 +62,13 @@ if TYPE_CHECKING:  # the same names as in the table below; tests/test_packaging.
     from .tracing.metrics import Metrics as Metrics
     from .tracing.ranges import span as span
     from .tracing.tracer import trace as trace
-    from .training_checkpoints.folders import latest as latest
-    from .training_checkpoints.restoring import (
+    from .checkpoint.format.folders import latest as latest
+    from .checkpoint.restoring import (
         Restored as Restored,
         restore as restore,
         restore_training as restore_training,
     )
-    from .training_checkpoints.saving import save as save, save_training as save_training
+    from .checkpoint.saving import save as save, save_training as save_training
     from .whole_parameters.optimizer import WholeParameters as WholeParameters
     from .wrapping.context import auto_wrap as auto_wrap, enable_wrap as enable_wrap, wrap as wrap
 
@@ -76,8 +76,11 @@ __version__ = ".".join(map(str, __version_tuple__))
 
 _HOMES = {
     "adascale.optimizer": "AdaScale",
-    "checkpoint.loading": "load",
+    "checkpoint.files.loading": "load",
+    "checkpoint.format.folders": "latest",
     "checkpoint.prefix": "load_with_or_without_prefix with_prefix without_prefix",
+    "checkpoint.restoring": "Restored restore restore_training",
+    "checkpoint.saving": "save save_training",
     "data": "GlobalBatchSampler ResumableLoader",
     "errors": "BackendError CheckpointError ConfigurationError DamagedFileError FileNotWrittenError LifecycleError "
     "OutOfStepError RankFailedError RankLostError RankMismatchError ShardkitError UntrustedFileError",
@@ -96,9 +99,6 @@ _HOMES = {
     "tracing.metrics": "Metrics",
     "tracing.ranges": "span",
     "tracing.tracer": "trace",
-    "training_checkpoints.folders": "latest",
-    "training_checkpoints.restoring": "Restored restore restore_training",
-    "training_checkpoints.saving": "save save_training",
     "whole_parameters.optimizer": "WholeParameters",
     "wrapping.context": "auto_wrap enable_wrap wrap",
 }

@@ -194,9 +194,7 @@ class _Loader(Loader):
     def exec_module(self, module: ModuleType) -> None:
         path = module.__name__.removeprefix(f"{_ROOT}.")
         names = sorted(_names_of(path))
-        module.__doc__ = (
-            f"fairscale.{path}: names from elsewhere, and names that say on use what to take instead."
-        )
+        module.__doc__ = f"{path}: names from elsewhere, and names that say on use what to take instead."
         module.__dict__.update(__getattr__=redirected_names(module.__name__), __dir__=lambda: names)
 
 

@@ -1,10 +1,17 @@
-"""Names that modules of fairscale have from elsewhere: one table. :mod:`shardkit.redirected` serves it."""
+"""Names that modules of fairscale, and of earlier versions of shardkit, have from elsewhere: one table.
+
+:mod:`shardkit.redirected` serves it.
+"""
 
 from __future__ import annotations
 
 # Path of a module -> where its names are, below shardkit -> the names, as in an import.
 # fmt: off
 REEXPORTED: dict[str, dict[str, str]] = {
+    "checkpoint_tools": {
+        "checkpoint.tools": "Checkpoint, Comparison, Conversion, Converted, Difference, Verified, compare, convert, "
+        "open_checkpoint, verify",
+    },
     "experimental.nn.ampnet_pipe.ampnet": {
         "nn.model_parallel.initialize": "get_pipeline_parallel_ranks",
         "nn.pipe.async_schedule": "AsyncMessageBody, AsyncMessageType, AsyncRecvOperator, Location, ModuleWrapper",
@@ -318,6 +325,8 @@ REEXPORTED: dict[str, dict[str, str]] = {
         "internal.params": "calc_grad_norm",
     },
     "optim.utils": {"internal.params": "Workhandle, calc_grad_norm, get_global_rank"},
+    "training_checkpoints.handles": {"checkpoint.background": "Handle"},
+    "training_checkpoints.rank_states": {"checkpoint.rank_states": "TakesRankStates"},
     "utils.containers": {
         "extra.containers": "apply_to_tensors, apply_to_type, from_np, pack_kwargs, split_non_tensors, to_np, "
         "unpack_kwargs, unpack_non_tensors",

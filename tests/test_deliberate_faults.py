@@ -1,46 +1,49 @@
-"""Deliberate faults can't rot: their text is in the source once, their tests exist, the page lists them."""
+"""Deliberate faults can't rot: each has exactly one place in the source, and its tests exist."""
 
 from __future__ import annotations
 
 import ast
-import functools
 
 import pytest
 
-from tests.deliberate_faults.fault import CORE, XLA, Fault
-from tests.deliberate_faults.planting import ROOT, failed_in, is_case_of
-from tests.deliberate_faults.report import PAGE, with_table
-from tests.deliberate_faults.table import FAULTS
+from tests.deliberate_faults.fault import Fault, NotAFaultError, all_faults, read
+from tests.deliberate_faults.places import ROOT, node_id, place
+from tests.deliberate_faults.planting import failed_in, is_case_of
 
-
-@functools.cache
-def _functions(file: str) -> set[str]:
-    tree = ast.parse((ROOT / file).read_text())
-    return {n.name for n in ast.walk(tree) if isinstance(n, ast.FunctionDef)}
+FAULTS = all_faults()
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda f: f.name)
-def test_a_fault_fits_the_source(fault: Fault) -> None:
-    text = (ROOT / fault.file).read_text()
-    assert text.count(fault.old) == 1, f"{fault.file} has {fault.old!r} {text.count(fault.old)} times"
-    assert fault.new != fault.old
-    compile(text.replace(fault.old, fault.new), fault.file, "exec")
-    assert fault.environment in (CORE, XLA)
-    assert fault.tests
+def test_a_fault_has_one_place(fault: Fault) -> None:
+    found = place(fault)
+    planted = ast.parse(found.planted(), found.file)
+    assert ast.dump(planted) != ast.dump(ast.parse((ROOT / found.file).read_text()))
     for test in fault.tests:
-        file, _, name = test.partition("::")
-        assert name.split("[")[0] in _functions(file), f"{file} has no {name}"
+        node_id(test)
 
 
 def test_faults_have_names_of_their_own() -> None:
-    assert len({f.name for f in FAULTS}) == len(FAULTS)
-    assert len({(f.file, f.old, f.new) for f in FAULTS}) == len(FAULTS)
+    assert len({f.name for f in FAULTS}) == len(FAULTS) > 200
+    assert len({place(f) for f in FAULTS}) == len(FAULTS)
 
 
-def test_the_page_lists_them() -> None:
-    assert PAGE.read_text() == with_table(PAGE.read_text()), (
-        "python -m tests.deliberate_faults --report writes it"
-    )
+@pytest.mark.parametrize(
+    ("symbol", "old", "new", "message"),
+    [
+        ("Fsdp.step", "a", "b", "no Fsdp.step"),
+        ("GradScaler.step", "self._neverthere", "b", "0 times"),
+        ("GradScaler", "self._enabled", "True", "times"),
+        ("GradScaler.step", "self._enabled or", "True", "no Python"),
+    ],
+)
+def test_what_has_no_place_is_no_fault(symbol: str, old: str, new: str, message: str) -> None:
+    with pytest.raises(NotAFaultError, match=message):
+        place(Fault("a", "b", symbol, old, new, ()))
+
+
+def test_entries_that_cannot_be_read_are_named() -> None:
+    with pytest.raises(NotAFaultError, match="forgotten"):
+        read("# part\n* something breaks\n  in f, seen by test_f\n  - a\n* forgotten\n  in g\n  - b\n")
 
 
 def test_what_pytest_says_is_understood() -> None:

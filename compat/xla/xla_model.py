@@ -13,7 +13,7 @@ import torch
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
-from shardkit.checkpoint.saving import save as write_whole
+from shardkit.checkpoint.files.writing import save as write_whole
 from shardkit.extra.reducing_oss import average_gradients
 from shardkit.optimizers.shards import refuse_shards
 from shardkit.types import Kwargs, Tree

@@ -1,7 +1,7 @@
-"""Files: what is read is data alone and is checked, what is written is whole or not there."""
+"""Checkpoints: of a training, saved and restored by all ranks; single files; and those of other libraries."""
 
-from .loading import load
+from .files.loading import load
+from .files.writing import save
 from .prefix import load_with_or_without_prefix, with_prefix, without_prefix
-from .saving import save
 
 __all__ = ["load", "load_with_or_without_prefix", "save", "with_prefix", "without_prefix"]

@@ -1,67 +1,350 @@
-"""Writes checkpoints in torch's format, with checksums, whole or not at all."""
+"""``shardkit.save_training``: a checkpoint of a training; ``shardkit.save``: a file of one object.
+
+Ranks meet three times, to exchange some hundred bytes each: before anything is written, when all have written, and when
+the checkpoint has its name. In the background they do not meet at all: each tells what it has done by a small file in
+the temporary folder, and the first rank, which finds all of them there, makes the checkpoint complete.
+
+[Note: lacking state] Where nothing in a rank's shard has ever had a gradient, its optimizer has no state of it, while
+other ranks' optimizers have state of theirs. A parameter that lies on both would be stored in part. So the rank writes
+what its state would be: zeros, and the numbers that others have. Whether there is such a case all ranks learn from what
+they tell each other anyway; then, and only then, they exchange the kinds of state.
+"""
 
 from __future__ import annotations
 
-import contextlib
+import hashlib
 import os
-from collections.abc import Iterator
-from typing import Any, BinaryIO, cast
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from typing import overload
 
 import torch
+from torch import nn
+from torch.optim import Optimizer
 
-from .writing import write_atomically
+from ..checks.facts import all_gather_facts_or_objects
+from ..checks.same_everywhere import check_same_everywhere
+from ..errors import ConfigurationError, RankMismatchError
+from ..progress import note_error, noting_errors
+from ..running.folder import note_checkpoints
+from ..types import ProcessGroup, StateDict, Tree
+from .agreeing import agree, attempt
+from .background import Background, Handle, join_earlier
+from .collecting import (
+    Collected,
+    Entry,
+    Part,
+    Parts,
+    backend_and_ranks,
+    collect,
+    has_torchs_ranks,
+    parts_of_rank,
+)
+from .data_file import on_host, write_parts
+from .files.writing import save as save_file
+from .format import folders
+from .format.manifest import best_hash
+from .leaves import Leaf, Ranks
+from .optimizer_state import Holder
+from .rank_states import Stateful
+from .slots import Slot
+
+Kinds = dict[int, dict[str, tuple[bool, object]]]
 
 
-def save(obj: object, path: str | os.PathLike[str]) -> None:
-    """``torch.save``, but a kill, a crash or a full disk leaves the file that was there, and all bytes have checksums.
+def shards_with_state(holder: Holder | None, slots: Sequence[tuple[Slot, StateDict]]) -> str:
+    """Which shards of an optimizer have state here, as a fact: one digit each."""
+    if holder is None:
+        return ""
+    there = {id(slot.param) for slot, _ in slots}
+    return "".join("01"[id(slot.param) in there] for slot in holder.shards())
 
-    ``torch.load`` reads the file as any other; :func:`shardkit.load` compares the checksums. It is written beside the
-    old one, synced and renamed: for a moment the disk holds both.
+
+def lacking_entries(collected: Collected, ranks: Ranks, everybody: Sequence[str]) -> list[Entry]:
+    """What this rank writes in place of state that it lacks (collective where ranks differ)."""
+    holder, group = collected.holder, ranks.group
+    if holder is None or group is None or len(set(everybody)) == 1:
+        return []
+    shards = holder.shards()
+    states = {id(slot.param): state for slot, state in collected.slots}
+    mine: Kinds = {
+        k: {key: _kind(slot, key, value) for key, value in states[id(slot.param)].items()}
+        for k, slot in enumerate(shards)
+        if id(slot.param) in states
+    }
+    merged: Kinds = {}
+    for theirs in all_gather_facts_or_objects(
+        group.channel("control"), mine, label="kinds of optimizer state"
+    ):
+        for k, kinds in theirs.items():
+            merged.setdefault(k, {}).update(kinds)
+    found: list[Entry] = []
+    for k, slot in enumerate(shards):
+        if k in merged and k not in mine:
+            state = {key: _made(slot, *kind) for key, kind in merged[k].items()}
+            for name, values in slot.leaves(state, ranks).items():
+                found += [Entry(("optimizer", "state", name, key), value) for key, value in values.items()]
+    return found
+
+
+def _kind(slot: Slot, key: str, value: object) -> tuple[bool, object]:
+    if slot.is_spread(key, value) and isinstance(value, torch.Tensor):
+        return True, value.dtype
+    if isinstance(value, torch.Tensor):
+        return False, (value.tolist(), value.dtype)
+    return False, value
+
+
+def _made(slot: Slot, is_spread: bool, what: object) -> object:
+    if is_spread and isinstance(what, torch.dtype):
+        return torch.zeros_like(slot.param.detach(), dtype=what)
+    if isinstance(what, tuple | list) and len(what) == 2 and isinstance(what[1], torch.dtype):
+        return torch.tensor(what[0], dtype=what[1])
+    return what
+
+
+class Save:
+    """A checkpoint that is about to be written.
 
     Args:
-        obj: what ``torch.save`` takes; what :func:`shardkit.load` shall read is tensors, numbers, strings, containers
-            of them and numpy arrays of numbers.
+        folder: of checkpoints.
+        keep: see :func:`shardkit.save_training`.
+        copies: values are copied before anything is written.
+
+    Attributes:
+        target: the checkpoint's folder, once it is complete.
+    """
+
+    def __init__(self, folder: str, ranks: Ranks, step: int | None, keep: int | None, copies: bool) -> None:
+        self.folder, self.ranks, self.keep, self._copies = folder, ranks, keep, copies
+        self.step = -1 if step is None else step
+        self.target = os.path.join(folder, folders.step_name(max(0, self.step) if _is_number(step) else 0))
+        self.what = f"saving step {step} in {folder}"
+        self.temporary = self.run = self.kind = ""
+        self.parts: list[Part] = []
+        self.values: list[torch.Tensor | None] | None = None
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank puts the checkpoint together."""
+        return self.ranks.rank == 0
+
+    # ------------------------------------------------------------ before anything is written
+    def begin(self, collect: Callable[[], Collected]) -> None:
+        """Finds out what there is to write, and that all ranks are in this (collective).
+
+        Raises:
+            ShardkitError: on all ranks; nothing was written.
+        """
+        _, earlier = attempt(lambda: join_earlier(self.ranks.rank))
+        collected, problem = attempt(lambda: self._collect(collect)) if earlier is None else (None, None)
+        digest = "" if collected is None else _digest(collected, self.ranks)
+        with_state = "" if collected is None else shards_with_state(collected.holder, collected.slots)
+        fact = (self.step, self.temporary, self.run, self.kind, digest, with_state)
+        what = self.what if earlier is None else "the save before"
+        try:
+            everybody = agree(self.ranks, earlier or problem, what, fact)
+            self._compare(everybody, collected)
+        except Exception:
+            self._give_up()
+            raise
+        _, self.temporary, self.run, self.kind, _, _ = everybody[0]
+
+    def _collect(self, collect: Callable[[], Collected]) -> Collected:
+        if not _is_number(self.step) or self.step < 0:
+            raise ConfigurationError("step= has to be the number of steps done, 0 or more")
+        if self.keep is not None and (not _is_number(self.keep) or self.keep < 1):
+            raise ConfigurationError(
+                f"keep={self.keep!r}: at least the new checkpoint is kept; None keeps all"
+            )
+        if self.is_first:
+            self.run, self.kind = folders.run_of(self.folder), best_hash()
+            self.temporary = folders.begin(self.folder, self.step)
+        collected = collect()
+        self.parts = parts_of_rank(collected.entries, self.ranks.rank)
+        if self._copies:
+            self.values = list(on_host(self.parts, copied=True))
+        return collected
+
+    def _compare(self, everybody: list[tuple[object, ...]], collected: Collected | None) -> None:
+        steps = [fact[0] for fact in everybody]
+        if len(set(steps)) > 1:
+            raise RankMismatchError(
+                f"ranks save different steps: {steps} in the order of ranks. Pass the same step="
+            )
+        if collected is None or self.ranks.group is None:
+            return
+        if len({fact[4] for fact in everybody}) > 1:
+            check_same_everywhere(
+                self.ranks.group, _facts(collected, self.ranks), "what shardkit.save_training was given"
+            )
+        lacking = lacking_entries(collected, self.ranks, [str(fact[5]) for fact in everybody])
+        self.parts += parts_of_rank(lacking, self.ranks.rank)
+        if self.values is not None:
+            self.values += list(on_host(self.parts[len(self.values) :]))
+
+    # ------------------------------------------------------------ writing
+    def write(self) -> Handle:
+        """Writes everything, and returns when the checkpoint is complete (collective).
+
+        Raises:
+            ShardkitError: on all ranks; there is no such checkpoint, and earlier ones are whole.
+        """
+        _, problem = attempt(self.write_own)
+        try:
+            agree(self.ranks, problem, self.what)
+            _, problem = attempt(self.complete) if self.is_first else (None, None)
+            agree(self.ranks, problem, self.what)
+        except Exception as error:
+            self._give_up()
+            note_error(error)
+            raise
+        return Handle(self.target)
+
+    def write_own(self) -> None:
+        """This rank's files."""
+        if not folders.is_there(self.temporary):
+            raise ConfigurationError(
+                f"rank {self.ranks.world[self.ranks.rank]} does not see {self.temporary}, which rank "
+                f"{self.ranks.world[0]} has made: a checkpoint's folder has to be on a file system that all ranks "
+                "share. Save to shared storage (NFS, Lustre, a mounted bucket)"
+            )
+        values = on_host(self.parts) if self.values is None else self.values
+        write_parts(self.temporary, self.ranks.rank, self.parts, self.kind, values)
+
+    def complete(self) -> None:
+        """All ranks have written: the checkpoint gets its name, then old ones go."""
+        from .composing import compose  # torch's part takes long to import
+
+        compose(self.temporary, self.ranks.size, self.step, self.run, self.kind)
+        folders.finish(self.temporary, self.folder, self.step)
+        folders.keep_newest(self.folder, self.keep, self.step)
+
+    def _give_up(self) -> None:
+        if self.is_first and self.temporary:
+            shutil.rmtree(self.temporary, ignore_errors=True)
+
+    # ------------------------------------------------------------ in the background
+    def in_background(self) -> Handle:
+        """Begins to write."""
+        handle = Handle(self.target)
+        work = Background(self.temporary, self.target, self.ranks, self.what)
+        handle.start(self.ranks.rank, lambda: work.run(self.write_own, self.complete))
+        group = self.ranks.group
+        if group is not None and not has_torchs_ranks():
+            # ranks that are threads may take turns: one that waits for the others' files would keep them from beginning
+            group.channel("control").barrier(label=self.what)
+        return handle
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _facts(collected: Collected, ranks: Ranks) -> list[tuple[str, object]]:
+    """What all ranks have alike."""
+    return [
+        (entry.name, (tuple(entry.value.shape), str(entry.value.base.dtype)))
+        for entry in collected.entries
+        if isinstance(entry.value, Leaf)
+        and (entry.path[0] == "model" or entry.value.copies == ranks.everybody)
+    ]
+
+
+def _digest(collected: Collected, ranks: Ranks) -> str:
+    return hashlib.sha256(repr(_facts(collected, ranks)).encode()).hexdigest()[:16]
+
+
+_PathLike = str | os.PathLike[str]
+
+
+@noting_errors
+def save_training(
+    dir: _PathLike,
+    *,
+    step: int,
+    model: nn.Module | None = None,
+    optimizer: Optimizer | Sequence[Optimizer] | None = None,
+    scheduler: Stateful | Sequence[Stateful] | None = None,
+    scaler: Stateful | None = None,
+    loader: Stateful | None = None,
+    ema: nn.Module | None = None,
+    extra: Mapping[str, object] | None = None,
+    async_: bool = False,
+    keep: int | None = None,
+    group: ProcessGroup = None,
+) -> Handle:
+    """Saves a training in a folder of checkpoints (collective).
+
+    ::
+
+        shardkit.save_training("checkpoints", model=model, optimizer=optimizer, step=17)
+
+    All ranks write what they have, in torch.distributed.checkpoint's format and by the model's own names, to
+    ``dir/step-00000017``. That folder is complete or is not there. :func:`shardkit.restore_training` reads it at any
+    number of ranks, sharded in whatever way. See ``docs/CHECKPOINTS.md``.
+
+    Args:
+        dir: folder of checkpoints, which all ranks see; it is made if need be.
+        step: that the training has done; a checkpoint of it is replaced.
+        model: plain, wrapped by ShardedDDP or DistributedDataParallel, or sharded by FSDP, fully_shard or FSDP2.
+        optimizer: over the model's parameters: plain, an OSS, WholeParameters, AdaScale around one; or a list (Muon
+            beside AdamW; with ``nn.ModuleDict`` as model, those of several models).
+        scheduler, scaler, loader: have state_dict() and load_state_dict(). Schedulers may be a list.
+        ema: a second module like ``model``, as torch's AveragedModel makes one.
+        extra: whatever else by name, as data; the first rank's is kept.
+        async_: returns as soon as values are copied to the host; they are written in the background. The next save
+            waits for it, and so does the end of the program.
+        keep: how many checkpoints to keep; older ones are deleted once the new one is complete. None: all are kept.
+        group: ranks that take part; default all.
+
+    Returns:
+        A handle with ``path``, ``done`` and ``wait()``; without ``async_`` all is done.
+
+    Raises:
+        FileNotWrittenError: the disk is full, or the folder can't be written to (also an OSError). This and all errors
+            below are raised on all ranks, and earlier checkpoints are whole.
+        ConfigurationError: something can't be kept in a checkpoint, and the message says what; ranks don't see the same
+            folder.
+        CheckpointError: something else went wrong on a rank.
+        RankMismatchError: ranks were called with different steps, or have different models.
+    """
+    backend, ranks = backend_and_ranks(model, group)
+    parts = Parts(model, optimizer, scheduler, scaler, loader, ema)
+    note_checkpoints(dir)
+    saving = Save(os.path.realpath(dir), ranks, step, keep, async_)
+    with torch.no_grad():
+        saving.begin(lambda: collect(parts, saving.step, extra, backend, ranks))
+    return saving.in_background() if async_ else saving.write()
+
+
+@overload
+def save(obj: object, path: _PathLike) -> None: ...
+@overload
+def save(dir: _PathLike, /, *, step: int, **training: Tree) -> Handle: ...
+def save(*args: Tree, **kwargs: Tree) -> Handle | None:
+    """Saves one object in a file: ``torch.save``, but a kill or a full disk leaves the file that was there.
+
+    ::
+
+        shardkit.save(obj, "file.pt")
+
+    All bytes have checksums, which :func:`shardkit.load` compares. The file is written beside the old one and renamed;
+    the disk holds both then. ``save(dir, step=..., model=...)`` is :func:`shardkit.save_training`.
+
+    Args:
+        obj: what ``torch.save`` takes; :func:`shardkit.load` reads data alone: tensors, numbers, text, lists.
         path: a regular file, or none yet, in a folder that exists.
 
     Raises:
-        FileNotWrittenError: the disk is full, or the folder is missing or can't be written to (also an OSError).
+        FileNotWrittenError: the disk is full, or the folder can't be written to (also an OSError).
         ConfigurationError: the path is a folder, a pipe or a device.
     """
-    with write_atomically(path) as file, _checksums():
-        guarded = _Guarded(file)
-        try:
-            torch.save(obj, cast(Any, guarded))
-        except RuntimeError as error:
-            raise guarded.failed or error from None
-        if guarded.failed is not None:
-            raise guarded.failed
-
-
-@contextlib.contextmanager
-def _checksums() -> Iterator[None]:
-    """torch can be told to leave them out."""
-    before = torch.serialization.get_crc32_options()
-    torch.serialization.set_crc32_options(True)
-    try:
-        yield
-    finally:
-        torch.serialization.set_crc32_options(before)
-
-
-class _Guarded:
-    """A file that remembers the error of a failed write: torch's writer goes on after one and reports another."""
-
-    def __init__(self, file: BinaryIO) -> None:
-        self._file = file
-        self.failed: OSError | None = None
-
-    def write(self, data: bytes | memoryview) -> int:
-        if self.failed is None:
-            try:
-                return self._file.write(data)
-            except OSError as error:
-                self.failed = error
-        return len(data)
-
-    def flush(self) -> None:
-        """torch asks for it before the end."""
+    if len(args) + ("obj" in kwargs) + ("path" in kwargs) > 1:
+        return save_file(*args, **kwargs)  # type: ignore[func-returns-value]
+    if len(args) != 1 or not isinstance(args[0], str | os.PathLike):
+        raise ConfigurationError(
+            "shardkit.save takes an object and a path, save(obj, 'file.pt'); a training is saved by "
+            "save_training('checkpoints', model=model, optimizer=optimizer, step=17)"
+        )
+    return save_training(args[0], **{"step": None, **kwargs})

@@ -100,9 +100,9 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _ls(options: argparse.Namespace) -> int:
-    from shardkit.checkpoint_tools import listing, reporting
+    from shardkit.checkpoint.tools import reporting
 
-    rows = listing.steps(options.path)
+    rows = reporting.steps(options.path)
     if options.json:
         _print_json(rows)
     else:
@@ -111,9 +111,9 @@ def _ls(options: argparse.Namespace) -> int:
 
 
 def _show(options: argparse.Namespace) -> int:
-    from shardkit.checkpoint_tools import listing, open_checkpoint, reporting
+    from shardkit.checkpoint.tools import open_checkpoint, reporting
 
-    found = listing.contents(
+    found = reporting.contents(
         open_checkpoint(options.path, model_key=options.model_key, trust_pickle=options.trust_pickle)
     )
     if options.json:
@@ -124,7 +124,7 @@ def _show(options: argparse.Namespace) -> int:
 
 
 def _verify(options: argparse.Namespace) -> int:
-    from shardkit.checkpoint_tools import reporting, verify
+    from shardkit.checkpoint.tools import reporting, verify
 
     results = verify(options.path)
     if options.json:
@@ -135,7 +135,7 @@ def _verify(options: argparse.Namespace) -> int:
 
 
 def _diff(options: argparse.Namespace) -> int:
-    from shardkit.checkpoint_tools import compare, open_checkpoint, reporting
+    from shardkit.checkpoint.tools import compare, open_checkpoint, reporting
 
     a, b = (
         open_checkpoint(path, model_key=options.model_key, trust_pickle=options.trust_pickle)
@@ -153,7 +153,7 @@ def _diff(options: argparse.Namespace) -> int:
 def _convert(options: argparse.Namespace) -> int:
     import torch
 
-    from shardkit.checkpoint_tools import Conversion, convert, open_checkpoint, reporting
+    from shardkit.checkpoint.tools import Conversion, convert, open_checkpoint, reporting
 
     dtype = None
     if options.dtype is not None:

@@ -1,1 +1,1 @@
-"""Runnable examples; ``python -m shardkit.examples.digits --help`` is the first one to try."""
+"""The demo: :mod:`shardkit.examples.digits`. More programs are in the folder ``examples/`` of the repository."""

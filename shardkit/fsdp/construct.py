@@ -18,7 +18,6 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from ..backend import Backend, Group, backend_for
-from ..checkpoint.archive import memory_of
 from ..checks.facts import all_gather_facts
 from ..checks.runs import new_run_id, number_of, proposed_run_id
 from ..checks.same_everywhere import check_one_device, check_same_everywhere, option_facts
@@ -28,6 +27,7 @@ from ..flattening.flat_parameter import FLAT_PREFIX, ParamInfo, SharedParamInfo
 from ..layout import PackedLayout, Piece, ShardLayout, local_shape, packed_layout
 from ..policy import OffloadPolicy, ReducePolicy
 from ..torch_seams.dtensors import is_dtensor, mesh_over, rows_here
+from ..torch_seams.strided_views import memory_of
 from ..types import Kwargs, ProcessGroup
 from .flat_param import FlatParam
 from .flat_values import AlignedLayout, RowsLayout, own_shard, put_together, report_padding

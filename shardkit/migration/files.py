@@ -12,7 +12,7 @@ import tokenize
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from shardkit.checkpoint.writing import write_atomically
+from shardkit.checkpoint.files.writing import write_atomically
 from shardkit.errors import ConfigurationError
 
 from . import configuration, rewriting

@@ -1,10 +1,13 @@
-"""Views of flat buffers that keep the order in which a tensor's elements lie in memory."""
+"""Views of flat buffers that keep the order in which a tensor's elements lie in memory; and of memory as bytes."""
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 
 import torch
+
+from ..types import Tree
 
 
 def strided_view(flat: torch.Tensor, like: torch.Tensor, offset: int) -> torch.Tensor:
@@ -32,3 +35,11 @@ def _contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
     for i in range(len(shape) - 2, -1, -1):
         strides[i] = strides[i + 1] * max(shape[i + 1], 1)
     return tuple(strides)
+
+
+def memory_of(tensor: torch.Tensor) -> memoryview:
+    """Returns the bytes of a contiguous tensor on the host, without numpy and without a copy."""
+    size = tensor.numel() * tensor.itemsize
+    memory: Tree = (ctypes.c_char * size).from_address(tensor.data_ptr())
+    memory.owner = tensor  # a view of memory outlives the tensor, and this keeps it
+    return memoryview(memory).cast("B")

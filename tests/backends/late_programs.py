@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 import shardkit
+import train_anything
 from shardkit import FSDP, OSS, OffloadPolicy, ShardedDDP
 from shardkit.backend import get_backend
-from shardkit.examples import train_anything
 from shardkit.grad_scaler import ShardedGradScaler
 from shardkit.nn import checkpoint_wrapper
 

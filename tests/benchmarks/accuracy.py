@@ -24,8 +24,7 @@ from torch.nn import functional
 
 from shardkit import FSDP, Compression, PrecisionPolicy, ReducePolicy
 from shardkit.backends.processes import RankPool
-from shardkit.examples import handwritten
-from shardkit.examples.digits.model import DigitTransformer
+from shardkit.examples import digits as handwritten
 from tests.figures.gpt import GPT
 
 WORLD_SIZE = 2
@@ -54,8 +53,8 @@ def wrapped(model: nn.Module, variant: str) -> FSDP:
 def digits(rank: int, variant: str, seed: int, epochs: int = 15) -> float:
     train, held_out = handwritten.load()
     torch.manual_seed(seed)
-    model = wrapped(DigitTransformer(), variant)
-    steps = epochs * handwritten.steps_per_epoch(train, 64)
+    model = wrapped(handwritten.DigitTransformer(), variant)
+    steps = epochs * (len(train.labels) // 64)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.2)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=2e-3, total_steps=steps)
     for epoch in range(epochs):

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 
 import torch
 
@@ -86,9 +87,11 @@ def report(task_name: str, times: dict[str, list[tuple[float, float, float]]], w
 
 def accuracies(world_size: int, epochs: int) -> list[str]:
     """What each type reaches on real data, in single lines; the saved model is tested in one process."""
+    import images
+    import mnist
+    import training
     from shardkit.backends.xla import ReplicaPool
-    from shardkit.examples import images, mnist, training
-    from shardkit.examples.flags import parse
+    from training import parse
 
     lines = [f"MNIST with real data, after {epochs} epochs"]
     with tempfile.TemporaryDirectory() as folder, ReplicaPool(world_size, environment=VARIABLES) as pool:

@@ -105,11 +105,10 @@ TASKS = {
 def batch(task: Task, count: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(count * 131 + rank)
     if task.is_real:
-        from shardkit.examples.data import mnist_files
-        from shardkit.examples.images import default_folder, real
+        from images import default_folder, has_mnist, load_mnist, real
 
         folder = default_folder("mnist-data")
-        digits = (mnist_files.load(folder) if mnist_files.is_there(folder) else real(28, 1)).train
+        digits = (load_mnist(folder) if has_mnist(folder) else real(28, 1)).train
         chosen = torch.randperm(len(digits), generator=generator)[: task.batch].tolist()
         images, labels = zip(*(digits[index] for index in chosen), strict=True)
         return torch.stack(images), torch.stack(labels)

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import shardkit
-from shardkit.checkpoint.writing import write_atomically
+from shardkit.checkpoint.files.writing import write_atomically
 from shardkit.errors import ConfigurationError, DamagedFileError, FileNotWrittenError
 from shardkit.xla import xla_model as xm
 
@@ -63,7 +63,7 @@ def test_every_system_call_may_be_the_last(tmp_path: Path) -> None:
     """Killed before or after each of those that change anything, in turn."""
     code = """
     import os, sys
-    import shardkit.checkpoint.writing as writing
+    import shardkit.checkpoint.files.writing as writing
     path, whole = sys.argv[1], b"new" * 1000
     for k in range(100):
         with open(path, "wb") as file:

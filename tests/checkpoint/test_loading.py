@@ -18,10 +18,10 @@ import torch
 from torch import nn
 
 import shardkit
-from shardkit.checkpoint.dcp_metadata import TableOfContents, read_metadata
+from shardkit.checkpoint.composing import metadata_of
+from shardkit.checkpoint.data_file import Written
+from shardkit.checkpoint.format.metadata import TableOfContents, read_metadata
 from shardkit.errors import ConfigurationError, DamagedFileError, ShardkitError, UntrustedFileError
-from shardkit.training_checkpoints.composing import metadata_of
-from shardkit.training_checkpoints.data_file import Written
 from shardkit.xla.fsdp.consolidate_sharded_ckpts import main as consolidate
 from tests import file_mutations
 

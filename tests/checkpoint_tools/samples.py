@@ -11,7 +11,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
-from shardkit.checkpoint_tools import Conversion, convert
+from shardkit.checkpoint.tools import Conversion, convert
 
 
 class Net(nn.Module):

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from shardkit import load
-from shardkit.checkpoint_tools import Conversion, compare, convert, open_checkpoint
+from shardkit.checkpoint.tools import Conversion, compare, convert, open_checkpoint
 from shardkit.errors import ConfigurationError, UntrustedFileError
 from tests.checkpoint_tools.samples import Net, assert_same, by_name, everything, make, trained
 from tests.pools import rank_pool
@@ -45,7 +45,7 @@ def _read(path: str, target: str) -> dict[str, Any]:
         return found
     files = [load(os.path.join(path, name)) for name in sorted(os.listdir(path))]
     if target == "xla":
-        from shardkit.extra.padded_shards.consolidation import consolidate_sharded_state_dicts
+        from shardkit.checkpoint.tools.rank_files import consolidate_sharded_state_dicts
 
         return consolidate_sharded_state_dicts([f["model"] for f in files], files[0]["shard_metadata"])
     from shardkit.fsdp.local_checkpoint import consolidate

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from shardkit.checkpoint.dcp_metadata import read_metadata
-from shardkit.checkpoint_tools import Conversion, convert, open_checkpoint, verify
+from shardkit.checkpoint.format.metadata import read_metadata
+from shardkit.checkpoint.tools import Conversion, convert, open_checkpoint, verify
 from shardkit.errors import DamagedFileError, ShardkitError
 from tests.checkpoint_tools.samples import make
 

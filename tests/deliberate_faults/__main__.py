@@ -1,4 +1,4 @@
-"""Plants deliberate faults: ``python -m tests.deliberate_faults [--only WORD] [--list] [--report]``."""
+"""Plants deliberate faults: ``python -m tests.deliberate_faults [--only WORD] [--list]``."""
 
 from __future__ import annotations
 
@@ -8,25 +8,20 @@ import tempfile
 import time
 from pathlib import Path
 
+from tests.deliberate_faults.fault import all_faults
 from tests.deliberate_faults.planting import Copy
-from tests.deliberate_faults.report import write_report
-from tests.deliberate_faults.table import FAULTS
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.deliberate_faults", description=__doc__)
-    parser.add_argument("--only", metavar="WORD", help="faults with this in part, words, file or tests")
+    parser.add_argument("--only", metavar="WORD", help="faults with this in part, words, symbol or tests")
     parser.add_argument("--environment", choices=["core", "xla"], help="faults whose tests run there")
     parser.add_argument("--list", action="store_true", help="print them and end")
-    parser.add_argument("--report", action="store_true", help="write the table of docs/TESTING.md and end")
     options = parser.parse_args()
-    if options.report:
-        write_report()
-        return 0
     chosen = [
         f
-        for f in FAULTS
-        if (not options.only or options.only.lower() in " ".join((f.name, f.file, *f.tests)).lower())
+        for f in all_faults()
+        if (not options.only or options.only.lower() in " ".join((f.name, f.symbol, *f.tests)).lower())
         and options.environment in (None, f.environment)
     ]
     if options.list or not chosen:

@@ -12,9 +12,9 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
-from tests.deliberate_faults.fault import CORE, XLA, Fault
+from tests.deliberate_faults.fault import CORE, XLA, Fault, NotAFaultError
+from tests.deliberate_faults.places import ROOT, node_id, place
 
-ROOT = Path(__file__).resolve().parents[2]
 COPIED = ("shardkit", "backends", "compat", "tests", "docs", "pyproject.toml", "README.md", "Makefile")
 PYTHON = {CORE: ROOT / ".venv/bin/python", XLA: ROOT / ".venv-xla/bin/python"}
 SECONDS = 400  # for the tests of one fault; each has a minute for itself
@@ -67,23 +67,25 @@ class Copy:
         python = interpreter(fault.environment)
         if python is None:
             return Outcome([], f"needs {PYTHON[fault.environment].relative_to(ROOT)}")
-        text = (self.folder / fault.file).read_text()
-        if text.count(fault.old) != 1:
-            return Outcome([], f"{fault.file} has {fault.old!r} {text.count(fault.old)} times")
-        self.write(fault.file, text.replace(fault.old, fault.new))
         try:
-            code, output = self.run_tests(python, fault.tests)
+            tests, planted = [node_id(test) for test in fault.tests], place(fault)
+        except NotAFaultError as error:
+            return Outcome([], str(error))
+        text = (self.folder / planted.file).read_text()
+        self.write(planted.file, planted.planted())
+        try:
+            code, output = self.run_tests(python, tests)
         finally:
-            self.write(fault.file, text)
+            self.write(planted.file, text)
         red = failed_in(output)
         if code != 1:
             return Outcome(red, f"pytest ended with {code}:\n{output[-3000:]}")
-        passed = [t for t in fault.tests if not any(is_case_of(r, t) for r in red)]
+        passed = [t for t in tests if not any(is_case_of(r, t) for r in red)]
         return Outcome(red, f"passed all the same: {', '.join(passed)}" if passed else "")
 
-    def run_tests(self, python: str, tests: tuple[str, ...]) -> tuple[int, str]:
+    def run_tests(self, python: str, tests: list[str]) -> tuple[int, str]:
         """Exit status of pytest, and what it printed."""
-        command = [
+        pytest = [
             python,
             "-m",
             "pytest",
@@ -94,11 +96,15 @@ class Copy:
             "no:cacheprovider",
             "--timeout=120",
         ]
-        environment = {**os.environ, "PYTHONPATH": str(self.folder), "OMP_NUM_THREADS": "1"}
         process = subprocess.Popen(
-            [*command, *tests], cwd=self.folder, env=environment, text=True, stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT, start_new_session=True,
-        )  # fmt: skip
+            [*pytest, *tests],
+            cwd=self.folder,
+            env={**os.environ, "PYTHONPATH": str(self.folder), "OMP_NUM_THREADS": "1"},
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
         try:
             output, _ = process.communicate(timeout=SECONDS)
             return process.returncode, output

@@ -14,7 +14,7 @@ from torch import nn
 
 from shardkit import compat
 from shardkit.backends.processes import RankPool
-from shardkit.checkpoint.loading import load
+from shardkit.checkpoint.files.loading import load
 from shardkit.errors import UntrustedFileError
 from tests.pools import rank_pool
 

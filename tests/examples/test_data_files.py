@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
+import images
+from images import SharedEvenly, load_everywhere
 from shardkit.errors import ConfigurationError, DamagedFileError
-from shardkit.examples.data import image_folders, mnist_files
-from shardkit.examples.data.sets import SharedEvenly, load_everywhere
 from tests.examples import tiny_data
 from tests.pools import rank_pool
 
@@ -22,7 +22,7 @@ def test_mnist_files_are_read(inside: str, zipped: bool, tmp_path: Path) -> None
     if not zipped:  # as some programs name what they unpack
         name = tmp_path / inside / "train-images-idx3-ubyte"
         name.rename(name.with_name("train-images.idx3-ubyte"))
-    data = mnist_files.load(tmp_path)
+    data = images.load_mnist(tmp_path)
     assert (len(data.train), len(data.held_out), data.classes) == (64, 20, 10)
     image, label = data.train[13]
     assert (image.shape, image.dtype, label.item()) == ((1, 28, 28), torch.float32, 3)
@@ -61,18 +61,18 @@ def test_bad_mnist_files_are_named(damage, error: type[Exception], says: str, tm
     tiny_data.mnist(tmp_path, zipped=False)
     damage(tmp_path / "t10k-images-idx3-ubyte")
     with pytest.raises(error, match=says):
-        mnist_files.load(tmp_path)
+        images.load_mnist(tmp_path)
 
 
 def test_folders_of_images_are_read(tmp_path: Path) -> None:
     pytest.importorskip("PIL", reason="images are read with pillow (extra: demo)")
-    data = image_folders.load(tiny_data.image_folders(tmp_path), 16)
+    data = images.load_folders(tiny_data.image_folders(tmp_path), 16)
     assert (len(data.train), len(data.held_out), data.classes) == (24, 10, 2)
-    for images in (data.train, data.held_out):
-        for number in range(len(images)):
-            image, label = images[number]
+    for part in (data.train, data.held_out):
+        for number in range(len(part)):
+            image, label = part[number]
             assert (image.shape, image.dtype) == ((3, 16, 16), torch.float32)
-            assert label == number // (len(images) // 2)  # in the order of the classes' names
+            assert label == number // (len(part) // 2)  # in the order of the classes' names
             assert (image.mean() > 0) == bool(label)
     first, again = data.held_out[0][0], data.held_out[0][0]
     assert torch.equal(first, again)
@@ -83,15 +83,15 @@ def test_folders_of_images_are_read(tmp_path: Path) -> None:
 
 def test_parts_of_training_images_are_within_them() -> None:
     torch.manual_seed(0)
-    boxes = [image_folders.random_box(40, 30) for _ in range(200)]
+    boxes = [images.random_box(40, 30) for _ in range(200)]
     for left, top, right, bottom in boxes:
         assert 0 <= left < right <= 40
         assert 0 <= top < bottom <= 30
         assert 0.08 * 0.9 <= (right - left) * (bottom - top) / 1200 <= 1.01
         assert 0.7 <= (right - left) / (bottom - top) <= 1.42
     assert len(set(boxes)) > 100
-    assert image_folders.random_box(1000, 3) == (498, 0, 502, 3)  # nothing fits: the middle
-    assert image_folders.middle_box(256, 512) == (16, 144, 240, 368)
+    assert images.random_box(1000, 3) == (498, 0, 502, 3)  # nothing fits: the middle
+    assert images.middle_box(256, 512) == (16, 144, 240, 368)
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,7 @@ def test_bad_folders_are_named(break_it, says: str, tmp_path: Path) -> None:  # 
     folder = tiny_data.image_folders(tmp_path / "images", 1, 1)
     break_it(folder)
     with pytest.raises(ConfigurationError, match=says):
-        image_folders.load(folder, 8)
+        images.load_folders(folder, 8)
 
 
 def test_a_damaged_image_is_named(tmp_path: Path) -> None:
@@ -127,7 +127,7 @@ def test_a_damaged_image_is_named(tmp_path: Path) -> None:
     for content in (path.read_bytes()[:200], b"nothing", b""):
         path.write_bytes(content)
         with pytest.raises(DamagedFileError, match=r"train_0\.JPEG can't be read as an image"):
-            image_folders.load(folder, 8).train[0]
+            images.load_folders(folder, 8).train[0]
 
 
 def _loaded(rank: int, folders: list[str]) -> str:
@@ -135,7 +135,7 @@ def _loaded(rank: int, folders: list[str]) -> str:
 
     try:
         data = load_everywhere(
-            functools.partial(mnist_files.load, folders[rank]), get_backend("gloo").group()
+            functools.partial(images.load_mnist, folders[rank]), get_backend("gloo").group()
         )
     except ConfigurationError as error:
         return str(error)

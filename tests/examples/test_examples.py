@@ -15,8 +15,7 @@ import pytest
 import torch
 
 import shardkit
-from shardkit.examples.digits.model import DigitTransformer
-from shardkit.examples.digits.train import STRATEGIES
+from shardkit.examples.digits import STRATEGIES, DigitTransformer
 
 ROOT = Path(__file__).resolve().parents[2]
 pytest.importorskip("sklearn", reason="the example's images come with scikit-learn (extra: demo)")

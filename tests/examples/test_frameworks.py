@@ -1,4 +1,4 @@
-"""The scripts of examples/frameworks: 2 ranks beside one process, and checkpoints that go from one to the next."""
+"""The scripts of frameworks in examples/: 2 ranks beside one process, and checkpoints that go from one to the next."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SCRIPTS = ("transformers_trainer", "accelerate_loop", "lightning_trainer", "fabr
 
 
 def script(name: str) -> Any:
-    return importlib.import_module(f"shardkit.examples.frameworks.{name}")
+    return importlib.import_module(name)
 
 
 def alone(name: str, *arguments: object) -> dict[str, torch.Tensor]:

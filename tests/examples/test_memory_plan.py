@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shardkit.examples import vit
+import vit
 from shardkit.tables import in_bytes
 
 D, BLOCKS, TOKENS, BATCH = 5120, 32, 256, 8

@@ -15,13 +15,16 @@ from typing import Any
 import pytest
 import torch
 
+import imagenet
+import images
+import mnist
 import shardkit
-from shardkit.examples import imagenet, images, mnist, sharding, training, vit
-from shardkit.examples.complaints import complaint
-from shardkit.examples.flags import make_parser, parse
-from shardkit.examples.resnet import CONFIGS, ResNet
+import training
+import vit
+from imagenet import CONFIGS, ResNet
 from tests.examples import tiny_data
 from tests.pools import rank_pool
+from training import complaint, make_parser, parse
 
 ROOT = Path(__file__).resolve().parents[2]
 pytest.importorskip("sklearn", reason="the examples' images come with scikit-learn (extra: demo)")
@@ -132,7 +135,7 @@ def test_imagenet_command_leaves_checkpoints(tmp_path: Path, capsys: pytest.Capt
     name = "stem.1.running_mean"
     statistics = [torch.load(tmp_path / "folder" / f)["model"][name] for f in files]
     assert torch.equal(*statistics)  # each rank saw other images: their mean
-    sharding.put_together(prefix, ranks=2)
+    training.put_together(prefix, ranks=2)
     full = torch.load(f"{prefix}_consolidated.pth")["model"]
     network = ResNet(CONFIGS["tiny"], imagenet.FAKE_CLASSES)
     network.load_state_dict(full)
@@ -144,9 +147,13 @@ def test_mnist_as_a_process() -> None:
     """Ranks find what is defined in the script that was started."""
     flags = ["--strategy", "sharded_ddp", "--num_epochs", "1"]
     result = subprocess.run(
-        [sys.executable, "-m", "shardkit.examples.mnist", *flags],
-        cwd=ROOT, capture_output=True, text=True, timeout=400, env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+        [sys.executable, "examples/mnist.py", *flags],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=400,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+    )
     assert result.returncode == 0, result.stdout + result.stderr
     assert result.stdout.count("held-out accuracy") == 2
 

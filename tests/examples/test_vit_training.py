@@ -10,17 +10,16 @@ import pytest
 import torch
 from torch.utils._pytree import tree_leaves
 
+import run_vit_training as script
 import shardkit
 from shardkit.backend import get_backend
 from shardkit.errors import ConfigurationError
-from shardkit.examples.guides import run_vit_training as script
-from shardkit.examples.guides import vit_parts
-from shardkit.examples.training import count_found, held_out_batches
-from shardkit.examples.vit import VisionTransformer
 from shardkit.xla.fsdp import consolidate_sharded_ckpts
 from tests.backends.environments import environments
 from tests.examples import tiny_data
 from tests.pools import rank_pool
+from training import count_found, held_out_batches
+from vit import VisionTransformer
 
 TINY = (
     "--image_size 16 --patch_size 8 --embed_dim 16 --num_heads 2 --num_blocks 2 --mlp_ratio 2 --num_classes 2 "
@@ -56,7 +55,7 @@ def trained(options: Namespace) -> list[script.Outcome]:
 
 def leaves(folder: Path, epoch: int) -> list[Any]:
     """Model and optimizer of all ranks' files, as plain numbers."""
-    files = [shardkit.load(vit_parts.path_of(str(folder), epoch, rank)) for rank in range(2)]
+    files = [shardkit.load(script.path_of(str(folder), epoch, rank)) for rank in range(2)]
     found = tree_leaves([{k: f[k] for k in ("model", "optimizer")} for f in files])
     return [x.tolist() if isinstance(x, torch.Tensor) else x for x in found]
 
@@ -64,7 +63,7 @@ def leaves(folder: Path, epoch: int) -> list[Any]:
 def test_defaults_are_ten_billion_parameters() -> None:
     options = script.parse([])
     with torch.device("meta"):
-        model = VisionTransformer(vit_parts.config_of(options))
+        model = VisionTransformer(script.config_of(options))
     assert sum(p.numel() for p in model.parameters()) == pytest.approx(10.08e9, rel=0.01)
     assert (options.data_dir, options.batch_size, options.grad_ckpt) == ("/datasets/imagenet-1k", 1024, True)
     turned = script.parse(
@@ -91,7 +90,7 @@ def test_trains_saves_goes_on_and_tests(backend: str, world_size: int, folder: P
     assert leaves(parts, 2) == leaves(whole, 2) != leaves(whole, 1)
     consolidate_sharded_ckpts.main(["--ckpt_prefix", f"{whole}/epoch_2", "--ckpt_suffix", "_rank_*.ckpt"])
     options = options_of(folder, whole, backend)
-    model = VisionTransformer(vit_parts.config_of(options))
+    model = VisionTransformer(script.config_of(options))
     model.load_state_dict(shardkit.load(whole / "epoch_2_consolidated.pth")["model"])
     held_out = script.load_data(options).held_out
     found = count_found(model, held_out_batches(held_out, 4), get_backend("gloo"))
@@ -134,14 +133,14 @@ def _refused(rank: int, options: Namespace) -> str:
 def test_what_it_cannot_go_on_from(folder: Path, tmp_path: Path) -> None:
     """Every rank says what one of them misses."""
     trained(options_of(folder, tmp_path, "gloo", "--num_epochs 1"))
-    first, second = (vit_parts.path_of(str(tmp_path), 1, rank) for rank in range(2))
+    first, second = (script.path_of(str(tmp_path), 1, rank) for rank in range(2))
     options = options_of(folder, tmp_path, "gloo", "--num_epochs 2 --resume_epoch 1")
     first.write_bytes(second.read_bytes())
     for said in rank_pool(2).run(_refused, options):
         assert "rank 0 can't go on" in said
         assert "it is of rank 1 of 2, this is rank 0 of 2; shards are for as many ranks" in said
     trained(options_of(folder, tmp_path / "other", "gloo", "--num_epochs 1"))
-    first.write_bytes(vit_parts.path_of(str(tmp_path / "other"), 1, 0).read_bytes())
+    first.write_bytes(script.path_of(str(tmp_path / "other"), 1, 0).read_bytes())
     for said in rank_pool(2).run(_refused, options):
         assert "these shards were not saved together" in said
     first.unlink()

@@ -245,8 +245,7 @@ def test_sixty_four_ranks_need_little(tmp_path: Path) -> None:
         """
         import torch
         import torch.distributed as dist
-        from shardkit.examples.digits.model import DigitTransformer
-        from shardkit.examples.digits.train import nested_fsdp
+        from shardkit.examples.digits import DigitTransformer, nested_fsdp
 
         dist.init_process_group("gloo")
         model = nested_fsdp(DigitTransformer())

@@ -5,9 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shardkit.examples import handwritten
-from shardkit.examples.digits import train as digits
-from shardkit.examples.digits.model import DigitTransformer
+from shardkit.examples import digits
 from shardkit.rehearsal import rehearse
 from tests.pools import rank_pool
 from tests.rehearsal import trainings
@@ -19,8 +17,8 @@ WORLDS = pytest.mark.parametrize("world_size", [2, 3, 4])
 @WORLDS
 def test_digits_equal_gloo(world_size: int) -> None:
     drawn = torch.Generator().manual_seed(0)
-    images = handwritten.Split(torch.randn(128, 1, 8, 8, generator=drawn), torch.arange(128) % 10)
-    start = digits.Start(images, images, DigitTransformer().state_dict())
+    images = digits.Split(torch.randn(128, 1, 8, 8, generator=drawn), torch.arange(128) % 10)
+    start = digits.Start(images, images, digits.DigitTransformer().state_dict())
     arguments = (digits.STRATEGIES, world_size, start)
     expected = rank_pool(world_size).run(trainings.digits, *arguments)
     report = rehearse(lambda rank: trainings.digits(rank, *arguments), world_size, memory=False)

@@ -158,7 +158,7 @@ def test_ranks_that_hang_or_leave_are_failures(tmp_path: Path) -> None:
 
 def test_sigterm_lets_ranks_save_and_end(tmp_path: Path) -> None:
     """The example, which has all that a program needs for it."""
-    example = str(ROOT / "shardkit" / "examples" / "train_anything.py")
+    example = str(ROOT / "examples" / "train_anything.py")
     job = _begin(tmp_path, "--ranks", "2", example, "--epochs", "1000", "--save-every", "5")
     _wait_for(job, tmp_path / "saved" / "step-00000005")
     job.send_signal(signal.SIGTERM)

@@ -1,4 +1,4 @@
-"""Every command line of the documents, as printed: the scripts are those of shardkit.examples.guides.
+"""Every command line of the documents, as printed: the scripts are those of examples/.
 
 Only the folder of a script (or the package of a module) and the folders of data and checkpoints are others. Flags that
 make a run small are added behind the printed ones; ``test_what_they_ask_for`` looks at these alone.
@@ -21,16 +21,17 @@ from typing import Any
 import pytest
 import torch
 
+import imagenet
+import mnist
 import shardkit
-from shardkit.examples import imagenet, mnist, training
-from shardkit.examples.schedules import make_schedule
+import training
 from shardkit.xla.fsdp import consolidate_sharded_ckpts
 from tests.examples import tiny_data
 from tests.pools import rank_pool
 from tests.seeds.extract import SNIPPETS
 
 COMMANDS = (SNIPPETS / "commands.txt").read_text().splitlines()
-GUIDES = Path(__file__).resolve().parents[2] / "shardkit" / "examples" / "guides"
+GUIDES = Path(__file__).resolve().parents[2] / "examples"
 BACKENDS = [
     "gloo",
     pytest.param(
@@ -70,7 +71,7 @@ def run(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
         replaced = {"/tmp/": f"{temporary}/", "/datasets/": f"{temporary}/datasets/"}
         for old, new in replaced.items():
             arguments = [a.replace(old, new) if a.startswith(old) else a for a in arguments]
-        return int(importlib.import_module(f"shardkit.examples.guides.{name}").main([*arguments, *more]))
+        return int(importlib.import_module(name).main([*arguments, *more]))
 
     monkeypatch.setattr(shardkit, "launch", launch)
     return run
@@ -93,7 +94,7 @@ def _asked(monkeypatch: pytest.MonkeyPatch, start: str) -> Namespace:
     for module in (mnist, imagenet):
         monkeypatch.setattr(module, "run", lambda options: found.append(options) or 0)
     name, arguments = command(start)
-    assert importlib.import_module(f"shardkit.examples.guides.{name}").main(arguments) == 0
+    assert importlib.import_module(name).main(arguments) == 0
     return found[0]
 
 
@@ -106,7 +107,7 @@ def test_what_they_ask_for(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (asked.batch_size, asked.test_set_batch_size, asked.eval_interval) == (128, 64, 10)
     assert asked.use_nested_fsdp
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=asked.lr)
-    schedule, steps, rates = make_schedule(asked, optimizer, 4), asked.num_epochs * 4, []
+    schedule, steps, rates = training.make_schedule(asked, optimizer, 4), asked.num_epochs * 4, []
     for _ in range(steps):
         rates.append(optimizer.param_groups[0]["lr"])
         optimizer.step()

@@ -8,9 +8,18 @@ from pathlib import Path
 import pytest
 
 from shardkit import ConfigurationError, DamagedFileError
-from shardkit.training_checkpoints.hashing import SHA256, XXH3, hash_of
-from shardkit.training_checkpoints.manifest import Item, Manifest, StoredFile, read_manifest, write_manifest
-from shardkit.training_checkpoints.verifying import damages, verify
+from shardkit.checkpoint.format.manifest import (
+    SHA256,
+    XXH3,
+    Item,
+    Manifest,
+    StoredFile,
+    damages,
+    hash_of,
+    read_manifest,
+    verify,
+    write_manifest,
+)
 
 
 def _written(folder: Path, kind: str) -> Manifest:

@@ -19,6 +19,9 @@ import torch
 from torch import nn
 
 import shardkit
+from shardkit.checkpoint import background, data_file, saving
+from shardkit.checkpoint.format import folders
+from shardkit.checkpoint.format.manifest import read_manifest, verify
 from shardkit.errors import (
     CheckpointError,
     ConfigurationError,
@@ -26,9 +29,6 @@ from shardkit.errors import (
     FileNotWrittenError,
     RankMismatchError,
 )
-from shardkit.training_checkpoints import background, data_file, folders, saves
-from shardkit.training_checkpoints.manifest import read_manifest
-from shardkit.training_checkpoints.verifying import verify
 from tests.pools import rank_pool
 
 ROOT = Path(__file__).parents[2]
@@ -38,7 +38,7 @@ KILLED = """
 import os, sys
 import torch, shardkit
 from shardkit.backend import get_backend
-from shardkit.training_checkpoints.verifying import verify
+from shardkit.checkpoint.format.manifest import verify
 folder, background = sys.argv[1], sys.argv[2] == "True"
 
 def train(rank, first, last):
@@ -224,7 +224,7 @@ def test_training_goes_on_while_it_is_written(tmp_path: Path, monkeypatch: pytes
         assert go_on.wait(30)
         real(*args)
 
-    monkeypatch.setattr(saves, "write_parts", slow)
+    monkeypatch.setattr(saving, "write_parts", slow)
     model = _model(1.0)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9)
     model(torch.ones(4)).sum().backward()
@@ -253,12 +253,13 @@ def test_training_goes_on_while_it_is_written(tmp_path: Path, monkeypatch: pytes
 def test_the_end_of_the_program_waits(tmp_path: Path) -> None:
     code = """
     import sys, time, torch, shardkit
-    from shardkit.training_checkpoints import saves
-    real = saves.write_parts
+    from shardkit.checkpoint import saving
+
+    real = saving.write_parts
     def slow(*arguments):
         time.sleep(0.5)
         real(*arguments)
-    saves.write_parts = slow
+    saving.write_parts = slow
     shardkit.save(sys.argv[1], model=torch.nn.Linear(2, 2), step=1, async_=True)
     assert shardkit.latest(sys.argv[1]) is None
     """
@@ -280,7 +281,7 @@ def test_models_that_differ(tmp_path: Path) -> None:
 
 
 def test_the_next_save_raises_what_went_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(saves, "write_parts", _full)
+    monkeypatch.setattr(saving, "write_parts", _full)
     shardkit.save(tmp_path, model=_model(), step=1, async_=True)
     with pytest.raises(FileNotWrittenError, match="the save before failed"):
         shardkit.save(tmp_path, model=_model(), step=2)
@@ -293,7 +294,7 @@ def test_a_rank_that_is_gone_is_not_waited_for_for_ever(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(background, "PATIENCE", 0.2)
-    from shardkit.training_checkpoints.leaves import Ranks
+    from shardkit.checkpoint.leaves import Ranks
 
     folder = folders.begin(str(tmp_path), 1)
     work = background.Background(folder, str(tmp_path / "step-00000001"), Ranks(None, 0, (0, 1)), "saving")

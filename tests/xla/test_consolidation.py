@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import shardkit
-from shardkit.checkpoint_tools import open_checkpoint
+from shardkit.checkpoint.tools import open_checkpoint
 from shardkit.errors import ConfigurationError, RankFailedError
 from shardkit.fsdp.local_checkpoint import consolidate
 from shardkit.fsdp.names import clean

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from shardkit.checkpoint_tools import Conversion, convert, open_checkpoint
+from shardkit.checkpoint.tools import Conversion, convert, open_checkpoint
 from tests.pools import rank_pool
 
 pytest.importorskip("torch_xla")

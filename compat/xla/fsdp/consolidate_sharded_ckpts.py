@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from shardkit.extra.padded_shards.consolidation import consolidate_sharded_model_checkpoints
+from shardkit.checkpoint.tools.rank_files import consolidate_sharded_model_checkpoints
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from shardkit.backend import Group
+from shardkit.checkpoint.tools.rank_files import ShardMetadata
 from shardkit.errors import ConfigurationError
-from shardkit.extra.padded_shards.consolidation import ShardMetadata
 from shardkit.extra.padded_shards.holder import Cut, ShardHolder
 from shardkit.extra.start_values import materialize, move_buffers
 from shardkit.fsdp.state import Options

@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
-from shardkit.checkpoint.writing import write_atomically
+from shardkit.checkpoint.files.writing import write_atomically
 from shardkit.errors import ConfigurationError, DamagedFileError
 from shardkit.fsdp.state import state_of
 from shardkit.torch_seams.live_memory import LiveTensors

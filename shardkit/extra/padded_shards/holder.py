@@ -13,14 +13,21 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from ...checkpoint.tools.rank_files import (
+    FLAT,
+    PREFIX,
+    BufferInfo,
+    ShardInfo,
+    ShardMetadata,
+    in_state_dict,
+    shard_name,
+)
 from ...fsdp.door import Door
 from ...fsdp.inside import begin_loading_shards, collecting, end_loading_shards
 from ...fsdp.names import INNER, OUTER, clean
 from ...fsdp.originals import Listing
 from ...layout import ShardLayout
 from ...torch_seams.module_versions import versions_of
-from .consolidation import BufferInfo, ShardInfo, ShardMetadata
-from .names import FLAT, PREFIX, in_state_dict, shard_name
 
 Entries = MutableMapping[str, torch.Tensor]
 

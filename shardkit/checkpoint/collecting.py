@@ -1,0 +1,314 @@
+"""Collects all that a checkpoint consists of, by path, and says what of it each rank writes; see [Note: copies]."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from ..backend import Backend, Group, backend_for, backend_of_job
+from ..errors import ConfigurationError
+from ..fsdp.pieces import Box, Pieces
+from ..torch_seams.dtensors import is_dtensor
+from ..types import ProcessGroup, StateDict
+from .format.stored import refuse_what_is_no_data
+from .holders import holder_of
+from .leaves import Fixed, Leaf, Ranks, of_dtensor, of_pieces, refuse_class, whole
+from .model_state import ModelState
+from .optimizer_state import Holder, Names
+from .rank_states import Stateful, random_states
+from .slots import Slot
+from .together import Schedulers, Together
+
+Path = tuple["str | int", ...]
+LARGEST = 64 * 2**20  # bytes of a record: readers need that much memory, and ranks share what all have
+
+
+class Entry(NamedTuple):
+    """Something under a name in the state dict.
+
+    Attributes:
+        path: keys of the nested dicts and lists.
+        value: as this rank has it.
+    """
+
+    path: Path
+    value: Leaf | Fixed
+
+    @property
+    def name(self) -> str:
+        """As DCP has it."""
+        return ".".join(map(str, self.path))
+
+
+class Part(NamedTuple):
+    """What is stored as one record.
+
+    Attributes:
+        entry: which it is of.
+        box: the part of a tensor; None for an object.
+        data: the record of an object.
+    """
+
+    entry: Entry
+    box: Box | None
+    data: bytes = b""
+
+
+# ------------------------------------------------------------ what there is
+def of_extra(path: Path, value: object, ranks: Ranks) -> Iterator[Entry]:
+    """A user's own: dicts of tensors by name are stored tensor by tensor, all else as one record."""
+    if isinstance(value, Pieces):
+        yield Entry(path, of_pieces(value, ranks))
+    elif is_dtensor(value):
+        yield Entry(path, of_dtensor(".".join(map(str, path)), value, ranks))
+    elif isinstance(value, torch.Tensor):
+        if is_traceable_wrapper_subclass(value):
+            refuse_class(".".join(map(str, path)), value)
+        yield Entry(path, whole(value, (0,)))
+    elif isinstance(value, Mapping) and _is_state_dict(value):
+        for key, inner in value.items():
+            yield from of_extra((*path, key), inner, ranks)
+    else:
+        yield Entry(path, Fixed(value))
+
+
+def _is_state_dict(value: object) -> bool:
+    """Whether taking a dict apart and putting it together again gives the same."""
+    if not isinstance(value, Mapping) or not value or not all(isinstance(k, str) for k in value):
+        return False
+    return all(isinstance(v, torch.Tensor) or _is_state_dict(v) for v in value.values())
+
+
+def check_names(entries: Iterable[Entry]) -> None:
+    """Raises ConfigurationError where two entries have one name."""
+    seen: dict[str, Path] = {}
+    for entry in entries:
+        before = seen.setdefault(entry.name, entry.path)
+        if before != entry.path:
+            raise ConfigurationError(
+                f"{before} and {entry.path} are both called {entry.name!r} in a checkpoint"
+            )
+
+
+# ------------------------------------------------------------ who writes what
+def parts_of_rank(entries: Iterable[Entry], rank: int) -> list[Part]:
+    """What this rank writes; see [Note: copies]. Objects become bytes here.
+
+    Raises:
+        ConfigurationError: an object is more than data.
+    """
+    loads: dict[tuple[int, ...], list[int]] = {}
+    mine: list[Part] = []
+    for entry in entries:
+        copies = entry.value.copies
+        if rank not in copies:
+            continue
+        load = loads.setdefault(copies, [0] * len(copies))
+        for part, size in _parts_of(entry):
+            turn = load.index(min(load))
+            load[turn] += size + 1024  # what a record has beside its values
+            if copies[turn] == rank:
+                mine.append(part if part.box is not None else part._replace(data=_record_of(entry)))
+    return mine
+
+
+def _parts_of(entry: Entry) -> Iterator[tuple[Part, int]]:
+    if isinstance(entry.value, Fixed):
+        yield Part(entry, None), 1024
+        return
+    itemsize = entry.value.base.element_size()
+    for box in entry.value.boxes:
+        for small in cut(box, max(1, LARGEST // itemsize)):
+            yield Part(entry, small), math.prod(small.sizes) * itemsize
+
+
+def cut(box: Box, largest: int) -> Iterator[Box]:
+    """A box in order of its elements, in boxes of at most so many elements."""
+    if math.prod(box.sizes) <= largest:
+        yield box
+        return
+    dim = next(k for k, size in enumerate(box.sizes) if size > 1)
+    row = math.prod(box.sizes[dim + 1 :])
+    rows = max(1, largest // row)
+    for first in range(0, box.sizes[dim], rows):
+        count = min(rows, box.sizes[dim] - first)
+        offsets, sizes = list(box.offsets), list(box.sizes)
+        offsets[dim], sizes[dim] = offsets[dim] + first, count
+        yield from cut(Box(tuple(offsets), tuple(sizes), box.start + first * row), largest)
+
+
+def _record_of(entry: Entry) -> bytes:
+    value = entry.value.value if isinstance(entry.value, Fixed) else None
+    made = io.BytesIO()
+    try:
+        torch.save(value, made)
+    except Exception as error:  # a pickle fails with whatever an object raises
+        raise ConfigurationError(
+            f"{entry.name!r} can't be saved ({type(error).__name__}: {error}): checkpoints hold data, that is tensors, "
+            "numbers, strings and containers of them"
+        ) from error
+    data = made.getvalue()
+    refuse_what_is_no_data(entry.name, data)
+    return data
+
+
+@dataclasses.dataclass(frozen=True)
+class Parts:
+    """What a training consists of, as :func:`shardkit.save_training` and :func:`shardkit.restore_training` take it."""
+
+    model: nn.Module | None = None
+    optimizer: Optimizer | Sequence[Optimizer] | None = None
+    scheduler: Stateful | Sequence[Stateful] | None = None
+    scaler: Stateful | None = None
+    loader: Stateful | None = None
+    ema: nn.Module | None = None
+
+    @property
+    def modules(self) -> dict[str, nn.Module]:
+        """Modules by the name under which a checkpoint has them."""
+        return {name: m for name, m in (("model", self.model), ("ema", self.ema)) if m is not None}
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """One or several."""
+        given = self.optimizer
+        if given is None or isinstance(given, Sequence):
+            return list(given or ())
+        return [given]
+
+    @property
+    def schedulers(self) -> Stateful | None:
+        """All of them as one."""
+        given = self.scheduler
+        return Schedulers(given) if isinstance(given, Sequence) else given
+
+    def check(self) -> None:
+        """Raises ConfigurationError for what is no such thing."""
+        for name, module in self.modules.items():
+            if not isinstance(module, nn.Module):
+                raise ConfigurationError(f"{name} is a {type(module).__name__}, expected a torch module")
+        if self.optimizers and self.model is None:
+            raise ConfigurationError(
+                "optimizer= needs model= too: checkpoints keep optimizer state by the model's names"
+            )
+        one = [("scheduler", self.scheduler), ("scaler", self.scaler), ("loader", self.loader)]
+        given = [pair for pair in one if pair[1] is not None]
+        if isinstance(self.scheduler, Sequence):
+            given[:1] = [("scheduler", s) for s in self.scheduler]
+        for name, value in given:
+            if not (hasattr(value, "state_dict") and hasattr(value, "load_state_dict")):
+                raise ConfigurationError(
+                    f"{name} is a {type(value).__name__} without state_dict() and load_state_dict()"
+                )
+
+
+def backend_and_ranks(model: nn.Module | None, group: ProcessGroup) -> tuple[Backend, Ranks]:
+    """Of a model's device, and who takes part: all ranks, or those of a group; one process alone has no group."""
+    tensors = [] if model is None else [p for p in model.parameters() if not p.is_meta]
+    backend = backend_for(tensors) if tensors else backend_of_job()
+    try:
+        found: Group = backend.group(group)
+    except ConfigurationError:
+        if group is not None or has_torchs_ranks():
+            raise
+        return backend, Ranks.of(None)
+    return backend, Ranks.of(found)
+
+
+def has_torchs_ranks() -> bool:
+    """Whether ranks are processes that torch.distributed knows."""
+    dist = torch.distributed
+    return dist.is_available() and dist.is_initialized()
+
+
+def module_entries(part: str, module: ModelState) -> Iterator[Entry]:
+    """Parameters and buffers."""
+    for name, value in module.leaves().items():
+        yield Entry((part, name), value)
+
+
+def optimizer_entries(holder: Holder, slots: list[tuple[Slot, StateDict]]) -> Iterator[Entry]:
+    """State by the parameters' names, and groups; see ``docs/CHECKPOINTS.md`` for the format."""
+    for slot, state in slots:
+        for name, values in slot.leaves(state, holder.names.ranks).items():
+            for key, value in values.items():
+                yield Entry(("optimizer", "state", name, key), value)
+    for name, named in holder.named().items():
+        yield Entry(("optimizer", "state", name), Fixed(named))
+    for k, group in enumerate(holder.groups()):
+        writers = holder.writers_of(k)
+        for key, value in group.items():
+            yield Entry(("optimizer", "param_groups", k, key), Fixed(value, writers))
+    for key, value in holder.others().items():
+        yield Entry(("optimizer", key), Fixed(value))
+
+
+def other_entries(
+    parts: Parts, step: int, extra: Mapping[str, object] | None, backend: Backend, ranks: Ranks
+) -> Iterator[Entry]:
+    """Everything beside the model and the optimizer."""
+    yield Entry(("step",), Fixed(step))
+    for name, value in (("scheduler", parts.schedulers), ("scaler", parts.scaler)):
+        if value is not None:
+            yield Entry((name,), Fixed(value.state_dict()))
+    for key, inner in (extra or {}).items():
+        yield from of_extra(("extra", key), inner, ranks)
+    own = str(ranks.rank)
+    yield Entry(("rank_states", own, "random"), Fixed(random_states(backend), ranks.alone))
+    if parts.loader is not None:
+        yield Entry(("rank_states", own, "loader"), Fixed(parts.loader.state_dict(), ranks.alone))
+
+
+@dataclasses.dataclass(frozen=True)
+class Collected:
+    """What a checkpoint consists of.
+
+    Attributes:
+        entries: as this rank has them.
+        holder: the optimizer, if there is one.
+        slots: of the optimizer, with their state.
+    """
+
+    entries: list[Entry]
+    holder: Holder | None
+    slots: list[tuple[Slot, StateDict]]
+
+
+def collect(
+    parts: Parts, step: int, extra: Mapping[str, object] | None, backend: Backend, ranks: Ranks
+) -> Collected:
+    """All of it.
+
+    Raises:
+        ConfigurationError: something can't be kept in a checkpoint.
+    """
+    parts.check()
+    entries: list[Entry] = []
+    holder, slots = None, []
+    modules = {name: ModelState(m, ranks) for name, m in parts.modules.items()}
+    for name, module in modules.items():
+        entries += module_entries(name, module)
+    holder = holder_for(parts, modules.get("model"))
+    if holder is not None:
+        slots = holder.states()
+        entries += optimizer_entries(holder, slots)
+    entries += other_entries(parts, step, extra, backend, ranks)
+    check_names(entries)
+    return Collected(entries, holder, slots)
+
+
+def holder_for(parts: Parts, model: ModelState | None) -> Holder | None:
+    """The optimizer, if there is one."""
+    if not parts.optimizers or model is None:
+        return None
+    names = Names(model)
+    holders = [holder_of(optimizer, names) for optimizer in parts.optimizers]
+    return holders[0] if len(holders) == 1 else Together(holders)

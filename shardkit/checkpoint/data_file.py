@@ -1,0 +1,216 @@
+"""One rank's data file, written record by record, and what it tells of it to the rank that makes a checkpoint of all.
+
+What a rank has written is in a small file beside (``index-RANK.json``). Ranks need not send each other anything:
+whoever can read the checkpoint can read these.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from typing import BinaryIO, NamedTuple, cast
+
+import torch
+
+from ..fsdp.pieces import Box
+from .collecting import Part
+from .format.manifest import Hasher, hash_of, new_hasher
+from .leaves import Leaf
+
+PREFIX, ENDING = "__", "_0.distcp"
+
+
+class Written(NamedTuple):
+    """A record of a data file.
+
+    Attributes:
+        path: of the entry in the state dict.
+        dtype, shape: of the whole tensor; None for an object.
+        box: offsets and sizes of what is stored of it; None for an object.
+        offset, length: in the file.
+        hash: in hexadecimal digits.
+    """
+
+    path: tuple[str | int, ...]
+    dtype: str | None
+    shape: tuple[int, ...] | None
+    box: tuple[tuple[int, ...], tuple[int, ...]] | None
+    offset: int
+    length: int
+    hash: str
+
+    @property
+    def name(self) -> str:
+        """As DCP has it."""
+        return ".".join(map(str, self.path))
+
+
+class Index(NamedTuple):
+    """What one rank has written.
+
+    Attributes:
+        bytes, hash: of the data file; 0 where it wrote none.
+        records: in the order in which they lie.
+    """
+
+    bytes: int
+    hash: str
+    records: tuple[Written, ...]
+
+
+def name_of(rank: int) -> str:
+    """Of a rank's data file, as DCP calls it."""
+    return f"{PREFIX}{rank}{ENDING}"
+
+
+def index_of(rank: int) -> str:
+    """Of the file that tells what the rank has written."""
+    return f"index-{rank}.json"
+
+
+class Hashed(io.RawIOBase):
+    """A file that is written from the beginning to the end, with checksums of all and of each record."""
+
+    def __init__(self, file: io.BufferedWriter, kind: str) -> None:
+        self._file, self._kind = file, kind
+        self._all = new_hasher(kind)
+        self._record: Hasher = new_hasher(kind)
+        self.size = 0
+        self.failed: OSError | None = None
+
+    def begin(self) -> None:
+        """Another record."""
+        self._record = new_hasher(self._kind)
+
+    def digests(self) -> tuple[str, str]:
+        """Of everything, and of the record."""
+        return self._all.hexdigest(), self._record.hexdigest()
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: bytes | memoryview) -> int:  # type: ignore[override]
+        """torch's writer goes on after an error and reports another one: it is kept."""
+        view = memoryview(data).cast("B")
+        if self.failed is None:
+            try:
+                self._file.write(view)
+            except OSError as error:
+                self.failed = error
+        self._all.update(view)
+        self._record.update(view)
+        self.size += len(view)
+        return len(view)
+
+
+def write_parts(
+    folder: str, rank: int, parts: Sequence[Part], kind: str, values: Iterable[torch.Tensor | None]
+) -> None:
+    """Writes a rank's data file and its index, synced; nothing but the index where it has nothing to write.
+
+    Args:
+        kind: of checksums.
+        values: of each part its tensor on the host; None for objects.
+
+    Raises:
+        OSError: the disk is full, or the folder is not there.
+    """
+    records: list[Written] = []
+    size, digest = 0, ""
+    if parts:
+        with open(os.path.join(folder, name_of(rank)), "xb") as file:
+            hashed = Hashed(file, kind)
+            for part, tensor in zip(parts, values, strict=True):
+                records.append(_write(hashed, part, tensor))
+            file.flush()
+            os.fsync(file.fileno())
+        size, digest = hashed.size, hashed.digests()[0]
+    write_index(folder, rank, Index(size, digest, tuple(records)))
+
+
+def _write(hashed: Hashed, part: Part, tensor: torch.Tensor | None) -> Written:
+    start = hashed.size
+    hashed.begin()
+    leaf = part.entry.value
+    if tensor is None or part.box is None or not isinstance(leaf, Leaf):
+        hashed.write(part.data)
+        what: tuple[str | None, tuple[int, ...] | None, Box | None] = (None, None, None)
+    else:
+        try:
+            torch.save(own_memory(tensor), cast(BinaryIO, hashed))
+        except RuntimeError as error:
+            raise hashed.failed or error from None
+        what = (str(leaf.base.dtype).removeprefix("torch."), tuple(leaf.shape), part.box)
+    if hashed.failed is not None:
+        raise hashed.failed
+    dtype, shape, box = what
+    place = None if box is None else (box.offsets, box.sizes)
+    return Written(part.entry.path, dtype, shape, place, start, hashed.size - start, hashed.digests()[1])
+
+
+def write_index(folder: str, rank: int, index: Index) -> None:
+    """In one move: who sees the file sees all of it."""
+    path = os.path.join(folder, index_of(rank))
+    text = json.dumps([index.bytes, index.hash, index.records])
+    with open(f"{path}.part", "w") as file:
+        file.write(text)
+        file.write(hash_of(text.encode(), "sha256"))
+    os.replace(f"{path}.part", path)
+
+
+def read_index(folder: str, rank: int) -> Index:
+    """What a rank has told.
+
+    Raises:
+        OSError: it has not, or the folder is not there.
+        ValueError: other bytes were read than it has written.
+    """
+    with open(os.path.join(folder, index_of(rank))) as file:
+        text = file.read()
+    text, digest = text[:-64], text[-64:]
+    if hash_of(text.encode(), "sha256") != digest:
+        raise ValueError(f"{index_of(rank)} has other bytes than were written")
+    size, whole, records = json.loads(text)
+    return Index(size, whole, tuple(_record(values) for values in records))
+
+
+def _record(values: list[object]) -> Written:
+    path, dtype, shape, box, offset, length, digest = values
+    made = Written(path, dtype, shape, box, offset, length, digest)  # type: ignore[arg-type]
+    return made._replace(
+        path=tuple(made.path),
+        shape=None if made.shape is None else tuple(made.shape),
+        box=None if made.box is None else (tuple(made.box[0]), tuple(made.box[1])),
+    )
+
+
+def on_host(parts: Sequence[Part], copied: bool = False) -> Iterator[torch.Tensor | None]:
+    """Each part's values on the host, one after the other; None for objects.
+
+    What is on a device is copied as it lies together, so that copies are few.
+
+    Args:
+        copied: of what is on the host already a copy.
+    """
+    seen: tuple[torch.Tensor, torch.Tensor] | None = None
+    for part in parts:
+        leaf = part.entry.value
+        if not isinstance(leaf, Leaf) or part.box is None:
+            yield None
+        elif leaf.base.device.type == "cpu":
+            values = leaf.values(part.box)
+            yield values.clone() if copied else values
+        else:
+            if seen is None or seen[0] is not leaf.base:
+                seen = (leaf.base, leaf.base.cpu())
+            yield Leaf(leaf.shape, seen[1], leaf.boxes, leaf.copies).values(part.box)
+
+
+def own_memory(tensor: torch.Tensor) -> torch.Tensor:
+    """What ``torch.save`` writes no more of than its values."""
+    values = tensor.detach()
+    if values.untyped_storage().size() != values.numel() * values.element_size():
+        values = values.clone(memory_format=torch.contiguous_format)
+    return values

@@ -1,0 +1,241 @@
+"""Reads files of ``torch.save`` without running what a stranger may have put into them, and says what is damaged."""
+
+from __future__ import annotations
+
+import os
+import stat
+import struct
+from collections.abc import Callable
+from typing import BinaryIO
+
+import torch
+
+from ...errors import ConfigurationError, DamagedFileError, UntrustedFileError
+from ...types import SavedState, Tree
+from .archive import LOCAL, Archive, Cut, Damage, Legacy
+from .data_pickle import Data, NotData, named_globals, read
+from .rebuilding import Storage, StorageType, build, names, whole, without_values
+
+# What a pickle that is no pickle, or parts that don't fit, come out as.
+UNREADABLE = (
+    ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError, RuntimeError, EOFError, MemoryError,
+    RecursionError, NotImplementedError, struct.error,
+)  # fmt: skip
+
+
+def load(
+    path: str | os.PathLike[str],
+    *,
+    map_location: torch.device | str | None = "cpu",
+    trust_pickle: bool = False,
+) -> Data:
+    """What ``torch.save`` has written: tensors, numbers, strings, containers and numpy arrays of numbers.
+
+    That is all there is in state dicts of OSS, FSDP, AdaScale and the gradient scalers, fairscale's and shardkit's. A
+    pickle can hold calls of any function; a file that needs another one to be read is refused. Nothing that the file
+    names is called or looked up (see [Note: pickles as data] in ``files/data_pickle.py``), and tensors hold bytes of
+    the file alone. The checksum of each tensor is compared, which ``torch.load`` doesn't do.
+
+    Args:
+        path: the file.
+        map_location: where tensors go; None for where they were.
+        trust_pickle: read it with ``torch.load``, whatever it calls, and without comparing checksums. Only for files of
+            people you trust as you trust their programs.
+
+    Raises:
+        UntrustedFileError: the file calls what is in no state dict; the message says what.
+        DamagedFileError: the file is truncated or not what was written; the message names the tensor.
+        ConfigurationError: it is a pipe, a device or a folder.
+        OSError: it can't be opened.
+    """
+    if trust_pickle:
+        return torch.load(path, map_location=map_location, weights_only=False)
+    name = os.fspath(path)
+    if not stat.S_ISREG(os.stat(path).st_mode):
+        raise ConfigurationError(
+            f"{name} is no regular file; pass the path of a file that torch.save has written"
+        )
+    with open(path, "rb") as file:
+        return load_data(file, os.fstat(file.fileno()).st_size, name, map_location)
+
+
+def load_data(file: BinaryIO, size: int, name: str, map_location: torch.device | str | None = "cpu") -> Data:
+    """The same from what is open already, of so many bytes; errors call it by the name."""
+    try:
+        return _Reading(name, file, size, map_location).result()
+    except NotData as found:
+        raise UntrustedFileError(
+            f"{name} is not read, since it holds more than tensors, numbers and containers of them: "
+            f"{', '.join(map(str, found.args))}. Reading that means running what it says. If you trust whoever "
+            "wrote it, pass trust_pickle=True (--trust-pickle on command lines) and save it anew as a state dict"
+        ) from found
+    except _Nowhere as found:
+        raise ConfigurationError(str(found)) from found
+    except Damage as found:
+        raise _damaged(name, str(found)) from found
+    except UNREADABLE as error:
+        raise _damaged(name, f"its pickle makes no sense ({type(error).__name__}: {error})") from error
+
+
+def _damaged(path: str, what: str) -> DamagedFileError:
+    return DamagedFileError(
+        f"{path} is damaged, or torch.save has not written it: {what}. Nothing was read; take another copy of the "
+        "file, or an earlier checkpoint"
+    )
+
+
+class _Reading:
+    """One file being read: its pickle is interpreted, then its storages are filled and compared."""
+
+    def __init__(self, path: str, file: BinaryIO, size: int, map_location: torch.device | str | None) -> None:
+        self._path, self._file, self._size = path, file, size
+        self._device = None if map_location is None else torch.device(map_location)
+        self._left = self._size  # bytes that the storages not seen yet can have
+        self._storages: dict[str, Storage] = {}
+        self._locations: dict[str, str] = {}
+        self._wrong: list[tuple[str, str]] = []  # storages, and what is wrong with them
+        self._names = names(self._device_tensor)
+        self._archive: Archive | Cut | Legacy
+        self._start = 0  # of the pickle
+
+    def result(self) -> Data:
+        """The object.
+
+        Raises:
+            NotData, Damage: see :func:`load`.
+        """
+        if self._size == 0:
+            raise Damage("it is empty")
+        if self._file.read(len(LOCAL)) != LOCAL:
+            self._archive = Legacy(self._file, self._size)
+        else:
+            try:
+                self._archive = Archive(self._file, self._size)
+            except Damage as damage:
+                self._say_what_is_cut(damage)
+                raise
+        source = self._archive.pickle()
+        self._start = source.tell()
+        unknown = sorted(named_globals(source) - set(self._names))
+        if unknown:
+            raise NotData(*unknown)
+        if isinstance(self._archive, Legacy):
+            self._outline(self._archive)
+        found = self._interpret(self._names, self._storage)
+        self._raise_what_is_wrong(found)
+        return self._interpret(self._names, self._storage) if self._moves_storages() else found
+
+    def _interpret(self, named: SavedState, storage: Callable[[tuple[object, ...]], Storage]) -> Data:
+        source = self._archive.pickle()
+        source.seek(self._start)
+        return read(source, named, storage, build)
+
+    def _outline(self, archive: Legacy) -> None:
+        """Reads the pickle alone, then sees whether the storages that it names are in the file."""
+        found = self._interpret(without_values(self._names), self._storage_without_bytes)
+        self._wrong += archive.missing(archive.pickle().tell())
+        self._raise_what_is_wrong(found)
+        self._storages.clear()
+
+    def _storage(self, name: tuple[object, ...]) -> Storage:
+        """What a persistent id stands for, read from the file."""
+        kind, key, location, size = storage_parts(name)
+        if key in self._storages:
+            return Storage(self._storages[key].memory, kind.dtype)
+        if not 0 <= size <= self._left:
+            self._wrong.append((key, f"it should have {size} bytes, more than the file has"))
+            return self._storage_without_bytes(name)
+        self._left -= size
+        storage = Storage(torch.UntypedStorage(size), kind.dtype)
+        wrong = self._archive.fill(key, storage.memory)
+        if wrong is not None:
+            self._wrong.append((key, wrong))
+        self._storages[key], self._locations[key] = storage, location
+        return storage
+
+    def _storage_without_bytes(self, name: tuple[object, ...]) -> Storage:
+        """What a persistent id stands for, on torch's device without memory."""
+        kind, key, _, size = storage_parts(name)
+        if key not in self._storages:
+            self._storages[key] = Storage(torch.UntypedStorage(size, device="meta"), kind.dtype)
+            if not isinstance(self._archive, Archive):
+                self._archive.expect(key, size, kind.dtype.itemsize if kind.dtype else 1)
+        return Storage(self._storages[key].memory, kind.dtype)
+
+    def _device_tensor(
+        self, tensor: torch.Tensor, dtype: torch.dtype, device: str, requires_grad: bool
+    ) -> torch.Tensor:
+        """A tensor of a device that has no storages (XLA), which was saved as one of the CPU."""
+        target = self._device or torch.device(device)
+        return whole(tensor).to(dtype=dtype, device=target).requires_grad_(requires_grad)
+
+    # ------------------------------------------------------------ damage
+    def _say_what_is_cut(self, damage: Damage) -> None:
+        """Raises with the first tensor that is not whole, if the head of a file without end is there."""
+        try:
+            self._archive = Cut(self._file, self._size)
+            self._start = self._archive.pickle().tell()
+            found = self._interpret(without_values(self._names), self._storage_without_bytes)
+            self._wrong += self._archive.missing(self._start)
+        except (Damage, NotData, *UNREADABLE):
+            return  # its head says nothing either
+        if self._wrong:
+            raise Damage(f"it is truncated; {self._worst(found)}") from damage
+
+    def _raise_what_is_wrong(self, found: Tree) -> None:
+        if self._wrong:
+            raise Damage(self._worst(found))
+
+    def _worst(self, found: Tree) -> str:
+        (key, what), others = self._wrong[0], len(self._wrong) - 1
+        path = _path_to(found, self._storages[key].memory)
+        more = f" ({others} more tensors are damaged)" if others else ""
+        return f"tensor {path!r}: {what}{more}" if path is not None else f"a tensor: {what}{more}"
+
+    # ------------------------------------------------------------ devices
+    def _moves_storages(self) -> bool:
+        """Brings storages to where they shall be; whether any moved, so that tensors have to be made again."""
+        places = {k: str(self._device or self._locations[k]) for k in self._storages}
+        for key, place in places.items():
+            storage = self._storages[key]
+            try:
+                memory = torch.serialization.default_restore_location(storage.memory, place)
+            except RuntimeError as error:
+                raise _Nowhere(
+                    f"{self._path}: tensors can't go to {place!r}: {error}; pass map_location"
+                ) from error
+            self._storages[key] = Storage(memory, storage.dtype)
+        return any(place != "cpu" for place in places.values())
+
+
+class _Nowhere(Exception):
+    """A device that storages can't go to."""
+
+
+def storage_parts(name: tuple[Data, ...]) -> tuple[StorageType, str, str, int]:
+    """Type, key, location and bytes of a persistent id ("storage", type, key, location, numel, ...)."""
+    if len(name) < 5 or name[0] != "storage" or type(name[1]) is not StorageType or any(name[5:]):
+        raise NotData("a reference to what is no storage")
+    _, kind, key, location, numel, *_ = name
+    if type(key) is not str or type(location) is not str or type(numel) is not int or not 0 <= numel < 2**58:
+        raise ValueError("a storage without a name or a size")
+    return kind, key, location, numel * (kind.dtype.itemsize if kind.dtype else 1)
+
+
+def _path_to(found: Tree, memory: torch.UntypedStorage) -> str | None:
+    """Where in an object a tensor over some memory is: its keys, joined by dots."""
+    todo: list[tuple[str, object]] = [("", found)]
+    seen: set[int] = set()
+    while todo:
+        path, value = todo.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, torch.Tensor):
+            if value.layout == torch.strided and value.untyped_storage()._cdata == memory._cdata:
+                return path or "the only one"
+        elif isinstance(value, dict):
+            todo += [(f"{path}.{k}" if path else str(k), v) for k, v in reversed(value.items())]
+        elif isinstance(value, list | tuple):
+            todo += [(f"{path}.{i}" if path else str(i), v) for i, v in reversed([*enumerate(value)])]
+    return None

@@ -1,0 +1,246 @@
+"""Writes files, and folders, that are whole or not there, whatever ends the process or fills the disk."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import socket
+import stat
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, BinaryIO, cast
+
+import torch
+
+from ...errors import ConfigurationError, FileNotWrittenError, ShardkitError
+
+_ENDING = ".part"
+_CLOCKS = 5.0  # seconds between the clocks of a file system and of this machine
+
+
+@contextlib.contextmanager
+def write_atomically(
+    path: str | os.PathLike[str], *, before_replacing: Callable[[], None] | None = None
+) -> Iterator[BinaryIO]:
+    """A file to write to, which takes the place of ``path`` in one move when the block ends without an error.
+
+    Written beside it, synced, renamed; then the folder is synced. Until the move, and if anything fails, what was there
+    stays as it was. Of a link, what it points to is replaced. Permissions stay, and the owner where that is allowed. A
+    process that is killed leaves a hidden ``.NAME.HOST.PID.THREAD.part``, which the next one that writes the same path
+    on that machine removes.
+
+    Args:
+        path: a regular file, or none yet, in a folder that exists.
+        before_replacing: called at the last moment; if it raises, nothing is replaced.
+
+    Raises:
+        FileNotWrittenError: the disk is full, or the folder is missing or can't be written to (also an OSError).
+        ConfigurationError: the path is a folder, a pipe or a device.
+    """
+    target = os.path.realpath(path)
+    try:
+        old: os.stat_result | None = os.stat(target)
+    except FileNotFoundError:
+        old = None
+    if old is not None and not stat.S_ISREG(old.st_mode):
+        raise ConfigurationError(f"{os.fspath(path)} is no regular file; pass the path of a file")
+    folder, name = os.path.split(target)
+    temporary = os.path.join(folder, f"{_prefix(name)}{os.getpid()}.{threading.get_ident()}{_ENDING}")
+    try:
+        _remove_what_was_left(folder, _prefix(name))
+        with open(temporary, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        if old is not None:
+            _take_over(temporary, old)
+        if before_replacing is not None:
+            before_replacing()
+        os.replace(temporary, target)
+        sync(folder)
+    except OSError as error:
+        raise FileNotWrittenError(
+            f"{os.fspath(path)} was not written ({error.strerror or error}); "
+            + ("the file that was there is whole" if old is not None else "there is no such file"),
+            error.errno,
+        ) from error
+    finally:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+
+
+@contextlib.contextmanager
+def folder_written_whole(path: str, overwrite: bool) -> Iterator[str]:
+    """A folder to write into, which gets its name in one move when the block ends without an error.
+
+    It is written beside, synced and renamed. A process that is killed leaves a hidden ``.NAME.HOST.PID.part``, which
+    the next one that writes the same path on that machine removes.
+
+    Args:
+        overwrite: an old folder of that name makes place; it is removed only when the new one has its name.
+
+    Raises:
+        ConfigurationError: there is one, and it is not to be overwritten.
+        FileNotWrittenError: the disk is full, or the folder above is missing or can't be written to.
+    """
+    target = os.path.realpath(path)
+    above, name = os.path.split(target)
+    if os.path.lexists(target) and not overwrite:
+        raise ConfigurationError(f"{path} is there already; pass --overwrite, or another path")
+    before = _prefix(name)
+    temporary = os.path.join(above, f"{before}{os.getpid()}{_ENDING}")
+    try:
+        _remove_what_was_left(above, before)
+        os.mkdir(temporary)
+        yield temporary
+        for file in os.scandir(temporary):
+            sync(file.path)
+        sync(temporary)
+        _take_name_of_folder(temporary, target, os.path.join(above, f"{before}{os.getpid()}.old{_ENDING}"))
+        sync(above)
+    except OSError as error:
+        if isinstance(error, ShardkitError):
+            raise
+        raise FileNotWrittenError(
+            f"{path} was not written ({error.strerror or error}); "
+            + ("what was there is whole" if os.path.lexists(target) else "there is no such folder"),
+            error.errno,
+        ) from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _take_name_of_folder(temporary: str, target: str, aside: str) -> None:
+    if not os.path.lexists(target):
+        os.rename(temporary, target)
+        return
+    os.rename(target, aside)
+    try:
+        os.rename(temporary, target)
+    except OSError:
+        os.rename(aside, target)
+        raise
+    if os.path.isdir(aside):
+        shutil.rmtree(aside, ignore_errors=True)
+    else:
+        os.unlink(aside)
+
+
+def _prefix(name: str) -> str:
+    return f".{name[:120]}.{socket.gethostname()[:64]}."
+
+
+def _remove_what_was_left(folder: str, prefix: str) -> None:
+    """By processes of this machine that are gone."""
+    for entry in os.scandir(folder):
+        owner = entry.name.removeprefix(prefix).partition(".")[0]
+        is_left = entry.name.startswith(prefix) and entry.name.endswith(_ENDING)
+        if is_left and not entry.name.endswith(f".old{_ENDING}"):  # what was put aside for a new one is kept
+            with contextlib.suppress(OSError):  # another process may remove it too
+                if not is_alive(owner, entry.stat().st_mtime):
+                    shutil.rmtree(entry.path) if entry.is_dir() else os.unlink(entry.path)
+
+
+def is_alive(process: str, wrote: float | None = None) -> bool:
+    """Whether a process of this machine, by its number, runs.
+
+    Args:
+        wrote: when it has written something, in seconds since 1970. A process that began later only has its number: in
+            containers, where numbers begin anew, that is common after a restart.
+    """
+    try:
+        os.kill(int(process), 0)
+    except ProcessLookupError:
+        return False
+    except (PermissionError, ValueError):
+        pass
+    began = None if wrote is None else _began(process)
+    return wrote is None or began is None or began <= wrote + _CLOCKS
+
+
+def _began(process: str) -> float | None:
+    """When a process began, in seconds since 1970; None where the system does not tell."""
+    with contextlib.suppress(OSError, ValueError, IndexError, StopIteration):
+        with open(f"/proc/{process}/stat") as file:
+            ticks = int(file.read().rpartition(")")[2].split()[19])
+        with open("/proc/stat") as file:
+            boot = next(int(line.split()[1]) for line in file if line.startswith("btime "))
+        return boot + ticks / os.sysconf("SC_CLK_TCK")
+    return None
+
+
+def _take_over(temporary: str, old: os.stat_result) -> None:
+    """Owner and permissions of what is replaced."""
+    now = os.stat(temporary)
+    if (now.st_uid, now.st_gid) != (old.st_uid, old.st_gid):
+        with contextlib.suppress(PermissionError):  # others' files stay theirs only where that is allowed
+            os.chown(temporary, old.st_uid, old.st_gid)
+    os.chmod(temporary, stat.S_IMODE(old.st_mode))
+
+
+def sync(path: str) -> None:
+    """Has the bytes of a file, or the names in a folder, outlive a loss of power."""
+    try:
+        handle = os.open(path, os.O_RDONLY)
+    except PermissionError:  # a folder one may write to but not read, and Windows
+        return
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def save(obj: object, path: str | os.PathLike[str]) -> None:
+    """``torch.save``, but a kill, a crash or a full disk leaves the file that was there, and all bytes have checksums.
+
+    ``torch.load`` reads the file as any other; :func:`shardkit.load` compares the checksums. It is written beside the
+    old one, synced and renamed: for a moment the disk holds both.
+
+    Args:
+        obj: what ``torch.save`` takes; what :func:`shardkit.load` shall read is tensors, numbers, strings, containers
+            of them and numpy arrays of numbers.
+        path: a regular file, or none yet, in a folder that exists.
+
+    Raises:
+        FileNotWrittenError: the disk is full, or the folder is missing or can't be written to (also an OSError).
+        ConfigurationError: the path is a folder, a pipe or a device.
+    """
+    with write_atomically(path) as file, _checksums():
+        guarded = _Guarded(file)
+        try:
+            torch.save(obj, cast(Any, guarded))
+        except RuntimeError as error:
+            raise guarded.failed or error from None
+        if guarded.failed is not None:
+            raise guarded.failed
+
+
+@contextlib.contextmanager
+def _checksums() -> Iterator[None]:
+    """torch can be told to leave them out."""
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(True)
+    try:
+        yield
+    finally:
+        torch.serialization.set_crc32_options(before)
+
+
+class _Guarded:
+    """A file that remembers the error of a failed write: torch's writer goes on after one and reports another."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self.failed: OSError | None = None
+
+    def write(self, data: bytes | memoryview) -> int:
+        if self.failed is None:
+            try:
+                return self._file.write(data)
+            except OSError as error:
+                self.failed = error
+        return len(data)
+
+    def flush(self) -> None:
+        """torch asks for it before the end."""

@@ -1,0 +1,336 @@
+"""``shardkit.json``: what a checkpoint's folder has to hold, with checksums, file by file and item by item.
+
+A folder that has one was complete when it was written. The file has a checksum of its own, so that not a byte of a
+checkpoint is trusted unseen. Checksums are xxhash's where it is installed, else those of Python's own library.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import hashlib
+import importlib.util
+import json
+import os
+import platform
+from collections.abc import Iterable, Iterator, Mapping
+from typing import BinaryIO, NamedTuple, Protocol, TypeVar
+
+import torch
+
+from ...errors import ConfigurationError, DamagedFileError
+from ...version import __version_tuple__
+from ..files.writing import write_atomically
+
+XXH3 = "xxh3_64"
+SHA256 = "sha256"
+
+
+class Hasher(Protocol):
+    """What both libraries' objects have."""
+
+    def update(self, data: bytes | bytearray | memoryview, /) -> None: ...
+    def hexdigest(self) -> str: ...
+
+
+def best_hash() -> str:
+    """The quickest one that this environment has; the slower one is in every Python."""
+    return XXH3 if importlib.util.find_spec("xxhash") is not None else SHA256
+
+
+def new_hasher(name: str) -> Hasher:
+    """A hash that has seen nothing yet.
+
+    Raises:
+        ConfigurationError: the name is of none, or xxhash is not installed.
+    """
+    if name == SHA256:
+        return hashlib.sha256()
+    if name != XXH3:
+        raise ConfigurationError(
+            f"checksums of kind {name!r} are unknown here; known are {XXH3} and {SHA256}"
+        )
+    try:
+        import xxhash
+    except ImportError:
+        raise ConfigurationError(
+            "the checksums of this checkpoint are xxhash's, which is not installed: pip install xxhash, "
+            "or read without comparing them (verify=False)"
+        ) from None
+    hasher: Hasher = xxhash.xxh3_64()
+    return hasher
+
+
+def hash_of(data: bytes | bytearray | memoryview, name: str) -> str:
+    """Of bytes that are in memory, in hexadecimal digits."""
+    hasher = new_hasher(name)
+    hasher.update(data)
+    return hasher.hexdigest()
+
+
+FORMAT = 1
+NAME = "shardkit.json"
+_OWN = "hash_of_this"
+T = TypeVar("T")
+
+
+class Item(NamedTuple):
+    """What DCP stored in one piece of a file: a part of a tensor, or an object.
+
+    Attributes:
+        name: under which the state dict has it, as "model.layer.weight".
+        offset: of its first byte in the file.
+        length: in bytes.
+        hash: in hexadecimal digits.
+    """
+
+    name: str
+    offset: int
+    length: int
+    hash: str
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredFile:
+    """A file of a checkpoint's folder.
+
+    Attributes:
+        bytes: its length.
+        hash: of all of it.
+        items: those of a data file, in the order in which they lie; none of others.
+    """
+
+    bytes: int
+    hash: str
+    items: tuple[Item, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Manifest:
+    """What ``shardkit.json`` says.
+
+    Attributes:
+        step: which the training had done.
+        run: of which the checkpoint is.
+        world_size: ranks that wrote it.
+        files: by name, all but ``shardkit.json`` itself.
+        hash: kind of all checksums (see ``hashing``).
+        versions: of what it was written with.
+        written: UTC, ISO 8601.
+        format: of this file.
+    """
+
+    step: int
+    run: str
+    world_size: int
+    files: Mapping[str, StoredFile]
+    hash: str
+    versions: Mapping[str, str] = dataclasses.field(default_factory=lambda: versions_here())
+    written: str = dataclasses.field(default_factory=lambda: now())
+    format: int = FORMAT
+
+    def to_json(self) -> str:
+        """Text with a checksum of its own; keys as they are declared above."""
+        values: dict[str, object] = {
+            "format": self.format,
+            "step": self.step,
+            "run": self.run,
+            "world_size": self.world_size,
+            "versions": dict(self.versions),
+            "written": self.written,
+            "hash": self.hash,
+            "files": {
+                name: {"bytes": f.bytes, "hash": f.hash, "items": [list(i) for i in f.items]}
+                for name, f in sorted(self.files.items())
+            },
+        }
+        return json.dumps({**values, _OWN: _hash_of(values, self.hash)}, indent=None) + "\n"
+
+
+def versions_here() -> dict[str, str]:
+    """Of this package, torch and Python."""
+    own = ".".join(map(str, __version_tuple__))
+    return {"shardkit": own, "torch": str(torch.__version__), "python": platform.python_version()}
+
+
+def now() -> str:
+    """The time, as a manifest has it."""
+    return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+
+
+def write_manifest(folder: str | os.PathLike[str], manifest: Manifest) -> None:
+    """Writes ``shardkit.json``, synced, whole or not at all.
+
+    Raises:
+        FileNotWrittenError: the disk is full, or the folder can't be written to.
+    """
+    with write_atomically(os.path.join(folder, NAME)) as file:
+        file.write(manifest.to_json().encode())
+
+
+def read_manifest(folder: str | os.PathLike[str], *, verify: bool = True) -> Manifest:
+    """What the folder of one checkpoint has to hold.
+
+    Args:
+        verify: compare the checksum of the file itself (files are compared by ``verifying``).
+
+    Raises:
+        ConfigurationError: there is no such file, so it is no complete checkpoint; or a later version wrote it.
+        DamagedFileError: it has other bytes than were written.
+    """
+    path = os.path.join(folder, NAME)
+    try:
+        with open(path, "rb") as file:
+            text = file.read()
+    except (FileNotFoundError, NotADirectoryError):
+        raise ConfigurationError(
+            f"{os.fspath(folder)} has no {NAME}: it is no complete checkpoint of shardkit.save_training"
+        ) from None
+    try:
+        values = json.loads(text)
+        if not isinstance(values, dict):
+            raise TypeError("no object")
+        own = values.pop(_OWN)
+        if isinstance(values["format"], int) and values["format"] > FORMAT:
+            raise ConfigurationError(
+                f"{path} has format {values['format']}, a later one wrote it; shardkit here reads {FORMAT}"
+            )
+        made = _manifest_of(values)
+        if verify and _hash_of(values, made.hash) != own:
+            raise ValueError("its checksum is another")
+        return made
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        if isinstance(error, ConfigurationError):
+            raise
+        raise DamagedFileError(f"{path} has other bytes than were written ({error})") from None
+
+
+def _hash_of(values: Mapping[str, object], kind: str) -> str:
+    return hash_of(json.dumps(values, sort_keys=True, separators=(",", ":")).encode(), kind)
+
+
+def _manifest_of(values: Mapping[str, object]) -> Manifest:
+    files = {}
+    for name, stored in _typed(values["files"], dict).items():
+        if os.path.basename(name) != name or name in ("", ".", ".."):
+            raise ValueError(f"{name!r} is no name of a file in the folder")
+        items = tuple(
+            Item(_typed(n, str), _typed(o, int), _typed(k, int), _typed(h, str))
+            for n, o, k, h in stored["items"]
+        )
+        files[name] = StoredFile(_typed(stored["bytes"], int), _typed(stored["hash"], str), items)
+    return Manifest(
+        step=_typed(values["step"], int),
+        run=_typed(values["run"], str),
+        world_size=_typed(values["world_size"], int),
+        files=files,
+        hash=_typed(values["hash"], str),
+        versions=_typed(values["versions"], dict),
+        written=_typed(values["written"], str),
+        format=_typed(values["format"], int),
+    )
+
+
+def _typed(value: object, kind: type[T]) -> T:
+    if not isinstance(value, kind):
+        raise TypeError(f"{value!r} is no {kind.__name__}")
+    return value
+
+
+_BLOCK = 1 << 20  # bytes
+
+
+class Damage(NamedTuple):
+    """What is not as it was written.
+
+    Attributes:
+        file: its name in the folder.
+        name: the tensor or object that the bytes belong to; None where the file as a whole is meant.
+        what: "is missing", "has other bytes than were written", ...
+    """
+
+    file: str
+    name: str | None
+    what: str
+
+    def __str__(self) -> str:
+        return f"{self.file}{'' if self.name is None else f' ({self.name})'} {self.what}"
+
+
+def damages(
+    folder: str | os.PathLike[str], manifest: Manifest, files: Iterable[str] | None = None
+) -> Iterator[Damage]:
+    """All that is wrong, in the order of files and of what lies in them.
+
+    Args:
+        files: names of those to look at; default all.
+    """
+    for name in sorted(manifest.files) if files is None else files:
+        yield from _damages_of(os.path.join(folder, name), name, manifest.files[name], manifest.hash)
+
+
+def verify(folder: str | os.PathLike[str]) -> Manifest:
+    """What the folder holds, all of which is as it was written.
+
+    Raises:
+        DamagedFileError: names the first file, and the tensor in it.
+        ConfigurationError: it is no checkpoint.
+    """
+    manifest = read_manifest(folder)
+    refuse_damage(folder, manifest)
+    return manifest
+
+
+def refuse_damage(
+    folder: str | os.PathLike[str], manifest: Manifest, files: Iterable[str] | None = None
+) -> None:
+    """Raises for the first damage.
+
+    Raises:
+        DamagedFileError: names the file, and the tensor in it.
+    """
+    for damage in damages(folder, manifest, files):
+        raise DamagedFileError(
+            f"{os.fspath(folder)}: {damage}. Restore another checkpoint of this training "
+            "(shardkit.restore_training takes its folder)"
+        )
+
+
+def _damages_of(path: str, name: str, stored: StoredFile, kind: str) -> Iterator[Damage]:
+    try:
+        size = os.stat(path).st_size
+    except FileNotFoundError:
+        yield Damage(name, None, "is missing")
+        return
+    found = False
+    whole = new_hasher(kind)
+    with open(path, "rb") as file:
+        for item in stored.items:
+            for block in _blocks(file, item.offset - file.tell()):
+                whole.update(block)  # nothing lies between items, as DCP writes them
+            own = new_hasher(kind)
+            for block in _blocks(file, item.length):
+                own.update(block)
+                whole.update(block)
+            if file.tell() < item.offset + item.length:
+                found = True
+                yield Damage(name, item.name, f"is cut off: the file has {size} bytes of {stored.bytes}")
+            elif own.hexdigest() != item.hash:
+                found = True
+                yield Damage(name, item.name, "has other bytes than were written")
+        for block in _blocks(file, None):
+            whole.update(block)
+    if not found and size != stored.bytes:
+        yield Damage(name, None, f"has {size} bytes, and {stored.bytes} were written")
+    elif not found and whole.hexdigest() != stored.hash:
+        yield Damage(name, None, "has other bytes than were written")
+
+
+def _blocks(file: BinaryIO, count: int | None) -> Iterator[bytes]:
+    while count is None or count > 0:
+        block = file.read(_BLOCK if count is None else min(count, _BLOCK))
+        if not block:
+            return
+        if count is not None:
+            count -= len(block)
+        yield block

@@ -1,0 +1,490 @@
+"""``shardkit.restore_training``: a training goes on from a checkpoint, whoever wrote which part of it."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple, NoReturn
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from ..backend import Backend
+from ..errors import ConfigurationError
+from ..fsdp.pieces import Box
+from ..progress import noting_errors
+from ..running.folder import note_checkpoints
+from ..types import ProcessGroup, StateDict, Tree
+from .agreeing import agree, attempt
+from .background import wait_for_earlier
+from .collecting import Parts, backend_and_ranks, holder_for
+from .format import folders
+from .format.stored import read_tensor
+from .leaves import Fixed, Leaf, Ranks, whole
+from .model_state import ModelState
+from .optimizer_state import Holder
+from .rank_states import Stateful, load_loader, set_random_states
+from .slots import Slot
+from .together import check_schedulers
+
+if TYPE_CHECKING:
+    from .format.metadata import Chunk, Record
+    from .format.stored import Stored
+if TYPE_CHECKING:
+    from .format.stored import Stored
+
+
+class Wanted(NamedTuple):
+    """A tensor that is to be filled.
+
+    Attributes:
+        name: in the checkpoint.
+        leaf: where its values go.
+    """
+
+    name: str
+    leaf: Leaf
+
+
+class _Copy(NamedTuple):
+    """Where a stored chunk and a box meet: (first, size) of each dimension in both."""
+
+    leaf: Leaf
+    box: Box
+    chunk: Chunk
+    first: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
+class Reads:
+    """What of a checkpoint this rank reads.
+
+    Args:
+        wanted: all of it.
+
+    Raises:
+        ConfigurationError: a tensor has another shape in the checkpoint, or is not in it.
+    """
+
+    def __init__(self, stored: Stored, wanted: Iterable[Wanted]) -> None:
+        self._stored = stored
+        self._copies: dict[Record, list[_Copy]] = {}
+        for name, leaf in wanted:
+            found = stored.tensors[name]
+            if found.shape != leaf.shape:
+                raise ConfigurationError(
+                    f"{name!r} has shape {tuple(found.shape)} in {stored.folder}, and {tuple(leaf.shape)} here; "
+                    "nothing was restored"
+                )
+            for box in leaf.boxes:
+                for chunk in found.chunks:
+                    met = _meet(box, chunk)
+                    if met is not None:
+                        self._copies.setdefault(chunk.record, []).append(_Copy(leaf, box, chunk, *met))
+
+    @property
+    def records(self) -> Iterator[Record]:
+        """The records that are read."""
+        return iter(self._copies)
+
+    @torch.no_grad()
+    def run(self) -> None:
+        """Reads them, each once, in the order in which they lie."""
+        for record in sorted(self._copies):
+            copies, name = self._copies[record], f"{self._stored.folder}: {record.name} in {record.file}"
+            tensor = read_tensor(name, self._stored.read(record), copies[0].chunk.sizes)
+            for copy in copies:
+                _fill(copy, tensor)
+
+
+def _meet(box: Box, chunk: Chunk) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    first = tuple(max(a, b) for a, b in zip(box.offsets, chunk.offsets, strict=True))
+    ends = [
+        min(a + m, b + n)
+        for a, m, b, n in zip(box.offsets, box.sizes, chunk.offsets, chunk.sizes, strict=True)
+    ]
+    sizes = tuple(end - begin for begin, end in zip(first, ends, strict=True))
+    return None if any(size <= 0 for size in sizes) else (first, sizes)
+
+
+def _fill(copy: _Copy, tensor: torch.Tensor) -> None:
+    target, source = copy.leaf.values(copy.box), tensor
+    for dim, (first, size) in enumerate(zip(copy.first, copy.sizes, strict=True)):
+        target = target.narrow(dim, first - copy.box.offsets[dim], size)
+        source = source.narrow(dim, first - copy.chunk.offsets[dim], size)
+    target.copy_(source)
+
+
+def whole_tensor(stored: Stored, name: str) -> Wanted:
+    """A tensor of its own for all of a stored one, on the CPU."""
+    found = stored.tensors[name]
+    made = torch.zeros(found.shape, dtype=found.dtype)
+    return Wanted(name, Leaf(found.shape, made, (Box((0,) * len(found.shape), tuple(found.shape), 0),), (0,)))
+
+
+_ONE = ("state", "param_groups")
+# Options that schedulers add to groups.
+_OF_SCHEDULERS = frozenset({"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr"})
+
+
+class _Number(NamedTuple):
+    """What is one number (or one record) for a slot, and is stored for each of its parameters."""
+
+    state: StateDict
+    key: str
+    read: list[tuple[str, torch.Tensor]]  # by parameter
+
+
+class OptimizerReads:
+    """What an optimizer needs of a checkpoint.
+
+    Raises:
+        ConfigurationError: it is of other parameters, or its state can't be cut as this optimizer's is.
+    """
+
+    def __init__(self, holder: Holder, stored: Stored) -> None:
+        self._holder, self._stored = holder, stored
+        self._of: dict[str, dict[str, str]] = {}
+        self._named: dict[str, str] = {}
+        for path, name in stored.under("optimizer", "state").items():
+            if len(path) == 1:
+                self._named[str(path[0])] = name
+            else:
+                self._of.setdefault(str(path[0]), {})[".".join(map(str, path[1:]))] = name
+        self._groups = self._matched_groups()
+        self._others = {
+            str(path[0]): name
+            for path, name in stored.under("optimizer").items()
+            if len(path) == 1 and path[0] not in _ONE
+        }
+        if unclaimed := holder.unclaimed(self._others, self._named):
+            raise ConfigurationError(
+                f"{stored.folder} has {_some(unclaimed)} beside the state of parameters, which no optimizer of the "
+                "list has now, so whose it is can't be told. Build them as they were, or keep such state in extra="
+            )
+        self._numbers: list[_Number] = []
+        self._slots = holder.needed()
+        self._states: list[StateDict] = [{} for _ in self._slots]
+        self.wanted = [
+            w for slot, state in zip(self._slots, self._states, strict=True) for w in self._fill(slot, state)
+        ]
+
+    # ------------------------------------------------------------ groups
+    def _matched_groups(self) -> list[dict[str, str]]:
+        """Of each group the names of its options in the checkpoint."""
+        found: dict[int, dict[str, str]] = {}
+        for path, name in self._stored.under("optimizer", "param_groups").items():
+            found.setdefault(int(path[0]), {})[".".join(map(str, path[1:]))] = name
+        if not found:
+            raise ConfigurationError(
+                f"{self._stored.folder} was saved without optimizer=. Restore without it, and the optimizer begins anew"
+            )
+        saved, own = [found[k] for k in sorted(found)], self._holder.groups()
+        if len(saved) != len(own):
+            raise ConfigurationError(
+                f"the optimizer has {len(own)} param groups, and {len(saved)} in {self._stored.folder}; build it as it "
+                "was when the checkpoint was saved"
+            )
+        for k, (theirs, mine) in enumerate(zip(saved, own, strict=True)):
+            self._check_class(k, set(theirs), set(mine))
+            there, here = set(self._stored.object(theirs["params"])), set(mine["params"])
+            # frozen ones may be listed or not: they have no state
+            there, here = (
+                {n for n in there if n in here or n in self._of},
+                here - (self._holder.names.frozen - there),
+            )
+            if there != here:
+                raise ConfigurationError(
+                    f"group {k} of the optimizer in {self._stored.folder} has parameters {_some(there - here)} that it "
+                    f"has not here, and lacks {_some(here - there)}; build the groups as they were"
+                )
+        return saved
+
+    def _check_class(self, group: int, theirs: set[str], mine: set[str]) -> None:
+        # later versions of a class have more options; of another class each has some that the other lacks
+        saved, own = theirs - mine - _OF_SCHEDULERS, mine - theirs - _OF_SCHEDULERS
+        if saved and own:
+            raise ConfigurationError(
+                f"group {group} of the optimizer in {self._stored.folder} has options {_some(saved)}, and here it has "
+                f"{_some(own)}: that was another class of optimizer. Build the same, or restore without optimizer="
+            )
+
+    def _options(self) -> list[StateDict]:
+        return [
+            {key: self._stored.object(name) for key, name in group.items() if key != "params"}
+            for group in self._groups
+        ]
+
+    # ------------------------------------------------------------ state
+    def _fill(self, slot: Slot, state: StateDict) -> Iterator[Wanted]:
+        have = [span for span in slot.spans if self._of.get(span.name)]
+        keys = list(dict.fromkeys(key for span in have for key in self._of[span.name]))
+        for key in keys:
+            names = {span: self._of[span.name].get(key) for span in have}
+            lacking = [span.name for span, name in names.items() if name is None]
+            if lacking:
+                raise ConfigurationError(
+                    f"optimizer state {key!r} of {lacking[0]!r} is not in {self._stored.folder}, and that of others of "
+                    "its flat parameter is"
+                )
+            stored = [(span, self._stored.tensors.get(name or "")) for span, name in names.items()]
+            if all(found is not None and slot.can_spread(key, span, found.shape) for span, found in stored):
+                dtype = next(found.dtype for _, found in stored if found is not None)
+                state[key] = slot.zeros(dtype)
+                for span, name in names.items():
+                    yield Wanted(name or "", slot.wanted(span, state[key], self._holder.names.ranks))
+            else:
+                yield from self._numbers_of(slot, state, key, {s.name: n or "" for s, n in names.items()})
+
+    def _numbers_of(self, slot: Slot, state: StateDict, key: str, names: dict[str, str]) -> Iterator[Wanted]:
+        read = []
+        for span, name in names.items():
+            found = self._stored.tensors.get(name)
+            if found is None:
+                continue
+            if slot.is_shard and found.shape.numel() != 1:
+                raise ConfigurationError(
+                    f"optimizer state {key!r} of {span!r} has shape {tuple(found.shape)} in {self._stored.folder}, "
+                    "which is neither the parameter's nor one number: it can't be cut into shards. Use "
+                    "shardkit.WholeParameters for this optimizer"
+                )
+            device = slot.param.device if len(found.shape) else None
+            value = torch.zeros(found.shape, dtype=found.dtype, device=device)
+            read.append((span, value))
+            yield Wanted(name, whole(value, (0,)))
+        if not read:
+            for span, name in names.items():
+                read.append((span, self._stored.object(name)))
+        self._numbers.append(_Number(state, key, read))
+
+    def finish(self) -> None:
+        """All that was wanted is there: the optimizer takes it.
+
+        Raises:
+            ConfigurationError: parameters of one shard were updated for other numbers of steps.
+        """
+        for state, key, read in self._numbers:
+            (first, value), *others = read
+            for name, other in others:
+                if not _same(value, other):
+                    raise ConfigurationError(
+                        f"optimizer state {key!r} is {_shown(value)} for {first!r} and {_shown(other)} for {name!r}, "
+                        "which lie in one flat parameter and have one such number here: one of them had no gradient in "
+                        "some steps. Shard with fully_shard(module) or FSDP(module, flatten=False), or wrap them in "
+                        "units of their own"
+                    )
+            state[key] = value
+        beside = {key: self._stored.object(name) for key, name in self._others.items()}
+        self._holder.load(self._states, self._options(), beside)
+        self._holder.load_named({key: self._stored.object(name) for key, name in self._named.items()})
+
+
+def _same(a: object, b: object) -> bool:
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        return torch.equal(a, b)
+    return bool(a == b)
+
+
+def _shown(value: object) -> object:
+    return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
+
+
+@dataclasses.dataclass(frozen=True)
+class Restored:
+    """What a checkpoint was of.
+
+    Attributes:
+        path: its folder.
+        step: that the training had done.
+        extra: what was saved as ``extra``, with tensors on the CPU.
+        run: name of the training, the same for all checkpoints of one folder.
+        world_size: of the ranks that wrote it.
+    """
+
+    path: str
+    step: int
+    extra: Mapping[str, object]
+    run: str
+    world_size: int
+
+
+@noting_errors
+def restore_training(
+    dir: str | os.PathLike[str],
+    *,
+    model: nn.Module | None = None,
+    optimizer: Optimizer | Sequence[Optimizer] | None = None,
+    scheduler: Stateful | Sequence[Stateful] | None = None,
+    scaler: Stateful | None = None,
+    loader: Stateful | None = None,
+    ema: nn.Module | None = None,
+    random_states: bool | None = None,
+    verify: bool = True,
+    group: ProcessGroup = None,
+) -> Restored:
+    """Gives a model, and what else is passed, the state that :func:`shardkit.save_training` has kept (collective).
+
+    Any number of ranks reads what any other has written, however either is sharded: each reads what it needs. Names and
+    shapes have to be the checkpoint's. They, and checksums, are compared before anything is changed.
+
+    Args:
+        dir: a checkpoint, or a folder of them, of which the latest complete one is taken.
+        model, optimizer, scheduler, scaler, loader, ema: built as for :func:`shardkit.save_training`.
+        random_states: set the states of generators of random numbers; default: where ``optimizer`` is passed.
+        verify: compare checksums of all that is read. It is read twice for that, the second time from the system's
+            cache where there is room.
+        group: ranks that take part; default all.
+
+    Raises:
+        ConfigurationError: there is no complete checkpoint; it lacks what is asked for; names or shapes differ. This
+            and all others are raised on all ranks.
+        DamagedFileError: a checksum differs; the message names the file and the tensor.
+        CheckpointError: something else went wrong on a rank.
+    """
+    backend, ranks = backend_and_ranks(model, group)
+    parts = Parts(model, optimizer, scheduler, scaler, loader, ema)
+    with_random = optimizer is not None if random_states is None else random_states
+    what = f"restoring {os.fspath(dir)}"
+    wait_for_earlier(ranks.rank)
+    path, problem = attempt(lambda: folders.chosen(dir)) if ranks.rank == 0 else ("", None)
+    path = agree(ranks, problem, what, path)[0]
+    note_checkpoints(os.path.dirname(path))
+    with contextlib.ExitStack() as held:
+        restoring, problem = attempt(
+            lambda: _prepared(path, parts, backend, ranks, with_random, verify, held)
+        )
+        agree(ranks, problem, what)
+        if restoring is None:
+            raise ConfigurationError(what)
+        _, problem = attempt(restoring.run)
+        agree(ranks, problem, f"{what}: the model may be restored in part, and the training can't go on. It")
+        return restoring.result()
+
+
+restore = restore_training
+
+
+def _prepared(
+    path: str, parts: Parts, backend: Backend, ranks: Ranks, with_random: bool, verify: bool,
+    held: contextlib.ExitStack,
+) -> _Restoring:  # fmt: skip
+    from .format.stored import Stored  # torch's part takes long to import
+
+    if not folders.is_there(path):
+        raise ConfigurationError(
+            f"rank {ranks.world[ranks.rank]} does not see {path}, which rank {ranks.world[0]} restores: a checkpoint "
+            "has to be on a file system that all ranks share"
+        )
+    held.enter_context(folders.being_read(path))
+    return _Restoring(Stored(path, verify), parts, backend, ranks, with_random)
+
+
+class _Restoring:
+    """Everything is compared when it is made; :meth:`run` changes the training's objects."""
+
+    def __init__(
+        self, stored: Stored, parts: Parts, backend: Backend, ranks: Ranks, with_random: bool
+    ) -> None:
+        parts.check()
+        self._stored, self._parts, self._backend, self._ranks = stored, parts, backend, ranks
+        self._with_random = with_random
+        self._modules = {name: ModelState(m, ranks) for name, m in parts.modules.items()}
+        wanted: list[Wanted] = []
+        self._objects: dict[str, dict[str, str]] = {}
+        for name, module in self._modules.items():
+            wanted += self._of_module(name, module)
+        self._holder = holder_for(parts, self._modules.get("model"))
+        self._optimizer = None if self._holder is None else OptimizerReads(self._holder, stored)
+        if self._optimizer is not None:
+            wanted += self._optimizer.wanted
+        self._extra = {
+            path: whole_tensor(stored, name)
+            for path, name in stored.under("extra").items()
+            if name in stored.tensors
+        }
+        self._reads = Reads(stored, [*wanted, *self._extra.values()])
+        self._check_others()
+        # what is other ranks' own is compared when it is read, if it is
+        own = f"rank_states.{ranks.rank % stored.manifest.world_size}."
+        objects = [
+            r for n, r in stored.objects.items() if n.startswith(own) or not n.startswith("rank_states.")
+        ]
+        stored.refuse_damage([*self._reads.records, *objects])
+        if parts.scheduler is not None:
+            check_schedulers(parts.scheduler, stored.object("scheduler"), stored.folder)
+
+    def _of_module(self, part: str, module: ModelState) -> Iterable[Wanted]:
+        there = {str(path[0]): name for path, name in self._stored.under(part).items()}
+        objects: dict[str, str] = {}
+        self._objects[part] = objects
+        leaves = module.leaves()
+        missing, unexpected = set(leaves) - set(there), set(there) - set(leaves)
+        if not there:
+            self._refuse(part)
+        if missing or unexpected:
+            raise ConfigurationError(
+                f"the {part} is not the one in {self._stored.folder}: not in the checkpoint are {_some(missing)}; not "
+                f"in the {part} are {_some(unexpected)}. Nothing was restored"
+            )
+        for name, leaf in leaves.items():
+            if isinstance(leaf, Leaf) is not (there[name] in self._stored.tensors):
+                raise ConfigurationError(
+                    f"{name!r} is a tensor in the {part} or the checkpoint, and none in the other"
+                )
+            if isinstance(leaf, Fixed):
+                objects[name] = there[name]
+            else:
+                yield Wanted(there[name], leaf)
+
+    def _check_others(self) -> None:
+        for name in ("scheduler", "scaler"):
+            if getattr(self._parts, name) is not None and name not in self._stored.objects:
+                self._refuse(name)
+
+    def _refuse(self, name: str) -> NoReturn:
+        raise ConfigurationError(f"{self._stored.folder} was saved without {name}=. Restore without it")
+
+    # ------------------------------------------------------------ changing things
+    def run(self) -> None:
+        """Restores everything."""
+        self._reads.run()
+        for part, module in self._modules.items():
+            module.loaded({k: self._stored.object(name) for k, name in self._objects[part].items()})
+        if self._optimizer is not None:
+            self._optimizer.finish()
+        for name, given in (("scheduler", self._parts.schedulers), ("scaler", self._parts.scaler)):
+            if given is not None:
+                given.load_state_dict(self._stored.object(name))
+        if self._parts.loader is not None:
+            size, saved = self._ranks.size, self._stored.manifest.world_size
+            ranks = [self._ranks.rank] if size == saved else range(saved)
+            states = [self._of_rank(rank, "loader") for rank in ranks]
+            load_loader(self._parts.loader, states, None if size == saved else size)
+        if self._with_random:
+            own = self._of_rank(self._ranks.rank % self._stored.manifest.world_size, "random")
+            set_random_states(self._backend, own or {})
+
+    def _of_rank(self, rank: int, name: str) -> StateDict | None:
+        full = f"rank_states.{rank}.{name}"
+        return self._stored.object(full) if full in self._stored.objects else None
+
+    def result(self) -> Restored:
+        """What was restored."""
+        manifest = self._stored.manifest
+        extra: dict[str, Tree] = {}
+        for path, name in self._stored.under("extra").items():
+            inner = extra
+            for key in path[:-1]:
+                inner = inner.setdefault(str(key), {})
+            read = self._extra.get(path)
+            inner[str(path[-1])] = self._stored.object(name) if read is None else read.leaf.base
+        return Restored(self._stored.folder, manifest.step, extra, manifest.run, manifest.world_size)
+
+
+def _some(names: Iterable[str]) -> str:
+    found = sorted(names)
+    more = f" and {len(found) - 5} more" if len(found) > 5 else ""
+    return f"{', '.join(found[:5])}{more}" if found else "none"

@@ -1,0 +1,22 @@
+"""Checkpoints of any kind without a process group: what is in them, whether they are whole, in which they differ, and
+other formats of them. One tensor is in memory at a time.
+"""
+
+from .comparing import Comparison, Difference, compare
+from .converting import Conversion, Converted, convert
+from .opening import open_checkpoint
+from .stored import Checkpoint
+from .verifying import Verified, verify
+
+__all__ = [
+    "Checkpoint",
+    "Comparison",
+    "Conversion",
+    "Converted",
+    "Difference",
+    "Verified",
+    "compare",
+    "convert",
+    "open_checkpoint",
+    "verify",
+]

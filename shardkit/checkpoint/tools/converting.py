@@ -1,0 +1,426 @@
+"""Converts checkpoints of any kind to another, one tensor at a time."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import BinaryIO
+
+import torch
+
+from ...errors import ConfigurationError
+from ...types import StateDict, Tree
+from ..data_file import Written
+from ..files.writing import folder_written_whole, write_atomically
+from ..format.manifest import NAME as MANIFEST
+from ..format.manifest import Item, Manifest, StoredFile, best_hash, new_hasher
+from . import rank_files
+from .comparing import same_bits
+from .hugging_face import without_wrappers, write_hugging_face
+from .opening import open_checkpoint
+from .stored import BLOCK, Checkpoint, Path, StoredTensor, at, copied, dotted, leaves, put
+from .torch_files import write_torch_file
+
+
+def is_by_name(optimizer: StateDict) -> bool:
+    """Whether param groups list names."""
+    listed = [p for group in optimizer["param_groups"] for p in group.get("params", [])]
+    return bool(listed) and all(isinstance(p, str) for p in listed)
+
+
+def says_names(optimizer: StateDict) -> bool:
+    """Whether param groups tell the name of each number, as those of an optimizer of named_parameters() do."""
+    return all(len(g.get("param_names") or ()) == len(g["params"]) for g in optimizer["param_groups"])
+
+
+def by_number(optimizer: StateDict) -> StateDict:
+    """As ``Optimizer.state_dict()`` has it, and OSS's: a parameter's number is its place in all groups."""
+    groups, numbers = [], dict[str, int]()
+    for group in optimizer["param_groups"]:
+        names = list(group.get("params", []))
+        for name in names:
+            numbers[name] = len(numbers)
+        rest = {k: v for k, v in group.items() if k not in ("params", "param_names")}
+        groups.append({**rest, "params": [numbers[n] for n in names], "param_names": names})
+    state = optimizer.get("state") or {}
+    unknown = [name for name in state if name not in numbers]
+    if unknown:
+        raise ConfigurationError(
+            f"the optimizer has a state of {unknown[0]!r}, which is in none of its param groups; pass --model-only to "
+            "leave the optimizer out"
+        )
+    found = {numbers[name]: values for name, values in state.items()}
+    return {**optimizer, "state": dict(sorted(found.items())), "param_groups": groups}
+
+
+def by_name(optimizer: StateDict, model: Mapping[str, Tree], params: list[str]) -> StateDict | None:
+    """The reverse. None where it is not certain which parameter a number is.
+
+    Args:
+        model: the model's state dict.
+        params: names in it that are parameters, in its order.
+    """
+    groups = optimizer["param_groups"]
+    numbers = [p for group in groups for p in group.get("params", [])]
+    if says_names(optimizer):
+        names = [name for group in groups for name in group["param_names"]]
+    elif len(groups) == 1 and len(numbers) == len(params):
+        names = params
+    else:
+        return None
+    known = dict(zip(map(str, numbers), names, strict=True))
+    if len(known) != len(numbers):
+        return None
+    state = {}
+    for number, values in (optimizer.get("state") or {}).items():
+        name = known.get(str(number))
+        if name is None or not _fits(model.get(name), values):
+            return None
+        state[name] = values
+    made = []
+    for group in groups:
+        rest = {k: v for k, v in group.items() if k not in ("params", "param_names")}
+        made.append({"params": [known[str(p)] for p in group["params"]], **rest})
+    return {**optimizer, "state": state, "param_groups": made}
+
+
+def _fits(param: Tree, values: Tree) -> bool:
+    """Moments have their parameter's shape; counters are numbers."""
+    if not isinstance(param, StoredTensor) or not isinstance(values, Mapping):
+        return False
+    shapes = {v.shape for v in values.values() if isinstance(v, StoredTensor) and v.numel > 1}
+    return shapes <= {param.shape}
+
+
+def tie(model: StateDict, pairs: Sequence[tuple[str, str]]) -> None:
+    """Puts one tensor under both names, in place.
+
+    Args:
+        pairs: (name, the name that it is kept under).
+
+    Raises:
+        ConfigurationError: one is not there, or they differ.
+    """
+    for name, kept in pairs:
+        tensor, other = model.get(name), model.get(kept)
+        if not isinstance(tensor, StoredTensor) or not isinstance(other, StoredTensor):
+            missing = name if not isinstance(tensor, StoredTensor) else kept
+            raise ConfigurationError(f"--tied {name}={kept}: the model has no tensor {missing!r}")
+        if tensor.shape != other.shape or tensor.dtype != other.dtype or not same_bits(tensor, other):
+            raise ConfigurationError(f"--tied {name}={kept}: their values differ, so they are two weights")
+        both = other.identified(("tied", kept) if other.identity is None else other.identity)
+        model[name] = model[kept] = both
+
+
+_DATA = "__0_0.distcp"
+
+
+def write_distributed(folder: str, tree: StateDict, step: int, run: str, world_size: int) -> None:
+    """One data file, the table of contents, and checksums of all.
+
+    Args:
+        folder: empty.
+        step, run, world_size: for ``shardkit.json``.
+    """
+    from ..composing import describe  # torch's part takes long to import
+
+    records: list[Written] = []
+    path = os.path.join(folder, _DATA)
+    with open(path, "wb") as file:
+        for keys, value in leaves(tree, tuples=False):
+            start, shape, dtype = file.tell(), None, None
+            if isinstance(value, StoredTensor):
+                write_torch_file(file, value)
+                shape, dtype = value.shape, str(value.dtype).removeprefix("torch.")
+            else:
+                _write_object(file, value)
+            box = None if shape is None else ((0,) * len(shape), shape)
+            length = file.tell() - start
+            records.append(Written(_keys(tree, keys), dtype, shape, box, start, length, ""))
+    kind = best_hash()
+    files = {_DATA: hashed(path, records, kind)}
+    manifest = Manifest(step=step, run=run, world_size=world_size, files=files, hash=kind)
+    describe(folder, {_DATA: records}, manifest)
+
+
+def _keys(tree: Tree, path: tuple[object, ...]) -> tuple[str | int, ...]:
+    """Keys of dicts as text, as DCP has them; of lists as numbers."""
+    keys: list[str | int] = []
+    for key in path:
+        keys.append(key if isinstance(tree, list) and isinstance(key, int) else str(key))
+        tree = tree[key]
+    return tuple(keys)
+
+
+def _write_object(file: BinaryIO, value: Tree) -> None:
+    """As DCP does: a file of torch.save. Tensors that are in it (in a tuple) are read."""
+    buffer = io.BytesIO()
+    torch.save(copied(value, lambda _, v: v.read() if isinstance(v, StoredTensor) else v), buffer)
+    file.write(buffer.getbuffer())
+
+
+def hashed(path: str, records: list[Written], kind: str) -> StoredFile:
+    """Checksums of a file and of the records in it, which lie end to end."""
+    whole = new_hasher(kind)
+    items = []
+    with open(path, "rb") as file:
+        for record in records:
+            own, left = new_hasher(kind), record.length
+            while left:
+                block = file.read(min(BLOCK, left))
+                own.update(block)
+                whole.update(block)
+                left -= len(block)
+            items.append(Item(record.name, record.offset, record.length, own.hexdigest()))
+        while block := file.read(BLOCK):
+            whole.update(block)
+        return StoredFile(file.tell(), whole.hexdigest(), tuple(items))
+
+
+KINDS = ("dcp", "torch", "fairscale", "xla", "hf")
+
+
+@dataclasses.dataclass(frozen=True)
+class Conversion:
+    """How to convert.
+
+    Attributes:
+        to: one of KINDS.
+        ranks: so many files of ranks (fairscale, xla).
+        dtype: of the model's floating point tensors; None: as they are.
+        max_shard_size: of a file, for hf.
+        model_only: leave all but the model's state dict out, and what it lies in.
+        overwrite: DST may be there.
+        buffers: for files of ranks, names (or patterns) of tensors that are buffers.
+        tied: pairs of names of one weight, where the source doesn't tell; they have to be equal to the bit.
+        files_from: for hf, a folder whose configuration and tokenizer are copied; a source of kind hf is one.
+    """
+
+    to: str
+    ranks: int | None = None
+    dtype: torch.dtype | None = None
+    max_shard_size: str = "5GB"
+    model_only: bool = False
+    overwrite: bool = False
+    buffers: tuple[str, ...] = ()
+    files_from: str | None = None
+    tied: tuple[tuple[str, str], ...] = ()
+
+
+@dataclasses.dataclass
+class Converted:
+    """What was done.
+
+    Attributes:
+        source, target: kinds.
+        tensors, bytes: that were written, tied ones once for each name.
+        notes: what a user should know: what was left out, and what changed its name.
+    """
+
+    source: str
+    target: str
+    tensors: int = 0
+    bytes: int = 0
+    notes: list[str] = dataclasses.field(default_factory=list)
+
+
+def convert(
+    checkpoint: Checkpoint | str,
+    path: str,
+    how: Conversion,
+    watch: Callable[[StoredTensor], None] | None = None,
+) -> Converted:
+    """Writes a checkpoint in another format.
+
+    Memory: one tensor, and some MB.
+
+    Args:
+        checkpoint: an opened one, or a path.
+        watch: called for each tensor that was read.
+        path: of what is written, a folder, or for torch (and fairscale without ranks) a file.
+
+    Raises:
+        ConfigurationError: it is there already, or is the source; or what is asked for has no meaning.
+        DamagedFileError: of the source; nothing is written.
+        FileNotWrittenError: the disk is full, or the folder can't be written to.
+    """
+    if isinstance(checkpoint, str):
+        checkpoint = open_checkpoint(checkpoint)
+    _check(checkpoint, path, how)
+    done = Converted(checkpoint.kind, how.to)
+    if how.to != "hf" or checkpoint.kind != "hf":
+        done.notes += [f"left out: {what}" for what in checkpoint.left_out]
+    tree = _prepared(checkpoint, how, done)
+    if watch is not None:
+        tree = copied(
+            tree, lambda _, v: dataclasses.replace(v, watch=watch) if isinstance(v, StoredTensor) else v
+        )
+    if how.to == "torch" or (how.to == "fairscale" and how.ranks is None):
+        with write_atomically(path) as file:
+            write_torch_file(file, tree)
+    else:
+        with folder_written_whole(path, how.overwrite) as folder:
+            _write_folder(folder, tree, checkpoint, how, done)
+    return done
+
+
+def _check(checkpoint: Checkpoint, path: str, how: Conversion) -> None:
+    if how.to not in KINDS:
+        raise ConfigurationError(f"--to {how.to}: known are {', '.join(KINDS)}")
+    if how.ranks is not None and (how.to not in ("fairscale", "xla") or how.ranks < 1):
+        raise ConfigurationError(
+            f"--ranks {how.ranks} --to {how.to}: only fairscale's and xla's checkpoints are files of ranks, 1 or more"
+        )
+    if how.to == "xla" and how.ranks is None:
+        raise ConfigurationError("--to xla writes a file for each rank; pass --ranks N")
+    real, source = os.path.realpath(path), os.path.realpath(checkpoint.path)
+    if real == source or real.startswith(source + os.sep) or source.startswith(real + os.sep):
+        raise ConfigurationError(
+            f"{path} and the source {checkpoint.path} lie in each other; pass another path"
+        )
+    if os.path.lexists(path):
+        if not how.overwrite:
+            raise ConfigurationError(f"{path} is there already; pass --overwrite, or another path")
+        _check_replaceable(path, how)
+    if not os.path.isdir(os.path.dirname(real)):
+        raise ConfigurationError(
+            f"there is no folder {os.path.dirname(real)} to write {path} into; make it first"
+        )
+
+
+def _check_replaceable(path: str, how: Conversion) -> None:
+    """Nobody's home directory is a checkpoint."""
+    is_file = how.to == "torch" or (how.to == "fairscale" and how.ranks is None)
+    if os.path.isdir(path) and (is_file or os.listdir(path)):
+        endings = (".distcp", ".metadata", ".safetensors", ".pth", ".pt", ".bin")
+        if is_file or not any(name.endswith(endings) or name == MANIFEST for name in os.listdir(path)):
+            raise ConfigurationError(
+                f"{path} is a folder, and no checkpoint: it is not overwritten; pass another path"
+            )
+
+
+# ------------------------------------------------------------ what is written
+def _prepared(checkpoint: Checkpoint, how: Conversion, done: Converted) -> StateDict:
+    """The tree for a target: the model alone or all, with other dtypes, names and numbers."""
+    inside = len(checkpoint.model_path)
+
+    def cast(path: tuple[object, ...], value: Tree) -> Tree:
+        of_model = path[:inside] == checkpoint.model_path
+        if how.dtype is None or not of_model or not isinstance(value, StoredTensor):
+            return value
+        # bytes are codes of quantized weights, whose scales lie elsewhere
+        is_number = value.dtype.is_floating_point and value.dtype.itemsize > 1
+        return value.cast(how.dtype) if is_number else value
+
+    tree = copied(checkpoint.tree, cast)
+    tie(at(tree, checkpoint.model_path), how.tied)
+    of_ranks = how.ranks is not None
+    if how.model_only or how.to == "hf" or of_ranks:
+        return _model_alone(checkpoint, tree, how, done)
+    path = checkpoint.optimizer_path
+    if how.to == "fairscale" and path is not None and is_by_name(at(tree, path)):
+        put(tree, path, by_number(at(tree, path)))
+        done.notes.append(
+            f"{dotted(path)}: parameters are numbered in the order of its param groups, as OSS does"
+        )
+    if how.to == "dcp":
+        tree = _for_dcp(checkpoint, tree, done)
+    _count(tree, done)
+    return tree
+
+
+def _model_alone(checkpoint: Checkpoint, tree: StateDict, how: Conversion, done: Converted) -> StateDict:
+    others = [str(k) for k in tree if checkpoint.model_path and k != checkpoint.model_path[0]]
+    if others:
+        what = "files of ranks hold" if how.ranks else "Hugging Face's format holds"
+        why = "" if how.model_only else f" ({what} the model alone)"
+        done.notes.append(f"left out{why}: {', '.join(others)}")
+    for part in checkpoint.model_path:
+        tree = tree[str(part)]
+    if how.to == "hf":
+        tree = Checkpoint("", "", tree).model
+        tree, removed = without_wrappers(tree)
+        if removed:
+            done.notes.append(
+                f"names are without {''.join(removed)!r}, which a wrapper put in front of all of them"
+            )
+    _count(tree, done)
+    return {"model": tree} if how.to == "dcp" else tree
+
+
+def _for_dcp(checkpoint: Checkpoint, tree: StateDict, done: Converted) -> StateDict:
+    """Under the keys that shardkit.restore_training and torch's own programs look for."""
+    if not checkpoint.model_path:
+        return {"model": tree}
+    if checkpoint.model_path != ("model",) and len(checkpoint.model_path) == 1 and "model" not in tree:
+        done.notes.append(f"{checkpoint.model_path[0]!r} is called 'model'")
+        tree = {("model" if k == checkpoint.model_path[0] else k): v for k, v in tree.items()}
+    path = checkpoint.optimizer_path
+    if path is None:
+        return tree
+    if not is_by_name(at(tree, path)):
+        _name_parameters(checkpoint, tree, path, done)
+    if path != ("optimizer",):
+        done.notes.append(f"{dotted(path)!r} is called 'optimizer'")
+        optimizer = at(tree, path)
+        tree = {k: v for k, v in tree.items() if k != path[0]}
+        tree["optimizer"] = optimizer
+    return tree
+
+
+def _name_parameters(checkpoint: Checkpoint, tree: StateDict, path: Path, done: Converted) -> None:
+    """Puts names for numbers in the optimizer's state, where it is certain which they are."""
+    old, key, model = at(tree, path), dotted(path), checkpoint.model
+    named = by_name(old, model, list(rank_files.sort_out(model, []).params))
+    if named is None:
+        done.notes.append(
+            f"{key} stays by numbers, since it doesn't say which parameters they are (an optimizer of "
+            "named_parameters() does): only programs with the same numbers can load it"
+        )
+        return
+    taken = "" if says_names(old) else ": its numbers were taken for those of model.parameters()"
+    done.notes.append(f"{key} is by the names of parameters{taken}")
+    put(tree, path, named)
+
+
+def _count(tree: StateDict, done: Converted) -> None:
+    for _, tensor in Checkpoint("", "", tree).tensors():
+        done.tensors += 1
+        done.bytes += tensor.nbytes
+
+
+def _write_folder(
+    folder: str, tree: StateDict, checkpoint: Checkpoint, how: Conversion, done: Converted
+) -> None:
+    if how.to == "dcp":
+        step = checkpoint.facts.get("step", checkpoint.tree.get("step"))
+        number = step if type(step) is int else 0
+        own = tree.get("rank_states")
+        world_size = len(own) if isinstance(own, dict) and own else 1  # restore() looks for so many
+        write_distributed(folder, tree, number, str(checkpoint.facts.get("run", "converted")), world_size)
+    elif how.to == "hf":
+        files_from = how.files_from
+        if files_from is None and checkpoint.kind == "hf" and os.path.isdir(checkpoint.path):
+            files_from = checkpoint.path
+        done.notes += write_hugging_face(folder, tree, how.max_shard_size, files_from)
+        if not os.path.isfile(os.path.join(folder, "config.json")):
+            done.notes.append(
+                "there is no config.json beside; from_pretrained needs one (--files-from FOLDER copies it)"
+            )
+    else:
+        _write_ranks(folder, tree, how, done)
+
+
+def _write_ranks(folder: str, tree: StateDict, how: Conversion, done: Converted) -> None:
+    cut = rank_files.sort_out({dotted((k,)): v for k, v in tree.items()}, list(how.buffers))
+    others = [k for k, v in tree.items() if not isinstance(v, StoredTensor)]
+    if others:
+        done.notes.append(f"left out, since it is no tensor: {', '.join(others)}")
+    done.notes.append(
+        f"each of {len(cut.params)} parameters is cut by itself, as FSDP(flatten_parameters=False) around the whole "
+        f"model does; {len(cut.buffers)} tensors are taken for buffers (--buffer NAME says which are more)"
+    )
+    write = rank_files.write_for_xla if how.to == "xla" else rank_files.write_for_fairscale
+    write(folder, cut, how.ranks or 1)

@@ -1,0 +1,547 @@
+"""Checkpoints of which each rank has its own file: torch_xla's FSDP's, and fairscale's (``local_state_dict``).
+
+A shard of torch_xla's is an entry of its wrapper. Its name holds the path that the parameter has within the wrapper,
+with another separator. Paths of modules are without ``_fpw_module`` in state dicts, but with it inside of such names.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import glob
+import math
+import os
+import pickle
+import re
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple, TypedDict, cast
+
+import torch
+
+from ...checks.runs import check_one_save
+from ...errors import ConfigurationError, UntrustedFileError
+from ...fsdp.local_checkpoint import note_of
+from ...fsdp.names import INNER, OUTER, clean
+from ...types import SavedState, StateDict, Tree
+from ..files.loading import load
+from ..files.writing import save
+from .stored import Place, Range, Shape, StoredTensor, blocks_of, in_memory
+from .torch_files import TorchFileWriter, read_torch_file
+
+PREFIX = "_fsdp_shard"
+SEPARATOR = "_FSDP_SHARD_SEPARATOR_"
+FLAT = f"{OUTER}flat_param_"  # so begin the paths of flat parameters
+
+
+def shard_name(original: str) -> str:
+    """Name of the shard of a parameter with this path."""
+    return f"{PREFIX}.{original}".replace(".", SEPARATOR)
+
+
+def in_state_dict(path: str) -> str:
+    """A path of a module or parameter as state dicts write it."""
+    return path.replace("_fpw_module.", "")
+
+
+def split_shard_name(key: str) -> tuple[str, str | None]:
+    """Path of the wrapper and name of the shard, for a key of a state dict; no name if it is of no shard."""
+    parts = key.split(".")
+    for index, part in enumerate(parts):
+        if part.startswith(PREFIX):
+            return ".".join(parts[:index]), ".".join(parts[index:])
+    return key, None
+
+
+Tensors = Mapping[str, torch.Tensor]
+_NOT_YET = (RuntimeError, EOFError, pickle.UnpicklingError, OSError)  # also torch.load's, of half a file
+_BETWEEN_LOOKS = 0.1  # s
+
+
+class ShardInfo(TypedDict):
+    """Of a shard: size of the whole parameter, and its path within the wrapper."""
+
+    _orig_size: torch.Size
+    _orig_name: str
+
+
+class BufferInfo(TypedDict):
+    """Of a buffer that was cast."""
+
+    _orig_dtype: torch.dtype
+
+
+class _OfShardkit(TypedDict, total=False):
+    """What torch_xla doesn't write: weights that have several names (name -> first name), and which run it was."""
+
+    shared_info: dict[str, str]
+    run_id: str
+    backwards: int
+
+
+class ShardMetadata(_OfShardkit):
+    """What is needed to put the shards of all ranks together.
+
+    Attributes:
+        shard_info: path of a wrapper -> name of a shard -> what is known of it.
+        flatten_info: path of a flat parameter -> names, shapes and numels of the parameters in it.
+        buffer_info: path of a buffer -> its dtype, if it was cast.
+    """
+
+    shard_info: dict[str, dict[str, ShardInfo]]
+    flatten_info: dict[str, tuple[list[str], list[torch.Size], list[int]]]
+    buffer_info: dict[str, BufferInfo]
+    world_size: int
+    rank: int
+
+
+class ShardCheckpoint(TypedDict):
+    """The file of a rank."""
+
+    model: Tensors
+    shard_metadata: ShardMetadata
+
+
+def _whole(shards: Sequence[torch.Tensor], size: Sequence[int]) -> torch.Tensor:
+    """A parameter from the shards of all ranks: ranges of its elements, or of its rows."""
+    joined = torch.cat([s.reshape(1) if s.dim() == 0 else s for s in shards])
+    if joined.dim() > 1:
+        return joined[: size[0]]
+    shape = torch.Size(size)
+    return joined[: shape.numel()].view(shape)
+
+
+def consolidate_sharded_state_dicts(
+    state_dict_list: Sequence[Tensors], shard_metadata: ShardMetadata
+) -> OrderedDict[str, torch.Tensor]:
+    """The full state dict of the module that was wrapped.
+
+    Args:
+        state_dict_list: ``model.state_dict()`` of each rank, in rank order.
+        shard_metadata: ``model.get_shard_metadata()`` of any rank.
+
+    Raises:
+        ConfigurationError: the number of state dicts is not the world size.
+    """
+    if len(state_dict_list) != shard_metadata["world_size"]:
+        raise ConfigurationError(
+            f"the checkpoint is of {shard_metadata['world_size']} ranks, got the state dicts of {len(state_dict_list)}"
+        )
+    dtypes = {clean(k): v["_orig_dtype"] for k, v in shard_metadata.get("buffer_info", {}).items()}
+    full: OrderedDict[str, torch.Tensor] = OrderedDict()
+    for key, value in state_dict_list[0].items():
+        wrapper, shard = split_shard_name(key)
+        if shard is None:  # buffers are rank 0's
+            name = clean(key)
+            full[name] = value.to(dtypes[name]) if name in dtypes else value
+            continue
+        info = shard_metadata["shard_info"][wrapper][shard]
+        param = _whole([state[key] for state in state_dict_list], info["_orig_size"])
+        path = f"{wrapper}.{info['_orig_name']}" if wrapper else info["_orig_name"]
+        if not info["_orig_name"].startswith(FLAT):
+            full[clean(path)] = param
+            continue
+        names, shapes, numels = shard_metadata["flatten_info"][path]
+        holder = path.rpartition(".")[0]
+        for name, shape, part in zip(names, shapes, param.split(list(numels)), strict=True):
+            full[clean(f"{holder}.{name}")] = part.view(shape)
+    for name, source in shard_metadata.get("shared_info", {}).items():
+        if source in full:
+            full[name] = full[source]
+    return full
+
+
+def _facts(checkpoint: ShardCheckpoint) -> tuple[dict[str, object], dict[str, object]]:
+    """What is the same in the files of all ranks."""
+    kinds: dict[str, object] = {
+        k: v.dtype if isinstance(v, torch.Tensor) else type(v) for k, v in checkpoint["model"].items()
+    }
+    return kinds, {k: v for k, v in checkpoint["shard_metadata"].items() if k != "rank"}
+
+
+class _Files:
+    """Files as they were read, each anew once it has changed."""
+
+    def __init__(self, trust_pickle: bool) -> None:
+        self._trust = trust_pickle
+        self._read: dict[str, tuple[tuple[int, int], ShardCheckpoint]] = {}
+
+    def read(self, path: str) -> ShardCheckpoint:
+        """What is in it now."""
+        facts = os.stat(path)
+        version = (facts.st_mtime_ns, facts.st_ino)
+        if path not in self._read or self._read[path][0] != version:
+            found = load(path, trust_pickle=self._trust)
+            if not isinstance(found, Mapping) or not {"model", "shard_metadata"} <= found.keys():
+                raise ConfigurationError(
+                    f"{path} has no model with shard_metadata, so it is no rank's part of a sharded model: it was "
+                    "saved without FSDP, or without model.get_shard_metadata() beside model.state_dict()"
+                )
+            self._read[path] = version, cast(ShardCheckpoint, found)
+        return self._read[path][1]
+
+
+def _all_ranks(pattern: str, target: str, files: _Files) -> list[ShardCheckpoint]:
+    """The files of all ranks, in rank order; an earlier result, which may match the pattern too, is left out."""
+    paths = [p for p in sorted(glob.glob(pattern)) if os.path.abspath(p) != os.path.abspath(target)]
+    if not paths:
+        raise ConfigurationError(f"no file matches {pattern}")
+    read: dict[str, ShardCheckpoint] = {p: files.read(p) for p in paths}
+    by_rank: dict[int, ShardCheckpoint] = {}
+    for path, checkpoint in read.items():
+        rank, size = checkpoint["shard_metadata"]["rank"], checkpoint["shard_metadata"]["world_size"]
+        if size != len(paths) or rank in by_rank:
+            raise ConfigurationError(
+                f"{path} is rank {rank} of {size}, and {len(paths)} files match {pattern}; there have to be the files "
+                "of all ranks and no others"
+            )
+        by_rank[rank] = checkpoint
+    check_one_save(paths, [c["shard_metadata"] for c in read.values()])
+    for path, checkpoint in read.items():
+        if _facts(checkpoint) != _facts(read[paths[0]]):
+            raise ConfigurationError(
+                f"{path} and {paths[0]} are of different models: their shard_metadata or the names in them differ; "
+                "remove the files of one"
+            )
+    print(f"found {len(paths)} checkpoint files in {pattern}")
+    return [by_rank[rank] for rank in sorted(by_rank)]
+
+
+def consolidate_sharded_model_checkpoints(
+    ckpt_prefix: str, ckpt_suffix: str = "*.pth", save_path: str = "", save_model: bool = True, *,
+    trust_pickle: bool = False, wait: float = 0.0, idle: Callable[[float], None] = time.sleep,
+) -> tuple[OrderedDict[str, torch.Tensor], str | None]:  # fmt: skip
+    """Puts the checkpoint files of all ranks together: dicts with ``model`` and ``shard_metadata``.
+
+    Args:
+        ckpt_prefix, ckpt_suffix: files that match ``ckpt_prefix + ckpt_suffix`` are read.
+        save_path: where to save ``{"model": full state dict}``; default ``ckpt_prefix + "_consolidated.pth"``.
+        save_model: whether to save at all.
+        trust_pickle: read files that hold more than data, too; see :func:`shardkit.load`.
+        wait: so many seconds at most other ranks may need to finish their files, from now on.
+        idle: sleeps so many seconds, in which other ranks go on.
+
+    Returns:
+        The full state dict, and where it was saved (None without ``save_model``).
+
+    Raises:
+        ConfigurationError: no file matches, or they are not those of ranks 0 to W - 1 of one world size, one model and
+            one save.
+        DamagedFileError: a file is not whole.
+        UntrustedFileError: a file holds more than data.
+    """
+    target = save_path or ckpt_prefix + "_consolidated.pth"
+    pattern = ckpt_prefix + ckpt_suffix
+    deadline, files = time.monotonic() + wait, _Files(trust_pickle)
+    while True:
+        try:
+            ordered = _all_ranks(pattern, target, files)
+            break
+        except _NOT_YET as error:
+            if isinstance(error, UntrustedFileError) or time.monotonic() >= deadline:
+                raise
+        idle(_BETWEEN_LOOKS)
+    full = consolidate_sharded_state_dicts([c["model"] for c in ordered], ordered[0]["shard_metadata"])
+    if not save_model:
+        return full, None
+    save({"model": full}, target)
+    print(f"saved consolidated model to {target}")
+    return full, target
+
+
+METADATA_KEY = "shard_metadata"
+
+
+def kind_of(tree: object) -> str | None:
+    """ "xla" or "fairscale" for what is in the file of a rank; None for any other."""
+    metadata = _metadata_in(tree)
+    if metadata is None:
+        return None
+    return "xla" if "shard_info" in metadata else "fairscale"
+
+
+def _metadata_in(tree: object) -> SavedState | None:
+    if isinstance(tree, Mapping):
+        for value in [tree.get(METADATA_KEY), *tree.values()]:
+            if isinstance(value, Mapping) and ("shard_info" in value or "param_metadata" in value):
+                return value
+    return None
+
+
+def _weights_in(tree: SavedState, path: str) -> StateDict:
+    """The shards, under whichever key a program put them."""
+    held = [
+        v
+        for v in tree.values()
+        if isinstance(v, dict) and any(isinstance(x, StoredTensor) for x in v.values())
+    ]
+    named = [tree[k] for k in ("model", "weights", "state_dict") if isinstance(tree.get(k), dict)]
+    if not named and len(held) != 1:
+        raise ConfigurationError(f"{path} has a shard_metadata and no state dict with it under 'model'")
+    return (named or held)[0]
+
+
+def in_natural_order(paths: Sequence[str]) -> list[str]:
+    """rank-2 before rank-10."""
+    return sorted(
+        paths, key=lambda p: [int(x) if x.isdigit() else x for x in re.split(r"(\d+)", os.path.basename(p))]
+    )
+
+
+def read_rank_files(
+    paths: Sequence[str], trees: Sequence[StateDict], kind: str
+) -> tuple[StateDict, int, list[str]]:
+    """The model's state dict of the files of all ranks, their number, and keys that were left out.
+
+    Raises:
+        ConfigurationError: they are not those of ranks 0 to W - 1 of one run.
+    """
+    metadata = [_metadata_in(tree) or {} for tree in trees]
+    weights = [_weights_in(tree, path) for tree, path in zip(trees, paths, strict=True)]
+    others = [k for k, v in trees[0].items() if v is not metadata[0] and v is not weights[0]]
+    ranks = [_rank(m, w, k, len(paths)) for k, (m, w) in enumerate(zip(metadata, weights, strict=True))]
+    if sorted(r for r, _ in ranks) != list(range(len(paths))) or any(w != len(paths) for _, w in ranks):
+        raise ConfigurationError(
+            f"{os.path.dirname(paths[0]) or '.'} has the files of ranks {sorted(r for r, _ in ranks)}, and there have "
+            f"to be those of all {ranks[0][1]} ranks and no others; pass a pattern ('folder/rank*.pth') that has them"
+        )
+    order = sorted(range(len(paths)), key=lambda k: ranks[k][0])
+    if kind == "xla":
+        check_one_save([paths[k] for k in order], [metadata[k] for k in order])
+    weights, metadata = [weights[k] for k in order], [metadata[k] for k in order]
+    read = _of_torch_xla if kind == "xla" else _of_fairscale
+    try:
+        return read(weights, metadata), len(paths), others
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ConfigurationError(
+            f"{paths[0]}: its shard_metadata doesn't fit its state dict ({type(error).__name__}: {error})"
+        ) from None
+
+
+def _rank(metadata: SavedState, weights: StateDict, position: int, count: int) -> tuple[int, int]:
+    note: SavedState | None = metadata if "rank" in metadata else note_of(weights)
+    return (position, count) if note is None else (note["rank"], note["world_size"])
+
+
+# ------------------------------------------------------------ parts of a tensor in shards
+def _place_of(shard: StoredTensor) -> Callable[[], Place]:
+    def where() -> Place:
+        place = shard.parts[0].where()
+        return replace(place, crc=None)
+
+    return where
+
+
+def _cut_out(name: str, shape: Shape, start: int, shards: Sequence[tuple[StoredTensor, int]]) -> StoredTensor:
+    """A tensor that is the elements from ``start`` on of shards end to end, each with its numel without padding."""
+    numel, parts, begin = math.prod(shape), [], 0
+    if any(shard.value is not None for shard, _ in shards):  # they had to be read already
+        whole = torch.cat([shard.read().reshape(-1)[:held] for shard, held in shards])
+        return replace(in_memory(name, whole[start : start + numel].view(shape)), identity=None)
+    for shard, held in shards:
+        low, high = max(begin, start), min(begin + held, start + numel)
+        if low < high:
+            parts.append(Range(low - start, high - low, _place_of(shard), low - begin))
+        begin += held
+    dtype = shards[0][0].stored_dtype
+    return StoredTensor(name, tuple(shape), dtype, tuple(parts), dtype)
+
+
+def _of_torch_xla(weights: Sequence[StateDict], metadata: Sequence[SavedState]) -> StateDict:
+    facts = metadata[0]
+    found: StateDict = {}
+    dtypes = {clean(k): v["_orig_dtype"] for k, v in facts.get("buffer_info", {}).items()}
+    for key, value in weights[0].items():
+        wrapper, shard = split_shard_name(key)
+        if shard is None:
+            name = clean(key)
+            found[name] = value.cast(dtypes[name]) if name in dtypes else value
+            continue
+        info = facts["shard_info"][wrapper][shard]
+        path = f"{wrapper}.{info['_orig_name']}" if wrapper else info["_orig_name"]
+        shards = [(w[key], w[key].numel) for w in weights]
+        if not info["_orig_name"].startswith(FLAT):
+            found[clean(path)] = _cut_out(clean(path), tuple(info["_orig_size"]), 0, shards)
+            continue
+        names, shapes, numels = facts["flatten_info"][path]
+        holder, start = path.rpartition(".")[0], 0
+        for name, shape, numel in zip(names, shapes, numels, strict=True):
+            name = clean(f"{holder}.{name}")
+            found[name] = _cut_out(name, tuple(shape), start, shards)
+            start += numel
+    for name, source in facts.get("shared_info", {}).items():
+        _share(found, source, name)
+    return found
+
+
+def _of_fairscale(weights: Sequence[StateDict], metadata: Sequence[SavedState]) -> StateDict:
+    found: StateDict = {}
+    for k, entry in enumerate(metadata[0]["param_metadata"]):
+        before = f"{entry['fsdp_path']}." if entry["fsdp_path"] else ""
+        for name, info in entry["params"].items():
+            key, shards = before + name, []
+            for state, meta in zip(weights, metadata, strict=True):
+                padding = meta["param_metadata"][k]["params"][name]["padding"]
+                shards.append((state[key], state[key].numel - padding))
+                if entry["no_broadcast_optim_state"] or shards[0][1] == sum(info["numels"]):
+                    break
+            starts, begin = [], 0
+            for numel in info["numels"]:
+                starts.append(begin)
+                begin += numel
+            for n, shape, start in zip(
+                info["names"], info["shapes"], info.get("starts") or starts, strict=True
+            ):
+                found[before + n] = _cut_out(before + n, tuple(shape), start, shards)
+    for entry in metadata[0]["param_metadata"]:
+        before = f"{entry['fsdp_path']}." if entry["fsdp_path"] else ""
+        for source, target in entry["shared_param_info"]:
+            _share(found, before + source, before + target)
+    for name in metadata[0]["buffer_names"]:
+        if name in weights[0]:
+            found[name] = weights[0][name]
+    return found
+
+
+def _share(found: StateDict, source: str, target: str) -> None:
+    """A tied weight under its other name."""
+    if source in found:
+        if found[source].identity is None:
+            found[source] = replace(found[source], identity=("shared", source))
+        found[target] = found[source]
+
+
+def read_trees(paths: Sequence[str], trust_pickle: bool) -> list[Tree]:
+    """What is in each of the files."""
+    return [read_torch_file(path, trust_pickle) for path in paths]
+
+
+_XLA_MULTIPLE = 128  # elements to which torch_xla rounds a shard up
+_BUFFER = re.compile(r"(^|\.)(running_mean|running_var|num_batches_tracked)$")
+
+
+class Cut(NamedTuple):
+    """A model's state dict, sorted for FSDP.
+
+    Attributes:
+        params: parameters, which are cut.
+        buffers: what each rank has as a whole.
+        shared: other name of a parameter -> name.
+    """
+
+    params: dict[str, StoredTensor]
+    buffers: dict[str, StoredTensor]
+    shared: dict[str, str]
+
+
+def sort_out(model: StateDict, buffers: list[str]) -> Cut:
+    """What is a parameter and what a buffer: state dicts don't say.
+
+    Taken for buffers are tensors of whole numbers, statistics of batch norms, and what a user names.
+
+    Args:
+        buffers: names, or patterns of Python's ``re`` that match a whole name.
+    """
+    params: dict[str, StoredTensor] = {}
+    kept: dict[str, StoredTensor] = {}
+    shared: dict[str, str] = {}
+    first: dict[object, str] = {}
+    try:
+        patterns = [re.compile(b) for b in buffers]
+    except re.error as error:
+        raise ConfigurationError(f"--buffer {error.pattern!r} is no pattern: {error}") from None
+    for name, value in model.items():
+        if not isinstance(value, StoredTensor):
+            continue
+        named = name in buffers or any(p.fullmatch(name) for p in patterns)
+        if named or _BUFFER.search(name) or not (value.dtype.is_floating_point or value.dtype.is_complex):
+            kept[name] = value
+        elif value.identity is not None and value.identity in first:
+            shared[name] = first[value.identity]
+        else:
+            params[name] = value
+            first[value.identity] = name
+    return Cut(params, kept, shared)
+
+
+def write_for_xla(folder: str, cut: Cut, ranks: int) -> None:
+    """``rank-NNNNNNNN-of-NNNNNNNN.pth``: a dict of "model" and "shard_metadata"."""
+    names, infos = {}, {}
+    for name, tensor in cut.params.items():
+        # as it is with one wrapper: an outer path inside of the shard's name
+        names[name] = shard_name(INNER + name)
+        infos[names[name]] = {"_orig_size": torch.Size(tensor.shape), "_orig_name": INNER + name}
+    trees = []
+    for rank in range(ranks):
+        metadata: StateDict = {
+            "shard_info": {"": infos}, "flatten_info": {}, "buffer_info": {}, "world_size": ranks, "rank": rank,
+        }  # fmt: skip
+        if cut.shared:
+            metadata["shared_info"] = dict(cut.shared)
+        shards = {names[n]: _shard(t, ranks, _XLA_MULTIPLE) for n, t in cut.params.items()}
+        trees.append({"model": {**shards, **_of_xla_wrapper(cut.buffers)}, "shard_metadata": metadata})
+    _write(folder, [f"rank-{r:08d}-of-{ranks:08d}.pth" for r in range(ranks)], trees, cut)
+
+
+def _of_xla_wrapper(buffers: dict[str, StoredTensor]) -> StateDict:
+    """A wrapper's own state dict has them under its module's name."""
+    return {f"_fsdp_wrapped_module.{name}": value for name, value in buffers.items()}
+
+
+def write_for_fairscale(folder: str, cut: Cut, ranks: int) -> None:
+    """``rank-NNNNN-of-NNNNN.pt``: a dict of "model" (``local_state_dict()``) and "shard_metadata"
+    (``local_metadata_dict()``)."""
+    trees = []
+    for rank in range(ranks):
+        params = {}
+        for name, tensor in cut.params.items():
+            size = _shard_numel(tensor, ranks, 1)
+            padding = size - max(0, min(size, tensor.numel - rank * size))
+            params[name] = {
+                "names": [name], "shapes": [torch.Size(tensor.shape)], "numels": [tensor.numel], "padding": padding,
+            }  # fmt: skip
+        entry = {
+            "fsdp_path": "", "params": params, "no_broadcast_optim_state": False,
+            "shared_param_info": [(source, target) for target, source in cut.shared.items()],
+        }  # fmt: skip
+        metadata = {"param_metadata": [entry], "buffer_names": list(cut.buffers)}
+        shards = {n: _shard(t, ranks, 1) for n, t in cut.params.items()}
+        trees.append({"model": {**shards, **cut.buffers}, "shard_metadata": metadata})
+    _write(folder, [f"rank-{r:05d}-of-{ranks:05d}.pt" for r in range(ranks)], trees, cut)
+
+
+def _shard_numel(tensor: StoredTensor, ranks: int, multiple: int) -> int:
+    return -(-tensor.numel // (ranks * multiple)) * multiple
+
+
+def _shard(tensor: StoredTensor, ranks: int, multiple: int) -> StoredTensor:
+    """What a rank's file has of it: shape and dtype."""
+    return StoredTensor(tensor.name, (_shard_numel(tensor, ranks, multiple),), tensor.dtype, (), tensor.dtype)
+
+
+def _write(folder: str, names: list[str], trees: list[StateDict], cut: Cut) -> None:
+    """All files side by side: a tensor is read once."""
+    with contextlib.ExitStack() as stack:
+        files = [stack.enter_context(open(os.path.join(folder, name), "wb")) for name in names]
+        writers = [
+            stack.enter_context(TorchFileWriter(file, tree)) for file, tree in zip(files, trees, strict=True)
+        ]
+        for tensor in cut.params.values():
+            _write_shards(tensor.read().reshape(-1), tensor.dtype, writers)
+        for writer in writers:
+            for buffer in writer.coming:
+                writer.write_next(buffer.blocks())
+
+
+def _write_shards(whole: torch.Tensor, dtype: torch.dtype, writers: list[TorchFileWriter]) -> None:
+    for rank, writer in enumerate(writers):
+        size = writer.coming[0].numel
+        writer.write_next(_padded(whole, rank * size, size, dtype))
+
+
+def _padded(whole: torch.Tensor, start: int, size: int, dtype: torch.dtype) -> Iterator[memoryview | bytes]:
+    held = whole[start : start + size]
+    yield from blocks_of(held, dtype)
+    if held.numel() < size:
+        yield bytes((size - held.numel()) * dtype.itemsize)

@@ -1,0 +1,527 @@
+"""Tensors where they lie in files, some elements at a time; and trees of them, as a checkpoint holds them.
+
+Legend: N numel of a tensor; a tensor's elements are in row-major order unless strides say otherwise.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import mmap
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import BinaryIO, TypeAlias, cast
+
+import torch
+
+from ...errors import ConfigurationError, DamagedFileError
+from ...torch_seams.strided_views import memory_of
+from ...types import StateDict, Tree
+
+_LARGE = 1 << 16
+BLOCK = 1 << 22  # bytes that are held at a time beside a tensor
+
+Shape = tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where a part of a tensor lies.
+
+    Attributes:
+        path: of the file.
+        offset: of its first byte in the file.
+        strides: in elements, as a tensor has them; None: elements are in row-major order.
+        crc: CRC-32 of these bytes, if that is known.
+    """
+
+    path: str
+    offset: int
+    strides: Shape | None = None
+    crc: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Box:
+    """A part that is a box of the tensor: ``sizes`` elements from ``offsets`` on in each dimension.
+
+    Attributes:
+        where: finds the place; called when it is read.
+    """
+
+    offsets: Shape
+    sizes: Shape
+    where: Callable[[], Place]
+
+
+@dataclasses.dataclass(frozen=True)
+class Range:
+    """A part that is a range of the tensor's elements in row-major order.
+
+    Attributes:
+        start: first element of the tensor [0, N).
+        numel: how many.
+        where: finds the place of the elements that this one is taken from.
+        skip: how many of those come before.
+    """
+
+    start: int
+    numel: int
+    where: Callable[[], Place]
+    skip: int = 0
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class StoredTensor:
+    """A tensor of a checkpoint, which stays in its file until it is read.
+
+    Attributes:
+        name: for messages.
+        shape, stored_dtype: as it is in the file.
+        parts: which together are the tensor.
+        dtype: as which it is handed out.
+        identity: equal for names of the same tensor (tied weights); None where a file doesn't tell.
+        value: the tensor itself where it had to be read already.
+        watch: told when it has been read.
+    """
+
+    name: str
+    shape: Shape
+    stored_dtype: torch.dtype
+    parts: tuple[Box | Range, ...] = ()
+    dtype: torch.dtype = torch.float32
+    identity: object = None
+    value: torch.Tensor | None = None
+    watch: Callable[[StoredTensor], None] | None = None
+
+    @property
+    def numel(self) -> int:
+        """N."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """As it is handed out."""
+        return self.numel * self.dtype.itemsize
+
+    def cast(self, dtype: torch.dtype) -> StoredTensor:
+        """The same, handed out as another dtype."""
+        return dataclasses.replace(self, dtype=dtype)
+
+    def identified(self, identity: object) -> StoredTensor:
+        """The same, known to be one with others of this identity."""
+        return dataclasses.replace(self, identity=identity)
+
+    def read(self) -> torch.Tensor:
+        """All of it, as it is stored: memory of one tensor, and a block.
+
+        Raises:
+            DamagedFileError: the file ends before, or has other bytes than were written.
+        """
+        found = self._read() if self.value is None else self.value
+        if self.watch is not None:
+            self.watch(self)
+        return found
+
+    def _read(self) -> torch.Tensor:
+        self._check_complete()
+        target = _empty(self.shape, self.stored_dtype)
+        for part in self.parts:
+            place = self._place(part)
+            with _opened(place.path) as file:
+                source = _Source(file, place, self.name)
+                if isinstance(part, Range):
+                    if place.strides is not None:
+                        raise ConfigurationError(
+                            f"{place.path}: the shard of {self.name!r} is not contiguous; save it as it is in memory"
+                        )
+                    flat = target.view(-1)[part.start : part.start + part.numel]
+                    source.fill(flat, part.skip * self.stored_dtype.itemsize)
+                else:
+                    source.fill_box(_box_of(target, part), place.strides)
+        return target
+
+    def read_rows(self, start: int, stop: int) -> torch.Tensor:
+        """Rows of the first dimension; checksums of whole parts are not compared.
+
+        Raises:
+            DamagedFileError: the file ends before.
+        """
+        if self.value is not None:
+            return self.value[start:stop]
+        self._check_complete()
+        target = _empty((stop - start, *self.shape[1:]), self.stored_dtype)
+        row = math.prod(self.shape[1:])
+        for part in self.parts:
+            if isinstance(part, Range):
+                low, high = max(part.start, start * row), min(part.start + part.numel, stop * row)
+                view = target.view(-1)[low - start * row : max(low, high) - start * row]
+                skip = part.skip + low - part.start
+            else:
+                low, high = max(part.offsets[0], start), min(part.offsets[0] + part.sizes[0], stop)
+                inside = Box(
+                    (low - start, *part.offsets[1:]), (max(0, high - low), *part.sizes[1:]), part.where
+                )
+                view = _box_of(target, inside) if low < high else target[:0]
+                skip = (low - part.offsets[0]) * math.prod(part.sizes[1:])
+            if low < high and view.numel() > 0:
+                self._fill_rows(part, view, skip)
+        return target
+
+    def _fill_rows(self, part: Box | Range, view: torch.Tensor, skip: int) -> None:
+        place = self._place(part)
+        offset = place.offset + skip * self.stored_dtype.itemsize
+        with _opened(place.path) as file:
+            _Source(file, Place(place.path, offset), self.name).fill_box(view, None)
+
+    def slabs(self) -> Iterator[tuple[int, int]]:
+        """Ranges of rows of about a block each; all of a tensor that can't be read in rows."""
+        if not self.shape or self.numel == 0 or any(self._place(part).strides for part in self.parts):
+            return
+        step = max(1, BLOCK // max(1, self.numel // self.shape[0] * self.stored_dtype.itemsize))
+        for start in range(0, self.shape[0], step):
+            yield start, min(start + step, self.shape[0])
+
+    def blocks(self) -> Iterator[memoryview]:
+        """The bytes of all elements in row-major order, as ``dtype``. A block is valid until the next."""
+        yield from blocks_of(self.read(), self.dtype)
+
+    def _place(self, part: Box | Range) -> Place:
+        try:
+            return part.where()
+        except (ValueError, OSError) as error:
+            if isinstance(error, DamagedFileError):
+                raise
+            raise DamagedFileError(f"tensor {self.name!r} can't be read: {error}") from error
+
+    def _check_complete(self) -> None:
+        """Parts could leave elements out that nobody has written."""
+        held = sum(p.numel if isinstance(p, Range) else math.prod(p.sizes) for p in self.parts)
+        if held < self.numel:
+            raise DamagedFileError(
+                f"tensor {self.name!r}: the files hold {held} of its {self.numel} elements; the files of a rank are "
+                "missing, or were not written to the end. Take an earlier checkpoint"
+            )
+
+
+def _empty(shape: Shape, dtype: torch.dtype) -> torch.Tensor:
+    """Memory that the system gets back at once: malloc keeps some tens of MB of what large tensors leave."""
+    size = math.prod(shape) * dtype.itemsize
+    if size < _LARGE:
+        return torch.zeros(shape, dtype=dtype)
+    try:
+        return torch.frombuffer(mmap.mmap(-1, size), dtype=dtype).view(shape)
+    except (OSError, OverflowError, ValueError) as error:
+        raise DamagedFileError(f"a tensor of shape {shape} doesn't fit into memory ({error})") from None
+
+
+def in_memory(name: str, value: torch.Tensor) -> StoredTensor:
+    """A tensor that was read already."""
+    identity = None
+    if value.numel() > 0:
+        identity = ("memory", value.data_ptr(), tuple(value.shape), value.stride(), value.dtype)
+    value = value.detach().cpu().contiguous()
+    return StoredTensor(name, tuple(value.shape), value.dtype, (), value.dtype, identity, value)
+
+
+def blocks_of(tensor: torch.Tensor, dtype: torch.dtype) -> Iterator[memoryview]:
+    """Bytes of a contiguous tensor as another dtype; only a block is ever copied."""
+    flat = tensor.reshape(-1)
+    step = max(1, BLOCK // max(tensor.itemsize, dtype.itemsize))
+    if dtype == tensor.dtype:
+        for start in range(0, flat.numel(), step):
+            yield memory_of(flat[start : start + step])
+        return
+    block = _empty((min(step, flat.numel()),), dtype)
+    for start in range(0, flat.numel(), step):
+        part = flat[start : start + step]
+        yield memory_of(block[: part.numel()].copy_(part))
+
+
+@contextlib.contextmanager
+def _opened(path: str) -> Iterator[BinaryIO]:
+    try:
+        with open(path, "rb", buffering=0) as file:
+            yield cast(BinaryIO, file)
+    except OSError as error:  # by its own name: who writes meanwhile would take it for the target's
+        raise DamagedFileError(f"{path} can't be read ({error.strerror or error})") from error
+
+
+def _box_of(target: torch.Tensor, part: Box) -> torch.Tensor:
+    for dim, (offset, size) in enumerate(zip(part.offsets, part.sizes, strict=True)):
+        if offset + size > target.shape[dim]:
+            raise DamagedFileError(
+                f"a part of {tuple(part.sizes)} at {tuple(part.offsets)} is outside of a tensor of "
+                f"{tuple(target.shape)}"
+            )
+        target = target.narrow(dim, offset, size)
+    return target
+
+
+def storage_order(shape: Sequence[int], strides: Sequence[int]) -> list[int] | None:
+    """Dimensions in the order in which a tensor without gaps lies in memory; None: it has gaps, or overlaps."""
+    order = sorted(range(len(shape)), key=lambda d: (-strides[d], d))
+    expected = 1
+    for d in reversed(order):
+        if shape[d] != 1:
+            if strides[d] != expected:
+                return None
+            expected *= shape[d]
+    return order
+
+
+class _Source:
+    """The bytes at a place."""
+
+    def __init__(self, file: BinaryIO, place: Place, name: str) -> None:
+        self._file, self._place, self._name = file, place, name
+        self._crc = 0
+
+    def fill_box(self, view: torch.Tensor, strides: Shape | None) -> None:
+        """Reads a whole part, and compares its checksum."""
+        self._file.seek(self._place.offset)
+        if 0 in view.shape:
+            return
+        if strides is not None and storage_order(view.shape, strides) is None:
+            span = 1 + sum((n - 1) * s for n, s in zip(view.shape, strides, strict=True))
+            flat = _empty((span,), view.dtype)
+            self._into(flat)
+            view.copy_(flat.as_strided(view.shape, strides))
+            return
+        if strides is not None and view.dim() > 0:
+            view = view.permute(storage_order(view.shape, strides) or [])
+        self._in_order(view)
+        if self._place.crc is not None and self._crc != self._place.crc:
+            raise DamagedFileError(
+                f"{self._place.path}: tensor {self._name!r} has other bytes than were written (checksum "
+                f"{self._crc:#010x}, expected {self._place.crc:#010x}). Take another copy of the file, or an earlier "
+                "checkpoint"
+            )
+
+    def fill(self, flat: torch.Tensor, skip: int) -> None:
+        """Reads elements from a number of bytes on."""
+        self._file.seek(self._place.offset + skip)
+        self._into(flat)
+
+    def _in_order(self, view: torch.Tensor) -> None:
+        """Fills a view in its own row-major order."""
+        if view.is_contiguous():
+            self._into(view)
+        elif view.numel() * view.itemsize <= BLOCK:
+            block = _empty(tuple(view.shape), view.dtype)
+            self._into(block)
+            view.copy_(block)
+        else:
+            row = view[0].numel() * view.itemsize
+            step = max(1, BLOCK // row)
+            for start in range(0, view.shape[0], step):
+                self._in_order(view[start : start + step] if row <= BLOCK else view[start])
+
+    def _into(self, tensor: torch.Tensor) -> None:
+        memory, done = memory_of(tensor), 0
+        while done < len(memory):
+            count = self._file.readinto(memory[done : done + BLOCK])  # type: ignore[attr-defined]
+            if not count:
+                raise DamagedFileError(
+                    f"{self._place.path} ends in the middle of tensor {self._name!r}; take another copy of the file, "
+                    "or an earlier checkpoint"
+                )
+            if self._place.crc is not None:
+                self._crc = zlib.crc32(memory[done : done + count], self._crc)
+            done += count
+
+
+Path: TypeAlias = tuple[object, ...]
+"""Keys of dicts and indices of lists that lead to something."""
+
+# Under which programs keep the model's state dict in a file.
+_MODEL_KEYS = ("model", "state_dict", "model_state_dict", "model_state", "module", "net", "weights")
+_OPTIMIZER_KEYS = (
+    "optimizer", "optim", "optimizer_state_dict", "optimizer_state", "optimizers", "optimizer_states",
+)  # fmt: skip
+
+
+@dataclasses.dataclass
+class Checkpoint:
+    """A checkpoint that was opened. Nothing but its tables of contents was read.
+
+    Attributes:
+        path: as it was passed, or the step's folder that was chosen.
+        kind: "shardkit", "dcp", "torch", "fairscale", "xla" or "hf".
+        tree: dict of all that it holds.
+        model_path: keys that lead to the model's state dict; none: the tree is the state dict.
+        facts: what is known beside: step, world size, when it was written, ...
+        left_out: what it holds that is not in the tree, in words.
+    """
+
+    path: str
+    kind: str
+    tree: StateDict
+    model_path: Path = ()
+    facts: dict[str, object] = dataclasses.field(default_factory=dict)
+    left_out: list[str] = dataclasses.field(default_factory=list)
+
+    @property
+    def model(self) -> StateDict:
+        """The model's state dict by name."""
+        return dict(flat_items(at(self.tree, self.model_path)))
+
+    @property
+    def optimizer_path(self) -> Path | None:
+        """Keys that lead to the optimizer's state dict, where there is one; frameworks keep a list of them."""
+        for key in _OPTIMIZER_KEYS if self.model_path else ():
+            value = self.tree.get(key)
+            if isinstance(value, Mapping) and "param_groups" in value:
+                return (key,)
+            only = value[0] if isinstance(value, list) and len(value) == 1 else None
+            if isinstance(only, Mapping) and "param_groups" in only:
+                return (key, 0)
+        return None
+
+    def tensors(self) -> Iterator[tuple[str, StoredTensor]]:
+        """All tensors, under dotted names."""
+        for path, value in leaves(self.tree):
+            if isinstance(value, StoredTensor):
+                yield dotted(path), value
+
+    def values(self) -> Iterator[tuple[str, object]]:
+        """All that is no tensor."""
+        for path, value in leaves(self.tree):
+            if not isinstance(value, StoredTensor):
+                yield dotted(path), value
+
+
+def dotted(path: Path) -> str:
+    """Keys joined as torch's planner does."""
+    return ".".join(map(str, path))
+
+
+def at(tree: Tree, path: Path) -> Tree:
+    """What keys lead to."""
+    for key in path:
+        tree = tree[key]
+    return tree
+
+
+def put(tree: Tree, path: Path, value: Tree) -> None:
+    """Replaces what keys lead to."""
+    at(tree, path[:-1])[path[-1]] = value
+
+
+def holds_tensors(value: object) -> bool:
+    """Whether a container has tensors in it, at any depth."""
+    if isinstance(value, Mapping):
+        return any(holds_tensors(v) for v in value.values())
+    if isinstance(value, list | tuple):
+        return any(holds_tensors(v) for v in value)
+    return isinstance(value, StoredTensor | torch.Tensor)
+
+
+def leaves(tree: object, path: Path = (), tuples: bool = True) -> Iterator[tuple[Path, object]]:
+    """Tensors, and values without tensors in them, with their keys. A list of plain values is one value.
+
+    Args:
+        tuples: look for tensors in tuples, too; torch's planner doesn't.
+    """
+    if isinstance(tree, Mapping):
+        for key, value in tree.items():
+            yield from leaves(value, (*path, key), tuples)
+    elif (isinstance(tree, list) or (tuples and isinstance(tree, tuple))) and _is_taken_apart(tree):
+        for index, value in enumerate(tree):
+            yield from leaves(value, (*path, index), tuples)
+    else:
+        yield path, tree
+
+
+def _is_taken_apart(values: list[object] | tuple[object, ...]) -> bool:
+    return any(
+        isinstance(v, Mapping | StoredTensor) or (isinstance(v, list | tuple) and _is_taken_apart(v))
+        for v in values
+    )
+
+
+def flat_items(tree: object) -> Iterator[tuple[str, object]]:
+    """The leaves under dotted names."""
+    for path, value in leaves(tree):
+        yield dotted(path), value
+
+
+def replaced(tree: Tree, change: Callable[[Path, Tree], Tree], path: Path = ()) -> Tree:
+    """The same containers (dicts and lists are changed in place, so that they stay what they are) with other leaves."""
+    if isinstance(tree, dict):
+        for key in tree:
+            tree[key] = replaced(tree[key], change, (*path, key))
+        return tree
+    if isinstance(tree, list):
+        tree[:] = [replaced(v, change, (*path, i)) for i, v in enumerate(tree)]
+        return tree
+    if type(tree) is tuple:
+        return tuple(replaced(v, change, (*path, i)) for i, v in enumerate(tree))
+    return change(path, tree)
+
+
+def copied(tree: Tree, change: Callable[[Path, Tree], Tree], path: Path = ()) -> Tree:
+    """New containers of the same types and attributes (``_metadata`` of a state dict) with other leaves."""
+    if isinstance(tree, dict):
+        made = type(tree)()
+        made.update({key: copied(value, change, (*path, key)) for key, value in tree.items()})
+        if hasattr(tree, "__dict__"):
+            made.__dict__.update(tree.__dict__)
+        return made
+    if isinstance(tree, list):
+        return [copied(v, change, (*path, i)) for i, v in enumerate(tree)]
+    if type(tree) is tuple:
+        return tuple(copied(v, change, (*path, i)) for i, v in enumerate(tree))
+    return change(path, tree)
+
+
+def _is_state_dict(value: object) -> bool:
+    """Names and tensors, with a few other values at most (``_extra_state``)."""
+    if not isinstance(value, Mapping) or not all(isinstance(k, str) for k in value):
+        return False
+    tensors = sum(isinstance(v, StoredTensor) for v in value.values())
+    return tensors > 0 and 2 * tensors >= len(value)
+
+
+def find_model(tree: StateDict, key: str | None, where: str) -> Path:
+    """Keys that lead to the model's state dict.
+
+    Args:
+        key: what a user says it is ("a.b": below another one); None: known names are tried.
+
+    Raises:
+        ConfigurationError: there is none.
+    """
+    if key is not None:
+        found: Tree = tree
+        path = (key,) if key in tree else tuple(key.split("."))
+        for part in path:
+            if not isinstance(found, Mapping) or part not in found:
+                raise ConfigurationError(f"{where} has no {key!r}; its keys are {_names(tree)}")
+            found = found[part]
+        return path
+    for name in _MODEL_KEYS:
+        if isinstance(tree.get(name), Mapping) and holds_tensors(tree[name]):
+            return (name,)
+    if _is_state_dict(tree):
+        return ()
+    held = [k for k, v in tree.items() if _is_state_dict(v)]
+    if len(held) == 1:
+        return (held[0],)
+    raise ConfigurationError(
+        f"{where}: none of its keys is known for a model's state dict ({_names(tree)}); pass --model-key KEY"
+    )
+
+
+def without_layer(tree: StateDict) -> tuple[StateDict, str | None]:
+    """What is in the one key of a checkpoint, if the model's and the optimizer's are in there; and that key."""
+    for key, value in tree.items() if len(tree) == 1 else ():
+        if isinstance(value, dict) and any(isinstance(value.get(name), Mapping) for name in _MODEL_KEYS):
+            return value, key
+    return tree, None
+
+
+def _names(tree: Mapping[str, object]) -> str:
+    names = [str(k) for k in tree]
+    return ", ".join(names[:8]) + (f", ... ({len(names)})" if len(names) > 8 else "")

@@ -1,0 +1,371 @@
+"""Files of ``torch.save``: read with tensors that stay there until they are read; written tensor by tensor."""
+
+from __future__ import annotations
+
+import functools
+import io
+import os
+import pickle
+import sys
+import zipfile
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from typing import BinaryIO, cast
+
+import torch
+
+from ...errors import DamagedFileError, UntrustedFileError
+from ...types import SavedState, Tree
+from ..files.archive import LOCAL, Archive, Damage, Legacy
+from ..files.data_pickle import NotData, named_globals, read
+from ..files.loading import UNREADABLE, load, load_data, storage_parts
+from ..files.rebuilding import Storage, build, names, without_values
+from .stored import Box, Path, Place, StoredTensor, dotted, in_memory, replaced
+
+# What looks at values while it is made; files with such tensors are read at once.
+_LOOKING = frozenset(
+    {"torch._utils._rebuild_sparse_tensor", "torch._utils._rebuild_device_tensor_from_cpu_tensor"}
+)
+
+
+class View:
+    """Some bytes of a file, as a file."""
+
+    def __init__(self, file: BinaryIO, start: int, length: int) -> None:
+        self._file, self._start, self._length = file, start, length
+        self._at = 0
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        """As of any file."""
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._length}[whence]
+        if base + offset < 0:
+            raise OSError("a position before the beginning")
+        self._at = base + offset
+        return self._at
+
+    def tell(self) -> int:
+        """As of any file."""
+        return self._at
+
+    def read(self, count: int = -1) -> bytes:
+        """As of any file."""
+        left = max(0, self._length - self._at)
+        self._file.seek(self._start + self._at)
+        data = self._file.read(left if count < 0 else min(count, left))
+        self._at += len(data)
+        return data
+
+    def readinto(self, target: memoryview) -> int:
+        """As of any file."""
+        data = self.read(len(target))
+        target[: len(data)] = data
+        return len(data)
+
+    def seekable(self) -> bool:
+        """It is."""
+        return True
+
+
+class Contents:
+    """What one file, or a part of one, holds.
+
+    Args:
+        path: of the file.
+        start, length: of the part.
+        name: of what it is, for messages.
+    """
+
+    def __init__(self, path: str, start: int, length: int, name: str) -> None:
+        self._path, self._start, self._name = path, start, name
+        self._length = length
+        self._keys: dict[int, str] = {}  # storages by their C++ object
+        self._memory: dict[str, Storage] = {}
+
+    def tree(self) -> Tree:
+        """All of it; dense tensors as :class:`StoredTensor`, others as they are.
+
+        Raises:
+            UntrustedFileError, DamagedFileError: see :func:`shardkit.load`.
+        """
+        return self._guarded(self._tree)
+
+    def values(self) -> Tree:
+        """All of it, read."""
+        if self._start == 0 and self._length == os.path.getsize(self._path):
+            return load(self._path)
+        with open(self._path, "rb") as file:
+            file.seek(self._start)
+            data = file.read(self._length)
+        return load_data(io.BytesIO(data), len(data), f"{self._name} in {self._path}")
+
+    def _guarded(self, call: Callable[[BinaryIO], Tree]) -> Tree:
+        try:
+            with open(self._path, "rb") as file:
+                return call(file)
+        except NotData as found:
+            raise UntrustedFileError(
+                f"{self._name} in {self._path} is not read, since it holds more than tensors, numbers and containers "
+                f"of them: {', '.join(map(str, found.args))}. If you trust whoever wrote it, pass --trust-pickle"
+            ) from None
+        except Damage as found:
+            raise self._damaged(str(found)) from None
+        except DamagedFileError:
+            raise
+        except UNREADABLE as error:
+            raise self._damaged(f"its pickle makes no sense ({type(error).__name__}: {error})") from None
+
+    def _damaged(self, what: str) -> DamagedFileError:
+        return DamagedFileError(
+            f"{self._path} is damaged, or torch.save has not written it: {self._name}: {what}. Take another copy of "
+            "the file, or an earlier checkpoint"
+        )
+
+    # ------------------------------------------------------------ reading the pickle
+    def _archive(self, file: BinaryIO) -> Archive | Legacy:
+        file.seek(self._start)
+        if file.read(len(LOCAL)) == LOCAL:
+            view = View(file, self._start, self._length)
+            return Archive(view, self._length)  # type: ignore[arg-type]
+        if self._start:
+            raise Damage("it doesn't begin with a record")
+        return Legacy(file, self._length)
+
+    def _tree(self, file: BinaryIO) -> Tree:
+        archive = self._archive(file)
+        source = archive.pickle()
+        start, known = source.tell(), _names()
+        named = named_globals(source)
+        unknown = sorted(name for name in named if name not in known)
+        if unknown:
+            raise NotData(*unknown)
+        if named & _LOOKING:
+            return replaced(self.values(), held)
+        source.seek(start)
+
+        def empty(name: tuple[object, ...]) -> Storage:
+            kind, key, _, size = storage_parts(name)
+            if key not in self._memory:
+                self._memory[key] = Storage(torch.UntypedStorage(size, device="meta"), kind.dtype)
+                self._keys[self._memory[key].memory._cdata] = key
+                if isinstance(archive, Legacy):
+                    archive.expect(key, size, kind.dtype.itemsize if kind.dtype else 1)
+            return Storage(self._memory[key].memory, kind.dtype)
+
+        found = read(source, known, empty, build)
+        if isinstance(archive, Legacy):
+            for _, wrong in archive.missing(archive.pickle().tell()):
+                raise Damage(wrong)
+        wheres = {key: archive.where(key) for key in self._memory}
+        return replaced(found, lambda path, value: self._stored(path, value, wheres))
+
+    def _stored(self, path: Path, value: Tree, wheres: dict[str, tuple[int, int, int | None]]) -> Tree:
+        if not isinstance(value, torch.Tensor):
+            return value
+        key = self._keys.get(value.untyped_storage()._cdata) if value.device.type == "meta" else None
+        if key is None:
+            return in_memory(dotted(path), value)
+        begin, size, crc = wheres[key]
+        shape, strides = tuple(value.shape), tuple(value.stride())
+        first = int(value.storage_offset()) * value.itemsize
+        whole = first == 0 and value.numel() * value.itemsize == size
+        offset = self._start + begin + first
+        place = Place(self._path, offset, None if value.is_contiguous() else strides, crc if whole else None)
+        if first > size or self._memory[key].memory.nbytes() != size:
+            raise Damage(
+                f"its record data/{key} has {size} bytes, expected {self._memory[key].memory.nbytes()}"
+            )
+        box = Box((0,) * len(shape), shape, lambda: place)
+        identity = (self._path, self._start, key, first, shape, strides, value.dtype)
+        return StoredTensor(dotted(path), shape, value.dtype, (box,), value.dtype, identity)
+
+
+def held(path: Path, value: Tree) -> Tree:
+    """A dense tensor that is in memory as a stored one."""
+    if isinstance(value, torch.Tensor) and value.layout == torch.strided:
+        return in_memory(dotted(path), value)
+    return value
+
+
+def _on_host(tensor: torch.Tensor, dtype: torch.dtype, device: str, requires_grad: bool) -> torch.Tensor:
+    return tensor.to(dtype=dtype)
+
+
+@functools.cache
+def _names() -> SavedState:
+    """All that a file may name, while storages are not filled. A checkpoint may have a million chunks, each a file."""
+    return without_values(names(_on_host))
+
+
+def read_torch_file(path: str, trust_pickle: bool = False) -> Tree:
+    """What is in a file, with tensors that stay there.
+
+    Args:
+        trust_pickle: let torch run what the file says; then all of it is read at once.
+
+    Raises:
+        UntrustedFileError, DamagedFileError: see :func:`shardkit.load`.
+    """
+    if trust_pickle:
+        return replaced(torch.load(path, map_location="cpu", weights_only=False, mmap=_is_zip(path)), held)
+    return Contents(path, 0, os.path.getsize(path), os.path.basename(path)).tree()
+
+
+def _is_zip(path: str) -> bool:
+    with open(path, "rb") as file:
+        return file.read(len(LOCAL)) == LOCAL
+
+
+_ALIGNED = 64  # bytes; as torch aligns records
+_LOCAL_HEADER = 30
+_ZIP64_EXTRA = 20  # bytes of the field that zipfile adds where a record may be large
+_OLD_STORAGES = {
+    torch.float64: "Double", torch.float32: "Float", torch.float16: "Half", torch.bfloat16: "BFloat16",
+    torch.int64: "Long", torch.int32: "Int", torch.int16: "Short", torch.int8: "Char", torch.uint8: "Byte",
+    torch.bool: "Bool", torch.complex128: "ComplexDouble", torch.complex64: "ComplexFloat",
+}  # fmt: skip
+
+
+class _Storage:
+    """Stands for the storage of a tensor while it is pickled."""
+
+    def __init__(self, key: str, dtype: torch.dtype, numel: int) -> None:
+        self.key, self.dtype, self.numel = key, dtype, numel
+
+    def persistent_id(self) -> tuple[object, ...]:
+        """As torch writes it."""
+        if self.dtype in _OLD_STORAGES:
+            kind = getattr(torch, f"{_OLD_STORAGES[self.dtype]}Storage")
+            return ("storage", kind, self.key, "cpu", self.numel)
+        return ("storage", torch.UntypedStorage, self.key, "cpu", self.numel * self.dtype.itemsize)
+
+
+class _Pickler(pickle.Pickler):
+    """Pickles a tree as torch.save does, with stored tensors as tensors; takes note of them."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file, protocol=2)
+        self.tensors: list[StoredTensor] = []
+        self._keys: dict[object, _Storage] = {}
+        self._kept: list[object] = []  # pickle knows objects by their address
+
+    def persistent_id(self, obj: object) -> object:
+        return obj.persistent_id() if isinstance(obj, _Storage) else None
+
+    def reducer_override(self, obj: Tree) -> Tree:
+        if not isinstance(obj, StoredTensor):
+            return NotImplemented
+        identity = id(obj) if obj.identity is None else (obj.identity, obj.dtype)
+        storage = self._keys.get(identity)
+        if storage is None:
+            storage = self._keys[identity] = _Storage(str(len(self.tensors)), obj.dtype, obj.numel)
+            self.tensors.append(obj)
+        self._kept.append(obj)
+        strides, step = [], 1
+        for n in reversed(obj.shape):
+            strides.append(step)
+            step *= max(n, 1)
+        arguments: tuple[object, ...] = (
+            storage,
+            0,
+            obj.shape,
+            tuple(reversed(strides)),
+            False,
+            OrderedDict(),
+        )
+        if obj.dtype in _OLD_STORAGES:
+            return torch._utils._rebuild_tensor_v2, arguments
+        return torch._utils._rebuild_tensor_v3, (*arguments, obj.dtype)
+
+
+class _Shifted:
+    """A file whose beginning is somewhere in another one."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file, self._start = file, file.tell()
+        self.write, self.flush = file.write, file.flush
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        """As of any file."""
+        if whence == io.SEEK_SET:
+            offset += self._start
+        return self._file.seek(offset, whence) - self._start
+
+    def tell(self) -> int:
+        """As of any file."""
+        return self._file.tell() - self._start
+
+    def seekable(self) -> bool:
+        """It is."""
+        return True
+
+
+class TorchFileWriter:
+    """One file of ``torch.save``, which may be a part of another.
+
+    Args:
+        file: it is written from where this stands.
+        tree: containers, plain values and :class:`StoredTensor`; of those only name, shape and dtype are looked at.
+
+    Attributes:
+        tensors: those whose bytes are to be written, in this order; tied weights once.
+    """
+
+    def __init__(self, file: BinaryIO, tree: Tree) -> None:
+        buffer = io.BytesIO()
+        pickler = _Pickler(buffer)
+        pickler.dump(tree)
+        self.tensors = pickler.tensors
+        self._written = 0
+        self._zip = zipfile.ZipFile(cast(BinaryIO, _Shifted(file)), "w", zipfile.ZIP_STORED)
+        self._record("data.pkl", [buffer.getbuffer()], buffer.tell())
+        self._record(".format_version", [b"1"], 1)
+        self._record(".storage_alignment", [str(_ALIGNED).encode()], 2)
+        order = sys.byteorder.encode()
+        self._record("byteorder", [order], len(order))
+
+    @property
+    def coming(self) -> list[StoredTensor]:
+        """Those not written yet."""
+        return self.tensors[self._written :]
+
+    def write_next(self, blocks: Iterable[memoryview | bytes]) -> None:
+        """The bytes of the next of ``tensors``."""
+        tensor = self.tensors[self._written]
+        self._record(f"data/{self._written}", blocks, tensor.nbytes)
+        self._written += 1
+
+    def __enter__(self) -> TorchFileWriter:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Writes the end; after an error nothing more."""
+        if kind is not None:
+            self._zip.fp = None
+            return
+        if self._written != len(self.tensors):
+            raise RuntimeError(f"{self._written} of {len(self.tensors)} tensors were written")
+        self._record("version", [b"3\n"], 2)
+        self._zip.close()
+
+    def _record(self, name: str, blocks: Iterable[memoryview | bytes], size: int) -> None:
+        info = zipfile.ZipInfo(
+            f"archive/{name}"
+        )  # of the first day of zip's calendar: the same bytes every time
+        info.file_size = size
+        large = size * 1.05 > zipfile.ZIP64_LIMIT  # zipfile's own rule
+        begin = self._zip.start_dir + _LOCAL_HEADER + len(info.filename) + 4 + (_ZIP64_EXTRA if large else 0)
+        padding = -begin % _ALIGNED
+        info.extra = b"FB" + padding.to_bytes(2, "little") + b"Z" * padding
+        with self._zip.open(info, "w") as record:
+            written = 0
+            for block in blocks:
+                written += record.write(block)
+        if written != size:
+            raise RuntimeError(f"{name}: {written} bytes were written, expected {size}")
+
+
+def write_torch_file(file: BinaryIO, tree: Tree) -> None:
+    """Writes a whole tree, reading its tensors one at a time."""
+    with TorchFileWriter(file, tree) as writer:
+        for tensor in writer.tensors:
+            writer.write_next(tensor.blocks())
