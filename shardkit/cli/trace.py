@@ -40,10 +40,9 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _run(options: argparse.Namespace) -> None:
-    from shardkit.tracing.analysis import analyse
     from shardkit.tracing.plots import plot
     from shardkit.tracing.recording import write_atomically
-    from shardkit.tracing.report import as_data, as_text
+    from shardkit.tracing.report import analyse, as_data, as_text
     from shardkit.tracing.timeline import of_events, read_events
 
     events = read_events(options.files)

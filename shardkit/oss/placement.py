@@ -20,7 +20,7 @@ from torch import nn, optim
 from torch.optim import Optimizer
 
 from ..backend import Group, ReduceOp, Work
-from ..checks.facts import all_gather_facts_or_objects
+from ..checks import all_gather_facts_or_objects
 from ..errors import ConfigurationError
 from ..layout import alignment, segment_layout
 from ..optimizers.elementwise import is_known_elementwise, names_of_elementwise

@@ -14,10 +14,9 @@ import torch
 from ..backend import Backend, Group, backend_of_job
 from ..errors import ConfigurationError, LifecycleError
 from ..types import ProcessGroup
-from .merging import is_collective
 from .ranges import What, listen, now, stop_listening
 from .sinks import JsonLines
-from .timeline import WAITING
+from .timeline import WAITING, is_collective
 
 Number: TypeAlias = float | int | torch.Tensor
 Record: TypeAlias = dict[str, float | int]

@@ -14,14 +14,9 @@ from ..backend import Group
 from ..errors import ConfigurationError
 from ..layout import Piece
 from ..types import StateDict
-from .bringing import Bringing
-from .costs import Cost
-from .exchange import Exchange
-from .gathered import Gathered
-from .in_place import InPlace
+from .exchange import Bringing, Exchange, Gathered, InPlace, Item, held_by_ranks, owners_of
 from .listed import Part
-from .plan import Item, held_by_ranks, owners_of
-from .rules import Kind, Rule
+from .rules import Cost, Kind, Rule
 
 logger = logging.getLogger("shardkit")
 

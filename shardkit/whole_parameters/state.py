@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from ..backend import Group
-from ..checks.same_everywhere import options_of
+from ..checks import options_of
 from ..errors import ConfigurationError
 from ..layout import Piece, buckets_by_numel
 from ..optimizers.elementwise import is_known_elementwise

@@ -12,8 +12,7 @@ from torch import nn
 import shardkit
 from shardkit import FSDP, OSS, ReducePolicy, ShardedDDP
 from shardkit.backend import get_backend
-from shardkit.backends.streams import StreamsBackend, StreamsGroup, current_device
-from shardkit.backends.streams import Device
+from shardkit.backends.streams import Device, StreamsBackend, StreamsGroup, current_device
 from shardkit.errors import OutOfStepError, RaceError, RankFailedError
 from shardkit.fsdp.gradients.pack import GradientPack
 from shardkit.fsdp.gradients.stored import StoredPack

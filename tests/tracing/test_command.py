@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 
 from shardkit.cli import main
-from shardkit.tracing.advice import advice
-from shardkit.tracing.analysis import analyse
 from shardkit.tracing.ranges import What
 from shardkit.tracing.recording import FORMAT, Part
+from shardkit.tracing.report import advice, analyse
 from shardkit.tracing.timeline import of_events, read_events
 
 MS = 1_000_000

@@ -1,21 +1,196 @@
-"""Names, shapes and options that have to be the same on all ranks, compared before they do harm."""
+"""What ranks tell each other, and compare before it matters: names, shapes, options, and of which run a file is.
+
+[Note: facts] A pickle can hold calls of any function, and whoever can write to a rank's connection could send one. What
+ranks tell each other is JSON with a tag where JSON has no type, and nothing else is understood.
+
+[Note: runs] Files of shards say which run they are of, and when they were made: those of other runs or moments are not
+mixed. Ranks agree on an id once a job and group, in an exchange that they make anyway; what is built after that is
+counted, alike on all ranks. So units have ids that other jobs, and other models of the same job, have not, and no file
+needs a rank to talk to another.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 import json
-from collections.abc import Iterable, Sequence
+import os
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from types import BuiltinFunctionType, FunctionType, MethodType
+from typing import TypeVar
 
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from ..backend import Group
-from ..errors import ConfigurationError, RankMismatchError
-from ..types import Facts, ParamGroup, StateDict, Tree
-from .facts import all_gather_facts
+from .backend import Group
+from .errors import BackendError, ConfigurationError, RankMismatchError
+from .types import Facts, ParamGroup, StateDict, Tree
+
+T = TypeVar("T")
+_PLAIN = (bool, int, float, str, type(None))
+_DTYPES = {str(v): v for v in vars(torch).values() if isinstance(v, torch.dtype)}
+
+
+def all_gather_facts(group: Group, value: T, *, label: str = "") -> list[T]:
+    """Each rank's value, in rank order, on every rank (collective).
+
+    Args:
+        group: the ranks.
+        value: None, bool, int, float, str, bytes, torch.dtype, and tuples, lists and dicts of them; torch.Size arrives
+            as a tuple.
+        label: names the call in errors.
+
+    Raises:
+        ConfigurationError: it is something else.
+        BackendError: what another rank sent is no fact.
+    """
+    return [decode(data) for data in group.all_gather_bytes(encode(value), label=label)]
+
+
+def all_gather_facts_or_objects(group: Group, value: T, *, label: str = "") -> list[T]:
+    """The same of values that may be anything: where those of all ranks are facts, nothing is pickled."""
+    try:
+        mine = encode(value)
+    except ConfigurationError:
+        mine = b""
+    everybody = group.all_gather_bytes(mine, label=label)
+    if all(everybody):
+        return [decode(data) for data in everybody]
+    return group.all_gather_object(value, label=label)
+
+
+def encode(value: object) -> bytes:
+    """A value as bytes.
+
+    Raises:
+        ConfigurationError: it is no fact.
+    """
+    return json.dumps(_tagged(value), separators=(",", ":")).encode()
+
+
+def decode(data: bytes) -> Tree:
+    """The value of some bytes.
+
+    Raises:
+        BackendError: they are no fact.
+    """
+    try:
+        return _untagged(json.loads(data))
+    except (ValueError, TypeError, LookupError, RecursionError) as error:
+        raise BackendError(
+            f"a rank sent {data[:40]!r}, which is no fact: {error}; do all ranks run one version?"
+        ) from error
+
+
+def _tagged(value: object) -> object:
+    if type(value) in _PLAIN:
+        return value
+    if isinstance(value, torch.Size) or type(value) is tuple:
+        return ["tuple", *map(_tagged, value)]
+    if type(value) is list:
+        return ["list", *map(_tagged, value)]
+    if type(value) is dict:
+        return ["dict", *([_tagged(k), _tagged(v)] for k, v in value.items())]
+    if type(value) is bytes:
+        return ["bytes", value.hex()]
+    if isinstance(value, torch.dtype):
+        return ["dtype", str(value)]
+    raise ConfigurationError(f"{type(value).__name__} is no fact that ranks can tell each other: {value!r}")
+
+
+def _untagged(value: object) -> Tree:
+    if type(value) in _PLAIN:
+        return value
+    if type(value) is not list:
+        raise ValueError("an object")
+    tag, *parts = value
+    if tag == "tuple":
+        return tuple(map(_untagged, parts))
+    if tag == "list":
+        return [*map(_untagged, parts)]
+    if tag == "dict":
+        return {_untagged(k): _untagged(v) for k, v in parts}
+    if tag == "bytes":
+        return bytes.fromhex(parts[0])
+    if tag == "dtype":
+        return _DTYPES[parts[0]]
+    raise ValueError(f"the tag {tag!r}")
+
+
+@dataclass
+class _Job:
+    """Attributes:
+    id: the same on all ranks of a group.
+    built: units so far.
+    """
+
+    id: str
+    built: int = 0
+
+
+_jobs: weakref.WeakKeyDictionary[Group, _Job] = weakref.WeakKeyDictionary()
+
+
+def proposed_run_id() -> str:
+    """What a rank says where ranks talk anyway; the first rank's is taken. No generator is drawn from."""
+    return os.urandom(6).hex()
+
+
+def new_run_id(group: Group, proposed: str) -> str:
+    """The id of the unit that is being built, the same on all ranks.
+
+    Args:
+        group: the ranks of the unit.
+        proposed: by the first of them; taken for the group's first unit.
+    """
+    job = _jobs.setdefault(group, _Job(proposed))
+    job.built += 1
+    return f"{job.id}-{job.built}"
+
+
+def number_of(group: Group, run_id: str) -> str:
+    """What tells a unit from all others of the group in a few characters; those of other jobs, unpickled, take more."""
+    job, _, number = run_id.partition("-")
+    mine = _jobs.get(group)
+    return number if mine is not None and mine.id == job else run_id
+
+
+def stamp(run_id: str, backwards: int) -> StateDict:
+    """What files carry of it.
+
+    Args:
+        run_id: of the outermost unit.
+        backwards: how many have gone through it, which is the same on all ranks whenever they save.
+    """
+    return {"run_id": run_id, "backwards": backwards}
+
+
+def check_one_save(names: Sequence[str], facts: Sequence[Mapping[str, object] | None]) -> None:
+    """Refuses shards of several runs, or of several moments of one.
+
+    Args:
+        names: of the files, for the message.
+        facts: what each holds of :func:`stamp`; those of other libraries have nothing.
+
+    Raises:
+        ConfigurationError: they differ; the message names the files.
+    """
+    by_run: dict[str, list[str]] = {}
+    for name, fact in zip(names, facts, strict=True):
+        fact = fact or {}
+        run = "no run id" if fact.get("run_id") is None else f"run id {fact['run_id']!r}"
+        moment = "" if "backwards" not in fact else f" after {fact['backwards']} backwards"
+        by_run.setdefault(run + moment, []).append(name)
+    if len(by_run) > 1:
+        found = "; ".join(f"{', '.join(files)}: {run}" for run, files in by_run.items())
+        raise ConfigurationError(
+            f"these shards were not saved together, and would make a model that never was: {found}. Leave those of "
+            "one save (a save that was killed leaves files of the one before); each job, and each model in it, has an "
+            "id of its own, and files without one are another library's"
+        )
 
 
 def check_same_everywhere(group: Group, facts: Facts, what: str, aside: Tree = None) -> list[Tree]:
