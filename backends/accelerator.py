@@ -195,9 +195,14 @@ class AcceleratorBackend(EagerBackend):
         self._module.set_rng_state(state, self.device())
 
     def launch(
-        self, fn: Callable[..., T], world_size: int, args: Args = (), *, timeout: float | None = None,
+        self,
+        fn: Callable[..., T],
+        world_size: int,
+        args: Args = (),
+        *,
+        timeout: float | None = None,
         start_timeout: float | None = START_SECONDS,
-    ) -> list[T]:  # fmt: skip
+    ) -> list[T]:
         """Runs ``fn(rank, *args)`` in one process for each device, with a process group of the device's library.
 
         Raises:

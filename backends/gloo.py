@@ -32,9 +32,14 @@ class GlooBackend(Host):
         return self._groups.of(process_group)
 
     def launch(
-        self, fn: Callable[..., T], world_size: int, args: Args = (), *, timeout: float | None = None,
+        self,
+        fn: Callable[..., T],
+        world_size: int,
+        args: Args = (),
+        *,
+        timeout: float | None = None,
         start_timeout: float | None = START_SECONDS,
-    ) -> list[T]:  # fmt: skip
+    ) -> list[T]:
         return launch_processes(fn, world_size, args, "gloo", timeout, start_timeout)
 
 

@@ -111,7 +111,7 @@ def _kilobytes(file: str, field: str) -> int:
     return next((int(line.split()[1]) for line in lines if line.startswith(field)), 0)
 
 
-class Progress:
+class ProcessTime:
     """How long a process has had to do something, which on a busy machine is less than the time that has passed.
 
     What counts is the time for which it had a core, and that in which it slept. It does not count that others had the

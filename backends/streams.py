@@ -86,7 +86,7 @@ class Flight:
         return ""
 
 
-class Device:
+class SimulatedDevice:
     """One rank's device.
 
     Args:
@@ -238,19 +238,19 @@ class quiet:
         del self._guard
 
 
-class _Here(threading.local):
-    device: Device | None = None
+class _CurrentDevice(threading.local):
+    device: SimulatedDevice | None = None
 
 
-_here = _Here()
+_here = _CurrentDevice()
 
 
-def current_device() -> Device | None:
+def current_device() -> SimulatedDevice | None:
     """The device of the rank that calls, if there is one."""
     return _here.device
 
 
-def set_current_device(device: Device | None) -> None:
+def set_current_device(device: SimulatedDevice | None) -> None:
     _here.device = device
 
 
@@ -263,7 +263,7 @@ _FRESH = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_stride
 _HOST = {"_local_scalar_dense", "equal", "nonzero", "is_nonzero", "masked_select", "_unique2"}
 
 
-class _Plan(NamedTuple):
+class _OperationPlan(NamedTuple):
     """What an operation does with its arguments."""
 
     name: str
@@ -273,22 +273,24 @@ class _Plan(NamedTuple):
     waits: bool  # the host waits for it
 
 
-def _plan_of(func: torch._ops.OpOverload) -> _Plan:
+def _plan_of(func: torch._ops.OpOverload) -> _OperationPlan:
     schema = func._schema
     arguments = [(a.name, a.alias_info is not None and a.alias_info.is_write) for a in schema.arguments]
     name = schema.name.split("::")[-1]
     writes = any(w for _, w in arguments)
     is_view = not writes and any(r.alias_info is not None for r in schema.returns)
-    return _Plan(name, arguments, is_view or not arguments or name in _LIKE, name in _FRESH, name in _HOST)
+    return _OperationPlan(
+        name, arguments, is_view or not arguments or name in _LIKE, name in _FRESH, name in _HOST
+    )
 
 
 class Watching(TorchDispatchMode):
     """Active in a rank's thread."""
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: SimulatedDevice) -> None:
         super().__init__()
         self._device = device
-        self._plans: dict[torch._ops.OpOverload, _Plan] = {}
+        self._plans: dict[torch._ops.OpOverload, _OperationPlan] = {}
 
     def __torch_dispatch__(
         self,
@@ -309,7 +311,7 @@ class Watching(TorchDispatchMode):
                     spoil(tensor)
         return result
 
-    def _note(self, plan: _Plan, args: Sequence[Tree], kwargs: Mapping[str, Tree]) -> None:
+    def _note(self, plan: _OperationPlan, args: Sequence[Tree], kwargs: Mapping[str, Tree]) -> None:
         if plan.waits:
             self._device.host_waits[plan.name] += 1
         for (_, writes), value in zip(plan.arguments, args, strict=False):
@@ -344,7 +346,7 @@ class StreamsWork(Work):
 
     __slots__ = ("_below", "_call", "_device", "_flight", "_group")
 
-    def __init__(self, device: Device, group: Group, call: Call, flight: Flight) -> None:
+    def __init__(self, device: SimulatedDevice, group: Group, call: Call, flight: Flight) -> None:
         self._device, self._group, self._call, self._flight = device, group, call, flight
         self._below: Work | None = None
         flight.start = self._start
@@ -377,7 +379,7 @@ class StreamsGroup(CheckedGroup):
         name: the communicator's, the same on all its ranks.
     """
 
-    def __init__(self, backend: Backend, below: Group, device: Device, name: str = "main") -> None:
+    def __init__(self, backend: Backend, below: Group, device: SimulatedDevice, name: str = "main") -> None:
         self.backend, self.below, self.device = backend, below, device
         self.rank, self.world_size, self.ranks = below.rank, below.world_size, below.ranks
         self.process_group = getattr(below, "process_group", None)  # torch's, where there is one
@@ -552,9 +554,9 @@ class _WatchedMemory(EagerBackend):
 
 
 @contextlib.contextmanager
-def watched(rank: int) -> Iterator[Device]:
+def watched(rank: int) -> Iterator[SimulatedDevice]:
     """Within this block the calling thread's rank has a device, and all that it computes is watched."""
-    device = Device(rank)
+    device = SimulatedDevice(rank)
     set_current_device(device)
     try:
         with Watching(device):
@@ -574,7 +576,7 @@ class StreamsBackend(_WatchedMemory, SimulatedBackend):
     name = "streams"
 
     def __init__(self) -> None:
-        self.devices: list[Device] = []
+        self.devices: list[SimulatedDevice] = []
 
     def launch(
         self,
@@ -619,7 +621,10 @@ class StreamsOverGloo(_WatchedMemory, GlooBackend):
         if isinstance(process_group, StreamsGroup):
             return process_group
         below = super().group(process_group)
-        known, device = self._watched.get(id(below)), current_device() or Device(below.ranks[below.rank])
+        known, device = (
+            self._watched.get(id(below)),
+            current_device() or SimulatedDevice(below.ranks[below.rank]),
+        )
         if known is None or known.below is not below or known.device is not device:
             known = self._watched[id(below)] = StreamsGroup(self, below, device)
         return known

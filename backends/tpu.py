@@ -99,8 +99,11 @@ class TpuBackend(AcceleratorBackend):
         """
         told = subprocess.run(
             [sys.executable, "-c", _ASK, str(world_size)],
-            capture_output=True, text=True, timeout=_SECONDS, check=False,
-        )  # fmt: skip
+            capture_output=True,
+            text=True,
+            timeout=_SECONDS,
+            check=False,
+        )
         for line in told.stdout.splitlines():
             if line.startswith(_TELL):
                 found: dict[str, str] = json.loads(line.removeprefix(_TELL))

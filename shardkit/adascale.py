@@ -211,9 +211,11 @@ class GradientMeter:
         if self._norms or self._sums is None:
             by_group = [[n for g, n in self._norms if g == group] for group in range(self.groups)]
             squares = [
-                torch.stack([n.to(self.like) for n in norms]).square().sum() if norms else torch.zeros_like(self.like)
+                torch.stack([n.to(self.like) for n in norms]).square().sum()
+                if norms
+                else torch.zeros_like(self.like)
                 for norms in by_group
-            ]  # fmt: skip
+            ]
             summed = torch.stack(squares)
             self._sums = summed if self._sums is None else self._sums + summed
             self._norms.clear()

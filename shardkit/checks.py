@@ -121,7 +121,7 @@ def _untagged(value: object) -> Tree:
 
 
 @dataclass
-class _Job:
+class _RunIds:
     """Attributes:
     id: the same on all ranks of a group.
     built: units so far.
@@ -131,7 +131,7 @@ class _Job:
     built: int = 0
 
 
-_jobs: weakref.WeakKeyDictionary[Group, _Job] = weakref.WeakKeyDictionary()
+_jobs: weakref.WeakKeyDictionary[Group, _RunIds] = weakref.WeakKeyDictionary()
 
 
 def proposed_run_id() -> str:
@@ -146,7 +146,7 @@ def new_run_id(group: Group, proposed: str) -> str:
         group: the ranks of the unit.
         proposed: by the first of them; taken for the group's first unit.
     """
-    job = _jobs.setdefault(group, _Job(proposed))
+    job = _jobs.setdefault(group, _RunIds(proposed))
     job.built += 1
     return f"{job.id}-{job.built}"
 

@@ -80,8 +80,13 @@ class BlockFormat:
         return blocks[..., _HEAD:].view(self.dtype)
 
     def encode(
-        self, values: torch.Tensor, blocks: torch.Tensor, error: torch.Tensor | None = None, *, complete: bool = True
-    ) -> None:  # fmt: skip
+        self,
+        values: torch.Tensor,
+        blocks: torch.Tensor,
+        error: torch.Tensor | None = None,
+        *,
+        complete: bool = True,
+    ) -> None:
         """Writes numbers to blocks.
 
         Args:
@@ -106,9 +111,13 @@ class BlockFormat:
             self._encode(rest.view(1, -1), blocks[whole:], scratch[:, :1], None, complete)
 
     def _encode(
-        self, values: torch.Tensor, blocks: torch.Tensor, scratch: torch.Tensor, error: torch.Tensor | None,
+        self,
+        values: torch.Tensor,
+        blocks: torch.Tensor,
+        scratch: torch.Tensor,
+        error: torch.Tensor | None,
         complete: bool,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """As :meth:`encode`, for values [K, B], with fp32 memory to compute in [2, K, B]."""
         there = None if complete or error is None else values != 0
         sums, scaled = scratch

@@ -159,9 +159,17 @@ class GlobalBatchSampler(Sampler[list[int]]):
     """
 
     def __init__(
-        self, dataset: Sized, global_batch_size: int, *, shuffle: bool = True, seed: int = 0, drop_last: bool = False,
-        num_replicas: int | None = None, rank: int | None = None, backend: str | Backend | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        dataset: Sized,
+        global_batch_size: int,
+        *,
+        shuffle: bool = True,
+        seed: int = 0,
+        drop_last: bool = False,
+        num_replicas: int | None = None,
+        rank: int | None = None,
+        backend: str | Backend | None = None,
+    ) -> None:
         self.rank, self.num_replicas = rank_of_job(rank, num_replicas, backend)
         self.order = GlobalOrder(len(dataset), global_batch_size, seed, shuffle, drop_last)
         self.order.check_even(self.num_replicas)
@@ -252,7 +260,7 @@ class _Batches(Iterator[list[int]]):
 T = TypeVar("T")
 
 
-class Asked(NamedTuple):
+class SampleRequest(NamedTuple):
     """A sample that a loader asks for, and when."""
 
     epoch: int
@@ -276,7 +284,7 @@ class SeededSamples(Dataset[T]):
     def __init__(self, dataset: Dataset[T], seed: int) -> None:
         self._dataset, self._seed = dataset, seed
 
-    def __getitems__(self, asked: Sequence[Asked]) -> Samples[T]:
+    def __getitems__(self, asked: Sequence[SampleRequest]) -> Samples[T]:
         found: Samples[T] = Samples()
         with _generators_kept():
             at_once = getattr(self._dataset, "__getitems__", None)
@@ -290,7 +298,7 @@ class SeededSamples(Dataset[T]):
         found.seed = _mixed(self._seed, asked[0].epoch, asked[0].number, "batch")
         return found
 
-    def _begin(self, asked: Asked) -> None:
+    def _begin(self, asked: SampleRequest) -> None:
         _seed_generators(_mixed(self._seed, asked.epoch, asked.number, "sample"))
 
 
@@ -396,10 +404,18 @@ class ResumableLoader(Generic[T]):
     """
 
     def __init__(
-        self, dataset: Dataset[T], global_batch_size: int, *, shuffle: bool = True, seed: int = 0,
-        drop_last: bool = False, num_replicas: int | None = None, rank: int | None = None,
-        backend: str | Backend | None = None, **options: object,
-    ) -> None:  # fmt: skip
+        self,
+        dataset: Dataset[T],
+        global_batch_size: int,
+        *,
+        shuffle: bool = True,
+        seed: int = 0,
+        drop_last: bool = False,
+        num_replicas: int | None = None,
+        rank: int | None = None,
+        backend: str | Backend | None = None,
+        **options: object,
+    ) -> None:
         if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
             raise ConfigurationError(
                 "a ResumableLoader needs a dataset with a length and numbered samples; for a stream use torchdata's "
@@ -411,9 +427,15 @@ class ResumableLoader(Generic[T]):
             )
         self.dataset = dataset
         self.sampler = GlobalBatchSampler(
-            cast(Sized, dataset), global_batch_size, shuffle=shuffle, seed=seed, drop_last=drop_last,
-            num_replicas=num_replicas, rank=rank, backend=backend,
-        )  # fmt: skip
+            cast(Sized, dataset),
+            global_batch_size,
+            shuffle=shuffle,
+            seed=seed,
+            drop_last=drop_last,
+            num_replicas=num_replicas,
+            rank=rank,
+            backend=backend,
+        )
         given: Kwargs = dict(options)
         collate = SeededCollate(given.pop("collate_fn", None) or default_collate)
         # the generator: workers' seeds shall not be drawn from the one that trains, once more in each process
@@ -466,16 +488,16 @@ class ResumableLoader(Generic[T]):
         self._used = self.sampler.start
 
 
-class _AskedBatches(Sampler[list[Asked]]):
+class _AskedBatches(Sampler[list[SampleRequest]]):
     """Batches of the sampler with the epoch that they are of: workers that persist know no other way."""
 
     def __init__(self, sampler: GlobalBatchSampler) -> None:
         self._sampler = sampler
 
-    def __iter__(self) -> Iterator[list[Asked]]:
+    def __iter__(self) -> Iterator[list[SampleRequest]]:
         epoch = self._sampler.epoch
         for part in self._sampler:
-            yield [Asked(epoch, index) for index in part]
+            yield [SampleRequest(epoch, index) for index in part]
 
     def __len__(self) -> int:
         return len(self._sampler)

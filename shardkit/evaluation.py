@@ -28,9 +28,17 @@ __all__ = ["EvaluationSampler", "gather", "gather_tensors", "in_step"]
 T = TypeVar("T")
 
 _DTYPES = (
-    torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
-    torch.float16, torch.bfloat16, torch.float32, torch.float64,
-)  # fmt: skip
+    torch.bool,
+    torch.uint8,
+    torch.int8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+)
 _MOST_DIMENSIONS = 12
 _NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float64}
 

@@ -133,7 +133,7 @@ class Top2Gate(nn.Module):
         return top2gating(self.wg(input))
 
 
-class _Exchange(Context):
+class _ExchangeContext(Context):
     group: Group
 
 
@@ -141,7 +141,7 @@ class AllToAll(torch.autograd.Function):
     """``apply(group, tensor)``: [W * n, ...] -> the same shape; the r-th part goes to rank r, the r-th came from it."""
 
     @staticmethod
-    def forward(ctx: _Exchange, group: Group, tensor: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+    def forward(ctx: _ExchangeContext, group: Group, tensor: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         ctx.group = group
         sent = tensor.contiguous()
         received = torch.empty_like(sent)
@@ -149,7 +149,7 @@ class AllToAll(torch.autograd.Function):
         return received
 
     @staticmethod
-    def backward(ctx: _Exchange, grad_output: torch.Tensor) -> tuple[None, torch.Tensor]:  # type: ignore[override]
+    def backward(ctx: _ExchangeContext, grad_output: torch.Tensor) -> tuple[None, torch.Tensor]:  # type: ignore[override]
         return None, AllToAll.apply(ctx.group, grad_output)
 
 

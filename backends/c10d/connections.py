@@ -68,9 +68,13 @@ def connect_gloo(store: Store, rank: int, world_size: int, timeout: datetime.tim
 
 
 def process_group_over(
-    connected: Connected, kind: dist.ProcessGroup.BackendType, store: Store, rank: int, world_size: int,
+    connected: Connected,
+    kind: dist.ProcessGroup.BackendType,
+    store: Store,
+    rank: int,
+    world_size: int,
     *devices: torch.device,
-) -> dist.ProcessGroup:  # fmt: skip
+) -> dist.ProcessGroup:
     """torch's process group around a library's connections, which serve these kinds of devices."""
     pg = dist.ProcessGroup(store, rank, world_size)
     pg._set_default_backend(kind)

@@ -33,7 +33,7 @@ from ..imagined import GroupInName, RanksInName
 from ..objects import ObjectsOverTensors
 from .call_order import ORDERED_CHANNELS, Agreement, CallOrder, Key
 from .connections import DESTROYED, connect_gloo, never_destroy, register, timeout_of
-from .payloads import NUMBERS, Accumulate, Exchange, Finish, as_bytes, as_real
+from .payloads import NUMBERS, Accumulate, Finish, ReduceScatterPlan, as_bytes, as_real
 
 SLICE = datetime.timedelta(seconds=2)  # a wait that is no longer costs nothing
 _LOOK = datetime.timedelta(seconds=1)  # between looks afterwards
@@ -133,7 +133,7 @@ class C10dGroup(ObjectsOverTensors):
         self.world_size = len(self.ranks)
         self._name = name
         self._sequence = 0
-        self._exchanges: dict[tuple[int, ...], Exchange] = {}
+        self._exchanges: dict[tuple[int, ...], ReduceScatterPlan] = {}
         self._channels: dict[str, C10dGroup] = {}
         self._meetings = 0
         self._subgroups: weakref.WeakSet[C10dGroup] = weakref.WeakSet()
@@ -308,7 +308,7 @@ class C10dGroup(ObjectsOverTensors):
             shard, input = shard.detach(), input.detach()
         plan = self._exchanges.get(sizes := tuple(parts))
         if plan is None:
-            plan = self._exchanges[sizes] = Exchange(self.rank, sizes)
+            plan = self._exchanges[sizes] = ReduceScatterPlan(self.rank, sizes)
         if self.process_group is None:
             shard.copy_(input)
             return DONE
@@ -329,8 +329,8 @@ class C10dGroup(ObjectsOverTensors):
         return self._issue([work], "reduce_scatter_into", plan.numel, label, async_op, after)
 
     def _reduce_scatter_in_rounds(
-        self, shard: Tensor, input: Tensor, plan: Exchange, op: ReduceOp, async_op: bool, label: str
-    ) -> Work:  # fmt: skip
+        self, shard: Tensor, input: Tensor, plan: ReduceScatterPlan, op: ReduceOp, async_op: bool, label: str
+    ) -> Work:
         """One partner after the other and in pieces, so that little memory holds what has just arrived."""
         parts = torch.split_with_sizes(input, plan.sizes)
         own = parts[self.rank]

@@ -39,7 +39,7 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 ROUNDS_ABOVE = 2**18
 
 
-class Exchange:
+class ReduceScatterPlan:
     """How the parts of a reduce-scatter travel, for one set of sizes.
 
     Attributes:
@@ -75,8 +75,13 @@ class Accumulate:
     __slots__ = ("_local", "_op", "_received", "_shard", "_world_size")
 
     def __init__(
-        self, shard: torch.Tensor, local: torch.Tensor | None, received: torch.Tensor, op: ReduceOp, world_size: int
-    ) -> None:  # fmt: skip
+        self,
+        shard: torch.Tensor,
+        local: torch.Tensor | None,
+        received: torch.Tensor,
+        op: ReduceOp,
+        world_size: int,
+    ) -> None:
         self._shard, self._local, self._received = shard, local, received
         self._op, self._world_size = op, world_size
 

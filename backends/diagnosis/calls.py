@@ -35,7 +35,7 @@ class Call(NamedTuple):
         return self.operation == other.operation and same_size
 
 
-class Report(NamedTuple):
+class WaitReport(NamedTuple):
     """What a rank publishes that waits, or has left."""
 
     beat: int  # counts its reports
@@ -45,7 +45,7 @@ class Report(NamedTuple):
     job: int  # counts the functions it was launched for
 
     @classmethod
-    def of(cls, entry: StateDict) -> Report:
+    def of(cls, entry: StateDict) -> WaitReport:
         waits = Call(*entry["waits"]) if entry["waits"] else None
         recent = [Call(*call) for call in entry["recent"]]
         return cls(entry["beat"], waits, entry["issued"], recent, entry["job"])

@@ -27,7 +27,7 @@ class NoAnswer(Exception):
     """The store has not answered in time; it may do so later."""
 
 
-class _Asked(Generic[T]):
+class _StoreRequest(Generic[T]):
     def __init__(self, call: Callable[[], T]) -> None:
         self.call = call
         self.is_done = threading.Event()
@@ -49,8 +49,8 @@ class StoreThread:
         self._lock = threading.Lock()
         self._process = 0
         self._thread: threading.Thread | None = None
-        self._asked: queue.SimpleQueue[_Asked[Any] | None] = queue.SimpleQueue()
-        self._overdue: _Asked[Any] | None = None
+        self._asked: queue.SimpleQueue[_StoreRequest[Any] | None] = queue.SimpleQueue()
+        self._overdue: _StoreRequest[Any] | None = None
 
     def ask(self, call: Callable[[], T], seconds: float, *, patient: bool = False) -> T:
         """``call()``, or its error.
@@ -61,7 +61,7 @@ class StoreThread:
         Raises:
             NoAnswer: it takes longer.
         """
-        asked = _Asked(call)
+        asked = _StoreRequest(call)
         overdue = self._overdue
         if (
             not patient
@@ -97,7 +97,7 @@ class StoreThread:
                 self._thread.start()
 
     @staticmethod
-    def _run(calls: queue.SimpleQueue[_Asked[Any] | None]) -> None:
+    def _run(calls: queue.SimpleQueue[_StoreRequest[Any] | None]) -> None:
         while (asked := calls.get()) is not None:
             asked.run()
             del asked  # it holds a store

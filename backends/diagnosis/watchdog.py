@@ -48,7 +48,7 @@ from shardkit.progress import listen_to_errors, threads, unfinished
 from shardkit.types import StateDict
 
 from ..forked import belongs_here
-from .calls import Call, CallFacts, Report
+from .calls import Call, CallFacts, WaitReport
 from .job_store import STORE_THREAD, Board, NoAnswer
 from .stack_report import StackReport, ThreadPosition, is_behind, issued_of_torch, position_of
 
@@ -104,7 +104,9 @@ class Watch:
         self.issued: dict[str, int] = {}
         self.recent: deque[CallFacts] = deque(maxlen=_REMEMBERED)
         self._beat = 0
-        self._suspects: dict[int, Report] = {}  # ranks that looked stuck, and what they had published then
+        self._suspects: dict[
+            int, WaitReport
+        ] = {}  # ranks that looked stuck, and what they had published then
         self._failed = False
         belongs_here(self)
         _watchdog.watches.add(self)
@@ -133,7 +135,7 @@ class Watch:
                 raise kind(self._with(call, f"rank {rank} gave up: {entry['failed']}"))
             where = ""
             if entry is not None:
-                where = self._elsewhere(call, rank, Report.of(entry))
+                where = self._elsewhere(call, rank, WaitReport.of(entry))
             else:
                 self._suspects.pop(rank, None)
             if entry is None or not entry["waits"]:
@@ -177,7 +179,7 @@ class Watch:
             return ""
         return report.has_passed(call, self.issued) or report.why_it_will_not_come(self._ranks[self._rank])
 
-    def _elsewhere(self, call: Call, rank: int, theirs: Report) -> str:
+    def _elsewhere(self, call: Call, rank: int, theirs: WaitReport) -> str:
         """Where a rank is that can't come to ``call``; empty if it may. See the notes on top."""
         other = theirs.contradiction(call)
         if other is not None:
@@ -286,10 +288,23 @@ class Watch:
             issued = dict(self.issued)
             left, raised = (why if then == issued else "" for why, then in (self._left, self._raised))
             report = StackReport(
-                called, issued, issued_of_torch(), self._ranks[self._rank], still, left, raised,
-                unfinished(position.in_backward), position.where, position.operation, position.group, position.peer,
-                position.error, position.in_debugger, position.has_ended, list(self.recent),
-            )  # fmt: skip
+                called,
+                issued,
+                issued_of_torch(),
+                self._ranks[self._rank],
+                still,
+                left,
+                raised,
+                unfinished(position.in_backward),
+                position.where,
+                position.operation,
+                position.group,
+                position.peer,
+                position.error,
+                position.in_debugger,
+                position.has_ended,
+                list(self.recent),
+            )
             self._board.publish(f"stands{self._rank}", report._asdict())
         if still < _PATIENCE or not (position.operation or self.break_waits):
             return
@@ -337,7 +352,7 @@ class Watch:
     def _report(self, waits: Call | None) -> None:
         self._beat += 1
         recent = [Call(*c) for c in list(self.recent)]
-        report = Report(self._beat, waits, dict(self.issued), recent, _watchdog.job)
+        report = WaitReport(self._beat, waits, dict(self.issued), recent, _watchdog.job)
         self._board.publish(f"rank{self._rank}", report._asdict())
 
 

@@ -54,9 +54,14 @@ class SimulatedBackend(Host):
         )
 
     def launch(
-        self, fn: Callable[..., T], world_size: int, args: Args = (), *, timeout: float | None = None,
+        self,
+        fn: Callable[..., T],
+        world_size: int,
+        args: Args = (),
+        *,
+        timeout: float | None = None,
         start_timeout: float | None = None,
-    ) -> list[T]:  # fmt: skip
+    ) -> list[T]:
         """Runs ``fn(rank, *args)`` on that many threads; ``fn`` may be any function, and gets copies of ``args``.
 
         They start at once, so that ``start_timeout`` means nothing here.

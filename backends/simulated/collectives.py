@@ -20,7 +20,7 @@ from torch import Tensor
 
 from shardkit.errors import ConfigurationError, OutOfStepError
 
-from ..c10d.payloads import Exchange
+from ..c10d.payloads import ReduceScatterPlan
 
 Tensors = Sequence[Tensor]
 _COMBINE: dict[str, Callable[..., Tensor]] = {
@@ -91,7 +91,9 @@ def reduce_scatter_into(shards: Tensors, inputs: Tensors, sizes: Sequence[int], 
     world_size, counts = len(sizes), tuple(sizes)
     reduced = []
     for rank in range(world_size):
-        in_rounds = Exchange(rank, counts).in_rounds  # one partner after the other; else all together
+        in_rounds = ReduceScatterPlan(
+            rank, counts
+        ).in_rounds  # one partner after the other; else all together
         ranks = [(rank - d) % world_size for d in range(world_size)] if in_rounds else range(world_size)
         own = [parts[r][rank] for r in ranks]
         if in_rounds or world_size < 3 or op in ("MAX", "MIN"):

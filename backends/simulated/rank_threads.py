@@ -33,7 +33,7 @@ from ..diagnosis.calls import Call
 from ..diagnosis.watchdog import OUT_OF_STEP_HINT
 from ..forked import belongs_here, refusal
 from ..random_states import HostRandomStates, host_random_states, set_host_random_states
-from .places import Place, here, place_of_error
+from .places import SourceLine, here, place_of_error
 
 Finish = Callable[[list[Tree]], object]  # what is done with all that ranks brought
 
@@ -105,7 +105,7 @@ class Meeting:
         self.done = False
         self.given_up: dict[int, int] = {}
         self._calls: dict[int, Call] = {}  # by global rank
-        self._places: dict[int, Place] = {}
+        self._places: dict[int, SourceLine] = {}
         self._terms: dict[int, tuple[object, ...]] = {}
         self._brought: dict[int, Tree] = {}
 
@@ -129,7 +129,13 @@ class Meeting:
         return next(iter(self._calls))
 
     def arrive(
-        self, rank: int, call: Call, place: Place, terms: tuple[object, ...], brought: Tree, finish: Finish
+        self,
+        rank: int,
+        call: Call,
+        place: SourceLine,
+        terms: tuple[object, ...],
+        brought: Tree,
+        finish: Finish,
     ) -> None:
         """``rank`` is here; the last one does the work for all.
 
@@ -173,7 +179,7 @@ _LAST_WORDS = 2.0  # seconds that ranks get to unwind after a timeout
 
 
 # a rank's call, its line, the bytes of the whole tensor, and how many ranks take part
-Issued = Callable[[int, Call, Place, int, int], None]
+Issued = Callable[[int, Call, SourceLine, int, int], None]
 
 
 class Hang(NamedTuple):
@@ -245,7 +251,7 @@ class RankThreads:
         self._running = 0
         self._turns, self._away, self._is_idle = threading.Lock(), set[int](), False
         self._waits: dict[int, Awaited] = {}
-        self._last: dict[int, tuple[Call, Place]] = {}  # what each rank has issued last
+        self._last: dict[int, tuple[Call, SourceLine]] = {}  # what each rank has issued last
         self._open: dict[int, Meeting] = {}  # by id: those that not all members have reached
         self._finished: set[int] = set()
         self._failure: tuple[int, BaseException, str] | None = None
@@ -364,9 +370,15 @@ class RankThreads:
         return set(range(self.world_size)) - self._finished
 
     def arrive(
-        self, rank: int, meeting: Meeting, call: Call, terms: tuple[object, ...], brought: Tree, finish: Finish,
+        self,
+        rank: int,
+        meeting: Meeting,
+        call: Call,
+        terms: tuple[object, ...],
+        brought: Tree,
+        finish: Finish,
         size: int = 0,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """``rank`` issues its part of a collective over ``size`` bytes.
 
         Raises:

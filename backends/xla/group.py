@@ -23,7 +23,7 @@ from shardkit.types import ProcessGroup
 from ..checked_group import check_members, is_group, size_of
 from ..objects import ObjectsOverBytes
 from .collectives import Groups
-from .meeting import Call
+from .meeting import ReplicaCall
 from .pool import pack
 from .runtime import Replica
 
@@ -183,7 +183,7 @@ class XlaGroup(ObjectsOverBytes):
         return self._cut[1]
 
     def _issue(self, what: str, label: str) -> None:
-        self._replica.host.issued(Call(self.ranks, what, label, self._groups()))
+        self._replica.host.issued(ReplicaCall(self.ranks, what, label, self._groups()))
 
     def _exchange(self, what: str, label: str, payload: bytes) -> list[bytes]:
         return self._replica.host.exchange(self.ranks, what, label, payload)

@@ -33,7 +33,7 @@ import torch
 from shardkit.errors import BackendError, ConfigurationError, RankFailedError
 from shardkit.types import AnyCallable, Args, T, Tree
 
-from ..spawning import Name, Progress, environment, memory
+from ..spawning import Name, ProcessTime, environment, memory
 
 if TYPE_CHECKING:
     from .cpu_replicas import ReplicaState, World
@@ -49,7 +49,7 @@ def _same(host: torch.Tensor) -> torch.Tensor:
     return host
 
 
-class _Pickler(pickle.Pickler):
+class _HostPickler(pickle.Pickler):
     def __init__(self, file: io.BytesIO, rebuild: Callable[[torch.Tensor], torch.Tensor]) -> None:
         super().__init__(file, pickle.HIGHEST_PROTOCOL)
         self._rebuild = rebuild
@@ -64,7 +64,7 @@ class _Pickler(pickle.Pickler):
 def pack(obj: object, *, to_host: bool = False) -> bytes:
     """``obj`` pickled; its XLA tensors come back on the reader's XLA device, or on the CPU (``to_host``)."""
     file = io.BytesIO()
-    _Pickler(file, _same if to_host else _here).dump(obj)
+    _HostPickler(file, _same if to_host else _here).dump(obj)
     return file.getvalue()
 
 
@@ -309,14 +309,15 @@ class ReplicaPool:
     def _wait_for_start(
         self, process: SpawnProcess, connection: multiprocessing.connection.Connection
     ) -> None:
-        progress, limit = Progress(process.pid), self._start_timeout
+        progress, limit = ProcessTime(process.pid), self._start_timeout
         while not connection.poll(1.0 if limit is None else min(1.0, limit)):
             if limit is not None and progress.seconds() >= limit:
                 raise RankFailedError(
-                    0, "TimeoutError",
+                    0,
+                    "TimeoutError",
                     f"the process of {self.world_size} XLA replicas is not ready (start_timeout={limit:g}): "
                     f"{progress}. It is here:\n{self._stacks()}",
-                )  # fmt: skip
+                )
 
     def _receive(
         self, connection: multiprocessing.connection.Connection, timeout: float | None
@@ -416,9 +417,13 @@ def launch(
 
 
 def _wait(
-    connection: multiprocessing.connection.Connection, folder: Path, world_size: int, timeout: float | None,
-    start_timeout: float | None, process: int | None,
-) -> list[bytes]:  # fmt: skip
+    connection: multiprocessing.connection.Connection,
+    folder: Path,
+    world_size: int,
+    timeout: float | None,
+    start_timeout: float | None,
+    process: int | None,
+) -> list[bytes]:
     began = time.monotonic()
     name, limit, have_started = "start_timeout", start_timeout, False
     while not connection.poll(_PAUSE):

@@ -22,7 +22,7 @@ from shardkit.backend import Group
 from shardkit.errors import ConfigurationError, OutOfStepError
 
 from .collectives import Collectives, Groups, NativeCollectives, replica_groups
-from .meeting import Call
+from .meeting import ReplicaCall
 
 _FIELDS = struct.Struct("<qiii8s8sH")
 _TEXT = 200  # bytes of the call's name that are shown where ranks differ
@@ -57,10 +57,14 @@ def written(rank: int, ranks: Sequence[int], what: str, label: str, payload: byt
     """A row of :data:`ROW` bytes. The label is shown, but not compared."""
     text = (f"{what} {label!r}" if label else what).encode()
     fields = _FIELDS.pack(
-        len(payload), ranks[0], len(ranks), ranks.index(rank), _digest(repr(tuple(ranks)).encode()),
+        len(payload),
+        ranks[0],
+        len(ranks),
+        ranks.index(rank),
+        _digest(repr(tuple(ranks)).encode()),
         _digest(what.encode()),
         min(len(text), _TEXT),
-    )  # fmt: skip
+    )
     room = payload if len(payload) <= ROOM else b""
     return (fields + text[:_TEXT].ljust(_TEXT, b"\0") + room).ljust(ROW, b"\0")
 
@@ -142,7 +146,7 @@ class RuntimeHost:
         self._everyone = list(range(world_size))
         self._parts: dict[tuple[int, ...], Groups] = {}  # how the ranks are divided while this group is used
 
-    def issued(self, call: Call) -> None:
+    def issued(self, call: ReplicaCall) -> None:
         """A collective was added to the graph."""
 
     def exchange(self, ranks: Sequence[int], what: str, label: str, payload: bytes) -> list[bytes]:
@@ -159,7 +163,7 @@ class RuntimeHost:
 
     def _exchange_among_all(self, ranks: Sequence[int], what: str, label: str, payload: bytes) -> list[bytes]:
         torch_xla.sync()  # what is pending runs on its own, so that what follows is the same program each time
-        call = Call(tuple(self._everyone), what, label)
+        call = ReplicaCall(tuple(self._everyone), what, label)
         mine = written(self._rank, ranks, what, label, payload)
         rows = [read(data) for data in self._gather(mine, ROW, [self._everyone], call)]
         groups = self._parts[tuple(ranks)] = partition(rows)
@@ -194,7 +198,7 @@ class RuntimeHost:
         """Drops what this replica has recorded and not run."""
         _RUNTIME._clear_pending_irs(_RUNTIME._xla_get_default_device())
 
-    def _gather(self, data: bytes, width: int, groups: Groups, call: Call) -> list[bytes]:
+    def _gather(self, data: bytes, width: int, groups: Groups, call: ReplicaCall) -> list[bytes]:
         """Each member's bytes, padded to the width."""
         size = len(groups[0])
         padded = torch.frombuffer(bytearray(data.ljust(width, b"\0")), dtype=torch.uint8)

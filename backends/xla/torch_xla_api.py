@@ -35,7 +35,7 @@ from shardkit.types import AnyCallable, StateDict, Tree
 
 from .collectives import Groups
 from .cpu_replicas import World
-from .meeting import Call
+from .meeting import ReplicaCall
 from .runtime import Replica
 
 _RUNTIME = torch_xla._XLAC
@@ -153,7 +153,7 @@ def _outside_of_graphs(function: _F) -> _F:
 def install(world: World) -> None:
     """Replaces torch_xla's functions for the rest of this process's life."""
     _install_syncs(world)
-    api = _Collectives(world)
+    api = _ReplacedFunctions(world)
     xm.all_reduce = api.all_reduce
     xm.all_gather = api.all_gather
     xm.reduce_scatter = api.reduce_scatter
@@ -166,7 +166,7 @@ def install(world: World) -> None:
     _private_process_groups(world)
 
 
-class _Collectives:
+class _ReplacedFunctions:
     def __init__(self, world: World) -> None:
         self._world = world
 
@@ -308,7 +308,7 @@ class _Collectives:
             )
         full += others
         dtype = str(value.dtype).removeprefix("torch.")
-        state.issued(Call(tuple(mine), f"xm.{what} {dtype}{list(value.shape)}", partition=full))
+        state.issued(ReplicaCall(tuple(mine), f"xm.{what} {dtype}{list(value.shape)}", partition=full))
         if state.replica is None or not math.prod(value.shape):
             raise ValueError(f"rank {state.rank}: xm.{what} of a tensor of shape {list(value.shape)}")
         return state.replica, full, mine

@@ -9,7 +9,7 @@ import torch
 
 from shardkit.backend import DONE, ReduceOp, Work
 from shardkit.backends.c10d.group import PIECE
-from shardkit.backends.c10d.payloads import Exchange
+from shardkit.backends.c10d.payloads import ReduceScatterPlan
 from shardkit.backends.imagined import ImaginedBackend, ImaginedGroup
 
 from .tape import Tape
@@ -63,7 +63,7 @@ class CountingGroup(ImaginedGroup):
         if not self._on_host or self.world_size == 1:
             return work
         # gloo has no reduce-scatter of its own: what arrives may lie beside what it is added to
-        exchange = Exchange(self.rank, tuple(parts))
+        exchange = ReduceScatterPlan(self.rank, tuple(parts))
         arrived = 0 if self.world_size == 2 else exchange.own * self.world_size  # two add where it arrives
         return Arriving(shard.new_empty(min(exchange.own, PIECE) if exchange.in_rounds else arrived))
 

@@ -132,7 +132,7 @@ def grid(
     return Grid(data=lines(0), pipeline=lines(1), context=lines(2), model=lines(3))
 
 
-class _Line(NamedTuple):
+class _RankLine(NamedTuple):
     """A group that this rank is in, and its global ranks."""
 
     group: dist.ProcessGroup
@@ -148,10 +148,10 @@ class _Groups:
     """
 
     world: Any
-    model: _Line
-    context: _Line
-    pipeline: _Line
-    data: _Line
+    model: _RankLine
+    context: _RankLine
+    pipeline: _RankLine
+    data: _RankLine
 
 
 _current: _Groups | None = None
@@ -242,10 +242,10 @@ def _check_agreement(arguments: str) -> None:
         )
 
 
-def _make(lines: list[list[int]], backend: str | None, timeout: timedelta | None) -> _Line:
+def _make(lines: list[list[int]], backend: str | None, timeout: timedelta | None) -> _RankLine:
     """Makes a group of each of these lists of ranks, on all ranks; the one that this rank is in."""
     rank = dist.get_rank()
-    made = [_Line(dist.new_group(ranks, timeout, backend), ranks) for ranks in lines]
+    made = [_RankLine(dist.new_group(ranks, timeout, backend), ranks) for ranks in lines]
     return next(line for line in made if rank in line.ranks)
 
 
@@ -342,7 +342,7 @@ def get_data_parallel_rank() -> int:
     return _place(_groups().data)
 
 
-def _place(line: _Line) -> int:
+def _place(line: _RankLine) -> int:
     return line.ranks.index(dist.get_rank())
 
 

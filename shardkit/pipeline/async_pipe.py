@@ -27,7 +27,7 @@ from .microbatch import Value, check, join, split
 from .partition import PipeTypeError, check_balance, check_checkpoint, split_module, verify_distinct
 from .schedule import move
 from .skip import Skippable, arriving_keys
-from .stage import Link, Stage
+from .stage import NeighbourLink, Stage
 
 
 class LazyModule:
@@ -119,7 +119,7 @@ class AsyncPipe(nn.Module):
             device = self.input_device
             if device is None:
                 device = next((p.device for p in self.partition.parameters()), torch.device("cpu"))
-            link = Link(self.group, torch.device(device))
+            link = NeighbourLink(self.group, torch.device(device))
             self.pipeline = Stage(self.partition, link, self._rank, len(self.balance), self.checkpoint)
         if self.pipeline is None:
             raise LifecycleError(f"rank {self._rank} holds no partition")
@@ -282,23 +282,23 @@ def _detached(value: Value) -> Value:
     return tuple(t.detach() for t in value) if isinstance(value, tuple) else value.detach()
 
 
-class _Running(Context):
+class _RunningCall(Context):
     run: Callable[..., None]
 
 
-class _Backward(torch.autograd.Function):
+class _RemoteBackward(torch.autograd.Function):
     """Outputs as they are; their gradients go to the last stage, and backward of all stages runs."""
 
     @staticmethod
     def forward(
-        ctx: _Running, anchor: torch.Tensor, run: Callable[..., None], *outputs: torch.Tensor
+        ctx: _RunningCall, anchor: torch.Tensor, run: Callable[..., None], *outputs: torch.Tensor
     ) -> Tree:  # type: ignore[override]
         ctx.run = run
         ctx.mark_non_differentiable(*(t for t in outputs if not t.is_floating_point()))
         return tuple(t.view_as(t) for t in outputs)
 
     @staticmethod
-    def backward(ctx: _Running, *gradients: torch.Tensor | None) -> tuple[None, ...]:  # type: ignore[override]
+    def backward(ctx: _RunningCall, *gradients: torch.Tensor | None) -> tuple[None, ...]:  # type: ignore[override]
         ctx.run(tuple(None if g is None else g.cpu() for g in gradients))
         return (None, None, *(None for _ in gradients))
 
@@ -391,5 +391,5 @@ class PipeRPCWrapper(nn.Module):
                 future.wait()
 
         tensors = output if isinstance(output, tuple) else (output,)
-        passed = _Backward.apply(torch.empty(0, requires_grad=True), run, *tensors)
+        passed = _RemoteBackward.apply(torch.empty(0, requires_grad=True), run, *tensors)
         return passed if isinstance(output, tuple) else passed[0]  # type: ignore[no-any-return]

@@ -30,7 +30,7 @@ from .schedule import checkpointed_cells, run_cell
 _HEADER_BYTES = 1024
 
 
-class Link:
+class NeighbourLink:
     """This rank's connections to the other ranks of a group.
 
     Args:
@@ -116,7 +116,9 @@ class Stage:
         checkpoint: which micro-batches keep no activations: "always", "except_last", "never".
     """
 
-    def __init__(self, layers: nn.Sequential, link: Link, index: int, stages: int, checkpoint: str) -> None:
+    def __init__(
+        self, layers: nn.Sequential, link: NeighbourLink, index: int, stages: int, checkpoint: str
+    ) -> None:
         self._layers = layers
         self._link = link
         self._index = index

@@ -28,7 +28,7 @@ from .ranges import What, now
 ROUNDS = 8
 
 
-class Reading(NamedTuple):
+class ClockReading(NamedTuple):
     """One comparison of clocks.
 
     Attributes:
@@ -42,10 +42,10 @@ class Reading(NamedTuple):
     error: float
 
 
-def compare_clocks(group: Group, rounds: int = ROUNDS) -> Reading:
+def compare_clocks(group: Group, rounds: int = ROUNDS) -> ClockReading:
     """Of this rank and rank 0 (collective)."""
     if group.world_size == 1:
-        return Reading(now(), 0.0, 0.0)
+        return ClockReading(now(), 0.0, 0.0)
     control = group.channel("control")
     bounds = [2**62] * group.world_size  # this rank's clock minus the other's is at most that
     for _ in range(rounds):
@@ -61,11 +61,11 @@ def compare_clocks(group: Group, rounds: int = ROUNDS) -> Reading:
     ]
     most, least = table[group.rank][0], -table[0][group.rank]
     if group.rank == 0:
-        return Reading(now(), 0.0, 0.0)
-    return Reading(now(), (most + least) / 2, (most - least) / 2)
+        return ClockReading(now(), 0.0, 0.0)
+    return ClockReading(now(), (most + least) / 2, (most - least) / 2)
 
 
-def on_rank_0(time: int, readings: list[Reading]) -> float:
+def on_rank_0(time: int, readings: list[ClockReading]) -> float:
     """What rank 0's clock says at ``time`` of this rank's: clocks that drift, drift evenly between two readings."""
     if not readings:
         return float(time)
@@ -80,7 +80,7 @@ def on_rank_0(time: int, readings: list[Reading]) -> float:
 FORMAT = 1
 
 
-class Part(TypedDict):
+class TracePart(TypedDict):
     """One rank's records, as JSON has them.
 
     ``whats``: [kind, unit, ranks, nbytes]; ``events``: [number of what, start, end, thread, device start, device end],
@@ -126,7 +126,7 @@ class Recorder:
         self._first_step = first_step
         self.events: list[_Event] = []
         self.steps: list[tuple[int, int]] = []
-        self.clock: list[Reading] = []
+        self.clock: list[ClockReading] = []
         self.thread = threading.get_ident()
         self.began = now()
         self.ended = 0
@@ -151,7 +151,7 @@ class Recorder:
     def told(self, name: str, value: torch.Tensor) -> None:
         """Numbers are for metrics."""
 
-    def part(self) -> Part:
+    def part(self) -> TracePart:
         """Everything, in the form that travels."""
         if self._timer is not None:
             self._group.backend.synchronize()
@@ -162,19 +162,31 @@ class Recorder:
             on_device = self._on_device(marks)
             events.append(
                 (
-                    numbers.setdefault(what, len(numbers)), start, end, threads.setdefault(thread, len(threads)),
+                    numbers.setdefault(what, len(numbers)),
+                    start,
+                    end,
+                    threads.setdefault(thread, len(threads)),
                     *on_device,
                 )
-            )  # fmt: skip
+            )
         group = self._group
-        return Part(
-            format=FORMAT, rank=group.ranks[group.rank], world_size=group.world_size, backend=group.backend.name,
-            host=socket.gethostname(), process=os.getpid(), torch=f"{torch.__version__} ({platform.python_version()})",
-            first_step=self._first_step, began=self.began, ended=self.ended or now(),
+        return TracePart(
+            format=FORMAT,
+            rank=group.ranks[group.rank],
+            world_size=group.world_size,
+            backend=group.backend.name,
+            host=socket.gethostname(),
+            process=os.getpid(),
+            torch=f"{torch.__version__} ({platform.python_version()})",
+            first_step=self._first_step,
+            began=self.began,
+            ended=self.ended or now(),
             threads=list(range(len(threads))),
-            whats=[(w.kind, w.unit, w.ranks, w.nbytes) for w in numbers], events=events,
-            steps=list(self.steps), clock=[(r.at, r.ahead, r.error) for r in self.clock],
-        )  # fmt: skip
+            whats=[(w.kind, w.unit, w.ranks, w.nbytes) for w in numbers],
+            events=events,
+            steps=list(self.steps),
+            clock=[(r.at, r.ahead, r.error) for r in self.clock],
+        )
 
     def _on_device(self, marks: tuple[object, object] | None) -> tuple[float | None, float | None]:
         if marks is None or self._timer is None:
@@ -183,14 +195,14 @@ class Recorder:
         return at + timer.seconds(zero, marks[0]) * 1e9, at + timer.seconds(zero, marks[1]) * 1e9
 
 
-def packed(part: Part) -> bytes:
+def packed(part: TracePart) -> bytes:
     """To be sent."""
     return zlib.compress(json.dumps(part).encode(), 1)
 
 
-def unpacked(data: bytes) -> Part:
+def unpacked(data: bytes) -> TracePart:
     """What was sent."""
-    found: Part = json.loads(zlib.decompress(data))
+    found: TracePart = json.loads(zlib.decompress(data))
     return found
 
 
@@ -199,7 +211,7 @@ def part_path(path: Path, rank: int) -> Path:
     return path.with_name(f"{path.stem}.rank-{rank}{path.suffix}")
 
 
-def read_part(path: Path) -> Part:
+def read_part(path: Path) -> TracePart:
     """A part from its file.
 
     Raises:
@@ -211,7 +223,7 @@ def read_part(path: Path) -> Part:
         raise DamagedFileError(f"{path} is no trace: {error}") from error
     if not isinstance(found, dict) or found.get("format") != FORMAT or "whats" not in found:
         raise DamagedFileError(f"{path} is no part of a trace of shardkit's (format {FORMAT})")
-    part: Part = found  # type: ignore[assignment]
+    part: TracePart = found  # type: ignore[assignment]
     return part
 
 

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from ..tables import counted, in_bytes, in_time, plain_table
 from ..types import StateDict
-from .timeline import Place, Rank, Trace
+from .timeline import RankTime, StepPlace, Trace
 
 
 class Cause(NamedTuple):
@@ -137,9 +137,18 @@ def analyse(trace: Trace) -> Analysis:
                 others_late[moment.wait] += late * share
     lengths = [rank.end - rank.start for rank in trace.ranks.values()]
     return Analysis(
-        trace.facts, steps, max(lengths, default=0.0) / count, exposed, waiting, busy, dict(phases), units,
-        dict(others), dict(others_late), _late(trace),
-    )  # fmt: skip
+        trace.facts,
+        steps,
+        max(lengths, default=0.0) / count,
+        exposed,
+        waiting,
+        busy,
+        dict(phases),
+        units,
+        dict(others),
+        dict(others_late),
+        _late(trace),
+    )
 
 
 def _units(trace: Trace) -> dict[str, UnitTime]:
@@ -204,9 +213,9 @@ def _clock_errors(facts: Mapping[str, object]) -> list[float]:
     return [float(error) for error in errors.values()] if isinstance(errors, dict) else []
 
 
-def _work(rank: Rank, start: float, end: float) -> dict[Place, float]:
+def _work(rank: RankTime, start: float, end: float) -> dict[StepPlace, float]:
     """A rank's own work between two times, by place."""
-    found: dict[Place, float] = defaultdict(float)
+    found: dict[StepPlace, float] = defaultdict(float)
     first = bisect.bisect_left(rank.moments, start, key=lambda moment: moment.end)
     for moment in rank.moments[first:]:
         if moment.start >= end:
@@ -216,7 +225,9 @@ def _work(rank: Rank, start: float, end: float) -> dict[Place, float]:
     return found
 
 
-def _longest_excess(work: Mapping[int, Mapping[Place, float]], rank: int) -> tuple[Place | None, float]:
+def _longest_excess(
+    work: Mapping[int, Mapping[StepPlace, float]], rank: int
+) -> tuple[StepPlace | None, float]:
     others = [of_rank for number, of_rank in work.items() if number != rank]
     excess = {
         place: time - median(other.get(place, 0.0) for other in others) for place, time in work[rank].items()
@@ -291,8 +302,8 @@ def _late_ranks(found: Analysis) -> Iterator[Advice]:
         )
 
 
-def _place(late: Late) -> Place:
-    return Place(late.cause.phase, late.cause.unit)
+def _place(late: Late) -> StepPlace:
+    return StepPlace(late.cause.phase, late.cause.unit)
 
 
 _EXPOSED_REMEDIES = {
@@ -339,9 +350,11 @@ def _exposed(found: Analysis) -> Iterator[Advice]:
     for name, time in found.others.items():
         own = time - found.others_late.get(name, 0.0)
         yield Advice(
-            "exposed communication", f"{in_time(own)} a step are waited for {name}, which nothing hides",
-            _OTHER_REMEDY, own,
-        )  # fmt: skip
+            "exposed communication",
+            f"{in_time(own)} a step are waited for {name}, which nothing hides",
+            _OTHER_REMEDY,
+            own,
+        )
 
 
 def _uneven(found: Analysis) -> Iterator[Advice]:
@@ -351,12 +364,13 @@ def _uneven(found: Analysis) -> Iterator[Advice]:
         known = sum(late.total_us for late in found.late if late.cause.rank == rank) / max(1, found.steps)
         if middle and busy - known > _UNEVEN * middle:
             yield Advice(
-                "uneven ranks", f"rank {rank} works {(busy - known) / middle:.2f} times as long as the median rank, "
+                "uneven ranks",
+                f"rank {rank} works {(busy - known) / middle:.2f} times as long as the median rank, "
                 "spread over its step",
                 "compare the devices and what else runs on their machines (shardkit doctor), and the lengths of "
                 "samples: batches of equal numbers of tokens make ranks alike",
                 busy - known - middle,
-            )  # fmt: skip
+            )
 
 
 def _small_units(found: Analysis) -> Iterator[Advice]:
@@ -369,17 +383,18 @@ def _small_units(found: Analysis) -> Iterator[Advice]:
             f"{in_time(time)} a step are waited for them",
             "put several together into one unit: a collective of so few bytes takes as long as one of many",
             time,
-        )  # fmt: skip
+        )
 
 
 def _loading(found: Analysis) -> Iterator[Advice]:
     time = found.phases.get("data", 0.0)
     if not any(late.cause.phase == "data" for late in found.late):
         yield Advice(
-            "data", f"{in_time(time)} a step all ranks wait for their batches",
+            "data",
+            f"{in_time(time)} a step all ranks wait for their batches",
             "give the DataLoader workers (num_workers), and pin_memory for devices",
             time,
-        )  # fmt: skip
+        )
 
 
 _UNITS = ("unit", "bytes", "forward", "backward", "again", "gather waits", "reduce waits", "late ranks'")
@@ -392,35 +407,49 @@ def tables(found: Analysis) -> list[Table]:
     """Title, head, rows and the numbers of columns that are numbers, of each."""
     units = [
         (
-            name, in_bytes(u.nbytes) if u.nbytes else "",
+            name,
+            in_bytes(u.nbytes) if u.nbytes else "",
             *map(_if_any, (u.forward, u.backward, u.recomputation, u.exposed.get("all_gather", 0.0))),
-            _if_any(sum(t for kind, t in u.exposed.items() if kind != "all_gather")), _if_any(sum(u.late.values())),
+            _if_any(sum(t for kind, t in u.exposed.items() if kind != "all_gather")),
+            _if_any(sum(u.late.values())),
         )
         for name, u in found.units.items()
-    ]  # fmt: skip
+    ]
     units += [
         (name, "", "", "", "", "", in_time(time), _if_any(found.others_late.get(name, 0.0)))
         for name, time in found.others.items()
     ]
     ranks = [
         (
-            str(rank), in_time(busy), in_time(found.exposed_us[rank]), in_time(found.waiting_us[rank]),
+            str(rank),
+            in_time(busy),
+            in_time(found.exposed_us[rank]),
+            in_time(found.waiting_us[rank]),
             f"{100 * busy / max(1e-9, busy + found.exposed_us[rank]):.0f} %",
         )
         for rank, busy in found.busy_us.items()
-    ]  # fmt: skip
+    ]
     late = [
         (
-            str(entry.cause.rank), str(Place(entry.cause.phase, entry.cause.unit)), in_time(entry.total_us),
-            str(entry.times), entry.collective, in_time(entry.worst_us),
+            str(entry.cause.rank),
+            str(StepPlace(entry.cause.phase, entry.cause.unit)),
+            in_time(entry.total_us),
+            str(entry.times),
+            entry.collective,
+            in_time(entry.worst_us),
         )
         for entry in _worth(found)
-    ]  # fmt: skip
+    ]
     return [
-        ("A step of each unit: work, and what is waited for (mean of ranks and steps)", _UNITS, units, range(1, 8)),
+        (
+            "A step of each unit: work, and what is waited for (mean of ranks and steps)",
+            _UNITS,
+            units,
+            range(1, 8),
+        ),
         ("A step of each rank", _RANKS, ranks, range(1, 5)),
         ("Who is late", _LATE, late, (2, 3, 5)),
-    ]  # fmt: skip
+    ]
 
 
 def _if_any(us: float) -> str:
@@ -461,7 +490,8 @@ def as_data(found: Analysis) -> StateDict:
         "steps": found.steps,
         "ranks": {
             str(rank): {
-                "work_us": busy, "exposed_us": found.exposed_us[rank],
+                "work_us": busy,
+                "exposed_us": found.exposed_us[rank],
                 "waiting_for_late_ranks_us": found.waiting_us[rank],
             }
             for rank, busy in found.busy_us.items()
@@ -470,19 +500,28 @@ def as_data(found: Analysis) -> StateDict:
         "phases_us": found.phases,
         "units": {
             name: {
-                "bytes": u.nbytes, "forward_us": u.forward, "backward_us": u.backward,
-                "recomputation_us": u.recomputation, "exposed_us": dict(u.exposed), "late_us": dict(u.late),
+                "bytes": u.nbytes,
+                "forward_us": u.forward,
+                "backward_us": u.backward,
+                "recomputation_us": u.recomputation,
+                "exposed_us": dict(u.exposed),
+                "late_us": dict(u.late),
             }
             for name, u in found.units.items()
         },
         "others_us": found.others,
         "late": [
             {
-                "rank": e.cause.rank, "phase": e.cause.phase, "unit": e.cause.unit, "total_us": e.total_us,
-                "worst_us": e.worst_us, "times": e.times, "collective": e.collective,
+                "rank": e.cause.rank,
+                "phase": e.cause.phase,
+                "unit": e.cause.unit,
+                "total_us": e.total_us,
+                "worst_us": e.worst_us,
+                "times": e.times,
+                "collective": e.collective,
             }
             for e in found.late
         ],
         "advice": [a._asdict() for a in advice(found)],
         "facts": dict(found.facts),
-    }  # fmt: skip
+    }

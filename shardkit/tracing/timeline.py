@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
@@ -24,7 +24,7 @@ from typing import NamedTuple, TypeAlias
 from ..errors import DamagedFileError
 from ..types import Kwargs
 from .ranges import What
-from .recording import FORMAT, Part, Reading, on_rank_0, read_part
+from .recording import FORMAT, ClockReading, TracePart, on_rank_0, read_part
 
 Json: TypeAlias = Kwargs
 _DEVICE, _STEPS = 1000, 1001  # numbers of tracks
@@ -40,19 +40,18 @@ class Slice(NamedTuple):
     device: tuple[float, float] | None
 
 
-def merged(parts: Sequence[Part]) -> Json:
+def merged(parts: Sequence[TracePart]) -> Json:
     """One trace of these parts."""
     parts = [_on_one_clock(part, parts[0]["host"]) for part in parts]
-    slices = {part["rank"]: _slices(part) for part in parts}
-    origin = min((s.start for of_rank in slices.values() for s in of_rank), default=0.0)
+    starts = [_clock(part, 0.0)(start) for part in parts for _, start, *_ in part["events"]]
+    origin = min(starts, default=0.0)
+    slices = {part["rank"]: _slices(part, origin) for part in parts}
     events: list[Json] = []
     for part in parts:
-        events += _tracks(part)
-        events += _steps(part, origin)
-        events += (_shown(part["rank"], s, origin) for s in slices[part["rank"]])
-        events += _in_flight(part["rank"], slices[part["rank"]], origin)
-        events += _device_slices(part["rank"], slices[part["rank"]], origin)
-    events += _flows(slices, origin)
+        rank, of_rank = part["rank"], slices[part["rank"]]
+        events += [*_tracks(part), *_steps(part, origin), *(_shown(rank, s) for s in of_rank)]
+        events += [*_in_flight(rank, of_rank), *_device_slices(rank, of_rank)]
+    events += _flows(slices)
     return {
         "displayTimeUnit": "ms",
         "traceEvents": events,
@@ -72,21 +71,22 @@ def merged(parts: Sequence[Part]) -> Json:
     }
 
 
-def _on_one_clock(part: Part, host: str) -> Part:
+def _on_one_clock(part: TracePart, host: str) -> TracePart:
     """Processes of one machine have one clock, unless what was measured speaks against it."""
     if part["host"] == host and all(abs(ahead) <= error for _, ahead, error in part["clock"]):
         return {**part, "clock": []}
     return part
 
 
-def _slices(part: Part) -> list[Slice]:
-    readings = [Reading(*reading) for reading in part["clock"]]
+def _clock(part: TracePart, origin: float) -> Callable[[float], float]:
+    """Turns a time of this rank's into microseconds of rank 0's clock since the origin."""
+    readings = [ClockReading(*reading) for reading in part["clock"]]
+    return lambda time: on_rank_0(int(time), readings) / 1e3 - origin
+
+
+def _slices(part: TracePart, origin: float) -> list[Slice]:
     whats = [What(kind, unit, tuple(ranks), nbytes) for kind, unit, ranks, nbytes in part["whats"]]
-
-    def at(time: float) -> float:
-        return on_rank_0(int(time), readings) / 1e3
-
-    found = []
+    at, found = _clock(part, origin), []
     for number, start, end, thread, first, last in part["events"]:
         device = None if first is None or last is None else (at(first), at(last))
         found.append(Slice(whats[number], at(start), at(end), thread, device))
@@ -132,7 +132,7 @@ def _lasting(moment: tuple[Slice, list[float]], until: float) -> Slice:
 
 
 # ------------------------------------------------------------ events
-def _tracks(part: Part) -> Iterator[Json]:
+def _tracks(part: TracePart) -> Iterator[Json]:
     rank = part["rank"]
     yield {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank} ({part['host']})"}}
     yield {"ph": "M", "name": "process_sort_index", "pid": rank, "args": {"sort_index": rank}}
@@ -145,19 +145,21 @@ def _tracks(part: Part) -> Iterator[Json]:
         yield {"ph": "M", "name": "thread_name", "pid": rank, "tid": number, "args": {"name": name}}
 
 
-def _steps(part: Part, origin: float) -> Iterator[Json]:
-    readings = [Reading(*reading) for reading in part["clock"]]
-    start = on_rank_0(part["began"], readings) / 1e3
+def _bar(category: str, name: str, rank: int, track: int, start: float, end: float) -> Json:
+    when = {"ts": round(start, 3), "dur": round(max(0.0, end - start), 3)}
+    return {"ph": "X", "cat": category, "name": name, "pid": rank, "tid": track, **when}
+
+
+def _steps(part: TracePart, origin: float) -> Iterator[Json]:
+    at = _clock(part, origin)
+    start = at(part["began"])
     for number, ended in part["steps"]:
-        end = on_rank_0(ended, readings) / 1e3
-        yield {
-            "ph": "X", "cat": "steps", "name": f"step {number}", "pid": part["rank"], "tid": _STEPS,
-            "ts": round(start - origin, 3), "dur": round(end - start, 3), "args": {"step": number},
-        }  # fmt: skip
+        end = at(ended)
+        yield {**_bar("steps", f"step {number}", part["rank"], _STEPS, start, end), "args": {"step": number}}
         start = end
 
 
-def _shown(rank: int, s: Slice, origin: float) -> Json:
+def _shown(rank: int, s: Slice) -> Json:
     args: Json = {"kind": s.what.kind, "unit": s.what.unit}
     if s.what.ranks:
         args["ranks"] = list(s.what.ranks)
@@ -165,23 +167,17 @@ def _shown(rank: int, s: Slice, origin: float) -> Json:
         args["bytes"] = s.what.nbytes
     if s.device is not None:
         args["device_us"] = round(s.device[1] - s.device[0], 3)
-    return {
-        "ph": "X", "cat": "shardkit", "name": s.what.name, "pid": rank, "tid": s.thread + 1,
-        "ts": round(s.start - origin, 3), "dur": round(s.end - s.start, 3), "args": args,
-    }  # fmt: skip
+    return {**_bar("shardkit", s.what.name, rank, s.thread + 1, s.start, s.end), "args": args}
 
 
-def _device_slices(rank: int, slices: Sequence[Slice], origin: float) -> Iterator[Json]:
+def _device_slices(rank: int, slices: Sequence[Slice]) -> Iterator[Json]:
     """Ranges nest on the host; their marks on one stream are in the same order."""
     for s in slices:
         if s.device is not None and s.what.kind != "backward":
-            yield {
-                "ph": "X", "cat": "device", "name": s.what.name, "pid": rank, "tid": _DEVICE,
-                "ts": round(s.device[0] - origin, 3), "dur": round(max(0.0, s.device[1] - s.device[0]), 3),
-            }  # fmt: skip
+            yield _bar("device", s.what.name, rank, _DEVICE, *s.device)
 
 
-def _in_flight(rank: int, slices: Sequence[Slice], origin: float) -> Iterator[Json]:
+def _in_flight(rank: int, slices: Sequence[Slice]) -> Iterator[Json]:
     """From when a collective was issued to when this rank had waited for it; these overlap."""
     waits = [s for s in slices if s.what.kind.endswith(".wait")]
     issued: dict[tuple[str, str], Slice] = {}
@@ -194,23 +190,19 @@ def _in_flight(rank: int, slices: Sequence[Slice], origin: float) -> Iterator[Js
             begun = issued.pop(key)
             number += 1
             same: Json = {"cat": "in flight", "name": begun.what.name, "pid": rank, "id": f"{rank}.{number}"}
-            yield {**same, "ph": "b", "ts": round(begun.start - origin, 3)}
-            yield {**same, "ph": "e", "ts": round(s.end - origin, 3)}
+            yield {**same, "ph": "b", "ts": round(begun.start, 3)}
+            yield {**same, "ph": "e", "ts": round(s.end, 3)}
 
 
-def _flows(slices: dict[int, list[Slice]], origin: float) -> Iterator[Json]:
+def _flows(slices: dict[int, list[Slice]]) -> Iterator[Json]:
     """Lines between the same collective on its ranks, from the first that came to the last."""
     for number, (what, arrivals) in enumerate(collectives(slices)):
+        same: Json = {"cat": "collective", "name": what.name, "id": number}
         in_order = sorted(arrivals.items(), key=lambda item: item[1].start)
         for place, (rank, s) in enumerate(in_order):
             last = place == len(in_order) - 1
-            event: Json = {
-                "ph": "s" if place == 0 else "f" if last else "t", "cat": "collective", "name": what.name,
-                "id": number, "pid": rank, "tid": s.thread + 1, "ts": round(s.start - origin, 3),
-            }  # fmt: skip
-            if last:
-                event["bp"] = "e"
-            yield event
+            phase: Json = {"ph": "f", "bp": "e"} if last else {"ph": "t" if place else "s"}
+            yield {**same, **phase, "pid": rank, "tid": s.thread + 1, "ts": round(s.start, 3)}
 
 
 def collectives(slices: dict[int, list[Slice]]) -> list[tuple[What, dict[int, Slice]]]:
@@ -239,7 +231,7 @@ WAITING = ("all_reduce", "broadcast", "summon")  # collectives that are issued a
 COMPUTING = ("forward", "backward", "step", "update", "data", "clip", "backward.end", "range")
 
 
-class Place(NamedTuple):
+class StepPlace(NamedTuple):
     """Where a rank is in a step."""
 
     phase: str
@@ -253,7 +245,7 @@ class Place(NamedTuple):
         return phase if not self.unit or self.phase in named else f"{phase} of {self.unit}"
 
 
-class Moment(NamedTuple):
+class Activity(NamedTuple):
     """A piece of a rank's time in which it does one thing; in microseconds.
 
     Attributes:
@@ -263,7 +255,7 @@ class Moment(NamedTuple):
 
     start: float
     end: float
-    place: Place
+    place: StepPlace
     wait: str
     device: float = 0.0
 
@@ -274,7 +266,7 @@ class Moment(NamedTuple):
 
 
 @dataclass
-class Rank:
+class RankTime:
     """One rank's time.
 
     Attributes:
@@ -284,7 +276,7 @@ class Rank:
     """
 
     slices: list[Slice] = field(default_factory=list)
-    moments: list[Moment] = field(default_factory=list)
+    moments: list[Activity] = field(default_factory=list)
     steps: list[tuple[int, float, float]] = field(default_factory=list)
 
     @property
@@ -306,7 +298,7 @@ class Trace:
     """
 
     facts: Kwargs
-    ranks: dict[int, Rank]
+    ranks: dict[int, RankTime]
     meetings: list[tuple[What, dict[int, Slice]]]
 
 
@@ -345,7 +337,7 @@ def _files(path: Path) -> list[Path]:
 
 def of_events(trace: Kwargs) -> Trace:
     """What is needed of a file."""
-    ranks: dict[int, Rank] = defaultdict(Rank)
+    ranks: dict[int, RankTime] = defaultdict(RankTime)
     for event in trace["traceEvents"]:
         if event["ph"] != "X":
             continue
@@ -364,26 +356,26 @@ def of_events(trace: Kwargs) -> Trace:
     return Trace(trace["otherData"], by_rank, collectives({r: rank.slices for r, rank in by_rank.items()}))
 
 
-def _moments(slices: Sequence[Slice]) -> Iterator[Moment]:
+def _moments(slices: Sequence[Slice]) -> Iterator[Activity]:
     """The innermost range at each time; slices begin in order, outer ones first."""
-    stack: list[tuple[Slice, Place]] = []
+    stack: list[tuple[Slice, StepPlace]] = []
     at = 0.0
 
-    def until(time: float) -> Iterator[Moment]:
+    def until(time: float) -> Iterator[Activity]:
         nonlocal at
         while stack and stack[-1][0].end <= time:
             yield from piece(stack[-1][0].end)
             stack.pop()
         yield from piece(time)
 
-    def piece(end: float) -> Iterator[Moment]:
+    def piece(end: float) -> Iterator[Activity]:
         nonlocal at
         if stack and end > at:
             s, place = stack[-1]
             waits = s.what.kind.endswith(".wait") or s.what.kind in WAITING
             kind = s.what.kind.removesuffix(".wait")
             device = 0.0 if s.device is None or not waits else s.device[1]
-            yield Moment(at, end, place, f"{kind}({s.what.unit})" if waits else "", device)
+            yield Activity(at, end, place, f"{kind}({s.what.unit})" if waits else "", device)
         at = max(at, end)
 
     for s in slices:
@@ -393,34 +385,34 @@ def _moments(slices: Sequence[Slice]) -> Iterator[Moment]:
     yield from until(float("inf"))
 
 
-def _place(what: What, around: Place | None) -> Place:
+def _place(what: What, around: StepPlace | None) -> StepPlace:
     if what.kind == "forward" and around is not None and around.phase in ("backward", "recomputation"):
-        return Place("recomputation", what.unit)
+        return StepPlace("recomputation", what.unit)
     if what.kind in COMPUTING and not (what.kind in ("step", "update") and around is not None):
-        return Place(what.kind, what.unit)
-    return around or Place("", "")
+        return StepPlace(what.kind, what.unit)
+    return around or StepPlace("", "")
 
 
-def _with_gaps(rank: Rank, moments: list[Moment]) -> Iterator[Moment]:
+def _with_gaps(rank: RankTime, moments: list[Activity]) -> Iterator[Activity]:
     """Fills the time outside of all ranges."""
-    at, before = rank.start, Place("step", "")
+    at, before = rank.start, StepPlace("step", "")
     for k, moment in enumerate(moments):
         here = moment.place
         if not here.phase:  # a gather before forward, or the like, belongs to what follows
             here = next((m.place for m in moments[k:] if m.place.phase), before)
         if moment.start > at:
-            yield Moment(at, moment.start, _between(before, here), "")
+            yield Activity(at, moment.start, _between(before, here), "")
         yield moment if moment.place.phase else moment._replace(place=_between(before, here))
         at, before = max(at, moment.end), here
     if rank.end > at:
-        yield Moment(at, rank.end, _between(before, Place("data", "")), "")
+        yield Activity(at, rank.end, _between(before, StepPlace("data", "")), "")
 
 
-def _between(before: Place, after: Place) -> Place:
+def _between(before: StepPlace, after: StepPlace) -> StepPlace:
     if before.phase == "forward" and after.phase in ("backward", "backward.end"):
-        return Place("loss", "") if after.phase == "backward" else Place("backward", "")
+        return StepPlace("loss", "") if after.phase == "backward" else StepPlace("backward", "")
     if before.phase == after.phase and before.phase in ("forward", "backward"):
-        return Place(before.phase, "root")
+        return StepPlace(before.phase, "root")
     if after.phase in ("forward", "data") or (before.phase == "data" and after.phase != "step"):
-        return Place("between steps", "")
-    return Place(f"before {after.phase}", "") if after.phase else Place("between steps", "")
+        return StepPlace("between steps", "")
+    return StepPlace(f"before {after.phase}", "") if after.phase else StepPlace("between steps", "")

@@ -37,7 +37,7 @@ from ..tracing.ranges import WholeRanges
 from .listed import Part
 
 
-class Owned:
+class OwnedParameter:
     """A parameter that this rank updates, and of which other ranks have pieces.
 
     Attributes:
@@ -62,7 +62,7 @@ class Bringing(ABC):
         owned: the parameters that this rank updates, in order.
     """
 
-    owned: list[Owned]
+    owned: list[OwnedParameter]
 
     @abstractmethod
     def start(self, gradients: bool) -> None:
@@ -97,7 +97,7 @@ ALLOWANCE = 1.1  # of the mean cost: so much may a rank have more, if that keeps
 
 
 @dataclass(frozen=True)
-class Item:
+class Bundle:
     """A parameter, or several that have to have one owner.
 
     Attributes:
@@ -109,7 +109,7 @@ class Item:
     held: tuple[int, ...]
 
 
-def owners_of(items: Sequence[Item], world_size: int) -> list[int]:
+def owners_of(items: Sequence[Bundle], world_size: int) -> list[int]:
     """The rank that updates each item.
 
     The costliest are placed first. An item goes to the rank that has most of it, if that one does not get more than
@@ -155,7 +155,7 @@ class Route:
 
 
 @dataclass(frozen=True)
-class Plan:
+class TravelPlan:
     """The pieces that travel between a rank and the owners.
 
     Attributes:
@@ -169,7 +169,9 @@ class Plan:
     total: int
 
 
-def plan_of(pieces: Sequence[Sequence[Piece]], owners: Sequence[int], rank: int, world_size: int) -> Plan:
+def plan_of(
+    pieces: Sequence[Sequence[Piece]], owners: Sequence[int], rank: int, world_size: int
+) -> TravelPlan:
     """The plan of one rank.
 
     Args:
@@ -191,7 +193,7 @@ def plan_of(pieces: Sequence[Sequence[Piece]], owners: Sequence[int], rank: int,
                 away.append((owner, numbered))
             elif owner == rank:
                 own.append((piece.rank, numbered))
-    return Plan(_route(away, world_size), _route(own, world_size), total)
+    return TravelPlan(_route(away, world_size), _route(own, world_size), total)
 
 
 def _route(pieces: list[tuple[int, Piece]], world_size: int) -> Route:
@@ -222,19 +224,21 @@ class Exchange(Bringing):
         self._group, self._parts, self._owners, self._device = group, list(parts), list(owners), device
         self._like = shard_of(self._parts[0]).view(-1)[:0]
         self.owned = [
-            Owned(p, self._like) for p, owner in zip(parts, owners, strict=True) if owner == group.rank
+            OwnedParameter(p, self._like)
+            for p, owner in zip(parts, owners, strict=True)
+            if owner == group.rank
         ]
         self._by_number = {
             number: self.owned[k]
             for k, number in enumerate([n for n, owner in enumerate(owners) if owner == group.rank])
         }
         self._flags: dict[tuple[bool, ...], torch.Tensor] = {}
-        self._plans: dict[tuple[bool, ...], Plan] = {}
-        self._arriving: tuple[Plan, bool, torch.Tensor, torch.Tensor, Work] | None = None
+        self._plans: dict[tuple[bool, ...], TravelPlan] = {}
+        self._arriving: tuple[TravelPlan, bool, torch.Tensor, torch.Tensor, Work] | None = None
         self._to_owners = WholeRanges("parameters to owners", group.ranks)
         self._to_shards = WholeRanges("updated parameters", group.ranks)
 
-    def _plan(self) -> Plan:
+    def _plan(self) -> TravelPlan:
         """Frozen parameters don't travel; all ranks know which are."""
         trains = tuple([p.trains for p in self._parts])
         if trains not in self._plans:
@@ -305,7 +309,7 @@ class Exchange(Bringing):
             ]
         )
 
-    def _show_gradients(self, plan: Plan, arrived: torch.Tensor, numels: list[int]) -> None:
+    def _show_gradients(self, plan: TravelPlan, arrived: torch.Tensor, numels: list[int]) -> None:
         there = self._with_gradient(plan, arrived)
         gradients = self._like.new_empty(sum(n for n, t in zip(numels, there, strict=True) if t)).split(
             [n for n, t in zip(numels, there, strict=True) if t]
@@ -327,7 +331,7 @@ class Exchange(Bringing):
                 pairs.append((place.narrow(0, here.start, here.numel), _gradient(owned.part)))
         _copy(pairs)
 
-    def _with_gradient(self, plan: Plan, arrived: torch.Tensor) -> list[bool]:
+    def _with_gradient(self, plan: TravelPlan, arrived: torch.Tensor) -> list[bool]:
         """Which of the owned ones have a gradient. What came is read only where this rank can't know."""
         known = [
             o.part.trains if o.part.may_have_gradient else None if o.part.here is None else False
@@ -405,7 +409,7 @@ def _blocks(
 
 
 def _arrived(
-    plan: Plan, arrived: torch.Tensor, gradients: bool, which: int
+    plan: TravelPlan, arrived: torch.Tensor, gradients: bool, which: int
 ) -> Iterator[tuple[int, Piece, torch.Tensor]]:
     """Number, piece, and its values (``which`` 0) or its gradient (1), in the order of the route."""
     times, flags = (2, 1) if gradients else (1, 0)
@@ -435,8 +439,8 @@ class Gathered(Bringing):
     """
 
     def __init__(self, parts: Sequence[Part]) -> None:
-        self.owned = [Owned(p, shard_of(p)) for p in parts]
-        self._of_flat: dict[int, list[Owned]] = {}
+        self.owned = [OwnedParameter(p, shard_of(p)) for p in parts]
+        self._of_flat: dict[int, list[OwnedParameter]] = {}
         self._flats: dict[int, FlatParamLike] = {}
         for owned in self.owned:
             flat = owned.part.flat

@@ -217,8 +217,10 @@ def parts_of(model: nn.Module) -> list[Part]:
     if not found or without:
         raise ConfigurationError(
             f"parameters {without[:3]} are on the meta device and have no values; call to_empty() or load a state dict "
-            "before making the optimizer" if without else "the model has no parameters to optimize"
-        )  # fmt: skip
+            "before making the optimizer"
+            if without
+            else "the model has no parameters to optimize"
+        )
     return found
 
 

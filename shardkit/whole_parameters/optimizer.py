@@ -26,7 +26,7 @@ from . import state as saved
 from .exchange import shards_of
 from .listed import parts_of
 from .placing import Inner, Placing
-from .rules import Cost, GivenRule, Kind, OptimizerClass, Rule, cost_of, rules_for
+from .rules import Cost, GivenRule, OptimizerClass, Rule, UpdateKind, cost_of, rules_for
 
 _EVALUATE, _DONE = 1, 0
 
@@ -150,7 +150,7 @@ class WholeParameters(Optimizer):
         self._parts = parts_of(model)
         rules = rules_for(self._parts, optimizer, dict(options), rest)
         self._replicas = _replicas_of(model)
-        self._evaluates = len(rules) == 1 and rules[0].kind is Kind.TOGETHER
+        self._evaluates = len(rules) == 1 and rules[0].kind is UpdateKind.TOGETHER
         groups: list[ParamGroup] = [
             {**rule.group, "params": [(self._parts[n].name, self._parts[n].listed) for n in rule.members]}
             for rule in rules
@@ -271,7 +271,7 @@ class WholeParameters(Optimizer):
 
     def _step_inners(self, kwargs: Kwargs, of_pieces: bool) -> None:
         for inner in self._placing.inners:
-            if inner.optimizer is not None and (inner.rule.kind is Kind.PIECES) is of_pieces:
+            if inner.optimizer is not None and (inner.rule.kind is UpdateKind.PIECES) is of_pieces:
                 inner.optimizer.step(**kwargs)
 
     def _led_step(self, closure: Callable[[], Tree], kwargs: Kwargs) -> Tree:

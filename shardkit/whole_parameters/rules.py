@@ -28,7 +28,7 @@ OptimizerClass: TypeAlias = Callable[..., Optimizer]
 GivenRule: TypeAlias = tuple[Which, OptimizerClass, Kwargs]
 
 
-class Kind(enum.Enum):
+class UpdateKind(enum.Enum):
     """What an update needs."""
 
     PIECES = "nothing but the elements themselves"
@@ -53,7 +53,7 @@ class Rule:
     build: OptimizerClass
     options: Kwargs
     members: tuple[int, ...]
-    kind: Kind
+    kind: UpdateKind
     group: ParamGroup
     defaults: Kwargs
     evaluates: bool
@@ -199,12 +199,12 @@ def _evaluates(probe: Optimizer) -> bool:
     return isinstance(probe, torch.optim.LBFGS)
 
 
-def _kind(probe: Optimizer, make: Maker) -> Kind:
+def _kind(probe: Optimizer, make: Maker) -> UpdateKind:
     verdict = judge(probe, make)
     if verdict is Verdict.ELEMENTWISE:
-        return Kind.PIECES
+        return UpdateKind.PIECES
     if _evaluates(probe) or couples_parameters(probe, make):
-        return Kind.TOGETHER
+        return UpdateKind.TOGETHER
     if verdict is Verdict.UNKNOWN:
         logger.warning(
             "%s could not be tried, so it is taken to update parameters together: one rank has all of its state. If it "
@@ -212,8 +212,8 @@ def _kind(probe: Optimizer, make: Maker) -> Kind:
             type(probe).__name__,
             type(probe).__name__,
         )
-        return Kind.TOGETHER
-    return Kind.WHOLE
+        return UpdateKind.TOGETHER
+    return UpdateKind.WHOLE
 
 
 Cost = Callable[[object, torch.Size], float]

@@ -188,7 +188,7 @@ def collectives_of_a_tpu(unwatched: bool = False) -> Iterator[Callable[[], None]
     from shardkit.backend import get_backend
     from shardkit.backends.xla import collectives, torch_xla_api
     from shardkit.backends.xla.cpu_replicas import current_world
-    from shardkit.backends.xla.meeting import Call
+    from shardkit.backends.xla.meeting import ReplicaCall
     from shardkit.backends.xla.runtime import Replica
     from tests.xla.meeting import in_memory
 
@@ -211,7 +211,7 @@ def collectives_of_a_tpu(unwatched: bool = False) -> Iterator[Callable[[], None]
         setattr(xm, name, function)
     meet(None)
     try:
-        yield lambda: state.issued(Call(everybody, "step"))
+        yield lambda: state.issued(ReplicaCall(everybody, "step"))
     finally:
         meet(None)
         for name, function in replaced.items():

@@ -15,7 +15,7 @@ import shardkit
 from shardkit.backend import backend_of_job
 from shardkit.errors import ConfigurationError, DamagedFileError, RankMismatchError
 from shardkit.tracing import recording, tracer
-from shardkit.tracing.recording import Reading, compare_clocks, on_rank_0
+from shardkit.tracing.recording import ClockReading, compare_clocks, on_rank_0
 from shardkit.tracing.report import advice, analyse
 from shardkit.tracing.timeline import of_events, read_events
 from shardkit.tracing.tracer import read_plan
@@ -97,7 +97,7 @@ def check_file(trace: dict[str, Any], ranks: int, steps: list[int]) -> None:
 
 
 # ------------------------------------------------------------ clocks
-def _with_another_clock(rank: int) -> tuple[Reading, int]:
+def _with_another_clock(rank: int) -> tuple[ClockReading, int]:
     before, ahead = recording.now, rank * 3_000_000_000
     recording.now = lambda: before() + ahead
     try:
@@ -113,9 +113,9 @@ def test_clocks_that_differ_are_found_out() -> None:
 
 
 def test_clocks_that_drift_are_followed_between_readings() -> None:
-    readings = [Reading(1000, 100.0, 1.0), Reading(3000, 300.0, 1.0)]
+    readings = [ClockReading(1000, 100.0, 1.0), ClockReading(3000, 300.0, 1.0)]
     assert [on_rank_0(t, readings) for t in (1000, 2000, 3000)] == [900, 1800, 2700]
-    assert on_rank_0(2000, [Reading(1000, 100.0, 60.0), Reading(3000, 120.0, 10.0)]) == 1880
+    assert on_rank_0(2000, [ClockReading(1000, 100.0, 60.0), ClockReading(3000, 120.0, 10.0)]) == 1880
 
 
 # ------------------------------------------------------------ how a trace begins and ends
