@@ -26,7 +26,7 @@ from .processes import START_SECONDS, launch_processes
 
 
 class DeviceModule(Protocol):
-    """What is used of such a module."""
+    """The part of torch.cuda, torch.xpu, ... that backends use."""
 
     def is_available(self) -> bool: ...
     def is_initialized(self) -> bool: ...
@@ -187,11 +187,9 @@ class AcceleratorBackend(EagerBackend):
         return EventTimer(self.device())
 
     def rng_state(self) -> torch.Tensor:
-        """Of the rank's device."""
         return self._module.get_rng_state(self.device())
 
     def set_rng_state(self, state: torch.Tensor) -> None:
-        """Of the rank's device."""
         self._module.set_rng_state(state, self.device())
 
     def launch(
@@ -219,11 +217,11 @@ class AcceleratorBackend(EagerBackend):
         return launch_processes(fn, world_size, args, self.name, timeout, start_timeout, environment)
 
     def device_count(self) -> int:
-        """See :meth:`shardkit.backend.Backend.device_count`: those that this process sees."""
+        """Counts those that this process sees."""
         return self._module.device_count() if self.is_available() else 0
 
     def _environment_of_ranks(self, world_size: int) -> dict[str, str]:
-        """What the ranks' processes have to find when they begin, beside what torchrun sets."""
+        """Returns variables that the ranks' processes need when they begin, beside those of torchrun."""
         return {}
 
 

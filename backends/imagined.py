@@ -126,7 +126,7 @@ class ImaginedGroup(CheckedGroup):
 
 @dataclass(frozen=True)
 class RanksInName:
-    """What FSDP may get as a process group where the others can't be reached, and only its structure is wanted."""
+    """Stands for a process group whose other ranks can't be reached, where only FSDP's structure is wanted."""
 
     own_rank: int
     count: int

@@ -318,7 +318,7 @@ def _close_pools() -> None:
 
 
 def _packed(fn: AnyCallable, args: Args) -> bytes:
-    """What is sent to a rank.
+    """Pickles a call for a rank.
 
     Raises:
         ConfigurationError: it can't be.
@@ -340,7 +340,7 @@ def _packed(fn: AnyCallable, args: Args) -> bytes:
 
 
 def _variables(rank: int, world_size: int, port: int) -> dict[str, str]:
-    """What torchrun sets on one machine, for libraries that read it; ``port`` is one that nobody used a moment ago."""
+    """Returns what torchrun sets on one machine, for libraries that read it; nobody used ``port`` a moment ago."""
     variables = {
         "RANK": rank,
         "LOCAL_RANK": rank,

@@ -76,7 +76,7 @@ class Flight:
     start: Callable[[], None] | None
 
     def touching(self, begin: int, end: int, storage: int, writes: bool) -> str:
-        """What it does with these bytes of a storage, if that must not happen beside the other access."""
+        """Says what it does with these bytes of a storage, if that must not happen beside the other access."""
         for does, tensors in (("writes", self.writes), ("reads", self.reads if writes else ())):
             for tensor in tensors:
                 if tensor.untyped_storage()._cdata == storage:
@@ -138,7 +138,7 @@ class SimulatedDevice:
                     begin()
 
     def wait(self, flight: Flight) -> None:
-        """What is computed from now on comes after this collective, and all earlier ones of its communicator."""
+        """Orders what is computed from now on after this collective, and all earlier ones of its communicator."""
         flights = self._flights[flight.communicator]
         while flight in flights:
             self._storages.subtract(_storages(flights.popleft()))
@@ -227,7 +227,7 @@ def places() -> str:
 
 
 class quiet:
-    """What runs in this block is the device's own doing, which it does not watch."""
+    """Marks what runs in this block as the device's own doing, which it does not watch."""
 
     __slots__ = ("_guard",)
 
@@ -264,7 +264,7 @@ _HOST = {"_local_scalar_dense", "equal", "nonzero", "is_nonzero", "masked_select
 
 
 class _OperationPlan(NamedTuple):
-    """What an operation does with its arguments."""
+    """Says what an operation does with its arguments."""
 
     name: str
     arguments: Sequence[tuple[str, bool]]  # name, whether it is written

@@ -84,11 +84,9 @@ class TpuBackend(AcceleratorBackend):
         return generators[self.device().index]
 
     def rng_state(self) -> torch.Tensor:
-        """Of the rank's device."""
         return self._generator().get_state()
 
     def set_rng_state(self, state: torch.Tensor) -> None:
-        """Of the rank's device."""
         self._generator().set_state(state)
 
     def _environment_of_ranks(self, world_size: int) -> dict[str, str]:

@@ -378,7 +378,7 @@ class Averaging:
         return values
 
     def share_of_total(self, like: torch.Tensor) -> torch.Tensor:
-        """What adds up over the ranks to |ḡ|², by group [G], with the dtype and device of ``like``."""
+        """Returns this rank's share of |ḡ|², by group [G], with the dtype and device of ``like``."""
         inner, copies = self._optimizer, self.world_size
         if isinstance(inner, OSS):
             inner.gradients()  # where these are parts of a flat segment, they are in their place from now on
@@ -387,7 +387,7 @@ class Averaging:
         return torch.stack([self._squares(group["params"], like) for group in inner.param_groups]) / copies
 
     def _squares(self, params: Sequence[nn.Parameter], like: torch.Tensor) -> torch.Tensor:
-        """What adds up to Σ|p.grad|² times the number of ranks, where each rank has all of it or a shard."""
+        """Returns this rank's share of Σ|p.grad|² times the number of ranks, where each has all of it or a shard."""
         cut: dict[int, list[nn.Parameter]] = {}
         for p in params:
             cut.setdefault(self._flats[p].group.world_size if p in self._flats else 1, []).append(p)
@@ -614,7 +614,7 @@ class AdaScale(Optimizer):
                 group["lr"] = lr
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As the wrapped optimizer's; after a backward that raised, the step starts over.
+        """Clears the gradients as the wrapped optimizer does; after a backward that raised, the step starts over.
 
         Raises:
             GradientOrderError: some of the step's backwards are missing.

@@ -51,7 +51,7 @@ def all_gather_facts(group: Group, value: T, *, label: str = "") -> list[T]:
 
 
 def all_gather_facts_or_objects(group: Group, value: T, *, label: str = "") -> list[T]:
-    """The same of values that may be anything: where those of all ranks are facts, nothing is pickled."""
+    """Gathers values that may be anything: where those of all ranks are facts, nothing is pickled (collective)."""
     try:
         mine = encode(value)
     except ConfigurationError:
@@ -135,7 +135,7 @@ _jobs: weakref.WeakKeyDictionary[Group, _RunIds] = weakref.WeakKeyDictionary()
 
 
 def proposed_run_id() -> str:
-    """What a rank says where ranks talk anyway; the first rank's is taken. No generator is drawn from."""
+    """Makes an id for a rank to propose; the first rank's is taken. No generator is drawn from."""
     return os.urandom(6).hex()
 
 
@@ -152,14 +152,14 @@ def new_run_id(group: Group, proposed: str) -> str:
 
 
 def number_of(group: Group, run_id: str) -> str:
-    """What tells a unit from all others of the group in a few characters; those of other jobs, unpickled, take more."""
+    """Tells a unit from all others of the group in a few characters; those of other jobs, unpickled, take more."""
     job, _, number = run_id.partition("-")
     mine = _jobs.get(group)
     return number if mine is not None and mine.id == job else run_id
 
 
 def stamp(run_id: str, backwards: int) -> StateDict:
-    """What files carry of it.
+    """Returns what files carry of a run.
 
     Args:
         run_id: of the outermost unit.
@@ -272,7 +272,7 @@ def option_facts(**options: object) -> list[tuple[str, object]]:
 
 
 def options_of(group: ParamGroup) -> StateDict:
-    """What a group says of its parameters."""
+    """Returns the options of a param group."""
     return {k: v for k, v in group.items() if k != "params" and k != "param_names"}
 
 

@@ -118,7 +118,7 @@ class BlockFormat:
         error: torch.Tensor | None,
         complete: bool,
     ) -> None:
-        """As :meth:`encode`, for values [K, B], with fp32 memory to compute in [2, K, B]."""
+        """Encodes values [K, B], with fp32 memory to compute in [2, K, B]."""
         there = None if complete or error is None else values != 0
         sums, scaled = scratch
         if error is not None:
@@ -228,7 +228,7 @@ class Feedback:
         self.error: torch.Tensor | None = None  # [n]
 
     def encode(self, values: torch.Tensor, blocks: torch.Tensor, complete: bool = False) -> None:
-        """As :meth:`BlockFormat.encode`; [n], n a multiple of B."""
+        """Writes numbers [n], n a multiple of B, to blocks; see :meth:`BlockFormat.encode`."""
         if self._is_on and self.error is None:
             self.error = torch.zeros_like(values, dtype=torch.bfloat16)
         self._format.encode(values, blocks, self.error, complete=complete)
@@ -363,7 +363,7 @@ class CompressedAllReduce:
         self._gather = CompressedGather(group, block_format, self._second)
 
     def forget_errors(self) -> None:
-        """What was left out so far is not added to anything."""
+        """Forgets what was left out so far."""
         self._reduce.feedback.forget()
         self._second.forget()
 

@@ -41,7 +41,7 @@ class RankOfJob(NamedTuple):
 def rank_of_job(
     rank: int | None = None, world_size: int | None = None, backend: str | Backend | None = None
 ) -> RankOfJob:
-    """What is given, and for what is not the calling rank's; a process that is on its own is rank 0 of 1.
+    """Returns what is given, and the calling rank's for what is not; a process that is on its own is rank 0 of 1.
 
     Raises:
         ConfigurationError: ``rank`` is not below ``world_size``; or this process was started as one of several ranks,
@@ -303,7 +303,7 @@ class SeededSamples(Dataset[T]):
 
 
 class SeededCollate(Generic[T]):
-    """What makes a batch of samples, seeded by them."""
+    """Makes a batch of samples, seeded by them."""
 
     def __init__(self, collate: Callable[[list[T]], object]) -> None:
         self._collate = collate

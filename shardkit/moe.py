@@ -265,7 +265,7 @@ class MOELayer(nn.Module):
 
 @not_compiled
 def exchange(group: Group, tensor: torch.Tensor) -> torch.Tensor:
-    """See :class:`AllToAll`; calls meet in a channel of their own, whatever reduces gradients meanwhile."""
+    """Exchanges parts with all ranks, in a channel of its own, whatever reduces gradients meanwhile."""
     if group.world_size == 1:
         return tensor
     return AllToAll.apply(group.channel("experts"), tensor)

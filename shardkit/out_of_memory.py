@@ -52,7 +52,7 @@ def forget_frames(error: BaseException) -> None:
 
 
 class Shaped(NamedTuple):
-    """What a tensor of a call is like."""
+    """Describes a tensor of a call."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -83,7 +83,7 @@ class IssuedCall(NamedTuple):
     arguments: tuple[Argument, ...]
 
     def issue_empty(self) -> None:
-        """The same call once more, of zeros; returns when it is through."""
+        """Issues the call once more, with zeros; returns when it is through."""
         given = [a.zeros() if isinstance(a, Shaped) else a for a in self.arguments]
         count = len(_POSITIONAL[self.name])
         named = {k: v for k, v in zip(_NAMED[self.name], given[count:], strict=True) if v is not None}
@@ -185,7 +185,7 @@ class IssuedCalls:
             group.abort(why)
 
     def rest_of(self, whole: IssuedCalls) -> list[IssuedCall] | None:
-        """What is still to come of a step like another one; None if this is none."""
+        """Returns what is still to come of a step like another one; None if this is none."""
         count = len(self.calls)
         return whole.calls[count:] if self.calls == whole.calls[:count] else None
 
@@ -355,7 +355,7 @@ class SkipOutOfMemory:
         return list(dict.fromkeys(g for g in (*self._groups, *meshes) if g is not None))
 
     def _parameters(self) -> Iterator[nn.Parameter]:
-        """What an optimizer would change."""
+        """Lists what an optimizer would change."""
         for unit in self._units:
             for listing in unit.listings:
                 yield listing.param

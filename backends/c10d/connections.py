@@ -36,7 +36,7 @@ _SLACK = datetime.timedelta(seconds=20)
 
 
 class EndsAtExit(Protocol):
-    """What lets go of its process group before Python ends."""
+    """Lets go of its process group before Python ends."""
 
     process_group: object
 
@@ -120,7 +120,7 @@ def register(process_group: dist.ProcessGroup, user: EndsAtExit | None) -> None:
 
 
 def never_destroy() -> None:
-    """See [Note: gloo's destructor]."""
+    """Keeps all process groups for ever, see [Note: gloo's destructor]."""
     global _broken
     _broken = True
     for process_group in list(_process_groups):

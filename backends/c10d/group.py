@@ -69,7 +69,7 @@ P = ParamSpec("P")
 
 
 class TorchWork(Protocol):
-    """What torch's works have, and an agreement."""
+    """A work of torch's, or an agreement."""
 
     def is_completed(self) -> bool: ...
 
@@ -161,7 +161,7 @@ class C10dGroup(ObjectsOverTensors):
 
     # ------------------------------------------------------------ groups
     def channel(self, name: str) -> C10dGroup:
-        """The same ranks over their own connections: calls in different channels never meet."""
+        """Returns a group of the same ranks over connections of its own: calls in different channels never meet."""
         if self.process_group is None:
             return self
         if name not in self._channels:
@@ -211,7 +211,7 @@ class C10dGroup(ObjectsOverTensors):
         self.process_group = DESTROYED
 
     def left_behind(self) -> None:
-        """See forked.py."""
+        """Refuses all calls from now on: this process is a fork."""
         self.process_group = LeftBehind(self.ranks[self.rank])
 
     # ------------------------------------------------------------ agreements
@@ -416,7 +416,7 @@ class C10dGroup(ObjectsOverTensors):
         """Raises for numbers that the library can't add up."""
 
     def _back(self, tensor: Tensor, wire: Tensor, op: ReduceOp = ReduceOp.SUM) -> Finish | None:
-        """What is left to do, for means and for tensors that could not travel as they are."""
+        """Returns what is left to do for means, and for tensors that could not travel as they are."""
         divisor = self.world_size if op is ReduceOp.AVG and self._ops is OPS else 1
         return None if wire is tensor and divisor == 1 else Finish(tensor, wire, divisor)
 

@@ -31,7 +31,7 @@ def as_real(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """What a contiguous tensor holds, [numel * itemsize], in the same memory."""
+    """Views a contiguous tensor as its bytes, [numel * itemsize]."""
     return tensor.detach().view(-1).view(torch.uint8)
 
 

@@ -36,7 +36,7 @@ class Call(NamedTuple):
 
 
 class WaitReport(NamedTuple):
-    """What a rank publishes that waits, or has left."""
+    """Published by a rank that waits, or has left."""
 
     beat: int  # counts its reports
     waits: Call | None  # None: it has left
@@ -54,6 +54,6 @@ class WaitReport(NamedTuple):
         return self.issued.get(call.channel, 0) >= call.sequence
 
     def contradiction(self, call: Call) -> Call | None:
-        """What this rank issued in the place of another rank's ``call``, if they can't meet."""
+        """Returns what this rank issued in the place of another rank's ``call``, if they can't meet."""
         place = call[:2]
         return next((c for c in self.recent if c[:2] == place and not c.meets(call)), None)

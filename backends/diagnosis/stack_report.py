@@ -116,7 +116,7 @@ _uncounted: Counter[str] = Counter()
 
 @contextlib.contextmanager
 def uncounted(pg: dist.ProcessGroup) -> Iterator[None]:
-    """What this rank issues inside, alone, does not count as a collective."""
+    """Leaves out what this rank issues inside, alone, when collectives are counted."""
     before = _issued_in(pg)
     yield
     _uncounted[str(pg.group_name)] += _issued_in(pg) - before
@@ -161,7 +161,7 @@ def _collective(frames: list[FrameType]) -> tuple[str, str, int]:
 
 
 def _waited_work(frame: FrameType) -> tuple[str, str, int]:
-    """The same where the caller waits for a work of torch.distributed that one of its variables holds."""
+    """Finds them where the caller waits for a work of torch.distributed that one of its variables holds."""
     if frame.f_code.co_filename.startswith(_BACKENDS) or _called(frame) != "wait":
         return "", "", -1  # our own calls say more themselves
     for value in list(frame.f_locals.values()):
@@ -226,7 +226,7 @@ class StackReport(NamedTuple):
     recent: Sequence[CallFacts] = ()
 
     def has_passed(self, call: Call, issued: dict[str, int]) -> str:
-        """What this rank has issued in the place before which another one, that has ``issued`` so many, wants to agree.
+        """Says what this rank has issued where another one, that has ``issued`` so many, wants to agree first.
 
         That one's ``call`` is the agreement. A verb and its object; empty if it may still come.
         """

@@ -70,7 +70,7 @@ OUT_OF_STEP_HINT = (
 
 
 class Watch:
-    """What the ranks of one group publish about themselves.
+    """Publishes where this rank of a group stands, and reads where the others do.
 
     Attributes:
         issued: number of calls in each channel so far; the group keeps it, and ``recent``, up to date (they are
@@ -207,7 +207,7 @@ class Watch:
             self._report(None)
 
     def last_words(self, call: Call) -> str:
-        """What a rank said before it gave up by itself (not because it lost another one), as this one's error.
+        """Returns what a rank said before it gave up by itself (not because it lost another one), as this one's error.
 
         Empty if none did.
         """
@@ -256,7 +256,7 @@ class Watch:
             self.fail(f"rank {self._rank} ended with {type(error).__name__}: {error}")
 
     def note_error(self, error: BaseException) -> None:
-        """The same, if this rank stands still for some seconds: an error may be caught as well."""
+        """Publishes an error if this rank then stands still for some seconds: it may be caught as well."""
         self._raised = f"{type(error).__name__}: {error}", dict(self.issued)
 
     # ------------------------------------------------------------ in the watchdog's thread

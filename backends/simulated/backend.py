@@ -29,7 +29,6 @@ class SimulatedBackend(Host):
         return True
 
     def group(self, process_group: ProcessGroup = None) -> Group:
-        """See :meth:`shardkit.backend.Backend.group`."""
         here: Group | None = getattr(_rank, "group", None)
         if is_group(process_group):
             return process_group

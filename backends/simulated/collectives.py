@@ -60,7 +60,7 @@ def _combine(tensors: Tensors, op: str) -> Tensor:
 
 
 def _around_the_ring(tensors: Tensors, op: str) -> Tensor:
-    """What gloo's all-reduce makes of them, [N]: each rank's chunk goes around a ring, and is added to on its way."""
+    """Reduces as gloo's all-reduce does, to [N]: each rank's chunk goes around a ring, and is added to on its way."""
     tensors = [t.reshape(-1) for t in tensors]
     world_size, numel = len(tensors), tensors[0].numel()
     if world_size < 3:

@@ -19,7 +19,7 @@ from .rank_threads import Finish, Meeting, RankThreads
 
 
 class Line:
-    """What the ranks of one group and channel share: the collectives that not all have reached."""
+    """Shared by the ranks of one group and channel: the collectives that not all have reached."""
 
     def __init__(self, ranks: Sequence[int], name: str = "main") -> None:
         self.ranks = tuple(ranks)
@@ -33,7 +33,7 @@ class Line:
         return self._meetings.setdefault(sequence, Meeting(self.ranks))
 
     def between(self, source: int, destination: int, tag: int) -> Line:
-        """What two of its ranks share, in one direction."""
+        """Returns what two of its ranks share, in one direction."""
         key = source, destination, tag
         if key not in self._pairs:
             ranks = self.ranks[source], self.ranks[destination]
@@ -41,7 +41,7 @@ class Line:
         return self._pairs[key]
 
     def named(self, ranks: Sequence[int], name: str) -> Line:
-        """What some of its ranks share."""
+        """Returns what some of its ranks share."""
         return self._named.setdefault(name, Line([self.ranks[r] for r in ranks], name))
 
     def drop(self, sequence: int) -> None:
@@ -63,7 +63,7 @@ class SimulatedWork(Work):
         self._group._wait(self._meeting, self._call)
 
     def result(self) -> Tree:
-        """What the last rank's ``finish`` returned."""
+        """Returns what the last rank's ``finish`` returned."""
         self.wait()
         return self._meeting.result
 

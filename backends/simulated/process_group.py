@@ -368,7 +368,7 @@ class ProcessGroupOfThreads(_Base):  # type: ignore[misc]
         return list(whole.data.view(-1).split([whole.numel() // world_size] * world_size))
 
     def _rows(self, whole: torch.Tensor, sizes: Sequence[int] | None) -> list[torch.Tensor]:
-        """What goes to or comes from each rank: that many rows."""
+        """Cuts a tensor into the rows that go to or come from each rank."""
         if sizes:
             return list(whole.data.split(list(sizes)))
         world_size = self.below.world_size
@@ -385,12 +385,12 @@ def _listed(tensors: Given) -> list[torch.Tensor]:
 
 
 def _behind(tensors: Tensors) -> list[torch.Tensor]:
-    """See [Note: behind autograd's back]."""
+    """Returns tensors that write past autograd, see [Note: behind autograd's back]."""
     return [tensor.data for tensor in tensors]
 
 
 def _op(opts: Tree) -> Tree:
-    """Of options, or given as it is."""
+    """Returns the reduction of options, or what was given in their place."""
     return _SUM if opts is None else getattr(opts, "reduceOp", opts)
 
 

@@ -39,7 +39,7 @@ Finish = Callable[[list[Tree]], object]  # what is done with all that ranks brou
 
 
 class Awaited(Protocol):
-    """What a rank can wait for.
+    """Something that a rank can wait for.
 
     Attributes:
         error: why it can't come any more: an exception's class and message.
@@ -195,7 +195,7 @@ class Hang(NamedTuple):
 
 
 def in_words(stands: Mapping[int, str]) -> str:
-    """What ranks do; those that do the same together."""
+    """Says what ranks do; those that do the same together."""
     alike: dict[str, list[int]] = {}
     for rank, text in stands.items():
         alike.setdefault(text, []).append(rank)
@@ -443,7 +443,7 @@ class RankThreads:
         self._fail_without(rank, f"gave up: {why}", lambda m: any(n < times for n in m.given_up.values()))
 
     def stands(self) -> dict[int, str]:
-        """What each rank is doing now, with its line."""
+        """Returns what each rank is doing now, with its line."""
         return {rank: self._stand(rank) for rank in range(self.world_size)}
 
     def _stand(self, rank: int) -> str:
@@ -475,7 +475,7 @@ class RankThreads:
                 self._note_hang(f"rank {first} is in {meeting.describe(first)}, but rank {rank} {why}")
 
     def left_behind(self) -> None:
-        """See forked.py; a single rank needs no other thread."""
+        """Notes that this process is a fork; a single rank needs no other thread."""
         self._is_left_behind = self.world_size > 1
 
     def _check_alive(self, rank: int, call: Call) -> None:

@@ -46,7 +46,7 @@ _RULES, _HOSTS = "SHARDKIT_XLA_RULES", "SHARDKIT_XLA_HOSTS"
 
 @dataclass(frozen=True)
 class Rules:
-    """Of the replicas of a process.
+    """Rules that the replicas of a process keep.
 
     Attributes:
         pod: whether they are those of a pod of TPUs.
@@ -58,7 +58,7 @@ class Rules:
 
 
 def rules_here(world_size: int) -> Rules:
-    """As the environment says.
+    """Reads the rules from the environment.
 
     Raises:
         ConfigurationError: unknown rules, or ranks that can't be divided so.

@@ -48,7 +48,7 @@ class ReplicaCall:
         return f"{self.what} {self.label!r}" if self.label else self.what
 
     def in_program(self) -> tuple[object, ...]:
-        """What is the same on all ranks of a program, whichever group each is in."""
+        """Returns what is the same on all ranks of a program, whichever group each is in."""
         return self.what, [list(group) for group in self.partition]
 
 

@@ -33,7 +33,7 @@ ROOM = ROW - _FIELDS.size - _TEXT
 
 @dataclass(frozen=True)
 class Row:
-    """What a rank says first.
+    """Said first by each rank that exchanges bytes.
 
     Attributes:
         length: of its payload.
@@ -70,7 +70,7 @@ def written(rank: int, ranks: Sequence[int], what: str, label: str, payload: byt
 
 
 def read(data: bytes) -> Row:
-    """What another rank has written."""
+    """Reads the row of another rank."""
     length, first, size, place, members, call, shown = _FIELDS.unpack_from(data)
     rest = data[_FIELDS.size :]
     text = rest[:shown].decode(errors="replace")

@@ -1,4 +1,4 @@
-"""What is replaced of torch_xla in a process whose threads are replicas: its syncs, its collectives, process groups.
+"""Replaces syncs, collectives and process groups of torch_xla in a process whose threads are replicas.
 
 [Note: syncs] Every sync goes through :meth:`ReplicaState.run`. Explicit ones (``torch_xla.sync``, ``xm.mark_step``,
 ``xm.optimizer_step``, ``xm.unlazy``) end in two functions of the runtime. Implicit ones (``.item()``, ``.cpu()``,
@@ -315,7 +315,7 @@ class _ReplacedFunctions:
 
 
 def _check_lists(what: str, given: object, output: object) -> None:
-    """What torch_xla refuses, with its types of errors."""
+    """Refuses what torch_xla refuses, with its types of errors."""
     if not _is_list(given):
         raise TypeError(f"xm.{what} takes a tensor or a list of tensors, got a {type(given).__name__}")
     if output is not None and not _is_list(output):

@@ -190,7 +190,7 @@ class ParallelEmbedding(nn.Module):
 
     @not_compiled
     def _limit_norms(self, input_: torch.Tensor, max_norm: float) -> None:
-        """What torch's ``max_norm`` does, for rows of which every rank has a part."""
+        """Scales rows down as torch's ``max_norm`` does, where every rank has a part of each."""
         index = input_.unique()
         with torch.no_grad():
             rows = self.weight[index]

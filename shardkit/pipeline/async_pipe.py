@@ -210,7 +210,7 @@ _GROUPS_SECONDS = 10.0
 
 
 class _Served:
-    """What this process holds for rank 0."""
+    """Held by this process for rank 0."""
 
     model: AsyncPipe | None = None
     output: Value | None = None  # of the last stage, with its graph

@@ -1,4 +1,4 @@
-"""What flows through a pipeline: a tensor or a tuple of tensors; mini-batches cut into micro-batches, and back."""
+"""Values that flow through a pipeline, tensors or tuples of them; mini-batches cut into micro-batches, and back."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class Batch:
 
     @property
     def tensor_or_tensors(self) -> Value:
-        """What it was made of."""
+        """The tensor or tensors."""
         return self.value
 
     def call(self, function: Callable[[Value], Value]) -> Batch:

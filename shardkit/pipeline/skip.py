@@ -59,7 +59,7 @@ StashPop = stash | pop
 
 
 class _Here(threading.local):
-    """What this thread has stashed and not popped yet."""
+    """Holds what this thread has stashed and not popped yet."""
 
     def __init__(self) -> None:
         self.skips: Skips = {}
@@ -103,11 +103,11 @@ class Skippable(nn.Module):
         return self.namespaces.get(name), name
 
     def stashable(self) -> Iterable[Key]:
-        """What this layer stashes."""
+        """Names of what this layer stashes."""
         return [self.namespaced(name) for name in sorted(self.stashable_names)]
 
     def poppable(self) -> Iterable[Key]:
-        """What this layer pops."""
+        """Names of what this layer pops."""
         return [self.namespaced(name) for name in sorted(self.poppable_names)]
 
     def isolate(self, ns: Namespace, *, only: Iterable[str] | None = None) -> Skippable:

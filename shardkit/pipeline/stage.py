@@ -83,7 +83,7 @@ class NeighbourLink:
         self._sending.clear()
 
     def receive(self, src: int) -> tuple[StateDict, list[torch.Tensor]]:
-        """What a rank of the group sent: facts and tensors.
+        """A message of a rank of the group: facts and tensors.
 
         Raises:
             RankLostError: the other rank says that it failed.

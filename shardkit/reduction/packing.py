@@ -233,7 +233,7 @@ class JoinedPack:
         return torch.cat(joined) if joined else like.new_zeros(0)
 
     def split(self, joined: torch.Tensor) -> list[torch.Tensor]:
-        """What was joined without flags as copies of its gradients, each in one dimension."""
+        """Copies gradients out of what was joined without flags, each in one dimension."""
         # copies: of views, the runtime would keep the whole buffer too, and each use would cost more
         parts = torch.ops.aten.split_with_sizes_copy(joined, [p.numel for p in self._uncut])
         found = {p.item: part for p, part in zip(self._uncut, parts, strict=True)}

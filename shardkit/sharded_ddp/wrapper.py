@@ -178,7 +178,7 @@ class ShardedDDP(PreparedForAccelerate, nn.Module):
             )
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> ShardedDDP:
-        """What ``to``, ``cuda``, ``half`` and the like do."""
+        """Converts tensors for ``to``, ``cuda``, ``half`` and the like."""
         super()._apply(fn, recurse)
         if self._exchange is not None:
             self._exchange.check_device()

@@ -109,7 +109,6 @@ class Metrics:
 
     # ------------------------------------------------------------ what is heard
     def heard(self, what: What, start: int, end: int, marks: tuple[object, object] | None) -> None:
-        """See :class:`shardkit.tracing.ranges.Listener`."""
         if what.nbytes and is_collective(what.kind):
             share = what.nbytes * (len(what.ranks) - 1) / len(what.ranks)
             if what.kind == "all_gather":
@@ -122,7 +121,6 @@ class Metrics:
                 self._marks.append(marks)
 
     def told(self, name: str, value: torch.Tensor) -> None:
-        """See :class:`shardkit.tracing.ranges.Listener`."""
         self._more[name] = value.detach()
 
     # ------------------------------------------------------------ steps
@@ -252,7 +250,7 @@ def _sink(
 
 
 def combined(record: Record, group: Group) -> Record:
-    """Of the calling rank's record and the others' (collective)."""
+    """Combines the records of all ranks (collective)."""
     if group.world_size == 1:
         return record
     sent = group.channel("control").all_gather_bytes(json.dumps(record).encode(), label="metrics")

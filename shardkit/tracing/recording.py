@@ -43,7 +43,7 @@ class ClockReading(NamedTuple):
 
 
 def compare_clocks(group: Group, rounds: int = ROUNDS) -> ClockReading:
-    """Of this rank and rank 0 (collective)."""
+    """Compares the clocks of this rank and rank 0 (collective)."""
     if group.world_size == 1:
         return ClockReading(now(), 0.0, 0.0)
     control = group.channel("control")
@@ -66,7 +66,7 @@ def compare_clocks(group: Group, rounds: int = ROUNDS) -> ClockReading:
 
 
 def on_rank_0(time: int, readings: list[ClockReading]) -> float:
-    """What rank 0's clock says at ``time`` of this rank's: clocks that drift, drift evenly between two readings."""
+    """Converts ``time`` of this rank's clock to rank 0's: clocks that drift, drift evenly between two readings."""
     if not readings:
         return float(time)
     first, last = readings[0], readings[-1]
@@ -201,7 +201,7 @@ def packed(part: TracePart) -> bytes:
 
 
 def unpacked(data: bytes) -> TracePart:
-    """What was sent."""
+    """Unpacks what was sent."""
     found: TracePart = json.loads(zlib.decompress(data))
     return found
 

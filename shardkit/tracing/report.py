@@ -260,7 +260,7 @@ class Advice(NamedTuple):
 
 
 def advice(found: Analysis) -> list[Advice]:
-    """What is worth changing, the most time first."""
+    """Lists what is worth changing, the most time first."""
     given = [*_late_ranks(found), *_exposed(found), *_uneven(found), *_small_units(found), *_loading(found)]
     return sorted((a for a in given if a.us >= _WORTH * found.step_us), key=lambda a: -a.us)
 
@@ -330,7 +330,7 @@ _OTHER_REMEDY = (
 
 
 def _exposed(found: Analysis) -> Iterator[Advice]:
-    """What is waited for though all ranks have come: it takes that long."""
+    """Finds what is waited for though all ranks have come: it takes that long."""
     first = next(iter(found.units), None)
     by_kind: dict[str, list[tuple[float, str]]] = {}
     for name, unit in found.units.items():

@@ -336,7 +336,7 @@ def _files(path: Path) -> list[Path]:
 
 
 def of_events(trace: Kwargs) -> Trace:
-    """What is needed of a file."""
+    """Takes what is needed from a file's events."""
     ranks: dict[int, RankTime] = defaultdict(RankTime)
     for event in trace["traceEvents"]:
         if event["ph"] != "X":

@@ -70,7 +70,7 @@ class Bringing(ABC):
 
     @abstractmethod
     def finish(self) -> None:
-        """What this rank owns has its values and gradients."""
+        """Gives what this rank owns its values and gradients."""
 
     @abstractmethod
     def send_back(self) -> None:
@@ -140,7 +140,7 @@ def held_by_ranks(pieces: Sequence[Piece], world_size: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Route:
-    """What one rank sends before a step and receives after it, or the other way round.
+    """The pieces that one rank sends before a step and receives after it, or the other way round.
 
     Attributes:
         pieces: with the other rank of each: all for rank 0 first, then all for rank 1, ...; ``item`` counts the
@@ -403,7 +403,7 @@ def _by_rank(route: Route) -> list[list[Piece]]:
 def _blocks(
     route: Route, arrived: torch.Tensor, times: int, flags: int
 ) -> Iterator[tuple[list[Piece], torch.Tensor]]:
-    """What came from each rank, and the pieces that it is about."""
+    """Cuts what arrived by rank, with the pieces that each part is about."""
     sizes = [times * n + flags * c for n, c in zip(route.numels, route.counts, strict=True)]
     return zip(_by_rank(route), arrived.split(sizes), strict=True)
 
@@ -493,7 +493,7 @@ class Gathered(Bringing):
 
 
 class _InShard:
-    """What of one shard is updated in place.
+    """The parts of one shard that are updated in place.
 
     Attributes:
         sizes: cuts the shard [S] into pieces, and what lies between them.

@@ -303,7 +303,7 @@ class WholeParameters(Optimizer):
         self._placing.in_place.keep()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As torch's; every rank clears its part."""
+        """Clears the gradients; every rank its part."""
         for flat in shards_of(self._parts):
             if set_to_none:
                 flat.param.grad = None

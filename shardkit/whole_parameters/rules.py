@@ -29,7 +29,7 @@ GivenRule: TypeAlias = tuple[Which, OptimizerClass, Kwargs]
 
 
 class UpdateKind(enum.Enum):
-    """What an update needs."""
+    """Says what an update needs."""
 
     PIECES = "nothing but the elements themselves"
     WHOLE = "a whole parameter"

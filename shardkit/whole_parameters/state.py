@@ -133,7 +133,7 @@ def _joined(there: Sequence[PieceState], part: Part) -> StateDict:
 def _options(
     inners: Sequence[Inner], groups: Sequence[ParamGroup], ranks: Mapping[tuple[int, ...], Group]
 ) -> list[StateDict]:
-    """Of each group, from a rank whose optimizer has parameters: some classes count steps there (collective)."""
+    """Takes options from ranks whose optimizer has parameters: some classes count steps there (collective)."""
     options = [copy.deepcopy(options_of(g)) for g in groups]
     for group in ranks.values():
         mine = [
