@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, defa
 
 from .backend import Backend, backend_of_job
 from .errors import ConfigurationError
-from .started import started_rank
+from .launching.started import started_rank
 from .types import Kwargs, StateDict
 
 __all__ = ["GlobalBatchSampler", "ResumableLoader"]

@@ -14,9 +14,9 @@ from torch.optim import Optimizer
 
 from ..backend import Backend
 from ..errors import ConfigurationError
+from ..launching.run_folder import note_checkpoints
 from ..layout import Box
 from ..progress import noting_errors
-from ..running.folder import note_checkpoints
 from ..torch_seams.strided_views import narrowed
 from ..types import ProcessGroup, StateDict, Tree
 from .agreeing import agree, attempt

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from shardkit.cli import main
+from shardkit.tools.cli import main
+from shardkit.tools.trace.report import advice, analyse
 from shardkit.tracing.ranges import What
 from shardkit.tracing.recording import FORMAT, TracePart
-from shardkit.tracing.report import advice, analyse
 from shardkit.tracing.timeline import of_events, read_events
 
 MS = 1_000_000

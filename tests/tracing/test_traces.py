@@ -14,9 +14,9 @@ import torch
 import shardkit
 from shardkit.backend import backend_of_job
 from shardkit.errors import ConfigurationError, DamagedFileError, RankMismatchError
+from shardkit.tools.trace.report import advice, analyse
 from shardkit.tracing import recording, tracer
 from shardkit.tracing.recording import ClockReading, compare_clocks, on_rank_0
-from shardkit.tracing.report import advice, analyse
 from shardkit.tracing.timeline import of_events, read_events
 from shardkit.tracing.tracer import read_plan
 from tests.figures.counters import CallCounter
