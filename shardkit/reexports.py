@@ -5,13 +5,17 @@
 
 from __future__ import annotations
 
+# Modules that have moved since 0.2.0 and may be imported by either name, all below shardkit: then -> now.
+MOVED = {
+    "checkpoint_tools": "checkpoint.tools",
+    "estimate": "tools.estimate",
+    "rehearsal": "tools.rehearsal",
+    "testing": "tools.verify",
+}
+
 # Path of a module -> where its names are, below shardkit -> the names, as in an import.
 # fmt: off
 REEXPORTED: dict[str, dict[str, str]] = {
-    "checkpoint_tools": {
-        "checkpoint.tools": "Checkpoint, Comparison, Conversion, Converted, Difference, Verified, compare, convert, "
-        "open_checkpoint, verify",
-    },
     "experimental.nn.ampnet_pipe.ampnet": {
         "nn.model_parallel.initialize": "get_pipeline_parallel_ranks",
         "nn.pipe.async_schedule": "AsyncMessageBody, AsyncMessageType, AsyncRecvOperator, Location, ModuleWrapper",
@@ -185,8 +189,8 @@ REEXPORTED: dict[str, dict[str, str]] = {
         "internal.state_dict": "replace_by_prefix_",
     },
     "nn.misc.param_bucket": {"flattening.bucket": "Bucket, GradBucket, ParamBucket"},
-    "nn.moe.moe_layer": {"moe.layer": "AllToAll as _AllToAll"},
-    "nn.moe.top2gate": {"moe.gating": "Top2Gate, gumbel_rsample, one_hot, top2gating"},
+    "nn.moe.moe_layer": {"moe": "AllToAll as _AllToAll"},
+    "nn.moe.top2gate": {"moe": "Top2Gate, gumbel_rsample, one_hot, top2gating"},
     "nn.model_parallel.layers": {
         "model_parallel.layers": "initialize_affine_weight as _initialize_affine_weight",
         "nn.model_parallel.initialize": "get_model_parallel_rank, get_model_parallel_world_size",
@@ -199,7 +203,7 @@ REEXPORTED: dict[str, dict[str, str]] = {
         "nn.pipe": "microbatch",
         "nn.pipe.async_pipeline": "AsyncPipeline",
         "nn.pipe.async_schedule": "Invocation, Location, ModuleWrapper",
-        "pipeline.skip_layout": "SkipLayout",
+        "pipeline.skip": "SkipLayout",
         "nn.pipe.skip.skippable": "Skippable",
         "nn.pipe.types": "Tensors",
         "pipeline.async_pipe": "AsyncPipe",
@@ -211,7 +215,7 @@ REEXPORTED: dict[str, dict[str, str]] = {
         "nn.pipe.async_schedule": "AsyncEventLoop, ModuleWrapper",
         "nn.pipe.messages": "MakeTransport",
         "nn.pipe.microbatch": "Batch",
-        "pipeline.skip_layout": "SkipLayout",
+        "pipeline.skip": "SkipLayout",
         "nn.pipe.skip.tracker": "SkipTrackerThroughPotals",
     },
     "nn.pipe.async_schedule": {
@@ -255,22 +259,20 @@ REEXPORTED: dict[str, dict[str, str]] = {
         "internal.version": "torch_version",
         "nn.pipe": "microbatch",
         "nn.pipe.pipeline": "Pipeline",
-        "pipeline.skip_layout": "inspect_skip_layout",
+        "pipeline.skip": "inspect_skip_layout, verify_skippables",
         "extra.streams": "new_stream",
         "nn.pipe.types": "Tensors",
         "pipeline.batch_norm": "DeferredBatchNorm",
-        "pipeline.errors": "BalanceError",
+        "pipeline.partition": "BalanceError, verify_module",
         "pipeline.microbatch": "Value as TensorOrTensors",
-        "pipeline.partition": "verify_module",
         "pipeline.pipe": "MOVING_DENIED, Pipe",
-        "pipeline.skip": "verify_skippables",
     },
     "nn.pipe.pipeline": {
         "nn.pipe.checkpoint": "Checkpointing",
         "nn.pipe.copy": "Copy, Wait",
         "extra.dependency": "fork, join",
         "nn.pipe.microbatch": "Batch",
-        "pipeline.skip_layout": "SkipLayout",
+        "pipeline.skip": "SkipLayout",
         "nn.pipe.skip.tracker": "SkipTrackerThroughPotals, use_skip_tracker",
         "extra.streams": "current_stream, use_device",
         "nn.pipe.types": "TensorOrTensors, Tensors",
@@ -280,13 +282,11 @@ REEXPORTED: dict[str, dict[str, str]] = {
     "nn.pipe.rpc": {
         "nn.model_parallel.initialize": "get_pipeline_parallel_group",
         "nn.pipe.types": "PipeMessage",
-        "pipeline.async_pipe": "AsyncPipe",
+        "pipeline.async_pipe": "AsyncPipe, PipeRPCWrapper",
         "pipeline.microbatch": "Value as TensorOrTensors",
-        "pipeline.remote_pipe": "PipeRPCWrapper",
     },
     "nn.pipe.skip.layout": {
-        "pipeline.skip_layout": "SkipLayout, inspect_skip_layout",
-        "pipeline.skip": "Namespace",
+        "pipeline.skip": "SkipLayout, inspect_skip_layout, Namespace",
     },
     "nn.pipe.skip.namespace": {"pipeline.skip": "Namespace"},
     "nn.pipe.skip.portal": {
@@ -305,7 +305,7 @@ REEXPORTED: dict[str, dict[str, str]] = {
         "nn.pipe.checkpoint": "is_checkpointing",
         "extra.dependency": "fork, join",
         "nn.pipe.microbatch": "Batch",
-        "pipeline.skip_layout": "SkipLayout",
+        "pipeline.skip": "SkipLayout",
         "nn.pipe.skip.namespace": "Namespace",
         "nn.pipe.skip.portal": "Portal",
     },

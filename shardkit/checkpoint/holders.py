@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ..adascale.optimizer import AdaScale
-from ..checks.same_everywhere import copy_options, options_of
+from ..adascale import AdaScale
+from ..checks import copy_options, options_of
 from ..errors import ConfigurationError
 from ..fsdp.state_of_shards import NOTE
 from ..layout import Piece
@@ -149,7 +149,7 @@ class Whole(Holder):
             return self.names.model.same
         if whole and part.flat.group.backend.even_shards_only:
             return self.names.ranks.everybody
-        return self.names.model.copies_of(part.flat)
+        return self.names.model.copies_of(part.flat, None if whole else part.number)
 
     def states(self) -> list[tuple[Slot, StateDict]]:
         return [
