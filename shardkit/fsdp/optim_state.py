@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch.optim import Optimizer
 
-from ..checks.facts import all_gather_facts, all_gather_facts_or_objects
+from ..checks import all_gather_facts, all_gather_facts_or_objects
 from ..errors import ConfigurationError
 from ..optimizers.elementwise import KNOWN
 from ..optimizers.saved_state import NUMBERS, is_shaped_like

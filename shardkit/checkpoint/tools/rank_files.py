@@ -20,7 +20,7 @@ from typing import NamedTuple, TypedDict, cast
 
 import torch
 
-from ...checks.runs import check_one_save
+from ...checks import check_one_save
 from ...errors import ConfigurationError, UntrustedFileError
 from ...fsdp.state import INNER, OUTER, clean
 from ...fsdp.state_dict import note_of
