@@ -26,8 +26,7 @@ from torch.optim import Optimizer
 from .backend import Backend, Group, backend_for
 from .checks import check_same_everywhere
 from .errors import ConfigurationError, LifecycleError
-from .optimizers.shards import shard_behind
-from .optimizers.shards import lists_stand_ins
+from .optimizers.shards import lists_stand_ins, shard_behind
 from .oss.optimizer import OSS
 from .reduction.norms import dense, norm_like
 from .torch_seams.hooks import (

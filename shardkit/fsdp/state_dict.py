@@ -20,8 +20,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import nn
 
-from ..checks import all_gather_facts
-from ..checks import check_one_save, stamp
+from ..checks import all_gather_facts, check_one_save, stamp
 from ..errors import ConfigurationError, LifecycleError
 from ..layout import Box, ShardLayout, boxes_of
 from ..torch_seams.module_versions import versions_of

@@ -29,8 +29,8 @@ from torch import nn
 
 from ..backend import DONE, Group, Work
 from ..errors import LifecycleError
-from ..fsdp.flat_values import own_part, put_together, taken_apart
 from ..fsdp.flat_param import FlatParam
+from ..fsdp.flat_values import own_part, put_together, taken_apart
 from ..layout import Piece
 from ..torch_seams.marked_tensors import as_plain
 from ..tracing.ranges import WholeRanges
