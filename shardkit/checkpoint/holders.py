@@ -149,7 +149,7 @@ class Whole(Holder):
             return self.names.model.same
         if whole and part.flat.group.backend.even_shards_only:
             return self.names.ranks.everybody
-        return self.names.model.copies_of(part.flat)
+        return self.names.model.copies_of(part.flat, None if whole else part.number)
 
     def states(self) -> list[tuple[Slot, StateDict]]:
         return [

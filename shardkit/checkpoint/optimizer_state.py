@@ -134,7 +134,7 @@ class Names:
                 piece = replace(piece, offset=piece.offset - listing.offset)
             spans.append(Span(name, shape, piece, answers))
         is_shard = not is_dtensor(param)
-        return Slot(param, tuple(spans), is_shard, self.model.copies_of(flat))
+        return Slot(param, tuple(spans), is_shard, self.model.copies_of(flat, alone))
 
     def group(self, params: Sequence[torch.Tensor], index: int) -> list[str]:
         """Of a param group's parameters the names."""
