@@ -83,8 +83,8 @@ def test_bytes_copied(world_size: int, implementation: str) -> None:
     assert max(of(world_size, implementation, "moved")) <= 140e6
 
 
-# At most, of two and of four ranks: operations, Python calls of the main thread, resident and peak over P. In some steps
-# a thread of gloo still holds what it sent when a unit is freed, and 130 calls look for views that modules keep.
+# At most, of two and of four ranks: operations, Python calls of the main thread, resident and peak over P. In some
+# steps a thread of gloo still holds what it sent when a unit is freed, and 130 calls look for views that modules keep.
 DOORS = {
     "fsdp": {2: (735, 1340, 1.52, 2.80), 4: (800, 1440, 0.77, 1.95)},
     "fully_shard": {2: (770, 1600, 1.52, 2.80), 4: (835, 1700, 0.77, 1.95)},
