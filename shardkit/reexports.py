@@ -8,6 +8,7 @@ from __future__ import annotations
 # Modules that have moved since 0.2.0 and may be imported by either name, all below shardkit: then -> now.
 MOVED = {
     "checkpoint_tools": "checkpoint.tools",
+    "estimate": "tools.estimate",
     "extra.adam": "optim.adam",
     "extra.auto_shard": "experimental.nn.auto_shard",
     "extra.dynamic_loss_scaler": "experimental.optim.dynamic_loss_scaler",
@@ -17,7 +18,6 @@ MOVED = {
     "extra.offload": "experimental.nn.offload",
     "extra.vocab_loss": "model_parallel.vocab_loss",
     "extra.vocab_output": "experimental.nn.mevo",
-    "estimate": "tools.estimate",
     "rehearsal": "tools.rehearsal",
     "testing": "tools.verify",
 }
@@ -72,9 +72,7 @@ REEXPORTED: dict[str, dict[str, str]] = {
         "experimental.nn.distributed_pipeline.loss": "DistributedLoss",
         "experimental.nn.distributed_pipeline.pipeline": "DistributedPipeline",
     },
-    "experimental.nn.distributed_pipeline.graph": {
-        "experimental.nn.distributed_pipeline.data": "DataConsumer",
-    },
+    "experimental.nn.distributed_pipeline.graph": {"experimental.nn.distributed_pipeline.data": "DataConsumer"},
     "experimental.nn.distributed_pipeline.partition_handler": {
         "experimental.nn.distributed_pipeline.data": "DataConsumer",
         "nn.pipe": "microbatch",
@@ -125,9 +123,7 @@ REEXPORTED: dict[str, dict[str, str]] = {
         "experimental.wgit.utils": "ExitCode",
         "internal.containers": "from_np, to_np",
     },
-    "experimental.wgit.signal_sparsity": {
-        "experimental.wgit.utils": "Algo",
-    },
+    "experimental.wgit.signal_sparsity": {"experimental.wgit.utils": "Algo"},
     "fair_dev.testing.testing": {
         "fair_dev.testing.models": "GPT2, DeviceAndTypeCheckModule, IdentityLayer",
         "fair_dev.testing.spawning": "dist_init, get_worker_map, get_world_sizes, make_cudnn_deterministic, rmf, "
@@ -136,9 +132,7 @@ REEXPORTED: dict[str, dict[str, str]] = {
         "internal.version": "torch_version",
         "nn.model_parallel.initialize": "destroy_model_parallel, initialize_model_parallel",
     },
-    "internal.params": {
-        "internal.containers": "recursive_copy_to_device",
-    },
+    "internal.params": {"internal.containers": "recursive_copy_to_device"},
     "nn.auto_wrap": {
         "nn.wrap.auto_wrap": "ConfigAutoWrap, default_auto_wrap_policy, enable_wrap",
         "wrapping.context": "auto_wrap, wrap",
@@ -150,12 +144,8 @@ REEXPORTED: dict[str, dict[str, str]] = {
         "patch_batchnorm, thread_local",
         "internal.containers": "pack_kwargs, split_non_tensors, unpack_kwargs, unpack_non_tensors",
     },
-    "nn.checkpoint.checkpoint_utils": {
-        "activations.checkpointing": "patch_batchnorm",
-    },
-    "nn.data_parallel.fsdp_optim_utils": {
-        "flattening.wrapper": "FlattenParamsWrapper",
-    },
+    "nn.checkpoint.checkpoint_utils": {"activations.checkpointing": "patch_batchnorm"},
+    "nn.data_parallel.fsdp_optim_utils": {"flattening.wrapper": "FlattenParamsWrapper"},
     "nn.data_parallel.fully_sharded_data_parallel": {
         "internal.containers": "apply_to_tensors, recursive_copy_to_device",
         "internal.parallel": "chunk_and_pad, validate_process_group, enable_pytorch_sync_bn",
@@ -181,15 +171,9 @@ REEXPORTED: dict[str, dict[str, str]] = {
         "flattening.wrapper": "FlattenParamsWrapper",
         "internal.state_dict": "replace_by_prefix_",
     },
-    "nn.misc.param_bucket": {
-        "flattening.bucket": "Bucket, GradBucket, ParamBucket",
-    },
-    "nn.moe.moe_layer": {
-        "moe.layer": "AllToAll as _AllToAll",
-    },
-    "nn.moe.top2gate": {
-        "moe.gating": "Top2Gate, gumbel_rsample, one_hot, top2gating",
-    },
+    "nn.misc.param_bucket": {"flattening.bucket": "Bucket, GradBucket, ParamBucket"},
+    "nn.moe.moe_layer": {"moe": "AllToAll as _AllToAll"},
+    "nn.moe.top2gate": {"moe": "Top2Gate, gumbel_rsample, one_hot, top2gating"},
     "nn.model_parallel.layers": {
         "model_parallel.layers": "initialize_affine_weight as _initialize_affine_weight",
         "nn.model_parallel.initialize": "get_model_parallel_rank, get_model_parallel_world_size",
@@ -202,7 +186,7 @@ REEXPORTED: dict[str, dict[str, str]] = {
         "nn.pipe": "microbatch",
         "nn.pipe.async_pipeline": "AsyncPipeline",
         "nn.pipe.async_schedule": "Invocation, Location, ModuleWrapper",
-        "pipeline.skip_layout": "SkipLayout",
+        "pipeline.skip": "SkipLayout",
         "nn.pipe.skip.skippable": "Skippable",
         "nn.pipe.types": "Tensors",
         "pipeline.async_pipe": "AsyncPipe",
@@ -214,7 +198,7 @@ REEXPORTED: dict[str, dict[str, str]] = {
         "nn.pipe.async_schedule": "AsyncEventLoop, ModuleWrapper",
         "nn.pipe.messages": "MakeTransport",
         "nn.pipe.microbatch": "Batch",
-        "pipeline.skip_layout": "SkipLayout",
+        "pipeline.skip": "SkipLayout",
         "nn.pipe.skip.tracker": "SkipTrackerThroughPotals",
     },
     "nn.pipe.async_schedule": {
@@ -226,9 +210,7 @@ REEXPORTED: dict[str, dict[str, str]] = {
         "nn.pipe.types": "PipeMessage",
         "nn.pipe.worker": "Task",
     },
-    "nn.pipe.balance.blockpartition": {
-        "pipeline.balance": "solve",
-    },
+    "nn.pipe.balance.blockpartition": {"pipeline.balance": "solve"},
     "nn.pipe.balance.profile": {
         "nn.pipe.types": "Tensors",
         "pipeline.balance": "layerwise_sandbox, profile_sizes, profile_times",
@@ -265,22 +247,20 @@ REEXPORTED: dict[str, dict[str, str]] = {
         "internal.version": "torch_version",
         "nn.pipe": "microbatch",
         "nn.pipe.pipeline": "Pipeline",
-        "pipeline.skip_layout": "inspect_skip_layout",
+        "pipeline.skip": "inspect_skip_layout, verify_skippables",
         "nn.pipe.stream": "new_stream",
         "nn.pipe.types": "Tensors",
         "pipeline.batch_norm": "DeferredBatchNorm",
-        "pipeline.errors": "BalanceError",
+        "pipeline.partition": "BalanceError, verify_module",
         "pipeline.microbatch": "Value as TensorOrTensors",
-        "pipeline.partition": "verify_module",
         "pipeline.pipe": "MOVING_DENIED, Pipe",
-        "pipeline.skip": "verify_skippables",
     },
     "nn.pipe.pipeline": {
         "nn.pipe.checkpoint": "Checkpointing",
         "nn.pipe.copy": "Copy, Wait",
         "nn.pipe.dependency": "fork, join",
         "nn.pipe.microbatch": "Batch",
-        "pipeline.skip_layout": "SkipLayout",
+        "pipeline.skip": "SkipLayout",
         "nn.pipe.skip.tracker": "SkipTrackerThroughPotals, use_skip_tracker",
         "nn.pipe.stream": "current_stream, use_device",
         "nn.pipe.types": "TensorOrTensors, Tensors",
@@ -290,17 +270,11 @@ REEXPORTED: dict[str, dict[str, str]] = {
     "nn.pipe.rpc": {
         "nn.model_parallel.initialize": "get_pipeline_parallel_group",
         "nn.pipe.types": "PipeMessage",
-        "pipeline.async_pipe": "AsyncPipe",
+        "pipeline.async_pipe": "AsyncPipe, PipeRPCWrapper",
         "pipeline.microbatch": "Value as TensorOrTensors",
-        "pipeline.remote_pipe": "PipeRPCWrapper",
     },
-    "nn.pipe.skip.layout": {
-        "pipeline.skip_layout": "SkipLayout, inspect_skip_layout",
-        "pipeline.skip": "Namespace",
-    },
-    "nn.pipe.skip.namespace": {
-        "pipeline.skip": "Namespace",
-    },
+    "nn.pipe.skip.layout": {"pipeline.skip": "SkipLayout, inspect_skip_layout, Namespace"},
+    "nn.pipe.skip.namespace": {"pipeline.skip": "Namespace"},
     "nn.pipe.skip.portal": {
         "nn.pipe.copy": "Context as CopyContext, Copy",
         "nn.pipe.dependency": "get_phony",
@@ -317,7 +291,7 @@ REEXPORTED: dict[str, dict[str, str]] = {
         "nn.pipe.checkpoint": "is_checkpointing",
         "nn.pipe.dependency": "fork, join",
         "nn.pipe.microbatch": "Batch",
-        "pipeline.skip_layout": "SkipLayout",
+        "pipeline.skip": "SkipLayout",
         "nn.pipe.skip.namespace": "Namespace",
         "nn.pipe.skip.portal": "Portal",
     },
@@ -334,22 +308,14 @@ REEXPORTED: dict[str, dict[str, str]] = {
         "flattening.bucket": "ParamBucket",
         "internal.params": "calc_grad_norm",
     },
-    "optim.utils": {
-        "internal.params": "Workhandle, calc_grad_norm, get_global_rank",
-    },
-    "training_checkpoints.handles": {
-        "checkpoint.background": "Handle",
-    },
-    "training_checkpoints.rank_states": {
-        "checkpoint.rank_states": "TakesRankStates",
-    },
+    "optim.utils": {"internal.params": "Workhandle, calc_grad_norm, get_global_rank"},
+    "training_checkpoints.handles": {"checkpoint.background": "Handle"},
+    "training_checkpoints.rank_states": {"checkpoint.rank_states": "TakesRankStates"},
     "utils.containers": {
         "internal.containers": "apply_to_tensors, apply_to_type, from_np, pack_kwargs, split_non_tensors, to_np, "
         "unpack_kwargs, unpack_non_tensors",
     },
-    "utils.object": {
-        "internal.object": "pyobject_to_tensor, tensor_to_pyobject",
-    },
+    "utils.object": {"internal.object": "pyobject_to_tensor, tensor_to_pyobject"},
     "utils.parallel": {
         "internal.parallel": "ProcessGroupName, chunk_and_pad, get_process_group_cached, validate_process_group, "
         "enable_pytorch_sync_bn",
@@ -361,10 +327,6 @@ REEXPORTED: dict[str, dict[str, str]] = {
     "utils.reduce_scatter_bucketer": {
         "internal.reduce_scatter_bucketer": "Bucket, ReduceScatterBucketer, enable_nccl_base_collectives",
     },
-    "utils.state_dict": {
-        "internal.state_dict": "find_module_instances, replace_by_prefix_",
-    },
-    "utils.version": {
-        "internal.version": "torch_version",
-    },
+    "utils.state_dict": {"internal.state_dict": "find_module_instances, replace_by_prefix_"},
+    "utils.version": {"internal.version": "torch_version"},
 }

@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from shardkit.backend import Group
-from shardkit.checks.same_everywhere import check_same_everywhere, shape_fact
+from shardkit.checks import check_same_everywhere, shape_fact
 from shardkit.errors import ConfigurationError
 from shardkit.fsdp.originals import managing
 from shardkit.fsdp.state import Ignored, modules_outside_units

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from shardkit.backend import backend_of_job
-from shardkit.backends.arguments import size_of
+from shardkit.backends.checked_group import size_of
 from shardkit.backends.imagined import RanksInName
 from shardkit.errors import ConfigurationError
 from shardkit.fsdp.gradients import predivide_factor

@@ -20,7 +20,7 @@ from typing import NamedTuple, TypedDict, cast
 
 import torch
 
-from ...checks.runs import check_one_save
+from ...checks import check_one_save
 from ...errors import ConfigurationError, UntrustedFileError
 from ...fsdp.local_checkpoint import note_of
 from ...fsdp.names import INNER, OUTER, clean
