@@ -18,6 +18,7 @@ MOVED = {
     "extra.offload": "experimental.nn.offload",
     "extra.vocab_loss": "model_parallel.vocab_loss",
     "extra.vocab_output": "experimental.nn.mevo",
+    "pipeline.remote_pipe": "pipeline.async_pipe",
     "rehearsal": "tools.rehearsal",
     "testing": "tools.verify",
 }
