@@ -157,7 +157,7 @@ def test_rows_lie_in_one_buffer_cut_between_them(
 
 
 def test_blocks_of_rows_stay_together() -> None:
-    layout = rows_layout(((960, 4), (10,)), 3, 32)
+    layout = rows_layout(((19200, 4), (10,)), 3, 32)
     assert layout.grains == (32 * 4, 1)
     assert all(p.start % (32 * 4) == 0 for p in layout.pieces() if p.item == 0)
 
