@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from ...checkpoint.tools.rank_files import (
+from shardkit.checkpoint.tools.rank_files import (
     FLAT,
     PREFIX,
     BufferInfo,
@@ -22,12 +22,12 @@ from ...checkpoint.tools.rank_files import (
     in_state_dict,
     shard_name,
 )
-from ...fsdp.originals import Listing
-from ...fsdp.state import INNER, OUTER, clean
-from ...fsdp.submodule_api import begin_loading_shards, collecting, end_loading_shards
-from ...fsdp.wrapper import Door
-from ...layout import ShardLayout
-from ...torch_seams.module_versions import versions_of
+from shardkit.fsdp.originals import Listing
+from shardkit.fsdp.state import INNER, OUTER, clean
+from shardkit.fsdp.submodule_api import begin_loading_shards, collecting, end_loading_shards
+from shardkit.fsdp.wrapper import Door
+from shardkit.layout import ShardLayout
+from shardkit.torch_seams.module_versions import versions_of
 
 Entries = MutableMapping[str, torch.Tensor]
 
