@@ -286,11 +286,11 @@ def enter_again(state: ShardingState) -> None:
 
 
 def input_dtype(state: ShardingState) -> torch.dtype | None:
-    """What floating point inputs are cast to; None leaves them."""
+    """What floating point inputs are cast to where not every unit's are; None leaves them."""
     options = state.options
     if not options.casts_inputs and (state.is_root is False or not options.casts_root_inputs):
         return None
-    return options.precision.inputs or options.precision.compute
+    return state.input_dtype
 
 
 def watched(entered: Entered, state: ShardingState, inputs: object) -> Entered:

@@ -172,7 +172,7 @@ class _InPlace:
         if state.is_asleep:
             wake(state)
         handled = sys.exc_info()[1]
-        dtype = input_dtype(state)
+        dtype = state.input_dtype if state.options.casts_inputs else input_dtype(state)
         entered = None
         try:
             if state.is_computing:

@@ -125,6 +125,7 @@ class ShardingState:
         door: the module that is called; see [Note: doors].
         module: whose parameters are sharded.
         unit_module: of a wrapper, what lists flat parameters.
+        input_dtype: what floating point inputs are cast to, where they are; None leaves them.
         ignored: what of it is not.
         flats: its flat parameters.
         shared_paths: where weights of the module are used a second time, as (first path, other path).
@@ -151,6 +152,7 @@ class ShardingState:
     ) -> None:
         self.door, self.module, self.options = door, module, options
         self.unit_module: FlattenParamsWrapper | None = None
+        self.input_dtype = options.precision.inputs or options.precision.compute
         self.ignored = ignored or Ignored()
         self.flats: list[FlatParam] = []
         self.shared_paths: list[tuple[str, str]] = []

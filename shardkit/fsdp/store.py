@@ -350,8 +350,7 @@ class Stored(Store):
         self._backend.take_storage(self._full)
         self._reveal()
         self.show(self._full)
-        self.state = GATHERED
-        self.release()
+        self._give_back()
 
     def start(self, after: Sequence[torch.Tensor] = ()) -> None:
         flat, full, kept = self._flat, self._full, self._kept
@@ -409,13 +408,17 @@ class Stored(Store):
         self._kept_views.reveal()
 
     def release(self, until_backward: bool = False) -> None:
-        self.users = 0
         if self.state not in FULL:
+            self.users = 0
             return
         if self.state is GATHERING:
             self.finish()  # its memory is in use until it is through
         if until_backward and self._mesh is not None and self.state is not GATHERING:
             self._kept = own_part(self._full, self._mesh).clone()
+        self._give_back()
+
+    def _give_back(self) -> None:
+        self.users = 0
         if not self._full.untyped_storage().resizable():  # numpy or the like has a view, and keeps the memory
             self._look_at(torch.empty_like(self._full))
             self.show(self._full)

@@ -239,7 +239,7 @@ class Door(ModuleProxy, ShardedAPI):
     def forward(self, *args: object, **kwargs: object) -> Tree:
         """Runs the module with its parameters gathered."""
         state = self._state
-        dtype = input_dtype(state)
+        dtype = state.input_dtype if state.options.casts_inputs else input_dtype(state)
         if state.summoned is not None:
             state.cast_buffers()
             if dtype is not None:
