@@ -176,7 +176,7 @@ class _Finder(MetaPathFinder):
             return found
         is_package = any(name.startswith(f"{fullname}.") for name in _SERVED)
         return ModuleSpec(
-            fullname, _Loader(), origin=f"the table of {_ROOT}.redirections", is_package=is_package
+            fullname, _Loader(), origin=f"the table of {_ROOT}.compat.redirections", is_package=is_package
         )
 
 
