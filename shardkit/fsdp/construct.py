@@ -35,11 +35,11 @@ from ..checks import (
     option_facts,
     proposed_run_id,
 )
-from ..compression import check_compressible
 from ..errors import ConfigurationError, LifecycleError, RankMismatchError
 from ..flattening.flat_parameter import FLAT_PREFIX, FlatParameter, ParamInfo, SharedParamInfo
 from ..layout import ShardLayout
 from ..policy import OffloadPolicy, ReducePolicy
+from ..reduction.compression import check_compressible
 from ..torch_seams.dtensors import is_dtensor, mesh_over, rows_here
 from ..torch_seams.strided_views import memory_of
 from ..types import Facts, Memo, ProcessGroup

@@ -19,7 +19,7 @@ from typing import NamedTuple, Protocol, final
 import torch
 
 from ..backend import DONE, Group, ReduceOp, Work
-from ..compression import BlockFormat, CompressedAllReduce, CompressedReduceScatter, format_for
+from ..reduction.compression import BlockFormat, CompressedAllReduce, CompressedReduceScatter, format_for
 from ..layout import alignment, rounded_up
 from ..policy import ReducePolicy
 from ..reduction.packing import JoinedPack, PackedForm, WrittenPack, has_mean

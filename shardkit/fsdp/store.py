@@ -44,7 +44,7 @@ from torch import nn
 from torch.utils.weak import TensorWeakRef
 
 from ..backend import DONE, Work
-from ..compression import CompressedGather
+from ..reduction.compression import CompressedGather
 from ..layout import ShardLayout
 from ..torch_seams.hooks import NO_BACKWARD, current_backward
 from ..types import Tree

@@ -12,7 +12,7 @@ import torch
 from torch.optim import Optimizer
 
 from ..backend import Group
-from ..compression import CompressedAllReduce
+from ..reduction.compression import CompressedAllReduce
 from ..errors import LifecycleError
 from ..optimizers.shards import changed_by_steps
 from ..optimizers.stepping import take_part

@@ -12,8 +12,8 @@ from ..errors import ConfigurationError
 from ..fsdp.flat_param import FlatParam
 from ..fsdp.state import ShardingState, clean, state_of
 from ..oss.optimizer import OSS
-from ..sharded_ddp.wrapper import ShardedDDP
-from ..tables import counted, in_bytes, plain_table
+from ..oss.sharded_ddp import ShardedDDP
+from ..tracing.tables import counted, in_bytes, plain_table
 
 _SMALL = 2**20  # bytes gathered; below, sending takes longer to start than to do
 _LARGE = 0.5  # of a model's parameters

@@ -17,7 +17,7 @@ from shardkit.errors import OutOfStepError, RaceError, RankFailedError
 from shardkit.fsdp.gradients import GradientPack, StoredPack
 from shardkit.fsdp.store import Stored
 from shardkit.oss.placement import FlatParameters
-from shardkit.sharded_ddp.reducer import Reducer
+from shardkit.oss.reducer import Reducer
 
 WORLD_SIZE = 3
 

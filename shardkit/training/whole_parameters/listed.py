@@ -14,18 +14,18 @@ from typing import NoReturn, SupportsIndex
 import torch
 from torch import nn
 
-from ..errors import ConfigurationError, LifecycleError
-from ..flattening.flat_parameter import FlatParameter
-from ..fsdp.construct import wake
-from ..fsdp.flat_param import FlatParam
-from ..fsdp.originals import managing
-from ..fsdp.registered import hidden, written_names
-from ..fsdp.state import plain_name, state_of
-from ..layout import Piece
-from ..optimizers.shards import note_stand_in, shard_behind
-from ..torch_seams.marked_tensors import as_plain
-from ..torch_seams.tensor_facts import ALIKE, FACTS, SHAPE, name_of
-from ..types import AnyCallable, Args, Kwargs, Memo, Tree
+from ...errors import ConfigurationError, LifecycleError
+from ...flattening.flat_parameter import FlatParameter
+from ...fsdp.construct import wake
+from ...fsdp.flat_param import FlatParam
+from ...fsdp.originals import managing
+from ...fsdp.registered import hidden, written_names
+from ...fsdp.state import plain_name, state_of
+from ...layout import Piece
+from ...optimizers.shards import note_stand_in, shard_behind
+from ...torch_seams.marked_tensors import as_plain
+from ...torch_seams.tensor_facts import ALIKE, FACTS, SHAPE, name_of
+from ...types import AnyCallable, Args, Kwargs, Memo, Tree
 
 _HOOKS = ("register_hook", "register_post_accumulate_grad_hook", "retain_grad")
 
