@@ -19,9 +19,9 @@ from typing import NamedTuple, Protocol, final
 import torch
 
 from ..backend import DONE, Group, ReduceOp, Work
-from ..reduction.compression import BlockFormat, CompressedAllReduce, CompressedReduceScatter, format_for
 from ..layout import alignment, rounded_up
 from ..policy import ReducePolicy
+from ..reduction.compression import BlockFormat, CompressedAllReduce, CompressedReduceScatter, format_for
 from ..reduction.packing import JoinedPack, PackedForm, WrittenPack, has_mean
 from ..reduction.shard_gradients import gradient_class
 from .flat_param import FlatParam

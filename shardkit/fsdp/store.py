@@ -44,8 +44,8 @@ from torch import nn
 from torch.utils.weak import TensorWeakRef
 
 from ..backend import DONE, Work
-from ..reduction.compression import CompressedGather
 from ..layout import ShardLayout
+from ..reduction.compression import CompressedGather
 from ..torch_seams.hooks import NO_BACKWARD, current_backward
 from ..types import Tree
 from .flat_values import Unpacking, own_part, taken_apart, unpacked

@@ -12,11 +12,11 @@ import torch
 from torch.optim import Optimizer
 
 from ..backend import Group
-from ..reduction.compression import CompressedAllReduce
 from ..errors import LifecycleError
 from ..optimizers.shards import changed_by_steps
 from ..optimizers.stepping import take_part
 from ..policy import ReducePolicy
+from ..reduction.compression import CompressedAllReduce
 from ..reduction.shard_gradients import StandingGradient
 from ..torch_seams.compiling import not_compiled
 from ..torch_seams.hooks import NO_BACKWARD, GradientHooks, current_backward
