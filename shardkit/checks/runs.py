@@ -55,6 +55,12 @@ def number_of(group: Group, run_id: str) -> str:
     return number if mine is not None and mine.id == job else run_id
 
 
+def are_several(group: Group) -> bool:
+    """Whether more than one unit has been built of a group's ranks."""
+    mine = _jobs.get(group)
+    return mine is not None and mine.built > 1
+
+
 def stamp(run_id: str, backwards: int) -> StateDict:
     """What files carry of it.
 

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import json
 from collections.abc import Iterable, Sequence
+from operator import attrgetter
 from types import BuiltinFunctionType, FunctionType, MethodType
 
 import torch
@@ -16,6 +17,8 @@ from ..backend import Group
 from ..errors import ConfigurationError, RankMismatchError
 from ..types import Facts, ParamGroup, StateDict, Tree
 from .facts import all_gather_facts
+
+_grad_of = attrgetter("grad")
 
 
 def check_same_everywhere(group: Group, facts: Facts, what: str, aside: Tree = None) -> list[Tree]:
@@ -162,6 +165,44 @@ class AgreedOptions:
             if index >= len(known) or key not in known[index] or known[index][key] != value
         ]
         group.agree(f"a step with other options than before: {', '.join(changed)}")
+
+
+class AgreedGradients:
+    """Which parameters have a gradient in a step, the same on all ranks that hold all gradients: told when it changes.
+
+    Nothing is asked of ranks that keep the gradients of what they own alone.
+    """
+
+    def __init__(self) -> None:
+        self._there: list[bool] | None = None
+        self._are_whole = True
+
+    def check(self, group: Group, params: Sequence[nn.Parameter], owned: Sequence[bool]) -> None:
+        """Before a step, of whose gradients nothing else is known.
+
+        Args:
+            group: the ranks.
+            params: all of them.
+            owned: which of them this rank updates.
+
+        Raises:
+            OutOfStepError: another rank has other gradients.
+        """
+        there = [g is not None for g in map(_grad_of, params)]
+        if there == self._there or group.world_size == 1:
+            return
+        before, self._there = self._there, there
+        if not group.backend.even_shards_only and (before is None or len(before) != len(there)):
+            others = [has for has, mine in zip(there, owned, strict=True) if not mine]
+            keeps_own = any(there) and bool(others) and not any(others)
+            told = all_gather_facts(
+                group.channel("control"), keeps_own, label="the first gradients of an OSS"
+            )
+            self._are_whole = not any(told)
+        if self._are_whole:
+            without = [str(k) for k, has in enumerate(there) if not has]
+            which = f"without those of parameters {', '.join(without)}" if without else "all"
+            group.channel("parameters").agree(f"a step with gradients: {which}")
 
 
 def _snapshot(groups: Sequence[ParamGroup]) -> list[StateDict]:
