@@ -11,7 +11,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Literal
+from typing import Literal, NamedTuple
 
 _ALIGNED = 16  # bytes: one load of a device's thread
 
@@ -398,3 +398,68 @@ def gaps_between(filled: Sequence[tuple[int, int]], numel: int) -> list[tuple[in
             gaps.append((end, start - end))
         end = max(end, start + length)
     return gaps
+
+
+class Box(NamedTuple):
+    """A part of a tensor whose elements lie one after the other.
+
+    Attributes:
+        offsets: of its first element, one for each of the tensor's dimensions.
+        sizes: how far it goes in each.
+        start: elements that come before it where it lies: in a shard, or in a file.
+    """
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    start: int = 0
+
+    @property
+    def numel(self) -> int:
+        """How many elements it has."""
+        return math.prod(self.sizes)
+
+    def meet(self, other: Box) -> Box | None:
+        """Returns what two boxes of a tensor have in common; None for nothing."""
+        first = tuple(max(a, b) for a, b in zip(self.offsets, other.offsets, strict=True))
+        ends = (
+            min(a + m, b + n)
+            for a, m, b, n in zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True)
+        )
+        sizes = tuple(end - begin for begin, end in zip(first, ends, strict=True))
+        return None if any(size <= 0 for size in sizes) else Box(first, sizes)
+
+
+def whole_box(shape: Sequence[int]) -> Box:
+    """The box that is all of a tensor of a shape."""
+    return Box((0,) * len(shape), tuple(shape))
+
+
+def boxes_of(shape: Sequence[int], first: int, numel: int, start: int = 0) -> list[Box]:
+    """The boxes of a run of elements of a contiguous tensor, in order.
+
+    Args:
+        shape: of the tensor.
+        first: number of the first element.
+        numel: how many there are.
+        start: added to the boxes' own.
+    """
+    if not numel:
+        return []
+    if len(shape) < 2:
+        return [Box((first,) * len(shape), (numel,) * len(shape), start)]
+    found: list[Box] = []
+    row = math.prod(shape[1:])
+    while numel:
+        at, within = divmod(first, row)
+        if within == 0 and numel >= row:
+            rows = numel // row
+            taken = rows * row
+            found.append(Box((at, *(0,) * (len(shape) - 1)), (rows, *shape[1:]), start))
+        else:
+            taken = min(numel, row - within)
+            found += [
+                Box((at, *box.offsets), (1, *box.sizes), box.start)
+                for box in boxes_of(shape[1:], within, taken, start)
+            ]
+        first, numel, start = first + taken, numel - taken, start + taken
+    return found

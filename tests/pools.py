@@ -85,7 +85,7 @@ def _make(world_size: int, backend: str) -> Pool:
         environment |= runtime.variables()
         return PausedPool(world_size, "tpu", start=start, environment=environment)
     if backend == "fairscale":
-        from shardkit.testing.fairscale_ranks import start_rank
+        from shardkit.tools.verify.fairscale_ranks import start_rank
 
         return PausedPool(world_size, "gloo", start=start_rank, environment=environment)
     if backend != "gloo":
@@ -157,7 +157,7 @@ def _after_tidying(rank: int, fn: Callable[..., Any], *args: Any) -> Any:
     if before != _file and len(os.listdir("/proc/self/task")) > MANY_THREADS:
         import torch.distributed as dist
 
-        from shardkit.extra.process_groups import _groups
+        from shardkit.internal.parallel import _groups
 
         everyone = dist.group.WORLD
         kept = {everyone, *_groups.get(everyone, {}).values()}
@@ -172,7 +172,7 @@ class StreamsPool(PausedPool):
     """Ranks that have a simulated device each for the time of a call."""
 
     def run(self, fn: Callable[..., Any], *args: Any) -> list[Any]:
-        from shardkit.backends.streams.backend import check_order
+        from shardkit.backends.streams import check_order
 
         answers = super().run(_on_streams, fn, *args)
         check_order([issued for _, issued in answers])
@@ -188,7 +188,7 @@ def _start_with_streams(rank: int, world_size: int, rendezvous: str, backend: st
 
 
 def _on_streams(rank: int, fn: Callable[..., Any], *args: Any) -> tuple[Any, Any]:
-    from shardkit.backends.streams.backend import watched
+    from shardkit.backends.streams import watched
 
     with watched(rank) as device:
         result = _after_tidying(rank, fn, *args)

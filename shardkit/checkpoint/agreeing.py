@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from .. import errors
-from ..checks.facts import all_gather_facts
+from ..checks import all_gather_facts
 from ..errors import CheckpointError, FileNotWrittenError, ShardkitError
 from ..types import Tree
 from .leaves import Ranks

@@ -15,7 +15,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..backend import Backend, Group, backend_for, backend_of_job
 from ..errors import ConfigurationError
-from ..fsdp.pieces import Box, Pieces
+from ..fsdp.pieces import Pieces
+from ..layout import Box
 from ..torch_seams.dtensors import is_dtensor
 from ..types import ProcessGroup, StateDict
 from .format.stored import refuse_what_is_no_data
@@ -127,12 +128,12 @@ def _parts_of(entry: Entry) -> Iterator[tuple[Part, int]]:
     itemsize = entry.value.base.element_size()
     for box in entry.value.boxes:
         for small in cut(box, max(1, LARGEST // itemsize)):
-            yield Part(entry, small), math.prod(small.sizes) * itemsize
+            yield Part(entry, small), small.numel * itemsize
 
 
 def cut(box: Box, largest: int) -> Iterator[Box]:
     """A box in order of its elements, in boxes of at most so many elements."""
-    if math.prod(box.sizes) <= largest:
+    if box.numel <= largest:
         yield box
         return
     dim = next(k for k, size in enumerate(box.sizes) if size > 1)

@@ -14,7 +14,7 @@ from typing import BinaryIO, NamedTuple, cast
 
 import torch
 
-from ..fsdp.pieces import Box
+from ..layout import Box
 from .collecting import Part
 from .format.manifest import Hasher, hash_of, new_hasher
 from .leaves import Leaf

@@ -8,7 +8,6 @@ bytes.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NoReturn
 
@@ -16,8 +15,8 @@ import torch
 
 from ..backend import Group
 from ..errors import ConfigurationError
-from ..fsdp.pieces import Box, Pieces, boxes_of
-from ..layout import Piece
+from ..fsdp.pieces import Pieces
+from ..layout import Box, Piece, boxes_of, whole_box
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -42,13 +41,13 @@ class Leaf:
     @property
     def numel(self) -> int:
         """How many elements this rank has."""
-        return sum(math.prod(box.sizes) for box in self.boxes)
+        return sum(box.numel for box in self.boxes)
 
     def values(self, box: Box) -> torch.Tensor:
         """A view of the base, in the box's shape; a copy of one whose elements lie scattered."""
         if box.sizes == tuple(self.base.shape):
             return self.base
-        return self.base.reshape(-1)[box.start : box.start + math.prod(box.sizes)].view(box.sizes)
+        return self.base.reshape(-1)[box.start : box.start + box.numel].view(box.sizes)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,11 +121,7 @@ class Ranks:
 def whole(tensor: torch.Tensor, copies: tuple[int, ...]) -> Leaf:
     """A tensor that this rank has all of."""
     values = tensor.detach()
-    return Leaf(values.shape, values, (_all_of(values.shape),), copies)
-
-
-def _all_of(shape: torch.Size) -> Box:
-    return Box((0,) * len(shape), tuple(shape), 0)
+    return Leaf(values.shape, values, (whole_box(values.shape),), copies)
 
 
 def piece_of(shape: torch.Size, shard: torch.Tensor, piece: Piece | None, copies: tuple[int, ...]) -> Leaf:
@@ -136,7 +131,7 @@ def piece_of(shape: torch.Size, shard: torch.Tensor, piece: Piece | None, copies
         piece: None if nothing of it lies there; what has no elements at all lies nowhere, and is written too.
     """
     if not shape.numel():
-        return Leaf(shape, shard.new_empty(shape), (_all_of(shape),), copies)
+        return Leaf(shape, shard.new_empty(shape), (whole_box(shape),), copies)
     boxes = () if piece is None else boxes_of(shape, piece.start, piece.numel, piece.offset)
     return Leaf(shape, shard, tuple(boxes), copies)
 
@@ -161,7 +156,7 @@ def of_dtensor(name: str, tensor: DTensor, ranks: Ranks) -> Leaf:
         if not placement.is_replicate():
             same = same.narrow(dim, at, 1)
     sizes, offsets = compute_local_shape_and_global_offset(tensor.shape, mesh, tensor.placements)
-    box = Box(tuple(offsets), tuple(sizes), 0)
+    box = Box(tuple(offsets), tuple(sizes))
     boxes = () if 0 in box.sizes and tensor.numel() else (box,)
     return Leaf(tensor.shape, values, boxes, ranks.places(same.flatten().tolist()))
 

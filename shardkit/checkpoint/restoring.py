@@ -14,9 +14,10 @@ from torch.optim import Optimizer
 
 from ..backend import Backend
 from ..errors import ConfigurationError
-from ..fsdp.pieces import Box
+from ..launching.run_folder import note_checkpoints
+from ..layout import Box
 from ..progress import noting_errors
-from ..running.folder import note_checkpoints
+from ..torch_seams.strided_views import narrowed
 from ..types import ProcessGroup, StateDict, Tree
 from .agreeing import agree, attempt
 from .background import wait_for_earlier
@@ -50,13 +51,12 @@ class Wanted(NamedTuple):
 
 
 class _Copy(NamedTuple):
-    """Where a stored chunk and a box meet: (first, size) of each dimension in both."""
+    """What a stored chunk and a box of a leaf have in common."""
 
     leaf: Leaf
     box: Box
     chunk: Chunk
-    first: tuple[int, ...]
-    sizes: tuple[int, ...]
+    common: Box
 
 
 class Reads:
@@ -81,9 +81,9 @@ class Reads:
                 )
             for box in leaf.boxes:
                 for chunk in found.chunks:
-                    met = _meet(box, chunk)
-                    if met is not None:
-                        self._copies.setdefault(chunk.record, []).append(_Copy(leaf, box, chunk, *met))
+                    common = box.meet(chunk.box)
+                    if common is not None:
+                        self._copies.setdefault(chunk.record, []).append(_Copy(leaf, box, chunk, common))
 
     @property
     def records(self) -> Iterator[Record]:
@@ -95,34 +95,16 @@ class Reads:
         """Reads them, each once, in the order in which they lie."""
         for record in sorted(self._copies):
             copies, name = self._copies[record], f"{self._stored.folder}: {record.name} in {record.file}"
-            tensor = read_tensor(name, self._stored.read(record), copies[0].chunk.sizes)
-            for copy in copies:
-                _fill(copy, tensor)
-
-
-def _meet(box: Box, chunk: Chunk) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    first = tuple(max(a, b) for a, b in zip(box.offsets, chunk.offsets, strict=True))
-    ends = [
-        min(a + m, b + n)
-        for a, m, b, n in zip(box.offsets, box.sizes, chunk.offsets, chunk.sizes, strict=True)
-    ]
-    sizes = tuple(end - begin for begin, end in zip(first, ends, strict=True))
-    return None if any(size <= 0 for size in sizes) else (first, sizes)
-
-
-def _fill(copy: _Copy, tensor: torch.Tensor) -> None:
-    target, source = copy.leaf.values(copy.box), tensor
-    for dim, (first, size) in enumerate(zip(copy.first, copy.sizes, strict=True)):
-        target = target.narrow(dim, first - copy.box.offsets[dim], size)
-        source = source.narrow(dim, first - copy.chunk.offsets[dim], size)
-    target.copy_(source)
+            tensor = read_tensor(name, self._stored.read(record), copies[0].chunk.box.sizes)
+            for leaf, box, chunk, common in copies:
+                narrowed(leaf.values(box), common, box).copy_(narrowed(tensor, common, chunk.box))
 
 
 def whole_tensor(stored: Stored, name: str) -> Wanted:
     """A tensor of its own for all of a stored one, on the CPU."""
     found = stored.tensors[name]
     made = torch.zeros(found.shape, dtype=found.dtype)
-    return Wanted(name, Leaf(found.shape, made, (Box((0,) * len(found.shape), tuple(found.shape), 0),), (0,)))
+    return Wanted(name, whole(made, (0,)))
 
 
 _ONE = ("state", "param_groups")

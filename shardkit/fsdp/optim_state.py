@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.optim import Optimizer
 
-from ..checks.facts import all_gather_facts_or_objects
+from ..checks import all_gather_facts_or_objects
 from ..errors import ConfigurationError
 from ..optimizers.saved_state import NUMBERS, is_shaped_like
 from ..types import ParamGroup, StateDict, Tree

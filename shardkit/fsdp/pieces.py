@@ -8,14 +8,14 @@ of its protocol ``_Checkpointable``. What it reads is copied into the boxes, whi
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple, NoReturn
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 from torch import nn
 
 from ..errors import ConfigurationError, LifecycleError
+from ..layout import Box, boxes_of
 from ..types import Args, Kwargs
 from .flat_param import FlatParam
 from .names import plain_name
@@ -24,51 +24,6 @@ from .state import ShardingState
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
     from torch.distributed.checkpoint.planner import WriteItem
-
-
-class Box(NamedTuple):
-    """A part of a tensor whose elements lie one after the other.
-
-    Attributes:
-        offsets: of its first element, one for each of the tensor's dimensions.
-        sizes: how far it goes in each.
-        start: elements of the run that come before it.
-    """
-
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-    start: int
-
-
-def boxes_of(shape: Sequence[int], first: int, numel: int, start: int = 0) -> list[Box]:
-    """The boxes of a run of elements of a contiguous tensor, in order.
-
-    Args:
-        shape: of the tensor.
-        first: number of the first element.
-        numel: how many there are.
-        start: added to the boxes' own.
-    """
-    if not numel:
-        return []
-    if len(shape) < 2:
-        return [Box((first,) * len(shape), (numel,) * len(shape), start)]
-    found: list[Box] = []
-    row = math.prod(shape[1:])
-    while numel:
-        at, within = divmod(first, row)
-        if within == 0 and numel >= row:
-            rows = numel // row
-            taken = rows * row
-            found.append(Box((at, *(0,) * (len(shape) - 1)), (rows, *shape[1:]), start))
-        else:
-            taken = min(numel, row - within)
-            found += [
-                Box((at, *box.offsets), (1, *box.sizes), box.start)
-                for box in boxes_of(shape[1:], within, taken, start)
-            ]
-        first, numel, start = first + taken, numel - taken, start + taken
-    return found
 
 
 class Pieces(torch.Tensor):
@@ -125,7 +80,7 @@ class Pieces(torch.Tensor):
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
         offsets = tuple(index.offset or ())
         box = next(b for b in self._boxes if b.offsets == offsets)
-        return self._run[box.start : box.start + math.prod(box.sizes)].view(box.sizes)
+        return self._run[box.start : box.start + box.numel].view(box.sizes)
 
 
 def sharded_state_dict(state: ShardingState) -> dict[str, torch.Tensor]:

@@ -20,7 +20,7 @@ from torch.optim import SGD, Optimizer
 from torch.optim.optimizer import ParamsT
 
 from ..backend import Backend, Group, backend_for
-from ..checks.same_everywhere import (
+from ..checks import (
     AgreedGradients,
     AgreedOptions,
     check_one_device,

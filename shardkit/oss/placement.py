@@ -20,7 +20,7 @@ from torch import nn, optim
 from torch.optim import Optimizer
 
 from ..backend import Group, ReduceOp, Work
-from ..checks.facts import all_gather_facts_or_objects
+from ..checks import all_gather_facts_or_objects
 from ..errors import ConfigurationError
 from ..layout import alignment, segment_layout
 from ..optimizers.elementwise import is_known_elementwise, names_of_elementwise
@@ -70,7 +70,7 @@ class Placement(ABC):
 
     @abstractmethod
     def updated_here(self, index: int, params: Sequence[nn.Parameter]) -> list[nn.Parameter]:
-        """What the optimizer of this rank updates of a param group."""
+        """Returns what the optimizer of this rank updates of a param group."""
 
     @abstractmethod
     def step(self, optimizer: Optimizer, closure: Closure | None, kwargs: Kwargs) -> Tree:
@@ -279,7 +279,6 @@ class OwnedParameters(OfParameters):
 
     @not_compiled
     def publish(self) -> None:
-        """See :meth:`Placement.publish`."""
         with self.ranges.gather():
             works = [buffer.publish(self._wire_dtype) for buffer in self.buffers]
         with self.ranges.gather_wait():
@@ -477,7 +476,6 @@ class InSegments(Placement):
         return loss
 
     def publish(self) -> None:
-        """See :meth:`Placement.publish`."""
         with self.ranges.gather():
             for segment in self.segments:
                 segment.publish(self._wire_dtype)
@@ -532,7 +530,7 @@ def _put_aside(segment: FlatSegment, optimizer: Optimizer) -> PutAside | None:
 
 
 def split_state(segment: FlatSegment, state: State) -> dict[nn.Parameter, State]:
-    """What an optimizer has for a segment, as views that belong to the parameters here."""
+    """Cuts an optimizer's state of a segment into views that belong to the parameters here."""
     pieces: dict[nn.Parameter, State] = {p: {} for p in segment.split_own(segment.own.detach())}
     for key, value in state.items():
         spread = isinstance(value, torch.Tensor) and value.shape == segment.own.shape

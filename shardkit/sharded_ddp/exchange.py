@@ -24,7 +24,7 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..backend import Group, ReduceOp
-from ..checks.runs import are_several, number_of
+from ..checks import are_several, number_of
 from ..errors import ConfigurationError, LifecycleError
 from ..oss.optimizer import OSS
 from ..oss.segments import FlatSegment
@@ -202,7 +202,7 @@ class GradientExchange:
                 part.turn = self._take_turn if self._takes_turns else None
 
     def forget_errors(self) -> None:
-        """What compression has left out so far is not added to anything."""
+        """Forgets what compression has left out so far."""
         for bucket in self.buckets:
             if bucket.compressed is not None:
                 bucket.compressed.feedback.forget()

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
+from ..layout import Box
 from ..types import Tree
 
 
@@ -43,3 +44,10 @@ def memory_of(tensor: torch.Tensor) -> memoryview:
     memory: Tree = (ctypes.c_char * size).from_address(tensor.data_ptr())
     memory.owner = tensor  # a view of memory outlives the tensor, and this keeps it
     return memoryview(memory).cast("B")
+
+
+def narrowed(tensor: torch.Tensor, box: Box, frame: Box) -> torch.Tensor:
+    """A view of what is in one box, of a tensor that is what is in another, ``frame``, around it."""
+    for dim, (first, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
+        tensor = tensor.narrow(dim, first - frame.offsets[dim], size)
+    return tensor

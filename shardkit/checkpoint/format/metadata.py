@@ -18,6 +18,7 @@ from typing import NamedTuple, NoReturn, TypeVar
 import torch
 
 from ...errors import ConfigurationError, DamagedFileError, UntrustedFileError
+from ...layout import Box
 from ...types import Tree
 from ..files.data_pickle import Function, Instance, NotData, read
 from ..files.loading import UNREADABLE
@@ -64,10 +65,9 @@ class Record(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """A box of a tensor: ``sizes`` elements from ``offsets`` on in each dimension."""
+    """A part of a tensor, and where it lies."""
 
-    offsets: Shape
-    sizes: Shape
+    box: Box
     record: Record
 
 
@@ -285,5 +285,5 @@ def _tensor(name: str, facts: Instance, records: Mapping[tuple[str, Shape | None
         if record is not None:
             if record.length < math.prod(sizes) * dtype.itemsize:
                 raise ValueError(f"a part of {name!r} of sizes {sizes} can't lie in {record.length} bytes")
-            chunks.append(Chunk(offsets, sizes, record))
+            chunks.append(Chunk(Box(offsets, sizes), record))
     return TensorEntry(dtype, shape, tuple(chunks))

@@ -12,8 +12,9 @@ from collections.abc import Iterator, Mapping
 import torch
 
 from ...errors import ConfigurationError, DamagedFileError, ShardkitError
+from ...layout import whole_box
 from ...types import StateDict, Tree
-from .stored import Box, Place, StoredTensor
+from .stored import Part, Place, StoredTensor
 from .torch_files import read_torch_file
 
 INDEX = "model.safetensors.index.json"
@@ -161,8 +162,8 @@ def _tensor(path: str, name: str, facts: Tree, start: int) -> StoredTensor:
             raise
         raise DamagedFileError(f"{path}: {name!r}: {error}") from None
     place = Place(path, start + begin)
-    box = Box((0,) * len(shape), shape, lambda: place)
-    return StoredTensor(name, shape, dtype, (box,), dtype, (path, begin, end, shape))
+    part = Part(whole_box(shape), lambda: place)
+    return StoredTensor(name, shape, dtype, (part,), dtype, (path, begin, end, shape))
 
 
 def _holds_parts(notes: dict[str, str]) -> bool:

@@ -16,7 +16,7 @@ from ..format.manifest import NAME as MANIFEST
 from ..format.manifest import read_manifest, refuse_damage
 from ..format.metadata import METADATA, Chunk, Record, TensorEntry, read_metadata
 from . import hugging_face, rank_files
-from .stored import Box, Checkpoint, Place, StoredTensor, find_model, replaced, without_layer
+from .stored import Checkpoint, Part, Place, StoredTensor, find_model, replaced, without_layer
 from .torch_files import Contents, held
 
 
@@ -46,9 +46,7 @@ def read_folder(folder: str, trust_pickle: bool = False) -> StateDict:
 
 def _tensor(folder: str, name: str, entry: TensorEntry) -> StoredTensor:
     parts = [
-        Box(
-            chunk.offsets, chunk.sizes, functools.cache(functools.partial(_place, folder, chunk, entry.dtype))
-        )
+        Part(chunk.box, functools.cache(functools.partial(_place, folder, chunk, entry.dtype)))
         for chunk in entry.chunks
     ]
     return StoredTensor(name, tuple(entry.shape), entry.dtype, tuple(parts), entry.dtype)
@@ -59,7 +57,7 @@ def _place(folder: str, chunk: Chunk, dtype: torch.dtype) -> Place:
     record, path = chunk.record, os.path.join(folder, chunk.record.file)
     record.check(folder)
     found = Contents(path, record.offset, record.length, f"tensor {record.name!r}").tree()
-    if not isinstance(found, StoredTensor) or (found.shape, found.stored_dtype) != (chunk.sizes, dtype):
+    if not isinstance(found, StoredTensor) or (found.shape, found.stored_dtype) != (chunk.box.sizes, dtype):
         raise DamagedFileError(
             f"{path}: tensor {record.name!r} is another one than the table of contents says; take an earlier "
             "checkpoint"

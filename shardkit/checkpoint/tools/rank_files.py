@@ -14,20 +14,21 @@ import pickle
 import re
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple, TypedDict, cast
 
 import torch
 
-from ...checks.runs import check_one_save
+from ...checks import check_one_save
 from ...errors import ConfigurationError, UntrustedFileError
 from ...fsdp.local_checkpoint import note_of
 from ...fsdp.names import INNER, OUTER, clean
+from ...layout import boxes_of
 from ...types import SavedState, StateDict, Tree
 from ..files.loading import load
 from ..files.writing import save
-from .stored import Place, Range, Shape, StoredTensor, blocks_of, in_memory
+from .stored import Part, Place, Shape, StoredTensor, blocks_of, in_memory
 from .torch_files import TorchFileWriter, read_torch_file
 
 PREFIX = "_fsdp_shard"
@@ -103,13 +104,38 @@ class ShardCheckpoint(TypedDict):
     shard_metadata: ShardMetadata
 
 
-def _whole(shards: Sequence[torch.Tensor], size: Sequence[int]) -> torch.Tensor:
-    """A parameter from the shards of all ranks: ranges of its elements, or of its rows."""
-    joined = torch.cat([s.reshape(1) if s.dim() == 0 else s for s in shards])
-    if joined.dim() > 1:
-        return joined[: size[0]]
-    shape = torch.Size(size)
-    return joined[: shape.numel()].view(shape)
+class _Entry(NamedTuple):
+    """What a state dict of shards has of a parameter, or a buffer.
+
+    Attributes:
+        name: its own.
+        key: of the shard in which it lies, or of the buffer.
+        shape: None of a buffer.
+        start: its first element, in the shards of all ranks end to end.
+    """
+
+    name: str
+    key: str
+    shape: tuple[int, ...] | None
+    start: int = 0
+
+
+def _entries(keys: Iterable[str], facts: SavedState) -> Iterator[_Entry]:
+    """All that torch_xla's state dicts with these keys hold, by their shard_metadata."""
+    for key in keys:
+        wrapper, shard = split_shard_name(key)
+        if shard is None:  # buffers are rank 0's
+            yield _Entry(clean(key), key, None)
+            continue
+        info = facts["shard_info"][wrapper][shard]
+        path = f"{wrapper}.{info['_orig_name']}" if wrapper else info["_orig_name"]
+        if not info["_orig_name"].startswith(FLAT):
+            yield _Entry(clean(path), key, tuple(info["_orig_size"]))
+            continue
+        holder, start = path.rpartition(".")[0], 0
+        for name, shape, numel in zip(*facts["flatten_info"][path], strict=True):
+            yield _Entry(clean(f"{holder}.{name}"), key, tuple(shape), start)
+            start += numel
 
 
 def consolidate_sharded_state_dicts(
@@ -130,22 +156,15 @@ def consolidate_sharded_state_dicts(
         )
     dtypes = {clean(k): v["_orig_dtype"] for k, v in shard_metadata.get("buffer_info", {}).items()}
     full: OrderedDict[str, torch.Tensor] = OrderedDict()
-    for key, value in state_dict_list[0].items():
-        wrapper, shard = split_shard_name(key)
-        if shard is None:  # buffers are rank 0's
-            name = clean(key)
+    joined: dict[str, torch.Tensor] = {}
+    for name, key, shape, start in _entries(state_dict_list[0], shard_metadata):
+        if shape is None:
+            value = state_dict_list[0][key]
             full[name] = value.to(dtypes[name]) if name in dtypes else value
             continue
-        info = shard_metadata["shard_info"][wrapper][shard]
-        param = _whole([state[key] for state in state_dict_list], info["_orig_size"])
-        path = f"{wrapper}.{info['_orig_name']}" if wrapper else info["_orig_name"]
-        if not info["_orig_name"].startswith(FLAT):
-            full[clean(path)] = param
-            continue
-        names, shapes, numels = shard_metadata["flatten_info"][path]
-        holder = path.rpartition(".")[0]
-        for name, shape, part in zip(names, shapes, param.split(list(numels)), strict=True):
-            full[clean(f"{holder}.{name}")] = part.view(shape)
+        if key not in joined:
+            joined = {key: torch.cat([state[key].reshape(-1) for state in state_dict_list])}
+        full[name] = joined[key][start : start + math.prod(shape)].view(shape)
     for name, source in shard_metadata.get("shared_info", {}).items():
         if source in full:
             full[name] = full[source]
@@ -328,6 +347,10 @@ def _rank(metadata: SavedState, weights: StateDict, position: int, count: int) -
 def _place_of(shard: StoredTensor) -> Callable[[], Place]:
     def where() -> Place:
         place = shard.parts[0].where()
+        if place.strides is not None:
+            raise ConfigurationError(
+                f"{place.path}: the shard of {shard.name!r} is not contiguous; save it as it is in memory"
+            )
         return replace(place, crc=None)
 
     return where
@@ -335,14 +358,16 @@ def _place_of(shard: StoredTensor) -> Callable[[], Place]:
 
 def _cut_out(name: str, shape: Shape, start: int, shards: Sequence[tuple[StoredTensor, int]]) -> StoredTensor:
     """A tensor that is the elements from ``start`` on of shards end to end, each with its numel without padding."""
-    numel, parts, begin = math.prod(shape), [], 0
+    parts: list[Part] = []
+    numel, begin = math.prod(shape), 0
     if any(shard.value is not None for shard, _ in shards):  # they had to be read already
         whole = torch.cat([shard.read().reshape(-1)[:held] for shard, held in shards])
         return replace(in_memory(name, whole[start : start + numel].view(shape)), identity=None)
     for shard, held in shards:
         low, high = max(begin, start), min(begin + held, start + numel)
         if low < high:
-            parts.append(Range(low - start, high - low, _place_of(shard), low - begin))
+            where = _place_of(shard)
+            parts += [Part(box, where) for box in boxes_of(shape, low - start, high - low, low - begin)]
         begin += held
     dtype = shards[0][0].stored_dtype
     return StoredTensor(name, tuple(shape), dtype, tuple(parts), dtype)
@@ -352,24 +377,12 @@ def _of_torch_xla(weights: Sequence[StateDict], metadata: Sequence[SavedState]) 
     facts = metadata[0]
     found: StateDict = {}
     dtypes = {clean(k): v["_orig_dtype"] for k, v in facts.get("buffer_info", {}).items()}
-    for key, value in weights[0].items():
-        wrapper, shard = split_shard_name(key)
-        if shard is None:
-            name = clean(key)
+    for name, key, shape, start in _entries(weights[0], facts):
+        if shape is None:
+            value = weights[0][key]
             found[name] = value.cast(dtypes[name]) if name in dtypes else value
-            continue
-        info = facts["shard_info"][wrapper][shard]
-        path = f"{wrapper}.{info['_orig_name']}" if wrapper else info["_orig_name"]
-        shards = [(w[key], w[key].numel) for w in weights]
-        if not info["_orig_name"].startswith(FLAT):
-            found[clean(path)] = _cut_out(clean(path), tuple(info["_orig_size"]), 0, shards)
-            continue
-        names, shapes, numels = facts["flatten_info"][path]
-        holder, start = path.rpartition(".")[0], 0
-        for name, shape, numel in zip(names, shapes, numels, strict=True):
-            name = clean(f"{holder}.{name}")
-            found[name] = _cut_out(name, tuple(shape), start, shards)
-            start += numel
+        else:
+            found[name] = _cut_out(name, shape, start, [(w[key], w[key].numel) for w in weights])
     for name, source in facts.get("shared_info", {}).items():
         _share(found, source, name)
     return found

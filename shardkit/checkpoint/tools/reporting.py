@@ -16,7 +16,7 @@ from ..format.manifest import read_manifest
 from .comparing import Comparison, short, short_dtype
 from .converting import Converted
 from .opening import open_checkpoint
-from .stored import Box, Checkpoint, StoredTensor, at, dotted
+from .stored import Checkpoint, StoredTensor, at, dotted
 from .verifying import Verified
 
 
@@ -127,10 +127,9 @@ def in_natural_order(tensors: Iterable[tuple[str, StoredTensor]]) -> list[tuple[
 
 
 def _tensor(name: str, tensor: StoredTensor) -> StateDict:
-    boxes = [p for p in tensor.parts if isinstance(p, Box)]
     return {
         "name": name, "shape": list(tensor.shape), "dtype": short_dtype(tensor.dtype), "bytes": tensor.nbytes,
-        "parts": len(boxes) if boxes else max(1, len(tensor.parts)),
+        "parts": max(1, len({id(part.where) for part in tensor.parts})),
     }  # fmt: skip
 
 

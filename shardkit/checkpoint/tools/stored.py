@@ -11,12 +11,13 @@ import math
 import mmap
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import BinaryIO, TypeAlias, cast
+from typing import BinaryIO, NamedTuple, TypeAlias, cast
 
 import torch
 
-from ...errors import ConfigurationError, DamagedFileError
-from ...torch_seams.strided_views import memory_of
+from ...errors import ConfigurationError, DamagedFileError, ShardkitError
+from ...layout import Box, whole_box
+from ...torch_seams.strided_views import memory_of, narrowed
 from ...types import StateDict, Tree
 
 _LARGE = 1 << 16
@@ -42,34 +43,16 @@ class Place:
     crc: int | None = None
 
 
-@dataclasses.dataclass(frozen=True)
-class Box:
-    """A part that is a box of the tensor: ``sizes`` elements from ``offsets`` on in each dimension.
+class Part(NamedTuple):
+    """A part of a tensor.
 
     Attributes:
+        box: of the tensor; so many elements as it says come before at the place.
         where: finds the place; called when it is read.
     """
 
-    offsets: Shape
-    sizes: Shape
+    box: Box
     where: Callable[[], Place]
-
-
-@dataclasses.dataclass(frozen=True)
-class Range:
-    """A part that is a range of the tensor's elements in row-major order.
-
-    Attributes:
-        start: first element of the tensor [0, N).
-        numel: how many.
-        where: finds the place of the elements that this one is taken from.
-        skip: how many of those come before.
-    """
-
-    start: int
-    numel: int
-    where: Callable[[], Place]
-    skip: int = 0
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -89,7 +72,7 @@ class StoredTensor:
     name: str
     shape: Shape
     stored_dtype: torch.dtype
-    parts: tuple[Box | Range, ...] = ()
+    parts: tuple[Part, ...] = ()
     dtype: torch.dtype = torch.float32
     identity: object = None
     value: torch.Tensor | None = None
@@ -126,20 +109,10 @@ class StoredTensor:
 
     def _read(self) -> torch.Tensor:
         self._check_complete()
-        target = _empty(self.shape, self.stored_dtype)
+        target, all_of_it = _empty(self.shape, self.stored_dtype), whole_box(self.shape)
         for part in self.parts:
             place = self._place(part)
-            with _opened(place.path) as file:
-                source = _Source(file, place, self.name)
-                if isinstance(part, Range):
-                    if place.strides is not None:
-                        raise ConfigurationError(
-                            f"{place.path}: the shard of {self.name!r} is not contiguous; save it as it is in memory"
-                        )
-                    flat = target.view(-1)[part.start : part.start + part.numel]
-                    source.fill(flat, part.skip * self.stored_dtype.itemsize)
-                else:
-                    source.fill_box(_box_of(target, part), place.strides)
+            self._fill(narrowed(target, part.box, all_of_it), place, part.box.start)
         return target
 
     def read_rows(self, start: int, stop: int) -> torch.Tensor:
@@ -151,29 +124,19 @@ class StoredTensor:
         if self.value is not None:
             return self.value[start:stop]
         self._check_complete()
-        target = _empty((stop - start, *self.shape[1:]), self.stored_dtype)
-        row = math.prod(self.shape[1:])
+        rows = Box((start, *(0,) * (len(self.shape) - 1)), (stop - start, *self.shape[1:]))
+        target = _empty(rows.sizes, self.stored_dtype)
         for part in self.parts:
-            if isinstance(part, Range):
-                low, high = max(part.start, start * row), min(part.start + part.numel, stop * row)
-                view = target.view(-1)[low - start * row : max(low, high) - start * row]
-                skip = part.skip + low - part.start
-            else:
-                low, high = max(part.offsets[0], start), min(part.offsets[0] + part.sizes[0], stop)
-                inside = Box(
-                    (low - start, *part.offsets[1:]), (max(0, high - low), *part.sizes[1:]), part.where
-                )
-                view = _box_of(target, inside) if low < high else target[:0]
-                skip = (low - part.offsets[0]) * math.prod(part.sizes[1:])
-            if low < high and view.numel() > 0:
-                self._fill_rows(part, view, skip)
+            common = part.box.meet(rows)
+            if common is not None:
+                before = (common.offsets[0] - part.box.offsets[0]) * math.prod(part.box.sizes[1:])
+                place = dataclasses.replace(self._place(part), crc=None)
+                self._fill(narrowed(target, common, rows), place, part.box.start + before)
         return target
 
-    def _fill_rows(self, part: Box | Range, view: torch.Tensor, skip: int) -> None:
-        place = self._place(part)
-        offset = place.offset + skip * self.stored_dtype.itemsize
+    def _fill(self, view: torch.Tensor, place: Place, skip: int) -> None:
         with _opened(place.path) as file:
-            _Source(file, Place(place.path, offset), self.name).fill_box(view, None)
+            _Source(file, place, self.name).fill(view, skip)
 
     def slabs(self) -> Iterator[tuple[int, int]]:
         """Ranges of rows of about a block each; all of a tensor that can't be read in rows."""
@@ -187,17 +150,17 @@ class StoredTensor:
         """The bytes of all elements in row-major order, as ``dtype``. A block is valid until the next."""
         yield from blocks_of(self.read(), self.dtype)
 
-    def _place(self, part: Box | Range) -> Place:
+    def _place(self, part: Part) -> Place:
         try:
             return part.where()
         except (ValueError, OSError) as error:
-            if isinstance(error, DamagedFileError):
+            if isinstance(error, ShardkitError):
                 raise
             raise DamagedFileError(f"tensor {self.name!r} can't be read: {error}") from error
 
     def _check_complete(self) -> None:
         """Parts could leave elements out that nobody has written."""
-        held = sum(p.numel if isinstance(p, Range) else math.prod(p.sizes) for p in self.parts)
+        held = sum(part.box.numel for part in self.parts)
         if held < self.numel:
             raise DamagedFileError(
                 f"tensor {self.name!r}: the files hold {held} of its {self.numel} elements; the files of a rank are "
@@ -248,17 +211,6 @@ def _opened(path: str) -> Iterator[BinaryIO]:
         raise DamagedFileError(f"{path} can't be read ({error.strerror or error})") from error
 
 
-def _box_of(target: torch.Tensor, part: Box) -> torch.Tensor:
-    for dim, (offset, size) in enumerate(zip(part.offsets, part.sizes, strict=True)):
-        if offset + size > target.shape[dim]:
-            raise DamagedFileError(
-                f"a part of {tuple(part.sizes)} at {tuple(part.offsets)} is outside of a tensor of "
-                f"{tuple(target.shape)}"
-            )
-        target = target.narrow(dim, offset, size)
-    return target
-
-
 def storage_order(shape: Sequence[int], strides: Sequence[int]) -> list[int] | None:
     """Dimensions in the order in which a tensor without gaps lies in memory; None: it has gaps, or overlaps."""
     order = sorted(range(len(shape)), key=lambda d: (-strides[d], d))
@@ -278,11 +230,12 @@ class _Source:
         self._file, self._place, self._name = file, place, name
         self._crc = 0
 
-    def fill_box(self, view: torch.Tensor, strides: Shape | None) -> None:
-        """Reads a whole part, and compares its checksum."""
-        self._file.seek(self._place.offset)
+    def fill(self, view: torch.Tensor, skip: int) -> None:
+        """Reads a part, from a number of elements on; compares its checksum, where it is known."""
+        self._file.seek(self._place.offset + skip * view.itemsize)
         if 0 in view.shape:
             return
+        strides = self._place.strides
         if strides is not None and storage_order(view.shape, strides) is None:
             span = 1 + sum((n - 1) * s for n, s in zip(view.shape, strides, strict=True))
             flat = _empty((span,), view.dtype)
@@ -298,11 +251,6 @@ class _Source:
                 f"{self._crc:#010x}, expected {self._place.crc:#010x}). Take another copy of the file, or an earlier "
                 "checkpoint"
             )
-
-    def fill(self, flat: torch.Tensor, skip: int) -> None:
-        """Reads elements from a number of bytes on."""
-        self._file.seek(self._place.offset + skip)
-        self._into(flat)
 
     def _in_order(self, view: torch.Tensor) -> None:
         """Fills a view in its own row-major order."""

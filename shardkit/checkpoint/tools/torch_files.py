@@ -15,12 +15,13 @@ from typing import BinaryIO, cast
 import torch
 
 from ...errors import DamagedFileError, UntrustedFileError
+from ...layout import whole_box
 from ...types import SavedState, Tree
 from ..files.archive import LOCAL, Archive, Damage, Legacy
 from ..files.data_pickle import NotData, named_globals, read
 from ..files.loading import UNREADABLE, load, load_data, storage_parts
 from ..files.rebuilding import Storage, build, names, without_values
-from .stored import Box, Path, Place, StoredTensor, dotted, in_memory, replaced
+from .stored import Part, Path, Place, StoredTensor, dotted, in_memory, replaced
 
 # What looks at values while it is made; files with such tensors are read at once.
 _LOOKING = frozenset(
@@ -174,9 +175,9 @@ class Contents:
             raise Damage(
                 f"its record data/{key} has {size} bytes, expected {self._memory[key].memory.nbytes()}"
             )
-        box = Box((0,) * len(shape), shape, lambda: place)
+        part = Part(whole_box(shape), lambda: place)
         identity = (self._path, self._start, key, first, shape, strides, value.dtype)
-        return StoredTensor(dotted(path), shape, value.dtype, (box,), value.dtype, identity)
+        return StoredTensor(dotted(path), shape, value.dtype, (part,), value.dtype, identity)
 
 
 def held(path: Path, value: Tree) -> Tree:

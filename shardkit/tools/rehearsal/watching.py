@@ -1,0 +1,166 @@
+"""Notes what each rank does: steps, losses, passes over data, what it sends. The script does nothing for it."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from unittest import mock
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.data import BatchSampler, DataLoader
+
+from shardkit.backends.diagnosis.calls import Call
+from shardkit.backends.simulated.places import SourceLine, here
+from shardkit.backends.simulated.rank_threads import Condition, RankThreads
+from shardkit.optimizers.stepping import take_part
+from shardkit.types import Tree
+
+from .memory import resizing
+from .ranks import Loader, Rank, Sent, current
+
+
+class EnoughSteps(BaseException):
+    """A rank has made as many steps as were asked for; no error, so that no ``except Exception`` keeps it."""
+
+
+class _Nothing:
+    """Makes shardkit's own hooks come before ours: what they undo after a step is undone when we end it."""
+
+    def before(self, optimizer: Optimizer) -> None: ...
+    def after(self, optimizer: Optimizer) -> None: ...
+
+
+_NOTHING = _Nothing()
+
+
+class _Inside(threading.local):
+    """How many optimizers' steps this thread is inside of."""
+
+    depth = 0
+
+
+class Goal:
+    """After so many steps of an optimizer a rank waits for the others; when all have come so far, all end.
+
+    Where the others wait for this one elsewhere, it goes on: it trains something by itself, or they would hang.
+    """
+
+    def __init__(self, steps: int, threads: RankThreads) -> None:
+        self._steps, self._threads = steps, threads
+        self._there: set[int] = set()
+
+    def reached(self, rank: Rank, made: int) -> None:
+        """``rank`` has made that many.
+
+        Raises:
+            EnoughSteps: as all others have.
+        """
+        if made < self._steps:
+            return
+        self._there.add(rank.number)
+        awaited = Condition(lambda: self._there >= self._threads.left, optional=True)
+        call = Call("steps", made, f"its step {made}, the last of the rehearsal,", 0, "")
+        self._threads.wait(rank.number, awaited, call)
+        if not awaited.released:
+            raise EnoughSteps
+        self._there.discard(rank.number)
+
+
+class WholeBatches:
+    """Lets one rank draw in a step what many ranks drew together.
+
+    Args:
+        passes: one of these ranks' passes over DataLoaders.
+        ranks: how many they were.
+
+    [Note: one process beside many] A DistributedSampler deals out samples in turns. So the k-th batches of all ranks
+    together are the k-th batch of one rank with a batch size that is as many times larger. A script that divides a
+    global batch size itself has the larger one already: then nothing is changed.
+    """
+
+    def __init__(self, passes: Sequence[Loader], ranks: int) -> None:
+        self._passes, self._ranks = iter(passes), ranks
+
+    def enlarge(self, loader: Tree) -> None:
+        """The next pass is over ``loader``."""
+        before, sampler = next(self._passes, None), loader.batch_sampler
+        if before is None or type(sampler) is not BatchSampler or not before.batch_size:
+            return
+        if sampler.batch_size == before.batch_size:
+            sampler.batch_size *= self._ranks
+
+
+@contextlib.contextmanager
+def watching(goal: Goal | None, batches: WholeBatches | None = None) -> Iterator[None]:
+    """Inside, :class:`Seen` of each rank is kept, and ranks end at the goal."""
+    mine = _Inside()
+
+    def before(optimizer: Optimizer, args: object, kwargs: object) -> None:
+        mine.depth += 1
+
+    def after(optimizer: Optimizer, args: object, kwargs: object) -> None:
+        mine.depth = max(0, mine.depth - 1)
+        rank = current()
+        if rank is None or mine.depth:  # an optimizer inside of another one
+            return
+        steps = rank.seen.by_optimizer.pop(id(optimizer), [])
+        steps.append(rank.seen.pending)
+        rank.seen.by_optimizer[id(optimizer)], rank.seen.pending = steps, []
+        if goal is not None:
+            goal.reached(rank, len(steps))
+
+    take_part(_NOTHING)
+    with ExitStack() as stack:
+        for handle in (register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)):
+            stack.callback(handle.remove)
+        for owner, name, replace in (
+            (torch.Tensor, "backward", _noting_losses),
+            (DataLoader, "__iter__", functools.partial(_noting_loaders, batches)),
+            (torch.UntypedStorage, "resize_", resizing),
+        ):
+            stack.enter_context(mock.patch.object(owner, name, replace(getattr(owner, name))))
+        yield
+
+
+def _noting_losses(backward: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(backward)
+    def noting(loss: torch.Tensor, *args: object, **kwargs: object) -> None:
+        rank = current()
+        if rank is not None and type(loss) is torch.Tensor and loss.numel() == 1:
+            rank.seen.pending.append(float(loss.detach()))
+        backward(loss, *args, **kwargs)
+
+    return noting
+
+
+def _noting_loaders(whole: WholeBatches | None, iterate: Callable[..., Tree]) -> Callable[..., Tree]:
+    @functools.wraps(iterate)
+    def noting(loader: Tree) -> Tree:
+        rank = current()
+        if rank is not None:
+            if whole is not None:
+                whole.enlarge(loader)
+            try:
+                batches: int | None = len(loader)
+            except (TypeError, NotImplementedError):
+                batches = None
+            rank.seen.loaders.append(Loader(here(), batches, loader.batch_size))
+        return iterate(loader)
+
+    return noting
+
+
+def note_call(rank: Rank, call: Call, place: SourceLine, size: int, world_size: int) -> None:
+    """A collective over ``size`` bytes among ``world_size`` ranks."""
+    kind = Sent(call.operation.partition("(")[0], place)
+    rank.seen.calls[kind] += 1
+    if call.operation == "send":
+        rank.seen.sent[kind] += size
+    elif call.operation != "recv":
+        twice = 2 if call.operation.startswith("all_reduce") else 1
+        rank.seen.sent[kind] += twice * size * (world_size - 1) // world_size
