@@ -14,8 +14,8 @@ from torch.optim.optimizer import ParamsT
 from shardkit.errors import ConfigurationError, LifecycleError
 from shardkit.extra.reducing_oss import ReducingOSS
 from shardkit.extra.row_states import as_rows, in_rows, rows_of, whole_of
+from shardkit.optimizer_state.kinds import to_cpu
 from shardkit.oss.placement import split_state
-from shardkit.oss.state import to_cpu
 from shardkit.types import StateDict, T, Tree
 from shardkit.xla.ranks import current_backend, group_among, rank_and_world_size
 

@@ -8,8 +8,8 @@ from typing import TypeVar
 from .. import errors
 from ..checks.facts import all_gather_facts
 from ..errors import CheckpointError, FileNotWrittenError, ShardkitError
+from ..optimizer_state.leaves import Ranks
 from ..types import Tree
-from .leaves import Ranks
 
 T = TypeVar("T")
 

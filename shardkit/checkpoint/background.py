@@ -11,10 +11,10 @@ import time
 from collections.abc import Callable
 
 from ..errors import CheckpointError
+from ..optimizer_state.leaves import Ranks
 from .agreeing import described, raised
 from .data_file import index_of, name_of
 from .format.folders import last_change
-from .leaves import Ranks
 
 # By rank: ranks may be threads of one process. What is written in the background is waited for by the next save.
 _running: dict[int, Handle] = {}

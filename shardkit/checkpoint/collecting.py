@@ -17,16 +17,14 @@ from ..backend import Backend, Group, backend_for, backend_of_job
 from ..errors import ConfigurationError
 from ..fsdp.pieces import Pieces
 from ..layout import Box
+from ..optimizer_state.leaves import Fixed, Leaf, Ranks, of_dtensor, refuse_class, whole
+from ..optimizer_state.slots import Slot
 from ..torch_seams.dtensors import is_dtensor
 from ..types import ProcessGroup, StateDict
 from .format.stored import refuse_what_is_no_data
-from .holders import holder_of
-from .leaves import Fixed, Leaf, Ranks, of_dtensor, of_pieces, refuse_class, whole
 from .model_state import ModelState
-from .optimizer_state import Holder, Names
+from .optimizers import Holder, Names, Schedulers, Together, holder_of
 from .rank_states import Stateful, random_states
-from .slots import Slot
-from .together import Schedulers, Together
 
 Path = tuple["str | int", ...]
 LARGEST = 64 * 2**20  # bytes of a record: readers need that much memory, and ranks share what all have
@@ -67,7 +65,8 @@ class Part(NamedTuple):
 def of_extra(path: Path, value: object, ranks: Ranks) -> Iterator[Entry]:
     """A user's own: dicts of tensors by name are stored tensor by tensor, all else as one record."""
     if isinstance(value, Pieces):
-        yield Entry(path, of_pieces(value, ranks))
+        # of a sharded_state_dict(), whose ranks have no replicas
+        yield Entry(path, Leaf(value.shape, value._run, tuple(value._boxes), ranks.alone))
     elif is_dtensor(value):
         yield Entry(path, of_dtensor(".".join(map(str, path)), value, ranks))
     elif isinstance(value, torch.Tensor):

@@ -15,9 +15,9 @@ from typing import BinaryIO, NamedTuple, cast
 import torch
 
 from ..layout import Box
+from ..optimizer_state.leaves import Leaf
 from .collecting import Part
 from .format.manifest import Hasher, hash_of, new_hasher
-from .leaves import Leaf
 
 PREFIX, ENDING = "__", "_0.distcp"
 

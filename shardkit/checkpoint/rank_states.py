@@ -17,7 +17,7 @@ import torch
 
 from ..backend import Backend
 from ..errors import ConfigurationError
-from ..oss.state import to_cpu
+from ..optimizer_state.kinds import to_cpu
 from ..types import StateDict, Tree
 
 

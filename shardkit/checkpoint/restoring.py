@@ -15,6 +15,8 @@ from torch.optim import Optimizer
 from ..backend import Backend
 from ..errors import ConfigurationError
 from ..layout import Box
+from ..optimizer_state.leaves import Fixed, Leaf, Ranks, whole
+from ..optimizer_state.slots import Slot
 from ..progress import noting_errors
 from ..running.folder import note_checkpoints
 from ..torch_seams.strided_views import narrowed
@@ -24,12 +26,9 @@ from .background import wait_for_earlier
 from .collecting import Parts, backend_and_ranks, holder_for
 from .format import folders
 from .format.stored import read_tensor
-from .leaves import Fixed, Leaf, Ranks, whole
 from .model_state import ModelState
-from .optimizer_state import Holder
+from .optimizers import Holder, check_schedulers
 from .rank_states import Stateful, load_loader, set_random_states
-from .slots import Slot
-from .together import check_schedulers
 
 if TYPE_CHECKING:
     from .format.metadata import Chunk, Record
@@ -213,7 +212,7 @@ class OptimizerReads:
                     "its flat parameter is"
                 )
             stored = [(span, self._stored.tensors.get(name or "")) for span, name in names.items()]
-            if all(found is not None and slot.can_spread(key, span, found.shape) for span, found in stored):
+            if all(found is not None and slot.is_cut(key, span, found.shape) for span, found in stored):
                 dtype = next(found.dtype for _, found in stored if found is not None)
                 state[key] = slot.zeros(dtype)
                 for span, name in names.items():

@@ -25,6 +25,9 @@ from torch.optim import Optimizer
 from ..checks.facts import all_gather_facts_or_objects
 from ..checks.same_everywhere import check_same_everywhere
 from ..errors import ConfigurationError, RankMismatchError
+from ..optimizer_state.kinds import Kind
+from ..optimizer_state.leaves import Leaf, Ranks
+from ..optimizer_state.slots import Slot
 from ..progress import note_error, noting_errors
 from ..running.folder import note_checkpoints
 from ..types import ProcessGroup, StateDict, Tree
@@ -44,12 +47,8 @@ from .data_file import on_host, write_parts
 from .files.writing import save as save_file
 from .format import folders
 from .format.manifest import best_hash
-from .leaves import Leaf, Ranks
-from .optimizer_state import Holder
+from .optimizers import Holder
 from .rank_states import Stateful
-from .slots import Slot
-
-Kinds = dict[int, dict[str, tuple[bool, object]]]
 
 
 def shards_with_state(holder: Holder | None, slots: Sequence[tuple[Slot, StateDict]]) -> str:
@@ -67,40 +66,26 @@ def lacking_entries(collected: Collected, ranks: Ranks, everybody: Sequence[str]
         return []
     shards = holder.shards()
     states = {id(slot.param): state for slot, state in collected.slots}
-    mine: Kinds = {
-        k: {key: _kind(slot, key, value) for key, value in states[id(slot.param)].items()}
+    mine = {
+        k: {key: tuple(Kind.of(key, v, slot.param.shape)) for key, v in states[id(slot.param)].items()}
         for k, slot in enumerate(shards)
         if id(slot.param) in states
     }
-    merged: Kinds = {}
+    merged: dict[int, dict[str, Kind]] = {}
     for theirs in all_gather_facts_or_objects(
         group.channel("control"), mine, label="kinds of optimizer state"
     ):
         for k, kinds in theirs.items():
-            merged.setdefault(k, {}).update(kinds)
+            merged.setdefault(k, {}).update({key: Kind(*what) for key, what in kinds.items()})
     found: list[Entry] = []
     for k, slot in enumerate(shards):
         if k in merged and k not in mine:
-            state = {key: _made(slot, *kind) for key, kind in merged[k].items()}
+            state = {
+                key: slot.zeros(kind.dtype) if kind.spread else kind.made() for key, kind in merged[k].items()
+            }
             for name, values in slot.leaves(state, ranks).items():
                 found += [Entry(("optimizer", "state", name, key), value) for key, value in values.items()]
     return found
-
-
-def _kind(slot: Slot, key: str, value: object) -> tuple[bool, object]:
-    if slot.is_spread(key, value) and isinstance(value, torch.Tensor):
-        return True, value.dtype
-    if isinstance(value, torch.Tensor):
-        return False, (value.tolist(), value.dtype)
-    return False, value
-
-
-def _made(slot: Slot, is_spread: bool, what: object) -> object:
-    if is_spread and isinstance(what, torch.dtype):
-        return torch.zeros_like(slot.param.detach(), dtype=what)
-    if isinstance(what, tuple | list) and len(what) == 2 and isinstance(what[1], torch.dtype):
-        return torch.tensor(what[0], dtype=what[1])
-    return what
 
 
 class Save:

@@ -15,7 +15,6 @@ import torch
 
 from ..backend import Group
 from ..errors import ConfigurationError
-from ..fsdp.pieces import Pieces
 from ..layout import Box, Piece, boxes_of, whole_box
 
 if TYPE_CHECKING:
@@ -159,11 +158,6 @@ def of_dtensor(name: str, tensor: DTensor, ranks: Ranks) -> Leaf:
     box = Box(tuple(offsets), tuple(sizes))
     boxes = () if 0 in box.sizes and tensor.numel() else (box,)
     return Leaf(tensor.shape, values, boxes, ranks.places(same.flatten().tolist()))
-
-
-def of_pieces(tensor: Pieces, ranks: Ranks) -> Leaf:
-    """What :meth:`sharded_state_dict` holds, of ranks that have no replicas."""
-    return Leaf(tensor.shape, tensor._run, tuple(tensor._boxes), ranks.alone)
 
 
 def refuse_class(name: str, tensor: torch.Tensor) -> NoReturn:
