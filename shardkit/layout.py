@@ -141,6 +141,7 @@ class ShardLayout:
         starts: where each item begins; None: items lie end to end.
         grains: of each item so many elements that no cut goes through; None: cuts may be anywhere.
         cuts: where each rank's part ends, [W], if parts differ in size; None: each has S.
+        copies: every rank's part has the whole item, a single number.
     """
 
     numels: tuple[int, ...]
@@ -149,6 +150,7 @@ class ShardLayout:
     starts: tuple[int, ...] | None = None
     grains: tuple[int, ...] | None = None
     cuts: tuple[int, ...] | None = None
+    copies: bool = False
 
     @functools.cached_property
     def numel(self) -> int:
@@ -176,9 +178,15 @@ class ShardLayout:
 
     def part(self, rank: int) -> slice:
         """Where a rank's part lies in the flat parameter."""
+        if self.copies:
+            return slice(0, 1)
         if self.cuts is None:
             return slice(rank * self.shard_numel, (rank + 1) * self.shard_numel)
         return slice(self.cuts[rank - 1] if rank else 0, self.cuts[rank])
+
+    def is_copied(self, item: int) -> bool:
+        """Whether every rank's part has the whole item."""
+        return self.copies
 
     def padding(self, rank: int) -> int:
         """How many elements at the end of a rank's shard lie behind the last item."""
@@ -199,6 +207,8 @@ class ShardLayout:
 
     def pieces(self) -> list[Piece]:
         """All items cut at the borders of shards, in order; items without elements have none."""
+        if self.copies:
+            return [Piece(0, 0, rank, 0, 1) for rank in range(self.world_size)]
         found = []
         shard_numel = self.shard_numel  # a sum over all items
         for item, (start, numel) in enumerate(zip(self.offsets(), self.numels, strict=True)):
@@ -239,6 +249,9 @@ class PackedLayout(ShardLayout):
     def part_sizes(self) -> list[int]:
         """Numel of each item's part in a shard, padding included."""
         return [one.shard_numel for one in self.each]
+
+    def is_copied(self, item: int) -> bool:
+        return self.each[item].copies
 
     def pieces(self) -> list[Piece]:
         """The parts of all items, without padding."""

@@ -188,7 +188,7 @@ class FullyShardedDataParallel(OptimizerStates):
         found = FullyShardedDataParallel.fsdp_modules(module)
         chosen = found if recurse else [m for m in found if m is module]
         if with_grads:
-            check_reduced(flat for m in chosen for flat in m._state.flats)
+            check_reduced(m._state.unit for m in chosen)
         with contextlib.ExitStack() as stack:
             for m in chosen:
                 stack.enter_context(summoned(m._state, recurse, writeback))

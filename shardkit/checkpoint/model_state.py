@@ -82,9 +82,10 @@ class ModelState:
             self._here[id(flat)] = pieces
 
     # ------------------------------------------------------------ facts
-    def copies_of(self, flat: FlatParamLike) -> tuple[int, ...]:
-        """The ranks that have the same shard."""
-        return self._copies[id(flat)]
+    def copies_of(self, flat: FlatParamLike, number: int | None = None) -> tuple[int, ...]:
+        """The ranks that have the same shard, or the same part of an original parameter in it."""
+        is_copied = number is not None and flat.layout.is_copied(number)
+        return self.ranks.everybody if is_copied else self._copies[id(flat)]
 
     def piece(self, flat: FlatParamLike, number: int) -> Piece | None:
         """Of an original parameter the piece on this rank."""
@@ -109,7 +110,7 @@ class ModelState:
                 found[name] = self._leaf(name, param)
             else:
                 shape = flat.originals[number].shape
-                copies = self.copies_of(flat) if shape.numel() else (0,)
+                copies = self.copies_of(flat, number) if shape.numel() else (0,)
                 found[name] = piece_of(shape, shards[id(flat)], self.piece(flat, number), copies)
         for name, value in self._buffers_and_extras():
             found[name] = self._leaf(name, value, of_first=True)

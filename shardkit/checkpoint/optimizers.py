@@ -137,7 +137,8 @@ class Names:
             for k, span in enumerate(slot.spans)
             if listing.first + k in names
         )
-        copies = self.model.copies_of(listing.flat)
+        alone = listing.first if isinstance(listing, RegisteredShard) else None
+        copies = self.model.copies_of(listing.flat, alone)
         return replace(slot, param=param, spans=spans, is_shard=not is_dtensor(param), copies=copies)
 
     def group(self, params: Sequence[torch.Tensor], index: int) -> list[str]:

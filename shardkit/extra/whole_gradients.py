@@ -11,19 +11,19 @@ from ..errors import LifecycleError
 from ..fsdp.flat_param import FlatParam
 from ..fsdp.flat_values import put_together
 from ..fsdp.optim_state import gather_parts
-from ..fsdp.originals import Listing, as_tensors
+from ..fsdp.originals import Listing
+from ..fsdp.unit import Unit
 
 
-def check_reduced(flats: Iterable[FlatParam]) -> None:
+def check_reduced(units: Iterable[Unit]) -> None:
     """To be called before the original parameters are summoned.
 
     Raises:
         LifecycleError: there are gradients that ``no_sync`` keeps, which are not reduced yet.
     """
-    for flat in flats:
-        with as_tensors():
-            waiting = any(m.param.grad is not None for m in flat.originals)
-        if waiting:
+    for unit in units:
+        if unit.has_local_gradients():
+            flat = unit.flats[0]
             raise LifecycleError(
                 f"rank {flat.group.ranks[flat.group.rank]}: gradients of {flat.names[0]!r} are this rank's own, from a "
                 "backward inside of no_sync(); full gradients are there after the next backward outside of it"

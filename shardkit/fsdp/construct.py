@@ -181,7 +181,7 @@ def shard_module(state: ShardingState, unit_module: UnitModule | None = None) ->
     check_options(options.reduce, options.offload, state.group.backend)
     _check_compression(options, found, state.group.backend)
     check_no_writers(state)
-    mesh = _mesh_of_dtensors(state, found) if options.dtensors and found.originals else None
+    mesh = _mesh_of_dtensors(state) if options.dtensors and found.originals else None
     state.run_id = new_run_id(state.group, proposed)
     _connect_mesh(state)
     if options.flatten:
@@ -254,7 +254,10 @@ def _layout_of(state: ShardingState, shapes: Sequence[torch.Size]) -> ShardLayou
         cut = AlignedLayout(None)  # all ranks run one program: their parts have to be of one size
     if options.flatten or isinstance(cut, RowsLayout):
         return cut(shapes, group.world_size)
-    return packed_layout([cut([shape], group.world_size) for shape in shapes])
+    each = [cut([shape], group.world_size) for shape in shapes]
+    if options.dtensors and group.world_size > 1:
+        each = [one if shape else replace(one, copies=True) for one, shape in zip(each, shapes, strict=True)]
+    return packed_layout(each)
 
 
 def _registered(flat: FlatParam, part: list[int], mesh: DeviceMesh | None) -> list[RegisteredShard]:
@@ -283,20 +286,14 @@ def _registered(flat: FlatParam, part: list[int], mesh: DeviceMesh | None) -> li
             ends = accumulate([0 if p is None else p.start + p.numel for p in there], max)
             alone = ShardLayout((shape.numel(),), world_size, cuts=tuple(ends))
             listed = local_shape(shape, layout.grains[number], numel)
-        if mesh is not None and shape:
+        if mesh is not None:
             dtensor = rows_here(values, mesh, shape)
             spec, listed = dtensor._spec, tuple(dtensor._local_tensor.shape)
         made.append(RegisteredShard(flat, number, position, alone, offset, listed, values, spec))
     return made
 
 
-def _mesh_of_dtensors(state: ShardingState, found: Found) -> DeviceMesh:
-    for name, original in zip(found.names, found.originals, strict=True):
-        if not original.shape:
-            raise ConfigurationError(
-                f"{name!r} has no dimensions, and can't be a DTensor that is cut by rows: give it one, as nn.Parameter("
-                "torch.ones(1)), or leave dtensors=True out"
-            )
+def _mesh_of_dtensors(state: ShardingState) -> DeviceMesh:
     options = state.options
     if options.mesh is None and options.replicas is not None:
         raise ConfigurationError(

@@ -91,9 +91,9 @@ def own_part(values: torch.Tensor, group: Group) -> torch.Tensor:
 def own_shard(values: torch.Tensor, layout: ShardLayout, group: Group) -> torch.Tensor:
     """This rank's shard [S] of a flat parameter's values, items in their places; a view where that is possible."""
     if not isinstance(layout, PackedLayout):
-        return own_part(values, group)
+        return values[:1] if layout.copies else own_part(values, group)
     items = values.split([one.padded_numel for one in layout.each])
-    return torch.cat([own_part(item, group) for item in items])
+    return torch.cat([own_shard(item, one, group) for item, one in zip(items, layout.each, strict=True)])
 
 
 class Unpacking:

@@ -60,8 +60,9 @@ class _LocalSteps:
         one_of_each = {type(p): p for g in groups for p in g["params"]}
         if not any(map(is_dtensor, one_of_each.values())):
             return
-        if not any(listing_of(p) for g in groups for p in g["params"]):
-            return  # others' DTensors
+        ours = {listing_of(p) is not None for g in groups for p in g["params"] if is_dtensor(p)}
+        if True not in ours:
+            return
         name = type(optimizer).__name__
         if name in _NAMED:
             raise ConfigurationError(
@@ -69,8 +70,8 @@ class _LocalSteps:
                 f"over shards its steps would not be those of one process. Use shardkit.WholeParameters(model, "
                 f"torch.optim.{name}, ...)"
             )
-        if not is_known_elementwise(type(optimizer)):
-            return
+        if False in ours or not is_known_elementwise(type(optimizer)):
+            return  # gradients of others' DTensors may be sums that are not made yet
         self._lists[optimizer] = [g["params"] for g in groups]
         lent = self._lent[optimizer] = []
         made = self._locals.setdefault(optimizer, {})

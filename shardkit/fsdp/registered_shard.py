@@ -168,6 +168,7 @@ class RegisteredShards:
         each: in the order of the original parameters.
         params: what is listed for each.
         versioned: tensors whose versions change with every change of these.
+        has_copies: every rank has all of some of them.
     """
 
     def __init__(self, each: Sequence[RegisteredShard], shard: torch.Tensor) -> None:
@@ -192,6 +193,7 @@ class RegisteredShards:
             if r.numel == 0:
                 self._parts[k] = len(self._split) - 2, r.shape
         self._are_dtensors = any(r.spec is not None for r in self.each)
+        self.has_copies = any(r.layout.copies for r in self.each)
 
     def __getstate__(self) -> StateDict:
         """What a copy or a file takes: tensors that registered parameters have are theirs alone."""
@@ -281,10 +283,17 @@ class RegisteredShards:
             own.__class__ = type(first)  # its other parts are on other ranks, too
         return own
 
-    def local_gradients(self, padded: bool = True) -> list[torch.Tensor]:
-        """This rank's memory of theirs, as far as they have one; without ``padded``, without padding."""
+    def local_gradients(self, padded: bool = True, copies: bool = True) -> list[torch.Tensor]:
+        """This rank's memory of theirs, as far as they have one.
+
+        Args:
+            padded: with padding.
+            copies: with those that the first rank has, too.
+        """
         found = []
         for r in self.each:
+            if not copies and r.layout.copies and r.group.rank:
+                continue
             if r.param.grad is not None and r.numel:
                 local = r.local(r.param.grad)
                 padding = 0 if padded or r.spec is not None else r.layout.padding(r.group.rank)

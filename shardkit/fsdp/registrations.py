@@ -8,7 +8,9 @@ train its own. It is refused where torch registers it.
 from __future__ import annotations
 
 import functools
+from typing import cast
 
+import torch
 from torch import nn
 from torch.nn.modules.module import (
     register_module_module_registration_hook,
@@ -17,8 +19,11 @@ from torch.nn.modules.module import (
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..errors import ConfigurationError
-from .originals import managing
-from .registered_shard import flat_of_registered
+from ..torch_seams.dtensors import is_dtensor
+from ..types import AnyCallable
+from .inside import is_collecting
+from .originals import Listing, managing
+from .registered_shard import flat_of_registered, listing_of
 from .state import ShardingState
 
 # Modules whose parameters a unit has taken, and what is below them, but not below another unit.
@@ -35,7 +40,7 @@ def note_taken(state: ShardingState) -> None:
 @functools.cache
 def _watch() -> None:
     register_module_module_registration_hook(_on_module)
-    register_module_parameter_registration_hook(_on_parameter)
+    register_module_parameter_registration_hook(cast("AnyCallable", _on_parameter))  # its type lacks a result
 
 
 def _on_module(parent: nn.Module, name: str, child: nn.Module | None) -> None:
@@ -51,15 +56,32 @@ def _on_module(parent: nn.Module, name: str, child: nn.Module | None) -> None:
             _taken[m] = True
 
 
-def _on_parameter(parent: nn.Module, name: str, param: nn.Parameter | None) -> None:
+def _on_parameter(parent: nn.Module, name: str, param: nn.Parameter | None) -> nn.Parameter | None:
     if param is None or parent not in _taken:
-        return
+        return None
     before = parent._parameters.get(name)
+    listing = None if before is None else listing_of(before)
+    if listing is not None and is_dtensor(listing.param) and is_collecting():  # load_state_dict(assign=True)
+        parent.__dict__[name] = listing.originals[0].param  # from where torch has taken it
+        return _assigned(listing, param)
     flat = managing(param)
     if flat is not None and any(o.param is param and (parent, name) in o.places for o in flat.originals):
-        return  # torch puts back what it replaced for a call; the next forward hides it again
+        return None  # torch puts back what it replaced for a call; the next forward hides it again
     if before is None or managing(before) is None:  # else it is summoned, and takes another one's values
         raise ConfigurationError(_too_late(parent, name))
+    return None
+
+
+@torch.no_grad()
+def _assigned(listing: Listing, values: torch.Tensor) -> nn.Parameter:
+    """The parameter that is listed stays, with these values: optimizers have it, and its memory is the shard's."""
+    if listing.param.is_meta:
+        raise ConfigurationError(
+            f"load_state_dict(assign=True) into {listing.label}, which was sharded on the meta device: shards need "
+            "memory of their own. Call to_empty(device=...) first, and assign=True is not needed then"
+        )
+    listing.param.copy_(values)
+    return listing.param
 
 
 def _too_late(module: nn.Module, name: str) -> str:

@@ -90,8 +90,10 @@ def rows_here(like: torch.Tensor, mesh: DeviceMesh, shape: torch.Size) -> DTenso
     Args:
         like: has the dtype and the device.
         mesh: cut along the last dimension; what is along others are replicas.
-        shape: of the whole tensor; at least one dimension.
+        shape: of the whole tensor; every rank has all of one without dimensions.
     """
+    if not shape:
+        return _of_rows(like.new_empty(()), mesh, shape)
     rank, parts = mesh.get_local_rank(mesh.ndim - 1), mesh.size(mesh.ndim - 1)
     most = -(-shape[0] // parts)
     rows = max(0, min(most, shape[0] - rank * most))
@@ -129,7 +131,10 @@ def like_dtensor(local: torch.Tensor, other: DTensor) -> DTensor:
 def _of_rows(local: torch.Tensor, mesh: DeviceMesh, shape: torch.Size) -> DTensor:
     from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-    placements: list[Placement] = [*(Replicate() for _ in range(mesh.ndim - 1)), Shard(0)]
+    placements: list[Placement] = [
+        *(Replicate() for _ in range(mesh.ndim - 1)),
+        Shard(0) if shape else Replicate(),
+    ]
     strides = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=strides)
 

@@ -295,6 +295,14 @@ def _special(rank: int, world_size: int, use_orig_params: bool) -> None:
         loss_of(model, rank, 7).backward()
     with pytest.raises(LifecycleError, match="no_sync"), FSDP.summon_full_params(model, with_grads=True):
         pass
+    narrow = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    wider = FSDP(
+        nn.Linear(4, 4), mixed_precision=narrow, use_orig_params=use_orig_params
+    )  # kept apart, in fp32
+    with wider.no_sync():
+        wider(torch.ones(1, 4)).sum().backward()
+    with pytest.raises(LifecycleError, match="no_sync"), FSDP.summon_full_params(wider, with_grads=True):
+        pass
     state = model.state_dict()
     same(state, plain.state_dict())
     same_state(plain, plain_optimizer, FSDP.optim_state_dict(model, optimizer))

@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard as fsdp2
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
 
 import shardkit
 from shardkit import FSDP, fully_shard, sharding_of
@@ -279,10 +279,6 @@ def test_a_mesh_of_replicas_and_shards() -> None:
 
 
 def _refused(rank: int) -> None:
-    module = nn.Module()
-    module.scale = nn.Parameter(torch.ones(()))
-    with pytest.raises(ConfigurationError, match="no dimensions"):
-        fully_shard(module, dtensors=True)
     with pytest.raises(RankMismatchError, match="layout"):
         fully_shard(nn.Linear(2, 2), dtensors=rank == 0)
     shards, replicas = shardkit.hybrid_groups(1)
@@ -295,6 +291,113 @@ def _refused(rank: int) -> None:
         ConfigurationError, match=r"FSDP can't wrap this module: its parameter '0\.weight' is a DTensor"
     ):
         FSDP(nn.Sequential(inner, nn.Linear(2, 1)))
+
+
+class Scaled(nn.Module):
+    """CLIP's ``logit_scale``: a parameter without dimensions."""
+
+    def __init__(self, alone: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.head = nn.Identity() if alone else nn.Linear(6, 5)
+        self.logit_scale = nn.Parameter(torch.tensor(1.5))
+        self.double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(x) * self.logit_scale.exp()
+
+
+def _single_numbers(rank: int, ranks: int, alone: bool, folder: str) -> None:
+    one, model = Scaled(alone), fully_shard(Scaled(alone), dtensors=True)
+    optimizers = [_adam(one), _adam(model)]
+
+    def train(model: Scaled, optimizer: torch.optim.Optimizer, clip: Any) -> None:
+        for step in range(3):
+            optimizer.zero_grad()
+            _train(rank, ranks, model, torch.optim.SGD(model.parameters(), lr=0.0), range(step, step + 1))
+            for p in one.parameters():
+                p.grad = None
+            for r in range(ranks):
+                for micro in range(2):
+                    (one(_batch(2 * step + micro, r)).square().mean() / ranks).backward()
+            nn.utils.clip_grad_norm_(one.parameters(), 0.05)
+            assert clip(0.04) == pytest.approx(
+                nn.utils.clip_grad_norm_(one.parameters(), 0.04).item(), rel=1e-5
+            )
+            optimizer.step()
+            optimizers[0].step()
+        _same(_whole(dict(model.named_parameters())), dict(one.named_parameters()))
+        _same(_whole(model.state_dict()), dict(one.state_dict()))
+
+    train(model, optimizers[1], sharding_of(model).clip_grad_norm_)
+    saved, state = get_state_dict(model, optimizers[1])
+    dcp.save({"model": saved, "optimizer": state}, checkpoint_id=f"{folder}/dcp")
+    shardkit.save_training(f"{folder}/ours", step=3, model=model, optimizer=optimizers[1])
+    for k, make in enumerate((_adam, lambda m: shardkit.WholeParameters(m, torch.optim.AdamW, lr=0.1))):
+        again = fully_shard(Scaled(alone), dtensors=True)
+        optimizer = make(again)
+        if k:
+            shardkit.restore_training(f"{folder}/ours", model=again, optimizer=optimizer)
+        else:
+            saved, state = get_state_dict(again, optimizer)
+            into = {"model": saved, "optimizer": state}
+            dcp.load(into, checkpoint_id=f"{folder}/dcp")
+            set_state_dict(again, optimizer, model_state_dict=saved, optim_state_dict=state)
+        before = copy.deepcopy((one.state_dict(), optimizers[0].state_dict()))
+        train(again, optimizer, sharding_of(again).clip_grad_norm_)
+        one.load_state_dict(before[0])
+        optimizers[0].load_state_dict(before[1])
+
+
+@pytest.mark.parametrize("alone", [False, True])
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_parameters_without_dimensions(ranks: int, alone: bool, tmp_path: Path) -> None:
+    rank_pool(ranks).run(_single_numbers, ranks, alone, str(tmp_path))
+
+
+def _assigned(rank: int) -> None:
+    model, one = fully_shard(Scaled(False), dtensors=True), Scaled(False)
+    listed = list(model.parameters())
+    with torch.no_grad():
+        for p in one.parameters():
+            p.add_(1)
+    for own in (False, True):
+        state = {k: v + 0 for k, v in (model if own else one).state_dict().items()}
+        model.load_state_dict(state, assign=True)
+        assert all(a is b for a, b in zip(model.parameters(), listed, strict=True))  # an optimizer has them
+        torch.testing.assert_close(model(_batch(0, rank)), one(_batch(0, rank)))
+    with torch.device("meta"):
+        empty = fully_shard(Scaled(False), dtensors=True)
+    with pytest.raises(RuntimeError, match=r"sharded on the meta device.*to_empty\(device=\.\.\.\) first"):
+        empty.load_state_dict(one.state_dict(), assign=True)
+    empty.to_empty(device="cpu")
+    empty.load_state_dict(one.state_dict(), assign=True)
+    torch.testing.assert_close(empty(_batch(0, rank)), one(_batch(0, rank)))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_loading_by_assignment(ranks: int) -> None:
+    rank_pool(ranks).run(_assigned)
+
+
+def _beside_others(rank: int) -> None:
+    """Of another library's DTensors the gradients may be sums that are not made yet."""
+    mesh = init_device_mesh("cpu", (2,))
+    model = fully_shard(Scaled(False), dtensors=True, mesh=mesh)
+    theirs = nn.Parameter(distribute_tensor(torch.ones(2, dtype=torch.float64), mesh, [Replicate()]))
+    optimizer = torch.optim.SGD([*model.parameters(), theirs], lr=1.0)
+    model(_batch(0, rank)).square().mean().backward()
+    theirs.grad = DTensor.from_local(torch.full((2,), 0.25, dtype=torch.float64), mesh, [Partial()])
+    wanted = {
+        n: p.full_tensor() - p.grad.full_tensor() for n, p in model.named_parameters() if p.grad is not None
+    }
+    optimizer.step()
+    assert theirs.full_tensor().tolist() == [0.5, 0.5]
+    torch.testing.assert_close(_whole(dict(model.named_parameters())), wanted)
+
+
+def test_dtensors_of_other_libraries_in_the_same_optimizer() -> None:
+    rank_pool(2).run(_beside_others)
 
 
 class DTensorHolder(nn.Module):

@@ -586,7 +586,7 @@ class Drawn(nn.Module):
             [nn.Sequential(nn.Linear(width, n), nn.Tanh(), nn.Linear(n, width)) for n in (hidden, 1)]
         )
         self.head = nn.Linear(width, vocabulary, bias=False)
-        self.scale = nn.Parameter(torch.ones(1 if "dtensors" in traits else ()))
+        self.scale = nn.Parameter(torch.ones(()))
         self.low, self.rank = nn.Parameter(torch.randn(2, 1, width)), nn.Parameter(torch.empty(0, width))
         self.offsets = nn.Parameter(torch.zeros(width, dtype=torch.long), requires_grad=False)
         self.spare = nn.Linear(width, width)
