@@ -16,6 +16,7 @@ from ..checks.same_everywhere import copy_options, options_of
 from ..errors import ConfigurationError
 from ..fsdp.optim_state import slot_of
 from ..fsdp.originals import Listing
+from ..fsdp.registered_shard import RegisteredShard
 from ..layout import Piece
 from ..optimizer_state.marking import NOTE
 from ..optimizer_state.slots import Slot, Span
