@@ -9,9 +9,7 @@ import torch
 from torch import nn
 
 from shardkit.backend import Group
-from shardkit.checkpoint.tools.rank_files import ShardMetadata
 from shardkit.errors import ConfigurationError
-from shardkit.extra.padded_shards.holder import Cut, ShardHolder
 from shardkit.extra.start_values import materialize, move_buffers
 from shardkit.fsdp.state import Options
 from shardkit.nn.data_parallel import FullyShardedDataParallel, TrainingState
@@ -19,6 +17,8 @@ from shardkit.reduction.norms import clip_params
 from shardkit.types import StateDict, Tree
 from shardkit.xla.ranks import current_backend, group_among
 
+from .shard_holder import Cut, ShardHolder
+from .state_dict_utils import ShardMetadata
 from .wrap import recursive_wrap
 
 __all__ = ["TrainingState", "XlaFullyShardedDataParallel"]

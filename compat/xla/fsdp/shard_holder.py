@@ -13,21 +13,15 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from ...checkpoint.tools.rank_files import (
-    FLAT,
-    PREFIX,
-    BufferInfo,
-    ShardInfo,
-    ShardMetadata,
-    in_state_dict,
-    shard_name,
-)
-from ...fsdp.door import Door
-from ...fsdp.inside import begin_loading_shards, collecting, end_loading_shards
-from ...fsdp.names import INNER, OUTER, clean
-from ...fsdp.originals import Listing
-from ...layout import ShardLayout
-from ...torch_seams.module_versions import versions_of
+from shardkit.checkpoint.tools.rank_files import FLAT, PREFIX, in_state_dict, shard_name
+from shardkit.fsdp.door import Door
+from shardkit.fsdp.inside import begin_loading_shards, collecting, end_loading_shards
+from shardkit.fsdp.names import INNER, OUTER, clean
+from shardkit.fsdp.originals import Listing
+from shardkit.layout import ShardLayout
+from shardkit.torch_seams.module_versions import versions_of
+
+from .state_dict_utils import BufferInfo, ShardInfo, ShardMetadata
 
 Entries = MutableMapping[str, torch.Tensor]
 
