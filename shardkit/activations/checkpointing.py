@@ -35,7 +35,7 @@ _T = TypeVar("_T")
 # ------------------------------------------------------------------------------------------ state
 @dataclasses.dataclass
 class ThreadLocalCheckpointingState(threading.local):
-    """What this thread is doing.
+    """The checkpointed forwards of this thread.
 
     Attributes:
         is_checkpointing: the first run, without a graph.
@@ -91,7 +91,7 @@ def is_recomputing() -> bool:
 
 
 def once(compute: Callable[[], _T]) -> _T:
-    """What ``compute()`` returns; in the second run of a checkpointed forward what it returned in the first.
+    """Returns what ``compute()`` returns; in the second run of a checkpointed forward what it returned in the first.
 
     For layers that talk to other ranks. Calls of one forward are told apart by their order, as random numbers are;
     tensors in the result must not carry a graph.

@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 def attempt(work: Callable[[], T]) -> tuple[T | None, Exception | None]:
-    """What some work returns, or what it raises."""
+    """Runs some work; returns its result, or the error that it raised."""
     try:
         return work(), None
     except Exception as error:  # noqa: BLE001 - whatever it is, all ranks have to hear of it

@@ -125,13 +125,13 @@ class Background:
         except Exception as error:
             self._tell(error)
             rank = self._ranks.world[self._ranks.rank] if self._ranks.size > 1 else None
-            if isinstance(error, Told):
+            if isinstance(error, ToldOfError):
                 raise error.cause from None
             raise raised(described(error), self._what, rank) from error
         if self._ranks.rank != 0:
             try:
                 self._wait_for(self._is_complete)
-            except Told as told:
+            except ToldOfError as told:
                 raise told.cause from None
 
     # ------------------------------------------------------------ waiting
@@ -139,7 +139,7 @@ class Background:
         pause, last = 0.005, time.time()
         while not there():
             for path in glob.glob(os.path.join(glob.escape(self._temporary), f"{_FAILED}*.json")):
-                raise Told(self._read(path))
+                raise ToldOfError(self._read(path))
             last = max(last, min(time.time(), last_change(self._temporary)))
             over = not threading.main_thread().is_alive()
             if time.time() - last > (AT_THE_END if over else PATIENCE):
@@ -163,7 +163,7 @@ class Background:
 
     # ------------------------------------------------------------ telling of errors
     def _tell(self, error: Exception) -> None:
-        if isinstance(error, Told):
+        if isinstance(error, ToldOfError):
             return
         rank = self._ranks.rank
         with contextlib.suppress(OSError):  # a disk that was full has room now
@@ -182,7 +182,7 @@ class Background:
         return CheckpointError(f"{self._what} failed on another rank ({os.path.basename(path)})")
 
 
-class Told(Exception):
+class ToldOfError(Exception):
     """Another rank has told of an error."""
 
     def __init__(self, cause: Exception) -> None:

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.metadata import (
 from ..errors import ShardkitError
 from .data_file import Index, Written, index_of, name_of, read_index
 from .files.writing import write_atomically
-from .format.manifest import Item, Manifest, StoredFile, hash_of, write_manifest
+from .format.manifest import Manifest, ManifestItem, StoredFile, hash_of, write_manifest
 from .format.metadata import METADATA
 
 
@@ -67,12 +67,12 @@ def describe(folder: str, records: Mapping[str, Sequence[Written]], manifest: Ma
 
 
 def _stored(index: Index) -> StoredFile:
-    items = tuple(Item(r.name, r.offset, r.length, r.hash) for r in index.records)
+    items = tuple(ManifestItem(r.name, r.offset, r.length, r.hash) for r in index.records)
     return StoredFile(index.bytes, index.hash, items)
 
 
 def metadata_of(records: Mapping[str, Sequence[Written]]) -> Metadata:
-    """What DCP has to know of the records in each file.
+    """Makes DCP's table of contents of the records in each file.
 
     Raises:
         IncompleteError: see :func:`compose`.

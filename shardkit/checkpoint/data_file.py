@@ -16,7 +16,7 @@ import torch
 
 from ..layout import Box
 from ..optimizer_state.leaves import Leaf
-from .collecting import Part
+from .collecting import RecordPart
 from .format.manifest import Hasher, hash_of, new_hasher
 
 PREFIX, ENDING = "__", "_0.distcp"
@@ -48,7 +48,7 @@ class Written(NamedTuple):
 
 
 class Index(NamedTuple):
-    """What one rank has written.
+    """Tells what one rank has written.
 
     Attributes:
         bytes, hash: of the data file; 0 where it wrote none.
@@ -61,12 +61,12 @@ class Index(NamedTuple):
 
 
 def name_of(rank: int) -> str:
-    """Of a rank's data file, as DCP calls it."""
+    """Names a rank's data file as DCP does."""
     return f"{PREFIX}{rank}{ENDING}"
 
 
 def index_of(rank: int) -> str:
-    """Of the file that tells what the rank has written."""
+    """Names the file that tells what a rank has written."""
     return f"index-{rank}.json"
 
 
@@ -85,7 +85,7 @@ class Hashed(io.RawIOBase):
         self._record = new_hasher(self._kind)
 
     def digests(self) -> tuple[str, str]:
-        """Of everything, and of the record."""
+        """Returns the checksums of everything and of the record."""
         return self._all.hexdigest(), self._record.hexdigest()
 
     def writable(self) -> bool:
@@ -106,7 +106,7 @@ class Hashed(io.RawIOBase):
 
 
 def write_parts(
-    folder: str, rank: int, parts: Sequence[Part], kind: str, values: Iterable[torch.Tensor | None]
+    folder: str, rank: int, parts: Sequence[RecordPart], kind: str, values: Iterable[torch.Tensor | None]
 ) -> None:
     """Writes a rank's data file and its index, synced; nothing but the index where it has nothing to write.
 
@@ -130,7 +130,7 @@ def write_parts(
     write_index(folder, rank, Index(size, digest, tuple(records)))
 
 
-def _write(hashed: Hashed, part: Part, tensor: torch.Tensor | None) -> Written:
+def _write(hashed: Hashed, part: RecordPart, tensor: torch.Tensor | None) -> Written:
     start = hashed.size
     hashed.begin()
     leaf = part.entry.value
@@ -151,7 +151,7 @@ def _write(hashed: Hashed, part: Part, tensor: torch.Tensor | None) -> Written:
 
 
 def write_index(folder: str, rank: int, index: Index) -> None:
-    """In one move: who sees the file sees all of it."""
+    """Writes a rank's index in one move: who sees the file sees all of it."""
     path = os.path.join(folder, index_of(rank))
     text = json.dumps([index.bytes, index.hash, index.records])
     with open(f"{path}.part", "w") as file:
@@ -161,7 +161,7 @@ def write_index(folder: str, rank: int, index: Index) -> None:
 
 
 def read_index(folder: str, rank: int) -> Index:
-    """What a rank has told.
+    """Reads a rank's index.
 
     Raises:
         OSError: it has not, or the folder is not there.
@@ -186,8 +186,8 @@ def _record(values: list[object]) -> Written:
     )
 
 
-def on_host(parts: Sequence[Part], copied: bool = False) -> Iterator[torch.Tensor | None]:
-    """Each part's values on the host, one after the other; None for objects.
+def on_host(parts: Sequence[RecordPart], copied: bool = False) -> Iterator[torch.Tensor | None]:
+    """Yields each part's values on the host; None for objects.
 
     What is on a device is copied as it lies together, so that copies are few.
 
@@ -209,7 +209,7 @@ def on_host(parts: Sequence[Part], copied: bool = False) -> Iterator[torch.Tenso
 
 
 def own_memory(tensor: torch.Tensor) -> torch.Tensor:
-    """What ``torch.save`` writes no more of than its values."""
+    """Returns the values in memory of their own: ``torch.save`` writes all of a tensor's storage."""
     values = tensor.detach()
     if values.untyped_storage().size() != values.numel() * values.element_size():
         values = values.clone(memory_format=torch.contiguous_format)

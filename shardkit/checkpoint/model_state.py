@@ -99,7 +99,7 @@ class ModelState:
 
     # ------------------------------------------------------------ leaves
     def leaves(self) -> dict[str, Leaf | Fixed]:
-        """Everything that a state dict has, by name; what is no tensor as it is."""
+        """Lists everything that a state dict has, by name; what is no tensor as it is."""
         if not self.is_sharded:
             self._taken = self.module.state_dict(keep_vars=True)
             return {plain_name(name): self._leaf(name, value) for name, value in self._taken.items()}

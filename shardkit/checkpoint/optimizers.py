@@ -39,13 +39,13 @@ class Holder(abc.ABC):
         names: of the model's parameters.
     """
 
-    def __init__(self, optimizer: Optimizer, names: Names) -> None:
+    def __init__(self, optimizer: Optimizer, names: ParameterNames) -> None:
         self.optimizer = optimizer
         self.names = names
 
     @abc.abstractmethod
     def states(self) -> list[tuple[Slot, StateDict]]:
-        """What this rank answers for (its copies, too)."""
+        """Lists the state that this rank answers for (its copies, too)."""
 
     @abc.abstractmethod
     def groups(self) -> list[StateDict]:
@@ -53,7 +53,7 @@ class Holder(abc.ABC):
 
     @abc.abstractmethod
     def needed(self) -> list[Slot]:
-        """What state this rank's optimizer needs."""
+        """Lists the slots whose state this rank's optimizer needs."""
 
     @abc.abstractmethod
     def load(self, states: Sequence[StateDict], groups: Sequence[StateDict], others: StateDict) -> None:
@@ -72,7 +72,7 @@ class Holder(abc.ABC):
         return {}
 
     def unclaimed(self, others: Iterable[str], named: Iterable[str]) -> set[str]:
-        """Which of what a checkpoint has as :meth:`others` and :meth:`named` nobody here would take."""
+        """Finds what a checkpoint has as :meth:`others` and :meth:`named`, and nobody here would take."""
         return set()
 
     def named(self) -> dict[str, object]:
@@ -86,8 +86,8 @@ class Holder(abc.ABC):
         state.update(found)
 
 
-class Names:
-    """Which of the model's parameters a parameter of an optimizer stands for.
+class ParameterNames:
+    """Finds the model's parameters that a parameter of an optimizer stands for.
 
     Attributes:
         frozen: names of those that don't train.
@@ -112,7 +112,7 @@ class Names:
                 self._listings[id(listing.param)] = listing
 
     def slot(self, param: torch.Tensor, what: str, copies: tuple[int, ...] | None = None) -> Slot:
-        """What a parameter of an optimizer stands for.
+        """Finds what a parameter of an optimizer stands for.
 
         Args:
             what: is said in errors.
@@ -143,7 +143,7 @@ class Names:
         return replace(slot, param=param, spans=spans, is_shard=not is_dtensor(param), copies=copies)
 
     def group(self, params: Sequence[torch.Tensor], index: int) -> list[str]:
-        """Of a param group's parameters the names."""
+        """ParameterNames the parameters of a param group."""
         return [
             n
             for k, p in enumerate(params)
@@ -151,7 +151,7 @@ class Names:
         ]
 
 
-class Together(Holder):
+class CompositeHolder(Holder):
     """Optimizers whose parameters have nothing in common: their states by name, their groups one after the other.
 
     That is what torch's ``get_state_dict(model, [first, second])`` makes of them.
@@ -262,10 +262,10 @@ def check_schedulers(given: Stateful | Sequence[Stateful], saved: StateDict, fol
         )
 
 
-class Plain(Holder):
+class PlainHolder(Holder):
     """An optimizer of torch's interface over parameters, shards or DTensors."""
 
-    def __init__(self, optimizer: Optimizer, names: Names) -> None:
+    def __init__(self, optimizer: Optimizer, names: ParameterNames) -> None:
         super().__init__(optimizer, names)
         self._saved = optimizer.state_dict()
         if not {"state", "param_groups"} <= set(self._saved):
@@ -320,12 +320,12 @@ class Plain(Holder):
         self.optimizer.load_state_dict({**others, "state": packed, "param_groups": made})
 
 
-class Owned(Holder):
+class OwnedHolder(Holder):
     """An OSS: each rank has the state of the parameters that it owns."""
 
     optimizer: OSS
 
-    def __init__(self, optimizer: OSS, names: Names) -> None:
+    def __init__(self, optimizer: OSS, names: ParameterNames) -> None:
         super().__init__(optimizer, names)
         names.ranks.refuse_others("the state of the OSS", optimizer._group.ranks)
 
@@ -367,12 +367,12 @@ class Owned(Holder):
             segment.take_values()
 
 
-class Whole(Holder):
+class WholeHolder(Holder):
     """WholeParameters: pieces where every element is updated by itself, else whole parameters at their owners."""
 
     optimizer: WholeParameters
 
-    def __init__(self, optimizer: WholeParameters, names: Names) -> None:
+    def __init__(self, optimizer: WholeParameters, names: ParameterNames) -> None:
         super().__init__(optimizer, names)
         self._inners = optimizer.placed()
 
@@ -433,8 +433,8 @@ class Whole(Holder):
         self.optimizer.take_states(by_inner, groups)
 
 
-def holder_of(optimizer: Optimizer, names: Names) -> Holder:
-    """The optimizer, without what wraps it.
+def holder_of(optimizer: Optimizer, names: ParameterNames) -> Holder:
+    """Makes the adapter of an optimizer, without what wraps that.
 
     Raises:
         ConfigurationError: it is of a kind whose state is not known here.
@@ -457,7 +457,7 @@ def holder_of(optimizer: Optimizer, names: Names) -> Holder:
     if not isinstance(inner, Optimizer):
         raise ConfigurationError(f"optimizer is a {type(optimizer).__name__}, expected a torch optimizer")
     if isinstance(inner, OSS):
-        return Owned(inner, names)
+        return OwnedHolder(inner, names)
     if isinstance(inner, WholeParameters):
-        return Whole(inner, names)
-    return Plain(inner, names)
+        return WholeHolder(inner, names)
+    return PlainHolder(inner, names)

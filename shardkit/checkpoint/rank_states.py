@@ -22,7 +22,7 @@ from ..types import StateDict, Tree
 
 
 class Stateful(Protocol):
-    """What schedulers, scalers and loaders have."""
+    """The methods that schedulers, scalers and loaders have."""
 
     def state_dict(self) -> StateDict: ...
     def load_state_dict(self, state_dict: StateDict, /) -> object: ...
@@ -38,7 +38,7 @@ class TakesRankStates(Protocol):
 
 
 def random_states(backend: Backend) -> StateDict:
-    """Of Python, numpy if it was imported, torch on the host, and this rank's device; as data."""
+    """Returns the states of Python, numpy if it was imported, torch on the host, and the device; as data."""
     found: StateDict = {"python": random.getstate(), "torch": torch.get_rng_state()}
     numpy = sys.modules.get("numpy")
     if numpy is not None:

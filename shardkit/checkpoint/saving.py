@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from ..checks.facts import all_gather_facts_or_objects
 from ..checks.same_everywhere import check_same_everywhere
 from ..errors import ConfigurationError, RankMismatchError
-from ..optimizer_state.kinds import Kind
+from ..optimizer_state.kinds import StateKind
 from ..optimizer_state.leaves import Leaf, Ranks
 from ..optimizer_state.slots import Slot
 from ..progress import note_error, noting_errors
@@ -36,8 +36,8 @@ from .background import Background, Handle, join_earlier
 from .collecting import (
     Collected,
     Entry,
-    Part,
     Parts,
+    RecordPart,
     backend_and_ranks,
     collect,
     has_torchs_ranks,
@@ -52,7 +52,7 @@ from .rank_states import Stateful
 
 
 def shards_with_state(holder: Holder | None, slots: Sequence[tuple[Slot, StateDict]]) -> str:
-    """Which shards of an optimizer have state here, as a fact: one digit each."""
+    """Tells which shards of an optimizer have state here, as a fact: one digit each."""
     if holder is None:
         return ""
     there = {id(slot.param) for slot, _ in slots}
@@ -60,23 +60,23 @@ def shards_with_state(holder: Holder | None, slots: Sequence[tuple[Slot, StateDi
 
 
 def lacking_entries(collected: Collected, ranks: Ranks, everybody: Sequence[str]) -> list[Entry]:
-    """What this rank writes in place of state that it lacks (collective where ranks differ)."""
+    """Makes what this rank writes in place of state that it lacks (collective where ranks differ)."""
     holder, group = collected.holder, ranks.group
     if holder is None or group is None or len(set(everybody)) == 1:
         return []
     shards = holder.shards()
     states = {id(slot.param): state for slot, state in collected.slots}
     mine = {
-        k: {key: tuple(Kind.of(key, v, slot.param.shape)) for key, v in states[id(slot.param)].items()}
+        k: {key: tuple(StateKind.of(key, v, slot.param.shape)) for key, v in states[id(slot.param)].items()}
         for k, slot in enumerate(shards)
         if id(slot.param) in states
     }
-    merged: dict[int, dict[str, Kind]] = {}
+    merged: dict[int, dict[str, StateKind]] = {}
     for theirs in all_gather_facts_or_objects(
         group.channel("control"), mine, label="kinds of optimizer state"
     ):
         for k, kinds in theirs.items():
-            merged.setdefault(k, {}).update({key: Kind(*what) for key, what in kinds.items()})
+            merged.setdefault(k, {}).update({key: StateKind(*what) for key, what in kinds.items()})
     found: list[Entry] = []
     for k, slot in enumerate(shards):
         if k in merged and k not in mine:
@@ -106,7 +106,7 @@ class Save:
         self.target = os.path.join(folder, folders.step_name(max(0, self.step) if _is_number(step) else 0))
         self.what = f"saving step {step} in {folder}"
         self.temporary = self.run = self.kind = ""
-        self.parts: list[Part] = []
+        self.parts: list[RecordPart] = []
         self.values: list[torch.Tensor | None] | None = None
 
     @property
@@ -227,7 +227,7 @@ def _is_number(value: object) -> bool:
 
 
 def _facts(collected: Collected, ranks: Ranks) -> list[tuple[str, object]]:
-    """What all ranks have alike."""
+    """Lists what all ranks have alike."""
     return [
         (entry.name, (tuple(entry.value.shape), str(entry.value.base.dtype)))
         for entry in collected.entries

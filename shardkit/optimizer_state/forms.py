@@ -26,7 +26,7 @@ from ..errors import ConfigurationError
 from ..torch_seams.dtensors import is_cut, whole
 from ..types import ParamGroup, SavedState, StateDict, Tree
 from .gathering import Form, gather_states
-from .kinds import Kind, to_cpu
+from .kinds import StateKind, to_cpu
 from .marking import marked, options_in
 from .slots import Slot
 
@@ -34,7 +34,7 @@ EXTRA = ("param_id_map", "uncollected_local_ids")
 
 
 class Held(NamedTuple):
-    """What an optimizer, or a model, lists: a parameter, or a shard that has several in it.
+    """One thing that an optimizer, or a model, lists: a parameter, or a shard that has several in it.
 
     Attributes:
         keys: what a form calls each parameter in it.
@@ -52,7 +52,7 @@ def _gathered(
     saved: SavedState,
     keep: bool,
     form: Form = lambda slot, part, shard: part,
-    number: Callable[[Kind], Tree] = Kind.made,
+    number: Callable[[StateKind], Tree] = StateKind.made,
     of_whole: Callable[[Tree], Tree] = lambda state: state,
 ) -> StateDict:
     """The state of each parameter by its key (collective); empty unless ``keep``."""
@@ -90,7 +90,7 @@ def _by_id(slots: Sequence[Slot], optimizer: Optimizer | None = None) -> list[He
 def gather_by_id(
     slots: Sequence[Slot], uncollected: Set[int], saved: StateDict, optimizer: Optimizer, keep_on: bool
 ) -> StateDict | None:
-    """The full state dict where ``keep_on``, None elsewhere (collective).
+    """Gathers the full state dict where ``keep_on``, None elsewhere (collective).
 
     Args:
         slots: all shards, in the order of ids.
@@ -126,7 +126,7 @@ def gather_by_id(
 
 def _keep_uncollected(state: StateDict, keys: Sequence[Tree], slot: Slot, own: SavedState) -> None:
     for key, value in own.items():
-        kind = Kind.of(key, value, slot.param.shape)
+        kind = StateKind.of(key, value, slot.param.shape)
         is_here = kind.spread and slot.world_size == 1 and slot.join is not None
         values: list[Tree] = (
             slot.join(value, True) if is_here and slot.join is not None else [kind.value] * len(keys)
@@ -136,7 +136,7 @@ def _keep_uncollected(state: StateDict, keys: Sequence[Tree], slot: Slot, own: S
 
 
 def shard_by_id(slots: Sequence[Slot], full: StateDict) -> StateDict:
-    """This rank's part of a full state dict, for ``optimizer.load_state_dict``; the argument is not changed.
+    """Cuts this rank's part of a full state dict, for ``optimizer.load_state_dict``; the argument is not changed.
 
     Raises:
         ConfigurationError: it belongs to another model.
@@ -177,7 +177,7 @@ def shard_by_id(slots: Sequence[Slot], full: StateDict) -> StateDict:
 
 # ------------------------------------------------------------ by index
 def gather_by_index(slots: Sequence[Slot | None], saved: StateDict, keep_on: bool) -> StateDict | None:
-    """The state as one process has it, on the CPU (collective); None where not ``keep_on``.
+    """Gathers the state as one process has it, on the CPU (collective); None where not ``keep_on``.
 
     Args:
         slots: of the optimizer's parameters; each shard has one parameter.
@@ -190,7 +190,7 @@ def gather_by_index(slots: Sequence[Slot | None], saved: StateDict, keep_on: boo
 
 
 def shard_by_index(slots: Sequence[Slot | None], full: StateDict) -> StateDict:
-    """This rank's part of such a state, for ``optimizer.load_state_dict``; the argument is not changed.
+    """Cuts this rank's part of such a state, for ``optimizer.load_state_dict``; the argument is not changed.
 
     Raises:
         ConfigurationError: it is of another model.
@@ -215,7 +215,7 @@ def shard_by_index(slots: Sequence[Slot | None], full: StateDict) -> StateDict:
 def gather_by_name(
     known: Mapping[int, Held], optimizer: Optimizer, saved: StateDict, form: Form, keep: bool = True
 ) -> StateDict:
-    """An optimizer's state by names (collective); empty without ``keep``.
+    """Gathers an optimizer's state by names (collective); empty without ``keep``.
 
     Args:
         known: all parameters of a model by identity, by name, in the same order on all ranks.
@@ -241,7 +241,7 @@ Source = Callable[[Slot | None, Sequence[str]], Mapping[str, SavedState]]
 def shard_by_name(
     known: Mapping[int, Held], optimizer: Optimizer, groups: Sequence[ParamGroup], source: Source
 ) -> StateDict:
-    """This rank's part of state by names, for ``optimizer.load_state_dict``.
+    """Cuts this rank's part of state by names, for ``optimizer.load_state_dict``.
 
     Args:
         known: as :func:`gather_by_name` takes them.
@@ -306,7 +306,7 @@ def _options_of(names: Sequence[str], group_of: Mapping[str, ParamGroup]) -> Par
 
 
 def from_state(state: Mapping[str, SavedState]) -> Source:
-    """Of a state that this rank has."""
+    """Makes a source of a state that this rank has."""
 
     def source(slot: Slot | None, names: Sequence[str]) -> Mapping[str, SavedState]:
         return {
@@ -317,7 +317,7 @@ def from_state(state: Mapping[str, SavedState]) -> Source:
 
 
 def from_rank_0(state: Mapping[str, SavedState], group: Group) -> Source:
-    """Of a state that only the first rank of a group has; it sends it parameter by parameter (collective)."""
+    """Makes a source of a state of a group's first rank, which sends it parameter by parameter (collective)."""
     mine = from_state(state)
 
     def source(slot: Slot | None, names: Sequence[str]) -> Mapping[str, SavedState]:

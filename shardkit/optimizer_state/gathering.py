@@ -13,13 +13,13 @@ from ..backend import Group
 from ..checks.facts import all_gather_facts_or_objects
 from ..errors import ConfigurationError
 from ..types import StateDict, Tree
-from .kinds import Kind
+from .kinds import StateKind
 from .slots import Slot
 
 Form = Callable[[Slot, torch.Tensor, torch.Tensor], torch.Tensor]
 """Of a slot, a whole parameter's state (on the host), and this rank's part: what is returned."""
 
-Kinds = dict[str, Kind]
+Kinds = dict[str, StateKind]
 
 
 @torch.no_grad()
@@ -28,7 +28,7 @@ def gather_states(
     states: Sequence[StateDict],
     keep: bool = True,
     form: Form = lambda slot, part, shard: part,
-    number: Callable[[Kind], Tree] = Kind.made,
+    number: Callable[[StateKind], Tree] = StateKind.made,
 ) -> list[list[StateDict]]:
     """Gathers the state of each parameter of each shard (collective).
 
@@ -62,7 +62,7 @@ def gather_states(
 def _kinds_everywhere(slots: Sequence[Slot], states: Sequence[StateDict]) -> list[list[Kinds]]:
     """Of each slot, what its state is on each rank of its group."""
     mine = [
-        {key: Kind.of(key, value, slot.param.shape) for key, value in own.items()}
+        {key: StateKind.of(key, value, slot.param.shape) for key, value in own.items()}
         for slot, own in zip(slots, states, strict=True)
     ]
     found = [[kinds] for kinds in mine]
@@ -85,7 +85,7 @@ def _kinds_everywhere(slots: Sequence[Slot], states: Sequence[StateDict]) -> lis
                     "order of them: make it of the same parameters() on every rank"
                 )
         for k, n in enumerate(numbers):
-            found[n] = [{key: Kind(*what) for key, what in kinds[k].items()} for _, kinds in everybody]
+            found[n] = [{key: StateKind(*what) for key, what in kinds[k].items()} for _, kinds in everybody]
     return found
 
 

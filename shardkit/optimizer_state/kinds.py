@@ -26,7 +26,7 @@ def is_elementwise(key: object, value: object, shape: Sequence[int]) -> bool:
 
 
 def to_cpu(value: object) -> Tree:
-    """Tensors inside nested containers as detached CPU copies; everything else as it is."""
+    """Copies tensors inside nested containers to the CPU, detached; everything else stays as it is."""
     if isinstance(value, torch.Tensor):
         return value.detach().to("cpu", copy=True)
     if isinstance(value, dict):
@@ -36,8 +36,8 @@ def to_cpu(value: object) -> Tree:
     return value
 
 
-class Kind(NamedTuple):
-    """What ranks tell each other of a state.
+class StateKind(NamedTuple):
+    """The description of a state that ranks send each other.
 
     Attributes:
         spread: it has one element for each of the shard's.
@@ -52,8 +52,8 @@ class Kind(NamedTuple):
     value: Any
 
     @classmethod
-    def of(cls, key: object, value: object, shape: Sequence[int]) -> Kind:
-        """Of a state of a shard of this shape."""
+    def of(cls, key: object, value: object, shape: Sequence[int]) -> StateKind:
+        """Describes a state of a shard of this shape."""
         if not isinstance(value, torch.Tensor):
             return cls(False, None, None, value)
         if is_elementwise(key, value, shape):
@@ -63,7 +63,7 @@ class Kind(NamedTuple):
         return cls(False, None, None, to_cpu(value))
 
     def made(self) -> Tree:
-        """The value, a tensor again if it was one."""
+        """Returns the value, a tensor again if it was one."""
         if self.shape is None:
             return copy.deepcopy(self.value)
         return torch.tensor(self.value, dtype=self.dtype).view(self.shape)

@@ -104,12 +104,12 @@ def marked(state: SavedState, shape: torch.Size) -> StateDict:
 
 
 def options_in(group: ParamGroup) -> ParamGroup:
-    """What a group of a state dict says of its parameters."""
+    """Copies what a group of a state dict says of its parameters."""
     return copy.deepcopy({k: v for k, v in group.items() if k not in ("params", NOTE)})
 
 
 def _note(params: Iterable[torch.Tensor]) -> list[list[object]]:
-    """Of each flat parameter of a group: the rank, the world size, names and places of its originals."""
+    """Describes each flat parameter of a group: the rank, the world size, names and places of its originals."""
     flats = [f for f in map(shard_behind, params) if f is not None]
     return [[f.group.rank, f.group.world_size, list(f.names), f.layout.described()] for f in flats]
 
@@ -163,7 +163,7 @@ def _wrong_shards(optimizer: Optimizer) -> str | None:
 
 
 def _wrong_shapes(optimizer: Optimizer) -> str | None:
-    """Of state that tells nothing about itself."""
+    """Compares shapes, of state that tells nothing about itself."""
     if type(optimizer) not in KNOWN:
         return None
     for param, state in optimizer.state.items():

@@ -12,7 +12,7 @@ import torch
 
 from ...errors import ConfigurationError, DamagedFileError, UntrustedFileError
 from ...types import SavedState, Tree
-from .archive import LOCAL, Archive, Cut, Damage, Legacy
+from .archive import LOCAL, Archive, Damage, Legacy, TruncatedArchive
 from .data_pickle import Data, NotData, named_globals, read
 from .rebuilding import Storage, StorageType, build, names, whole, without_values
 
@@ -29,7 +29,7 @@ def load(
     map_location: torch.device | str | None = "cpu",
     trust_pickle: bool = False,
 ) -> Data:
-    """What ``torch.save`` has written: tensors, numbers, strings, containers and numpy arrays of numbers.
+    """Loads what ``torch.save`` has written: tensors, numbers, strings, containers and numpy arrays of numbers.
 
     That is all there is in state dicts of OSS, FSDP, AdaScale and the gradient scalers, fairscale's and shardkit's. A
     pickle can hold calls of any function; a file that needs another one to be read is refused. Nothing that the file
@@ -60,7 +60,7 @@ def load(
 
 
 def load_data(file: BinaryIO, size: int, name: str, map_location: torch.device | str | None = "cpu") -> Data:
-    """The same from what is open already, of so many bytes; errors call it by the name."""
+    """Loads from what is open already, of so many bytes; errors call it by the name."""
     try:
         return _Reading(name, file, size, map_location).result()
     except NotData as found:
@@ -95,7 +95,7 @@ class _Reading:
         self._locations: dict[str, str] = {}
         self._wrong: list[tuple[str, str]] = []  # storages, and what is wrong with them
         self._names = names(self._device_tensor)
-        self._archive: Archive | Cut | Legacy
+        self._archive: Archive | TruncatedArchive | Legacy
         self._start = 0  # of the pickle
 
     def result(self) -> Data:
@@ -138,7 +138,7 @@ class _Reading:
         self._storages.clear()
 
     def _storage(self, name: tuple[object, ...]) -> Storage:
-        """What a persistent id stands for, read from the file."""
+        """Reads the storage that a persistent id stands for."""
         kind, key, location, size = storage_parts(name)
         if key in self._storages:
             return Storage(self._storages[key].memory, kind.dtype)
@@ -154,7 +154,7 @@ class _Reading:
         return storage
 
     def _storage_without_bytes(self, name: tuple[object, ...]) -> Storage:
-        """What a persistent id stands for, on torch's device without memory."""
+        """Makes the storage that a persistent id stands for, on torch's device without memory."""
         kind, key, _, size = storage_parts(name)
         if key not in self._storages:
             self._storages[key] = Storage(torch.UntypedStorage(size, device="meta"), kind.dtype)
@@ -173,7 +173,7 @@ class _Reading:
     def _say_what_is_cut(self, damage: Damage) -> None:
         """Raises with the first tensor that is not whole, if the head of a file without end is there."""
         try:
-            self._archive = Cut(self._file, self._size)
+            self._archive = TruncatedArchive(self._file, self._size)
             self._start = self._archive.pickle().tell()
             found = self._interpret(without_values(self._names), self._storage_without_bytes)
             self._wrong += self._archive.missing(self._start)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ...types import AnyCallable, SavedState, StateDict, Tree
-from .data_pickle import Data, Function, Handle, NotData, key_of
+from .data_pickle import Data, Function, NotData, PickleHandle, key_of
 
 _STORAGES = {
     "Double": torch.float64, "Float": torch.float32, "Half": torch.float16, "BFloat16": torch.bfloat16,
@@ -22,14 +22,14 @@ _PLACES = 64  # more dimensions than this are nobody's tensor
 
 
 @dataclasses.dataclass(frozen=True)
-class StorageType(Handle):
+class StorageType(PickleHandle):
     """A storage class of torch by name; ``dtype`` is None for bytes, whose tensors say theirs."""
 
     dtype: torch.dtype | None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Storage(Handle):
+class Storage(PickleHandle):
     """Memory that was read from the file. ``dtype``: None for bytes, whose tensors say theirs."""
 
     memory: torch.UntypedStorage
@@ -37,7 +37,7 @@ class Storage(Handle):
 
 
 @dataclasses.dataclass(frozen=True)
-class _Class(Handle):
+class _Class(PickleHandle):
     name: str
 
 
@@ -120,7 +120,7 @@ def _parameter_with_state(data: Data, requires_grad: Data, hooks: Data, state: D
 
 
 def _with_attributes(tensor: Data, state: Data) -> Data:
-    """What users have set on a tensor; not what tensors have by themselves."""
+    """Sets what users have set on a tensor; not what tensors have by themselves."""
     if state is not None and type(state) is not dict:
         raise NotData("a tensor with slots")
     for key, value in (state or {}).items():
@@ -327,7 +327,7 @@ def names(device_tensor: Callable[..., torch.Tensor]) -> SavedState:
 
 
 def without_values(named: SavedState) -> SavedState:
-    """The same, while storages are not filled: what looks at values gives an empty tensor."""
+    """Replaces functions that look at values, while storages are not filled: they give an empty tensor."""
 
     def nothing(*_: Data) -> torch.Tensor:
         return torch.empty(0)

@@ -22,7 +22,7 @@ from ...fsdp.local_checkpoint import note_of
 from ...fsdp.names import INNER, OUTER, clean
 from ...layout import boxes_of
 from ...types import SavedState, StateDict, Tree
-from .stored import Part, Place, Shape, StoredTensor, blocks_of, in_memory
+from .stored import Place, Shape, StoredPart, StoredTensor, blocks_of, in_memory
 from .torch_files import TorchFileWriter, read_torch_file
 
 PREFIX = "_fsdp_shard"
@@ -116,7 +116,7 @@ def _weights_in(tree: SavedState, path: str) -> StateDict:
 
 
 def in_natural_order(paths: Sequence[str]) -> list[str]:
-    """rank-2 before rank-10."""
+    """Sorts paths: rank-2 before rank-10."""
     return sorted(
         paths, key=lambda p: [int(x) if x.isdigit() else x for x in re.split(r"(\d+)", os.path.basename(p))]
     )
@@ -125,7 +125,7 @@ def in_natural_order(paths: Sequence[str]) -> list[str]:
 def read_rank_files(
     paths: Sequence[str], trees: Sequence[StateDict], kind: str
 ) -> tuple[StateDict, int, list[str]]:
-    """The model's state dict of the files of all ranks, their number, and keys that were left out.
+    """Reads the model's state dict of the files of all ranks, their number, and keys that were left out.
 
     Raises:
         ConfigurationError: they are not those of ranks 0 to W - 1 of one run.
@@ -172,7 +172,7 @@ def _place_of(shard: StoredTensor) -> Callable[[], Place]:
 
 def _cut_out(name: str, shape: Shape, start: int, shards: Sequence[tuple[StoredTensor, int]]) -> StoredTensor:
     """A tensor that is the elements from ``start`` on of shards end to end, each with its numel without padding."""
-    parts: list[Part] = []
+    parts: list[StoredPart] = []
     numel, begin = math.prod(shape), 0
     if any(shard.value is not None for shard, _ in shards):  # they had to be read already
         whole = torch.cat([shard.read().reshape(-1)[:held] for shard, held in shards])
@@ -181,7 +181,7 @@ def _cut_out(name: str, shape: Shape, start: int, shards: Sequence[tuple[StoredT
         low, high = max(begin, start), min(begin + held, start + numel)
         if low < high:
             where = _place_of(shard)
-            parts += [Part(box, where) for box in boxes_of(shape, low - start, high - low, low - begin)]
+            parts += [StoredPart(box, where) for box in boxes_of(shape, low - start, high - low, low - begin)]
         begin += held
     dtype = shards[0][0].stored_dtype
     return StoredTensor(name, tuple(shape), dtype, tuple(parts), dtype)
@@ -248,7 +248,7 @@ _XLA_MULTIPLE = 128  # elements to which torch_xla rounds a shard up
 _BUFFER = re.compile(r"(^|\.)(running_mean|running_var|num_batches_tracked)$")
 
 
-class Cut(NamedTuple):
+class SortedModel(NamedTuple):
     """A model's state dict, sorted for FSDP.
 
     Attributes:
@@ -262,8 +262,8 @@ class Cut(NamedTuple):
     shared: dict[str, str]
 
 
-def sort_out(model: StateDict, buffers: list[str]) -> Cut:
-    """What is a parameter and what a buffer: state dicts don't say.
+def sort_out(model: StateDict, buffers: list[str]) -> SortedModel:
+    """Sorts out parameters and buffers: state dicts don't say.
 
     Taken for buffers are tensors of whole numbers, statistics of batch norms, and what a user names.
 
@@ -289,10 +289,10 @@ def sort_out(model: StateDict, buffers: list[str]) -> Cut:
         else:
             params[name] = value
             first[value.identity] = name
-    return Cut(params, kept, shared)
+    return SortedModel(params, kept, shared)
 
 
-def write_for_xla(folder: str, cut: Cut, ranks: int) -> None:
+def write_for_xla(folder: str, cut: SortedModel, ranks: int) -> None:
     """``rank-NNNNNNNN-of-NNNNNNNN.pth``: a dict of "model" and "shard_metadata"."""
     names, infos = {}, {}
     for name, tensor in cut.params.items():
@@ -316,7 +316,7 @@ def _of_xla_wrapper(buffers: dict[str, StoredTensor]) -> StateDict:
     return {f"_fsdp_wrapped_module.{name}": value for name, value in buffers.items()}
 
 
-def write_for_fairscale(folder: str, cut: Cut, ranks: int) -> None:
+def write_for_fairscale(folder: str, cut: SortedModel, ranks: int) -> None:
     """``rank-NNNNN-of-NNNNN.pt``: a dict of "model" (``local_state_dict()``) and "shard_metadata"
     (``local_metadata_dict()``)."""
     trees = []
@@ -343,11 +343,11 @@ def _shard_numel(tensor: StoredTensor, ranks: int, multiple: int) -> int:
 
 
 def _shard(tensor: StoredTensor, ranks: int, multiple: int) -> StoredTensor:
-    """What a rank's file has of it: shape and dtype."""
+    """Makes what a rank's file has of a tensor: shape and dtype."""
     return StoredTensor(tensor.name, (_shard_numel(tensor, ranks, multiple),), tensor.dtype, (), tensor.dtype)
 
 
-def _write(folder: str, names: list[str], trees: list[StateDict], cut: Cut) -> None:
+def _write(folder: str, names: list[str], trees: list[StateDict], cut: SortedModel) -> None:
     """All files side by side: a tensor is read once."""
     with contextlib.ExitStack() as stack:
         files = [stack.enter_context(open(os.path.join(folder, name), "wb")) for name in names]

@@ -21,7 +21,7 @@ from ..files.archive import LOCAL, Archive, Damage, Legacy
 from ..files.data_pickle import NotData, named_globals, read
 from ..files.loading import UNREADABLE, load, load_data, storage_parts
 from ..files.rebuilding import Storage, build, names, without_values
-from .stored import Part, Path, Place, StoredTensor, dotted, in_memory, replaced
+from .stored import Path, Place, StoredPart, StoredTensor, dotted, in_memory, replaced
 
 # What looks at values while it is made; files with such tensors are read at once.
 _LOOKING = frozenset(
@@ -68,7 +68,7 @@ class View:
 
 
 class Contents:
-    """What one file, or a part of one, holds.
+    """The contents of one file, or of a part of one.
 
     Args:
         path: of the file.
@@ -83,7 +83,7 @@ class Contents:
         self._memory: dict[str, Storage] = {}
 
     def tree(self) -> Tree:
-        """All of it; dense tensors as :class:`StoredTensor`, others as they are.
+        """Reads the pickle; dense tensors are :class:`StoredTensor`, others as they are.
 
         Raises:
             UntrustedFileError, DamagedFileError: see :func:`shardkit.load`.
@@ -91,7 +91,7 @@ class Contents:
         return self._guarded(self._tree)
 
     def values(self) -> Tree:
-        """All of it, read."""
+        """Reads all of it."""
         if self._start == 0 and self._length == os.path.getsize(self._path):
             return load(self._path)
         with open(self._path, "rb") as file:
@@ -175,7 +175,7 @@ class Contents:
             raise Damage(
                 f"its record data/{key} has {size} bytes, expected {self._memory[key].memory.nbytes()}"
             )
-        part = Part(whole_box(shape), lambda: place)
+        part = StoredPart(whole_box(shape), lambda: place)
         identity = (self._path, self._start, key, first, shape, strides, value.dtype)
         return StoredTensor(dotted(path), shape, value.dtype, (part,), value.dtype, identity)
 
@@ -198,7 +198,7 @@ def _names() -> SavedState:
 
 
 def read_torch_file(path: str, trust_pickle: bool = False) -> Tree:
-    """What is in a file, with tensors that stay there.
+    """Reads what is in a file, with tensors that stay there.
 
     Args:
         trust_pickle: let torch run what the file says; then all of it is read at once.
@@ -326,11 +326,11 @@ class TorchFileWriter:
 
     @property
     def coming(self) -> list[StoredTensor]:
-        """Those not written yet."""
+        """The tensors that are not written yet."""
         return self.tensors[self._written :]
 
     def write_next(self, blocks: Iterable[memoryview | bytes]) -> None:
-        """The bytes of the next of ``tensors``."""
+        """Writes the bytes of the next of ``tensors``."""
         tensor = self.tensors[self._written]
         self._record(f"data/{self._written}", blocks, tensor.nbytes)
         self._written += 1
