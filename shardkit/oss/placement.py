@@ -524,9 +524,9 @@ def _joined_state(segment: FlatSegment, loaded: Mapping[nn.Parameter, State]) ->
     have = {p: loaded[p] for p in owned if loaded.get(p)}
     if not have:
         # a rank that owns nothing still takes part in every step, so its state has to have the same shape
-        example: State = next((s for s in loaded.values() if s), {})
+        like, example = next(((p, s) for p, s in loaded.items() if s), (segment.own, {}))
         return {
-            k: torch.zeros_like(segment.own) if isinstance(v, torch.Tensor) and v.dim() > 0 else v
+            k: torch.zeros_like(segment.own) if is_elementwise(k, v, like.shape) else v
             for k, v in example.items()
         }
     first = next(iter(have.items()))

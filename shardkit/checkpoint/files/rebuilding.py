@@ -12,7 +12,7 @@ from torch import nn
 from ...types import AnyCallable, SavedState, StateDict, Tree
 from .data_pickle import Data, Function, NotData, PickleHandle, key_of
 
-_STORAGES = {
+STORAGES = {
     "Double": torch.float64, "Float": torch.float32, "Half": torch.float16, "BFloat16": torch.bfloat16,
     "Long": torch.int64, "Int": torch.int32, "Short": torch.int16, "Char": torch.int8, "Byte": torch.uint8,
     "Bool": torch.bool, "ComplexDouble": torch.complex128, "ComplexFloat": torch.complex64,
@@ -294,7 +294,7 @@ def _names_of_torch(device_tensor: Callable[..., torch.Tensor]) -> StateDict:
     found["torch.device"] = Function(_device)
     found["torch.Tensor"] = _Class("Tensor")
     found["torch.nn.parameter.Parameter"] = _Class("Parameter")
-    for name, dtype in _STORAGES.items():
+    for name, dtype in STORAGES.items():
         found[f"torch.{name}Storage"] = found[f"torch.cuda.{name}Storage"] = StorageType(dtype)
     found["torch.storage.UntypedStorage"] = found["torch.UntypedStorage"] = StorageType(None)
     found |= {f"torch.{n}": v for n, v in vars(torch).items() if isinstance(v, torch.dtype)}

@@ -17,7 +17,7 @@ from ..format.manifest import read_manifest, refuse_damage
 from ..format.metadata import METADATA, Chunk, Record, TensorEntry, read_metadata
 from . import hugging_face, rank_files
 from .stored import Checkpoint, Place, StoredPart, StoredTensor, find_model, replaced, without_layer
-from .torch_files import Contents, held
+from .torch_files import Contents, held, read_torch_file
 
 
 def read_folder(folder: str, trust_pickle: bool = False) -> StateDict:
@@ -162,7 +162,7 @@ def _with_model(
 
 
 def _of_files(path: str, files: list[str], model_key: str | None, trust_pickle: bool) -> Checkpoint:
-    trees = rank_files.read_trees(files, trust_pickle)
+    trees = [read_torch_file(file, trust_pickle) for file in files]
     kinds = {rank_files.kind_of(tree) for tree in trees}
     if len(kinds) > 1:
         raise ConfigurationError(

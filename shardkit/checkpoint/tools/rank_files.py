@@ -12,6 +12,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -21,9 +22,9 @@ from ...errors import ConfigurationError
 from ...fsdp.local_checkpoint import note_of
 from ...fsdp.names import INNER, OUTER, clean
 from ...layout import boxes_of
-from ...types import SavedState, StateDict, Tree
+from ...types import SavedState, StateDict
 from .stored import Place, Shape, StoredPart, StoredTensor, blocks_of, in_memory
-from .torch_files import TorchFileWriter, read_torch_file
+from .torch_files import TorchFileWriter
 
 PREFIX = "_fsdp_shard"
 SEPARATOR = "_FSDP_SHARD_SEPARATOR_"
@@ -204,6 +205,7 @@ def _of_torch_xla(weights: Sequence[StateDict], metadata: Sequence[SavedState]) 
 
 def _of_fairscale(weights: Sequence[StateDict], metadata: Sequence[SavedState]) -> StateDict:
     found: StateDict = {}
+    shared: list[tuple[str, str]] = []
     for k, entry in enumerate(metadata[0]["param_metadata"]):
         before = f"{entry['fsdp_path']}." if entry["fsdp_path"] else ""
         for name, info in entry["params"].items():
@@ -213,18 +215,12 @@ def _of_fairscale(weights: Sequence[StateDict], metadata: Sequence[SavedState]) 
                 shards.append((state[key], state[key].numel - padding))
                 if entry["no_broadcast_optim_state"] or shards[0][1] == sum(info["numels"]):
                     break
-            starts, begin = [], 0
-            for numel in info["numels"]:
-                starts.append(begin)
-                begin += numel
-            for n, shape, start in zip(
-                info["names"], info["shapes"], info.get("starts") or starts, strict=True
-            ):
+            starts = info.get("starts") or [*accumulate(info["numels"], initial=0)][:-1]
+            for n, shape, start in zip(info["names"], info["shapes"], starts, strict=True):
                 found[before + n] = _cut_out(before + n, tuple(shape), start, shards)
-    for entry in metadata[0]["param_metadata"]:
-        before = f"{entry['fsdp_path']}." if entry["fsdp_path"] else ""
-        for source, target in entry["shared_param_info"]:
-            _share(found, before + source, before + target)
+        shared += [(before + source, before + target) for source, target in entry["shared_param_info"]]
+    for source, target in shared:
+        _share(found, source, target)
     for name in metadata[0]["buffer_names"]:
         if name in weights[0]:
             found[name] = weights[0][name]
@@ -237,11 +233,6 @@ def _share(found: StateDict, source: str, target: str) -> None:
         if found[source].identity is None:
             found[source] = replace(found[source], identity=("shared", source))
         found[target] = found[source]
-
-
-def read_trees(paths: Sequence[str], trust_pickle: bool) -> list[Tree]:
-    """What is in each of the files."""
-    return [read_torch_file(path, trust_pickle) for path in paths]
 
 
 _XLA_MULTIPLE = 128  # elements to which torch_xla rounds a shard up
@@ -307,13 +298,9 @@ def write_for_xla(folder: str, cut: SortedModel, ranks: int) -> None:
         if cut.shared:
             metadata["shared_info"] = dict(cut.shared)
         shards = {names[n]: _shard(t, ranks, _XLA_MULTIPLE) for n, t in cut.params.items()}
-        trees.append({"model": {**shards, **_of_xla_wrapper(cut.buffers)}, "shard_metadata": metadata})
+        buffers = {f"{OUTER}{name}": value for name, value in cut.buffers.items()}
+        trees.append({"model": {**shards, **buffers}, "shard_metadata": metadata})
     _write(folder, [f"rank-{r:08d}-of-{ranks:08d}.pth" for r in range(ranks)], trees, cut)
-
-
-def _of_xla_wrapper(buffers: dict[str, StoredTensor]) -> StateDict:
-    """A wrapper's own state dict has them under its module's name."""
-    return {f"_fsdp_wrapped_module.{name}": value for name, value in buffers.items()}
 
 
 def write_for_fairscale(folder: str, cut: SortedModel, ranks: int) -> None:

@@ -20,7 +20,7 @@ from ...types import SavedState, Tree
 from ..files.archive import LOCAL, Archive, Damage, Legacy
 from ..files.data_pickle import NotData, named_globals, read
 from ..files.loading import UNREADABLE, load, load_data, storage_parts
-from ..files.rebuilding import Storage, build, names, without_values
+from ..files.rebuilding import STORAGES, Storage, build, names, without_values
 from .stored import Path, Place, StoredPart, StoredTensor, dotted, in_memory, replaced
 
 # What looks at values while it is made; files with such tensors are read at once.
@@ -37,7 +37,6 @@ class View:
         self._at = 0
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """As of any file."""
         base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._length}[whence]
         if base + offset < 0:
             raise OSError("a position before the beginning")
@@ -45,11 +44,9 @@ class View:
         return self._at
 
     def tell(self) -> int:
-        """As of any file."""
         return self._at
 
     def read(self, count: int = -1) -> bytes:
-        """As of any file."""
         left = max(0, self._length - self._at)
         self._file.seek(self._start + self._at)
         data = self._file.read(left if count < 0 else min(count, left))
@@ -57,13 +54,11 @@ class View:
         return data
 
     def readinto(self, target: memoryview) -> int:
-        """As of any file."""
         data = self.read(len(target))
         target[: len(data)] = data
         return len(data)
 
     def seekable(self) -> bool:
-        """It is."""
         return True
 
 
@@ -219,11 +214,7 @@ def _is_zip(path: str) -> bool:
 _ALIGNED = 64  # bytes; as torch aligns records
 _LOCAL_HEADER = 30
 _ZIP64_EXTRA = 20  # bytes of the field that zipfile adds where a record may be large
-_OLD_STORAGES = {
-    torch.float64: "Double", torch.float32: "Float", torch.float16: "Half", torch.bfloat16: "BFloat16",
-    torch.int64: "Long", torch.int32: "Int", torch.int16: "Short", torch.int8: "Char", torch.uint8: "Byte",
-    torch.bool: "Bool", torch.complex128: "ComplexDouble", torch.complex64: "ComplexFloat",
-}  # fmt: skip
+_OLD_STORAGES = {dtype: name for name, dtype in STORAGES.items()}
 
 
 class _Storage:
@@ -286,17 +277,14 @@ class _Shifted:
         self.write, self.flush = file.write, file.flush
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """As of any file."""
         if whence == io.SEEK_SET:
             offset += self._start
         return self._file.seek(offset, whence) - self._start
 
     def tell(self) -> int:
-        """As of any file."""
         return self._file.tell() - self._start
 
     def seekable(self) -> bool:
-        """It is."""
         return True
 
 
