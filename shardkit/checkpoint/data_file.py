@@ -1,16 +1,19 @@
-"""One rank's data file, written record by record, and what it tells of it to the rank that makes a checkpoint of all.
+"""One rank's data file, written record by record; and how one rank makes a checkpoint of all.
 
 What a rank has written is in a small file beside (``index-RANK.json``). Ranks need not send each other anything:
-whoever can read the checkpoint can read these.
+whoever can read the checkpoint can read these. Of them one rank makes DCP's ``.metadata``, and ``shardkit.json``.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
+import math
 import os
-from collections.abc import Iterable, Iterator, Sequence
-from typing import BinaryIO, NamedTuple, cast
+import pickle
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, BinaryIO, NamedTuple, cast
 
 import torch
 
@@ -18,6 +21,13 @@ from ..layout import Box
 from ..optimizer_state.leaves import Leaf
 from .collecting import RecordPart
 from .format.manifest import Hasher, hash_of, new_hasher
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from ..errors import ShardkitError
+from .files.writing import write_atomically
+from .format.manifest import Manifest, ManifestItem, StoredFile, write_manifest
+from .format.metadata import METADATA
 
 PREFIX, ENDING = "__", "_0.distcp"
 
@@ -214,3 +224,100 @@ def own_memory(tensor: torch.Tensor) -> torch.Tensor:
     if values.untyped_storage().size() != values.numel() * values.element_size():
         values = values.clone(memory_format=torch.contiguous_format)
     return values
+
+
+class IncompleteError(ShardkitError):
+    """Ranks have written too much of something, or too little: layouts were not what they said."""
+
+
+def compose(folder: str, world_size: int, step: int, run: str, kind: str) -> None:
+    """Writes what a folder of data files lacks to be a checkpoint, and removes the ranks' indices.
+
+    Args:
+        kind: of checksums.
+
+    Raises:
+        IncompleteError: a tensor is there in part, or twice.
+        OSError: the disk is full, or a rank's file can't be read.
+    """
+    indices = [read_index(folder, rank) for rank in range(world_size)]
+    for rank in range(world_size):
+        os.unlink(os.path.join(folder, index_of(rank)))
+    records = {name_of(rank): index.records for rank, index in enumerate(indices)}
+    files = {name_of(rank): _stored(index) for rank, index in enumerate(indices) if index.records}
+    describe(folder, records, Manifest(step=step, run=run, world_size=world_size, files=files, hash=kind))
+
+
+def describe(folder: str, records: Mapping[str, Sequence[Written]], manifest: Manifest) -> None:
+    """Writes ``.metadata``, then ``shardkit.json``, which makes data files a checkpoint.
+
+    Args:
+        records: of each data file.
+        manifest: of the data files.
+
+    Raises:
+        IncompleteError, OSError: see :func:`compose`.
+    """
+    metadata = pickle.dumps(metadata_of(records))
+    with write_atomically(os.path.join(folder, METADATA)) as file:
+        file.write(metadata)
+    stored = StoredFile(len(metadata), hash_of(metadata, manifest.hash))
+    write_manifest(folder, dataclasses.replace(manifest, files={**manifest.files, METADATA: stored}))
+
+
+def _stored(index: Index) -> StoredFile:
+    items = tuple(ManifestItem(r.name, r.offset, r.length, r.hash) for r in index.records)
+    return StoredFile(index.bytes, index.hash, items)
+
+
+def metadata_of(records: Mapping[str, Sequence[Written]]) -> Metadata:
+    """Makes DCP's table of contents of the records in each file.
+
+    Raises:
+        IncompleteError: see :func:`compose`.
+    """
+    # torch's part takes long to import
+    from torch.distributed.checkpoint import filesystem, metadata
+
+    tensors: dict[str, metadata.TensorStorageMetadata] = {}
+    state: dict[str, metadata.TensorStorageMetadata | metadata.BytesStorageMetadata] = {}
+    places: dict[metadata.MetadataIndex, object] = {}
+    paths: dict[str, tuple[str | int, ...]] = {}
+    for file, written in records.items():
+        for record in written:
+            paths[record.name] = record.path
+            index = metadata.MetadataIndex(record.name, None if record.box is None else record.box[0])
+            if record.box is None:
+                state[record.name] = metadata.BytesStorageMetadata()
+            else:
+                dtype, shape = getattr(torch, record.dtype or ""), torch.Size(record.shape or ())
+                made = metadata.TensorStorageMetadata(metadata.TensorProperties(dtype=dtype), shape, [])
+                found = tensors[record.name] = tensors.get(record.name, made)
+                if state.setdefault(record.name, found) is not found or _differ(found, made):
+                    raise IncompleteError(
+                        f"{record.name!r} has shape {tuple(shape)} and {dtype} on one rank, and something else on "
+                        "others"
+                    )
+                offsets, sizes = map(torch.Size, record.box)
+                found.chunks.append(metadata.ChunkStorageMetadata(offsets, sizes))
+            if index in places:
+                raise IncompleteError(f"{record.name!r} was written twice, by {file} too")
+            places[index] = filesystem._StorageInfo(file, record.offset, record.length)
+    for name, stored in tensors.items():
+        stored.chunks.sort(key=lambda chunk: tuple(chunk.offsets))
+        there, expected = sum(math.prod(c.sizes) for c in stored.chunks), stored.size.numel()
+        if there != expected:
+            raise IncompleteError(
+                f"{name!r} has {expected} elements, and ranks have written {there} of them. Call save with the same "
+                "model and optimizer on all ranks"
+            )
+    table = metadata.Metadata(
+        state, planner_data=paths, storage_data=places, storage_meta=metadata.StorageMeta()
+    )
+    if hasattr(table, "version"):
+        table.version = getattr(filesystem, "CURRENT_DCP_VERSION", None)
+    return table
+
+
+def _differ(one: TensorStorageMetadata, other: TensorStorageMetadata) -> bool:
+    return one.size != other.size or one.properties.dtype != other.properties.dtype

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple, NoReturn
+from typing import NamedTuple, NoReturn
 
 import torch
 from torch import nn
@@ -21,20 +21,14 @@ from ..progress import noting_errors
 from ..running.folder import note_checkpoints
 from ..torch_seams.strided_views import narrowed
 from ..types import ProcessGroup, StateDict, Tree
-from .agreeing import agree, attempt
-from .background import wait_for_earlier
+from .background import agree, attempt, wait_for_earlier
 from .collecting import Parts, backend_and_ranks, holder_for
 from .format import folders
-from .format.stored import read_tensor
+from .format.metadata import Chunk, Record
+from .format.stored import StoredCheckpoint, read_tensor
 from .model_state import ModelState
 from .optimizers import Holder, check_schedulers
 from .rank_states import Stateful, load_loader, set_random_states
-
-if TYPE_CHECKING:
-    from .format.metadata import Chunk, Record
-    from .format.stored import StoredCheckpoint
-if TYPE_CHECKING:
-    from .format.stored import StoredCheckpoint
 
 
 class Wanted(NamedTuple):
@@ -352,8 +346,6 @@ def _prepared(
     path: str, parts: Parts, backend: Backend, ranks: Ranks, with_random: bool, verify: bool,
     held: contextlib.ExitStack,
 ) -> _Restoring:  # fmt: skip
-    from .format.stored import StoredCheckpoint  # torch's part takes long to import
-
     if not folders.is_there(path):
         raise ConfigurationError(
             f"rank {ranks.world[ranks.rank]} does not see {path}, which rank {ranks.world[0]} restores: a checkpoint "

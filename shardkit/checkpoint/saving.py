@@ -31,8 +31,7 @@ from ..optimizer_state.slots import Slot
 from ..progress import note_error, noting_errors
 from ..running.folder import note_checkpoints
 from ..types import ProcessGroup, StateDict, Tree
-from .agreeing import agree, attempt
-from .background import Background, Handle, join_earlier
+from .background import Background, Handle, agree, attempt, join_earlier
 from .collecting import (
     Collected,
     Entry,
@@ -43,7 +42,7 @@ from .collecting import (
     has_torchs_ranks,
     parts_of_rank,
 )
-from .data_file import on_host, write_parts
+from .data_file import compose, on_host, write_parts
 from .files.writing import save as save_file
 from .format import folders
 from .format.manifest import best_hash
@@ -199,8 +198,6 @@ class Save:
 
     def complete(self) -> None:
         """All ranks have written: the checkpoint gets its name, then old ones go."""
-        from .composing import compose  # torch's part takes long to import
-
         compose(self.temporary, self.ranks.size, self.step, self.run, self.kind)
         folders.finish(self.temporary, self.folder, self.step)
         folders.keep_newest(self.folder, self.keep, self.step)

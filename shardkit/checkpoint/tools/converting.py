@@ -12,7 +12,7 @@ import torch
 
 from ...errors import ConfigurationError
 from ...types import StateDict, Tree
-from ..data_file import Written
+from ..data_file import Written, describe
 from ..files.writing import folder_written_whole, write_atomically
 from ..format.manifest import NAME as MANIFEST
 from ..format.manifest import Manifest, ManifestItem, StoredFile, best_hash, new_hasher
@@ -124,8 +124,6 @@ def write_distributed(folder: str, tree: StateDict, step: int, run: str, world_s
         folder: empty.
         step, run, world_size: for ``shardkit.json``.
     """
-    from ..composing import describe  # torch's part takes long to import
-
     records: list[Written] = []
     path = os.path.join(folder, _DATA)
     with open(path, "wb") as file:
