@@ -22,7 +22,7 @@ from types import TracebackType
 from typing import cast
 
 from shardkit.errors import ConfigurationError, RankFailedError
-from shardkit.started import note
+from shardkit.launching.started import note
 from shardkit.types import AnyCallable, Args, T
 
 from .diagnosis.job import begin_job, end_job, fail_job

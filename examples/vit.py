@@ -18,9 +18,9 @@ from torch import nn
 import images
 import training
 from shardkit import wrap
-from shardkit.estimate import Subject, estimate
-from shardkit.estimate.report import as_text
 from shardkit.examples.digits import Block
+from shardkit.tools.estimate import Subject, estimate
+from shardkit.tools.estimate.report import as_text
 
 FLAGS = ("embed_dim", "num_heads", "num_blocks", "image_size", "patch_size", "classes")
 

@@ -56,9 +56,9 @@ if TYPE_CHECKING:  # the same names as in the table below; tests/test_packaging.
         ReducePolicy as ReducePolicy,
         ReshardPolicy as ReshardPolicy,
     )
-    from .running.stopping import stop_requested as stop_requested
+    from .launching.stopping import stop_requested as stop_requested
     from .sharded_ddp.wrapper import ShardedDDP as ShardedDDP
-    from .summaries import summary as summary
+    from .tools.summaries import summary as summary
     from .tracing.metrics import Metrics as Metrics
     from .tracing.ranges import span as span
     from .tracing.tracer import trace as trace
@@ -92,9 +92,9 @@ _HOMES = {
     "oss.optimizer": "OSS",
     "out_of_memory.skipping": "SkipOutOfMemory",
     "policy": "Compression OffloadPolicy PrecisionPolicy ReducePolicy ReshardPolicy",
-    "running.stopping": "stop_requested",
+    "launching.stopping": "stop_requested",
     "sharded_ddp.wrapper": "ShardedDDP",
-    "summaries": "summary",
+    "tools.summaries": "summary",
     "tracing.metrics": "Metrics",
     "tracing.ranges": "span",
     "tracing.tracer": "trace",

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import importlib.util
 import sys
 from collections.abc import Callable, Sequence
 from importlib.abc import Loader, MetaPathFinder
@@ -25,7 +26,7 @@ from typing import TYPE_CHECKING, NoReturn, TypeVar, cast
 
 from .errors import RedirectedError
 from .redirections import REDIRECTED
-from .reexports import REEXPORTED
+from .reexports import MOVED, REEXPORTED
 
 if TYPE_CHECKING:
     from .types import AnyCallable, Tree
@@ -165,6 +166,15 @@ _SERVED = {f"{_ROOT}.{path}" for path in (*REDIRECTED, *REEXPORTED)}
 _SERVED |= {name.rpartition(".")[0] for name in _SERVED}  # the packages they are in
 
 
+def _new_name(fullname: str) -> str:
+    """Where a module that has moved is now; "" for all others."""
+    root, *parts = fullname.split(".")
+    for length in range(1, len(parts) + 1):
+        if root == _ROOT and (there := MOVED.get(".".join(parts[:length]))):
+            return ".".join([_ROOT, there, *parts[length:]])
+    return ""
+
+
 class _Finder(MetaPathFinder):
     """Finds the modules of the table, except for those that have a file, which also take their entries from it.
 
@@ -174,6 +184,10 @@ class _Finder(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
+        if there := _new_name(fullname):
+            if importlib.util.find_spec(there) is None:
+                return None
+            return ModuleSpec(fullname, _Moved(there), origin=there, is_package=True)
         if fullname not in _SERVED:
             return None
         found = PathFinder.find_spec(fullname, path, target)
@@ -183,6 +197,19 @@ class _Finder(MetaPathFinder):
         return ModuleSpec(
             fullname, _Loader(), origin=f"the table of {_ROOT}.redirections", is_package=is_package
         )
+
+
+class _Moved(Loader):
+    """Gives a module under the name that it had earlier: the same object."""
+
+    def __init__(self, there: str) -> None:
+        self._there = there
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return None
+
+    def exec_module(self, module: ModuleType) -> None:
+        sys.modules[module.__name__] = importlib.import_module(self._there)
 
 
 class _Loader(Loader):

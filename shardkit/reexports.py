@@ -5,13 +5,17 @@
 
 from __future__ import annotations
 
+# Modules that have moved since 0.2.0 and may be imported by either name, all below shardkit: then -> now.
+MOVED = {
+    "checkpoint_tools": "checkpoint.tools",
+    "estimate": "tools.estimate",
+    "rehearsal": "tools.rehearsal",
+    "testing": "tools.verify",
+}
+
 # Path of a module -> where its names are, below shardkit -> the names, as in an import.
 # fmt: off
 REEXPORTED: dict[str, dict[str, str]] = {
-    "checkpoint_tools": {
-        "checkpoint.tools": "Checkpoint, Comparison, Conversion, Converted, Difference, Verified, compare, convert, "
-        "open_checkpoint, verify",
-    },
     "experimental.nn.ampnet_pipe.ampnet": {
         "nn.model_parallel.initialize": "get_pipeline_parallel_ranks",
         "nn.pipe.async_schedule": "AsyncMessageBody, AsyncMessageType, AsyncRecvOperator, Location, ModuleWrapper",

@@ -85,7 +85,7 @@ def _make(world_size: int, backend: str) -> Pool:
         environment |= runtime.variables()
         return PausedPool(world_size, "tpu", start=start, environment=environment)
     if backend == "fairscale":
-        from shardkit.testing.fairscale_ranks import start_rank
+        from shardkit.tools.verify.fairscale_ranks import start_rank
 
         return PausedPool(world_size, "gloo", start=start_rank, environment=environment)
     if backend != "gloo":

@@ -210,7 +210,7 @@ assert dir(shardkit) == shardkit.__all__
 assert not hasattr(shardkit, "nothing")
 missing = [n for n in shardkit.__all__ if not hasattr(shardkit, n)]
 assert not missing, missing
-import shardkit.launching, shardkit.summaries
+import shardkit.launching, shardkit.tools.summaries
 assert callable(shardkit.launch) and callable(shardkit.summary) and shardkit.nn.Pipe and shardkit.pipeline
 """
     found = subprocess.run(
@@ -242,7 +242,7 @@ def test_type_checkers_see_the_same_names() -> None:
 def test_the_command_line_answers_without_torch(arguments: list[str], status: int, says: str) -> None:
     import resource
 
-    program = "import sys; sys.modules['torch'] = None; from shardkit.cli import main; main()"
+    program = "import sys; sys.modules['torch'] = None; from shardkit.tools.cli import main; main()"
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     done = subprocess.run(
         [sys.executable, "-c", program, *arguments], cwd=ROOT, capture_output=True, text=True, check=False

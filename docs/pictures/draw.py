@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 import shardkit
-from shardkit.estimate import Subject, estimate
-from shardkit.estimate.memory import KINDS
+from shardkit.tools.estimate import Subject, estimate
+from shardkit.tools.estimate.memory import KINDS
 
 FOLDER = Path(__file__).parent
 GREY = "#848d97"

@@ -14,11 +14,11 @@ from torch.optim import Optimizer
 
 from ..backend import Backend
 from ..errors import ConfigurationError
+from ..launching.run_folder import note_checkpoints
 from ..layout import Box
 from ..optimizer_state.leaves import Fixed, Leaf, Ranks, whole
 from ..optimizer_state.slots import Slot
 from ..progress import noting_errors
-from ..running.folder import note_checkpoints
 from ..torch_seams.strided_views import narrowed
 from ..types import ProcessGroup, StateDict, Tree
 from .background import agree, attempt, wait_for_earlier

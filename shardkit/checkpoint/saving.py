@@ -25,11 +25,11 @@ from torch.optim import Optimizer
 from ..checks.facts import all_gather_facts_or_objects
 from ..checks.same_everywhere import check_same_everywhere
 from ..errors import ConfigurationError, RankMismatchError
+from ..launching.run_folder import note_checkpoints
 from ..optimizer_state.kinds import StateKind
 from ..optimizer_state.leaves import Leaf, Ranks
 from ..optimizer_state.slots import Slot
 from ..progress import note_error, noting_errors
-from ..running.folder import note_checkpoints
 from ..types import ProcessGroup, StateDict, Tree
 from .background import Background, Handle, agree, attempt, join_earlier
 from .collecting import (

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from ..backend import Backend, backend_of_job
 from ..errors import ConfigurationError
-from ..started import started_rank
+from ..launching.started import started_rank
 
 
 class RankOfJob(NamedTuple):

@@ -60,7 +60,7 @@ class Contest:
         environment = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
         start = None
         if implementation.startswith("fairscale_fsdp"):  # it insists on CUDA
-            from shardkit.testing.fairscale_ranks import start_rank as start
+            from shardkit.tools.verify.fairscale_ranks import start_rank as start
         elif implementation.startswith("deepspeed"):
             environment["DS_ACCELERATOR"] = "cpu"
         return RankPool(self._world_size, timeout=600, start=start, environment=environment)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 
-from shardkit.estimate import STRATEGIES, estimate
+from shardkit.tools.estimate import STRATEGIES, estimate
 from tests.estimate.subjects import SUBJECTS, measured
 from tests.pools import rank_pool
 

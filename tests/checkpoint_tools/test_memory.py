@@ -19,7 +19,7 @@ MANY = 25  # tensors of 8 MB
 
 PROGRAM = """
 import json, sys
-import shardkit.cli
+import shardkit.tools.cli
 
 def peak():
     # not ru_maxrss, which begins with that of the process that started this one
@@ -31,7 +31,7 @@ torch.set_num_threads(1)
 before = peak()
 found = {}
 for name, arguments in json.loads(sys.argv[1]).items():
-    status = shardkit.cli.main(["ckpt", *arguments])
+    status = shardkit.tools.cli.main(["ckpt", *arguments])
     assert status == 0, (name, status)
     found[name] = peak() - before
     print(name, found[name], file=sys.stderr)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from shardkit.cli import main
+from shardkit.tools.cli import main
 from tests.checkpoint_tools.samples import everything, make
 
 

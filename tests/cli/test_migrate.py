@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from shardkit.cli import main
-from shardkit.migration import files
+from shardkit.tools.cli import main
+from shardkit.tools.migration import files
 
 BEFORE = "import fairscale.nn  # keep\nfairscale.nn.wrap\n"
 AFTER = BEFORE.replace("fairscale", "shardkit")

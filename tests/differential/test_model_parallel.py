@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from shardkit.testing import EXACT, check_named, tolerance_of
+from shardkit.tools.verify import EXACT, check_named, tolerance_of
 from tests.differential.keeping import kept
 from tests.pools import rank_pool
 from tests.programs.running import examples

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from shardkit.testing.comparing import Difference
+from shardkit.tools.verify.comparing import Difference
 from tests.programs import records
 from tests.programs.result import Checkpoint, Moment, RankRun
 

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from shardkit.cli import main
-from shardkit.doctor import machine, network, variables
-from shardkit.doctor.examine import _names
-from shardkit.doctor.findings import ERROR, NOTE, WARNING, Finding, in_order
-from shardkit.doctor.links import Link, check_links, check_segments
+from shardkit.tools.cli import main
+from shardkit.tools.doctor import machine, network, variables
+from shardkit.tools.doctor.examine import _names
+from shardkit.tools.doctor.findings import ERROR, NOTE, WARNING, Finding, in_order
+from shardkit.tools.doctor.links import Link, check_links, check_segments
 
 ETH = {"eth0": {"address": "10.0.0.1", "state": "up"}, "ib0": {"address": "", "state": "down"}}
 

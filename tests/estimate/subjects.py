@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from shardkit.backend import get_backend
-from shardkit.estimate import STRATEGIES, Subject
+from shardkit.tools.estimate import STRATEGIES, Subject
 from tests.figures.counters import Memory, memory_of
 
 WORDS, WIDTH, TOKENS = 512, 128, 64
@@ -132,7 +132,7 @@ def transformers_loss(model: nn.Module, batch: int) -> torch.Tensor:
 
 
 def transformers_units(model: nn.Module, unit: Callable[[nn.Module], nn.Module]) -> None:
-    from shardkit.estimate.experiments import blocks_of
+    from shardkit.tools.estimate.experiments import blocks_of
 
     blocks_of(model, unit)
 

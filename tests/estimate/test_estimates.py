@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import nn
 
-from shardkit import cli
 from shardkit.errors import ConfigurationError
-from shardkit.estimate import STRATEGIES, Subject, estimate, from_experiment, smallest_ranks
-from shardkit.testing import Experiment
+from shardkit.tools import cli
+from shardkit.tools.estimate import STRATEGIES, Subject, estimate, from_experiment, smallest_ranks
+from shardkit.tools.verify import Experiment
 from tests.estimate.subjects import ADAMW, SUBJECTS, in_a_row, layers, layers_loss, measured
 from tests.pools import rank_pool
 
@@ -33,7 +33,7 @@ CASES = [
 def test_kinds_of_language_models(kind: str, tmp_path: Path) -> None:
     """Experts, attention of their own, none at all."""
     pytest.importorskip("transformers")
-    from shardkit.estimate import from_hugging_face
+    from shardkit.tools.estimate import from_hugging_face
 
     path = tmp_path / "config.json"
     sizes = {"vocab_size": 100, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8,
@@ -184,7 +184,7 @@ def test_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_hugging_face_configuration(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
-    from shardkit.estimate import from_hugging_face
+    from shardkit.tools.estimate import from_hugging_face
 
     path = tmp_path / "config.json"
     path.write_text(json.dumps({"model_type": "llama", "hidden_size": 64, "intermediate_size": 100,

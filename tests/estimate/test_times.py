@@ -12,12 +12,12 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardkit import cli
 from shardkit.errors import ConfigurationError
-from shardkit.estimate import DEVICES, Device, Subject, device_named, estimate
-from shardkit.estimate.clock import Times, as_fsdp2, clocked
-from shardkit.estimate.strategies import fsdp2_padding
-from shardkit.estimate.tape import Event, Issue, Kernel, Mark, Tape, Wait
+from shardkit.tools import cli
+from shardkit.tools.estimate import DEVICES, Device, Subject, device_named, estimate
+from shardkit.tools.estimate.clock import Times, as_fsdp2, clocked
+from shardkit.tools.estimate.strategies import fsdp2_padding
+from shardkit.tools.estimate.tape import Event, Issue, Kernel, Mark, Tape, Wait
 from tests.estimate.subjects import ADAMW, SUBJECTS, in_a_row
 from tests.pools import rank_pool
 
@@ -108,8 +108,8 @@ def test_kernels_and_collectives_by_hand() -> None:
 
 def _recorded(name: str, ranks: int, compiled: bool = False) -> tuple[list[Event], Any]:
     """The real plan's step, and the model."""
-    from shardkit.estimate.as_on_devices import as_on_devices
-    from shardkit.estimate.stepping import _Rehearsal
+    from shardkit.tools.estimate.as_on_devices import as_on_devices
+    from shardkit.tools.estimate.stepping import _Rehearsal
 
     with torch.device("meta"), as_on_devices(False):
         rehearsal = _Rehearsal(SUBJECTS[name], "fsdp", ranks, 4, False)
@@ -254,7 +254,7 @@ PUBLISHED = {(8, False): 5762, (8, True): 6667, (128, False): 5605, (128, True):
 def test_published_figures(tmp_path: Path) -> None:
     """One number was fitted (H100's efficiency, on the first); the other three are predicted within 5 %."""
     pytest.importorskip("transformers")
-    from shardkit.estimate import from_hugging_face
+    from shardkit.tools.estimate import from_hugging_face
 
     path = tmp_path / "config.json"
     path.write_text(json.dumps(LLAMA))

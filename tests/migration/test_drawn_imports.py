@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from shardkit import compat
 from shardkit.backends.processes import RankPool
-from shardkit.migration.rewriting import rewrite
+from shardkit.tools.migration.rewriting import rewrite
 
 NAMES = {
     "fairscale": ["nn", "optim", "internal"],

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from shardkit.migration import files, rewriting
-from shardkit.migration.marks import Marked
-from shardkit.migration.relevant import Relevant
+from shardkit.tools.migration import files, rewriting
+from shardkit.tools.migration.marks import Marked
+from shardkit.tools.migration.relevant import Relevant
 
 WHOLE = '''# -*- coding: utf-8 -*-
 """Docs of é"""

@@ -6,8 +6,8 @@ import textwrap
 
 import pytest
 
-from shardkit.migration import configuration
-from shardkit.migration.rewriting import rewrite
+from shardkit.tools.migration import configuration
+from shardkit.tools.migration.rewriting import rewrite
 
 
 def migrated(source: str, **options: bool) -> str:
@@ -149,8 +149,8 @@ def test_names_that_shardkit_lacks_or_redirects() -> None:
 
 def test_redirected_names_say_what_to_take(monkeypatch: pytest.MonkeyPatch) -> None:
     import shardkit.nn
-    from shardkit.migration import served
     from shardkit.redirected import redirected
+    from shardkit.tools.migration import served
 
     monkeypatch.setattr(
         shardkit.nn, "Attic", redirected("nn.Attic", "torch.nn.New", why="torch has it"), raising=False

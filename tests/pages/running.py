@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import shardkit
-from shardkit.cli import main
+from shardkit.tools.cli import main
 from tests.pools import rank_pool
 
 _BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.M | re.S)

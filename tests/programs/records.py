@@ -28,7 +28,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-from shardkit.testing.comparing import SINGLE, Difference, check_value
+from shardkit.tools.verify.comparing import SINGLE, Difference, check_value
 
 from .result import Checkpoint, RankRun, Saved
 
@@ -94,9 +94,11 @@ def unpacked(data: bytes) -> Any:
 @functools.cache
 def sources() -> str:
     """A digest of the code that makes a trace."""
-    import shardkit.testing.fairscale_ranks
+    import shardkit.tools.verify.fairscale_ranks
 
-    files = [HERE / f"{name}.py" for name in _SOURCES] + [Path(shardkit.testing.fairscale_ranks.__file__)]
+    files = [HERE / f"{name}.py" for name in _SOURCES] + [
+        Path(shardkit.tools.verify.fairscale_ranks.__file__)
+    ]
     return hashlib.sha256(b"".join(f.read_bytes() for f in files)).hexdigest()
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from shardkit.testing.comparing import (
+from shardkit.tools.verify.comparing import (
     BFLOAT,
     DOUBLE,
     HALF,

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardkit.errors import BackendError
-from shardkit.rehearsal import rehearse, torch_world
+from shardkit.tools.rehearsal import rehearse, torch_world
 from tests.pools import rank_pool
 from tests.rehearsal import programs
 

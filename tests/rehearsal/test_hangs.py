@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from shardkit.rehearsal import rehearse
+from shardkit.tools.rehearsal import rehearse
 from tests.rehearsal import hangs
 
 PROGRAMS = [f for _, f in inspect.getmembers(hangs, inspect.isfunction) if f.__module__ == hangs.__name__]

@@ -19,9 +19,9 @@ import torch
 import torch.distributed as dist
 
 import shardkit
-from shardkit.cli import main
 from shardkit.errors import ConfigurationError
-from shardkit.rehearsal import patience, rehearse
+from shardkit.tools.cli import main
+from shardkit.tools.rehearsal import patience, rehearse
 
 
 def written(folder: Path, text: str, name: str = "train.py") -> str:
@@ -256,7 +256,7 @@ def test_sixty_four_ranks_need_little(tmp_path: Path) -> None:
         """,
     )
     program = (
-        "import resource, sys; from shardkit.cli import main; code = main(sys.argv[1:]);"
+        "import resource, sys; from shardkit.tools.cli import main; code = main(sys.argv[1:]);"
         "print('MiB', resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024); sys.exit(code)"
     )
     call = [sys.executable, "-c", program, "rehearse", "--ranks", "64", "--steps", "1", "--no-memory", script]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from shardkit.examples import digits
-from shardkit.rehearsal import rehearse
+from shardkit.tools.rehearsal import rehearse
 from tests.pools import rank_pool
 from tests.rehearsal import trainings
 from tests.rehearsal.test_collectives import same

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 import shardkit
-from shardkit.cli import main
+from shardkit.tools.cli import main
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -26,7 +26,7 @@ import os, signal
 from pathlib import Path
 import torch, torch.distributed as dist
 import shardkit
-from shardkit.running.folder import note_checkpoints
+from shardkit.launching.run_folder import note_checkpoints
 
 def complete_steps():
     return sorted(int(p.name[5:]) for p in Path("saved").glob("step-*"))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from shardkit.started import first_host, note, started_rank
+from shardkit.launching.started import first_host, note, started_rank
 from tests.pools import free_port
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -9,7 +9,7 @@ import time
 import torch
 
 import shardkit
-from shardkit.running import stopping
+from shardkit.launching import stopping
 from tests.pools import rank_pool
 
 

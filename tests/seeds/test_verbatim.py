@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 import shardkit
-from shardkit.rehearsal import rehearse
+from shardkit.tools.rehearsal import rehearse
 from tests.seeds import test_tutorial_snippets as tutorial
 from tests.seeds.extract import SNIPPETS
 from tests.seeds.running import IMPORTS, awesome_model, batches, indented, run, trained_alone

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardkit.testing import Experiment
+from shardkit.tools.verify import Experiment
 
 
 class Block(nn.Module):

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from shardkit.cli import main
 from shardkit.errors import ConfigurationError, RankFailedError
-from shardkit.testing import Experiment, Tolerance, Verifier, verify
-from shardkit.testing.experiment import load_experiment
-from shardkit.testing.on_ranks import Strategy
+from shardkit.tools.cli import main
+from shardkit.tools.verify import Experiment, Tolerance, Verifier, verify
+from shardkit.tools.verify.experiment import load_experiment
+from shardkit.tools.verify.on_ranks import Strategy
 from tests.testing.experiments import broken, for_fairscale, right, wrong
 
 HERE = Path(__file__).with_name("experiments.py")
@@ -84,7 +84,7 @@ def test_a_file_or_a_module() -> None:
         ("no/such/file.py:right", "no file 'no/such/file.py'"),
         ("no_such_module:right", "no module 'no_such_module'"),
         (f"{HERE}:missing", "has no 'missing'"),
-        (f"{HERE}:nothing", "gives a int; it has to give a shardkit.testing.Experiment"),
+        (f"{HERE}:nothing", "gives a int; it has to give a shardkit.tools.verify.Experiment"),
     ],
 )
 def test_targets_that_are_none(target: str, says: str) -> None:

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from shardkit.cli import main
-from shardkit.tracing.advice import advice
-from shardkit.tracing.analysis import analyse
+from shardkit.tools.cli import main
+from shardkit.tools.trace.advice import advice
+from shardkit.tools.trace.analysis import analyse
 from shardkit.tracing.ranges import What
 from shardkit.tracing.recording import FORMAT, Part
 from shardkit.tracing.timeline import of_events, read_events

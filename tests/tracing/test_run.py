@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from shardkit.cli import main
-from shardkit.tracing.analysis import analyse
+from shardkit.tools.cli import main
+from shardkit.tools.trace.analysis import analyse
 from shardkit.tracing.timeline import of_events, read_events
 
 ROOT = Path(__file__).resolve().parents[2]

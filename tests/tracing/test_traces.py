@@ -14,9 +14,9 @@ import torch
 import shardkit
 from shardkit.backend import backend_of_job
 from shardkit.errors import ConfigurationError, DamagedFileError, RankMismatchError
+from shardkit.tools.trace.advice import advice
+from shardkit.tools.trace.analysis import analyse
 from shardkit.tracing import clocks, stepping
-from shardkit.tracing.advice import advice
-from shardkit.tracing.analysis import analyse
 from shardkit.tracing.clocks import Reading, compare_clocks, on_rank_0
 from shardkit.tracing.timeline import of_events, read_events
 from shardkit.tracing.tracer import read_plan

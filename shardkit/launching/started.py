@@ -1,0 +1,168 @@
+"""Whether this process was started as one of several ranks, by whom, and as which.
+
+torchrun and ``shardkit run`` say so in TORCHELASTIC_RUN_ID and RANK, WORLD_SIZE, ...; Kubernetes' operators (and
+people) in RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT alone; srun, mpirun and PMI in variables of their own.
+
+[Note: inherited variables] What a rank starts inherits its variables: a test suite, a DataLoader, a second training.
+So a process that has become a rank notes its number beside what it has read (:func:`note`): who finds this note with
+another process's number, and the same variables, is no rank, but a child of one. A single rank (WORLD_SIZE=1, as
+notebooks and cluster images have it) says nothing either: whoever wants more ranks starts them.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ..types import T
+
+_NOTE = "SHARDKIT_RANK_PROCESS"
+_NAMES = (
+    "TORCHELASTIC_RUN_ID", "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
+    "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMIX_NAMESPACE", "PMI_RANK",
+)  # fmt: skip
+_NO_STEP = 4294967290  # from here on Slurm's step numbers are the batch script and the like
+_PORTS = (20000, 10000)  # the first, and how many, for jobs that were given none
+
+
+@dataclass(frozen=True)
+class StartedRank:
+    """A rank that another program has started.
+
+    Attributes:
+        by: that program, for people.
+        address: of rank 0's machine; "" if unknown.
+        port: where ranks meet there.
+        is_elastic: torch's agent is at work, and holds the store in which ranks meet.
+    """
+
+    by: str
+    rank: int
+    world_size: int
+    local_rank: int | None
+    local_world_size: int | None
+    address: str
+    port: int
+    is_elastic: bool = False
+
+    def variables(self) -> dict[str, str]:
+        """As torchrun sets them, for libraries; what is unknown is left out."""
+        values = {
+            "RANK": self.rank,
+            "WORLD_SIZE": self.world_size,
+            "LOCAL_RANK": self.local_rank,
+            "LOCAL_WORLD_SIZE": self.local_world_size,
+            "MASTER_ADDR": self.address or None,
+            "MASTER_PORT": self.port,
+        }
+        return {name: str(value) for name, value in values.items() if value is not None}
+
+
+def started_rank(environment: Mapping[str, str] = os.environ) -> StartedRank | None:
+    """What this process was started as; None if it is on its own."""
+    process, _, facts = environment.get(_NOTE, "").partition(" ")
+    if process and process != str(os.getpid()) and facts == _facts(environment):
+        return None
+    for look in (_plain, _slurm, _open_mpi, _pmi):
+        found = look(environment)
+        if found is not None:
+            return found
+    return None
+
+
+def note(process: int | None = None) -> None:
+    """This process's variables are its own. See [Note: inherited variables].
+
+    Args:
+        process: its number; 0: they are nobody's, since a launch that has ended its work of starting ranks set them.
+    """
+    os.environ[_NOTE] = f"{os.getpid() if process is None else process} {_facts(os.environ)}"
+
+
+def _facts(environment: Mapping[str, str]) -> str:
+    return " ".join(environment.get(name, "-").replace(" ", "") or "-" for name in _NAMES)
+
+
+def _numbers(environment: Mapping[str, str], *names: str) -> list[int] | None:
+    """Values of all variables; None where one is missing or no number."""
+    texts = [environment.get(name, "") for name in names]
+    return [int(t) for t in texts] if all(re.fullmatch(r"\d+", t) for t in texts) else None
+
+
+def _number(environment: Mapping[str, str], name: str, default: T) -> int | T:
+    found = _numbers(environment, name)
+    return found[0] if found else default
+
+
+def _port(environment: Mapping[str, str], job: str) -> int:
+    """The one that was set, or one that all ranks of the job work out alike."""
+    first, count = _PORTS
+    return _number(environment, "MASTER_PORT", first + zlib.crc32(job.encode()) % count)
+
+
+def _plain(environment: Mapping[str, str]) -> StartedRank | None:
+    is_elastic = "TORCHELASTIC_RUN_ID" in environment
+    found = _numbers(environment, "RANK", "WORLD_SIZE", *([] if is_elastic else ["MASTER_PORT"]))
+    address = environment.get("MASTER_ADDR", "")
+    if found is None or not (address or is_elastic) or not found[0] < found[1]:
+        return None
+    return StartedRank(
+        "torchrun" if is_elastic else "RANK and WORLD_SIZE in the environment",
+        found[0], found[1],
+        _number(environment, "LOCAL_RANK", None), _number(environment, "LOCAL_WORLD_SIZE", None),
+        address, _number(environment, "MASTER_PORT", 0), is_elastic,
+    )  # fmt: skip
+
+
+def _slurm(environment: Mapping[str, str]) -> StartedRank | None:
+    step = _number(environment, "SLURM_STEP_ID", _number(environment, "SLURM_STEPID", _NO_STEP))
+    size = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environment else "SLURM_NTASKS"
+    found = _numbers(environment, "SLURM_PROCID", size)
+    if found is None or step >= _NO_STEP:
+        return None
+    nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_NODELIST", "")
+    per_node = environment.get("SLURM_STEP_TASKS_PER_NODE", "")
+    here = re.fullmatch(r"(\d+)(\(x\d+\))?", per_node)  # where all nodes have the same number
+    return StartedRank(
+        "srun", found[0], found[1], _number(environment, "SLURM_LOCALID", None), int(here[1]) if here else None,
+        environment.get("MASTER_ADDR") or first_host(nodes),
+        _port(environment, f"{environment.get('SLURM_JOB_ID', '')}.{step}"),
+    )  # fmt: skip
+
+
+def first_host(nodes: str) -> str:
+    """The first of Slurm's list: ``node[03-07,9],other`` has ``node03``."""
+    match = re.match(r"([^\[,]+)(?:\[([^\],\-]+)[^\]]*\]([^,\[]*))?", nodes)
+    return "".join(part or "" for part in match.groups()) if match else ""
+
+
+def _open_mpi(environment: Mapping[str, str]) -> StartedRank | None:
+    found = _numbers(environment, "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")
+    if found is None:
+        return None
+    local = _number(environment, "OMPI_COMM_WORLD_LOCAL_RANK", None)
+    return _of_mpi("mpirun", environment, found, local, "OMPI_COMM_WORLD_LOCAL_SIZE")
+
+
+def _pmi(environment: Mapping[str, str]) -> StartedRank | None:
+    found = _numbers(environment, "PMI_RANK", "PMI_SIZE")
+    if found is None:
+        return None
+    local = _number(environment, "MPI_LOCALRANKID", None)
+    return _of_mpi("mpiexec (PMI)", environment, found, local, "MPI_LOCALNRANKS")
+
+
+def _of_mpi(
+    by: str, environment: Mapping[str, str], found: list[int], local_rank: int | None, local_size: str
+) -> StartedRank:
+    here = _number(environment, local_size, None)
+    address = environment.get("MASTER_ADDR") or ("127.0.0.1" if here == found[1] else "")
+    job = (
+        environment.get("PMIX_NAMESPACE")
+        or environment.get("PMI_ID", "")
+        or environment.get("HYDI_CONTROL_FD", "")
+    )
+    return StartedRank(by, found[0], found[1], local_rank, here, address, _port(environment, f"{by} {job}"))

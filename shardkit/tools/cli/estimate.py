@@ -1,0 +1,147 @@
+"""says what a training would need of each rank, without running it
+
+shardkit estimate train.py:experiment --ranks 8,64 --strategy all
+shardkit estimate --hf config.json --ranks 8,64,1024 --batch 1,4 --dtype bfloat16 --device-memory 80GiB
+shardkit estimate --hf config.json --ranks 8,64,1024 --dtype bfloat16 --device h100 --compiled --plot estimate.svg
+
+The target is a function that returns a shardkit.tools.verify.Experiment, or with --hf the configuration of a language
+model. The real wrapping and real steps run on tensors without values.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from typing import TYPE_CHECKING
+
+from shardkit.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    import torch
+
+_STRATEGIES = (
+    "fsdp",
+    "fsdp-kept",
+    "fully_shard",
+    "sharded_ddp",
+)  # of shardkit.tools.estimate, which imports torch
+_POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the arguments."""
+    parser.add_argument("target", nargs="?", help="script.py:name or package.module:name")
+    parser.add_argument(
+        "--hf", metavar="CONFIG", help="config.json of a language model of transformers, instead"
+    )
+    parser.add_argument("--ranks", type=_integers, default=[8], help="world sizes, as 8,64,1024 (default: 8)")
+    parser.add_argument(
+        "--strategy", default="fsdp", help=f"{', '.join(_STRATEGIES)}; several, or all (default: fsdp)"
+    )
+    parser.add_argument(
+        "--batch", type=_integers, default=[1], help="samples on each rank, as 1,4 (default: 1)"
+    )
+    parser.add_argument("--optimizer", help="of torch.optim (default: the target's; with --hf AdamW)")
+    parser.add_argument("--dtype", help="of computation, as bfloat16 (default: the parameters')")
+    parser.add_argument("--reduce-dtype", help="in which gradients travel (default: their own)")
+    parser.add_argument(
+        "--sequence", type=int, default=2048, help="with --hf, tokens of a sample (default: 2048)"
+    )
+    parser.add_argument(
+        "--checkpointing", nargs="?", const="full", choices=("full", "selective"), default=False,
+        help="with --hf, blocks are computed again in backward (selective: but attention and every other product)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--device-memory", type=_bytes, metavar="80GiB", help="says which fit, and how many ranks it takes"
+    )
+    parser.add_argument(
+        "--device", metavar="NAME|FILE", help="how long a step takes: h100, a100, b200, tpu-v5p, or JSON"
+    )
+    parser.add_argument("--compiled", action="store_true", help="with --device: by torch.compile")
+    parser.add_argument("--on-cpu", action="store_true", help="ranks train on CPUs, over gloo")
+    parser.add_argument(
+        "--plot",
+        metavar="FILE",
+        help="a picture: memory over a step, bytes sent, and times (.svg, .png, .pdf)",
+    )
+    parser.add_argument("--json", action="store_true", help="prints data, not a table")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Prints estimates; status 2 where there is nothing to estimate."""
+    try:
+        _run(options)
+    except ConfigurationError as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
+def _run(options: argparse.Namespace) -> None:
+    from shardkit.tools import estimate as estimating
+    from shardkit.tools.estimate.plots import plot
+    from shardkit.tools.estimate.report import as_data, as_text, in_words, times_as_text
+
+    if (options.target is None) == (options.hf is None):
+        raise ConfigurationError("name a target, as train.py:experiment, or --hf CONFIG, and not both")
+    if options.compiled and options.device is None:
+        raise ConfigurationError("--compiled is about times; name a --device")
+    dtype, reduce = _dtype("--dtype", options.dtype), _dtype("--reduce-dtype", options.reduce_dtype)
+    device = None if options.device is None else estimating.device_named(options.device)
+    if options.hf is None:
+        subject = estimating.from_experiment(options.target, options.optimizer, dtype, reduce)
+    else:
+        subject = estimating.from_hugging_face(
+            options.hf, options.optimizer, dtype, options.sequence, options.checkpointing, reduce
+        )
+    strategies = (
+        _STRATEGIES if options.strategy == "all" else [s.strip() for s in options.strategy.split(",")]
+    )
+    found = [
+        estimating.estimate(
+            subject, s, w, b, points=200 if options.plot else 0, on_host=options.on_cpu, device=device,
+            compiled=options.compiled,
+        )
+        for s in strategies
+        for b in options.batch
+        for w in options.ranks
+    ]  # fmt: skip
+    limit = options.device_memory
+    memory = device.memory if limit is None and device is not None else limit
+    if options.json:
+        print(json.dumps(as_data(subject, found), indent=1))
+    else:
+        print(as_text(subject, found, memory))
+        if device is not None:
+            print("\n" + times_as_text(subject, found, device))
+    if limit is not None and not options.json:
+        for s in strategies:
+            for b in options.batch:
+                print(in_words(s, b, limit, estimating.smallest_ranks(subject, s, b, limit)))
+    if options.plot:
+        plot(subject, found, options.plot, memory)
+
+
+def _dtype(option: str, name: str | None) -> torch.dtype | None:
+    import torch
+
+    dtype = None if name is None else getattr(torch, name, None)
+    if name is not None and not isinstance(dtype, torch.dtype):
+        raise ConfigurationError(f"{option} {name}: torch has no such dtype")
+    return dtype
+
+
+def _integers(text: str) -> list[int]:
+    numbers = [int(part) for part in text.split(",")]
+    if min(numbers) < 1:
+        raise argparse.ArgumentTypeError(f"{text}: numbers from 1")
+    return numbers
+
+
+def _bytes(text: str) -> int:
+    match = re.fullmatch(r"([0-9.]+)\s*([kmgt]?)(i?)b?", text.strip().lower())
+    if match is None:
+        raise argparse.ArgumentTypeError(f"{text}: write it as 80GiB or 24GB")
+    return int(float(match[1]) * (1024 if match[3] else 1000) ** _POWERS[match[2]])

@@ -1,0 +1,62 @@
+"""rewrites imports of fairscale to shardkit's
+
+Import statements change, and the names that they bind where they are used. All else stays, byte for byte: comments,
+formatting, line ends, encoding. What the rewriting can't decide is reported as FILE:LINE: strings that name fairscale
+(also in configuration files), names that shardkit doesn't have, and names for which there is something better.
+
+Exit status: 0; with --check, 1 if something is to be rewritten; 2 if a file could not be handled.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the arguments."""
+    parser.add_argument(
+        "paths", nargs="+", type=Path, metavar="PATH", help="files, or folders with all below them"
+    )
+    parser.add_argument("--diff", action="store_true", help="print what would change; write nothing")
+    parser.add_argument(
+        "--check", action="store_true", help="exit with 1 if something would change; write nothing"
+    )
+    parser.add_argument(
+        "--strings",
+        action="store_true",
+        help="rewrite strings, too, that are the path of something shardkit has",
+    )
+    parser.add_argument("--xla", action="store_true", help="rewrite imports of torch_xla's FSDP, too")
+    parser.add_argument("--torch-fsdp", action="store_true", help="rewrite imports of torch's FSDP1, too")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Rewrites, or shows what would be."""
+    from shardkit.tools.migration import files
+
+    dry = options.diff or options.check
+    changed = failed = 0
+    missing = [path for path in options.paths if not path.exists()]
+    for path in missing:
+        print(f"shardkit migrate: there is no {path}", file=sys.stderr)
+    if missing:
+        return 2
+    for path in files.below(options.paths):
+        result = files.migrate(path, strings=options.strings, xla=options.xla, torch_fsdp=options.torch_fsdp)
+        if not dry:
+            result = result.written()
+        changed += result.is_changed
+        failed += result.error is not None
+        for message in result.messages():
+            print(message)
+        if options.diff:
+            print(result.diff(), end="")
+    print(
+        f"files {'to change' if dry else 'changed'}: {changed}"
+        + (f", left alone: {failed}" if failed else "")
+    )
+    if failed:
+        return 2
+    return int(options.check and changed > 0)

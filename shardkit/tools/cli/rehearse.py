@@ -1,0 +1,78 @@
+"""runs a script on simulated ranks of one process, and says who would hang
+
+shardkit rehearse --ranks 64 --steps 2 train.py --epochs 3
+shardkit rehearse --ranks 4 -m package.train
+
+The script stays as it is: torch.distributed, and libraries on top of it, work between the ranks. The report says where
+each rank would wait for ever, whose data ends early, and what memory and traffic a rank has. Status 1 where ranks can't
+go on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+
+from shardkit.errors import BackendError, ConfigurationError
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the arguments."""
+    parser.add_argument("--ranks", type=int, default=4, help="how many (default: 4)")
+    parser.add_argument(
+        "--steps",
+        type=int,
+        help="ends each rank after so many steps of an optimizer (default: the whole script)",
+    )
+    parser.add_argument("--show", default="0", help='ranks whose output is shown, as 0,3, or "all" or "none"')
+    parser.add_argument("--no-memory", action="store_true", help="does not count bytes in tensors: faster")
+    parser.add_argument(
+        "--cpu",
+        action="store_true",
+        default=None,
+        help="CUDA devices that the script names mean the CPU (default: where there is no CUDA)",
+    )
+    parser.add_argument(
+        "--compare",
+        action="store_true",
+        help="runs it on one rank too, on the batches of all, for its losses",
+    )
+    parser.add_argument("--timeout", type=float, help="seconds (default: no limit)")
+    parser.add_argument("--json", action="store_true", help="prints data, not text")
+    parser.add_argument("-m", dest="is_module", action="store_true", help="the program is a module's name")
+    parser.add_argument("program", help="a script; with -m, a module")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="the program's own")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Prints the report."""
+    from shardkit.tools.rehearsal import rehearse
+
+    try:
+        report = rehearse(
+            options.program,
+            options.ranks,
+            steps=options.steps,
+            arguments=options.arguments,
+            is_module=options.is_module,
+            show=_ranks(options.show, options.ranks),
+            memory=not options.no_memory,
+            timeout=options.timeout,
+            compare=options.compare,
+            cpu=options.cpu,
+        )
+    except (BackendError, ConfigurationError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    print(json.dumps(report.as_data(), indent=1) if options.json else f"\n{report.text()}")
+    return 0 if report.is_good else 1
+
+
+def _ranks(text: str, count: int) -> list[int]:
+    if text in ("all", "none"):
+        return list(range(count)) if text == "all" else []
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise ConfigurationError(f'--show {text}: write ranks as 0,3, or "all" or "none"') from None

@@ -1,0 +1,59 @@
+"""explains a trace of a training: what its ranks wait for, which of them is late and why, what to change
+
+shardkit trace runs/17/trace.json
+shardkit trace runs/17 --plot step.svg
+shardkit trace trace.rank-*.json --merge trace.json
+
+A trace is written by shardkit.trace(), and by shardkit run --trace steps=10:12. https://ui.perfetto.dev shows the same
+file. Status: 0, or 2 where there is no trace.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from shardkit.errors import ConfigurationError, DamagedFileError
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the arguments."""
+    parser.add_argument(
+        "files", nargs="+", metavar="FILE", help="a trace, its parts (*.rank-N.json), or their folder"
+    )
+    parser.add_argument("--json", action="store_true", help="prints data, not tables")
+    parser.add_argument("--plot", metavar="FILE", help="a picture of a step (.svg, .png, .pdf)")
+    parser.add_argument("--step", type=int, help="which step is plotted (default: the last)")
+    parser.add_argument("--merge", metavar="FILE", help="writes parts as one trace")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Prints what the trace tells."""
+    try:
+        _run(options)
+    except (ConfigurationError, DamagedFileError, OSError) as error:
+        print(f"shardkit trace: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _run(options: argparse.Namespace) -> None:
+    from shardkit.tools.trace.analysis import analyse
+    from shardkit.tools.trace.plots import plot
+    from shardkit.tools.trace.report import as_data, as_text
+    from shardkit.tracing.recording import write_atomically
+    from shardkit.tracing.timeline import of_events, read_events
+
+    events = read_events(options.files)
+    trace = of_events(events)
+    found = analyse(trace)
+    if options.merge:
+        write_atomically(Path(options.merge), json.dumps(events))
+    if options.plot:
+        plot(trace, options.plot, options.step)
+    if options.json:
+        print(json.dumps(as_data(found), indent=1))
+    else:
+        print(as_text(found))

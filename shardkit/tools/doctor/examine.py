@@ -1,0 +1,134 @@
+"""Examines a machine with a few ranks of its own, or all machines of the job that this process is a rank of."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+from ...errors import RankFailedError
+from ...launching import launch
+from ...launching.started import started_rank
+from .findings import ERROR, Finding, in_order
+from .links import (
+    Link,
+    OpenFiles,
+    check_links,
+    check_segments,
+    gathered,
+    measure_files,
+    measure_links,
+    segments,
+)
+from .machine import Machine, check_open_files, compare, look
+from .network import machine_id
+
+_RANKS = 3  # of its own: enough to tell what each further one needs
+_SECONDS = 60.0  # that the ranks may take
+
+
+@dataclass(frozen=True)
+class Report:
+    """All that was found.
+
+    Attributes:
+        hosts: of each rank.
+        files: that a rank opens; None: unknown.
+    """
+
+    machines: list[Machine]
+    hosts: list[str]
+    links: list[Link]
+    files: OpenFiles | None
+    world_size: int
+    findings: list[Finding]
+
+    @property
+    def is_well(self) -> bool:
+        return not any(f.level == ERROR for f in self.findings)
+
+
+@dataclass(frozen=True)
+class _Told:
+    """By a rank."""
+
+    machine: Machine
+    links: list[Link]
+    files: OpenFiles | None
+    lost: list[Finding]
+    host: str
+
+
+def examine(world_size: int | None) -> Report | None:
+    """The report; None on ranks of a job other than 0.
+
+    Args:
+        world_size: that limits have to do for; None: that of the job, or 8.
+    """
+    started = started_rank()
+    if started is None or (started.world_size == 1 and not started.is_elastic):
+        return _alone(world_size or 8)
+    variables = dict(os.environ)
+    dist.set_debug_level(dist.DebugLevel.OFF)  # type: ignore[attr-defined] # it counts sends as collectives
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
+    try:
+        told = gathered(_examine_rank(started.rank, variables))
+    finally:
+        with contextlib.suppress(RuntimeError):
+            dist.destroy_process_group()
+    return _report(told, world_size or started.world_size) if started.rank == 0 else None
+
+
+def _alone(world_size: int) -> Report:
+    variables = dict(os.environ)  # those of ranks that launch has started are its own
+    os.environ["TORCH_DISTRIBUTED_DEBUG"] = "OFF"  # it counts sends as collectives
+    try:
+        told = launch(
+            _examine_rank, _RANKS, backend="gloo", args=(variables,), timeout=_SECONDS, start_timeout=_SECONDS
+        )
+    except RankFailedError as error:
+        machine = look(1)
+        lines = str(error).strip().splitlines()
+        failed = Finding(
+            ERROR,
+            f"{_RANKS} ranks of this machine could not be started, or could not reach each other: {lines[-1]}",
+            "see the findings about interfaces and variables; GLOO_SOCKET_IFNAME=lo shows whether it is the network",
+            machine.host,
+        )
+        return Report([machine], [], [], None, world_size, in_order([*machine.findings, failed]))
+    finally:
+        os.environ.pop("TORCH_DISTRIBUTED_DEBUG")
+        os.environ.update(variables)
+    return _report(told, world_size)
+
+
+def _examine_rank(rank: int, variables: Mapping[str, str]) -> _Told:
+    hosts = _names(gathered(machine_id()))
+    machine, before = look(len(set(hosts)), variables, hosts[rank]), segments()
+    files, links = measure_files(), measure_links(hosts)
+    sent, again = (now - then for now, then in zip(segments(), before, strict=True))
+    return _Told(machine, links, files, list(check_segments(machine.host, sent, again)), hosts[rank])
+
+
+def _names(ids: list[tuple[str, ...]]) -> list[str]:
+    """A name for each rank's machine: its own, with a number where several have the same."""
+    same: dict[str, list[tuple[str, ...]]] = {}
+    for found in dict.fromkeys(ids):
+        same.setdefault(found[0], []).append(found)
+    return [i[0] if len(same[i[0]]) == 1 else f"{i[0]}#{same[i[0]].index(i) + 1}" for i in ids]
+
+
+def _report(told: list[_Told], world_size: int) -> Report:
+    machines = list({t.machine.host: t.machine for t in reversed(told)}.values())[::-1]
+    hosts, links, files = [t.host for t in told], told[0].links, told[0].files
+    findings = [f for t in told for f in (*t.machine.findings, *t.lost)]
+    findings += [*compare(machines), *check_links(links, hosts)]
+    if files is not None:
+        for machine in machines:
+            found = check_open_files(machine.limits, *files, world_size)
+            findings += [f._replace(where=machine.host) for f in found]
+    return Report(machines, hosts, links, files, world_size, in_order(findings))

@@ -1,0 +1,210 @@
+"""One rank's steps on meta tensors, watched."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch.utils._pytree import tree_map
+
+from ...errors import ConfigurationError, ShardkitError
+from ...types import Tree
+from .as_on_devices import as_on_devices
+from .clock import Times, as_fsdp2, clocked
+from .counting import CountingBackend
+from .devices import Device
+from .memory import MemoryWatch
+from .strategies import STRATEGIES, Sharded, Subject, fsdp2_padding, fullest_rank, kinds_of
+from .tape import Mark, Tape
+
+_MOST = 2**20  # ranks that are tried
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What one rank needs: the fullest one. Bytes.
+
+    Attributes:
+        strategy, ranks, batch: of what; samples on each rank.
+        parameters: of the whole model, their number.
+        peak: most in tensors at once, during a step that is not the first.
+        kinds: what that is, by kind (see ``memory.KINDS``).
+        resident: between steps.
+        sent: on the wire in a step, by each rank, if every collective is done as well as possible.
+        collectives: how many, by name.
+        course: over a step, (operations so far, bytes by kind); empty unless asked for.
+        times: on a device, if one was named, by schedule: the strategy's, and with "fsdp" also FSDP2's.
+    """
+
+    strategy: str
+    ranks: int
+    batch: int
+    parameters: int
+    peak: int
+    kinds: dict[str, int]
+    resident: int
+    sent: float
+    collectives: dict[str, int]
+    course: list[tuple[int, dict[str, int]]] = field(default_factory=list)
+    times: dict[str, Times] = field(default_factory=dict)
+
+
+def estimate(
+    subject: Subject, strategy: str, ranks: int, batch: int = 1, *, points: int = 0, on_host: bool = False,
+    device: Device | None = None, compiled: bool = False,
+) -> Estimate:  # fmt: skip
+    """Wraps the subject's model as ``strategy`` says, and runs steps of the fullest of so many ranks.
+
+    Tensors are on the meta device: nothing is computed, and no memory is used. What an operation needs within itself, a
+    device's allocator loses between blocks, and its libraries take, is not counted.
+
+    Args:
+        strategy: one of :data:`STRATEGIES`.
+        ranks: world size, from 1.
+        batch: samples on each rank.
+        points: how many points of the course of a step are wanted.
+        on_host: ranks train on CPUs, over gloo, which holds what arrives; else on devices.
+        device: says how long a step takes there.
+        compiled: a compiler fuses what lies between matrix products.
+
+    Raises:
+        ConfigurationError: no such strategy, times of ranks on CPUs, or a model that needs values to make a step.
+    """
+    if strategy not in STRATEGIES:
+        raise ConfigurationError(f"no strategy {strategy!r}; choose of {', '.join(map(repr, STRATEGIES))}")
+    if ranks < 1 or batch < 1:
+        raise ConfigurationError(f"ranks={ranks}, batch={batch}: both have to be 1 or more")
+    if on_host and device is not None:
+        raise ConfigurationError(
+            f"times on {device.name} are not those of ranks on CPUs; ask for one of the two"
+        )
+    with _without_values(subject), torch.device("meta"), as_on_devices(on_host):
+        return _Rehearsal(subject, strategy, ranks, batch, on_host).run(points, device, compiled)
+
+
+@contextlib.contextmanager
+def _without_values(subject: Subject) -> Iterator[None]:
+    try:
+        yield
+    except (NotImplementedError, RuntimeError, ValueError) as error:
+        if isinstance(error, ShardkitError):
+            raise
+        if "meta tensor" in str(error):
+            raise ConfigurationError(
+                f"{subject.name} can't be estimated: building it or one of its steps needs values, which the meta "
+                f"device does not have ({error}). Leave out what reads values (item(), data-dependent shapes, loaded "
+                "weights)"
+            ) from error
+        raise ConfigurationError(
+            f"{subject.name} can't be estimated: building it or one of its steps raised {type(error).__name__}: "
+            f"{error}. Kernels that want another dtype run with one of computation (--dtype bfloat16)"
+        ) from error
+
+
+class _Rehearsal:
+    def __init__(self, subject: Subject, strategy: str, ranks: int, batch: int, on_host: bool) -> None:
+        self._subject, self._strategy, self._ranks, self._batch = subject, strategy, ranks, batch
+        self._watch: MemoryWatch | None = None
+        self._resized: dict[int, torch.Tensor] = {}
+        model = subject.model()
+        self._numel = sum(p.numel() for p in model.parameters())
+        fullest = fullest_rank(strategy, model, ranks)
+        self._backend = CountingBackend(ranks, fullest, self._note_resized, on_host)
+        self._sharded: Sharded = STRATEGIES[strategy](subject, model, self._backend)
+
+    def _note_resized(self, tensor: torch.Tensor) -> None:
+        self._resized[tensor.untyped_storage()._cdata] = tensor
+        if self._watch is not None:
+            self._watch.add(tensor)
+
+    def _kinds(self) -> dict[str, list[torch.Tensor]]:
+        return kinds_of(self._sharded, self._resized.values())
+
+    def run(self, points: int, device: Device | None, compiled: bool) -> Estimate:
+        self._step()  # state is made, and the order of units is learned
+        group = self._backend.counted
+        group.reset()
+        if device is not None:
+            group.tape = Tape(compiled)
+        watch = self._watched(())
+        sent, collectives = group.sent, dict(group.collectives)
+        moments = {watch.peak_at}
+        if points:
+            moments |= set(range(0, watch.operations, max(1, watch.operations // points)))
+        ordered = sorted(moments)
+        seen = self._watched(ordered).seen
+        course = list(zip(ordered, seen, strict=True))
+        return Estimate(
+            self._strategy, self._ranks, self._batch, self._numel, watch.peak, dict(course)[watch.peak_at],
+            watch.bytes, sent, collectives, course if points else [], self._times(group.tape, device),
+        )  # fmt: skip
+
+    def _times(self, tape: Tape | None, device: Device | None) -> dict[str, Times]:
+        if tape is None or device is None:
+            return {}
+        times = {self._strategy: clocked(tape.events, device, self._ranks)}
+        if self._strategy == "fsdp":
+            theirs = as_fsdp2(tape.events, fsdp2_padding(self._sharded.model, self._ranks))
+            times["FSDP2"] = clocked(theirs, device, self._ranks)
+        return times
+
+    def _watched(self, moments: Sequence[int]) -> MemoryWatch:
+        watch = MemoryWatch(self._kinds, moments, self._backend.counted.tape)
+        watch.add(self._kinds())
+        self._watch = watch
+        with watch:
+            self._step()
+        self._watch = None
+        return watch
+
+    def _step(self) -> None:
+        model, optimizer = self._sharded
+        optimizer.zero_grad(set_to_none=True)
+        loss = self._subject.loss(model, self._batch)
+        tape = self._backend.counted.tape
+        if tape is not None:
+            tape.add(Mark("backward"))
+        loss.backward()
+        with torch.device("cpu"):  # for its own counters, which have values
+            optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        if tape is not None:
+            tape.add(Mark("step"))
+
+
+def smallest_ranks(subject: Subject, strategy: str, batch: int, limit: int) -> Estimate | None:
+    """The estimate for the fewest ranks whose peak is at most ``limit`` bytes; None if no number of ranks is enough.
+
+    What every rank holds whole (activations, a gathered unit) does not shrink with ranks: where doubling them changes
+    the peak by less than 1 %, more are not tried.
+    """
+    found = estimate(subject, strategy, 1, batch)
+    too_few = 0
+    while found.peak > limit:
+        before, too_few = found.peak, found.ranks
+        found = estimate(subject, strategy, 2 * too_few, batch)
+        if found.peak > limit and (found.peak > 0.99 * before or found.ranks >= _MOST):
+            return None
+    while found.ranks - too_few > 1:
+        middle = estimate(subject, strategy, (found.ranks + too_few) // 2, batch)
+        if middle.peak <= limit:
+            found = middle
+        else:
+            too_few = middle.ranks
+    return found
+
+
+def tree_on_meta(tree: Tree, batch: int | None) -> Tree:
+    """The same without values, with so many samples in the first dimension of each tensor."""
+
+    def on_meta(value: Tree) -> Tree:
+        if not isinstance(value, torch.Tensor):
+            return value
+        shape = list(value.shape)
+        if batch is not None and shape:
+            shape[0] = batch
+        return torch.empty(shape, dtype=value.dtype, device="meta")
+
+    return tree_map(on_meta, tree)

@@ -1,0 +1,160 @@
+"""What a rank's device is given in a step, in order: kernels, collectives, and waits for collectives."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import NamedTuple, TypeAlias
+
+import torch
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from shardkit.backend import Work
+
+from ...types import Args, Kwargs, Tree
+
+_aten = torch.ops.aten
+_ATTENTION = {  # matrix products, each as large as all queries by all keys; what meta tensors run: see as_on_devices
+    _aten._scaled_dot_product_flash_attention_for_cpu.default: 2,
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward.default: 5,
+}
+_FEW = {
+    _aten.embedding.default,
+    _aten.index_select.default,
+    _aten.gather.default,
+    _aten.nll_loss_forward.default,
+}
+_EMPTY = {
+    _aten.empty.memory_format,
+    _aten.empty_like.default,
+    _aten.empty_strided.default,
+    _aten.new_empty.default,
+}
+
+
+class Kernel(NamedTuple):
+    """Computation: operations on floating-point numbers of so many bytes, and bytes read and written."""
+
+    flops: float
+    itemsize: int
+    moved: float
+
+
+class Issue(NamedTuple):
+    """A collective is given to its stream, where it follows those before it and what was computed so far.
+
+    Attributes:
+        number: of this one, from 0.
+        after: follows the wait for this collective instead of what was computed so far; -1: nothing.
+    """
+
+    number: int
+    operation: str
+    nbytes: float
+    label: str = ""
+    after: int | None = None
+
+
+class Wait(NamedTuple):
+    """What is computed from now on needs that collective."""
+
+    number: int
+
+
+class Mark(NamedTuple):
+    """A place in the program: "step" where one ends, "backward" where it begins."""
+
+    name: str
+
+
+Event: TypeAlias = "Kernel | Issue | Wait | Mark"
+
+
+class TapedWork(Work):
+    """A collective whose wait is recorded, once."""
+
+    def __init__(self, tape: Tape, number: int) -> None:
+        self._tape, self._number, self._waits = tape, number, True
+
+    def is_done(self) -> bool:
+        return False
+
+    def wait(self) -> None:
+        if self._waits:
+            self._waits = False
+            self._tape.add(Wait(self._number))
+
+
+class Tape:
+    """Records them.
+
+    Args:
+        fuses: a compiler makes one kernel of what lies between two matrix products: it reads what was there before and
+            writes what is there after.
+    """
+
+    def __init__(self, fuses: bool = False) -> None:
+        self.events: list[Event] = []
+        self._fuses = fuses
+        self._issued = 0
+        self._read: dict[int, int] = {}  # bytes by storage, of the kernel that is being fused
+        self._written: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
+
+    def add(self, event: Event) -> None:
+        """Appends an event."""
+        self._end_fused()
+        self.events.append(event)
+
+    def collective(self, operation: str, nbytes: float, label: str) -> Work:
+        """A collective on so many bytes, of all ranks together, is issued."""
+        self.add(Issue(self._issued, operation, nbytes, label))
+        self._issued += 1
+        return TapedWork(self, self._issued - 1)
+
+    def operation(self, func: torch._ops.OpOverload, args: Args, kwargs: Kwargs, result: Tree) -> None:
+        """An operation of torch was run."""
+        outputs = [t for t in tree_leaves(result) if isinstance(t, torch.Tensor)]
+        inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+        before = {_key(t) for t in inputs}
+        if func in _EMPTY or (not func._schema.is_mutable and all(_key(t) in before for t in outputs)):
+            return
+        flops = _flops(func, args, kwargs, result)
+        reads = {_key(t): _nbytes(t) for t in inputs}
+        if func in _FEW:  # not all of what they look into
+            reads = {key: min(size, sum(map(_nbytes, outputs))) for key, size in reads.items()}
+        if flops or not self._fuses:
+            moved = sum(reads.values()) + sum(map(_nbytes, outputs))
+            self.add(Kernel(flops, outputs[0].element_size() if outputs else 4, moved))
+            return
+        for key, size in reads.items():
+            if key not in self._written:
+                self._read[key] = max(size, self._read.get(key, 0))
+        for t in outputs:
+            self._written[_key(t)] = weakref.ref(t.untyped_storage()), _nbytes(t)
+
+    def _end_fused(self) -> None:
+        stay = sum(size for storage, size in self._written.values() if storage() is not None)
+        moved = sum(self._read.values()) + stay
+        self._read, self._written = {}, {}
+        if moved:
+            self.events.append(Kernel(0, 4, moved))
+
+
+def _key(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _nbytes(tensor: torch.Tensor) -> int:
+    return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
+
+
+def _flops(func: torch._ops.OpOverload, args: Args, kwargs: Kwargs, result: Tree) -> float:
+    if func in _ATTENTION:
+        first = func is not next(iter(_ATTENTION))  # the gradient comes before the queries
+        query, key = args[first], args[first + 1]
+        causal = next((a for a in args if isinstance(a, bool)), kwargs.get("is_causal", False))
+        products = _ATTENTION[func] * 2 * query.numel() * key.shape[-2]
+        return products / 2 if causal else products
+    count: Callable[..., int] | None = flop_registry.get(func._overloadpacket)
+    return 0 if count is None else count(*args, **kwargs, out_val=result)

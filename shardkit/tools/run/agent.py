@@ -1,0 +1,412 @@
+"""torch's elastic agent, with a look at what happened before ranks that are left are ended.
+
+The agent of torch restarts ranks and lets machines meet; its methods are overridden where it monitors, meets and
+restarts. It would end all ranks of the machine as soon as one has failed, by SIGTERM and with 30 seconds of patience.
+Here they are asked first where they stand, then they are ended at once: what a program may do about SIGTERM (save,
+and end with 75) is impossible once a rank is gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+
+from ...launching.run_folder import RunFolder
+from ...tables import counted
+from .addresses import is_reachable
+from .causes import STOPPED, Failure, first_cause
+from .heart import LEFT, SILENCE, Heart, Told, connector
+from .logs import RankLogs, Signs
+from .news import News
+from .page import Page, where_it_stood
+from .rank import STACKS_SIGNAL
+
+_MOMENT = 0.05
+_BRIEF = 1.0  # seconds in which ranks that live say where they stand, and
+_ANSWERS = 3.0  # where the machine is busy, or they are about to end
+_CAUSE = 4.0  # seconds that a better cause than "lost another rank" is waited for
+_NAP = 10.0  # seconds: a longer pause between two looks was this process's own (it was stopped)
+_EXIT_BARRIER = 60.0
+
+
+@dataclass
+class Job:
+    """A run on this machine, as the agent's thread and the main thread see it.
+
+    Attributes:
+        command: the line that starts it again.
+        least: ranks of this machine that have to be left.
+        grace: seconds that ranks have to save and end, once they were asked to.
+        stuck_after: seconds without a sign of life after which ranks hang; 0: they never do.
+        stop_asked: when a signal to this process asked ranks to (monotonic); 0: none has.
+        status: exit status that the job is to end with, once it is known.
+        rendezvous: host and port where machines meet; ``is_cut_off``: from there.
+    """
+
+    id: str
+    folder: RunFolder
+    command: str
+    least: int
+    nodes: tuple[int, int]
+    rendezvous: str
+    news: News
+    grace: float
+    stuck_after: float
+    stop_asked: float = 0.0
+    status: int | None = None
+    is_cut_off: bool = False
+    ranks: list[int] = field(default_factory=list)  # global, of this machine
+    world_size: int = 0
+
+    def overdue(self, since: float) -> str:
+        """Says that ranks which were asked to stop then should have ended by now; "" if it is not so."""
+        if time.monotonic() - since <= self.grace:
+            return ""
+        return f"ranks had not ended {self.grace:g} s after they were asked to save and end (--grace)"
+
+
+class Agent(LocalElasticAgent):
+    """See above.
+
+    Args:
+        spec: what is run, and where machines meet.
+        address: of this machine, for the ranks of others.
+
+    Attributes:
+        meets: it waits for other machines.
+    """
+
+    def __init__(self, spec: WorkerSpec, logs: RankLogs, job: Job, address: str) -> None:
+        super().__init__(spec, logs, exit_barrier_timeout=_EXIT_BARRIER)
+        self._logs, self._job, self._address = logs, job, address
+        self._server: TCPStore | None = None  # the store in which ranks meet; it outlives them
+        self._before: tuple[int, Path | None] | None = None  # the last failure: local rank, checkpoint then
+        self._told = False  # the present attempt's failure
+        self._telling = threading.Lock()
+        self._noticed: dict[int, float] = {}  # when ranks were seen to have failed
+        self._heart: Heart | None = None  # where there are several machines
+        self.meets = True
+        self._signs: Signs = []  # of life, when last looked at
+        self._looked = self._quiet = 0.0  # when that was, and seconds without new ones
+
+    def signal_ranks(self, number: int) -> None:
+        """From any thread: each rank that lives gets a signal."""
+        for pid in self._living().values():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+    def close(self) -> None:
+        """No rank is left."""
+        if self._heart is not None:
+            self._heart.stop()
+
+    def look_for_lost(self) -> None:
+        """From the main thread, since the agent's own may wait for a machine that can't be reached."""
+        heart = self._heart
+        lost = heart.lost() if heart is not None and not self._told else ""
+        if not lost:
+            return
+        with self._telling:
+            if self._told:
+                return
+            self._told = True
+            self._ask(self._living())
+            self._job.is_cut_off = not is_reachable(self._job.rendezvous)
+            time.sleep(_BRIEF / 2)
+            self._publish(None, f"{lost}: it was ended, or its link is down")
+            self._end_ranks()
+
+    # ------------------------------------------------------------ meeting
+    def _rendezvous(self, worker_group: WorkerGroup) -> None:
+        """Adds what torch's agents don't agree on: the attempt's number, and a store of its own for each attempt."""
+        self.meets = True
+        if self._heart is not None:
+            self._heart.stop()
+            self._heart = None
+        super()._rendezvous(worker_group)
+        store, job = worker_group.store, self._job
+        assert store is not None  # noqa: S101 - torch's type is wider than what it does
+        if worker_group.group_rank == 0:
+            self._server = TCPStore(self._address, 0, None, is_master=True, wait_for_workers=False)
+            number = max(job.folder.next_attempt(), self._logs.number + bool(job.ranks))
+            store.set("shardkit/attempt", f"{number} {self._server.port} {self._address}")
+        number, port, address = store.get("shardkit/attempt").decode().split(" ", 2)
+        worker_group.master_addr, worker_group.master_port = address, int(port)
+        self._logs.number, self._logs.attempt = int(number), job.folder.attempt(int(number))
+        job.ranks = [worker.global_rank for worker in worker_group.workers]
+        job.world_size = worker_group.workers[0].world_size
+        self._told, self._noticed, self.meets = False, {}, False
+        self._looked, self._quiet = time.monotonic(), 0.0
+        if worker_group.group_world_size > 1:
+            name = f"{self._address}, rank{'s' * (len(job.ranks) > 1)} {', '.join(map(str, job.ranks))}"
+            self._heart = Heart(
+                connector(address, int(port)),
+                worker_group.group_rank,
+                worker_group.group_world_size,
+                name,
+                address,
+            )
+        job.news.attempt(self._logs.attempt, job.ranks, job.world_size)
+
+    def _restart_workers(self, worker_group: WorkerGroup) -> None:
+        with self._telling:
+            if not self._told:
+                self._told = True
+                self._ask(self._living())
+                time.sleep(_BRIEF)
+                elsewhere = self._cause_elsewhere()
+                if elsewhere is None:
+                    self._job.news.say("machines have joined or left: ranks start again")
+                else:
+                    self._publish_elsewhere(elsewhere)
+                self._end_ranks()
+        super()._restart_workers(worker_group)
+
+    # ------------------------------------------------------------ monitoring
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        with self._telling:
+            overdue = "" if self._told else self._overdue()
+            if not self._told and (overdue or any(self._ended().values())):
+                self._told = True
+                self._remaining_restarts *= not self._job.stop_asked
+                problem = overdue or self._stopped()
+                if problem is not None:
+                    self._tell(problem)
+                self._end_ranks()
+        left = self._left()
+        if self._heart is not None and not self._told and 0 < len(left) == len(self._processes()):
+            self._told = True  # where others have lost one of these, this is why
+            self._heart.tell(_told_of(first_cause(left)))
+        result = super()._monitor_workers(worker_group)
+        if (
+            result.state is WorkerState.SUCCEEDED
+            and self._heart is not None
+            and not self._heart.are_through()
+        ):
+            result.state = WorkerState.HEALTHY  # it starts again with the others, if they do
+        return result
+
+    def _overdue(self) -> str:
+        """Why ranks that live are ended now; "" while they may go on."""
+        job, now, living = self._job, time.monotonic(), self._living()
+        if job.stop_asked:
+            return job.overdue(job.stop_asked) if living else ""
+        passed = now - self._looked
+        if not job.stuck_after or not living or passed < _BRIEF:
+            return ""
+        signs = [self._logs.signs(rank) for rank in living]
+        self._quiet = self._quiet + min(passed, _NAP) if signs == self._signs else 0.0
+        self._signs, self._looked = signs, now
+        if self._quiet < job.stuck_after:
+            return ""
+        return f"for {job.stuck_after:g} s no rank made a step or printed anything (--stuck-after)"
+
+    def _processes(self) -> dict[int, tuple[int, int | None]]:
+        """Process and exit status of each global rank of this machine."""
+        handlers = getattr(self._pcontext, "subprocess_handlers", {})
+        return {
+            self._job.ranks[local]: (handler.proc.pid, handler.proc.poll())
+            for local, handler in list(handlers.items())
+        }
+
+    def _living(self) -> dict[int, int]:
+        return {rank: pid for rank, (pid, status) in self._processes().items() if status is None}
+
+    def _ended(self) -> dict[int, int]:
+        return {rank: status for rank, (_, status) in self._processes().items() if status is not None}
+
+    def _end_ranks(self) -> None:
+        if self._pcontext is not None:
+            self._pcontext.close(signal.SIGKILL, 5)
+
+    def _stopped(self) -> str | None:
+        """None if all ranks have ended because they were asked to, else what is overdue: "" where a rank has failed.
+
+        Waits for those that are about to end.
+        """
+        since = self._job.stop_asked or time.monotonic()
+        while self._end_as_asked() and self._living():
+            if overdue := self._job.overdue(since):
+                return overdue
+            time.sleep(_MOMENT)
+        if not self._end_as_asked():
+            return ""
+        self._remaining_restarts = 0
+        self._job.status = STOPPED if STOPPED in self._ended().values() else 128 + signal.SIGTERM
+        if self._job.status == STOPPED:
+            self._exit_barrier()
+        return None
+
+    def _end_as_asked(self) -> bool:
+        statuses = set(self._ended().values())
+        if self._job.stop_asked and -signal.SIGTERM in statuses and STOPPED not in statuses:
+            return True  # what the others say is about those that it ended
+        return statuses <= {0, STOPPED}
+
+    # ------------------------------------------------------------ telling
+    def _failures(self) -> list[Failure]:
+        return [
+            self._failure(rank, pid, status) for rank, (pid, status) in self._processes().items() if status
+        ]
+
+    def _left(self) -> list[Failure]:
+        """Ranks that ended with status 0."""
+        return [
+            self._failure(rank, pid, 0, LEFT)
+            for rank, (pid, status) in self._processes().items()
+            if status == 0
+        ]
+
+    def _hanging(self) -> list[Failure]:
+        """Ranks that live and don't wait for another one."""
+        found, fault = [], "did not end" if self._job.stop_asked else "hangs"
+        for rank, pid in self._living().items():
+            where = where_it_stood(self._logs.files(rank)) or "did not say where it stood"
+            if not where.startswith("waited in"):
+                found.append(self._failure(rank, pid, 0, f"{fault}: {where}"))
+        return found
+
+    def _failure(self, rank: int, pid: int, status: int, fault: str = "") -> Failure:
+        noticed = self._noticed.setdefault(rank, time.time())
+        return Failure(rank, pid, status, noticed, self._logs.files(rank), fault)
+
+    def _tell(self, overdue: str = "") -> None:
+        """Writes the page about the failure.
+
+        Args:
+            overdue: what the ranks that live have not done in time.
+        """
+        self._await_answers(overdue)
+        elsewhere = self._cause_elsewhere()
+        if overdue:
+            blamed = self._hanging() or self._left()
+            cause = blamed[0] if len(blamed) == 1 else None
+        else:
+            cause = first_cause(self._failures(), self._left())
+        is_consequence = (
+            cause is None or cause.is_consequence
+        )  # maybe it is another machine's rank that hangs
+        if self._heart is not None:
+            self._heart.tell(Told(-1, overdue, "", True, time.time()) if cause is None else _told_of(cause))
+        if elsewhere is not None and is_consequence:
+            self._publish_elsewhere(elsewhere)
+        elif self._heart is not None and not overdue and is_consequence and self._heart.lost():
+            self._publish(None, self._heart.lost())
+        else:
+            self._publish(cause, overdue, overdue if cause is not None else "")
+
+    def _await_answers(self, overdue: str) -> None:
+        """Asks ranks where they stand; returns when the cause is known and they have said it, or after a while."""
+        began = time.monotonic()
+        self._ask(self._living())
+        is_signalled = False
+        while True:
+            waited, failures = time.monotonic() - began, self._failures()
+            silent = [
+                r
+                for r in self._living()
+                if not where_it_stood(self._logs.files(r))
+                and not (self._logs.files(r).with_suffix(".error.json")).exists()
+            ]
+            if waited > _BRIEF and silent and not is_signalled:
+                is_signalled = True
+                self._ask_for_stacks(silent)
+            is_known = (
+                (self._heart is None or bool(self._hanging()))
+                if overdue
+                else not first_cause(failures).is_consequence
+            ) or self._cause_elsewhere() is not None
+            patience = _ANSWERS if is_known else _CAUSE if self._heart is None else SILENCE + _CAUSE / 2
+            if (
+                waited >= patience
+                or (is_known and not silent)
+                or (self._heart is not None and self._heart.lost())
+            ):
+                return
+            time.sleep(_MOMENT)
+
+    def _cause_elsewhere(self) -> Told | None:
+        """A failure on another machine that is no consequence of a third one's."""
+        told = self._heart.told() if self._heart is not None else []
+        return told[0] if told and not told[0].is_consequence else None
+
+    def _ask(self, ranks: dict[int, int]) -> None:
+        for rank in ranks:
+            with contextlib.suppress(OSError):
+                os.close(os.open(self._logs.pipe(rank), os.O_WRONLY | os.O_NONBLOCK))
+
+    def _ask_for_stacks(self, ranks: list[int]) -> None:
+        """Of ranks in which not even the thread for questions runs. One that has not begun would be ended by it."""
+        for rank in ranks:
+            if (
+                STACKS_SIGNAL
+                and self._logs.files(rank).with_suffix(".stacks").exists()
+                and rank in self._living()
+            ):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(self._living()[rank], STACKS_SIGNAL)
+
+    def _publish_elsewhere(self, cause: Told) -> None:
+        note = f"On another machine:\n{cause.trace}" * bool(cause.trace)
+        self._publish(None, f"rank {cause.rank} of {self._job.world_size} {cause.text}", note)
+
+    def _publish(self, cause: Failure | None, headline: str, note: str = "") -> None:
+        """Writes the page.
+
+        Args:
+            headline: what happened, where it did not begin with a rank of this machine.
+        """
+        job, failures = self._job, self._failures()
+        checkpoint = job.folder.last_checkpoint()
+        others = {f.rank: f"ended: {f.text}" for f in failures}
+        others |= {f.rank: "had ended with status 0" for f in self._left()}
+        for rank, pid in self._living().items():
+            raised = Failure(rank, pid, 0, 0.0, self._logs.files(rank)).error_text
+            told = f"raised {raised}" if raised else where_it_stood(self._logs.files(rank))
+            others[rank] = told or "did not say where it stood"
+        if cause is not None:
+            others.pop(cause.rank, None)
+            headline = f"rank {cause.rank} of {job.world_size} {cause.headline}"
+        local_rank = -1 if cause is None else job.ranks.index(cause.rank)
+        page = Page(
+            headline=headline,
+            run=job.id,
+            attempt=self._logs.number,
+            cause=cause,
+            others=others,
+            checkpoint=checkpoint,
+            next_step=self._next_step(local_rank, checkpoint),
+            note=note,
+        )
+        job.news.page(page)
+
+    def _next_step(self, local_rank: int, checkpoint: Path | None) -> str:
+        """Decides how the job goes on; in words."""
+        job, spec = self._job, self._worker_group.spec
+        if job.is_cut_off:
+            return f"This machine leaves the job, since it does not reach {job.rendezvous}. To come back: {job.command}"
+        if self._remaining_restarts == 0:
+            return f"To resume: {job.command}"
+        number = spec.max_restarts - self._remaining_restarts + 1
+        if local_rank < 0 and self._heart is not None:
+            return f"Restart {number} of {spec.max_restarts}, with the machines that are left"
+        again, self._before = self._before == (local_rank, checkpoint), (local_rank, checkpoint)
+        why = ""
+        if again and local_rank >= 0 and spec.local_world_size > job.least:
+            spec.local_world_size -= 1
+            why, self._before = ", since the same rank failed twice without a new checkpoint", None
+        ranks = counted(spec.local_world_size, "rank")
+        return f"Restart {number} of {spec.max_restarts}, with {ranks} on this machine{why}"
+
+
+def _told_of(cause: Failure) -> Told:
+    return Told(cause.rank, cause.headline, cause.trace, cause.is_consequence, cause.when)

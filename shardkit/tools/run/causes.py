@@ -1,0 +1,137 @@
+"""Which of several failed ranks was the cause, and what there is to say about each."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+
+from ...launching.run_folder import steps_of
+
+STOPPED = 75  # EX_TEMPFAIL: the program was asked to stop, has saved, and can be started again
+# What a rank raises when another one failed first.
+_CONSEQUENCES = ("RankLostError", "OutOfStepError", "DistNetworkError", "DistBackendError", "DistStoreError")
+_OF_GLOO = re.compile(r"Connection closed by peer|Connection reset by peer|Broken pipe")
+_INSIDE = re.compile(r" \(\[/.*\)$")  # where in gloo's source it was found
+_LINES, _LETTERS = 40, 600  # of a traceback, and of a message
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A rank that has failed, or has made others fail.
+
+    Attributes:
+        rank: global.
+        status: exit status; negative: the signal that ended it.
+        noticed: when that was seen (seconds since the epoch).
+        files: path of its files, without their endings.
+        fault: what it did, where it is no error of its own: it hangs, or left too early.
+    """
+
+    rank: int
+    pid: int
+    status: int
+    noticed: float
+    files: Path
+    fault: str = ""
+
+    def _error(self) -> dict[str, str]:
+        """The exception, as the rank wrote it down; empty if it could not."""
+        try:
+            message = json.loads(self.files.with_name(self.files.name + ".error.json").read_text())["message"]
+            extra = message["extraInfo"]
+        except (OSError, ValueError, KeyError, TypeError):
+            return {}
+        return {
+            "text": message["message"],
+            "trace": extra["py_callstack"],
+            "time": str(extra.get("time", "")),
+        }
+
+    @property
+    def when(self) -> float:
+        """When it failed."""
+        return float(self._error().get("time") or self.noticed)
+
+    @property
+    def error_text(self) -> str:
+        """The exception in a line; "" if the rank wrote none down."""
+        return _INSIDE.sub("", self._error().get("text", "").strip().partition("\n")[0])[:_LETTERS]
+
+    @property
+    def text(self) -> str:
+        """The exception, or how the process ended, in a line."""
+        if self.error_text:
+            return self.error_text
+        if self.status < 0:
+            return f"ended by {signal_name(-self.status)}{_KNOWN.get(-self.status, '')}"
+        return f"ended with exit status {self.status}"
+
+    @property
+    def headline(self) -> str:
+        """What became of it, after "rank N of M"."""
+        return self.fault or f"failed: {self.text}"
+
+    @property
+    def steps(self) -> int:
+        """How many steps of an optimizer it has made."""
+        return steps_of(self.files.with_name(self.files.name + ".steps"))[0]
+
+    @property
+    def trace(self) -> str:
+        """The traceback, or the last lines that it printed."""
+        trace = self._error().get("trace", "").rstrip()
+        lines = trace.splitlines() or [
+            line
+            for line in tail(self.files.with_name(self.files.name + ".err"), 15)
+            if not line.startswith("[W")
+        ]
+        if len(lines) > _LINES:
+            lines = [*lines[:5], f"  ... {len(lines) - _LINES} lines", *lines[5 - _LINES :]]
+        return "\n".join(lines)
+
+    @property
+    def is_consequence(self) -> bool:
+        """Whether it says no more than that another rank is gone."""
+        text = "" if self.fault else self._error().get("text", "")
+        return text.startswith(_CONSEQUENCES) or bool(_OF_GLOO.search(text))
+
+
+_KNOWN = {
+    int(signal.SIGKILL): (
+        " (from outside: the kernel does so where memory is short, see dmesg; schedulers do so at limits)"
+    ),
+    int(signal.SIGSEGV): " (a crash in compiled code)",
+    int(signal.SIGABRT): " (compiled code gave up; what it printed says why)",
+    int(signal.SIGBUS): " (mostly: /dev/shm is full, or a mapped file was cut)",
+}
+
+
+def signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def first_cause(failures: list[Failure], left: list[Failure] | None = None) -> Failure:
+    """The earliest one that is no consequence of another's.
+
+    Args:
+        left: ranks that ended with status 0. Where those that failed have only lost another rank, it is one of these
+            that they have lost, unless most ranks have ended so: then the others do more than all have agreed on.
+    """
+    cause = min(failures, key=lambda f: (f.is_consequence, f.when))
+    if left and cause.is_consequence and len(left) <= len(failures):
+        return min(left, key=lambda f: (f.steps, f.when))
+    return cause
+
+
+def tail(path: Path, lines: int) -> list[str]:
+    """The last lines of a file."""
+    try:
+        return path.read_text(errors="replace").splitlines()[-lines:]
+    except OSError:
+        return []

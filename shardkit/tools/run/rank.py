@@ -1,0 +1,142 @@
+"""A rank of a run: ``python -m shardkit.tools.run.rank train.py ...`` runs the program as ``__main__``.
+
+What it adds: the exception that ends the program is written down for the page of failure, steps are counted, and the
+rank says where it stands when it is asked. A thread waits for that, since the rank itself may stand in a collective;
+where even this thread can't run (C code that holds the interpreter), a signal makes faulthandler write all stacks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import faulthandler
+import importlib
+import json
+import os
+import runpy
+import signal
+import sys
+import threading
+import time
+import traceback
+import weakref
+from pathlib import Path
+from types import TracebackType
+
+from ...launching.run_folder import Steps
+
+FILES = "SHARDKIT_RANK_FILES"  # environment variable: path of the rank's files, without their endings
+PIPE = "SHARDKIT_RANK_PIPE"  # environment variable: a named pipe; who opens it asks where the rank stands
+STACKS_SIGNAL = getattr(signal, "SIGRTMIN", 0) and signal.SIGRTMIN + 3  # one that programs don't use
+_PR_SET_PDEATHSIG = 1
+_DIAGNOSIS = "shardkit.backends.diagnosis.standing"
+
+
+def main() -> None:
+    """Runs ``[-m] PROGRAM ARGUMENTS``."""
+    is_module, arguments = sys.argv[1] == "-m", sys.argv[1:]
+    sys.argv = arguments[is_module:]
+    program, files = sys.argv[0], Path(os.environ[FILES])
+    _end_with_agent()
+    _answer(files)
+    _count_steps(files)
+    sys.path[0] = os.getcwd() if is_module else os.path.dirname(os.path.abspath(program))
+    try:
+        if is_module:
+            runpy.run_module(program, run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(program, run_name="__main__")
+    except Exception as error:  # noqa: BLE001 - raised again, with less of a traceback
+        _write_down(error)
+        raise error.with_traceback(_of_program(error.__traceback__)) from error.__cause__
+    except SystemExit as error:
+        _write_down(error)
+        raise
+
+
+def _end_with_agent() -> None:
+    """The kernel ends this process with the one that started it (Linux)."""
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError):
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _count_steps(files: Path) -> None:
+    """Counts steps of the first optimizer that makes one; there may be several."""
+    from torch.optim import Optimizer
+    from torch.optim.optimizer import register_optimizer_step_post_hook
+
+    steps = Steps(files.with_name(files.name + ".steps"), create=True)
+    first: list[weakref.ref[Optimizer]] = []
+
+    def stepped(optimizer: Optimizer, *_: object) -> None:
+        if not first or first[0]() is None:
+            first[:] = [weakref.ref(optimizer)]
+        if first[0]() is optimizer:
+            steps.add()
+
+    register_optimizer_step_post_hook(stepped)
+
+
+# ------------------------------------------------------------------ errors
+def _of_program(trace: TracebackType | None) -> TracebackType | None:
+    """Without what has run the program."""
+    first = trace
+    while trace is not None:
+        name = trace.tb_frame.f_code.co_filename
+        if not name.startswith("<frozen runpy") and not name.endswith("/runpy.py") and name != __file__:
+            return trace
+        trace = trace.tb_next
+    return first
+
+
+def _write_down(error: BaseException) -> None:
+    """In the format of torch's agent, with a time that tells who was first."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not path:
+        return
+    trace = traceback.format_exception(type(error), error, _of_program(error.__traceback__))
+    extra = {"py_callstack": "".join(trace), "timestamp": str(int(time.time())), "time": time.time()}
+    if not isinstance(error, SystemExit):
+        sys.stderr.flush()
+        extra["printed"] = os.fstat(2).st_size  # what comes now in the file is this traceback
+    message = {"message": f"{type(error).__name__}: {error}", "extraInfo": extra}
+    with contextlib.suppress(OSError):
+        Path(path + ".new").write_text(json.dumps({"message": message}))
+        os.replace(path + ".new", path)
+
+
+# ------------------------------------------------------------------ where it stands
+def _answer(files: Path) -> None:
+    """Begins to answer."""
+    if STACKS_SIGNAL:
+        stacks = open(f"{files}.stacks", "w")  # noqa: SIM115 - as long as the process
+        faulthandler.register(STACKS_SIGNAL, stacks, all_threads=True)
+    pipe = os.environ.get(PIPE)
+    if pipe:
+        importlib.import_module(
+            _DIAGNOSIS
+        )  # now: when it is asked, the rank may be in the middle of an import
+        main_thread = threading.get_ident()
+        threading.Thread(
+            target=_answer_each, args=(pipe, files, main_thread), name="shardkit-where", daemon=True
+        ).start()
+
+
+def _answer_each(pipe: str, files: Path, main_thread: int) -> None:
+    with contextlib.suppress(OSError):
+        while True:
+            with open(pipe, "rb") as asked:
+                asked.read()
+            target = f"{files}.where"
+            Path(target + ".new").write_text(_standing(main_thread))
+            os.replace(target + ".new", target)
+
+
+def _standing(thread: int) -> str:
+    """One sentence without its subject."""
+    return str(importlib.import_module(_DIAGNOSIS).standing(thread))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,184 @@
+"""What of a model was sharded, and what each part takes: ``print(shardkit.summary(model))``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from ..errors import ConfigurationError
+from ..fsdp.flat_param import FlatParam
+from ..fsdp.names import clean
+from ..fsdp.state import ShardingState, state_of
+from ..oss.optimizer import OSS
+from ..sharded_ddp.wrapper import ShardedDDP
+from ..tables import counted, in_bytes, plain_table
+
+_SMALL = 2**20  # bytes gathered; below, sending takes longer to start than to do
+_LARGE = 0.5  # of a model's parameters
+_WORTH = 2**24  # bytes of parameters from which on that matters
+
+
+@dataclass(frozen=True)
+class UnitFacts:
+    """One unit. Bytes are one rank's.
+
+    Attributes:
+        name: its path in the model.
+        kind: class of the module.
+        parameters: how many numbers its parameters have in all, frozen ones too.
+        dtype: of its shards, and of computation where that is another one.
+        shard: bytes of its shards.
+        gathered: bytes of its parameters while they are in use.
+        padding: share of what is gathered that belongs to no parameter.
+        stays: when it is gathered for longer than it is used.
+        on_host: what of it is in host memory.
+    """
+
+    name: str
+    kind: str
+    parameters: int
+    dtype: str
+    shard: int
+    gathered: int
+    padding: float
+    stays: str
+    on_host: str
+
+
+@dataclass(frozen=True)
+class Summary:
+    """A model's units, in the order of its modules; prints as a table.
+
+    Attributes:
+        title: the model, and on how many ranks.
+        units: facts of each.
+        warnings: units that cost more than they have to.
+    """
+
+    title: str
+    units: Sequence[UnitFacts]
+    warnings: Sequence[str] = field(default_factory=list)
+
+    _HEAD = (
+        "unit",
+        "class",
+        "parameters",
+        "dtype",
+        "on this rank",
+        "gathered",
+        "padding",
+        "stays",
+        "on the host",
+    )
+
+    def _rows(self) -> list[tuple[str, ...]]:
+        rows = [
+            (u.name, u.kind, f"{u.parameters:,}", u.dtype, in_bytes(u.shard), in_bytes(u.gathered),
+             f"{100 * u.padding:.1f} %", u.stays, u.on_host)
+            for u in self.units
+        ]  # fmt: skip
+        total, shard = sum(u.parameters for u in self.units), sum(u.shard for u in self.units)
+        return [*rows, ("all", "", f"{total:,}", "", in_bytes(shard), "", "", "", "")]
+
+    def __str__(self) -> str:
+        lines = [self.title, plain_table(self._HEAD, self._rows(), right=(2, 4, 5, 6))]
+        return "\n".join([*lines, *[f"! {text}" for text in self.warnings]])
+
+
+def summary(model: nn.Module) -> Summary:
+    """Lists the units of a model that FSDP or ``fully_shard`` has sharded, or what ranks own of one under ShardedDDP.
+
+    Nothing is sent and nothing is gathered.
+
+    Raises:
+        ConfigurationError: nothing of the model is sharded.
+    """
+    if isinstance(model, ShardedDDP):
+        return _of_owners(model)
+    states = [s for s in map(state_of, model.modules()) if s is not None]
+    if not states:
+        raise ConfigurationError(
+            f"nothing of this {type(model).__name__} is sharded; call summary after FSDP(model), fully_shard(model) or "
+            "ShardedDDP(model, optimizer)"
+        )
+    paths = {id(m): name for name, m in model.named_modules()}
+    inside = {id(below) for s in states for below in s.states() if below is not s}
+    units = [_facts(s, paths[id(s.door)], id(s) not in inside) for s in states]
+    group = states[0].group
+    kind = type(states[0].module).__name__
+    title = f"{kind} in {counted(len(units), 'unit')} on {counted(group.world_size, 'rank')} (this is {group.rank})"
+    return Summary(title, units, _warnings(units, group.world_size))
+
+
+def _facts(state: ShardingState, path: str, is_root: bool) -> UnitFacts:
+    options, flats = state.options, state.flats
+    numel = sum(sum(f.layout.numels) for f in flats)
+    padded = sum(f.layout.padded_numel for f in flats)
+    return UnitFacts(
+        clean(path) or "(the root)", type(state.module).__name__, numel, ", ".join(dict.fromkeys(map(_dtype, flats))),
+        sum(f.param.numel() * f.param.element_size() for f in flats),
+        sum(f.layout.padded_numel * f.compute_dtype.itemsize for f in flats),
+        (padded - numel) / padded if padded else 0.0, _stays(state, is_root),
+        "parameters and gradients" if options.offload.parameters else "",
+    )  # fmt: skip
+
+
+def _stays(state: ShardingState, is_root: bool) -> str:
+    reshard = state.options.reshard
+    if state.flats and all(f.store.is_whole for f in state.flats):
+        return "always"
+    if reshard.after_forward is False or (is_root and not reshard.root):
+        return "to backward"
+    return (
+        ""
+        if state.post_forward_mesh is None
+        else f"to backward, over {state.post_forward_mesh.world_size} ranks"
+    )
+
+
+def _dtype(flat: FlatParam) -> str:
+    own, compute = (str(d).removeprefix("torch.") for d in (flat.param.dtype, flat.compute_dtype))
+    return own if own == compute else f"{own} -> {compute}"
+
+
+def _warnings(units: Sequence[UnitFacts], world_size: int) -> list[str]:
+    total = sum(u.parameters for u in units)
+    found = []
+    small = [u.name for u in units[1:] if u.gathered < _SMALL]
+    if small and world_size > 1:
+        shown = ", ".join(small[:3]) + (f" and {len(small) - 3} more" if len(small) > 3 else "")
+        found.append(
+            f"{shown}: gathers less than {in_bytes(_SMALL)}, which takes longer to start than to send. Make larger "
+            "parts units (wrap what is around them)"
+        )
+    for u in units:
+        if u.gathered >= _WORTH and u.parameters > _LARGE * total and world_size > 1:
+            found.append(
+                f"{u.name} has {100 * u.parameters / total:.0f} % of the parameters: while it is in use they are all "
+                "there, and nothing is computed while they are gathered. Make its blocks units"
+            )
+    return found
+
+
+def _of_owners(model: ShardedDDP) -> Summary:
+    group = model._group
+    rows: list[UnitFacts] = []
+    for k, optimizer in enumerate(model._sharded_optimizers):
+        rows += [_owned(optimizer, rank, k) for rank in range(group.world_size)]
+    where = f"{counted(group.world_size, 'rank')} (this is {group.rank})"
+    title = f"{type(model.module).__name__} under ShardedDDP on {where}"
+    return Summary(title, rows)
+
+
+def _owned(optimizer: OSS, rank: int, number: int) -> UnitFacts:
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    own: list[torch.Tensor] = [p for p in params if p.requires_grad and optimizer.owner_of(p) == rank]
+    nbytes = sum(p.numel() * p.element_size() for p in own)
+    dtypes = ", ".join(dict.fromkeys(str(p.dtype).removeprefix("torch.") for p in own))
+    return UnitFacts(
+        f"optimizer {number}, rank {rank} owns", "", sum(p.numel() for p in own), dtypes, nbytes,
+        sum(p.numel() * p.element_size() for p in params), 0.0, "always", "",
+    )  # fmt: skip

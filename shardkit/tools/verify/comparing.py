@@ -1,0 +1,154 @@
+"""Comparing what two runs of the same training saw: numbers, tensors, state dicts; the first difference is an error."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ...types import StateDict, Tree
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """Two values agree where they are within ``absolute + relative * |expected|``, element by element."""
+
+    relative: float
+    absolute: float
+
+
+EXACT = Tolerance(0.0, 0.0)
+DOUBLE = Tolerance(1e-9, 1e-11)
+SINGLE = Tolerance(2e-5, 2e-6)
+HALF = Tolerance(3e-2, 6e-3)
+BFLOAT = Tolerance(1e-1, 3e-2)
+_OF_DTYPE = {torch.float64: DOUBLE, torch.float32: SINGLE, torch.float16: HALF, torch.bfloat16: BFLOAT}
+
+
+def tolerance_of(dtype: torch.dtype) -> Tolerance:
+    """What rounding may do to a few steps of training that compute in ``dtype``."""
+    return _OF_DTYPE.get(dtype, SINGLE)
+
+
+class Difference(AssertionError):
+    """Two runs disagree; the message says where, by how much, and shows values of both.
+
+    Attributes:
+        where: what differs.
+        gap: largest absolute difference; nan where sizes, types or names differ.
+    """
+
+    def __init__(self, where: str, message: str, gap: float = math.nan) -> None:
+        super().__init__(f"{where}: {message}")
+        self.where = where
+        self.gap = gap
+
+
+def dense(t: torch.Tensor) -> torch.Tensor:
+    """Detached, and not sparse."""
+    t = t.detach()
+    return t.to_dense() if t.is_sparse else t
+
+
+def largest_gap(got: torch.Tensor, want: torch.Tensor) -> float:
+    """Largest absolute difference of two tensors of one shape; 0 for empty ones, nan where only one has nans."""
+    if got.numel() == 0:
+        return 0.0
+    got, want = dense(got).double(), dense(want).double()
+    if not torch.equal(got.isnan(), want.isnan()):
+        return math.nan
+    same = (got == want) | got.isnan()  # equal infinities have no difference
+    return float((got - want).abs().masked_fill(same, 0.0).max())
+
+
+def check_tensor(where: str, got: torch.Tensor, want: torch.Tensor, tolerance: Tolerance) -> None:
+    """Raises Difference unless shapes and dtypes are the same and values agree."""
+    got, want = dense(got), dense(want)
+    if got.shape != want.shape or got.dtype != want.dtype:
+        raise Difference(where, f"{tuple(got.shape)} {got.dtype} instead of {tuple(want.shape)} {want.dtype}")
+    if torch.equal(got, want):
+        return
+    if not (want.is_floating_point() or want.is_complex()):
+        raise Difference(where, f"{got} instead of {want}")
+    wide = torch.complex128 if want.is_complex() else torch.float64
+    close = torch.allclose(
+        got.to(wide), want.to(wide), rtol=tolerance.relative, atol=tolerance.absolute, equal_nan=True
+    )
+    if not close:
+        gap = largest_gap(got, want) if not want.is_complex() else float((got - want).abs().max())
+        raise Difference(
+            where,
+            f"differs by {gap:.3g}\n  got  {got.flatten()[:8]}\n  want {want.flatten()[:8]}",
+            gap,
+        )
+
+
+def check_numbers(where: str, got: Sequence[float], want: Sequence[float], tolerance: Tolerance) -> None:
+    """The same for plain numbers; nan agrees with nan."""
+    same = len(got) == len(want) and all(
+        math.isclose(a, b, rel_tol=max(tolerance.relative, 1e-12), abs_tol=tolerance.absolute)
+        or (math.isnan(a) and math.isnan(b))
+        for a, b in zip(got, want, strict=True)
+    )
+    if not same:
+        gap = max((abs(a - b) for a, b in zip(got, want, strict=False)), default=math.nan)
+        raise Difference(where, f"{list(got)} instead of {list(want)}", gap)
+
+
+def check_named(
+    where: str,
+    got: Mapping[str, torch.Tensor | None],
+    want: Mapping[str, torch.Tensor | None],
+    tolerance: Tolerance,
+    only_got: bool = False,
+) -> None:
+    """The same for tensors by name, in ``got``'s order; None (no gradient, say) agrees with None only.
+
+    Args:
+        only_got: names that ``got`` lacks are not looked at (a rank reports its own part).
+    """
+    if not only_got and set(got) != set(want):
+        raise Difference(where, f"names {sorted(got)} instead of {sorted(want)}")
+    for name, value in got.items():
+        expected = want[name]
+        if value is None or expected is None:
+            if value is not expected:
+                shown = ["None" if v is None else f"{dense(v).flatten()[:8]}" for v in (value, expected)]
+                raise Difference(f"{where} of {name}", f"{shown[0]} instead of {shown[1]}")
+        else:
+            check_tensor(f"{where} of {name}", value, expected, tolerance)
+
+
+def check_value(where: str, got: Tree, want: Tree, tolerance: Tolerance) -> None:
+    """The same for nested dicts, lists and tuples of tensors and plain values, such as state dicts."""
+    if isinstance(want, dict):
+        if not isinstance(got, dict) or set(got) != set(want):
+            raise Difference(where, f"{got!r:.300} instead of {want!r:.300}")
+        for key in want:
+            check_value(f"{where}[{key!r}]", got[key], want[key], tolerance)
+    elif isinstance(want, (list, tuple)):
+        if not isinstance(got, type(want)) or len(got) != len(want):
+            raise Difference(where, f"{got!r:.300} instead of {want!r:.300}")
+        for i, (a, b) in enumerate(zip(got, want, strict=True)):
+            check_value(f"{where}[{i}]", a, b, tolerance)
+    elif isinstance(want, torch.Tensor):
+        if not isinstance(got, torch.Tensor):
+            raise Difference(where, f"{got!r:.300} instead of a tensor")
+        check_tensor(where, got, want, tolerance)
+    elif isinstance(want, float) and isinstance(got, float):
+        check_numbers(where, [got], [want], tolerance)
+    elif got != want:
+        raise Difference(where, f"{got!r:.300} instead of {want!r:.300}")
+
+
+def check_optimizer_state(where: str, got: StateDict, want: StateDict, tolerance: Tolerance) -> None:
+    """The same for optimizer state dicts in torch's format, whose states have to come in the order of parameters."""
+    if set(got) != set(want):
+        raise Difference(where, f"keys {sorted(got)} instead of {sorted(want)}")
+    if list(got["state"]) != sorted(want["state"]):
+        raise Difference(where, f"states of {list(got['state'])} instead of {sorted(want['state'])}")
+    for index, state in got["state"].items():
+        check_value(f"{where}, state of parameter {index}", state, want["state"][index], tolerance)
+    check_value(f"{where}, groups", got["param_groups"], want["param_groups"], tolerance)

@@ -1,0 +1,241 @@
+"""The same training in one process, with fairscale and with shardkit: where do they part, and who is with the truth?"""
+
+from __future__ import annotations
+
+import importlib.util
+import pickle
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import get_args
+
+import torch
+
+from shardkit.backends.processes import RankPool
+from shardkit.errors import ConfigurationError, RankFailedError
+
+from ...tables import counted
+from ...types import Kwargs, SavedState
+from .comparing import Tolerance, tolerance_of
+from .experiment import Experiment, load_experiment, target_of
+from .on_ranks import Library, Strategy, run_on_ranks
+from .one_process import run_in_one_process
+from .trace import Parting, Trace, first_parting, largest_difference
+
+SECONDS = 600.0
+
+
+@dataclass(frozen=True)
+class Side:
+    """How one library's run compares with the truth.
+
+    Attributes:
+        parting: where it first leaves the truth; None: nowhere.
+        largest: largest absolute difference of any gradient or parameter; None if it parted or failed.
+        failure: the error, with the rank's traceback, that ended the run; "" if none did.
+    """
+
+    library: str
+    parting: Parting | None = None
+    largest: float | None = None
+    failure: str = ""
+
+    @property
+    def agrees(self) -> bool:
+        return self.parting is None and not self.failure
+
+    def __str__(self) -> str:
+        if self.failure:
+            return f"{self.library} failed: {self.failure.strip().splitlines()[-1]}"
+        if self.parting is not None:
+            return f"{self.library} leaves one process at {self.parting}"
+        return f"{self.library} agrees with one process (largest difference {self.largest:.2g})"
+
+
+@dataclass(frozen=True)
+class Report:
+    """What :func:`verify` found.
+
+    Attributes:
+        sides: shardkit's run, and fairscale's where it is installed.
+        between: where the two libraries first part from each other; None: nowhere, or there are no two runs.
+    """
+
+    target: str
+    strategy: str
+    world_size: int
+    steps: int
+    tolerance: Tolerance
+    sides: tuple[Side, ...]
+    between: Parting | None = None
+
+    @property
+    def agrees(self) -> bool:
+        """Whether shardkit is with the truth."""
+        return self.sides[0].agrees
+
+    def __str__(self) -> str:
+        size = f"{counted(self.steps, 'step')} on {counted(self.world_size, 'rank')}"
+        head = f"{self.target}: {size} with {self.strategy}"
+        lines = [head, *(f"  {side}" for side in self.sides)]
+        if len(self.sides) == 1:
+            why = (
+                "fairscale has no fully_shard"
+                if self.strategy == "fully_shard"
+                else "fairscale is not installed"
+            )
+            lines.append(f"  {why}: not compared with it")
+        elif self.between is not None:
+            with_truth = [s.library for s in self.sides if s.agrees]
+            lines.append(
+                f"  the two part at {self.between}; with one process: {', '.join(with_truth) or 'neither'}"
+            )
+        for side in self.sides:
+            if side.parting is not None:
+                lines.append(f"  {side.library}, {side.parting.detail}")
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class _Task:
+    """What all processes are asked to do; plain data."""
+
+    target: str
+    strategy: Strategy
+    world_size: int
+    steps: int
+    options: Kwargs
+
+
+class Verifier:
+    """Processes in which experiments are compared, kept for further ones; see :func:`verify`. A context manager.
+
+    Args:
+        world_size: number of ranks.
+    """
+
+    def __init__(self, world_size: int = 2) -> None:
+        if world_size < 1:
+            raise ConfigurationError(f"world_size must be at least 1, got {world_size}")
+        self.world_size = world_size
+        self._alone = RankPool(1, timeout=SECONDS)
+        self._ranks: dict[Library, RankPool] = {"shardkit": RankPool(world_size, timeout=SECONDS)}
+        if importlib.util.find_spec("fairscale") is not None:
+            from .fairscale_ranks import start_rank
+
+            self._ranks["fairscale"] = RankPool(world_size, start=start_rank, timeout=SECONDS)
+
+    def __enter__(self) -> Verifier:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for pool in (self._alone, *self._ranks.values()):
+            pool.close()
+
+    def verify(
+        self,
+        experiment: Callable[[], Experiment] | str,
+        *,
+        strategy: Strategy = "fsdp",
+        steps: int = 3,
+        options: SavedState | None = None,
+        tolerance: Tolerance | None = None,
+    ) -> Report:
+        """:func:`verify` in these processes.
+
+        Raises:
+            ConfigurationError: the strategy is unknown, or there are no steps.
+        """
+        if strategy not in get_args(Strategy):
+            raise ConfigurationError(
+                f"strategy must be one of {', '.join(get_args(Strategy))}, got {strategy!r}"
+            )
+        if steps < 1:
+            raise ConfigurationError(f"steps must be at least 1, got {steps}")
+        target, given = target_of(experiment), dict(options or {})
+        task = _Task(target, strategy, self.world_size, steps, given)
+        truth: Trace = pickle.loads(self._alone.run(_run_alone, task)[0])
+        chosen = tolerance or tolerance_of(_dtype(truth, given))
+        traces: dict[Library, Trace] = {}
+        sides = []
+        for library, pool in self._ranks.items():
+            if library == "fairscale" and strategy == "fully_shard":
+                continue  # it has none
+            try:
+                traces[library] = pickle.loads(pool.run(_run_rank, library, task)[0])
+                sides.append(_side(library, traces[library], truth, chosen))
+            except RankFailedError as error:
+                sides.append(Side(library, failure=error.remote_traceback))
+        between = first_parting(traces["shardkit"], traces["fairscale"], chosen) if len(traces) == 2 else None
+        return Report(target, strategy, self.world_size, steps, chosen, tuple(sides), between)
+
+
+def verify(
+    experiment: Callable[[], Experiment] | str,
+    *,
+    strategy: Strategy = "fsdp",
+    world_size: int = 2,
+    steps: int = 3,
+    options: SavedState | None = None,
+    tolerance: Tolerance | None = None,
+) -> Report:
+    """Trains a few steps in one process, with shardkit, and with fairscale if installed, and compares what they saw.
+
+    Ranks are processes of this machine, on the CPU over gloo. fairscale's FSDP, which asks for CUDA, runs there on a
+    stand-in for what it asks of ``torch.cuda``. In all other processes ``import fairscale`` gives shardkit, so that
+    a model written for fairscale is the same model everywhere.
+
+    Args:
+        experiment: a function of a module that returns an :class:`Experiment`, or where it is:
+            "script.py:name" or "package.module:name".
+        strategy: "oss" (under torch's DistributedDataParallel), "sharded_ddp", "fsdp" or "fully_shard".
+        world_size: number of ranks.
+        steps: how many steps.
+        options: arguments of OSS ("oss") or of the wrapper, under fairscale's names; of fully_shard, under its own.
+        tolerance: what counts as the same; default: by the dtype that the model computes in.
+
+    Raises:
+        ConfigurationError: an argument can't be right.
+        RankFailedError: it can't even be run in one process, or there is no such experiment.
+    """
+    with Verifier(world_size) as verifier:
+        return verifier.verify(
+            experiment, strategy=strategy, steps=steps, options=options, tolerance=tolerance
+        )
+
+
+def _side(library: str, got: Trace, truth: Trace, tolerance: Tolerance) -> Side:
+    parting = first_parting(got, truth, tolerance)
+    return Side(library, parting, largest_difference(got, truth) if parting is None else None)
+
+
+def _dtype(truth: Trace, options: SavedState) -> torch.dtype:
+    """The least precise floating-point type that takes part."""
+    found = {t.dtype for t in truth[0].parameters.values() if t.is_floating_point()}
+    if options.get("mixed_precision"):
+        found.add(options.get("compute_dtype") or torch.float16)
+    found |= {torch.float16 for name in ("reduce_fp16", "broadcast_fp16") if options.get(name)}
+    return max(found, key=lambda dtype: torch.finfo(dtype).eps, default=torch.float32)
+
+
+def _run_rank(rank: int, library: Library, task: _Task) -> bytes:
+    """In a rank. Pickled: tensors in a pipe between processes would travel as file descriptors."""
+    if library == "shardkit":
+        _serve_fairscale()
+    experiment = load_experiment(task.target)
+    return pickle.dumps(run_on_ranks(experiment, library, task.strategy, task.options, task.steps))
+
+
+def _run_alone(rank: int, task: _Task) -> bytes:
+    """In a process of its own, which is a rank without others."""
+    _serve_fairscale()
+    experiment = load_experiment(task.target)
+    return pickle.dumps(
+        run_in_one_process(experiment, task.world_size, task.steps, task.strategy in ("oss", "sharded_ddp"))
+    )
+
+
+def _serve_fairscale() -> None:
+    """``import fairscale`` gives shardkit in this process."""
+    from shardkit.compat import install
+
+    install()

@@ -1,0 +1,115 @@
+"""What is to be verified: a model, its data, its loss, its optimizer, as functions that every process can call."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+
+import torch
+from torch import nn
+
+from shardkit.errors import ConfigurationError
+
+from ...types import SavedState, Tree
+
+Unit = Callable[[nn.Module], nn.Module]
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """Some steps of training, said so that one process, fairscale and shardkit can all do them.
+
+    Attributes:
+        model: makes the model, on the CPU. Called after ``torch.manual_seed(seed)``; every call has to give the same
+            values. It may call fairscale's or shardkit's ``wrap``: with FSDP it runs inside ``enable_wrap``.
+        batch: a rank's batch at a step, ``batch(step, rank)``; the same values whenever it is called.
+        loss: ``loss(model, batch)``, a scalar tensor; ranks' gradients are averaged.
+        optimizer: class of the optimizer.
+        optimizer_options: its arguments.
+        wrap: ``wrap(model, unit)`` makes units of parts of the model, by ``parent.part = unit(parent.part)``, before
+            the whole is made one; None: only the whole is one.
+        clip: gradients are clipped to this 2-norm before each optimizer step; None: they are not.
+        seed: of start values; dropout masks depend on it, the step and the rank.
+    """
+
+    model: Callable[[], nn.Module]
+    batch: Callable[[int, int], Tree]
+    loss: Callable[[nn.Module, Tree], torch.Tensor]
+    optimizer: type[torch.optim.Optimizer] = torch.optim.SGD
+    optimizer_options: SavedState = field(default_factory=lambda: {"lr": 0.1})
+    wrap: Callable[[nn.Module, Unit], None] | None = None
+    clip: float | None = None
+    seed: int = 0
+
+    def build(self) -> nn.Module:
+        """The model with its start values."""
+        torch.manual_seed(self.seed)
+        return self.model()
+
+    def loss_of(self, model: nn.Module, step: int, rank: int) -> torch.Tensor:
+        """The loss of a rank's batch, with dropout masks of its own."""
+        batch = self.batch(step, rank)
+        torch.manual_seed((self.seed * 1009 + step) * 1009 + rank)
+        return self.loss(model, batch)
+
+    def optimizer_over(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        """The plain optimizer."""
+        return self.optimizer(parameters, **self.optimizer_options)  # type: ignore[arg-type]
+
+
+def target_of(factory: Callable[[], Experiment] | str) -> str:
+    """A factory's name, by which other processes find it."""
+    if isinstance(factory, str):
+        return factory
+    return f"{factory.__module__}:{factory.__qualname__}"
+
+
+def load_experiment(target: str) -> Experiment:
+    """What ``path/to/script.py:name`` or ``package.module:name`` gives: an Experiment, or a function that makes one.
+
+    Raises:
+        ConfigurationError: there is no such thing, or it is something else.
+    """
+    source, colon, name = target.rpartition(":")
+    if not colon or not source or not name:
+        raise ConfigurationError(f"{target!r} has to be script.py:name or package.module:name")
+    found = _module(source)
+    for part in name.split("."):
+        if not hasattr(found, part):
+            raise ConfigurationError(f"{source} has no {name!r}; name a function that returns an Experiment")
+        found = getattr(found, part)
+    made = found if isinstance(found, Experiment) else found() if callable(found) else found
+    if not isinstance(made, Experiment):
+        raise ConfigurationError(
+            f"{target} gives a {type(made).__name__}; it has to give a shardkit.tools.verify.Experiment"
+        )
+    return made
+
+
+def _module(source: str) -> ModuleType:
+    if not source.endswith(".py"):
+        try:
+            return importlib.import_module(source)
+        except ModuleNotFoundError as error:
+            if error.name is not None and not source.startswith(error.name):
+                raise  # something that it imports
+            raise ConfigurationError(f"no module {source!r}; for a file, write {source}.py:name") from error
+    path = Path(source).resolve()
+    if not path.is_file():
+        raise ConfigurationError(f"no file {source!r}")
+    name = f"_verified_{path.stem}"
+    if name not in sys.modules:
+        if str(path.parent) not in sys.path:
+            sys.path.insert(0, str(path.parent))  # as Python does for a script
+        spec = importlib.util.spec_from_file_location(name, path)
+        if spec is None or spec.loader is None:
+            raise ConfigurationError(f"{source!r} is no Python file")
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[name] = module
+        spec.loader.exec_module(module)
+    return sys.modules[name]
