@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from typing import ClassVar
+from types import ModuleType
+from typing import ClassVar, Protocol
 
 import torch
 import torch.distributed as dist
@@ -18,12 +19,60 @@ from shardkit.backend import Backend, Group
 from shardkit.errors import BackendError, ConfigurationError
 from shardkit.types import Args, ProcessGroup, T
 
-from .c10d.group import C10dGroup
-from .c10d.known_groups import KnownGroups
-from .c10d.library_group import LibraryGroup
-from .device_modules import DeviceModule, TorchAccelerator
+from .c10d.group import C10dGroup, KnownGroups
+from .c10d.stream_group import LibraryGroup
 from .eager import EagerBackend
 from .processes import START_SECONDS, launch_processes
+
+
+class DeviceModule(Protocol):
+    """The part of torch.cuda, torch.xpu, ... that backends use."""
+
+    def is_available(self) -> bool: ...
+    def is_initialized(self) -> bool: ...
+    def device_count(self) -> int: ...
+    def current_device(self) -> int: ...
+    def set_device(self, device: int, /) -> None: ...
+    def synchronize(self, device: torch.device, /) -> None: ...
+    def get_rng_state(self, device: torch.device, /) -> torch.Tensor: ...
+    def set_rng_state(self, state: torch.Tensor, device: torch.device, /) -> None: ...
+
+
+class TorchAccelerator:
+    """The same, of ``torch.accelerator``: it is there for every device, and some vendors' modules are torch's alone to
+    call (TorchTPU's raises for others)."""
+
+    def __init__(self, device_type: str) -> None:
+        self._device_type = device_type
+
+    @property
+    def _module(self) -> ModuleType:
+        return torch.get_device_module(self._device_type)
+
+    def is_available(self) -> bool:
+        known = torch.accelerator.current_accelerator()
+        return known is not None and known.type == self._device_type and torch.accelerator.is_available()
+
+    def is_initialized(self) -> bool:
+        return True  # asking for the current device is what a rank begins with
+
+    def device_count(self) -> int:
+        return torch.accelerator.device_count()
+
+    def current_device(self) -> int:
+        return torch.accelerator.current_device_index()
+
+    def set_device(self, device: int, /) -> None:
+        torch.accelerator.set_device_index(device)
+
+    def synchronize(self, device: torch.device, /) -> None:
+        torch.accelerator.synchronize(device)
+
+    def get_rng_state(self, device: torch.device, /) -> torch.Tensor:
+        return self._module.get_rng_state(device)
+
+    def set_rng_state(self, state: torch.Tensor, device: torch.device, /) -> None:
+        self._module.set_rng_state(state, device)
 
 
 class EventTimer:
@@ -138,17 +187,20 @@ class AcceleratorBackend(EagerBackend):
         return EventTimer(self.device())
 
     def rng_state(self) -> torch.Tensor:
-        """Of the rank's device."""
         return self._module.get_rng_state(self.device())
 
     def set_rng_state(self, state: torch.Tensor) -> None:
-        """Of the rank's device."""
         self._module.set_rng_state(state, self.device())
 
     def launch(
-        self, fn: Callable[..., T], world_size: int, args: Args = (), *, timeout: float | None = None,
+        self,
+        fn: Callable[..., T],
+        world_size: int,
+        args: Args = (),
+        *,
+        timeout: float | None = None,
         start_timeout: float | None = START_SECONDS,
-    ) -> list[T]:  # fmt: skip
+    ) -> list[T]:
         """Runs ``fn(rank, *args)`` in one process for each device, with a process group of the device's library.
 
         Raises:
@@ -165,11 +217,11 @@ class AcceleratorBackend(EagerBackend):
         return launch_processes(fn, world_size, args, self.name, timeout, start_timeout, environment)
 
     def device_count(self) -> int:
-        """See :meth:`shardkit.backend.Backend.device_count`: those that this process sees."""
+        """Counts those that this process sees."""
         return self._module.device_count() if self.is_available() else 0
 
     def _environment_of_ranks(self, world_size: int) -> dict[str, str]:
-        """What the ranks' processes have to find when they begin, beside what torchrun sets."""
+        """Returns variables that the ranks' processes need when they begin, beside those of torchrun."""
         return {}
 
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from .accelerator import AcceleratorBackend
+from .accelerator import AcceleratorBackend, DeviceModule
 from .c10d.group import C10dGroup
 from .c10d.nccl import NcclGroup
-from .device_modules import DeviceModule
 
 
 class CudaBackend(AcceleratorBackend):

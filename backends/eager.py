@@ -25,3 +25,24 @@ class EagerBackend(Backend):
 
     def tie(self, tensors: Sequence[torch.Tensor]) -> None:
         """Nothing: operations run in the order of their calls."""
+
+
+class Host(EagerBackend):
+    """CPU tensors: nothing that overlaps, torch's default generator."""
+
+    device_type = "cpu"
+
+    def device(self) -> torch.device:
+        return torch.device("cpu")
+
+    def pin(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+    def synchronize(self) -> None:
+        return
+
+    def rng_state(self) -> torch.Tensor:
+        return torch.get_rng_state()
+
+    def set_rng_state(self, state: torch.Tensor) -> None:
+        torch.set_rng_state(state)

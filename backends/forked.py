@@ -40,7 +40,7 @@ def first_in_fork(call: Callable[[], None]) -> None:
 
 
 def refusal(rank: int) -> LifecycleError:
-    """What is raised where a forked process would communicate."""
+    """Makes the error that is raised where a forked process would communicate."""
     return LifecycleError(
         f"process {os.getpid()} was forked from rank {rank} (as a DataLoader with num_workers does it) and can't "
         "communicate with other ranks, so that sharded modules can't be called in it. Call the module in the rank's "

@@ -11,9 +11,8 @@ from shardkit.backend import Backend, Group
 from shardkit.errors import ConfigurationError
 from shardkit.types import Args, ProcessGroup, T
 
-from .c10d.group import C10dGroup
-from .c10d.known_groups import KnownGroups
-from .host import Host
+from .c10d.group import C10dGroup, KnownGroups
+from .eager import Host
 from .processes import START_SECONDS, launch_processes
 
 
@@ -33,9 +32,14 @@ class GlooBackend(Host):
         return self._groups.of(process_group)
 
     def launch(
-        self, fn: Callable[..., T], world_size: int, args: Args = (), *, timeout: float | None = None,
+        self,
+        fn: Callable[..., T],
+        world_size: int,
+        args: Args = (),
+        *,
+        timeout: float | None = None,
         start_timeout: float | None = START_SECONDS,
-    ) -> list[T]:  # fmt: skip
+    ) -> list[T]:
         return launch_processes(fn, world_size, args, "gloo", timeout, start_timeout)
 
 

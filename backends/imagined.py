@@ -7,13 +7,14 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 import torch
+from torch import Tensor
 
-from shardkit.backend import DONE, Backend, Group, ReduceOp, Work
+from shardkit.backend import DONE, Backend, ReduceOp, Work
 from shardkit.errors import BackendError, ConfigurationError
 from shardkit.types import Args, ProcessGroup, T
 
-from .arguments import check_members
-from .host import Host
+from .checked_group import CheckedGroup, check_members
+from .eager import Host
 
 
 class ImaginedBackend(Host):
@@ -35,13 +36,18 @@ class ImaginedBackend(Host):
         return self._group
 
     def launch(
-        self, fn: Callable[..., T], world_size: int, args: Args = (), *, timeout: float | None = None,
+        self,
+        fn: Callable[..., T],
+        world_size: int,
+        args: Args = (),
+        *,
+        timeout: float | None = None,
         start_timeout: float | None = None,
-    ) -> list[T]:  # fmt: skip
+    ) -> list[T]:
         raise BackendError("imagined ranks can't be launched: they have no values; use backend='simulated'")
 
 
-class ImaginedGroup(Group):
+class ImaginedGroup(CheckedGroup):
     """Its collectives carry nothing; what ranks say about themselves is the same on all."""
 
     def __init__(self, backend: Backend, ranks: Sequence[int]) -> None:
@@ -49,7 +55,7 @@ class ImaginedGroup(Group):
         self.ranks = tuple(ranks)
         self.rank, self.world_size = 0, len(self.ranks)
 
-    def _carry(self, operation: str, tensor: torch.Tensor, async_op: bool, label: str) -> Work:
+    def _carry(self, operation: str, tensor: Tensor, async_op: bool, label: str) -> Work:
         """Called by each collective."""
         return DONE
 
@@ -60,40 +66,40 @@ class ImaginedGroup(Group):
         return []
 
     def new_group(self, ranks: Sequence[int]) -> ImaginedGroup | None:
-        members = check_members(self.rank, self.world_size, ranks)
+        members = check_members(self, ranks)
         if self.rank not in members:
             return None
         return type(self)(self.backend, [self.ranks[r] for r in members])
 
-    def all_gather_into(
-        self, output: torch.Tensor, shard: torch.Tensor, sizes: Sequence[int] | None = None, *,
-        async_op: bool = False, label: str = "",
-    ) -> Work:  # fmt: skip
+    def _all_gather(
+        self, output: Tensor, shard: Tensor, parts: list[int], async_op: bool, label: str
+    ) -> Work:
         return self._carry("all_gather", output, async_op, label)
 
-    def reduce_scatter_into(
-        self, shard: torch.Tensor, input: torch.Tensor, sizes: Sequence[int] | None = None, *,
-        op: ReduceOp = ReduceOp.SUM, async_op: bool = False, label: str = "",
-    ) -> Work:  # fmt: skip
+    def _reduce_scatter(
+        self, shard: Tensor, input: Tensor, parts: list[int], op: ReduceOp, async_op: bool, label: str
+    ) -> Work:
         return self._carry("reduce_scatter", input, async_op, label)
 
-    def all_to_all(
-        self, output: torch.Tensor, input: torch.Tensor, output_sizes: Sequence[int] | None = None,
-        input_sizes: Sequence[int] | None = None, *, async_op: bool = False, label: str = "",
-    ) -> Work:  # fmt: skip
+    def _all_to_all(
+        self,
+        output: Tensor,
+        input: Tensor,
+        come: list[int],
+        go: list[int],
+        even: bool,
+        async_op: bool,
+        label: str,
+    ) -> Work:
         return self._carry("all_to_all", input, async_op, label)
 
-    def all_reduce(
-        self, tensor: torch.Tensor, *, op: ReduceOp = ReduceOp.SUM, async_op: bool = False, label: str = ""
-    ) -> Work:
+    def _all_reduce(self, tensor: Tensor, op: ReduceOp, async_op: bool, label: str) -> Work:
         return self._carry("all_reduce", tensor, async_op, label)
 
-    def reduce(
-        self, tensor: torch.Tensor, dst: int, *, op: ReduceOp = ReduceOp.SUM, async_op: bool = False, label: str = ""
-    ) -> Work:  # fmt: skip
+    def _reduce(self, tensor: Tensor, dst: int, op: ReduceOp, async_op: bool, label: str) -> Work:
         return self._carry("reduce", tensor, async_op, label)
 
-    def broadcast(self, tensor: torch.Tensor, src: int, *, async_op: bool = False, label: str = "") -> Work:
+    def _broadcast(self, tensor: Tensor, src: int, async_op: bool, label: str) -> Work:
         return self._carry("broadcast", tensor, async_op, label)
 
     def barrier(self, *, label: str = "") -> None:
@@ -120,7 +126,7 @@ class ImaginedGroup(Group):
 
 @dataclass(frozen=True)
 class RanksInName:
-    """What FSDP may get as a process group where the others can't be reached, and only its structure is wanted."""
+    """Stands for a process group whose other ranks can't be reached, where only FSDP's structure is wanted."""
 
     own_rank: int
     count: int
@@ -148,7 +154,7 @@ class GroupInName(ImaginedGroup):
             "give it one (module.process_group = group) of each FSDP module"
         )
 
-    def broadcast(self, tensor: torch.Tensor, src: int, *, async_op: bool = False, label: str = "") -> Work:
+    def _broadcast(self, tensor: Tensor, src: int, async_op: bool, label: str) -> Work:
         return DONE
 
     def all_gather_object(self, obj: T, *, label: str = "") -> NoReturn:

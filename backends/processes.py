@@ -25,7 +25,7 @@ from shardkit.errors import ConfigurationError, RankFailedError
 from shardkit.launching.started import note
 from shardkit.types import AnyCallable, Args, T
 
-from .diagnosis.job import begin_job, end_job, fail_job
+from .diagnosis.watchdog import begin_job, end_job, fail_job
 from .spawning import Name, environment
 
 START_SECONDS = 180.0
@@ -44,9 +44,14 @@ def _die_with_parent() -> None:
 
 
 def _serve(
-    connection: Connection, rank: int, world_size: int, rendezvous: str, backend: str,
-    start: Callable[..., None] | None, variables: dict[str, str],
-) -> None:  # fmt: skip
+    connection: Connection,
+    rank: int,
+    world_size: int,
+    rendezvous: str,
+    backend: str,
+    start: Callable[..., None] | None,
+    variables: dict[str, str],
+) -> None:
     """Runs what comes over the pipe until it closes."""
     _die_with_parent()
     os.environ.update(variables)
@@ -137,10 +142,15 @@ class RankPool:
     """
 
     def __init__(
-        self, world_size: int, backend: str = "gloo", *, start: Callable[..., None] | None = None,
-        timeout: float | None = 300.0, start_timeout: float | None = START_SECONDS,
+        self,
+        world_size: int,
+        backend: str = "gloo",
+        *,
+        start: Callable[..., None] | None = None,
+        timeout: float | None = 300.0,
+        start_timeout: float | None = START_SECONDS,
         environment: dict[str, str] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         if world_size < 1:
             raise ConfigurationError(f"world_size must be at least 1, got {world_size}")
         self.world_size = world_size
@@ -191,10 +201,15 @@ class RankPool:
                     target=_serve,
                     name=name,
                     args=(
-                        there, rank, self.world_size, f"127.0.0.1:{store.port}", self._backend, self._start,
+                        there,
+                        rank,
+                        self.world_size,
+                        f"127.0.0.1:{store.port}",
+                        self._backend,
+                        self._start,
                         _variables(rank, self.world_size, free),
                     ),
-                )  # fmt: skip
+                )
                 process.start()
                 there.close()
                 self._processes.append(process)
@@ -233,9 +248,12 @@ class RankPool:
         return [results[rank] for rank in range(self.world_size)]
 
     def _receive(
-        self, ready: Sequence[object], waiting: dict[int, Connection], results: dict[int, object],
+        self,
+        ready: Sequence[object],
+        waiting: dict[int, Connection],
+        results: dict[int, object],
         failures: list[tuple[int, str, str]],
-    ) -> None:  # fmt: skip
+    ) -> None:
         for rank, connection in [(r, c) for r, c in waiting.items() if c in ready]:
             del waiting[rank]
             try:
@@ -300,7 +318,7 @@ def _close_pools() -> None:
 
 
 def _packed(fn: AnyCallable, args: Args) -> bytes:
-    """What is sent to a rank.
+    """Pickles a call for a rank.
 
     Raises:
         ConfigurationError: it can't be.
@@ -322,12 +340,20 @@ def _packed(fn: AnyCallable, args: Args) -> bytes:
 
 
 def _variables(rank: int, world_size: int, port: int) -> dict[str, str]:
-    """What torchrun sets on one machine, for libraries that read it; ``port`` is one that nobody used a moment ago."""
+    """Returns what torchrun sets on one machine, for libraries that read it; nobody used ``port`` a moment ago."""
     variables = {
-        "RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0, "ROLE_RANK": rank,
-        "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size, "GROUP_WORLD_SIZE": 1, "ROLE_WORLD_SIZE": world_size,
-        "ROLE_NAME": "default", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
-    }  # fmt: skip
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "GROUP_RANK": 0,
+        "ROLE_RANK": rank,
+        "WORLD_SIZE": world_size,
+        "LOCAL_WORLD_SIZE": world_size,
+        "GROUP_WORLD_SIZE": 1,
+        "ROLE_WORLD_SIZE": world_size,
+        "ROLE_NAME": "default",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+    }
     return {name: str(value) for name, value in variables.items()}
 
 
@@ -338,9 +364,14 @@ def _free_port() -> int:
 
 
 def launch_processes(
-    fn: Callable[..., T], world_size: int, args: Args, backend: str, timeout: float | None,
-    start_timeout: float | None, environment: dict[str, str] | None = None,
-) -> list[T]:  # fmt: skip
+    fn: Callable[..., T],
+    world_size: int,
+    args: Args,
+    backend: str,
+    timeout: float | None,
+    start_timeout: float | None,
+    environment: dict[str, str] | None = None,
+) -> list[T]:
     """Starts ranks for one call."""
     with RankPool(
         world_size, backend, timeout=timeout, start_timeout=start_timeout, environment=environment

@@ -84,11 +84,9 @@ class TpuBackend(AcceleratorBackend):
         return generators[self.device().index]
 
     def rng_state(self) -> torch.Tensor:
-        """Of the rank's device."""
         return self._generator().get_state()
 
     def set_rng_state(self, state: torch.Tensor) -> None:
-        """Of the rank's device."""
         self._generator().set_state(state)
 
     def _environment_of_ranks(self, world_size: int) -> dict[str, str]:
@@ -99,8 +97,11 @@ class TpuBackend(AcceleratorBackend):
         """
         told = subprocess.run(
             [sys.executable, "-c", _ASK, str(world_size)],
-            capture_output=True, text=True, timeout=_SECONDS, check=False,
-        )  # fmt: skip
+            capture_output=True,
+            text=True,
+            timeout=_SECONDS,
+            check=False,
+        )
         for line in told.stdout.splitlines():
             if line.startswith(_TELL):
                 found: dict[str, str] = json.loads(line.removeprefix(_TELL))

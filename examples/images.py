@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch.utils.data import Dataset, TensorDataset
 
 from shardkit.backend import Group
-from shardkit.checks.facts import all_gather_facts
+from shardkit.checks import all_gather_facts
 from shardkit.errors import ConfigurationError, DamagedFileError, ShardkitError
 from shardkit.examples import digits
 

@@ -35,8 +35,7 @@ import shardkit
 import training
 from images import Data, Sample
 from shardkit.backend import Backend, Group, ReduceOp, get_backend
-from shardkit.checks.facts import all_gather_facts
-from shardkit.checks.runs import check_one_save
+from shardkit.checks import all_gather_facts, check_one_save
 from shardkit.data import ResumableLoader
 from shardkit.errors import ConfigurationError, ShardkitError
 from shardkit.examples.digits import average_gradients, train_epoch

@@ -13,7 +13,7 @@ from . import redirected
 from .version import __version_tuple__
 
 if TYPE_CHECKING:  # the same names as in the table below; tests/test_packaging.py compares them
-    from .adascale.optimizer import AdaScale as AdaScale
+    from .adascale import AdaScale as AdaScale
     from .checkpoint.files.loading import (
         load as load,
         load_with_or_without_prefix as load_with_or_without_prefix,
@@ -35,8 +35,8 @@ if TYPE_CHECKING:  # the same names as in the table below; tests/test_packaging.
         ShardkitError as ShardkitError,
         UntrustedFileError as UntrustedFileError,
     )
-    from .evaluation.gathering import gather as gather, gather_tensors as gather_tensors
-    from .evaluation.sampling import EvaluationSampler as EvaluationSampler, in_step as in_step
+    from .evaluation import EvaluationSampler as EvaluationSampler, in_step as in_step
+    from .evaluation import gather as gather, gather_tensors as gather_tensors
     from .fsdp import (
         FSDP as FSDP,
         fully_shard as fully_shard,
@@ -48,7 +48,7 @@ if TYPE_CHECKING:  # the same names as in the table below; tests/test_packaging.
     from .launching import launch as launch
     from .optimizers.elementwise import declare_elementwise as declare_elementwise
     from .oss.optimizer import OSS as OSS
-    from .out_of_memory.skipping import SkipOutOfMemory as SkipOutOfMemory
+    from .out_of_memory import SkipOutOfMemory as SkipOutOfMemory
     from .policy import (
         Compression as Compression,
         OffloadPolicy as OffloadPolicy,
@@ -75,7 +75,7 @@ if TYPE_CHECKING:  # the same names as in the table below; tests/test_packaging.
 __version__ = ".".join(map(str, __version_tuple__))
 
 _HOMES = {
-    "adascale.optimizer": "AdaScale",
+    "adascale": "AdaScale",
     "checkpoint.files.loading": "load load_with_or_without_prefix with_prefix without_prefix",
     "checkpoint.format.folders": "latest",
     "checkpoint.restoring": "Restored restore restore_training",
@@ -83,14 +83,13 @@ _HOMES = {
     "data": "GlobalBatchSampler ResumableLoader",
     "errors": "BackendError CheckpointError ConfigurationError DamagedFileError FileNotWrittenError LifecycleError "
     "OutOfStepError RankFailedError RankLostError RankMismatchError ShardkitError UntrustedFileError",
-    "evaluation.gathering": "gather gather_tensors",
-    "evaluation.sampling": "EvaluationSampler in_step",
+    "evaluation": "gather gather_tensors EvaluationSampler in_step",
     "fsdp": "FSDP fully_shard hybrid_groups register_fsdp_forward_method sharding_of",
     "grad_scaler": "GradScaler ShardedGradScaler",
     "launching": "launch",
     "optimizers.elementwise": "declare_elementwise",
     "oss.optimizer": "OSS",
-    "out_of_memory.skipping": "SkipOutOfMemory",
+    "out_of_memory": "SkipOutOfMemory",
     "policy": "Compression OffloadPolicy PrecisionPolicy ReducePolicy ReshardPolicy",
     "launching.stopping": "stop_requested",
     "sharded_ddp.wrapper": "ShardedDDP",

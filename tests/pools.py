@@ -172,7 +172,7 @@ class StreamsPool(PausedPool):
     """Ranks that have a simulated device each for the time of a call."""
 
     def run(self, fn: Callable[..., Any], *args: Any) -> list[Any]:
-        from shardkit.backends.streams.backend import check_order
+        from shardkit.backends.streams import check_order
 
         answers = super().run(_on_streams, fn, *args)
         check_order([issued for _, issued in answers])
@@ -188,7 +188,7 @@ def _start_with_streams(rank: int, world_size: int, rendezvous: str, backend: st
 
 
 def _on_streams(rank: int, fn: Callable[..., Any], *args: Any) -> tuple[Any, Any]:
-    from shardkit.backends.streams.backend import watched
+    from shardkit.backends.streams import watched
 
     with watched(rank) as device:
         result = _after_tidying(rank, fn, *args)

@@ -10,7 +10,7 @@ from torch import nn
 
 import shardkit
 from shardkit.backend import get_backend
-from shardkit.backends.c10d import waiting
+from shardkit.backends.c10d import group as c10d_group
 from tests.pools import rank_pool
 
 
@@ -59,11 +59,11 @@ def test_what_was_wrapped() -> None:
 
 def _wait(rank: int) -> list[str]:
     handler, group = _listen(), get_backend("gloo").group()
-    before, waiting._WARN_SECONDS = waiting._WARN_SECONDS, 2.5
+    before, c10d_group._WARN_SECONDS = c10d_group._WARN_SECONDS, 2.5
     if rank == 1:
         time.sleep(5)
     group.all_reduce(torch.ones(3), label="loss")
-    waiting._WARN_SECONDS = before
+    c10d_group._WARN_SECONDS = before
     logging.getLogger("shardkit").removeHandler(handler)
     return handler.lines
 

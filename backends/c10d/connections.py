@@ -22,11 +22,11 @@ from typing import NoReturn, Protocol, TypeAlias
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import Store
 
 from shardkit.errors import LifecycleError
 
 from ..forked import first_in_fork
-from ..torch_types import Store
 
 Connected: TypeAlias = "torch._C._distributed_c10d.Backend"
 
@@ -36,7 +36,7 @@ _SLACK = datetime.timedelta(seconds=20)
 
 
 class EndsAtExit(Protocol):
-    """What lets go of its process group before Python ends."""
+    """Lets go of its process group before Python ends."""
 
     process_group: object
 
@@ -68,9 +68,13 @@ def connect_gloo(store: Store, rank: int, world_size: int, timeout: datetime.tim
 
 
 def process_group_over(
-    connected: Connected, kind: dist.ProcessGroup.BackendType, store: Store, rank: int, world_size: int,
+    connected: Connected,
+    kind: dist.ProcessGroup.BackendType,
+    store: Store,
+    rank: int,
+    world_size: int,
     *devices: torch.device,
-) -> dist.ProcessGroup:  # fmt: skip
+) -> dist.ProcessGroup:
     """torch's process group around a library's connections, which serve these kinds of devices."""
     pg = dist.ProcessGroup(store, rank, world_size)
     pg._set_default_backend(kind)
@@ -116,7 +120,7 @@ def register(process_group: dist.ProcessGroup, user: EndsAtExit | None) -> None:
 
 
 def never_destroy() -> None:
-    """See [Note: gloo's destructor]."""
+    """Keeps all process groups for ever, see [Note: gloo's destructor]."""
     global _broken
     _broken = True
     for process_group in list(_process_groups):

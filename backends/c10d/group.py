@@ -6,28 +6,56 @@ collective. Names of that class that differ between torch versions are avoided.
 
 from __future__ import annotations
 
+import datetime
+import functools
+import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn, ParamSpec, Protocol
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import Store
 from torch.distributed.distributed_c10d import PrefixStore  # type: ignore[attr-defined]
 
 from shardkit.backend import DONE, Backend, ReduceOp, Work
+from shardkit.errors import ConfigurationError, OutOfStepError, RankLostError, ShardkitError
+from shardkit.types import ProcessGroup, T
 
-from ..arguments import check_exchange, check_member, check_members, check_op, check_parts
-from ..diagnosis.calls import AGREEMENT, Call
-from ..diagnosis.store_thread import NoAnswer
-from ..diagnosis.watch import Watch
-from ..forked import LeftBehind, belongs_here
-from ..torch_types import Store
-from .agreement import Agreement
-from .call_order import ORDERED_CHANNELS, CallOrder, Key
-from .connections import DESTROYED, connect_gloo, register, timeout_of
-from .local_reduction import Accumulate, Exchange, Finish
-from .object_collectives import ObjectsOverTensors
-from .waiting import C10dWork, TorchWork, Waiting
-from .wire import NUMBERS, as_bytes, as_real
+from ..checked_group import check_members, size_of
+from ..diagnosis.calls import AGREEMENT, Call, CallFacts
+from ..diagnosis.job_store import NoAnswer
+from ..diagnosis.stack_report import uncounted
+from ..diagnosis.watchdog import Watch
+from ..forked import LeftBehind, belongs_here, check_process_group
+from ..imagined import GroupInName, RanksInName
+from ..objects import ObjectsOverTensors
+from .call_order import ORDERED_CHANNELS, Agreement, CallOrder, Key
+from .connections import DESTROYED, connect_gloo, never_destroy, register, timeout_of
+from .payloads import NUMBERS, Accumulate, Finish, ReduceScatterPlan, as_bytes, as_real
+
+SLICE = datetime.timedelta(seconds=2)  # a wait that is no longer costs nothing
+_LOOK = datetime.timedelta(seconds=1)  # between looks afterwards
+_WARN_SECONDS = 30.0
+_TOKEN = torch.zeros(1)
+_PROBE_TAG = 0x5AFD
+_LOST = (
+    "Connection closed",
+    "Connection reset",
+    "Connection timed out",
+    "Broken pipe",
+    "Socket closed",
+    "closed by peer",
+    "Connection refused",
+    "No route to host",
+    "Network is unreachable",
+    "Timed out waiting",
+    "pair closure",  # of gloo: an earlier wait was ended
+    "gloo/transport/",
+    "ncclRemoteError",
+)
+
 
 OPS = {
     ReduceOp.SUM: dist.ReduceOp(dist.ReduceOp.SUM),
@@ -37,9 +65,43 @@ OPS = {
 }
 PIECE = 2**20  # most elements that a rank receives in a round
 MAIN = "main"  # the name of what is no channel
+P = ParamSpec("P")
 
 
-class C10dGroup(Waiting, ObjectsOverTensors):
+class TorchWork(Protocol):
+    """A work of torch's, or an agreement."""
+
+    def is_completed(self) -> bool: ...
+
+    def wait(self, timeout: datetime.timedelta = ..., /) -> object: ...
+
+
+class C10dWork(Work):
+    """Collectives in flight that were issued as one call, and what is left to do on this rank afterwards."""
+
+    __slots__ = ("_after", "_call", "_group", "_works")
+
+    def __init__(
+        self, group: C10dGroup, works: list[TorchWork], call: CallFacts, after: Callable[[], None] | None
+    ) -> None:
+        self._group, self._works, self._call, self._after = group, works, call, after
+
+    def is_done(self) -> bool:
+        return all(work.is_completed() for work in self._works)
+
+    def wait(self) -> None:
+        for work in self._works:
+            try:
+                work.wait(SLICE)
+            except RuntimeError as error:
+                self._group.wait_on(work, error, Call(*self._call))
+        self._works = []
+        after, self._after = self._after, None
+        if after is not None:
+            after()
+
+
+class C10dGroup(ObjectsOverTensors):
     """Ranks of a torch.distributed process group.
 
     Args:
@@ -55,17 +117,23 @@ class C10dGroup(Waiting, ObjectsOverTensors):
     _dtypes = NUMBERS  # that it can carry
 
     def __init__(
-        self, backend: Backend, process_group: dist.ProcessGroup | None, ranks: Sequence[int], rank: int,
-        name: str = MAIN, parent: C10dGroup | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        backend: Backend,
+        process_group: dist.ProcessGroup | None,
+        ranks: Sequence[int],
+        rank: int,
+        name: str = MAIN,
+        parent: C10dGroup | None = None,
+    ) -> None:
         self.backend = backend
-        self.process_group = process_group
+        self.process_group: Any = process_group
+        self._real = None if process_group is None else weakref.ref(process_group)
         self.ranks = tuple(ranks)
         self.rank = rank
         self.world_size = len(self.ranks)
         self._name = name
         self._sequence = 0
-        self._exchanges: dict[tuple[int, ...], Exchange] = {}
+        self._exchanges: dict[tuple[int, ...], ReduceScatterPlan] = {}
         self._channels: dict[str, C10dGroup] = {}
         self._meetings = 0
         self._subgroups: weakref.WeakSet[C10dGroup] = weakref.WeakSet()
@@ -81,7 +149,11 @@ class C10dGroup(Waiting, ObjectsOverTensors):
         self._order = CallOrder() if name in ORDERED_CHANNELS and process_group is not None else None
         self._root: C10dGroup = self if parent is None else parent._root  # all its ranks are connected
         self._agreements = 0
-        self._probes = []
+        self._probes: list[TorchWork] = []  # works that may never end
+
+    def of_torch(self) -> dist.ProcessGroup | None:
+        """torch's object itself, of which ``process_group`` may be a proxy."""
+        return None if self._real is None else self._real()
 
     def _new_watch(self) -> Watch:
         store = None if self.process_group is None else self.process_group.get_group_store()
@@ -89,7 +161,7 @@ class C10dGroup(Waiting, ObjectsOverTensors):
 
     # ------------------------------------------------------------ groups
     def channel(self, name: str) -> C10dGroup:
-        """The same ranks over their own connections: calls in different channels never meet."""
+        """Returns a group of the same ranks over connections of its own: calls in different channels never meet."""
         if self.process_group is None:
             return self
         if name not in self._channels:
@@ -102,7 +174,7 @@ class C10dGroup(Waiting, ObjectsOverTensors):
 
     def new_group(self, ranks: Sequence[int]) -> C10dGroup | None:
         """A sub-group of these group ranks; None on the others."""
-        members = check_members(self.rank, self.world_size, ranks)
+        members = check_members(self, ranks)
         global_ranks = [self.ranks[r] for r in members]
         if self.process_group is None:
             return type(self)(self.backend, None, global_ranks, 0)
@@ -139,7 +211,7 @@ class C10dGroup(Waiting, ObjectsOverTensors):
         self.process_group = DESTROYED
 
     def left_behind(self) -> None:
-        """See forked.py."""
+        """Refuses all calls from now on: this process is a fork."""
         self.process_group = LeftBehind(self.ranks[self.rank])
 
     # ------------------------------------------------------------ agreements
@@ -178,9 +250,14 @@ class C10dGroup(Waiting, ObjectsOverTensors):
 
     # ------------------------------------------------------------ bookkeeping of calls
     def _issue(
-        self, works: list[TorchWork], operation: str, numel: int, label: str, async_op: bool,
+        self,
+        works: list[TorchWork],
+        operation: str,
+        numel: int,
+        label: str,
+        async_op: bool,
         after: Callable[[], None] | None = None,
-    ) -> Work:  # fmt: skip
+    ) -> Work:
         self._sequence += 1
         call = (self._name, self._sequence, operation, numel, label)
         self._watch.issued[self._name] = self._sequence
@@ -195,15 +272,13 @@ class C10dGroup(Waiting, ObjectsOverTensors):
         self._watch.give_up(why)
 
     # ------------------------------------------------------------ collectives
-    def all_gather_into(
-        self, output: torch.Tensor, shard: torch.Tensor, sizes: Sequence[int] | None = None, *,
-        async_op: bool = False, label: str = "",
-    ) -> Work:  # fmt: skip
+    def _all_gather(
+        self, output: Tensor, shard: Tensor, parts: list[int], async_op: bool, label: str
+    ) -> Work:
         """Each rank broadcasts its slice of ``output`` in place: nothing is copied, no buffer is needed."""
-        counts = check_parts("all_gather_into", self.rank, self.world_size, output, shard, sizes)
         if output.requires_grad or shard.requires_grad:
             output, shard = output.detach(), shard.detach()
-        pieces = torch.split_with_sizes(output, counts)
+        pieces = torch.split_with_sizes(output, parts)
         own = pieces[self.rank]
         if own.data_ptr() != shard.data_ptr():
             own.copy_(shard)
@@ -216,29 +291,24 @@ class C10dGroup(Waiting, ObjectsOverTensors):
         if output.is_complex():
             pieces = tuple(as_real(p) for p in pieces)
         broadcast = self.process_group.broadcast
-        if 0 in counts:
-            works = [broadcast(piece, r) for r, piece in enumerate(pieces) if counts[r]]
+        if 0 in parts:
+            works = [broadcast(piece, r) for r, piece in enumerate(pieces) if parts[r]]
         else:  # the same, without a call of Python's
             works = list(map(broadcast, pieces, range(self.world_size)))
         return self._issue(works, "all_gather_into", output.numel(), label, async_op)
 
-    def reduce_scatter_into(
-        self, shard: torch.Tensor, input: torch.Tensor, sizes: Sequence[int] | None = None, *,
-        op: ReduceOp = ReduceOp.SUM, async_op: bool = False, label: str = "",
-    ) -> Work:  # fmt: skip
+    def _reduce_scatter(
+        self, shard: Tensor, input: Tensor, parts: list[int], op: ReduceOp, async_op: bool, label: str
+    ) -> Work:
         """Sends each rank its part and adds up locally: half the bytes of gloo's own reduce-scatter."""
-        counts = tuple(check_parts("reduce_scatter_into", self.rank, self.world_size, input, shard, sizes))
-        check_op("reduce_scatter_into", self.rank, op, input.dtype)
         if input.is_complex():
-            doubled = [2 * c for c in counts]
-            return self.reduce_scatter_into(
-                as_real(shard), as_real(input), doubled, op=op, async_op=async_op, label=label
-            )
+            doubled = [2 * n for n in parts]
+            return self._reduce_scatter(as_real(shard), as_real(input), doubled, op, async_op, label)
         if shard.requires_grad or input.requires_grad:
             shard, input = shard.detach(), input.detach()
-        plan = self._exchanges.get(counts)
+        plan = self._exchanges.get(sizes := tuple(parts))
         if plan is None:
-            plan = self._exchanges[counts] = Exchange(self.rank, counts)
+            plan = self._exchanges[sizes] = ReduceScatterPlan(self.rank, sizes)
         if self.process_group is None:
             shard.copy_(input)
             return DONE
@@ -247,8 +317,8 @@ class C10dGroup(Waiting, ObjectsOverTensors):
         if (
             self.world_size == 2
         ):  # the own part stays where it is, and the other's is added to where it arrives
-            parts = torch.split_with_sizes(input, counts)
-            local, other, received = parts[self.rank], parts[1 - self.rank], shard
+            pieces = torch.split_with_sizes(input, parts)
+            local, other, received = pieces[self.rank], pieces[1 - self.rank], shard
         else:  # the own part is copied, so that the input need not be taken apart
             local, other, received = None, input, input.new_empty(plan.own * self.world_size)
         try:
@@ -259,8 +329,8 @@ class C10dGroup(Waiting, ObjectsOverTensors):
         return self._issue([work], "reduce_scatter_into", plan.numel, label, async_op, after)
 
     def _reduce_scatter_in_rounds(
-        self, shard: torch.Tensor, input: torch.Tensor, plan: Exchange, op: ReduceOp, async_op: bool, label: str
-    ) -> Work:  # fmt: skip
+        self, shard: Tensor, input: Tensor, plan: ReduceScatterPlan, op: ReduceOp, async_op: bool, label: str
+    ) -> Work:
         """One partner after the other and in pieces, so that little memory holds what has just arrived."""
         parts = torch.split_with_sizes(input, plan.sizes)
         own = parts[self.rank]
@@ -286,27 +356,26 @@ class C10dGroup(Waiting, ObjectsOverTensors):
                 local = result
         return done
 
-    def all_to_all(
-        self, output: torch.Tensor, input: torch.Tensor, output_sizes: Sequence[int] | None = None,
-        input_sizes: Sequence[int] | None = None, *, async_op: bool = False, label: str = "",
-    ) -> Work:  # fmt: skip
-        receive, send = check_exchange(
-            "all_to_all", self.rank, self.world_size, output, input, output_sizes, input_sizes
-        )
+    def _all_to_all(
+        self,
+        output: Tensor,
+        input: Tensor,
+        come: list[int],
+        go: list[int],
+        even: bool,
+        async_op: bool,
+        label: str,
+    ) -> Work:
         if self.process_group is None:
             output.copy_(input)
             return DONE
         if input.is_complex():
-            receive, send = [2 * n for n in receive], [2 * n for n in send]
+            come, go = [2 * n for n in come], [2 * n for n in go]
             output, input = as_real(output), as_real(input)
-        work = self._start(self.process_group.alltoall_base, output, input, receive, send)
+        work = self._start(self.process_group.alltoall_base, output, input, come, go)
         return self._issue([work], "all_to_all", input.numel(), label, async_op)
 
-    def all_reduce(
-        self, tensor: torch.Tensor, *, op: ReduceOp = ReduceOp.SUM, async_op: bool = False, label: str = ""
-    ) -> Work:
-        """In place, any shape."""
-        check_op("all_reduce", self.rank, op, tensor.dtype)
+    def _all_reduce(self, tensor: Tensor, op: ReduceOp, async_op: bool, label: str) -> Work:
         if self.process_group is None or not tensor.numel():
             return DONE
         wire, sent = self._to_sum("all_reduce", tensor)
@@ -317,12 +386,7 @@ class C10dGroup(Waiting, ObjectsOverTensors):
         after = self._back(tensor, wire, op)
         return self._issue([work], "all_reduce", tensor.numel(), label, async_op, after)
 
-    def reduce(
-        self, tensor: torch.Tensor, dst: int, *, op: ReduceOp = ReduceOp.SUM, async_op: bool = False, label: str = ""
-    ) -> Work:  # fmt: skip
-        """In place on ``dst``."""
-        check_member("reduce", self.rank, self.world_size, dst)
-        check_op("reduce", self.rank, op, tensor.dtype)
+    def _reduce(self, tensor: Tensor, dst: int, op: ReduceOp, async_op: bool, label: str) -> Work:
         if self.process_group is None or not tensor.numel():
             return DONE
         wire, sent = self._to_sum("reduce", tensor)
@@ -332,9 +396,7 @@ class C10dGroup(Waiting, ObjectsOverTensors):
         after = self._back(tensor, wire, op)
         return self._issue([work], f"reduce(dst={dst})", tensor.numel(), label, async_op, after)
 
-    def broadcast(self, tensor: torch.Tensor, src: int, *, async_op: bool = False, label: str = "") -> Work:
-        """In place, any shape."""
-        check_member("broadcast", self.rank, self.world_size, src)
+    def _broadcast(self, tensor: Tensor, src: int, async_op: bool, label: str) -> Work:
         if self.process_group is None or not tensor.numel():
             return DONE
         wire = tensor.contiguous()
@@ -343,21 +405,179 @@ class C10dGroup(Waiting, ObjectsOverTensors):
         after = self._back(tensor, wire)
         return self._issue([work], f"broadcast(src={src})", tensor.numel(), label, async_op, after)
 
-    def _to_sum(self, operation: str, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _to_sum(self, operation: str, tensor: Tensor) -> tuple[Tensor, Tensor]:
         """The tensor in one piece, and as numbers that the library adds up."""
         wire = tensor.contiguous()
         sent = as_real(wire) if wire.is_complex() else wire
         self._check_sum(operation, sent)
         return wire, sent
 
-    def _check_sum(self, operation: str, tensor: torch.Tensor) -> None:
+    def _check_sum(self, operation: str, tensor: Tensor) -> None:
         """Raises for numbers that the library can't add up."""
 
-    def _back(self, tensor: torch.Tensor, wire: torch.Tensor, op: ReduceOp = ReduceOp.SUM) -> Finish | None:
-        """What is left to do, for means and for tensors that could not travel as they are."""
+    def _back(self, tensor: Tensor, wire: Tensor, op: ReduceOp = ReduceOp.SUM) -> Finish | None:
+        """Returns what is left to do for means, and for tensors that could not travel as they are."""
         divisor = self.world_size if op is ReduceOp.AVG and self._ops is OPS else 1
         return None if wire is tensor and divisor == 1 else Finish(tensor, wire, divisor)
 
     def barrier(self, *, label: str = "") -> None:
         if self.process_group is not None:
             self._issue([self._start(self.process_group.barrier)], "barrier", 0, label, False)
+
+    # ------------------------------------------------------------ a wait that lasts
+    def wait_on(self, work: TorchWork, error: RuntimeError, call: Call) -> None:
+        """Goes on waiting for a work that did not come through at once."""
+        began = time.monotonic() - SLICE.total_seconds()
+        limit = self._timeout.total_seconds()
+        warn_at = _WARN_SECONDS
+        while True:
+            if work.is_completed():  # it came through, or failed, just after its slice of time
+                try:
+                    work.wait()
+                    self._watch.arrived()
+                    return
+                except RuntimeError as final:
+                    self._raise(final, call)
+            if "timed out" not in str(error).lower():
+                self._raise(error, call)
+            waited = time.monotonic() - began
+            if waited >= limit:
+                self._give_up(call)
+            if waited >= warn_at:
+                self._watch.warn(call, waited)
+                warn_at *= 2
+            try:
+                self._watch.look(call)
+            except ShardkitError:
+                never_destroy()
+                raise
+            if isinstance(work, Agreement) and waited > 1.5 * SLICE.total_seconds():
+                self._probe(call)
+            try:
+                work.wait(min(_LOOK, datetime.timedelta(seconds=max(0.1, limit - waited))))
+                self._watch.arrived()
+                return
+            except RuntimeError as again:
+                error = again
+
+    def _give_up(self, call: Call) -> NoReturn:
+        """Nobody knows why ``call`` does not come to its end."""
+        never_destroy()
+        message = (
+            f"rank {self.rank} waited {self._timeout} (the process group's timeout) in {call.describe()}, and no rank "
+            f"says why: a rank of {list(self.ranks)} is stopped or can't be reached. If a step may take as long, pass "
+            "a longer timeout= to init_process_group or new_group"
+        )
+        self._watch.fail(message, lost=True)
+        raise RankLostError(message)
+
+    def _raise(self, error: RuntimeError, call: Call) -> NoReturn:
+        never_destroy()
+        lost = any(sign in str(error) for sign in _LOST)
+        said = self._watch.last_words(call) if lost else ""
+        self._watch.fail(said or f"{error} in {call.describe()}", lost=lost and not said)
+        if said:  # it left because of an error that concerns this rank too
+            raise OutOfStepError(said) from error
+        if lost:
+            raise RankLostError(
+                f"rank {self.rank} lost another rank of the group (ranks {list(self.ranks)}) during {call.describe()}. "
+                f"That rank died or left; its own output says why. ({error})"
+            ) from error
+        raise error
+
+    def _start(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Issues on the process group; connections that broke before show here."""
+        try:
+            return call(*args, **kwargs)
+        except RuntimeError as error:
+            self._raise(error, Call(self._name, self._sequence + 1, "collective", 0, ""))
+
+    def _probe(self, call: Call) -> None:
+        """Sends a token that nobody has to receive: an agreement uses no connection that could tell of a lost rank."""
+        root = self._root
+        for rank, of_job in enumerate(self.ranks):
+            if rank == self.rank or self._watch.hears_of(rank):
+                continue
+            try:
+                with uncounted(root.process_group):
+                    work = root.process_group.send([_TOKEN], root.ranks.index(of_job), _PROBE_TAG)
+                self._probes.append(work)
+            except RuntimeError as error:
+                self._raise(error, call)
+
+
+MakeGroup = Callable[[Backend, "dist.ProcessGroup | None", Sequence[int], int], C10dGroup]
+
+
+class KnownGroups:
+    """The groups of one backend: the same object for the same process group, as long as that exists.
+
+    A group and its channels end when torch destroys the process group, which others may still hold then (torch's own
+    compiler holds the one that exists when it is imported). What ends for certain is torch's entry in its list of
+    process groups, and with it the Python object of the group's store: that is what is watched.
+
+    Args:
+        backend: whose groups they are.
+        make: called with (backend, process group or None, global ranks, own rank).
+    """
+
+    def __init__(self, backend: Backend, make: MakeGroup = C10dGroup) -> None:
+        self._backend, self._make = backend, make
+        self._known: dict[int, tuple[weakref.ref[Store], C10dGroup]] = {}  # by id of the process group
+
+    def of(self, process_group: ProcessGroup) -> C10dGroup | GroupInName:
+        """The group for what a user passes.
+
+        Raises:
+            ConfigurationError: there is no process group yet, or it was destroyed, or this rank is no member.
+        """
+        if isinstance(process_group, C10dGroup):
+            return process_group
+        if isinstance(process_group, dist.ProcessGroup) or process_group is None:
+            return self._of_torch(process_group)
+        if process_group is dist.GroupMember.NON_GROUP_MEMBER:
+            raise ConfigurationError(
+                f"rank {dist.get_rank()} is no member of the process group; build sharded objects on its members only "
+                "(new_group returns this value on the other ranks)"
+            )
+        if isinstance(process_group, RanksInName):
+            return GroupInName(self._backend, process_group)
+        size = size_of(process_group)
+        if size is not None:
+            if size == 1:
+                return self._make(self._backend, None, [0], 0)
+            raise ConfigurationError(
+                f"{type(process_group).__name__} has {size} ranks but can't communicate; pass a torch.distributed group"
+            )
+        raise ConfigurationError(
+            f"process_group is a {type(process_group).__name__}; pass a torch.distributed process group, a shardkit "
+            "group or None for all ranks"
+        )
+
+    def _of_torch(self, process_group: dist.ProcessGroup | None) -> C10dGroup:
+        if not dist.is_initialized():
+            raise ConfigurationError(
+                "no process group exists yet: call torch.distributed.init_process_group(...) first, or start the ranks "
+                "with shardkit.launch(fn, world_size)"
+            )
+        pg = process_group if process_group is not None else dist.group.WORLD
+        if pg is None or pg not in _listed():
+            raise ConfigurationError(
+                "torch.distributed does not know this process group: it was destroyed, or made by other means than "
+                "init_process_group and new_group"
+            )
+        if id(pg) not in self._known:
+            check_process_group(pg)
+            group = self._make(self._backend, pg, dist.get_process_group_ranks(pg), dist.get_rank(pg))
+            entry = weakref.ref(_listed()[pg][1], functools.partial(self._end_of, id(pg)))
+            self._known[id(pg)] = entry, group
+        return self._known[id(pg)][1]
+
+    def _end_of(self, key: int, _: weakref.ref[Store]) -> None:
+        """torch has destroyed a process group."""
+        self._known.pop(key)[1].close()
+
+
+def _listed() -> Mapping[dist.ProcessGroup, tuple[str, Store]]:
+    """The process groups that torch knows: for each its backend's name and its store."""
+    return dist.distributed_c10d._world.pg_map

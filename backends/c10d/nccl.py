@@ -27,9 +27,9 @@ from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import Store
 
 from ..forked import first_in_fork
-from ..torch_types import Store
 from .connections import process_group_over
 from .stream_group import StreamGroup
 

@@ -13,19 +13,21 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import Store
 
 from shardkit.backend import DONE, ReduceOp, Work
 from shardkit.errors import ConfigurationError
 
-from ..arguments import check_exchange, check_op, check_parts
 from ..diagnosis.calls import Call
-from ..diagnosis.watch import Watch
-from .group import OPS, C10dGroup
-from .waiting import C10dWork, TorchWork
-from .wire import NUMBERS, as_bytes, as_real
+from ..diagnosis.watchdog import Watch
+from .connections import Connected, process_group_over
+from .group import OPS, C10dGroup, C10dWork, TorchWork
+from .payloads import NUMBERS, as_bytes, as_real
 
 _OPS = {**OPS, ReduceOp.AVG: dist.ReduceOp(dist.ReduceOp.AVG)}
 
@@ -76,9 +78,14 @@ class StreamGroup(C10dGroup):
         """Nothing: a send would have to be received."""
 
     def _issue(
-        self, works: list[TorchWork], operation: str, numel: int, label: str, async_op: bool,
+        self,
+        works: list[TorchWork],
+        operation: str,
+        numel: int,
+        label: str,
+        async_op: bool,
         after: Callable[[], None] | None = None,
-    ) -> Work:  # fmt: skip
+    ) -> Work:
         self._sequence += 1
         call = (self._name, self._sequence, operation, numel, label)
         watch = self._watch
@@ -92,12 +99,10 @@ class StreamGroup(C10dGroup):
         return work
 
     # ------------------------------------------------------------ collectives
-    def all_gather_into(
-        self, output: torch.Tensor, shard: torch.Tensor, sizes: Sequence[int] | None = None, *,
-        async_op: bool = False, label: str = "",
-    ) -> Work:  # fmt: skip
-        """[S] -> [N]; one all-gather, or for uneven sizes one broadcast a rank, grouped."""
-        parts = check_parts("all_gather_into", self.rank, self.world_size, output, shard, sizes)
+    def _all_gather(
+        self, output: Tensor, shard: Tensor, parts: list[int], async_op: bool, label: str
+    ) -> Work:
+        """One all-gather, or for uneven sizes one broadcast a rank, grouped."""
         if not output.numel():
             return DONE
         numel = output.numel()
@@ -105,20 +110,17 @@ class StreamGroup(C10dGroup):
         if output.dtype not in _DTYPES:
             parts = [n * output.element_size() for n in parts]
             output, shard = as_bytes(output), as_bytes(shard)
-        if _even(parts):
+        if is_even(parts):
             work = self._start(self.process_group._allgather_base, output, shard)
         else:
             pieces = list(torch.split_with_sizes(output, parts))
             work = self._start(self.process_group.allgather, [pieces], [shard])
         return self._issue([work], "all_gather_into", numel, label, async_op)
 
-    def reduce_scatter_into(
-        self, shard: torch.Tensor, input: torch.Tensor, sizes: Sequence[int] | None = None, *,
-        op: ReduceOp = ReduceOp.SUM, async_op: bool = False, label: str = "",
-    ) -> Work:  # fmt: skip
-        """[N] -> [S]; one reduce-scatter, or for uneven sizes one reduce a rank, grouped (and input is lost)."""
-        parts = check_parts("reduce_scatter_into", self.rank, self.world_size, input, shard, sizes)
-        check_op("reduce_scatter_into", self.rank, op, input.dtype)
+    def _reduce_scatter(
+        self, shard: Tensor, input: Tensor, parts: list[int], op: ReduceOp, async_op: bool, label: str
+    ) -> Work:
+        """One reduce-scatter, or for uneven sizes one reduce a rank, grouped (and input is lost)."""
         if input.is_complex():
             parts = [2 * n for n in parts]
             shard, input = as_real(shard), as_real(input)
@@ -127,21 +129,23 @@ class StreamGroup(C10dGroup):
             return DONE
         options = dist.distributed_c10d.ReduceScatterOptions()
         options.reduceOp = _OPS[op]
-        if _even(parts):
+        if is_even(parts):
             work = self._start(self.process_group._reduce_scatter_base, shard, input, options)
         else:
             pieces = list(torch.split_with_sizes(input, parts))
             work = self._start(self.process_group.reduce_scatter, [shard], [pieces], options)
         return self._issue([work], "reduce_scatter_into", input.numel(), label, async_op)
 
-    def all_to_all(
-        self, output: torch.Tensor, input: torch.Tensor, output_sizes: Sequence[int] | None = None,
-        input_sizes: Sequence[int] | None = None, *, async_op: bool = False, label: str = "",
-    ) -> Work:  # fmt: skip
-        """[sum(input_sizes)] -> [sum(output_sizes)]"""
-        come, go = check_exchange(
-            "all_to_all", self.rank, self.world_size, output, input, output_sizes, input_sizes
-        )
+    def _all_to_all(
+        self,
+        output: Tensor,
+        input: Tensor,
+        come: list[int],
+        go: list[int],
+        even: bool,
+        async_op: bool,
+        label: str,
+    ) -> Work:
         numel = input.numel()
         if input.dtype not in _DTYPES:
             size = input.element_size()
@@ -157,7 +161,7 @@ class StreamGroup(C10dGroup):
         self.all_reduce(here, label=label or "barrier")
         torch.accelerator.current_stream(here.device).synchronize()
 
-    def _check_sum(self, operation: str, tensor: torch.Tensor) -> None:
+    def _check_sum(self, operation: str, tensor: Tensor) -> None:
         """Raises ConfigurationError for what the library can carry but not add up."""
         if tensor.dtype not in _DTYPES:
             raise ConfigurationError(
@@ -166,5 +170,70 @@ class StreamGroup(C10dGroup):
             )
 
 
-def _even(parts: Sequence[int]) -> bool:
+def is_even(parts: Sequence[int]) -> bool:
     return parts.count(parts[0]) == len(parts)
+
+
+class LibraryGroup(StreamGroup):
+    """Ranks of a process group of any library of collectives that torch.distributed has for a device.
+
+    A channel is a process group of its own, made as torch makes it: by what the library's package has registered, or by
+    torch's own class for it.
+    """
+
+    def _connect(self, store: Store, name: str, members: Sequence[int]) -> dist.ProcessGroup:
+        rank, size = members.index(self.rank), len(members)
+        global_ranks = [self.ranks[r] for r in members]
+        kind, connected = _connected(_library_of(self), store, rank, size, self._timeout, global_ranks, name)
+        if isinstance(connected, dist.ProcessGroup):  # of a library that is written in Python
+            return connected
+        return process_group_over(connected, kind, store, rank, size, torch.device(self.backend.device_type))
+
+    def close(self) -> None:
+        own = self.process_group if self._root is not self else None
+        super().close()
+        if isinstance(own, dist.ProcessGroup):
+            with contextlib.suppress(RuntimeError):  # not every library has it
+                own.shutdown()
+
+
+def _library_of(group: C10dGroup) -> str:
+    """The name of what serves the device in the process group that channels and sub-groups were made from."""
+    config = dist.get_backend_config(group._root.of_torch())
+    return dict(pair.split(":") for pair in config.split(","))[group.backend.device_type]
+
+
+def _connected(
+    library: str,
+    store: Store,
+    rank: int,
+    size: int,
+    timeout: timedelta,
+    global_ranks: Sequence[int],
+    name: str,
+) -> tuple[dist.ProcessGroup.BackendType, Connected]:
+    """Connects the ranks that call this alone, as torch.distributed.new_group does it for all.
+
+    Raises:
+        ConfigurationError: it can't be made so.
+    """
+    plugin = dist.Backend._plugins.get(library.upper())
+    if plugin is None:
+        kind = getattr(dist.ProcessGroup.BackendType, library.upper(), None)
+        made = getattr(dist, f"ProcessGroup{library.upper()}", None)
+        if kind is None or made is None:
+            raise ConfigurationError(
+                f"torch.distributed does not say how connections of {library!r} are made; use a library that is "
+                "registered with torch.distributed.Backend.register_backend"
+            )
+        options = made.Options()
+        options._timeout = timeout
+        return kind, made(store, rank, size, options)
+    custom = dist.ProcessGroup.BackendType.CUSTOM
+    if not plugin.extended_api:
+        return custom, plugin.creator_fn(store, rank, size, timeout)
+    options = dist.distributed_c10d._DistributedBackendOptions()  # type: ignore[attr-defined]
+    options.store, options.group_rank, options.group_size = store, rank, size
+    options.timeout, options.global_ranks_in_group = timeout, list(global_ranks)
+    options.group_id = f"shardkit/{library}/{name}"
+    return custom, plugin.creator_fn(options, None)

@@ -16,34 +16,26 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import Store
 
-from shardkit.backend import DONE, Backend, ReduceOp, Work
+from shardkit.backend import DONE, ReduceOp, Work
 from shardkit.errors import ConfigurationError
 from shardkit.types import T
 
-from ..arguments import check_exchange, check_member, check_members, check_op, check_parts
-from ..torch_types import Store
+from ..checked_group import check_member, check_members
+from ..objects import as_tensor
 from .connections import process_group_over
-from .group import MAIN, C10dGroup
-from .object_collectives import as_tensor
-from .stream_group import StreamGroup
-from .wire import NUMBERS, as_bytes, as_real
+from .payloads import NUMBERS, as_bytes, as_real
+from .stream_group import StreamGroup, is_even
 
 
 class TpuGroup(StreamGroup):
     """Ranks of a process group of TorchTPU's; see [Note: TorchTPU]."""
-
-    def __init__(
-        self, backend: Backend, process_group: dist.ProcessGroup | None, ranks: Sequence[int], rank: int,
-        name: str = MAIN, parent: C10dGroup | None = None,
-    ) -> None:  # fmt: skip
-        super().__init__(backend, process_group, ranks, rank, name, parent)
-        self._real = None if process_group is None else weakref.ref(process_group)
 
     # ------------------------------------------------------------ groups
     def new_group(self, ranks: Sequence[int]) -> TpuGroup | None:
@@ -52,7 +44,7 @@ class TpuGroup(StreamGroup):
         Raises:
             ConfigurationError: on all ranks: ranks can't be partitioned so.
         """
-        members = check_members(self.rank, self.world_size, ranks)
+        members = check_members(self, ranks)
         if self.process_group is not None and len(members) < self.world_size:
             self._check_partition(members)
             others = [r for r in range(self.world_size) if r not in members]
@@ -76,7 +68,7 @@ class TpuGroup(StreamGroup):
 
     def _connect(self, store: Store, name: str, members: Sequence[int]) -> dist.ProcessGroup:
         """The group's own connections for all of its ranks; for fewer, a process group that all ranks make at once."""
-        process_group = None if self._real is None else self._real()
+        process_group = self.of_torch()
         if process_group is not None and len(members) == self.world_size:
             return process_group
         rank, size = members.index(self.rank), len(members)
@@ -86,14 +78,12 @@ class TpuGroup(StreamGroup):
         return process_group_over(connected, kind, store, rank, size, torch.device(self.backend.device_type))
 
     # ------------------------------------------------------------ tensors
-    def all_gather_into(
-        self, output: torch.Tensor, shard: torch.Tensor, sizes: Sequence[int] | None = None, *,
-        async_op: bool = False, label: str = "",
-    ) -> Work:  # fmt: skip
-        """[S] -> [N]; one all-gather, or for uneven sizes one broadcast a rank."""
-        parts = check_parts("all_gather_into", self.rank, self.world_size, output, shard, sizes)
-        if parts.count(parts[0]) == len(parts):
-            return super().all_gather_into(output, shard, sizes, async_op=async_op, label=label)
+    def _all_gather(
+        self, output: Tensor, shard: Tensor, parts: list[int], async_op: bool, label: str
+    ) -> Work:
+        """One all-gather, or for uneven sizes one broadcast a rank."""
+        if is_even(parts):
+            return super()._all_gather(output, shard, parts, async_op, label)
         numel = output.numel()
         self._follow("all_gather_into", numel, label)
         if output.dtype not in NUMBERS:
@@ -105,63 +95,56 @@ class TpuGroup(StreamGroup):
         works = [self._start(self.process_group.broadcast, p, r) for r, p in enumerate(pieces) if parts[r]]
         return self._issue(works, "all_gather_into", numel, label, async_op)
 
-    def reduce_scatter_into(
-        self, shard: torch.Tensor, input: torch.Tensor, sizes: Sequence[int] | None = None, *,
-        op: ReduceOp = ReduceOp.SUM, async_op: bool = False, label: str = "",
-    ) -> Work:  # fmt: skip
-        """[N] -> [S]; one reduce-scatter, or for uneven sizes an all-reduce in place, of which the own part is taken.
+    def _reduce_scatter(
+        self, shard: Tensor, input: Tensor, parts: list[int], op: ReduceOp, async_op: bool, label: str
+    ) -> Work:
+        """One reduce-scatter, or for uneven sizes an all-reduce in place, of which the own part is taken.
 
         Padded to the fullest rank's size, the parts would be more bytes, and would have to be held.
         """
-        parts = check_parts("reduce_scatter_into", self.rank, self.world_size, input, shard, sizes)
-        if parts.count(parts[0]) == len(parts):
-            return super().reduce_scatter_into(shard, input, sizes, op=op, async_op=async_op, label=label)
-        work = self.all_reduce(input, op=op, async_op=True, label=label)
+        if is_even(parts):
+            return super()._reduce_scatter(shard, input, parts, op, async_op, label)
+        work = self._all_reduce(input, op, True, label)
         start = sum(parts[: self.rank])
-        taken = _Then(work, [(shard, input.detach()[start : start + parts[self.rank]])])
-        if not async_op:
-            taken.wait()
-        return taken
+        return _then(work, [(shard, input.detach()[start : start + parts[self.rank]])], async_op)
 
-    def reduce(
-        self, tensor: torch.Tensor, dst: int, *, op: ReduceOp = ReduceOp.SUM, async_op: bool = False, label: str = ""
-    ) -> Work:  # fmt: skip
+    def _reduce(self, tensor: Tensor, dst: int, op: ReduceOp, async_op: bool, label: str) -> Work:
         """In place on ``dst``, and on the others."""
-        check_member("reduce", self.rank, self.world_size, dst)
-        check_op("reduce", self.rank, op, tensor.dtype)
-        return self.all_reduce(tensor, op=op, async_op=async_op, label=label)
+        return self._all_reduce(tensor, op, async_op, label)
 
-    def all_to_all(
-        self, output: torch.Tensor, input: torch.Tensor, output_sizes: Sequence[int] | None = None,
-        input_sizes: Sequence[int] | None = None, *, async_op: bool = False, label: str = "",
-    ) -> Work:  # fmt: skip
-        """[sum(input_sizes)] -> [sum(output_sizes)]. Where sizes are given the host waits for the largest part of all,
-        to which the others are padded."""
+    def _all_to_all(
+        self,
+        output: Tensor,
+        input: Tensor,
+        come: list[int],
+        go: list[int],
+        even: bool,
+        async_op: bool,
+        label: str,
+    ) -> Work:
+        """Where sizes are given the host waits for the largest part of all, to which the others are padded."""
         world = self.world_size
-        come, go = check_exchange("all_to_all", self.rank, world, output, input, output_sizes, input_sizes)
-        if output_sizes is None and input_sizes is None:
-            return super().all_to_all(output, input, async_op=async_op, label=label)
+        if even:
+            return super()._all_to_all(output, input, come, go, even, async_op, label)
         if input.is_complex():
             come, go = [2 * n for n in come], [2 * n for n in go]
             output, input = as_real(output), as_real(input)
         largest = torch.tensor([max(*come, *go)]).to(input.device)
-        self.all_reduce(largest, op=ReduceOp.MAX, label=label)
+        self._all_reduce(largest, ReduceOp.MAX, False, label)
         most = int(largest.item())
         if not most:
             return DONE
         sent, received = input.new_zeros(world, most), input.new_empty(world, most)
         for row, part in zip(sent, torch.split_with_sizes(input.detach(), go), strict=True):
             row[: part.numel()].copy_(part)
-        work = super().all_to_all(received.view(-1), sent.view(-1), async_op=True, label=label)
+        each = [most] * world
+        work = super()._all_to_all(received.view(-1), sent.view(-1), each, each, True, True, label)
         parts = torch.split_with_sizes(output.detach(), come)
-        taken = _Then(work, [(p, row[: p.numel()]) for p, row in zip(parts, received, strict=True)])
-        if not async_op:
-            taken.wait()
-        return taken
+        return _then(work, [(p, row[: p.numel()]) for p, row in zip(parts, received, strict=True)], async_op)
 
     # ------------------------------------------------------------ objects
     def gather_object(self, obj: T, dst: int, *, label: str = "") -> list[T] | None:
-        check_member("gather_object", self.rank, self.world_size, dst)
+        check_member(self, "gather_object", dst)
         everything = self.all_gather_object(obj, label=label)
         return everything if self.rank == dst else None
 
@@ -185,7 +168,7 @@ class _Then(Work):
 
     __slots__ = ("_copies", "_work")
 
-    def __init__(self, work: Work, copies: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    def __init__(self, work: Work, copies: list[tuple[Tensor, Tensor]]) -> None:
         self._work, self._copies = work, copies
 
     def is_done(self) -> bool:
@@ -199,17 +182,24 @@ class _Then(Work):
             to.copy_(source)
 
 
+def _then(work: Work, copies: list[tuple[Tensor, Tensor]], async_op: bool) -> Work:
+    taken = _Then(work, copies)
+    if not async_op:
+        taken.wait()
+    return taken
+
+
 def _chunks(ranks: Sequence[int], size: int) -> list[list[int]]:
     return [list(ranks[k : k + size]) for k in range(0, len(ranks), size)]
 
 
-def _on_host(data: torch.Tensor) -> memoryview:
+def _on_host(data: Tensor) -> memoryview:
     host = bytearray(data.numel())
     as_tensor(host).copy_(data)
     return memoryview(host)
 
 
-def _padded(data: bytearray, size: int) -> torch.Tensor:
+def _padded(data: bytearray, size: int) -> Tensor:
     """On the host, [a power of two that holds ``size`` bytes]."""
     padded = torch.zeros(1 << (max(1, size) - 1).bit_length(), dtype=torch.uint8)
     padded[: len(data)].copy_(as_tensor(data))

@@ -35,8 +35,8 @@ class Call(NamedTuple):
         return self.operation == other.operation and same_size
 
 
-class Report(NamedTuple):
-    """What a rank publishes that waits, or has left."""
+class WaitReport(NamedTuple):
+    """Published by a rank that waits, or has left."""
 
     beat: int  # counts its reports
     waits: Call | None  # None: it has left
@@ -45,7 +45,7 @@ class Report(NamedTuple):
     job: int  # counts the functions it was launched for
 
     @classmethod
-    def of(cls, entry: StateDict) -> Report:
+    def of(cls, entry: StateDict) -> WaitReport:
         waits = Call(*entry["waits"]) if entry["waits"] else None
         recent = [Call(*call) for call in entry["recent"]]
         return cls(entry["beat"], waits, entry["issued"], recent, entry["job"])
@@ -54,6 +54,6 @@ class Report(NamedTuple):
         return self.issued.get(call.channel, 0) >= call.sequence
 
     def contradiction(self, call: Call) -> Call | None:
-        """What this rank issued in the place of another rank's ``call``, if they can't meet."""
+        """Returns what this rank issued in the place of another rank's ``call``, if they can't meet."""
         place = call[:2]
         return next((c for c in self.recent if c[:2] == place and not c.meets(call)), None)

@@ -12,8 +12,8 @@ from shardkit.backend import Backend, Group, register_rank_provider
 from shardkit.errors import ConfigurationError
 from shardkit.types import Args, ProcessGroup, T
 
-from ..arguments import is_group, size_of
-from ..host import Host
+from ..checked_group import is_group, size_of
+from ..eager import Host
 from .group import Line, SimulatedGroup
 from .rank_threads import RankThreads
 
@@ -29,7 +29,6 @@ class SimulatedBackend(Host):
         return True
 
     def group(self, process_group: ProcessGroup = None) -> Group:
-        """See :meth:`shardkit.backend.Backend.group`."""
         here: Group | None = getattr(_rank, "group", None)
         if is_group(process_group):
             return process_group
@@ -54,9 +53,14 @@ class SimulatedBackend(Host):
         )
 
     def launch(
-        self, fn: Callable[..., T], world_size: int, args: Args = (), *, timeout: float | None = None,
+        self,
+        fn: Callable[..., T],
+        world_size: int,
+        args: Args = (),
+        *,
+        timeout: float | None = None,
         start_timeout: float | None = None,
-    ) -> list[T]:  # fmt: skip
+    ) -> list[T]:
         """Runs ``fn(rank, *args)`` on that many threads; ``fn`` may be any function, and gets copies of ``args``.
 
         They start at once, so that ``start_timeout`` means nothing here.

@@ -1,12 +1,13 @@
-"""Collectives as functions of all ranks' tensors, where one thread can reach them all.
+"""Collectives as functions of what all ranks brought, where one thread can reach them all: shardkit's and torch's.
 
-Legend: W world size, S one rank's shard numel, N sum of all shards' numel. Lists have one entry a rank.
+Legend: W world size, S one rank's shard numel, N sum of all shards' numel. Lists have one entry a rank; where torch
+takes several tensors of a rank at once, that is a list of them. ``op`` is the name of a reduction ("SUM", "AVG", ...).
 
 Sums are added up in the order in which gloo, and shardkit on top of it, add them: results equal those of processes to
 the bit.
 
-What the protocol leaves undefined afterwards is overwritten with NaN (integers: the largest value), so that code
-which reads it shows it here.
+What the protocol of groups leaves undefined afterwards is overwritten with NaN (integers: the largest value),
+so that code which reads it shows it here.
 """
 
 from __future__ import annotations
@@ -14,106 +15,61 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
-from shardkit.backend import ReduceOp
+from shardkit.errors import ConfigurationError, OutOfStepError
 
-from ..c10d.local_reduction import Exchange
+from ..c10d.payloads import ReduceScatterPlan
 
-_COMBINE: dict[ReduceOp, Callable[..., torch.Tensor]] = {
-    ReduceOp.SUM: torch.add,
-    ReduceOp.AVG: torch.add,
-    ReduceOp.MAX: torch.maximum,
-    ReduceOp.MIN: torch.minimum,
+Tensors = Sequence[Tensor]
+_COMBINE: dict[str, Callable[..., Tensor]] = {
+    "SUM": torch.add,
+    "AVG": torch.add,
+    "PRODUCT": torch.mul,
+    "MIN": torch.minimum,
+    "MAX": torch.maximum,
+    "BAND": torch.bitwise_and,
+    "BOR": torch.bitwise_or,
+    "BXOR": torch.bitwise_xor,
 }
 _SEGMENT = 2**20  # bytes; gloo sends larger parts in several
 
 
-def all_gather(
-    outputs: Sequence[torch.Tensor],  # [N]
-    shards: Sequence[torch.Tensor],  # [S], may be a slice of its rank's output
-    sizes: Sequence[int],
-) -> None:
-    """Every output becomes the shards in rank order."""
-    for output in outputs:
-        for piece, shard in zip(output.split(list(sizes)), shards, strict=True):
-            if piece.data_ptr() != shard.data_ptr():
-                piece.copy_(shard)
+def op_name(op: dist.ReduceOp) -> str:
+    """How contributions are combined.
+
+    Raises:
+        ConfigurationError: simulated ranks don't know it.
+    """
+    name = str(getattr(op, "op", op)).rpartition(".")[2]
+    if name not in _COMBINE:
+        raise ConfigurationError(
+            f"simulated ranks can't reduce with {name}; there are {', '.join(_COMBINE)}. Multiply before or after "
+            "instead"
+        )
+    return name
 
 
-def reduce_scatter(
-    shards: Sequence[torch.Tensor],  # [S]
-    inputs: Sequence[torch.Tensor],  # [N], overwritten
-    sizes: Sequence[int],
-    op: ReduceOp,
-) -> None:
-    """Each shard becomes the combination of all ranks' parts for it."""
-    parts = [tensor.split(list(sizes)) for tensor in inputs]
-    world_size, counts = len(sizes), tuple(sizes)
-    reduced = []
-    for rank in range(world_size):
-        in_rounds = Exchange(rank, counts).in_rounds  # one partner after the other; else all together
-        ranks = [(rank - d) % world_size for d in range(world_size)] if in_rounds else range(world_size)
-        own = [parts[r][rank] for r in ranks]
-        if in_rounds or world_size < 3 or op in (ReduceOp.MAX, ReduceOp.MIN):
-            reduced.append(_combine(own, op))
-        else:
-            total = torch.stack(own).sum(0, dtype=own[0].dtype)
-            reduced.append(total.div_(world_size) if op is ReduceOp.AVG else total)
-    for tensor in inputs:
-        spoil(tensor)
-    for shard, part in zip(shards, reduced, strict=True):
-        shard.copy_(part)
+def _combine(tensors: Tensors, op: str) -> Tensor:
+    """A new tensor; in the order given and in the tensors' dtype, so the same on every run."""
+    result = tensors[0].clone()
+    for tensor in tensors[1:]:
+        _COMBINE[op](result, tensor, out=result)
+    return result.div_(len(tensors)) if op == "AVG" else result
 
 
-def all_to_all(
-    outputs: Sequence[torch.Tensor],
-    inputs: Sequence[torch.Tensor],
-    output_sizes: Sequence[Sequence[int]],
-    input_sizes: Sequence[Sequence[int]],
-) -> None:
-    """Piece j of rank i's input becomes piece i of rank j's output."""
-    sent = [tensor.split(list(sizes)) for tensor, sizes in zip(inputs, input_sizes, strict=True)]
-    for receiver, (output, sizes) in enumerate(zip(outputs, output_sizes, strict=True)):
-        for sender, piece in enumerate(output.split(list(sizes))):
-            piece.copy_(sent[sender][receiver])
-
-
-def all_reduce(tensors: Sequence[torch.Tensor], op: ReduceOp) -> None:
-    """Every tensor (any shape, same numel) becomes the combination of all."""
-    reduced = around_the_ring([t.reshape(-1) for t in tensors], lambda some: _combine(some, op))
-    for tensor in tensors:
-        tensor.copy_(reduced.view(tensor.shape))
-
-
-def reduce(tensors: Sequence[torch.Tensor], dst: int, op: ReduceOp) -> None:
-    """The tensor of ``dst`` becomes the combination of all; the others are overwritten."""
-    reduced = around_the_ring([t.reshape(-1) for t in tensors], lambda some: _combine(some, op))
-    for rank, tensor in enumerate(tensors):
-        if rank == dst:
-            tensor.copy_(reduced.view(tensor.shape))
-        else:
-            spoil(tensor)
-
-
-def broadcast(tensors: Sequence[torch.Tensor], src: int) -> None:
-    """Every tensor becomes the one of ``src``."""
-    for rank, tensor in enumerate(tensors):
-        if rank != src:
-            tensor.copy_(tensors[src].reshape(tensor.shape))
-
-
-def around_the_ring(
-    tensors: Sequence[torch.Tensor], combine: Callable[[Sequence[torch.Tensor]], torch.Tensor]
-) -> torch.Tensor:
-    """What gloo's all-reduce makes of 1-D tensors: each rank's chunk goes around a ring, and is added to on its way."""
+def _around_the_ring(tensors: Tensors, op: str) -> Tensor:
+    """Reduces as gloo's all-reduce does, to [N]: each rank's chunk goes around a ring, and is added to on its way."""
+    tensors = [t.reshape(-1) for t in tensors]
     world_size, numel = len(tensors), tensors[0].numel()
     if world_size < 3:
-        return combine(tensors)
+        return _combine(tensors, op)
     result = torch.empty_like(tensors[0])
     chunk = _ring_chunk(numel, tensors[0].element_size(), world_size)
     for owner, first in enumerate(range(0, numel, chunk)):
         around = [tensors[(owner - d) % world_size] for d in range(1, world_size + 1)]
-        result[first : first + chunk] = combine([t[first : first + chunk] for t in around])
+        result[first : first + chunk] = _combine([t[first : first + chunk] for t in around], op)
     return result
 
 
@@ -129,12 +85,97 @@ def _ceil(number: int, divisor: int) -> int:
     return (number + divisor - 1) // divisor
 
 
-def _combine(tensors: Sequence[torch.Tensor], op: ReduceOp) -> torch.Tensor:
-    """A new tensor; in the order given and in the tensors' dtype, so the same on every run."""
-    result = tensors[0].clone()
-    for tensor in tensors[1:]:
-        _COMBINE[op](result, tensor, out=result)
-    return result.div_(len(tensors)) if op is ReduceOp.AVG else result
+def reduce_scatter_into(shards: Tensors, inputs: Tensors, sizes: Sequence[int], op: str) -> None:
+    """Each shard [S] becomes the combination of all ranks' parts of the inputs [N], which are overwritten."""
+    parts = [tensor.split(list(sizes)) for tensor in inputs]
+    world_size, counts = len(sizes), tuple(sizes)
+    reduced = []
+    for rank in range(world_size):
+        in_rounds = ReduceScatterPlan(
+            rank, counts
+        ).in_rounds  # one partner after the other; else all together
+        ranks = [(rank - d) % world_size for d in range(world_size)] if in_rounds else range(world_size)
+        own = [parts[r][rank] for r in ranks]
+        if in_rounds or world_size < 3 or op in ("MAX", "MIN"):
+            reduced.append(_combine(own, op))
+        else:
+            total = torch.stack(own).sum(0, dtype=own[0].dtype)
+            reduced.append(total.div_(world_size) if op == "AVG" else total)
+    for tensor in inputs:
+        spoil(tensor)
+    for shard, part in zip(shards, reduced, strict=True):
+        shard.copy_(part)
+
+
+def all_reduce(tensors: Sequence[Tensors], op: str) -> None:
+    """Each tensor becomes the combination of all ranks' tensors in its place; they travel end to end."""
+    flat = [
+        torch.cat([t.reshape(-1) for t in own]) if len(own) > 1 else own[0].reshape(-1) for own in tensors
+    ]
+    result = _around_the_ring(flat, op)
+    for own in tensors:
+        _fill(own, result)
+
+
+def reduce(tensors: Tensors, op: str, root: int) -> None:
+    """The tensor of ``root`` becomes the combination of all."""
+    tensors[root].copy_(_around_the_ring(tensors, op).view(tensors[root].shape))
+
+
+def broadcast(tensors: Sequence[Tensors], root: int) -> None:
+    """Every tensor becomes that of ``root``."""
+    for rank, own in enumerate(tensors):
+        for mine, theirs in zip(own, tensors[root], strict=True):
+            if rank != root:
+                mine.copy_(theirs.reshape(mine.shape))
+
+
+def all_gather(outputs: Sequence[Sequence[Tensors]], inputs: Sequence[Tensors]) -> None:
+    """``outputs[rank][k][source]`` becomes ``inputs[source][k]``."""
+    for lists in outputs:
+        for k, pieces in enumerate(lists):
+            for piece, source in zip(pieces, inputs, strict=True):
+                if piece.data_ptr() != source[k].data_ptr() or not piece.numel():
+                    piece.copy_(source[k].reshape(piece.shape))
+
+
+def reduce_scatter(outputs: Tensors, inputs: Sequence[Tensors], op: str) -> None:
+    """``outputs[rank]`` becomes the combination of all ranks' ``inputs[...][rank]``."""
+    flat = [torch.cat([t.reshape(-1) for t in pieces]) for pieces in inputs]
+    _fill(outputs, _around_the_ring(flat, op))
+
+
+def gather(outputs: Sequence[Tensors], inputs: Tensors, root: int) -> None:
+    for piece, source in zip(outputs[root], inputs, strict=True):
+        piece.copy_(source.reshape(piece.shape))
+
+
+def scatter(outputs: Tensors, inputs: Sequence[Tensors], root: int) -> None:
+    for output, piece in zip(outputs, inputs[root], strict=True):
+        output.copy_(piece.reshape(output.shape))
+
+
+def all_to_all(outputs: Sequence[Tensors], inputs: Sequence[Tensors]) -> None:
+    """``outputs[rank][source]`` becomes ``inputs[source][rank]``."""
+    for receiver, pieces in enumerate(outputs):
+        for sender, piece in enumerate(pieces):
+            sent = inputs[sender][receiver]
+            if sent.numel() != piece.numel():
+                raise OutOfStepError(
+                    f"in all_to_all rank {sender} sends {sent.numel()} elements to rank {receiver}, which expects "
+                    f"{piece.numel()} (ranks within the group)"
+                )
+    for receiver, pieces in enumerate(outputs):
+        for sender, piece in enumerate(pieces):
+            piece.copy_(inputs[sender][receiver].reshape(piece.shape))
+
+
+def _fill(tensors: Tensors, flat: Tensor) -> None:
+    """Cuts ``flat`` over the tensors; behind each other, or all of it for each."""
+    first = 0
+    for tensor in tensors:
+        tensor.copy_(flat[first : first + tensor.numel()].view(tensor.shape))
+        first += tensor.numel()
 
 
 def spoil(tensor: torch.Tensor) -> None:

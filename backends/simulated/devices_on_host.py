@@ -105,7 +105,7 @@ def _to(before: Callable[..., Tree]) -> Callable[..., Tree]:
 
 
 def _without(*names: str) -> Callable[[Callable[..., Tree]], Callable[..., Tree]]:
-    """The same without these arguments, which name devices."""
+    """Leaves out these arguments, which name devices."""
 
     def replacement(before: Callable[..., Tree]) -> Callable[..., Tree]:
         def without(*args: Tree, **kwargs: Tree) -> Tree:

@@ -4,23 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
+from torch import Tensor
 
 from shardkit.backend import Backend, ReduceOp, Work
 from shardkit.errors import OutOfStepError
 from shardkit.types import Tree
 
-from ..arguments import check_exchange, check_member, check_members, check_op, check_parts
 from ..c10d.call_order import ORDERED_CHANNELS
+from ..checked_group import check_members
 from ..diagnosis.calls import Call
-from ..host_objects import ObjectsOverBytes
+from ..objects import ObjectsOverBytes
 from . import collectives
-from .meetings import Finish, Meeting
-from .rank_threads import RankThreads
+from .rank_threads import Finish, Meeting, RankThreads
 
 
 class Line:
-    """What the ranks of one group and channel share: the collectives that not all have reached."""
+    """Shared by the ranks of one group and channel: the collectives that not all have reached."""
 
     def __init__(self, ranks: Sequence[int], name: str = "main") -> None:
         self.ranks = tuple(ranks)
@@ -34,7 +33,7 @@ class Line:
         return self._meetings.setdefault(sequence, Meeting(self.ranks))
 
     def between(self, source: int, destination: int, tag: int) -> Line:
-        """What two of its ranks share, in one direction."""
+        """Returns what two of its ranks share, in one direction."""
         key = source, destination, tag
         if key not in self._pairs:
             ranks = self.ranks[source], self.ranks[destination]
@@ -42,7 +41,7 @@ class Line:
         return self._pairs[key]
 
     def named(self, ranks: Sequence[int], name: str) -> Line:
-        """What some of its ranks share."""
+        """Returns what some of its ranks share."""
         return self._named.setdefault(name, Line([self.ranks[r] for r in ranks], name))
 
     def drop(self, sequence: int) -> None:
@@ -64,7 +63,7 @@ class SimulatedWork(Work):
         self._group._wait(self._meeting, self._call)
 
     def result(self) -> Tree:
-        """What the last rank's ``finish`` returned."""
+        """Returns what the last rank's ``finish`` returned."""
         self.wait()
         return self._meeting.result
 
@@ -86,9 +85,17 @@ class SimulatedGroup(ObjectsOverBytes):
         self._channels: dict[str, SimulatedGroup] = {}
 
     def _issue(
-        self, operation: str, numel: int, label: str, terms: tuple[object, ...], brought: Tree,
-        finish: Finish, async_op: bool = False, itemsize: int = 1, either: bool = False,
-    ) -> SimulatedWork:  # fmt: skip
+        self,
+        operation: str,
+        numel: int,
+        label: str,
+        terms: tuple[object, ...],
+        brought: Tree,
+        finish: Finish,
+        async_op: bool = False,
+        itemsize: int = 1,
+        either: bool = False,
+    ) -> SimulatedWork:
         """This rank's part of a collective over ``numel`` elements; ``either``: ranks call it by different names."""
         self._sequence += 1
         call = Call(self._line.name, self._sequence, operation, numel, label)
@@ -128,7 +135,7 @@ class SimulatedGroup(ObjectsOverBytes):
         return list(self._channels.values())
 
     def new_group(self, ranks: Sequence[int]) -> SimulatedGroup | None:
-        members = check_members(self.rank, self.world_size, ranks)
+        members = check_members(self, ranks)
         work = self._issue(
             f"new_group({members})", 0, "", (), None, lambda _: Line([self.ranks[r] for r in members])
         )
@@ -146,53 +153,51 @@ class SimulatedGroup(ObjectsOverBytes):
 
     # ------------------------------------------------------------ tensors
     def _carry(
-        self, operation: str, tensor: torch.Tensor, label: str, terms: tuple[object, ...], brought: Tree,
-        finish: Finish, async_op: bool,
-    ) -> SimulatedWork:  # fmt: skip
+        self,
+        operation: str,
+        tensor: Tensor,
+        label: str,
+        terms: tuple[object, ...],
+        brought: Tree,
+        finish: Finish,
+        async_op: bool,
+    ) -> SimulatedWork:
         """A collective over all of a tensor, whose dtype is the same on all ranks."""
         numel, size = tensor.numel(), tensor.element_size()
         return self._issue(
             operation, numel, label, (str(tensor.dtype), *terms), brought, finish, async_op, size
         )
 
-    def all_gather_into(
-        self, output: torch.Tensor, shard: torch.Tensor, sizes: Sequence[int] | None = None, *,
-        async_op: bool = False, label: str = "",
-    ) -> SimulatedWork:  # fmt: skip
-        """[S] -> [N]"""
-        parts = check_parts("all_gather_into", self.rank, self.world_size, output, shard, sizes)
-
+    def _all_gather(
+        self, output: Tensor, shard: Tensor, parts: list[int], async_op: bool, label: str
+    ) -> Work:
         def finish(brought: list[Tree]) -> None:
             outputs, shards = zip(*brought, strict=True)
-            collectives.all_gather(outputs, shards, parts)
+            collectives.all_gather([[o.split(parts)] for o in outputs], [[s] for s in shards])
 
         terms = parts, label if self._line.name in ORDERED_CHANNELS else ""
         return self._carry("all_gather_into", output, label, terms, (output, shard), finish, async_op)
 
-    def reduce_scatter_into(
-        self, shard: torch.Tensor, input: torch.Tensor, sizes: Sequence[int] | None = None, *,
-        op: ReduceOp = ReduceOp.SUM, async_op: bool = False, label: str = "",
-    ) -> SimulatedWork:  # fmt: skip
-        """[N] -> [S]"""
-        parts = check_parts("reduce_scatter_into", self.rank, self.world_size, input, shard, sizes)
-        check_op("reduce_scatter_into", self.rank, op, input.dtype)
-
+    def _reduce_scatter(
+        self, shard: Tensor, input: Tensor, parts: list[int], op: ReduceOp, async_op: bool, label: str
+    ) -> Work:
         def finish(brought: list[Tree]) -> None:
             shards, inputs = zip(*brought, strict=True)
-            collectives.reduce_scatter(shards, inputs, parts, op)
+            collectives.reduce_scatter_into(shards, inputs, parts, op.name)
 
         terms = op.value, parts
         return self._carry("reduce_scatter_into", input, label, terms, (shard, input), finish, async_op)
 
-    def all_to_all(
-        self, output: torch.Tensor, input: torch.Tensor, output_sizes: Sequence[int] | None = None,
-        input_sizes: Sequence[int] | None = None, *, async_op: bool = False, label: str = "",
-    ) -> SimulatedWork:  # fmt: skip
-        """[sum(input_sizes)] -> [sum(output_sizes)]"""
-        come, go = check_exchange(
-            "all_to_all", self.rank, self.world_size, output, input, output_sizes, input_sizes
-        )
-
+    def _all_to_all(
+        self,
+        output: Tensor,
+        input: Tensor,
+        come: list[int],
+        go: list[int],
+        even: bool,
+        async_op: bool,
+        label: str,
+    ) -> Work:
         def finish(brought: list[Tree]) -> None:
             outputs, inputs, comes, goes = zip(*brought, strict=True)
             for i, j in ((i, j) for i in range(self.world_size) for j in range(self.world_size)):
@@ -201,42 +206,32 @@ class SimulatedGroup(ObjectsOverBytes):
                         f"in all_to_all {label!r} rank {i} sends {goes[i][j]} elements to rank {j}, which expects "
                         f"{comes[j][i]} (ranks within the group)"
                     )
-            collectives.all_to_all(outputs, inputs, comes, goes)
+            collectives.all_to_all(
+                [o.split(sizes) for o, sizes in zip(outputs, comes, strict=True)],
+                [i.split(sizes) for i, sizes in zip(inputs, goes, strict=True)],
+            )
 
         return self._carry("all_to_all", input, label, (), (output, input, come, go), finish, async_op)
 
-    def all_reduce(
-        self, tensor: torch.Tensor, *, op: ReduceOp = ReduceOp.SUM, async_op: bool = False, label: str = ""
-    ) -> SimulatedWork:
-        """In place, any shape."""
-        check_op("all_reduce", self.rank, op, tensor.dtype)
-
+    def _all_reduce(self, tensor: Tensor, op: ReduceOp, async_op: bool, label: str) -> Work:
         def finish(brought: list[Tree]) -> None:
-            collectives.all_reduce(brought, op)
+            collectives.all_reduce([[t] for t in brought], op.name)
 
         return self._carry("all_reduce", tensor, label, (op.value, tensor.numel()), tensor, finish, async_op)
 
-    def reduce(
-        self, tensor: torch.Tensor, dst: int, *, op: ReduceOp = ReduceOp.SUM, async_op: bool = False, label: str = ""
-    ) -> SimulatedWork:  # fmt: skip
-        """In place on ``dst``."""
-        check_member("reduce", self.rank, self.world_size, dst)
-        check_op("reduce", self.rank, op, tensor.dtype)
-
+    def _reduce(self, tensor: Tensor, dst: int, op: ReduceOp, async_op: bool, label: str) -> Work:
         def finish(brought: list[Tree]) -> None:
-            collectives.reduce(brought, dst, op)
+            collectives.reduce(brought, op.name, dst)
+            for rank, other in enumerate(brought):
+                if rank != dst:
+                    collectives.spoil(other)
 
         terms = op.value, tensor.numel(), dst
         return self._carry("reduce", tensor, label, terms, tensor, finish, async_op)
 
-    def broadcast(
-        self, tensor: torch.Tensor, src: int, *, async_op: bool = False, label: str = ""
-    ) -> SimulatedWork:
-        """In place, any shape."""
-        check_member("broadcast", self.rank, self.world_size, src)
-
+    def _broadcast(self, tensor: Tensor, src: int, async_op: bool, label: str) -> Work:
         def finish(brought: list[Tree]) -> None:
-            collectives.broadcast(brought, src)
+            collectives.broadcast([[t] for t in brought], src)
 
         return self._carry("broadcast", tensor, label, (tensor.numel(), src), tensor, finish, async_op)
 

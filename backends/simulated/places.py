@@ -19,7 +19,7 @@ _PYTHON = os.path.realpath(sysconfig.get_paths()["stdlib"]) + os.sep
 _SITE = os.sep + "site-packages" + os.sep
 
 
-class Place(NamedTuple):
+class SourceLine(NamedTuple):
     """A line of a program."""
 
     file: str
@@ -56,7 +56,7 @@ def _shortened(file: str) -> str:
     return file if near.startswith(os.pardir) else near
 
 
-def place_of(frame: FrameType | None) -> Place:
+def place_of(frame: FrameType | None) -> SourceLine:
     """The innermost line from ``frame`` outwards that is the program's, or else a library's, or else any."""
     best: tuple[int, FrameType] | None = None
     while frame is not None:
@@ -67,17 +67,17 @@ def place_of(frame: FrameType | None) -> Place:
                 break
         frame = frame.f_back
     if best is None or best[0] == 2:
-        return Place("(no line of the program's)", 0, "<module>")
+        return SourceLine("(no line of the program's)", 0, "<module>")
     code = best[1].f_code
-    return Place(code.co_filename, best[1].f_lineno, code.co_name)
+    return SourceLine(code.co_filename, best[1].f_lineno, code.co_name)
 
 
-def here() -> Place:
+def here() -> SourceLine:
     """That of the caller's thread."""
     return place_of(sys._getframe(1))
 
 
-def place_of_error(error: BaseException) -> Place:
+def place_of_error(error: BaseException) -> SourceLine:
     """The innermost line of the program's that an exception passed."""
     trace, best = error.__traceback__, None
     while trace is not None:
@@ -85,7 +85,7 @@ def place_of_error(error: BaseException) -> Place:
         if best is None or kind <= best[0]:
             best = (
                 kind,
-                Place(trace.tb_frame.f_code.co_filename, trace.tb_lineno, trace.tb_frame.f_code.co_name),
+                SourceLine(trace.tb_frame.f_code.co_filename, trace.tb_lineno, trace.tb_frame.f_code.co_name),
             )
         trace = trace.tb_next
-    return Place("(nowhere)", 0, "<module>") if best is None else best[1]
+    return SourceLine("(nowhere)", 0, "<module>") if best is None else best[1]

@@ -14,13 +14,63 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.futures import Future
 
 from shardkit.errors import ConfigurationError
 from shardkit.types import Tree
 
-from . import torch_collectives as compute
+from . import collectives as compute
 from .group import SimulatedGroup, SimulatedWork
-from .torch_work import TorchWork
+
+
+class SimulatedTorchWork(dist.Work):
+    """See above. Waiting gives the other ranks their turn.
+
+    Args:
+        parts: what to wait for.
+        outputs: the result.
+        source: who has sent it, for a receive.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[SimulatedWork],
+        outputs: Sequence[torch.Tensor],
+        source: Callable[[], int] = lambda: -1,
+    ) -> None:
+        super().__init__()
+        self.parts, self._outputs, self._source = list(parts), list(outputs), source
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        for part in self.parts:
+            part.wait()
+        return True
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def is_completed(self) -> bool:
+        return all(part.is_done() for part in self.parts)
+
+    def is_success(self) -> bool:
+        return self.is_completed()
+
+    def exception(self) -> None:
+        return None
+
+    def result(self) -> list[torch.Tensor]:
+        return self._outputs
+
+    def source_rank(self) -> int:
+        return self._source()
+
+    def get_future(self) -> Future[list[torch.Tensor]]:
+        """A future that is done: what waits for one in C++ would not let other ranks have their turn."""
+        self.wait()
+        future: Future[list[torch.Tensor]] = Future()
+        future.set_result(self._outputs)
+        return future
+
 
 Tensors = Sequence[torch.Tensor]
 Given = Tensors | torch.Tensor
@@ -82,32 +132,37 @@ class ProcessGroupOfThreads(_Base):  # type: ignore[misc]
         return f"<process group of simulated ranks {list(self.below.ranks)}, here rank {self.below.rank}>"
 
     # ------------------------------------------------------------ the same tensors on all ranks
-    def allreduce(self, tensors: Given, opts: Tree = None) -> TorchWork:
+    def allreduce(self, tensors: Given, opts: Tree = None) -> SimulatedTorchWork:
         return self._all_reduce("all_reduce", tensors, opts)
 
-    def allreduce_coalesced(self, tensors: Given, opts: Tree = None) -> TorchWork:
+    def allreduce_coalesced(self, tensors: Given, opts: Tree = None) -> SimulatedTorchWork:
         return self._all_reduce("all_reduce_coalesced", tensors, opts)
 
-    def _all_reduce(self, operation: str, tensors: Given, opts: Tree) -> TorchWork:
+    def _all_reduce(self, operation: str, tensors: Given, opts: Tree) -> SimulatedTorchWork:
         own, op = _listed(tensors), compute.op_name(_op(opts))
         return self._issue(
             operation, own, (op,), _behind(own), lambda all_: compute.all_reduce(all_, op), outputs=own
         )
 
-    def broadcast(self, tensors: Given, opts: Tree = None, **kwargs: int) -> TorchWork:
+    def broadcast(self, tensors: Given, opts: Tree = None, **kwargs: int) -> SimulatedTorchWork:
         own, root = _listed(tensors), _root(opts, kwargs)
         return self._issue(
-            "broadcast", own, (f"from {root}",), _behind(own), lambda all_: compute.broadcast(all_, root), outputs=own
-        )  # fmt: skip
+            "broadcast",
+            own,
+            (f"from {root}",),
+            _behind(own),
+            lambda all_: compute.broadcast(all_, root),
+            outputs=own,
+        )
 
-    def reduce(self, tensors: Given, opts: Tree = None, **kwargs: int) -> TorchWork:
+    def reduce(self, tensors: Given, opts: Tree = None, **kwargs: int) -> SimulatedTorchWork:
         own, root, op = _listed(tensors), _root(opts, kwargs), compute.op_name(_op(opts))
         terms = (op, f"to {root}")
         return self._issue(
             "reduce", own, terms, _behind(own)[0], lambda all_: compute.reduce(all_, op, root), outputs=own
         )
 
-    def barrier(self, opts: Tree = None, **_: object) -> TorchWork:
+    def barrier(self, opts: Tree = None, **_: object) -> SimulatedTorchWork:
         return self._issue("barrier", (), (), None, lambda _: None)
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
@@ -116,7 +171,7 @@ class ProcessGroupOfThreads(_Base):  # type: ignore[misc]
     # ------------------------------------------------------------ gathering
     def allgather(
         self, output_tensors: Sequence[Given], input_tensor: Given, opts: object = None
-    ) -> TorchWork:
+    ) -> SimulatedTorchWork:
         outputs = [_listed(pieces) for pieces in output_tensors]
         if outputs and isinstance(output_tensors[0], torch.Tensor):
             outputs = [list(output_tensors)]  # type: ignore[arg-type]  # one list, for one tensor
@@ -124,16 +179,18 @@ class ProcessGroupOfThreads(_Base):  # type: ignore[misc]
 
     def allgather_coalesced(
         self, output_lists: Sequence[Tensors], input_list: Tensors, opts: object = None
-    ) -> TorchWork:
+    ) -> SimulatedTorchWork:
         by_input = [list(pieces) for pieces in zip(*output_lists, strict=True)]
         return self._all_gather("all_gather_coalesced", by_input, input_list)
 
-    def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: object = None) -> TorchWork:
+    def all_gather_single(
+        self, output: torch.Tensor, input: torch.Tensor, opts: object = None
+    ) -> SimulatedTorchWork:
         return self._all_gather("all_gather_into_tensor", [self._cut(output)], [input], [output])
 
     def all_gather_single_coalesced(
         self, outputs: Tensors, inputs: Tensors, opts: object = None
-    ) -> TorchWork:
+    ) -> SimulatedTorchWork:
         cut = [self._cut(output) for output in outputs]
         return self._all_gather("all_gather_into_tensor_coalesced", cut, inputs, outputs)
 
@@ -142,7 +199,7 @@ class ProcessGroupOfThreads(_Base):  # type: ignore[misc]
 
     def _all_gather(
         self, operation: str, outputs: Sequence[Tensors], inputs: Tensors, result: Tensors | None = None
-    ) -> TorchWork:
+    ) -> SimulatedTorchWork:
         brought = [_behind(pieces) for pieces in outputs], _behind(inputs)
 
         def finish(all_: list[Tree]) -> None:
@@ -151,7 +208,9 @@ class ProcessGroupOfThreads(_Base):  # type: ignore[misc]
         given = [piece for pieces in outputs for piece in pieces] if result is None else result
         return self._issue(operation, inputs, (), brought, finish, outputs=given, share=self.below.world_size)
 
-    def gather(self, output_tensors: Sequence[Tensors], input_tensors: Given, opts: Tree = None) -> TorchWork:
+    def gather(
+        self, output_tensors: Sequence[Tensors], input_tensors: Given, opts: Tree = None
+    ) -> SimulatedTorchWork:
         own, root = _listed(input_tensors), _root(opts)
         pieces = _behind(output_tensors[0]) if output_tensors else []
 
@@ -164,25 +223,27 @@ class ProcessGroupOfThreads(_Base):  # type: ignore[misc]
     # ------------------------------------------------------------ a part for each rank
     def reduce_scatter(
         self, output_tensors: Given, input_tensors: Sequence[Tensors], opts: Tree = None
-    ) -> TorchWork:
+    ) -> SimulatedTorchWork:
         pieces = input_tensors if isinstance(input_tensors[0], torch.Tensor) else input_tensors[0]
         return self._reduce_scatter("reduce_scatter", _listed(output_tensors)[0], list(pieces), opts)  # type: ignore[arg-type]
 
     def reduce_scatter_single(
         self, output: torch.Tensor, input: torch.Tensor, opts: Tree = None
-    ) -> TorchWork:
+    ) -> SimulatedTorchWork:
         return self._reduce_scatter("reduce_scatter_tensor", output, self._cut(input), opts)
 
     def reduce_scatter_single_coalesced(
         self, outputs: Tensors, inputs: Tensors, opts: Tree = None
-    ) -> TorchWork:
+    ) -> SimulatedTorchWork:
         works = [self.reduce_scatter_single(o, i, opts) for o, i in zip(outputs, inputs, strict=True)]
-        return TorchWork([part for work in works for part in work.parts], outputs)
+        return SimulatedTorchWork([part for work in works for part in work.parts], outputs)
 
     _reduce_scatter_base = reduce_scatter_single
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
-    def _reduce_scatter(self, operation: str, output: torch.Tensor, pieces: Tensors, opts: Tree) -> TorchWork:
+    def _reduce_scatter(
+        self, operation: str, output: torch.Tensor, pieces: Tensors, opts: Tree
+    ) -> SimulatedTorchWork:
         op, brought = compute.op_name(_op(opts)), (output.data, _behind(pieces))
 
         def finish(all_: list[Tree]) -> None:
@@ -192,7 +253,7 @@ class ProcessGroupOfThreads(_Base):  # type: ignore[misc]
 
     def scatter(
         self, output_tensors: Given, input_tensors: Sequence[Tensors], opts: Tree = None
-    ) -> TorchWork:
+    ) -> SimulatedTorchWork:
         own, root = _listed(output_tensors), _root(opts)
         pieces = _behind(input_tensors[0]) if input_tensors else []
 
@@ -202,43 +263,58 @@ class ProcessGroupOfThreads(_Base):  # type: ignore[misc]
         return self._issue("scatter", own, (f"from {root}",), (own[0].data, pieces), finish, outputs=own)
 
     # ------------------------------------------------------------ each with each
-    def alltoall(self, output_tensors: Tensors, input_tensors: Tensors, opts: object = None) -> TorchWork:
+    def alltoall(
+        self, output_tensors: Tensors, input_tensors: Tensors, opts: object = None
+    ) -> SimulatedTorchWork:
         return self._all_to_all("all_to_all", output_tensors, input_tensors, output_tensors)
 
     def all_to_all_single(
-        self, output: torch.Tensor, input: torch.Tensor, output_sizes: Sequence[int] | None = None,
-        input_sizes: Sequence[int] | None = None, opts: object = None,
-    ) -> TorchWork:  # fmt: skip
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        output_sizes: Sequence[int] | None = None,
+        input_sizes: Sequence[int] | None = None,
+        opts: object = None,
+    ) -> SimulatedTorchWork:
         come, go = self._rows(output, output_sizes), self._rows(input, input_sizes)
         return self._all_to_all("all_to_all_single", come, go, [output])
 
     alltoall_base = all_to_all_single
 
-    def _all_to_all(self, operation: str, come: Tensors, go: Tensors, outputs: Tensors) -> TorchWork:
+    def _all_to_all(self, operation: str, come: Tensors, go: Tensors, outputs: Tensors) -> SimulatedTorchWork:
         def finish(all_: list[Tree]) -> None:
             compute.all_to_all([out for out, _ in all_], [pieces for _, pieces in all_])
 
         numel = sum(piece.numel() for piece in go)
         work = self.below._issue(
-            operation, numel, "", (str(go[0].dtype),), (_behind(come), _behind(go)), finish, True, go[0].element_size()
-        )  # fmt: skip
-        return TorchWork([work], outputs)
+            operation,
+            numel,
+            "",
+            (str(go[0].dtype),),
+            (_behind(come), _behind(go)),
+            finish,
+            True,
+            go[0].element_size(),
+        )
+        return SimulatedTorchWork([work], outputs)
 
     # ------------------------------------------------------------ two ranks
-    def send(self, tensors: Given, dst: int, tag: int) -> TorchWork:
+    def send(self, tensors: Given, dst: int, tag: int) -> SimulatedTorchWork:
         return self._between("send", self.below.rank, int(dst), int(tag), _listed(tensors))
 
-    def recv(self, tensors: Given, src: int, tag: int) -> TorchWork:
+    def recv(self, tensors: Given, src: int, tag: int) -> SimulatedTorchWork:
         return self._between("recv", int(src), self.below.rank, int(tag), _listed(tensors))
 
-    def recv_anysource(self, tensors: Given, tag: int) -> TorchWork:
+    def recv_anysource(self, tensors: Given, tag: int) -> SimulatedTorchWork:
         """Simulated ranks name the sender."""
         raise ConfigurationError(
             f"rank {self.below.rank}: simulated ranks can't receive from any rank; name the sender, as in "
             "recv(tensor, src=0)"
         )
 
-    def _between(self, operation: str, source: int, destination: int, tag: int, own: Tensors) -> TorchWork:
+    def _between(
+        self, operation: str, source: int, destination: int, tag: int, own: Tensors
+    ) -> SimulatedTorchWork:
         if source == destination:
             raise ConfigurationError(f"rank {self.below.rank}: {operation} to itself, which gloo refuses too")
         key = source, destination, tag
@@ -253,13 +329,19 @@ class ProcessGroupOfThreads(_Base):  # type: ignore[misc]
         work = self._pairs[key]._issue(
             operation, sent.numel(), "", terms, sent, finish, True, sent.element_size(), either=True
         )
-        return TorchWork([work], own, lambda: source)
+        return SimulatedTorchWork([work], own, lambda: source)
 
     # ------------------------------------------------------------ helpers
     def _issue(
-        self, operation: str, carried: Tensors, terms: tuple[object, ...], brought: Tree,
-        finish: Callable[[list[Tree]], object], outputs: Tensors = (), share: int = 1,
-    ) -> TorchWork:  # fmt: skip
+        self,
+        operation: str,
+        carried: Tensors,
+        terms: tuple[object, ...],
+        brought: Tree,
+        finish: Callable[[list[Tree]], object],
+        outputs: Tensors = (),
+        share: int = 1,
+    ) -> SimulatedTorchWork:
         """A collective over ``carried``, which have to be alike on all ranks, and are 1/share of what there is."""
         for tensor in carried:
             if tensor.layout is not torch.strided:
@@ -273,7 +355,7 @@ class ProcessGroupOfThreads(_Base):  # type: ignore[misc]
         work: SimulatedWork = self.below._issue(
             operation, numel, "", (*terms, *alike), brought, finish, True, itemsize
         )
-        return TorchWork([work], outputs)
+        return SimulatedTorchWork([work], outputs)
 
     def _cut(self, whole: torch.Tensor) -> list[torch.Tensor]:
         """Each rank's part."""
@@ -286,7 +368,7 @@ class ProcessGroupOfThreads(_Base):  # type: ignore[misc]
         return list(whole.data.view(-1).split([whole.numel() // world_size] * world_size))
 
     def _rows(self, whole: torch.Tensor, sizes: Sequence[int] | None) -> list[torch.Tensor]:
-        """What goes to or comes from each rank: that many rows."""
+        """Cuts a tensor into the rows that go to or come from each rank."""
         if sizes:
             return list(whole.data.split(list(sizes)))
         world_size = self.below.world_size
@@ -303,12 +385,12 @@ def _listed(tensors: Given) -> list[torch.Tensor]:
 
 
 def _behind(tensors: Tensors) -> list[torch.Tensor]:
-    """See [Note: behind autograd's back]."""
+    """Returns tensors that write past autograd, see [Note: behind autograd's back]."""
     return [tensor.data for tensor in tensors]
 
 
 def _op(opts: Tree) -> Tree:
-    """Of options, or given as it is."""
+    """Returns the reduction of options, or what was given in their place."""
     return _SUM if opts is None else getattr(opts, "reduceOp", opts)
 
 

@@ -2,7 +2,8 @@
 
 [Note: the baton] A rank runs until it has to wait for another one. Then the lowest rank that can go on does. So the
 order in which things happen is the same in every run, nothing needs a lock, and when no rank can go on, or one
-that others wait for has finished, it is known at once.
+that others wait for has finished, it is known at once. They wait for collectives that not all members
+have reached, and for anything else that another rank brings.
 """
 
 from __future__ import annotations
@@ -12,23 +13,173 @@ import copy
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Mapping
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import zip_longest
+from typing import NamedTuple, Protocol
 
-from shardkit.errors import ConfigurationError, OutOfStepError, RankFailedError, RankLostError
+import torch
+
+from shardkit.errors import (
+    BackendError,
+    ConfigurationError,
+    OutOfStepError,
+    RankFailedError,
+    RankLostError,
+    ShardkitError,
+)
 from shardkit.types import Args, T, Tree
 
 from ..diagnosis.calls import Call
+from ..diagnosis.watchdog import OUT_OF_STEP_HINT
 from ..forked import belongs_here, refusal
 from ..random_states import HostRandomStates, host_random_states, set_host_random_states
-from .meetings import Awaited, Finish, Meeting
-from .places import Place, here, place_of_error
+from .places import SourceLine, here, place_of_error
+
+Finish = Callable[[list[Tree]], object]  # what is done with all that ranks brought
+
+
+class Awaited(Protocol):
+    """Something that a rank can wait for.
+
+    Attributes:
+        error: why it can't come any more: an exception's class and message.
+    """
+
+    error: tuple[type[ShardkitError], str] | None
+
+    @property
+    def over(self) -> bool:
+        """It came to its end, good or bad."""
+
+    def fail(self, what: str) -> None:
+        """Nobody will bring it."""
+
+    def release(self) -> bool:
+        """No rank can go on: whether this one may, without it."""
+
+
+class Condition:
+    """Something that another rank makes true.
+
+    Args:
+        optional: who waits for it goes on when no rank could otherwise.
+
+    Attributes:
+        released: it went on so.
+    """
+
+    def __init__(self, holds: Callable[[], bool], optional: bool = False) -> None:
+        self.error: tuple[type[ShardkitError], str] | None = None
+        self.released = False
+        self._holds, self._optional = holds, optional
+
+    @property
+    def over(self) -> bool:
+        return self.released or self.error is not None or self._holds()
+
+    def release(self) -> bool:
+        self.released = self.released or self._optional
+        return self.released
+
+    def fail(self, what: str) -> None:
+        self.error = OutOfStepError, f"ranks are out of step: {what}. {OUT_OF_STEP_HINT}"
+
+
+class Meeting:
+    """One collective, from the first rank that arrives to the last.
+
+    Args:
+        ranks: global rank of each member, in group order.
+
+    Attributes:
+        done: all have arrived, and the result is there.
+        error: why it can't be done any more: an exception's class and message.
+        given_up: how often each rank that has arrived had given up before.
+        result: what ``finish`` returned on the last rank to arrive.
+    """
+
+    def __init__(self, ranks: Sequence[int]) -> None:
+        self.ranks = tuple(ranks)
+        self.result: object = None
+        self.error: tuple[type[ShardkitError], str] | None = None
+        self.done = False
+        self.given_up: dict[int, int] = {}
+        self._calls: dict[int, Call] = {}  # by global rank
+        self._places: dict[int, SourceLine] = {}
+        self._terms: dict[int, tuple[object, ...]] = {}
+        self._brought: dict[int, Tree] = {}
+
+    @property
+    def over(self) -> bool:
+        """It came to its end, good or bad."""
+        return self.done or self.error is not None
+
+    def release(self) -> bool:
+        return False
+
+    def missing(self) -> set[int]:
+        return set(self.ranks) - self._calls.keys()
+
+    def describe(self, rank: int) -> str:
+        """The call of a rank that has arrived, and its line."""
+        return f"{self._calls[rank].describe()} at {self._places[rank]}"
+
+    def first(self) -> int:
+        """The rank that came first."""
+        return next(iter(self._calls))
+
+    def arrive(
+        self,
+        rank: int,
+        call: Call,
+        place: SourceLine,
+        terms: tuple[object, ...],
+        brought: Tree,
+        finish: Finish,
+    ) -> None:
+        """``rank`` is here; the last one does the work for all.
+
+        Args:
+            terms: what has to be equal on all ranks.
+            brought: handed to ``finish`` as a list in group order.
+        """
+        self._calls[rank], self._terms[rank], self._places[rank] = call, terms, place
+        if self.error is not None:
+            return
+        other = next((r for r, t in self._terms.items() if t != terms), None)
+        if other is not None:
+            self.fail(f"{self._beside(other, rank)}; {self._beside(rank, other)}")
+            return
+        self._brought[rank] = brought
+        if self.missing():
+            return
+        try:
+            with torch.no_grad():
+                self.result = finish([self._brought[r] for r in self.ranks])
+        except OutOfStepError as error:
+            self.fail(str(error))
+        except Exception as error:  # noqa: BLE001 - it is every member's
+            self.error = BackendError, f"{call.describe()} failed: {type(error).__name__}: {error}"
+        self.done = self.error is None
+        self._brought.clear()
+
+    def _beside(self, rank: int, other: int) -> str:
+        """A rank's call, and what of its terms differs from another's without being in that sentence."""
+        said = f"rank {rank} is in {self.describe(rank)}"
+        pairs = zip_longest(self._terms[rank], self._terms[other], fillvalue="")
+        differing = [str(mine) for mine, theirs in pairs if mine != theirs and str(mine) not in said]
+        return f"{said}, with {', '.join(differing)}" if differing else said
+
+    def fail(self, what: str) -> None:
+        self.error = OutOfStepError, f"ranks are out of step: {what}. {OUT_OF_STEP_HINT}"
+        self._brought.clear()
+
 
 _LAST_WORDS = 2.0  # seconds that ranks get to unwind after a timeout
 
 
 # a rank's call, its line, the bytes of the whole tensor, and how many ranks take part
-Issued = Callable[[int, Call, Place, int, int], None]
+Issued = Callable[[int, Call, SourceLine, int, int], None]
 
 
 class Hang(NamedTuple):
@@ -44,7 +195,7 @@ class Hang(NamedTuple):
 
 
 def in_words(stands: Mapping[int, str]) -> str:
-    """What ranks do; those that do the same together."""
+    """Says what ranks do; those that do the same together."""
     alike: dict[str, list[int]] = {}
     for rank, text in stands.items():
         alike.setdefault(text, []).append(rank)
@@ -100,7 +251,7 @@ class RankThreads:
         self._running = 0
         self._turns, self._away, self._is_idle = threading.Lock(), set[int](), False
         self._waits: dict[int, Awaited] = {}
-        self._last: dict[int, tuple[Call, Place]] = {}  # what each rank has issued last
+        self._last: dict[int, tuple[Call, SourceLine]] = {}  # what each rank has issued last
         self._open: dict[int, Meeting] = {}  # by id: those that not all members have reached
         self._finished: set[int] = set()
         self._failure: tuple[int, BaseException, str] | None = None
@@ -219,9 +370,15 @@ class RankThreads:
         return set(range(self.world_size)) - self._finished
 
     def arrive(
-        self, rank: int, meeting: Meeting, call: Call, terms: tuple[object, ...], brought: Tree, finish: Finish,
+        self,
+        rank: int,
+        meeting: Meeting,
+        call: Call,
+        terms: tuple[object, ...],
+        brought: Tree,
+        finish: Finish,
         size: int = 0,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """``rank`` issues its part of a collective over ``size`` bytes.
 
         Raises:
@@ -286,7 +443,7 @@ class RankThreads:
         self._fail_without(rank, f"gave up: {why}", lambda m: any(n < times for n in m.given_up.values()))
 
     def stands(self) -> dict[int, str]:
-        """What each rank is doing now, with its line."""
+        """Returns what each rank is doing now, with its line."""
         return {rank: self._stand(rank) for rank in range(self.world_size)}
 
     def _stand(self, rank: int) -> str:
@@ -318,7 +475,7 @@ class RankThreads:
                 self._note_hang(f"rank {first} is in {meeting.describe(first)}, but rank {rank} {why}")
 
     def left_behind(self) -> None:
-        """See forked.py; a single rank needs no other thread."""
+        """Notes that this process is a fork; a single rank needs no other thread."""
         self._is_left_behind = self.world_size > 1
 
     def _check_alive(self, rank: int, call: Call) -> None:

@@ -96,9 +96,14 @@ class XlaBackend(Backend):
         xm.set_rng_state(int(state) % (1 << 64))
 
     def launch(
-        self, fn: Callable[..., T], world_size: int, args: Args = (), *, timeout: float | None = None,
+        self,
+        fn: Callable[..., T],
+        world_size: int,
+        args: Args = (),
+        *,
+        timeout: float | None = None,
         start_timeout: float | None = 180.0,
-    ) -> list[T]:  # fmt: skip
+    ) -> list[T]:
         """Runs ``fn(rank, *args)`` on all TPU cores (or one), or on ``world_size`` replicas if there is no TPU.
 
         Raises:
@@ -109,7 +114,7 @@ class XlaBackend(Backend):
         if not self.is_available():
             raise BackendError("torch_xla is not installed; install shardkit[xla] on Linux")
         if has_accelerator():
-            from .accelerator import launch
+            from .pool import launch
 
             return launch(fn, world_size, args, timeout, start_timeout)
         from .pool import ReplicaPool

@@ -55,7 +55,7 @@ class Collectives(abc.ABC):
         self._never = torch.zeros(1, dtype=torch.bool).to(torch_xla.device())
 
     def synced(self) -> None:
-        """What was issued has been handed to the device."""
+        """Starts a new order: what was issued has been handed to the device."""
         self._previous = None
 
     @abc.abstractmethod

@@ -35,7 +35,7 @@ import torch_xla.core.xla_model as xm
 from shardkit.errors import ConfigurationError
 
 from . import collectives
-from .meeting import SEED, Call, Meeting, Turns
+from .meeting import SEED, ReplicaCall, ReplicaMeeting, Turns
 from .runtime import Replica, RuntimeHost
 
 _RUNTIME = torch_xla._XLAC
@@ -46,7 +46,7 @@ _RULES, _HOSTS = "SHARDKIT_XLA_RULES", "SHARDKIT_XLA_HOSTS"
 
 @dataclass(frozen=True)
 class Rules:
-    """Of the replicas of a process.
+    """Rules that the replicas of a process keep.
 
     Attributes:
         pod: whether they are those of a pod of TPUs.
@@ -58,7 +58,7 @@ class Rules:
 
 
 def rules_here(world_size: int) -> Rules:
-    """As the environment says.
+    """Reads the rules from the environment.
 
     Raises:
         ConfigurationError: unknown rules, or ranks that can't be divided so.
@@ -98,7 +98,7 @@ class ReplicaState(RuntimeHost):
         self.rank = rank
         self.device = device
         self.real_device = real_device
-        self.calls: list[Call] = []
+        self.calls: list[ReplicaCall] = []
         self.replica: Replica | None = None
 
     def enter(self) -> Replica:
@@ -113,13 +113,13 @@ class ReplicaState(RuntimeHost):
         torch_xla.sync(wait=True)
         return self.replica
 
-    def issued(self, call: Call) -> None:
+    def issued(self, call: ReplicaCall) -> None:
         self.calls.append(call)
 
     def exchange(self, ranks: Sequence[int], what: str, label: str, payload: bytes) -> list[bytes]:
         if self.world.rules.pod:
             return super().exchange(ranks, what, label, payload)
-        payloads = self.meet(what, [Call(tuple(ranks), what, label)], payload)
+        payloads = self.meet(what, [ReplicaCall(tuple(ranks), what, label)], payload)
         return [payloads[rank] for rank in ranks]
 
     def partition(self, ranks: Sequence[int], siblings: Sequence[Sequence[int]]) -> collectives.Groups:
@@ -127,7 +127,7 @@ class ReplicaState(RuntimeHost):
             return super().partition(ranks, siblings)
         return collectives.replica_groups(ranks, siblings, self.world.size)
 
-    def meet(self, where: str, calls: Sequence[Call], payload: bytes = b"") -> dict[int, bytes]:
+    def meet(self, where: str, calls: Sequence[ReplicaCall], payload: bytes = b"") -> dict[int, bytes]:
         with self.world.turns.given(self.rank):
             return self.world.meeting.arrive(self.rank, where, calls, payload)
 
@@ -155,7 +155,7 @@ class ReplicaState(RuntimeHost):
         schedule()
         self._forget_order()
         if members:
-            self.meet("scheduling", [Call(tuple(members), "schedule")])
+            self.meet("scheduling", [ReplicaCall(tuple(members), "schedule")])
         if wait:
             self.wait()
 
@@ -187,7 +187,7 @@ class World:
     def renew(self) -> None:
         """For a new job: nobody has arrived or left, and random states start anew."""
         self.job += 1
-        self.meeting = Meeting(self.size, one_program=self.rules.pod)
+        self.meeting = ReplicaMeeting(self.size, one_program=self.rules.pod)
         self.turns = Turns(self.size)
 
     @property

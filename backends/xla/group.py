@@ -14,24 +14,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from shardkit.backend import DONE, Backend, Group, ReduceOp, Work
 from shardkit.errors import ConfigurationError
 from shardkit.types import ProcessGroup
 
-from ..arguments import (
-    check_exchange,
-    check_member,
-    check_members,
-    check_op,
-    check_parts,
-    is_group,
-    size_of,
-)  # fmt: skip
-from ..host_objects import ObjectsOverBytes
+from ..checked_group import check_members, is_group, size_of
+from ..objects import ObjectsOverBytes
 from .collectives import Groups
-from .meeting import Call
-from .objects import pack
+from .meeting import ReplicaCall
+from .pool import pack
 from .runtime import Replica
 
 _OPS = {ReduceOp.SUM: "sum", ReduceOp.AVG: "sum", ReduceOp.MAX: "max", ReduceOp.MIN: "min"}
@@ -47,7 +40,7 @@ class XlaGroup(ObjectsOverBytes):
         self.world_size = len(self.ranks)
         self._replica = replica
         self._position = torch.tensor([self.rank]).to(backend.device())  # data: graphs don't differ by it
-        self._is_source: dict[int, torch.Tensor] = {}  # for broadcasts; data as well
+        self._is_source: dict[int, Tensor] = {}  # for broadcasts; data as well
         self._siblings: list[tuple[int, ...]] = [self.ranks]
         self._cut: tuple[int, Groups] = (0, [])  # the groups of all replicas when there were so many siblings
         self._partitions: list[list[tuple[int, ...]]] = []  # of the sub-groups, see new_group
@@ -65,7 +58,7 @@ class XlaGroup(ObjectsOverBytes):
         Members have the order that is given. On a TPU all ranks run the same program, so sub-groups must come as
         partitions (make ``[0, 1]`` and ``[2, 3]``, and use both at the same points).
         """
-        check_members(self.rank, self.world_size, ranks)
+        check_members(self, ranks)
         self._exchange(f"new_group({list(ranks)})", "", b"")
         members = tuple(self.ranks[r] for r in ranks)
         # The first partition that has room: every rank of this group sees the same calls, so all agree.
@@ -82,12 +75,9 @@ class XlaGroup(ObjectsOverBytes):
         group._siblings = partition
         return group
 
-    def all_gather_into(
-        self, output: torch.Tensor, shard: torch.Tensor, sizes: Sequence[int] | None = None, *,
-        async_op: bool = False, label: str = "",
-    ) -> Work:  # fmt: skip
-        """[S] -> [N]"""
-        parts = check_parts("all_gather_into", self.rank, self.world_size, output, shard, sizes)
+    def _all_gather(
+        self, output: Tensor, shard: Tensor, parts: list[int], async_op: bool, label: str
+    ) -> Work:
         self._check_device("all_gather_into", output, shard)
         widest = max(parts)
         if not widest:
@@ -99,66 +89,56 @@ class XlaGroup(ObjectsOverBytes):
             _store(output, _cut(gathered, parts, widest))
         return DONE
 
-    def reduce_scatter_into(
-        self, shard: torch.Tensor, input: torch.Tensor, sizes: Sequence[int] | None = None, *,
-        op: ReduceOp = ReduceOp.SUM, async_op: bool = False, label: str = "",
-    ) -> Work:  # fmt: skip
-        """[N] -> [S]"""
-        parts = check_parts("reduce_scatter_into", self.rank, self.world_size, input, shard, sizes)
-        check_op("reduce_scatter_into", self.rank, op, input.dtype)
+    def _reduce_scatter(
+        self, shard: Tensor, input: Tensor, parts: list[int], op: ReduceOp, async_op: bool, label: str
+    ) -> Work:
         self._check_device("reduce_scatter_into", shard, input)
         widest = max(parts)
         if not widest:
             return DONE
         self._issue(f"reduce_scatter_into({_describe(input.dtype, parts)}, {op.value})", label)
         with torch.no_grad():
-            sent = _spread(_flat(input), parts, widest)
-            reduced = self._replica.collectives.reduce_scatter(
-                sent, _OPS[op], self._groups(), self.world_size
+            sent, reduce_scatter = (
+                _spread(_flat(input), parts, widest),
+                self._replica.collectives.reduce_scatter,
             )
+            reduced = reduce_scatter(sent, _OPS[op], self._groups(), self.world_size)
             _store(shard, self._averaged(_first(reduced, shard.numel()), op))
         return DONE
 
-    def all_to_all(
-        self, output: torch.Tensor, input: torch.Tensor, output_sizes: Sequence[int] | None = None,
-        input_sizes: Sequence[int] | None = None, *, async_op: bool = False, label: str = "",
-    ) -> Work:  # fmt: skip
-        """[sum(input_sizes)] -> [sum(output_sizes)]. With sizes, ranks exchange the largest on the host."""
-        given = output_sizes is not None or input_sizes is not None
-        come, to = check_exchange(
-            "all_to_all", self.rank, self.world_size, output, input, output_sizes, input_sizes
-        )
+    def _all_to_all(
+        self,
+        output: Tensor,
+        input: Tensor,
+        come: list[int],
+        go: list[int],
+        even: bool,
+        async_op: bool,
+        label: str,
+    ) -> Work:
+        """With sizes, ranks exchange the largest on the host."""
         self._check_device("all_to_all", output, input)
-        widest = max(to)
-        if given:
+        widest = max(go)
+        if not even:
             widest = max(int(w) for w in self.all_gather_bytes(str(widest).encode(), label=label))
         if not widest:
             return DONE
         self._issue(f"all_to_all({input.dtype}, {widest} each)".replace("torch.", ""), label)
         with torch.no_grad():
-            sent = _spread(_flat(input), to, widest)
-            received = self._replica.collectives.all_to_all(
-                sent, self._groups(), self.world_size, self._position
-            )
+            sent, all_to_all = _spread(_flat(input), go, widest), self._replica.collectives.all_to_all
+            received = all_to_all(sent, self._groups(), self.world_size, self._position)
             _store(output, _cut(received, come, widest))
         return DONE
 
-    def all_reduce(
-        self, tensor: torch.Tensor, *, op: ReduceOp = ReduceOp.SUM, async_op: bool = False, label: str = ""
-    ) -> Work:
-        """In place, any shape."""
-        return self._all_reduce(f"all_reduce({_shape(tensor)}, {op.value})", tensor, op, label)
+    def _all_reduce(self, tensor: Tensor, op: ReduceOp, async_op: bool, label: str) -> Work:
+        return self._sum(f"all_reduce({_shape(tensor)}, {op.value})", tensor, op, label)
 
-    def reduce(
-        self, tensor: torch.Tensor, dst: int, *, op: ReduceOp = ReduceOp.SUM, async_op: bool = False, label: str = ""
-    ) -> Work:  # fmt: skip
+    def _reduce(self, tensor: Tensor, dst: int, op: ReduceOp, async_op: bool, label: str) -> Work:
         """XLA has no reduce to one rank: an all-reduce, so that all ranks run the same graph."""
-        check_member("reduce", self.rank, self.world_size, dst)
-        return self._all_reduce(f"reduce({_shape(tensor)}, {op.value}, dst={dst})", tensor, op, label)
+        return self._sum(f"reduce({_shape(tensor)}, {op.value}, dst={dst})", tensor, op, label)
 
-    def broadcast(self, tensor: torch.Tensor, src: int, *, async_op: bool = False, label: str = "") -> Work:
+    def _broadcast(self, tensor: Tensor, src: int, async_op: bool, label: str) -> Work:
         """A sum to which the other ranks add zero: XLA has no broadcast. The sign of a zero is lost."""
-        check_member("broadcast", self.rank, self.world_size, src)
         self._check_device("broadcast", tensor)
         if tensor.numel():
             self._issue(f"broadcast({_shape(tensor)}, src={src})", label)
@@ -184,9 +164,8 @@ class XlaGroup(ObjectsOverBytes):
 
     # -- helpers
 
-    def _all_reduce(self, what: str, tensor: torch.Tensor, op: ReduceOp, label: str) -> Work:
+    def _sum(self, what: str, tensor: Tensor, op: ReduceOp, label: str) -> Work:
         self._check_device(what, tensor)
-        check_op(what, self.rank, op, tensor.dtype)
         if tensor.numel():
             self._issue(what, label)
             with torch.no_grad():
@@ -194,7 +173,7 @@ class XlaGroup(ObjectsOverBytes):
                 _store(tensor, self._averaged(reduced, op))
         return DONE
 
-    def _averaged(self, value: torch.Tensor, op: ReduceOp) -> torch.Tensor:
+    def _averaged(self, value: Tensor, op: ReduceOp) -> Tensor:
         return value / self.world_size if op is ReduceOp.AVG else value
 
     def _groups(self) -> Groups:
@@ -204,7 +183,7 @@ class XlaGroup(ObjectsOverBytes):
         return self._cut[1]
 
     def _issue(self, what: str, label: str) -> None:
-        self._replica.host.issued(Call(self.ranks, what, label, self._groups()))
+        self._replica.host.issued(ReplicaCall(self.ranks, what, label, self._groups()))
 
     def _exchange(self, what: str, label: str, payload: bytes) -> list[bytes]:
         return self._replica.host.exchange(self.ranks, what, label, payload)
@@ -213,7 +192,7 @@ class XlaGroup(ObjectsOverBytes):
         """XLA tensors in it arrive on the receiver's device."""
         return pack(obj)
 
-    def _check_device(self, what: str, *tensors: torch.Tensor) -> None:
+    def _check_device(self, what: str, *tensors: Tensor) -> None:
         for tensor in tensors:
             if tensor.device.type != "xla":
                 raise ConfigurationError(
@@ -222,41 +201,41 @@ class XlaGroup(ObjectsOverBytes):
                 )
 
 
-def _flat(tensor: torch.Tensor) -> torch.Tensor:
+def _flat(tensor: Tensor) -> Tensor:
     flat = tensor.detach()
     if flat.dim() != 1:  # each operation costs while Python records a step
         flat = flat.reshape(-1)
     return flat.to(torch.uint8) if flat.dtype is torch.bool else flat
 
 
-def _store(target: torch.Tensor, flat: torch.Tensor) -> None:
+def _store(target: Tensor, flat: Tensor) -> None:
     target.detach().copy_(flat if target.dim() == 1 else flat.view(target.shape))
 
 
-def _first(flat: torch.Tensor, numel: int) -> torch.Tensor:
+def _first(flat: Tensor, numel: int) -> Tensor:
     return flat if flat.numel() == numel else flat.narrow(0, 0, numel)
 
 
-def _pad(flat: torch.Tensor, numel: int) -> torch.Tensor:
+def _pad(flat: Tensor, numel: int) -> Tensor:
     missing = numel - flat.numel()
     return torch.cat([flat, flat.new_zeros(missing)]) if missing else flat
 
 
-def _spread(flat: torch.Tensor, sizes: Sequence[int], widest: int) -> torch.Tensor:
+def _spread(flat: Tensor, sizes: Sequence[int], widest: int) -> Tensor:
     """[sum(sizes)] -> [W * P]: each part at the start of its slot."""
     if len(set(sizes)) == 1:
         return flat
     return torch.cat([_pad(part, widest) for part in flat.split(list(sizes))])
 
 
-def _cut(slots: torch.Tensor, sizes: Sequence[int], widest: int) -> torch.Tensor:
+def _cut(slots: Tensor, sizes: Sequence[int], widest: int) -> Tensor:
     """[W * P] -> [sum(sizes)]: the inverse of :func:`_spread`."""
     if sum(sizes) == slots.numel():
         return slots
     return torch.cat([slots.narrow(0, i * widest, size) for i, size in enumerate(sizes)])
 
 
-def _shape(tensor: torch.Tensor) -> str:
+def _shape(tensor: Tensor) -> str:
     return f"{tensor.dtype}{list(tensor.shape)}".removeprefix("torch.")
 
 

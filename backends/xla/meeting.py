@@ -34,7 +34,7 @@ _SHOWN = 3  # calls of a replica that a message quotes
 
 
 @dataclass(frozen=True)
-class Call:
+class ReplicaCall:
     """One collective as a replica asked for it. ``label`` is shown, but not compared."""
 
     group: tuple[int, ...]  # global ranks
@@ -48,14 +48,14 @@ class Call:
         return f"{self.what} {self.label!r}" if self.label else self.what
 
     def in_program(self) -> tuple[object, ...]:
-        """What is the same on all ranks of a program, whichever group each is in."""
+        """Returns what is the same on all ranks of a program, whichever group each is in."""
         return self.what, [list(group) for group in self.partition]
 
 
 @dataclass
 class _Arrival:
     where: str
-    calls: tuple[Call, ...]
+    calls: tuple[ReplicaCall, ...]
     payload: bytes
     error: Exception | None = None
     payloads: dict[int, bytes] | None = None
@@ -70,10 +70,10 @@ class _Arrival:
         return f"{self.where} with {len(self.calls)} collective(s): {more}{shown}"
 
 
-_Rows = dict[int, list[Call]]  # calls by rank
+_Rows = dict[int, list[ReplicaCall]]  # calls by rank
 
 
-class Meeting:
+class ReplicaMeeting:
     """Meeting point of ``world_size`` threads, one a replica.
 
     ``one_program``: a collective of some is one of all, who bring the same in the same order, and all sync or all read,
@@ -88,7 +88,9 @@ class Meeting:
         self._gone: dict[int, str] = {}
         self._failed = False
 
-    def arrive(self, rank: int, where: str, calls: Sequence[Call], payload: bytes = b"") -> dict[int, bytes]:
+    def arrive(
+        self, rank: int, where: str, calls: Sequence[ReplicaCall], payload: bytes = b""
+    ) -> dict[int, bytes]:
         """Waits for every replica that the calls' groups connect; returns their payloads by rank.
 
         Raises:

@@ -1,4 +1,4 @@
-"""What XLA did in this process: compiles, and the program of tensors that are still pending."""
+"""Counts what XLA did in this process, and reads the program of tensors that are still pending."""
 
 from __future__ import annotations
 

@@ -1,27 +1,199 @@
-"""Replicas on a CPU-only machine, seen from the process that starts them."""
+"""Starts ranks: replicas on a CPU-only machine, as threads of one process, or those of this machine's accelerator.
+
+The latter torch_xla starts, in a process of its own that can be ended: its own launcher waits for its ranks in their
+order, and for ever, so that one that fails leaves the others in a collective, and nobody hears of it.
+"""
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import faulthandler
+import io
 import multiprocessing
 import multiprocessing.connection
 import os
 import pickle
+import queue
 import signal
+import sys
+import tempfile
+import threading
 import time
+import traceback
 import weakref
 from collections.abc import Callable, Mapping
 from multiprocessing.context import SpawnProcess
+from pathlib import Path
 from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import torch
 
 from shardkit.errors import BackendError, ConfigurationError, RankFailedError
-from shardkit.types import T
+from shardkit.types import AnyCallable, Args, T, Tree
 
-from ..process_facts import Progress
-from ..spawning import Name, environment
-from .child import serve
-from .objects import unpack
+from ..spawning import Name, ProcessTime, environment, memory
+
+if TYPE_CHECKING:
+    from .cpu_replicas import ReplicaState, World
+
+
+def _here(host: torch.Tensor) -> torch.Tensor:
+    import torch_xla
+
+    return host.to(torch_xla.device())
+
+
+def _same(host: torch.Tensor) -> torch.Tensor:
+    return host
+
+
+class _HostPickler(pickle.Pickler):
+    def __init__(self, file: io.BytesIO, rebuild: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__(file, pickle.HIGHEST_PROTOCOL)
+        self._rebuild = rebuild
+
+    def reducer_override(self, obj: object) -> Any:
+        # torch's own form of an XLA tensor names the sender's device, which the receiver doesn't have.
+        if isinstance(obj, torch.Tensor) and obj.device.type == "xla":
+            return self._rebuild, (obj.detach().cpu(),)
+        return NotImplemented
+
+
+def pack(obj: object, *, to_host: bool = False) -> bytes:
+    """``obj`` pickled; its XLA tensors come back on the reader's XLA device, or on the CPU (``to_host``)."""
+    file = io.BytesIO()
+    _HostPickler(file, _same if to_host else _here).dump(obj)
+    return file.getvalue()
+
+
+def unpack(data: bytes) -> Tree:
+    return pickle.loads(data)
+
+
+# What goes back: ("ready", None), ("results", [bytes per rank]) or ("error", (rank, type, traceback)).
+
+
+def serve(connection: multiprocessing.connection.Connection, world_size: int) -> None:
+    """Entry point of the child process; never returns."""
+    os.setpgid(0, 0)  # what programs start, data loaders' workers for one, ends with this process
+    os.register_at_fork(
+        after_in_child=connection.close
+    )  # else they would hold it open when this process has died
+    die_with_parent()
+    try:
+        world = start_world(world_size)
+        connection.send(("ready", None))
+        while True:
+            connection.send(_work(world, connection.recv_bytes()))
+    except EOFError:
+        status = 0  # the parent closed its end
+    except BaseException:  # noqa: BLE001 - the process ends here, and has nobody else to tell
+        status = 1
+        connection.send(("error", (0, *describe_error())))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    for process in multiprocessing.active_children():
+        process.kill()
+    os._exit(status)  # threads may sit in a collective for ever; the interpreter's exit would join them
+
+
+def start_world(size: int) -> World:
+    """Makes the replicas of this process and routes its syncs through them. Once per process."""
+    import torch._dynamo.config as compiling
+    import torch_xla.core.xla_model as xm
+    import torch_xla.runtime
+
+    from . import torch_xla_api
+    from .cpu_replicas import make_world, ordinals
+
+    world = make_world(size)
+    torch_xla_api.install(world)
+
+    def get_memory_info(device: object = None) -> dict[str, int]:
+        # XLA has no figures on a CPU: a replica's share of what the process holds, and of the machine
+        now, most, machine = (n // size for n in memory())
+        return {"bytes_used": now, "bytes_limit": machine, "peak_bytes_used": most}
+
+    xm.get_memory_info = get_memory_info
+    # Each replica compiles as a process of its own would; torch keeps so many versions of a function in a process, and
+    # runs it as written from then on. The first replicas would stop for compiling where the last ones do not.
+    compiling.recompile_limit *= size
+    compiling.accumulated_recompile_limit *= size
+    if world.rules.pod:
+        vars(torch_xla.runtime).update(ordinals(world.rules, size, lambda: world.here().rank))
+    return world
+
+
+def die_with_parent() -> None:
+    """This process's group ends when its parent does, however that ends."""
+    parent = multiprocessing.parent_process()
+    if parent is None:
+        return
+
+    def watch() -> None:
+        multiprocessing.connection.wait([parent.sentinel])
+        os.killpg(0, signal.SIGKILL)
+
+    threading.Thread(target=watch, name="parent-watch", daemon=True).start()
+
+
+def describe_error() -> tuple[str, str]:
+    """The class and the traceback of the error that is being handled."""
+    kind = sys.exc_info()[0]
+    return kind.__name__ if kind else "", traceback.format_exc()
+
+
+def _work(world: World, job: bytes) -> tuple[str, object]:
+    try:
+        fn, args = pickle.loads(job)
+    except Exception:  # noqa: BLE001 - whatever the caller's classes raise
+        return "error", (0, *describe_error())
+    world.renew()
+    outcomes: queue.SimpleQueue[tuple[int, bytes | tuple[str, str]]] = queue.SimpleQueue()
+    for state in world.states:
+        threading.Thread(
+            target=_replica, args=(state, fn, args, outcomes), name=f"replica-{state.rank}", daemon=True
+        ).start()
+    results: list[bytes] = [b""] * world.size
+    for _ in range(world.size):
+        rank, outcome = outcomes.get()
+        if not isinstance(outcome, bytes):
+            return "error", (rank, *outcome)  # at once: others may wait for this one in the runtime
+        results[rank] = outcome
+    return "results", results
+
+
+def _replica(
+    state: ReplicaState,
+    fn: AnyCallable,
+    args: Args,
+    outcomes: queue.SimpleQueue[tuple[int, bytes | tuple[str, str]]],
+) -> None:
+    import torch_xla
+
+    world = state.world
+    meeting, turns = (
+        world.meeting,
+        world.turns,
+    )  # of this job: another one may begin as soon as the last result is there
+    turns.take(state.rank)
+    try:
+        state.enter()
+        result = fn(state.rank, *args)
+        if state.calls:
+            # Another replica may have read a result of these; this one has to take part.
+            torch_xla.sync()
+        data = pack(result, to_host=True)
+        state.wait()
+        outcomes.put((state.rank, data))
+        meeting.leave(state.rank, "has finished its function")
+    except BaseException as error:  # noqa: BLE001 - it is the caller's to judge
+        outcomes.put((state.rank, describe_error()))  # first, so that it is the one reported
+        meeting.leave(state.rank, f"failed with {type(error).__name__}: {error}", failed=True)
+    finally:
+        turns.give()
 
 
 def replica_environment(world_size: int) -> dict[str, str]:
@@ -137,14 +309,15 @@ class ReplicaPool:
     def _wait_for_start(
         self, process: SpawnProcess, connection: multiprocessing.connection.Connection
     ) -> None:
-        progress, limit = Progress(process.pid), self._start_timeout
+        progress, limit = ProcessTime(process.pid), self._start_timeout
         while not connection.poll(1.0 if limit is None else min(1.0, limit)):
             if limit is not None and progress.seconds() >= limit:
                 raise RankFailedError(
-                    0, "TimeoutError",
+                    0,
+                    "TimeoutError",
                     f"the process of {self.world_size} XLA replicas is not ready (start_timeout={limit:g}): "
                     f"{progress}. It is here:\n{self._stacks()}",
-                )  # fmt: skip
+                )
 
     def _receive(
         self, connection: multiprocessing.connection.Connection, timeout: float | None
@@ -208,3 +381,135 @@ _pools: weakref.WeakSet[ReplicaPool] = weakref.WeakSet()
 def _close_pools() -> None:
     for pool in list(_pools):
         pool.close(kill=True)
+
+
+_PAUSE = 0.2  # s between looks
+_STACKS = 0.5  # s in which ranks write their stacks
+_MOST = 8000  # characters of one
+
+
+def launch(
+    fn: Callable[..., T], world_size: int, args: Args, timeout: float | None, start_timeout: float | None
+) -> list[T]:
+    """``fn(rank, *args)`` on all devices, or on one of them for ``world_size`` 1; the results in rank order.
+
+    Raises:
+        ConfigurationError: ``world_size`` is another number.
+        RankFailedError: a rank raised or died, or the time is over; all are ended.
+    """
+    context = multiprocessing.get_context("spawn")
+    connection, theirs = context.Pipe(duplex=False)
+    with tempfile.TemporaryDirectory(prefix="shardkit-xla-") as name:
+        folder = Path(name)
+        process = context.Process(target=_start, args=(theirs, fn, world_size, args, folder))
+        process.start()
+        theirs.close()
+        try:
+            return [
+                unpack(data)
+                for data in _wait(connection, folder, world_size, timeout, start_timeout, process.pid)
+            ]
+        finally:
+            connection.close()
+            _kill(process.pid, signal.SIGKILL)
+            process.kill()
+            process.join()
+
+
+def _wait(
+    connection: multiprocessing.connection.Connection,
+    folder: Path,
+    world_size: int,
+    timeout: float | None,
+    start_timeout: float | None,
+    process: int | None,
+) -> list[bytes]:
+    began = time.monotonic()
+    name, limit, have_started = "start_timeout", start_timeout, False
+    while not connection.poll(_PAUSE):
+        for failed in folder.glob("failed-*"):
+            raise pickle.loads(failed.read_bytes())
+        if not have_started and len([*folder.glob("started-*")]) >= world_size:
+            have_started, began, name, limit = True, time.monotonic(), "timeout", timeout
+        if limit is not None and time.monotonic() - began >= limit:
+            raise RankFailedError(
+                0,
+                "TimeoutError",
+                f"no answer after {limit:g} s ({name}={limit:g})\n{_stacks(folder, process)}",
+            )
+    try:
+        kind, payload = connection.recv()
+    except EOFError:
+        raise RankFailedError(
+            0, "ProcessExited", "the process that starts the ranks ended; its output says why"
+        ) from None
+    for failed in folder.glob("failed-*"):
+        raise pickle.loads(failed.read_bytes())
+    if kind == "error":
+        raise RankFailedError(0, *payload)
+    return payload
+
+
+def _stacks(folder: Path, process: int | None) -> str:
+    _kill(process, signal.SIGUSR1)
+    time.sleep(_STACKS)
+    return "\n".join(f"{f.name}:\n{f.read_text()[-_MOST:]}" for f in sorted(folder.glob("rank-*")))
+
+
+def _kill(group: int | None, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        if group is not None:
+            os.killpg(group, number)
+
+
+# ------------------------------------------------------------------ in that process, and in those of the ranks
+def _start(
+    connection: multiprocessing.connection.Connection,
+    fn: AnyCallable,
+    world_size: int,
+    args: Args,
+    folder: Path,
+) -> None:
+    os.setpgid(0, 0)
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    die_with_parent()
+    try:
+        from torch_xla._internal import pjrt
+
+        if world_size == 1:  # one device, however many there are
+            results = [pjrt._run_singleprocess(_rank, fn, world_size, args, folder)]
+        else:
+            by_rank = pjrt.run_multiprocess(_rank, fn, world_size, args, folder)
+            results = [by_rank[rank] for rank in sorted(by_rank)]
+        connection.send(("results", results))
+    except BaseException:  # noqa: BLE001 - the process ends here, and has nobody else to tell
+        connection.send(("error", describe_error()))
+
+
+def _rank(fn: AnyCallable, world_size: int, args: Args, folder: Path) -> bytes:
+    import torch_xla.runtime as runtime
+
+    size = runtime.world_size()
+    rank = runtime.global_ordinal() if size > 1 else 0
+    try:
+        if size != world_size:
+            raise ConfigurationError(
+                f"rank {rank}: launched with world_size={world_size}, but there are {size} devices; pass "
+                f"world_size={size}"
+            )
+        faulthandler.register(signal.SIGUSR1, (folder / f"rank-{rank}").open("w"), all_threads=True)
+        (folder / f"started-{rank}").touch()
+        return pack(fn(rank, *args), to_host=True)
+    except ConfigurationError as error:
+        failure: Exception = error if size != world_size else _failed(rank, error)
+    except Exception as error:  # noqa: BLE001 - it is the caller's to judge
+        failure = _failed(rank, error)
+    whole = folder / f"failed-{rank}"
+    part = folder / f"part-{rank}"
+    part.write_bytes(pickle.dumps(failure))
+    part.rename(whole)  # seen at once, whatever the other ranks wait for
+    raise failure from None
+
+
+def _failed(rank: int, error: Exception) -> RankFailedError:
+    return RankFailedError(rank, type(error).__name__, traceback.format_exc())

@@ -1,4 +1,11 @@
-"""torch_xla's own collectives and torch.distributed's "xla" backend, for replicas that are threads on a CPU.
+"""Replaces syncs, collectives and process groups of torch_xla in a process whose threads are replicas.
+
+[Note: syncs] Every sync goes through :meth:`ReplicaState.run`. Explicit ones (``torch_xla.sync``, ``xm.mark_step``,
+``xm.optimizer_step``, ``xm.unlazy``) end in two functions of the runtime. Implicit ones (``.item()``, ``.cpu()``,
+printing, operations that fall back to the CPU) end in three operators. torch_xla runs, for these, only what the tensor
+depends on, and runs it again with the next sync; a collective in it would be sent twice, by those replicas only that
+read a value. Here a tensor that depends on a pending collective makes all that is pending run, as an explicit sync
+would.
 
 A program written for TPUs calls ``xm.all_reduce``, ``xm.rendezvous`` or ``dist.init_process_group("xla")``, and so do
 torch_xla's FSDP and torch's DDP. In a process with replicas these go through the replica's
@@ -11,7 +18,9 @@ from __future__ import annotations
 import copy
 import functools
 import math
-from collections.abc import Sequence
+import re
+import warnings
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -22,12 +31,100 @@ import torch_xla.core.xla_model as xm
 from torch._C._distributed_c10d import HashStore
 
 from shardkit.errors import ConfigurationError
-from shardkit.types import AnyCallable, StateDict
+from shardkit.types import AnyCallable, StateDict, Tree
 
 from .collectives import Groups
 from .cpu_replicas import World
-from .meeting import Call
+from .meeting import ReplicaCall
 from .runtime import Replica
+
+_RUNTIME = torch_xla._XLAC
+_COLLECTIVE = re.compile(r"xla::(?:cross_replica_sum|all_reduce|all_gather|reduce_scatter|all_to_all)")
+_keep: list[torch.library.Library] = []  # registrations live as long as their library object
+
+
+def _install_syncs(world: World) -> None:
+    step_marker = _RUNTIME._xla_step_marker
+    sync_multi = _RUNTIME._xla_sync_multi
+
+    def guarded_step_marker(
+        device: str = "", devices: Sequence[str] = (), wait: bool = True, reset_scope: bool = True
+    ) -> None:
+        world.here().run(
+            lambda: step_marker(device, list(devices), False, reset_scope), wait=wait, where="sync"
+        )
+
+    def materialize(tensors: Sequence[object]) -> None:
+        state = world.here()
+        if not state.calls:
+            return
+        pending = [t for t in tensors if isinstance(t, torch.Tensor) and t.device.type == "xla"]
+        if not pending or not any(_RUNTIME._check_tensor_need_materialization(pending)):
+            return
+        if needed := len(_COLLECTIVE.findall(_RUNTIME._get_xla_tensors_text(pending))):
+            where = f"reading a value (which needs {needed} of them)"
+            state.run(lambda: step_marker(state.device, [], False, True), wait=True, where=where)
+
+    def guarded_sync_multi(
+        tensors: Sequence[torch.Tensor],
+        devices: Sequence[str] = (),
+        wait: bool = True,
+        sync_xla_data: bool = True,
+    ) -> None:
+        materialize(tensors)
+        sync_multi(list(tensors), list(devices), wait, sync_xla_data)
+
+    _RUNTIME._xla_step_marker = guarded_step_marker
+    _RUNTIME._xla_sync_multi = guarded_sync_multi
+    _override_reads(materialize)
+    _private_checkpoint_flag(world)
+
+
+def _override_reads(materialize: Callable[[Sequence[object]], None]) -> None:
+    library = torch.library.Library("aten", "IMPL", "XLA")
+    _keep.append(library)
+    kernels = {
+        name: torch.library.get_kernel(f"aten::{name}", "XLA") for name in ("_to_copy", "_to_cpu", "copy_")
+    }
+
+    def to_copy(keys: torch._C.DispatchKeySet, tensor: torch.Tensor, **kwargs: Tree) -> torch.Tensor:
+        device = kwargs.get("device")
+        if device is not None and torch.device(device).type != "xla":
+            materialize([tensor])
+        return kernels["_to_copy"].call_boxed(keys, tensor, **kwargs)
+
+    def to_cpu(keys: torch._C.DispatchKeySet, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        materialize(tensors)
+        return kernels["_to_cpu"].call_boxed(keys, tensors)
+
+    def copy_(
+        keys: torch._C.DispatchKeySet,
+        target: torch.Tensor,
+        source: torch.Tensor,
+        *args: object,
+        **kwargs: Tree,
+    ) -> torch.Tensor:
+        if target.device.type != "xla":
+            materialize([source])
+        return kernels["copy_"].call_boxed(keys, target, source, *args, **kwargs)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns that a kernel is replaced, which is the point
+        library.impl("_to_copy", to_copy, with_keyset=True)
+        library.impl("_to_cpu", to_cpu, with_keyset=True)
+        library.impl("copy_", copy_, with_keyset=True)
+
+
+def _private_checkpoint_flag(world: World) -> None:
+    """torch_xla's activation checkpointing keeps one flag a process, which replicas would set for each other."""
+    from torch_xla.utils import checkpoint
+
+    flags: dict[int, bool] = {}
+    checkpoint.CheckpointStatus.in_chkpt_bwd = property(
+        lambda _: flags.get(world.here().rank, False),
+        lambda _, value: flags.__setitem__(world.here().rank, value),
+    )
+
 
 Tensors = torch.Tensor | Sequence[torch.Tensor]
 _c10d = torch.distributed.distributed_c10d
@@ -55,7 +152,8 @@ def _outside_of_graphs(function: _F) -> _F:
 
 def install(world: World) -> None:
     """Replaces torch_xla's functions for the rest of this process's life."""
-    api = _Collectives(world)
+    _install_syncs(world)
+    api = _ReplacedFunctions(world)
     xm.all_reduce = api.all_reduce
     xm.all_gather = api.all_gather
     xm.reduce_scatter = api.reduce_scatter
@@ -68,7 +166,7 @@ def install(world: World) -> None:
     _private_process_groups(world)
 
 
-class _Collectives:
+class _ReplacedFunctions:
     def __init__(self, world: World) -> None:
         self._world = world
 
@@ -210,14 +308,14 @@ class _Collectives:
             )
         full += others
         dtype = str(value.dtype).removeprefix("torch.")
-        state.issued(Call(tuple(mine), f"xm.{what} {dtype}{list(value.shape)}", partition=full))
+        state.issued(ReplicaCall(tuple(mine), f"xm.{what} {dtype}{list(value.shape)}", partition=full))
         if state.replica is None or not math.prod(value.shape):
             raise ValueError(f"rank {state.rank}: xm.{what} of a tensor of shape {list(value.shape)}")
         return state.replica, full, mine
 
 
 def _check_lists(what: str, given: object, output: object) -> None:
-    """What torch_xla refuses, with its types of errors."""
+    """Refuses what torch_xla refuses, with its types of errors."""
     if not _is_list(given):
         raise TypeError(f"xm.{what} takes a tensor or a list of tensors, got a {type(given).__name__}")
     if output is not None and not _is_list(output):

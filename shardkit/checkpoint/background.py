@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from .. import errors
-from ..checks.facts import all_gather_facts
+from ..checks import all_gather_facts
 from ..errors import CheckpointError, FileNotWrittenError, ShardkitError
 from ..optimizer_state.leaves import Ranks
 from ..types import Tree

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ..adascale.optimizer import AdaScale
-from ..checks.same_everywhere import copy_options, options_of
+from ..adascale import AdaScale
+from ..checks import copy_options, options_of
 from ..errors import ConfigurationError
 from ..fsdp.optim_state import slot_of
 from ..fsdp.originals import Listing

@@ -22,8 +22,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ..checks.facts import all_gather_facts_or_objects
-from ..checks.same_everywhere import check_same_everywhere
+from ..checks import all_gather_facts_or_objects, check_same_everywhere
 from ..errors import ConfigurationError, RankMismatchError
 from ..launching.run_folder import note_checkpoints
 from ..optimizer_state.kinds import StateKind

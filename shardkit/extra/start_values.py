@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..backend import Group
-from ..checks.same_everywhere import check_same_everywhere, shape_fact
+from ..checks import check_same_everywhere, shape_fact
 from ..errors import ConfigurationError
 from ..fsdp.originals import managing
 from ..fsdp.state import Ignored, modules_outside_units

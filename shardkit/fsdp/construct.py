@@ -18,9 +18,15 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from ..backend import Backend, Group, backend_for
-from ..checks.facts import all_gather_facts
-from ..checks.runs import new_run_id, number_of, proposed_run_id
-from ..checks.same_everywhere import check_one_device, check_same_everywhere, option_facts
+from ..checks import (
+    all_gather_facts,
+    check_one_device,
+    check_same_everywhere,
+    new_run_id,
+    number_of,
+    option_facts,
+    proposed_run_id,
+)
 from ..compression import check_compressible
 from ..errors import ConfigurationError, LifecycleError, RankMismatchError
 from ..flattening.flat_parameter import FLAT_PREFIX, ParamInfo, SharedParamInfo

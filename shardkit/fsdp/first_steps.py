@@ -20,7 +20,7 @@ import torch
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from ..checks.same_everywhere import AgreedOptions, check_same_everywhere, group_facts, option_facts
+from ..checks import AgreedOptions, check_same_everywhere, group_facts, option_facts
 from ..errors import ConfigurationError, LifecycleError
 from ..optimizer_state.marking import check_loaded, mark_state_dicts
 from ..optimizers.elementwise import Verdict, judge, names_of_elementwise

@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import nn
 
-from ..checks.facts import all_gather_facts
-from ..checks.runs import check_one_save, stamp
+from ..checks import all_gather_facts, check_one_save, stamp
 from ..errors import ConfigurationError
 from ..layout import ShardLayout
 from ..torch_seams.module_versions import versions_of

@@ -1,6 +1,5 @@
 """Layers split over ranks (tensor parallelism): fairscale's names, on any device that a process group carries."""
 
-from .cross_entropy import vocab_parallel_cross_entropy
 from .groups import (
     destroy_model_parallel,
     get_context_parallel_group,
@@ -27,6 +26,7 @@ from .regions import (
     gather_from_model_parallel_region,
     reduce_from_model_parallel_region,
     scatter_to_model_parallel_region,
+    vocab_parallel_cross_entropy,
 )
 
 __all__ = [

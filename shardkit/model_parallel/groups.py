@@ -2,6 +2,8 @@
 
 Ranks form a grid [data, pipeline, context, model]; neighbouring ranks are neighbours in the last dimension, so that the
 ranks that talk most are on one machine. A group is a line of the grid.
+
+How sizes, vocabularies and tensors are cut into equal parts is here, too.
 """
 
 from __future__ import annotations
@@ -17,7 +19,74 @@ import torch.distributed as dist
 
 from ..backend import Group, backend_for
 from ..errors import ConfigurationError, LifecycleError, RankMismatchError
-from .partition import ensure_divisibility
+
+
+class PartitionError(ConfigurationError):
+    """Sizes that can't be cut into equal parts."""
+
+
+def ensure_divisibility(numerator: int, denominator: int) -> None:
+    """Checks that parts have equal size.
+
+    Raises:
+        PartitionError: they have not.
+    """
+    if numerator % denominator:
+        raise PartitionError(
+            f"{numerator} is not divisible by {denominator}: parts would have different sizes; choose a size that is "
+            f"a multiple of {denominator} (such as {-(-numerator // denominator) * denominator}), or fewer ranks"
+        )
+
+
+def divide_and_check_no_remainder(numerator: int, denominator: int) -> int:
+    """The size of a part.
+
+    Raises:
+        PartitionError: parts would have different sizes.
+    """
+    ensure_divisibility(numerator, denominator)
+    return numerator // denominator
+
+
+def split_tensor_along_last_dim(
+    tensor: torch.Tensor, num_partitions: int, contiguous_split_chunks: bool = False
+) -> tuple[torch.Tensor, ...]:
+    """[..., n] -> ``num_partitions`` views [..., n / num_partitions].
+
+    Args:
+        tensor: at least one dimension.
+        num_partitions: divides the last dimension.
+        contiguous_split_chunks: copies in place of views where these are not contiguous.
+
+    Raises:
+        PartitionError: ``num_partitions`` does not divide the last dimension.
+    """
+    parts = torch.split(tensor, divide_and_check_no_remainder(tensor.size(-1), num_partitions), dim=-1)
+    return tuple(part.contiguous() if contiguous_split_chunks else part for part in parts)
+
+
+class VocabUtility:
+    """Which part [first, last) of a vocabulary is a rank's."""
+
+    @staticmethod
+    def vocab_range_from_per_partition_vocab_size(
+        per_partition_vocab_size: int, rank: int, world_size: int
+    ) -> tuple[int, int]:
+        """By the size of a part."""
+        return rank * per_partition_vocab_size, (rank + 1) * per_partition_vocab_size
+
+    @staticmethod
+    def vocab_range_from_global_vocab_size(
+        global_vocab_size: int, rank: int, world_size: int
+    ) -> tuple[int, int]:
+        """By the size of the whole.
+
+        Raises:
+            PartitionError: ``world_size`` does not divide the vocabulary.
+        """
+        size = divide_and_check_no_remainder(global_vocab_size, world_size)
+        return VocabUtility.vocab_range_from_per_partition_vocab_size(size, rank, world_size)
+
 
 _log = logging.getLogger("shardkit.model_parallel")
 
@@ -63,7 +132,7 @@ def grid(
     return Grid(data=lines(0), pipeline=lines(1), context=lines(2), model=lines(3))
 
 
-class _Line(NamedTuple):
+class _RankLine(NamedTuple):
     """A group that this rank is in, and its global ranks."""
 
     group: dist.ProcessGroup
@@ -79,10 +148,10 @@ class _Groups:
     """
 
     world: Any
-    model: _Line
-    context: _Line
-    pipeline: _Line
-    data: _Line
+    model: _RankLine
+    context: _RankLine
+    pipeline: _RankLine
+    data: _RankLine
 
 
 _current: _Groups | None = None
@@ -173,10 +242,10 @@ def _check_agreement(arguments: str) -> None:
         )
 
 
-def _make(lines: list[list[int]], backend: str | None, timeout: timedelta | None) -> _Line:
+def _make(lines: list[list[int]], backend: str | None, timeout: timedelta | None) -> _RankLine:
     """Makes a group of each of these lists of ranks, on all ranks; the one that this rank is in."""
     rank = dist.get_rank()
-    made = [_Line(dist.new_group(ranks, timeout, backend), ranks) for ranks in lines]
+    made = [_RankLine(dist.new_group(ranks, timeout, backend), ranks) for ranks in lines]
     return next(line for line in made if rank in line.ranks)
 
 
@@ -273,7 +342,7 @@ def get_data_parallel_rank() -> int:
     return _place(_groups().data)
 
 
-def _place(line: _Line) -> int:
+def _place(line: _RankLine) -> int:
     return line.ranks.index(dist.get_rank())
 
 

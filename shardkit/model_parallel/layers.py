@@ -16,8 +16,12 @@ from torch.nn import init
 from ..backend import ReduceOp
 from ..errors import ConfigurationError
 from ..torch_seams.compiling import not_compiled
-from .groups import get_model_parallel_rank, get_model_parallel_world_size
-from .partition import VocabUtility, divide_and_check_no_remainder
+from .groups import (
+    VocabUtility,
+    divide_and_check_no_remainder,
+    get_model_parallel_rank,
+    get_model_parallel_world_size,
+)
 from .regions import (
     all_parts,
     copy_into_layer,
@@ -186,7 +190,7 @@ class ParallelEmbedding(nn.Module):
 
     @not_compiled
     def _limit_norms(self, input_: torch.Tensor, max_norm: float) -> None:
-        """What torch's ``max_norm`` does, for rows of which every rank has a part."""
+        """Scales rows down as torch's ``max_norm`` does, where every rank has a part of each."""
         index = input_.unique()
         with torch.no_grad():
             rows = self.weight[index]

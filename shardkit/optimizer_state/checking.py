@@ -13,7 +13,7 @@ from collections.abc import Iterable
 import torch
 
 from ..backend import Group
-from ..checks.facts import all_gather_facts
+from ..checks import all_gather_facts
 from ..errors import ConfigurationError, RankMismatchError
 from ..types import SavedState, StateDict, Tree
 from .kinds import NUMBERS

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from ..backend import Group
-from ..checks.facts import all_gather_facts_or_objects
+from ..checks import all_gather_facts_or_objects
 from ..errors import ConfigurationError
 from ..types import StateDict, Tree
 from .kinds import StateKind

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch.optim import Optimizer
 
-from ..checks.facts import all_gather_facts
+from ..checks import all_gather_facts
 from ..errors import ConfigurationError
 from ..optimizers.elementwise import KNOWN
 from ..optimizers.shards import refuse_stand_ins, shard_behind

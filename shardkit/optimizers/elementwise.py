@@ -40,7 +40,7 @@ _declared: set[type] = set()
 
 
 class Verdict(enum.Enum):
-    """What is known of an optimizer."""
+    """Judgement of an optimizer."""
 
     ELEMENTWISE = "every element is updated by itself"
     COUPLED = "an element's update depends on others"
@@ -72,7 +72,7 @@ Maker = Callable[[Sequence[torch.Tensor]], Optimizer]
 
 
 def judge(optimizer: Optimizer, make: Maker | None = None) -> Verdict:
-    """What is known of an optimizer, if need be from trying its class; the optimizer itself is not touched.
+    """Judges an optimizer, if need be by trying its class; the optimizer itself is not touched.
 
     Args:
         optimizer: of the class, with the options that count.

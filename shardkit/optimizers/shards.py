@@ -37,7 +37,7 @@ def note_stand_in(listed: torch.Tensor, shard: torch.Tensor) -> None:
 
 
 def changed_by_steps(listed: torch.Tensor) -> torch.Tensor:
-    """What the step of an optimizer that lists a tensor changes: the tensor, or what it stands for."""
+    """Returns what the step of an optimizer that lists a tensor changes: the tensor, or what it stands for."""
     found = _stand_ins.get(listed)
     shard = None if found is None else found()
     return listed if shard is None else shard

@@ -19,7 +19,7 @@ from torch.optim import SGD, Optimizer
 from torch.optim.optimizer import ParamsT
 
 from ..backend import Backend, Group, backend_for
-from ..checks.same_everywhere import (
+from ..checks import (
     AgreedOptions,
     check_one_device,
     check_same_everywhere,

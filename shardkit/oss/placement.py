@@ -71,7 +71,7 @@ class Placement(ABC):
 
     @abstractmethod
     def updated_here(self, index: int, params: Sequence[nn.Parameter]) -> list[nn.Parameter]:
-        """What the optimizer of this rank updates of a param group."""
+        """Returns what the optimizer of this rank updates of a param group."""
 
     @abstractmethod
     def step(self, optimizer: Optimizer, closure: Closure | None, kwargs: Kwargs) -> Tree:
@@ -280,7 +280,6 @@ class OwnedParameters(OfParameters):
 
     @not_compiled
     def publish(self) -> None:
-        """See :meth:`Placement.publish`."""
         with self.ranges.gather():
             works = [buffer.publish(self._wire_dtype) for buffer in self.buffers]
         with self.ranges.gather_wait():
@@ -454,7 +453,6 @@ class InSegments(Placement):
         return loss
 
     def publish(self) -> None:
-        """See :meth:`Placement.publish`."""
         with self.ranges.gather():
             for segment in self.segments:
                 segment.publish(self._wire_dtype)
@@ -509,7 +507,7 @@ def _put_aside(segment: FlatSegment, optimizer: Optimizer) -> PutAside | None:
 
 
 def split_state(segment: FlatSegment, state: State) -> dict[nn.Parameter, State]:
-    """What an optimizer has for a segment, as views that belong to the parameters here."""
+    """Cuts an optimizer's state of a segment into views that belong to the parameters here."""
     pieces: dict[nn.Parameter, State] = {p: {} for p in segment.split_own(segment.own.detach())}
     for key, value in state.items():
         spread = is_elementwise(key, value, segment.own.shape)

@@ -320,7 +320,7 @@ def _norm(gradient: torch.Tensor, order: float) -> torch.Tensor:
 
 
 def _unscale(gradients: Sequence[torch.Tensor], found_inf: torch.Tensor, inv_scale: torch.Tensor) -> None:
-    """As torch's, over all ranks (collective)."""
+    """Clips over all ranks, as torch does (collective)."""
     _UNSCALE([_gradient_of(g) for g in gradients], found_inf, inv_scale)
     groups = {g.segment.group for g in gradients if isinstance(g, SegmentGradient)}
     for group in sorted(groups, key=lambda g: g.ranks):

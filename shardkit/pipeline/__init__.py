@@ -1,7 +1,7 @@
 """Pipeline parallelism: partitions of a sequential module on several devices, or on several ranks."""
 
 from .batch_norm import DeferredBatchNorm
-from .errors import BalanceError, PipeTypeError, TooFewDevicesError
+from .partition import BalanceError, PipeTypeError, TooFewDevicesError
 from .pipe import Pipe
 from .skip import Namespace, pop, skippable, stash, verify_skippables
 

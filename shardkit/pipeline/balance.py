@@ -158,6 +158,6 @@ def _tensors(value: Value) -> tuple[torch.Tensor, ...]:
 
 
 def _fresh(value: Value, device: torch.device) -> Value:
-    """The same values on a device, as leaves."""
+    """Copies values to a device, as leaves."""
     made = tuple(t.detach().to(device).requires_grad_(t.requires_grad) for t in _tensors(value))
     return made if isinstance(value, tuple) else made[0]

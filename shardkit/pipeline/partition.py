@@ -1,4 +1,4 @@
-"""A sequential module cut into partitions of consecutive layers."""
+"""Cuts a sequential module into partitions of consecutive layers; and the errors of pipelines."""
 
 from __future__ import annotations
 
@@ -10,7 +10,19 @@ import torch
 from torch import nn
 
 from ..errors import ConfigurationError
-from .errors import BalanceError, PipeTypeError, TooFewDevicesError
+
+
+class PipeTypeError(ConfigurationError, TypeError):
+    """Something is of a kind that a pipeline can't take."""
+
+
+class BalanceError(ConfigurationError):
+    """The numbers of layers in the partitions don't fit the module."""
+
+
+class TooFewDevicesError(ConfigurationError, IndexError):
+    """There are more partitions than devices or ranks to hold them."""
+
 
 ADVICE = (
     "; while a model still changes, shardkit.nn.pipe.balance finds numbers of layers that take about the same time: "

@@ -10,9 +10,9 @@ from torch import nn
 
 from ..activations.checkpointing import patch_batchnorm
 from .batch_norm import DeferredBatchNorm, expect_micro_batches
-from .errors import PipeTypeError
 from .microbatch import Value, check, join, split
 from .partition import (
+    PipeTypeError,
     check_balance,
     check_checkpoint,
     require_balance,

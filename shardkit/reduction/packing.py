@@ -48,9 +48,14 @@ class PackedForm:
     """
 
     def __init__(
-        self, pieces: Sequence[Piece], sizes: Sequence[int], *, even: bool, step: int = 1,
+        self,
+        pieces: Sequence[Piece],
+        sizes: Sequence[int],
+        *,
+        even: bool,
+        step: int = 1,
         flagged: Sequence[int] = (),
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.pieces = list(pieces)
         self.first_flag = list(sizes)  # in each rank's part, [W]
         self.items: list[list[int]] = [list(flagged) for _ in sizes]
@@ -96,9 +101,12 @@ class WrittenPack:
     """
 
     def __init__(
-        self, form: PackedForm, packed: torch.Tensor, shapes: Sequence[Sequence[int]],
+        self,
+        form: PackedForm,
+        packed: torch.Tensor,
+        shapes: Sequence[Sequence[int]],
         strides: Sequence[Sequence[int]] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._packed = packed
         self._whole: list[int] = []  # gradients that lie in one part
         self._targets: list[torch.Tensor] = []
@@ -225,7 +233,7 @@ class JoinedPack:
         return torch.cat(joined) if joined else like.new_zeros(0)
 
     def split(self, joined: torch.Tensor) -> list[torch.Tensor]:
-        """What was joined without flags as copies of its gradients, each in one dimension."""
+        """Copies gradients out of what was joined without flags, each in one dimension."""
         # copies: of views, the runtime would keep the whole buffer too, and each use would cost more
         parts = torch.ops.aten.split_with_sizes_copy(joined, [p.numel for p in self._uncut])
         found = {p.item: part for p, part in zip(self._uncut, parts, strict=True)}

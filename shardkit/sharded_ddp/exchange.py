@@ -193,7 +193,7 @@ class GradientExchange:
                 part.adopt_means(means)
 
     def forget_errors(self) -> None:
-        """What compression has left out so far is not added to anything."""
+        """Forgets what compression has left out so far."""
         for bucket in self.buckets:
             if bucket.compressed is not None:
                 bucket.compressed.feedback.forget()

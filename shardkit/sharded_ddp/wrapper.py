@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..backend import Backend, backend_for
-from ..checks.same_everywhere import (
+from ..checks import (
     check_one_device,
     check_same_everywhere,
     option_facts,
@@ -29,7 +29,7 @@ from ..torch_seams.compiling import not_compiled
 from ..torch_seams.device_mesh import group_of
 from ..torch_seams.forward_signature import signed_as_wrapped
 from ..torch_seams.other_wrappers import PreparedForAccelerate, check_wrappable, note_wrapper
-from ..tracing.layers import note_model
+from ..tracing.tracer import note_model
 from ..types import ProcessGroup, StateDict, Tree
 from .buffers import BufferSync, broadcast_module, connect_sync_batch_norm
 from .exchange import GradientExchange
@@ -178,7 +178,7 @@ class ShardedDDP(PreparedForAccelerate, nn.Module):
             )
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> ShardedDDP:
-        """What ``to``, ``cuda``, ``half`` and the like do."""
+        """Converts tensors for ``to``, ``cuda``, ``half`` and the like."""
         super()._apply(fn, recurse)
         if self._exchange is not None:
             self._exchange.check_device()

@@ -14,10 +14,9 @@ import torch
 from ..backend import Backend, Group, backend_of_job
 from ..errors import ConfigurationError, LifecycleError
 from ..types import ProcessGroup
-from .merging import is_collective
 from .ranges import What, listen, now, stop_listening
 from .sinks import JsonLines
-from .timeline import WAITING
+from .timeline import WAITING, is_collective
 
 Number: TypeAlias = float | int | torch.Tensor
 Record: TypeAlias = dict[str, float | int]
@@ -110,7 +109,6 @@ class Metrics:
 
     # ------------------------------------------------------------ what is heard
     def heard(self, what: What, start: int, end: int, marks: tuple[object, object] | None) -> None:
-        """See :class:`shardkit.tracing.ranges.Listener`."""
         if what.nbytes and is_collective(what.kind):
             share = what.nbytes * (len(what.ranks) - 1) / len(what.ranks)
             if what.kind == "all_gather":
@@ -123,7 +121,6 @@ class Metrics:
                 self._marks.append(marks)
 
     def told(self, name: str, value: torch.Tensor) -> None:
-        """See :class:`shardkit.tracing.ranges.Listener`."""
         self._more[name] = value.detach()
 
     # ------------------------------------------------------------ steps
@@ -253,7 +250,7 @@ def _sink(
 
 
 def combined(record: Record, group: Group) -> Record:
-    """Of the calling rank's record and the others' (collective)."""
+    """Combines the records of all ranks (collective)."""
     if group.world_size == 1:
         return record
     sent = group.channel("control").all_gather_bytes(json.dumps(record).encode(), label="metrics")

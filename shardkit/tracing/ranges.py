@@ -29,7 +29,7 @@ now = time.perf_counter_ns
 
 
 class What(NamedTuple):
-    """What a range is of.
+    """Says what a range is of.
 
     Attributes:
         kind: as ``all_gather``; ``all_gather.wait`` is the time in which this rank waits for it.
@@ -201,7 +201,7 @@ class Ranges:
 
 
 class UnitRanges(Ranges):
-    """Of a unit of FSDP."""
+    """Ranges of a unit of FSDP."""
 
     forward = opens("forward")
     backward = opens("backward")  # a moment: backward goes into the unit
@@ -216,14 +216,14 @@ class UnitRanges(Ranges):
 
 
 class BucketRanges(Ranges):
-    """Of gradients that ShardedDDP sends together."""
+    """Ranges of gradients that ShardedDDP sends together."""
 
     reduce = opens("reduce_scatter")
     reduce_wait = opens("reduce_scatter.wait")
 
 
 class ModuleRanges(Ranges):
-    """Of a module that ShardedDDP wraps."""
+    """Ranges of a module that ShardedDDP wraps."""
 
     forward = opens("forward")
     finish = opens("backward.end")
@@ -232,7 +232,7 @@ class ModuleRanges(Ranges):
 
 
 class PublishRanges(Ranges):
-    """Of parameters that owners have updated."""
+    """Ranges of parameters that owners have updated."""
 
     step = opens("update")
     gather = opens("all_gather")
@@ -240,14 +240,14 @@ class PublishRanges(Ranges):
 
 
 class WholeRanges(Ranges):
-    """Of pieces of parameters that travel to their owners and back."""
+    """Ranges of pieces of parameters that travel to their owners and back."""
 
     exchange = opens("all_to_all")
     exchange_wait = opens("all_to_all.wait")
 
 
 class ClipRanges(Ranges):
-    """Of what is done to gradients between backward and step."""
+    """Ranges of what is done to gradients between backward and step."""
 
     clip = opens("clip")
     norm = opens("norm.wait")

@@ -1,4 +1,10 @@
-"""What one rank records, and the form in which it travels: a part."""
+"""What one rank records, the form in which it travels (a part), and how far the clocks of ranks are apart.
+
+[Note: clocks of ranks] A message can't arrive before it was sent. Every rank says its time to all others, several
+times; what it reads on its own clock when the others' times are there is an upper bound of the difference, in both
+directions. The quickest message each way gives the narrowest bounds, and the middle between them errs by at most half
+their distance.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +12,7 @@ import json
 import os
 import platform
 import socket
+import struct
 import threading
 import zlib
 from collections.abc import Callable
@@ -16,13 +23,64 @@ import torch
 
 from ..backend import Group
 from ..errors import DamagedFileError
-from .clocks import Reading
 from .ranges import What, now
+
+ROUNDS = 8
+
+
+class ClockReading(NamedTuple):
+    """One comparison of clocks.
+
+    Attributes:
+        at: when, on this rank's clock, in ns.
+        ahead: of rank 0's clock, in ns.
+        error: at most, in ns.
+    """
+
+    at: int
+    ahead: float
+    error: float
+
+
+def compare_clocks(group: Group, rounds: int = ROUNDS) -> ClockReading:
+    """Compares the clocks of this rank and rank 0 (collective)."""
+    if group.world_size == 1:
+        return ClockReading(now(), 0.0, 0.0)
+    control = group.channel("control")
+    bounds = [2**62] * group.world_size  # this rank's clock minus the other's is at most that
+    for _ in range(rounds):
+        sent = now()
+        answers = control.all_gather_bytes(struct.pack("<q", sent), label="clocks of ranks")
+        arrived = now()
+        for rank, answer in enumerate(answers):
+            bounds[rank] = min(bounds[rank], arrived - struct.unpack("<q", answer)[0])
+    form = f"<{group.world_size}q"
+    table = [
+        struct.unpack(form, row)
+        for row in control.all_gather_bytes(struct.pack(form, *bounds), label="differences of clocks")
+    ]
+    most, least = table[group.rank][0], -table[0][group.rank]
+    if group.rank == 0:
+        return ClockReading(now(), 0.0, 0.0)
+    return ClockReading(now(), (most + least) / 2, (most - least) / 2)
+
+
+def on_rank_0(time: int, readings: list[ClockReading]) -> float:
+    """Converts ``time`` of this rank's clock to rank 0's: clocks that drift, drift evenly between two readings."""
+    if not readings:
+        return float(time)
+    first, last = readings[0], readings[-1]
+    if last.at <= first.at or abs(last.ahead - first.ahead) <= first.error + last.error:
+        best = min(readings, key=lambda reading: reading.error)
+        return time - best.ahead  # no drift that could be told from the error
+    part = min(1.0, max(0.0, (time - first.at) / (last.at - first.at)))
+    return time - (first.ahead + part * (last.ahead - first.ahead))
+
 
 FORMAT = 1
 
 
-class Part(TypedDict):
+class TracePart(TypedDict):
     """One rank's records, as JSON has them.
 
     ``whats``: [kind, unit, ranks, nbytes]; ``events``: [number of what, start, end, thread, device start, device end],
@@ -68,7 +126,7 @@ class Recorder:
         self._first_step = first_step
         self.events: list[_Event] = []
         self.steps: list[tuple[int, int]] = []
-        self.clock: list[Reading] = []
+        self.clock: list[ClockReading] = []
         self.thread = threading.get_ident()
         self.began = now()
         self.ended = 0
@@ -93,7 +151,7 @@ class Recorder:
     def told(self, name: str, value: torch.Tensor) -> None:
         """Numbers are for metrics."""
 
-    def part(self) -> Part:
+    def part(self) -> TracePart:
         """Everything, in the form that travels."""
         if self._timer is not None:
             self._group.backend.synchronize()
@@ -104,19 +162,31 @@ class Recorder:
             on_device = self._on_device(marks)
             events.append(
                 (
-                    numbers.setdefault(what, len(numbers)), start, end, threads.setdefault(thread, len(threads)),
+                    numbers.setdefault(what, len(numbers)),
+                    start,
+                    end,
+                    threads.setdefault(thread, len(threads)),
                     *on_device,
                 )
-            )  # fmt: skip
+            )
         group = self._group
-        return Part(
-            format=FORMAT, rank=group.ranks[group.rank], world_size=group.world_size, backend=group.backend.name,
-            host=socket.gethostname(), process=os.getpid(), torch=f"{torch.__version__} ({platform.python_version()})",
-            first_step=self._first_step, began=self.began, ended=self.ended or now(),
+        return TracePart(
+            format=FORMAT,
+            rank=group.ranks[group.rank],
+            world_size=group.world_size,
+            backend=group.backend.name,
+            host=socket.gethostname(),
+            process=os.getpid(),
+            torch=f"{torch.__version__} ({platform.python_version()})",
+            first_step=self._first_step,
+            began=self.began,
+            ended=self.ended or now(),
             threads=list(range(len(threads))),
-            whats=[(w.kind, w.unit, w.ranks, w.nbytes) for w in numbers], events=events,
-            steps=list(self.steps), clock=[(r.at, r.ahead, r.error) for r in self.clock],
-        )  # fmt: skip
+            whats=[(w.kind, w.unit, w.ranks, w.nbytes) for w in numbers],
+            events=events,
+            steps=list(self.steps),
+            clock=[(r.at, r.ahead, r.error) for r in self.clock],
+        )
 
     def _on_device(self, marks: tuple[object, object] | None) -> tuple[float | None, float | None]:
         if marks is None or self._timer is None:
@@ -125,14 +195,14 @@ class Recorder:
         return at + timer.seconds(zero, marks[0]) * 1e9, at + timer.seconds(zero, marks[1]) * 1e9
 
 
-def packed(part: Part) -> bytes:
+def packed(part: TracePart) -> bytes:
     """To be sent."""
     return zlib.compress(json.dumps(part).encode(), 1)
 
 
-def unpacked(data: bytes) -> Part:
-    """What was sent."""
-    found: Part = json.loads(zlib.decompress(data))
+def unpacked(data: bytes) -> TracePart:
+    """Unpacks what was sent."""
+    found: TracePart = json.loads(zlib.decompress(data))
     return found
 
 
@@ -141,7 +211,7 @@ def part_path(path: Path, rank: int) -> Path:
     return path.with_name(f"{path.stem}.rank-{rank}{path.suffix}")
 
 
-def read_part(path: Path) -> Part:
+def read_part(path: Path) -> TracePart:
     """A part from its file.
 
     Raises:
@@ -153,7 +223,7 @@ def read_part(path: Path) -> Part:
         raise DamagedFileError(f"{path} is no trace: {error}") from error
     if not isinstance(found, dict) or found.get("format") != FORMAT or "whats" not in found:
         raise DamagedFileError(f"{path} is no part of a trace of shardkit's (format {FORMAT})")
-    part: Part = found  # type: ignore[assignment]
+    part: TracePart = found  # type: ignore[assignment]
     return part
 
 

@@ -1,4 +1,10 @@
-"""A trace read back: what each rank's training thread did at every moment.
+"""Traces: parts of all ranks put together as one file, and read back: what each rank's training thread did at every
+moment.
+
+The file is in the trace event format, which Perfetto and chrome://tracing read. A rank is a process there, its threads
+and its device are tracks. Times are on rank 0's clock, in microseconds from the first event. What backward computes
+between two units has no range of its own on a rank: a moment says that backward goes into a unit, and the unit's range
+lasts until the next moment.
 
 [Note: places] Ranges nest. At each moment the innermost one counts, and says what the rank does: it waits, or it works
 for a place: a phase and a unit, of the innermost range around that computes (``forward``, ``backward``, ``step``, ...).
@@ -10,22 +16,222 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from ..errors import DamagedFileError
 from ..types import Kwargs
-from .merging import Slice, collectives, merged
 from .ranges import What
-from .recording import read_part
+from .recording import FORMAT, ClockReading, TracePart, on_rank_0, read_part
+
+Json: TypeAlias = Kwargs
+_DEVICE, _STEPS = 1000, 1001  # numbers of tracks
+
+
+class Slice(NamedTuple):
+    """A range on rank 0's clock; start and end in microseconds."""
+
+    what: What
+    start: float
+    end: float
+    thread: int
+    device: tuple[float, float] | None
+
+
+def merged(parts: Sequence[TracePart]) -> Json:
+    """One trace of these parts."""
+    parts = [_on_one_clock(part, parts[0]["host"]) for part in parts]
+    starts = [_clock(part, 0.0)(start) for part in parts for _, start, *_ in part["events"]]
+    origin = min(starts, default=0.0)
+    slices = {part["rank"]: _slices(part, origin) for part in parts}
+    events: list[Json] = []
+    for part in parts:
+        rank, of_rank = part["rank"], slices[part["rank"]]
+        events += [*_tracks(part), *_steps(part, origin), *(_shown(rank, s) for s in of_rank)]
+        events += [*_in_flight(rank, of_rank), *_device_slices(rank, of_rank)]
+    events += _flows(slices)
+    return {
+        "displayTimeUnit": "ms",
+        "traceEvents": events,
+        "otherData": {
+            "shardkit": FORMAT,
+            "ranks": [part["rank"] for part in parts],
+            "world_size": parts[0]["world_size"],
+            "backend": parts[0]["backend"],
+            "torch": parts[0]["torch"],
+            "takes_turns": len(parts) > 1 and len({(part["host"], part["process"]) for part in parts}) == 1,
+            "hosts": {str(part["rank"]): part["host"] for part in parts},
+            "clock_error_us": {
+                str(part["rank"]): min((error for _, _, error in part["clock"]), default=0.0) / 1e3
+                for part in parts
+            },
+        },
+    }
+
+
+def _on_one_clock(part: TracePart, host: str) -> TracePart:
+    """Processes of one machine have one clock, unless what was measured speaks against it."""
+    if part["host"] == host and all(abs(ahead) <= error for _, ahead, error in part["clock"]):
+        return {**part, "clock": []}
+    return part
+
+
+def _clock(part: TracePart, origin: float) -> Callable[[float], float]:
+    """Turns a time of this rank's into microseconds of rank 0's clock since the origin."""
+    readings = [ClockReading(*reading) for reading in part["clock"]]
+    return lambda time: on_rank_0(int(time), readings) / 1e3 - origin
+
+
+def _slices(part: TracePart, origin: float) -> list[Slice]:
+    whats = [What(kind, unit, tuple(ranks), nbytes) for kind, unit, ranks, nbytes in part["whats"]]
+    at, found = _clock(part, origin), []
+    for number, start, end, thread, first, last in part["events"]:
+        device = None if first is None or last is None else (at(first), at(last))
+        found.append(Slice(whats[number], at(start), at(end), thread, device))
+    found.sort(key=lambda s: (s.thread, s.start, -s.end))
+    ended = at(part["ended"])
+    return [s for thread in part["threads"] for s in _nested([s for s in found if s.thread == thread], ended)]
+
+
+def _nested(slices: Iterable[Slice], ended: float) -> Iterator[Slice]:
+    """Moments of backward become ranges; what begins in a range ends in it."""
+    around: list[float] = []  # ends of ranges that are open
+    moment: tuple[Slice, list[float]] | None = None  # and what it is inside of
+    for s in slices:
+        while around and around[-1] <= s.start:
+            around.pop()
+        end = min([s.end, *around])
+        if s.what.kind == "backward" and moment is not None and _is_within(moment[0].what.unit, s.what.unit):
+            continue  # backward goes from the outside in: both have the same output
+        if moment is not None and (
+            s.what.kind in ("backward", "backward.end", "step", "data") or _is_over(moment, s)
+        ):
+            yield _lasting(moment, s.start)
+            moment = None
+        if s.what.kind == "backward":
+            moment = (s, list(around))
+        else:
+            yield s._replace(end=end)
+            around.append(end)
+    if moment is not None:
+        yield _lasting(moment, ended)
+
+
+def _is_within(unit: str, other: str) -> bool:
+    return other == "root" or unit.startswith(other + ".")
+
+
+def _is_over(moment: tuple[Slice, list[float]], s: Slice) -> bool:
+    return any(end <= s.start for end in moment[1])
+
+
+def _lasting(moment: tuple[Slice, list[float]], until: float) -> Slice:
+    return moment[0]._replace(end=min([until, *moment[1]]))
+
+
+# ------------------------------------------------------------ events
+def _tracks(part: TracePart) -> Iterator[Json]:
+    rank = part["rank"]
+    yield {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank} ({part['host']})"}}
+    yield {"ph": "M", "name": "process_sort_index", "pid": rank, "args": {"sort_index": rank}}
+    names = {_STEPS: "steps"}
+    for number in part["threads"]:
+        names[number + 1] = "training" if number == 0 else f"thread {number}"
+    if any(event[4] is not None for event in part["events"]):
+        names[_DEVICE] = "device, stream of computation"
+    for number, name in names.items():
+        yield {"ph": "M", "name": "thread_name", "pid": rank, "tid": number, "args": {"name": name}}
+
+
+def _bar(category: str, name: str, rank: int, track: int, start: float, end: float) -> Json:
+    when = {"ts": round(start, 3), "dur": round(max(0.0, end - start), 3)}
+    return {"ph": "X", "cat": category, "name": name, "pid": rank, "tid": track, **when}
+
+
+def _steps(part: TracePart, origin: float) -> Iterator[Json]:
+    at = _clock(part, origin)
+    start = at(part["began"])
+    for number, ended in part["steps"]:
+        end = at(ended)
+        yield {**_bar("steps", f"step {number}", part["rank"], _STEPS, start, end), "args": {"step": number}}
+        start = end
+
+
+def _shown(rank: int, s: Slice) -> Json:
+    args: Json = {"kind": s.what.kind, "unit": s.what.unit}
+    if s.what.ranks:
+        args["ranks"] = list(s.what.ranks)
+    if s.what.nbytes:
+        args["bytes"] = s.what.nbytes
+    if s.device is not None:
+        args["device_us"] = round(s.device[1] - s.device[0], 3)
+    return {**_bar("shardkit", s.what.name, rank, s.thread + 1, s.start, s.end), "args": args}
+
+
+def _device_slices(rank: int, slices: Sequence[Slice]) -> Iterator[Json]:
+    """Ranges nest on the host; their marks on one stream are in the same order."""
+    for s in slices:
+        if s.device is not None and s.what.kind != "backward":
+            yield _bar("device", s.what.name, rank, _DEVICE, *s.device)
+
+
+def _in_flight(rank: int, slices: Sequence[Slice]) -> Iterator[Json]:
+    """From when a collective was issued to when this rank had waited for it; these overlap."""
+    waits = [s for s in slices if s.what.kind.endswith(".wait")]
+    issued: dict[tuple[str, str], Slice] = {}
+    number = 0
+    for s in sorted([*waits, *(s for s in slices if s.what.nbytes)], key=lambda s: s.start):
+        key = (s.what.kind.removesuffix(".wait"), s.what.unit)
+        if not s.what.kind.endswith(".wait"):
+            issued[key] = s
+        elif key in issued:
+            begun = issued.pop(key)
+            number += 1
+            same: Json = {"cat": "in flight", "name": begun.what.name, "pid": rank, "id": f"{rank}.{number}"}
+            yield {**same, "ph": "b", "ts": round(begun.start, 3)}
+            yield {**same, "ph": "e", "ts": round(s.end, 3)}
+
+
+def _flows(slices: dict[int, list[Slice]]) -> Iterator[Json]:
+    """Lines between the same collective on its ranks, from the first that came to the last."""
+    for number, (what, arrivals) in enumerate(collectives(slices)):
+        same: Json = {"cat": "collective", "name": what.name, "id": number}
+        in_order = sorted(arrivals.items(), key=lambda item: item[1].start)
+        for place, (rank, s) in enumerate(in_order):
+            last = place == len(in_order) - 1
+            phase: Json = {"ph": "f", "bp": "e"} if last else {"ph": "t" if place else "s"}
+            yield {**same, **phase, "pid": rank, "tid": s.thread + 1, "ts": round(s.start, 3)}
+
+
+def collectives(slices: dict[int, list[Slice]]) -> list[tuple[What, dict[int, Slice]]]:
+    """Those that all of their ranks have come to, with each rank's range, in the order in which they were issued."""
+    counts: dict[tuple[int, What], int] = defaultdict(int)
+    found: dict[tuple[What, int], dict[int, Slice]] = defaultdict(dict)
+    for rank, of_rank in slices.items():
+        for s in sorted(of_rank, key=lambda s: s.start):
+            if s.what.ranks and is_collective(s.what.kind):
+                found[s.what, counts[rank, s.what]][rank] = s
+                counts[rank, s.what] += 1
+    complete = [
+        (what, ranks)
+        for (what, _), ranks in found.items()
+        if len(ranks) == len(what.ranks) and len(ranks) > 1
+    ]
+    return sorted(complete, key=lambda item: min(s.start for s in item[1].values()))
+
+
+def is_collective(kind: str) -> bool:
+    """Whether ranks meet where such a range begins."""
+    return kind in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "summon")
+
 
 WAITING = ("all_reduce", "broadcast", "summon")  # collectives that are issued and waited for in one
 COMPUTING = ("forward", "backward", "step", "update", "data", "clip", "backward.end", "range")
 
 
-class Place(NamedTuple):
+class StepPlace(NamedTuple):
     """Where a rank is in a step."""
 
     phase: str
@@ -39,7 +245,7 @@ class Place(NamedTuple):
         return phase if not self.unit or self.phase in named else f"{phase} of {self.unit}"
 
 
-class Moment(NamedTuple):
+class Activity(NamedTuple):
     """A piece of a rank's time in which it does one thing; in microseconds.
 
     Attributes:
@@ -49,7 +255,7 @@ class Moment(NamedTuple):
 
     start: float
     end: float
-    place: Place
+    place: StepPlace
     wait: str
     device: float = 0.0
 
@@ -60,7 +266,7 @@ class Moment(NamedTuple):
 
 
 @dataclass
-class Rank:
+class RankTime:
     """One rank's time.
 
     Attributes:
@@ -70,7 +276,7 @@ class Rank:
     """
 
     slices: list[Slice] = field(default_factory=list)
-    moments: list[Moment] = field(default_factory=list)
+    moments: list[Activity] = field(default_factory=list)
     steps: list[tuple[int, float, float]] = field(default_factory=list)
 
     @property
@@ -92,7 +298,7 @@ class Trace:
     """
 
     facts: Kwargs
-    ranks: dict[int, Rank]
+    ranks: dict[int, RankTime]
     meetings: list[tuple[What, dict[int, Slice]]]
 
 
@@ -130,8 +336,8 @@ def _files(path: Path) -> list[Path]:
 
 
 def of_events(trace: Kwargs) -> Trace:
-    """What is needed of a file."""
-    ranks: dict[int, Rank] = defaultdict(Rank)
+    """Takes what is needed from a file's events."""
+    ranks: dict[int, RankTime] = defaultdict(RankTime)
     for event in trace["traceEvents"]:
         if event["ph"] != "X":
             continue
@@ -150,26 +356,26 @@ def of_events(trace: Kwargs) -> Trace:
     return Trace(trace["otherData"], by_rank, collectives({r: rank.slices for r, rank in by_rank.items()}))
 
 
-def _moments(slices: Sequence[Slice]) -> Iterator[Moment]:
+def _moments(slices: Sequence[Slice]) -> Iterator[Activity]:
     """The innermost range at each time; slices begin in order, outer ones first."""
-    stack: list[tuple[Slice, Place]] = []
+    stack: list[tuple[Slice, StepPlace]] = []
     at = 0.0
 
-    def until(time: float) -> Iterator[Moment]:
+    def until(time: float) -> Iterator[Activity]:
         nonlocal at
         while stack and stack[-1][0].end <= time:
             yield from piece(stack[-1][0].end)
             stack.pop()
         yield from piece(time)
 
-    def piece(end: float) -> Iterator[Moment]:
+    def piece(end: float) -> Iterator[Activity]:
         nonlocal at
         if stack and end > at:
             s, place = stack[-1]
             waits = s.what.kind.endswith(".wait") or s.what.kind in WAITING
             kind = s.what.kind.removesuffix(".wait")
             device = 0.0 if s.device is None or not waits else s.device[1]
-            yield Moment(at, end, place, f"{kind}({s.what.unit})" if waits else "", device)
+            yield Activity(at, end, place, f"{kind}({s.what.unit})" if waits else "", device)
         at = max(at, end)
 
     for s in slices:
@@ -179,34 +385,34 @@ def _moments(slices: Sequence[Slice]) -> Iterator[Moment]:
     yield from until(float("inf"))
 
 
-def _place(what: What, around: Place | None) -> Place:
+def _place(what: What, around: StepPlace | None) -> StepPlace:
     if what.kind == "forward" and around is not None and around.phase in ("backward", "recomputation"):
-        return Place("recomputation", what.unit)
+        return StepPlace("recomputation", what.unit)
     if what.kind in COMPUTING and not (what.kind in ("step", "update") and around is not None):
-        return Place(what.kind, what.unit)
-    return around or Place("", "")
+        return StepPlace(what.kind, what.unit)
+    return around or StepPlace("", "")
 
 
-def _with_gaps(rank: Rank, moments: list[Moment]) -> Iterator[Moment]:
+def _with_gaps(rank: RankTime, moments: list[Activity]) -> Iterator[Activity]:
     """Fills the time outside of all ranges."""
-    at, before = rank.start, Place("step", "")
+    at, before = rank.start, StepPlace("step", "")
     for k, moment in enumerate(moments):
         here = moment.place
         if not here.phase:  # a gather before forward, or the like, belongs to what follows
             here = next((m.place for m in moments[k:] if m.place.phase), before)
         if moment.start > at:
-            yield Moment(at, moment.start, _between(before, here), "")
+            yield Activity(at, moment.start, _between(before, here), "")
         yield moment if moment.place.phase else moment._replace(place=_between(before, here))
         at, before = max(at, moment.end), here
     if rank.end > at:
-        yield Moment(at, rank.end, _between(before, Place("data", "")), "")
+        yield Activity(at, rank.end, _between(before, StepPlace("data", "")), "")
 
 
-def _between(before: Place, after: Place) -> Place:
+def _between(before: StepPlace, after: StepPlace) -> StepPlace:
     if before.phase == "forward" and after.phase in ("backward", "backward.end"):
-        return Place("loss", "") if after.phase == "backward" else Place("backward", "")
+        return StepPlace("loss", "") if after.phase == "backward" else StepPlace("backward", "")
     if before.phase == after.phase and before.phase in ("forward", "backward"):
-        return Place(before.phase, "root")
+        return StepPlace(before.phase, "root")
     if after.phase in ("forward", "data") or (before.phase == "data" and after.phase != "step"):
-        return Place("between steps", "")
-    return Place(f"before {after.phase}", "") if after.phase else Place("between steps", "")
+        return StepPlace("between steps", "")
+    return StepPlace(f"before {after.phase}", "") if after.phase else StepPlace("between steps", "")

@@ -1,26 +1,235 @@
-"""Traces some steps of a training on all ranks, into one file: :func:`trace`, or the variable ``SHARDKIT_TRACE``."""
+"""Traces some steps of a training on all ranks, into one file: :func:`trace`, or the variable ``SHARDKIT_TRACE``.
+
+Steps are those of the optimizer that steps first. While somebody asks, data loaders are heard too, and in models that
+are not cut into units hooks on layers say where forward and backward are.
+"""
 
 from __future__ import annotations
 
 import atexit
+import functools
 import json
 import logging
 import os
 import re
+import sys
 import threading
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
+
 from ..backend import Backend, Group, backend_of_job
 from ..errors import ConfigurationError, RankMismatchError
-from ..types import ProcessGroup
-from .clocks import compare_clocks
-from .layers import LayerWatch
-from .merging import merged
-from .ranges import listen, stop_listening
-from .recording import Recorder, packed, part_path, unpacked, write_atomically
-from .stepping import StepWatch, forget_data, hear_of_data
+from ..types import AnyCallable, Args, Framework, Kwargs, ProcessGroup, Tree
+from .ranges import Heard, What, leave, listen, stop_listening
+from .recording import Recorder, compare_clocks, packed, part_path, unpacked, write_atomically
+from .timeline import merged
+
+# By thread, for ranks may be threads of one process. Torch's hooks for all optimizers are registered once and for good:
+# they can't be taken away while torch goes through them, as it does when a step ends. While nobody counts steps, a
+# function written in C is in their place, which takes any arguments, does nothing and costs no Python call.
+_watches: dict[int, tuple[StepWatch, ...]] = {}
+_handles: list[RemovableHandle] = []
+_silent = functools.partial(sys.audit, "shardkit.step")
+_lock = threading.Lock()
+
+
+def _before(optimizer: Optimizer, *_: object) -> None:
+    for watch in _watches.get(threading.get_ident(), ()):
+        watch.before(optimizer)
+
+
+def _after(optimizer: Optimizer, *_: object) -> None:
+    for watch in _watches.get(threading.get_ident(), ()):
+        watch.after(optimizer)
+
+
+def _follow() -> None:
+    if not _handles:
+        _handles.append(register_optimizer_step_pre_hook(_before))
+        _handles.append(register_optimizer_step_post_hook(_after))
+    for handle, hook in zip(_handles, (_before, _after), strict=True):
+        hooks = handle.hooks_dict_ref()
+        if hooks is not None and handle.id in hooks:
+            hooks[handle.id] = hook if _watches else _silent
+
+
+class StepWatch:
+    """Calls ``ended`` when a step is through: one of the optimizer that stepped first, from outside of others' steps.
+
+    Args:
+        ended: called in the thread that made this object, with the number of steps since.
+    """
+
+    def __init__(self, ended: Callable[[int], None]) -> None:
+        self._ended = ended
+        self._thread = threading.get_ident()
+        self._inside: list[tuple[Optimizer, Heard]] = []
+        self._counted: Optimizer | None = None
+        self.count = 0
+        with _lock:
+            _watches[self._thread] = (*_watches.get(self._thread, ()), self)
+            _follow()
+
+    def close(self) -> None:
+        """Counts no more."""
+        self._counted = None
+        with _lock:
+            left = tuple(watch for watch in _watches.pop(self._thread, ()) if watch is not self)
+            if left:
+                _watches[self._thread] = left
+            _follow()
+
+    def before(self, optimizer: Optimizer) -> None:
+        """An optimizer's step begins."""
+        self._leave(optimizer)  # it raised, the last time
+        inside = Heard(What("step", type(optimizer).__name__))
+        inside.__enter__()
+        self._inside.append((optimizer, inside))
+
+    def after(self, optimizer: Optimizer) -> None:
+        """An optimizer's step ends."""
+        self._leave(optimizer)
+        if self._inside:
+            return
+        if self._counted is None:
+            self._counted = optimizer
+        if optimizer is self._counted:
+            self.count += 1
+            self._ended(self.count)
+
+    def _leave(self, optimizer: Optimizer) -> None:
+        if any(other is optimizer for other, _ in self._inside):
+            while True:
+                last, inside = self._inside.pop()
+                leave(inside)
+                if last is optimizer:
+                    return
+
+
+_waits = 0  # for batches: how many ask
+_patched: list[tuple[Framework, AnyCallable]] = []
+
+
+def hear_of_data() -> None:
+    """From now on, the time in which a batch is waited for is a range."""
+    global _waits
+    with _lock:
+        _waits += 1
+        if _waits > 1:
+            return
+        for name in ("torch.utils.data.dataloader", "torchdata.stateful_dataloader.stateful_dataloader"):
+            kind = getattr(sys.modules.get(name), "_BaseDataLoaderIter", None)
+            if kind is not None and "__next__" in vars(kind):
+                _patched.append((kind, kind.__next__))
+                kind.__next__ = _heard(kind.__next__)
+
+
+def forget_data() -> None:
+    """The opposite, as often."""
+    global _waits
+    with _lock:
+        _waits -= 1
+        while _waits == 0 and _patched:
+            kind, original = _patched.pop()
+            kind.__next__ = original
+
+
+def _heard(following: AnyCallable) -> AnyCallable:
+    what = What("data", "DataLoader")
+
+    @functools.wraps(following)
+    def heard(*args: Tree, **kwargs: Tree) -> Tree:
+        with Heard(what):
+            return following(*args, **kwargs)
+
+    return heard
+
+
+_models: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()  # and the thread of its rank
+_layer_watches: list[LayerWatch] = []
+
+
+def note_model(module: nn.Module) -> None:
+    """The calling rank trains it, and nothing else says where it is."""
+    _models[module] = threading.get_ident()
+    for watch in _layer_watches:
+        watch.watch(module)
+
+
+class LayerWatch:
+    """Makes ranges of the layers of all models of the calling rank, until it is closed."""
+
+    def __init__(self) -> None:
+        self._thread = threading.get_ident()
+        self._handles: list[RemovableHandle] = []
+        self._inside: list[tuple[nn.Module, Heard]] = []
+        for module in list(_models):
+            self.watch(module)
+        _layer_watches.append(self)
+
+    def watch(self, module: nn.Module) -> None:
+        """This one too."""
+        if _models[module] == self._thread:
+            for name, layer in layers_of(module):
+                self._attach(name, layer)
+
+    def close(self) -> None:
+        """Leaves models alone."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        if self in _layer_watches:
+            _layer_watches.remove(self)
+
+    def _attach(self, name: str, layer: nn.Module) -> None:
+        forward, backward = What("forward", name), What("backward", name)
+
+        def enter(module: nn.Module, args: Args) -> None:
+            heard = Heard(forward)
+            heard.__enter__()
+            self._inside.append((module, heard))
+
+        def end(module: nn.Module, args: Args, kwargs: Kwargs, outputs: Tree) -> None:
+            while self._inside:
+                last, heard = self._inside.pop()
+                leave(heard)
+                if last is module:
+                    break
+            for tensor in tree_leaves(outputs):
+                if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+                    tensor.register_hook(reached)
+
+        def reached(_: torch.Tensor) -> None:
+            with Heard(backward):
+                pass  # a moment
+
+        self._handles.append(layer.register_forward_pre_hook(enter))
+        self._handles.append(layer.register_forward_hook(end, with_kwargs=True, always_call=True))
+
+
+def layers_of(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """The children that have parameters, in place of lists of modules their elements; below only children."""
+    children = [(name, m) for name, m in module.named_children() if next(m.parameters(), None) is not None]
+    if len(children) == 1 and next(children[0][1].children(), None) is not None:
+        yield from layers_of(children[0][1], f"{prefix}{children[0][0]}.")
+        return
+    for name, child in children:
+        if isinstance(child, nn.ModuleList | nn.ModuleDict | nn.Sequential):
+            for inner, element in child.named_children():
+                if next(element.parameters(), None) is not None:
+                    yield f"{prefix}{name}.{inner}", element
+        else:
+            yield f"{prefix}{name}", child
+
 
 logger = logging.getLogger("shardkit")
 VARIABLE = "SHARDKIT_TRACE"

@@ -1,24 +1,208 @@
-"""Brings pieces of parameters to the owners before a step, and back after it: one all-to-all each way.
+"""Brings parameters to an optimizer as a whole for the time of a step, and lets others be updated where they lie.
 
-Legend: W world size, K number of pieces that one rank sends to another.
+Legend: W world size, K number of pieces that one rank sends to another, S shard numel.
 
-What a rank sends to an owner: the values of all pieces, their gradients, and a flag for each piece that tells whether
-it has a gradient. An owner without a piece of a parameter can't know that by itself. What comes back are values.
+[Note: owners] Who updates which parameter, and which pieces of it travel, is integer arithmetic: every rank computes
+the same plan from the same layouts. A parameter is cut where shards end (:meth:`~shardkit.layout.ShardLayout.pieces`),
+and its owner needs the pieces that lie elsewhere. Owners are balanced by what an update costs, over all units together.
+Where a parameter lies decides only between ranks that have room for it: the fewer parameters straddle
+(``FSDP(align=...)``), the less travels.
+
+[Note: one all-to-all] A rank sends to an owner the values of all pieces, their gradients, and a flag for each piece
+that tells whether it has a gradient: an owner without a piece of a parameter can't know that by itself. What comes back
+are values.
+
+[Note: one program] Where all ranks run one compiled program no rank can have an owner's work. So values and gradients
+are gathered, every rank runs the optimizer on all parameters with the same numbers, and keeps its shard of the result.
+State is not sharded.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import accumulate, chain, pairwise
 
 import torch
+from torch import nn
 
 from ..backend import DONE, Group, Work
+from ..errors import LifecycleError
+from ..fsdp.flat_values import own_part, put_together, taken_apart
+from ..fsdp.originals import FlatParamLike
 from ..layout import Piece
+from ..torch_seams.marked_tensors import as_plain
 from ..tracing.ranges import WholeRanges
-from .bringing import Bringing, Owned, shard_of
 from .listed import Part
-from .plan import Plan, Route, plan_of
+
+
+class OwnedParameter:
+    """A parameter that this rank updates, and of which other ranks have pieces.
+
+    Attributes:
+        param: what the optimizer updates; it has values and memory during a step alone.
+    """
+
+    def __init__(self, part: Part, like: torch.Tensor) -> None:
+        self.part = part
+        self._nothing = like.new_empty((1,) * len(part.shape)).expand(part.shape)
+        self.param = nn.Parameter(self._nothing, requires_grad=like.is_floating_point() or like.is_complex())
+
+    def forget(self) -> None:
+        """The values lie on all ranks again."""
+        self.param.grad = None
+        self.param.data = self._nothing
+
+
+class Bringing(ABC):
+    """Brings pieces to whoever updates parameters, and values back.
+
+    Attributes:
+        owned: the parameters that this rank updates, in order.
+    """
+
+    owned: list[OwnedParameter]
+
+    @abstractmethod
+    def start(self, gradients: bool) -> None:
+        """Sends values, and gradients if asked for (collective)."""
+
+    @abstractmethod
+    def finish(self) -> None:
+        """Gives what this rank owns its values and gradients."""
+
+    @abstractmethod
+    def send_back(self) -> None:
+        """Starts to bring updated values to the shards (collective)."""
+
+    @abstractmethod
+    def take_back(self) -> None:
+        """Shards have the updated values."""
+
+    def forget(self) -> None:
+        """Gives the memory of whole parameters back."""
+        for owned in self.owned:
+            owned.forget()
+
+
+def shard_of(part: Part) -> torch.Tensor:
+    """This rank's shard of the flat parameter that a parameter lies in, detached."""
+    if part.flat is None:
+        raise LifecycleError(f"parameter {part.name!r} is not sharded, and can't travel")
+    return part.flat.param.detach()
+
+
+ALLOWANCE = 1.1  # of the mean cost: so much may a rank have more, if that keeps pieces where they are
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """A parameter, or several that have to have one owner.
+
+    Attributes:
+        cost: of its update, in any unit.
+        held: numel of it that each rank has, [W].
+    """
+
+    cost: float
+    held: tuple[int, ...]
+
+
+def owners_of(items: Sequence[Bundle], world_size: int) -> list[int]:
+    """The rank that updates each item.
+
+    The costliest are placed first. An item goes to the rank that has most of it, if that one does not get more than
+    the mean and the :data:`ALLOWANCE`; else to the rank with the least so far. So no rank gets more than the mean, the
+    allowance and one item.
+    """
+    loads = [0.0] * world_size
+    owners = [0] * len(items)
+    room = ALLOWANCE * sum(i.cost for i in items) / world_size
+    for index in sorted(range(len(items)), key=lambda i: (-items[i].cost, i)):
+        item = items[index]
+        ranks = range(world_size)
+        rank = max(ranks, key=lambda r: (item.held[r], -loads[r], -r))
+        if loads[rank] + item.cost > room:
+            rank = min(ranks, key=lambda r: (loads[r], -item.held[r], r))
+        loads[rank] += item.cost
+        owners[index] = rank
+    return owners
+
+
+def held_by_ranks(pieces: Sequence[Piece], world_size: int) -> tuple[int, ...]:
+    """Numel on each rank, [W]."""
+    held = [0] * world_size
+    for piece in pieces:
+        held[piece.rank] += piece.numel
+    return tuple(held)
+
+
+@dataclass(frozen=True)
+class Route:
+    """The pieces that one rank sends before a step and receives after it, or the other way round.
+
+    Attributes:
+        pieces: with the other rank of each: all for rank 0 first, then all for rank 1, ...; ``item`` counts the
+            parameters that the plan was made of.
+        numels: numel of all pieces for each rank, [W].
+        counts: how many these are, [W].
+    """
+
+    pieces: tuple[tuple[int, Piece], ...]
+    numels: tuple[int, ...]
+    counts: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class TravelPlan:
+    """The pieces that travel between a rank and the owners.
+
+    Attributes:
+        away: of other ranks' parameters, here.
+        own: of this rank's parameters, elsewhere.
+        total: numel of what travels one way, of all ranks together.
+    """
+
+    away: Route
+    own: Route
+    total: int
+
+
+def plan_of(
+    pieces: Sequence[Sequence[Piece]], owners: Sequence[int], rank: int, world_size: int
+) -> TravelPlan:
+    """The plan of one rank.
+
+    Args:
+        pieces: of each parameter.
+        owners: of each parameter.
+        rank: whose plan it is.
+        world_size: W.
+    """
+    away: list[tuple[int, Piece]] = []
+    own: list[tuple[int, Piece]] = []
+    total = 0
+    for item, (cut, owner) in enumerate(zip(pieces, owners, strict=True)):
+        for piece in cut:
+            if piece.rank == owner:
+                continue
+            total += piece.numel
+            numbered = Piece(item, piece.start, piece.rank, piece.offset, piece.numel)
+            if piece.rank == rank:
+                away.append((owner, numbered))
+            elif owner == rank:
+                own.append((piece.rank, numbered))
+    return TravelPlan(_route(away, world_size), _route(own, world_size), total)
+
+
+def _route(pieces: list[tuple[int, Piece]], world_size: int) -> Route:
+    pieces.sort(key=lambda found: found[0])  # stable: items stay in order
+    numels, counts = [0] * world_size, [0] * world_size
+    for other, piece in pieces:
+        numels[other] += piece.numel
+        counts[other] += 1
+    return Route(tuple(pieces), tuple(numels), tuple(counts))
 
 
 class Exchange(Bringing):
@@ -40,19 +224,21 @@ class Exchange(Bringing):
         self._group, self._parts, self._owners, self._device = group, list(parts), list(owners), device
         self._like = shard_of(self._parts[0]).view(-1)[:0]
         self.owned = [
-            Owned(p, self._like) for p, owner in zip(parts, owners, strict=True) if owner == group.rank
+            OwnedParameter(p, self._like)
+            for p, owner in zip(parts, owners, strict=True)
+            if owner == group.rank
         ]
         self._by_number = {
             number: self.owned[k]
             for k, number in enumerate([n for n, owner in enumerate(owners) if owner == group.rank])
         }
         self._flags: dict[tuple[bool, ...], torch.Tensor] = {}
-        self._plans: dict[tuple[bool, ...], Plan] = {}
-        self._arriving: tuple[Plan, bool, torch.Tensor, torch.Tensor, Work] | None = None
+        self._plans: dict[tuple[bool, ...], TravelPlan] = {}
+        self._arriving: tuple[TravelPlan, bool, torch.Tensor, torch.Tensor, Work] | None = None
         self._to_owners = WholeRanges("parameters to owners", group.ranks)
         self._to_shards = WholeRanges("updated parameters", group.ranks)
 
-    def _plan(self) -> Plan:
+    def _plan(self) -> TravelPlan:
         """Frozen parameters don't travel; all ranks know which are."""
         trains = tuple([p.trains for p in self._parts])
         if trains not in self._plans:
@@ -123,7 +309,7 @@ class Exchange(Bringing):
             ]
         )
 
-    def _show_gradients(self, plan: Plan, arrived: torch.Tensor, numels: list[int]) -> None:
+    def _show_gradients(self, plan: TravelPlan, arrived: torch.Tensor, numels: list[int]) -> None:
         there = self._with_gradient(plan, arrived)
         gradients = self._like.new_empty(sum(n for n, t in zip(numels, there, strict=True) if t)).split(
             [n for n, t in zip(numels, there, strict=True) if t]
@@ -145,7 +331,7 @@ class Exchange(Bringing):
                 pairs.append((place.narrow(0, here.start, here.numel), _gradient(owned.part)))
         _copy(pairs)
 
-    def _with_gradient(self, plan: Plan, arrived: torch.Tensor) -> list[bool]:
+    def _with_gradient(self, plan: TravelPlan, arrived: torch.Tensor) -> list[bool]:
         """Which of the owned ones have a gradient. What came is read only where this rank can't know."""
         known = [
             o.part.trains if o.part.may_have_gradient else None if o.part.here is None else False
@@ -217,13 +403,13 @@ def _by_rank(route: Route) -> list[list[Piece]]:
 def _blocks(
     route: Route, arrived: torch.Tensor, times: int, flags: int
 ) -> Iterator[tuple[list[Piece], torch.Tensor]]:
-    """What came from each rank, and the pieces that it is about."""
+    """Cuts what arrived by rank, with the pieces that each part is about."""
     sizes = [times * n + flags * c for n, c in zip(route.numels, route.counts, strict=True)]
     return zip(_by_rank(route), arrived.split(sizes), strict=True)
 
 
 def _arrived(
-    plan: Plan, arrived: torch.Tensor, gradients: bool, which: int
+    plan: TravelPlan, arrived: torch.Tensor, gradients: bool, which: int
 ) -> Iterator[tuple[int, Piece, torch.Tensor]]:
     """Number, piece, and its values (``which`` 0) or its gradient (1), in the order of the route."""
     times, flags = (2, 1) if gradients else (1, 0)
@@ -243,3 +429,169 @@ def _flags_in(route: Route, arrived: torch.Tensor) -> Iterator[torch.Tensor]:
 def _copy(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
     if pairs:
         torch._foreach_copy_([target for target, _ in pairs], [source for _, source in pairs])
+
+
+class Gathered(Bringing):
+    """Parameters of whole flat parameters, each updated by one optimizer.
+
+    Args:
+        parts: all parameters in these flat parameters.
+    """
+
+    def __init__(self, parts: Sequence[Part]) -> None:
+        self.owned = [OwnedParameter(p, shard_of(p)) for p in parts]
+        self._of_flat: dict[int, list[OwnedParameter]] = {}
+        self._flats: dict[int, FlatParamLike] = {}
+        for owned in self.owned:
+            flat = owned.part.flat
+            if flat is not None:
+                self._flats[id(flat)] = flat
+                self._of_flat.setdefault(id(flat), []).append(owned)
+        for of_flat in self._of_flat.values():
+            of_flat.sort(key=lambda owned: owned.part.number)
+
+    def start(self, gradients: bool) -> None:
+        for key, flat in self._flats.items():
+            for owned, value in zip(self._of_flat[key], self._items(flat, flat.param.detach()), strict=True):
+                owned.param.grad = None
+                owned.param.data = value.view(owned.part.shape)
+            gradient = flat.param.grad if gradients else None
+            if gradient is None:
+                continue
+            if flat.unused.used is not None:
+                raise LifecycleError(
+                    f"some parameters of {flat.names[0]!r} and the others of its flat parameter had no gradient, and "
+                    f"which is known to the device alone on {flat.group.backend.name}: an optimizer that updates "
+                    "whole parameters can't skip them. Use fully_shard, or wrap with flatten=False"
+                )
+            for owned, value in zip(self._of_flat[key], self._items(flat, gradient), strict=True):
+                owned.param.grad = value.view(owned.part.shape)
+
+    def _items(self, flat: FlatParamLike, shard: torch.Tensor) -> list[torch.Tensor]:
+        shard = shard.contiguous().view(-1).to(flat.compute_device)
+        full = shard
+        if flat.group.world_size > 1:
+            full = shard.new_empty(flat.layout.padded_numel)
+            flat.group.channel("parameters").all_gather_into(
+                full, shard, label=f"whole parameters of {flat.label}"
+            )
+        # values of their own, as parameters are: views would be updated together, and be one graph's
+        return [item.clone() for item in taken_apart(full, flat.layout)]
+
+    def finish(self) -> None:
+        """Everything is there."""
+
+    def send_back(self) -> None:
+        """Nothing has to be sent."""
+
+    @torch.no_grad()
+    def take_back(self) -> None:
+        for key, flat in self._flats.items():
+            rows = [owned.param.detach().reshape(-1) for owned in self._of_flat[key]]
+            values = own_part(put_together(rows, flat.layout), flat.group)
+            flat.param.data.copy_(values.view(flat.param.shape))
+
+
+class _InShard:
+    """The parts of one shard that are updated in place.
+
+    Attributes:
+        sizes: cuts the shard [S] into pieces, and what lies between them.
+    """
+
+    def __init__(self, flat: FlatParamLike) -> None:
+        self.flat = flat
+        self.parts: list[tuple[Part, nn.Parameter, torch.Size]] = []
+        self.sizes: list[int] = []
+        self.places: list[int] = []
+        self._seen: torch.Tensor | None = None
+        self._views: list[torch.Tensor] = []
+
+    def lay_out(self) -> None:
+        """All parts are known."""
+        self.parts.sort(key=lambda found: found[0].here.offset if found[0].here else 0)
+        end = 0
+        for part, _, _ in self.parts:
+            if part.here is None:
+                continue
+            if part.here.offset > end:
+                self.sizes.append(part.here.offset - end)
+            self.places.append(len(self.sizes))
+            self.sizes.append(part.here.numel)
+            end = part.here.offset + part.here.numel
+        if end < self.flat.param.numel():
+            self.sizes.append(self.flat.param.numel() - end)
+        self.show_values()
+
+    def show_values(self) -> None:
+        """Parameters are views of the shard, which may have got other memory."""
+        shard = self.flat.param.detach()
+        seen = self._seen
+        if seen is None or seen.data_ptr() != shard.data_ptr() or seen.dtype != shard.dtype:
+            self._seen = shard
+            cut = shard.view(-1).split_with_sizes(self.sizes)
+            self._views = [cut[k] for k in self.places]
+            for (_, param, shape), view in zip(self.parts, self._views, strict=True):
+                param.data = view.view(shape)
+
+    def show_gradients(self) -> None:
+        """Parameters have the gradients that a step reads."""
+        gradient = self.flat.param.grad
+        for _, param, _ in self.parts:
+            param.grad = None  # a step that raised may have left one
+        if gradient is None:
+            return
+        with as_plain():
+            cut = gradient.view(-1).split_with_sizes(self.sizes)
+        unused = self.flat.unused.originals
+        for (part, param, shape), place in zip(self.parts, self.places, strict=True):
+            if not unused[part.number]:
+                param.grad = cut[place].view(shape)
+
+    def keep(self) -> None:
+        """After a step: some optimizers put other tensors in place of ``param.data``."""
+        for (_, param, shape), view in zip(self.parts, self._views, strict=True):
+            param.grad = None
+            if param.data_ptr() != view.data_ptr():
+                view.copy_(param.data.reshape(-1))
+                param.data = view.view(shape)
+
+
+class InPlace:
+    """Parameters of this rank's optimizers that are views of shards."""
+
+    def __init__(self) -> None:
+        self._shards: dict[int, _InShard] = {}
+
+    def add(self, part: Part, flat: FlatParamLike, shape: torch.Size) -> nn.Parameter:
+        """A parameter of an optimizer, in this shape; it has its values after :meth:`lay_out`."""
+        empty = torch.empty(0, dtype=flat.param.dtype, device=flat.param.device)
+        param = nn.Parameter(empty, requires_grad=empty.is_floating_point() or empty.is_complex())
+        self._shards.setdefault(id(flat), _InShard(flat)).parts.append((part, param, shape))
+        return param
+
+    def lay_out(self) -> None:
+        """All have been added."""
+        for shard in self._shards.values():
+            shard.lay_out()
+
+    def show(self) -> None:
+        """A step comes next."""
+        for shard in self._shards.values():
+            shard.show_values()
+            shard.show_gradients()
+
+    def show_values(self) -> None:
+        """Something reads and writes values."""
+        for shard in self._shards.values():
+            shard.show_values()
+
+    def keep(self) -> None:
+        """The step is through."""
+        for shard in self._shards.values():
+            shard.keep()
+
+
+def shards_of(parts: Sequence[Part]) -> list[FlatParamLike]:
+    """The flat parameters that parts lie in, each once."""
+    return list({id(p.flat): p.flat for p in parts if p.flat is not None}.values())

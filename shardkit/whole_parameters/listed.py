@@ -85,7 +85,7 @@ class ListedParameter(nn.Parameter):
 
     @classmethod
     def of(cls, part: Part, flat: FlatParamLike) -> ListedParameter:
-        """Of one element's memory, whatever the shape."""
+        """Makes one with one element's memory, whatever the shape."""
         shape = part.shape
         values = torch.empty((1,) * len(shape), dtype=flat.param.dtype, device=flat.param.device).expand(
             shape
@@ -148,7 +148,7 @@ class ListedParameter(nn.Parameter):
         self._shard.requires_grad_(value)
 
     def requires_grad_(self, requires_grad: bool = True) -> ListedParameter:
-        """As torch's."""
+        """Sets whether the shard requires a gradient."""
         self._shard.requires_grad_(requires_grad)
         return self
 
@@ -217,8 +217,10 @@ def parts_of(model: nn.Module) -> list[Part]:
     if not found or without:
         raise ConfigurationError(
             f"parameters {without[:3]} are on the meta device and have no values; call to_empty() or load a state dict "
-            "before making the optimizer" if without else "the model has no parameters to optimize"
-        )  # fmt: skip
+            "before making the optimizer"
+            if without
+            else "the model has no parameters to optimize"
+        )
     return found
 
 

@@ -1,6 +1,10 @@
 """WholeParameters: any torch optimizer over sharded parameters, as exact as over whole ones.
 
 Legend: W world size.
+
+[Note: led steps] Some optimizers evaluate the model themselves, as often as they like (LBFGS). All of their parameters
+have one owner, the leader, which runs the optimizer. The other ranks do what it asks for: take the values that it
+tries, evaluate the closure with it, and send gradients.
 """
 
 from __future__ import annotations
@@ -12,20 +16,88 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ..backend import Group
-from ..checks.facts import all_gather_facts
-from ..checks.same_everywhere import check_same_everywhere, copy_options, option_facts
+from ..backend import Group, ReduceOp
+from ..checks import all_gather_facts, check_same_everywhere, copy_options, option_facts
 from ..errors import ConfigurationError, LifecycleError
 from ..fsdp.state import state_of
 from ..progress import note_error, noting_errors
 from ..types import Kwargs, ParamGroup, StateDict, Tree
 from . import state as saved
-from .closures import Led
-from .costs import Cost, cost_of
-from .in_place import shards_of
+from .exchange import shards_of
 from .listed import parts_of
 from .placing import Inner, Placing
-from .rules import GivenRule, Kind, OptimizerClass, Rule, rules_for
+from .rules import Cost, GivenRule, OptimizerClass, Rule, UpdateKind, cost_of, rules_for
+
+_EVALUATE, _DONE = 1, 0
+
+
+class Led:
+    """One step that a leader runs.
+
+    Args:
+        group: the ranks; None if there is one.
+        leader: the rank that runs the optimizer; None: every rank does, with the same numbers.
+        replicas: ranks that hold the same shards; they follow leaders of their own, which see the same losses.
+        to_leader: brings values and gradients to it (collective).
+        to_shards: brings values back (collective).
+        closure: evaluates the model.
+    """
+
+    def __init__(
+        self,
+        group: Group | None,
+        leader: int | None,
+        replicas: Sequence[Group],
+        to_leader: Callable[[], None],
+        to_shards: Callable[[], None],
+        closure: Callable[[], Tree],
+    ) -> None:
+        self._group = None if group is None else group.channel("control")
+        self._leader, self._replicas = leader, replicas
+        self._to_leader, self._to_shards, self._closure = to_leader, to_shards, closure
+        self._first: Tree = None
+        self._evaluations = 0
+
+    def lead(self, step: Callable[[Callable[[], Tree]], Tree]) -> Tree:
+        """Runs the optimizer's step on the leader."""
+        self._to_leader()
+        loss = step(self._evaluated)
+        self._tell(_DONE)
+        self._to_shards()
+        return loss
+
+    def follow(self) -> Tree:
+        """Does what the leader asks for, until it is through; the loss of the first evaluation."""
+        self._to_leader()
+        while self._tell(_EVALUATE) == _EVALUATE:
+            self._evaluate()
+        self._to_shards()
+        return self._first
+
+    def _tell(self, what: int) -> int:
+        if self._leader is None or self._group is None:
+            return what
+        return self._group.broadcast_object(what, self._leader, label="whether the optimizer evaluates again")
+
+    def _evaluated(self) -> Tree:
+        self._tell(_EVALUATE)
+        return self._evaluate()
+
+    def _evaluate(self) -> Tree:
+        self._to_shards()
+        with torch.enable_grad():
+            loss = self._closure()
+        if isinstance(loss, torch.Tensor):
+            loss = loss.detach().clone()
+            for group in (self._group, *self._replicas):
+                if group is None:
+                    continue
+                group.all_reduce(loss, op=ReduceOp.AVG, label="loss of the closure")
+        self._to_leader()
+        if not self._evaluations:
+            self._first = loss
+        self._evaluations += 1
+        return loss
 
 
 class WholeParameters(Optimizer):
@@ -78,7 +150,7 @@ class WholeParameters(Optimizer):
         self._parts = parts_of(model)
         rules = rules_for(self._parts, optimizer, dict(options), rest)
         self._replicas = _replicas_of(model)
-        self._evaluates = len(rules) == 1 and rules[0].kind is Kind.TOGETHER
+        self._evaluates = len(rules) == 1 and rules[0].kind is UpdateKind.TOGETHER
         groups: list[ParamGroup] = [
             {**rule.group, "params": [(self._parts[n].name, self._parts[n].listed) for n in rule.members]}
             for rule in rules
@@ -199,7 +271,7 @@ class WholeParameters(Optimizer):
 
     def _step_inners(self, kwargs: Kwargs, of_pieces: bool) -> None:
         for inner in self._placing.inners:
-            if inner.optimizer is not None and (inner.rule.kind is Kind.PIECES) is of_pieces:
+            if inner.optimizer is not None and (inner.rule.kind is UpdateKind.PIECES) is of_pieces:
                 inner.optimizer.step(**kwargs)
 
     def _led_step(self, closure: Callable[[], Tree], kwargs: Kwargs) -> Tree:
@@ -231,7 +303,7 @@ class WholeParameters(Optimizer):
         self._placing.in_place.keep()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As torch's; every rank clears its part."""
+        """Clears the gradients; every rank its part."""
         for flat in shards_of(self._parts):
             if set_to_none:
                 flat.param.grad = None

@@ -14,14 +14,9 @@ from ..backend import Group
 from ..errors import ConfigurationError
 from ..layout import Piece
 from ..types import StateDict
-from .bringing import Bringing
-from .costs import Cost
-from .exchange import Exchange
-from .gathered import Gathered
-from .in_place import InPlace
+from .exchange import Bringing, Bundle, Exchange, Gathered, InPlace, held_by_ranks, owners_of
 from .listed import Part
-from .plan import Item, held_by_ranks, owners_of
-from .rules import Kind, Rule
+from .rules import Cost, Rule, UpdateKind
 
 logger = logging.getLogger("shardkit")
 
@@ -95,7 +90,7 @@ class Placing:
         self._parts = parts
         self._refuse_compiled(rules)
         for inner in self.inners:
-            if inner.rule.kind is Kind.PIECES:
+            if inner.rule.kind is UpdateKind.PIECES:
                 self._place_pieces(inner)
         self.owners = self._owners(rules, cost)
         self._place_whole()
@@ -153,7 +148,7 @@ class Placing:
         bundles: dict[tuple[int, ...], list[tuple[float, list[int]]]] = {}
         groups: dict[tuple[int, ...], Group] = {}
         for index, rule in enumerate(rules):
-            if rule.kind is Kind.PIECES:
+            if rule.kind is UpdateKind.PIECES:
                 continue
             together: list[int] = []
             for number in rule.members:
@@ -162,11 +157,11 @@ class Placing:
                     continue
                 together.append(number)
                 groups[flat.group.ranks] = flat.group
-                if rule.kind is Kind.WHOLE:
+                if rule.kind is UpdateKind.WHOLE:
                     bundles.setdefault(flat.group.ranks, []).append(
                         (self._cost(rule, number, cost), [number])
                     )
-            if rule.kind is Kind.TOGETHER and together:
+            if rule.kind is UpdateKind.TOGETHER and together:
                 group = _only_group(rule, [self._parts[n] for n in rule.members])
                 costs = sum(self._cost(rule, n, cost) for n in together)
                 bundles.setdefault(group.ranks, []).append((costs, together))
@@ -174,7 +169,7 @@ class Placing:
         owners: dict[int, int] = {}
         for ranks, found in bundles.items():
             world = len(ranks)
-            items = [Item(c, _held([self._parts[n] for n in numbers], world)) for c, numbers in found]
+            items = [Bundle(c, _held([self._parts[n] for n in numbers], world)) for c, numbers in found]
             for (_, numbers), owner in zip(found, owners_of(items, world), strict=True):
                 owners.update(dict.fromkeys(numbers, owner))
         self.leaders = {i: (group, owners[first]) for i, (group, first) in self.leaders.items()}
@@ -201,7 +196,7 @@ class Placing:
         for _, found in sorted(traveling.items(), key=str):
             self._bring(self._exchange(sorted(found)), places)
         for inner in self.inners:
-            if inner.rule.kind is Kind.PIECES:
+            if inner.rule.kind is UpdateKind.PIECES:
                 continue
             compiled = [part for part in inner.members if _is_compiled(part)]
             if compiled:

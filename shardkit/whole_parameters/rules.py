@@ -1,10 +1,11 @@
-"""Which optimizer updates which parameters, and whether it needs them whole."""
+"""Which optimizer updates which parameters, whether it needs them whole, and what an update costs."""
 
 from __future__ import annotations
 
 import enum
 import fnmatch
 import logging
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias, cast
@@ -27,8 +28,8 @@ OptimizerClass: TypeAlias = Callable[..., Optimizer]
 GivenRule: TypeAlias = tuple[Which, OptimizerClass, Kwargs]
 
 
-class Kind(enum.Enum):
-    """What an update needs."""
+class UpdateKind(enum.Enum):
+    """Says what an update needs."""
 
     PIECES = "nothing but the elements themselves"
     WHOLE = "a whole parameter"
@@ -52,7 +53,7 @@ class Rule:
     build: OptimizerClass
     options: Kwargs
     members: tuple[int, ...]
-    kind: Kind
+    kind: UpdateKind
     group: ParamGroup
     defaults: Kwargs
     evaluates: bool
@@ -198,12 +199,12 @@ def _evaluates(probe: Optimizer) -> bool:
     return isinstance(probe, torch.optim.LBFGS)
 
 
-def _kind(probe: Optimizer, make: Maker) -> Kind:
+def _kind(probe: Optimizer, make: Maker) -> UpdateKind:
     verdict = judge(probe, make)
     if verdict is Verdict.ELEMENTWISE:
-        return Kind.PIECES
+        return UpdateKind.PIECES
     if _evaluates(probe) or couples_parameters(probe, make):
-        return Kind.TOGETHER
+        return UpdateKind.TOGETHER
     if verdict is Verdict.UNKNOWN:
         logger.warning(
             "%s could not be tried, so it is taken to update parameters together: one rank has all of its state. If it "
@@ -211,5 +212,23 @@ def _kind(probe: Optimizer, make: Maker) -> Kind:
             type(probe).__name__,
             type(probe).__name__,
         )
-        return Kind.TOGETHER
-    return Kind.WHOLE
+        return UpdateKind.TOGETHER
+    return UpdateKind.WHOLE
+
+
+Cost = Callable[[object, torch.Size], float]
+"""Of an optimizer class and a parameter's shape."""
+
+
+def cost_of(optimizer_class: object, shape: torch.Size) -> float:
+    """Multiplications of a step, roughly, by the name of the class: classes of this kind are in many packages."""
+    name = getattr(optimizer_class, "__name__", "").lower()
+    numel = float(shape.numel())
+    if len(shape) < 2:
+        return numel
+    if "muon" in name:  # Newton-Schulz iterations: products of [m, n] with [n, m], and of [m, m]
+        rows, columns = shape[0], shape.numel() // max(1, shape[0])
+        return min(rows, columns) ** 2 * float(max(rows, columns))
+    if "shampoo" in name or "soap" in name or "kron" in name:  # roots or eigenvectors for each dimension
+        return float(sum(n**3 for n in shape)) + numel * math.fsum(shape)
+    return numel

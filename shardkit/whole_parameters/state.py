@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from ..backend import Group
-from ..checks.same_everywhere import options_of
+from ..checks import options_of
 from ..errors import ConfigurationError
 from ..layout import Piece, buckets_by_numel
 from ..optimizer_state.checking import check_same_state, check_state
@@ -28,7 +28,7 @@ from .placing import Inner
 _AT_ONCE = 2**24  # elements of parameters whose state is sent together
 
 
-class Found(NamedTuple):
+class PieceState(NamedTuple):
     """State of one parameter on one rank.
 
     Attributes:
@@ -44,9 +44,12 @@ class Found(NamedTuple):
 
 # ------------------------------------------------------------ collecting
 def collect(
-    inners: Sequence[Inner], groups: Sequence[ParamGroup], parts: Sequence[Part],
-    ranks: Mapping[tuple[int, ...], Group], recipient: int,
-) -> StateDict:  # fmt: skip
+    inners: Sequence[Inner],
+    groups: Sequence[ParamGroup],
+    parts: Sequence[Part],
+    ranks: Mapping[tuple[int, ...], Group],
+    recipient: int,
+) -> StateDict:
     """The whole form (collective)."""
     mine = _here(inners)
     order = [p for g in groups for p in g["params"]]
@@ -72,7 +75,9 @@ def collect(
     return {"state": dict(sorted(state.items())), "param_groups": packed}
 
 
-def _gathered(group: Group, sent: dict[str, Found], recipient: int) -> list[dict[str, Found]] | None:
+def _gathered(
+    group: Group, sent: dict[str, PieceState], recipient: int
+) -> list[dict[str, PieceState]] | None:
     control = group.channel("control")
     if recipient == -1:
         return control.all_gather_object(sent, label="state_dict of WholeParameters")
@@ -86,9 +91,9 @@ def _by_group(parts: Iterable[Part]) -> dict[tuple[int, ...], list[Part]]:
     return found
 
 
-def _here(inners: Sequence[Inner]) -> dict[str, Found]:
+def _here(inners: Sequence[Inner]) -> dict[str, PieceState]:
     """State on this rank by name, on the CPU."""
-    found: dict[str, Found] = {}
+    found: dict[str, PieceState] = {}
     for inner in inners:
         if inner.optimizer is None:
             continue
@@ -107,16 +112,16 @@ def _answers_elsewhere(part: Part) -> bool:
     return flat is not None and flat.group.backend.even_shards_only and flat.group.rank > 0
 
 
-def _span(state: SavedState, param: torch.Tensor, piece: Piece | None) -> Found:
+def _span(state: SavedState, param: torch.Tensor, piece: Piece | None) -> PieceState:
     if piece is None:
-        return Found(0, param.numel(), None, to_cpu(dict(state)))
+        return PieceState(0, param.numel(), None, to_cpu(dict(state)))
     spread = frozenset(k for k, v in state.items() if is_elementwise(k, v, param.shape))
     first, end = piece.offset, piece.offset + piece.numel
     cut = {k: to_cpu(v.detach().reshape(-1)[first:end] if k in spread else v) for k, v in state.items()}
-    return Found(piece.start, piece.numel, spread, cut)
+    return PieceState(piece.start, piece.numel, spread, cut)
 
 
-def _joined(there: Sequence[Found], part: Part) -> StateDict:
+def _joined(there: Sequence[PieceState], part: Part) -> StateDict:
     joined = dict(there[0].state)
     for key in there[0].spread or ():
         whole = joined[key].new_empty(part.shape.numel())
@@ -129,7 +134,7 @@ def _joined(there: Sequence[Found], part: Part) -> StateDict:
 def _options(
     inners: Sequence[Inner], groups: Sequence[ParamGroup], ranks: Mapping[tuple[int, ...], Group]
 ) -> list[StateDict]:
-    """Of each group, from a rank whose optimizer has parameters: some classes count steps there (collective)."""
+    """Takes options from ranks whose optimizer has parameters: some classes count steps there (collective)."""
     options = [copy.deepcopy(options_of(g)) for g in groups]
     for group in ranks.values():
         mine = [
@@ -146,9 +151,12 @@ def _options(
 
 # ------------------------------------------------------------ loading
 def load(
-    state_dict: StateDict, inners: Sequence[Inner], groups: Sequence[ParamGroup], parts: Sequence[Part],
+    state_dict: StateDict,
+    inners: Sequence[Inner],
+    groups: Sequence[ParamGroup],
+    parts: Sequence[Part],
     ranks: Mapping[tuple[int, ...], Group],
-) -> None:  # fmt: skip
+) -> None:
     """Gives each optimizer its part (collective)."""
     problem: ConfigurationError | None = None
     by_name: dict[str, StateDict] = {}

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 import shardkit
 from shardkit import FSDP, fully_shard
-from shardkit.adascale.errors import AdaScaleArgumentError, GradientOrderError
+from shardkit.adascale import AdaScaleArgumentError, GradientOrderError
 from shardkit.errors import ConfigurationError, RankMismatchError
 from shardkit.nn import FullyShardedDataParallel, ShardedDataParallel, checkpoint_wrapper
 from shardkit.optim import OSS, AdaScale, AdaScaleWrapper

@@ -7,8 +7,7 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from shardkit.backends.c10d.agreement import Agreement
-from shardkit.backends.c10d.call_order import CallOrder, Key
+from shardkit.backends.c10d.call_order import Agreement, CallOrder, Key
 
 
 def key(label: str) -> Key:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from shardkit.backend import ReduceOp, get_backend
-from shardkit.backends.c10d.waiting import C10dWork
+from shardkit.backends.c10d.group import C10dWork
 from shardkit.errors import ConfigurationError
 from tests.pools import rank_pool
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from shardkit.backend import get_backend
 from shardkit.backends.c10d import nccl
-from shardkit.backends.c10d.known_groups import KnownGroups
+from shardkit.backends.c10d.group import KnownGroups
 from shardkit.errors import ConfigurationError, LifecycleError
 from tests.pools import rank_pool
 

@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from shardkit.backends.process_facts import Progress, memory
+from shardkit.backends.spawning import ProcessTime, memory
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Linux tells")
 
@@ -24,7 +24,7 @@ def test_memory() -> None:
 def test_time_with_a_core_and_time_asleep_count(code: str) -> None:
     process = subprocess.Popen([sys.executable, "-c", code])
     try:
-        progress = Progress(process.pid)
+        progress = ProcessTime(process.pid)
         while progress.seconds() < 0.3:
             time.sleep(0.02)
         assert (progress.cpu > progress.slept) == ("pass" in code)
@@ -44,7 +44,7 @@ def test_time_without_a_core_does_not_count() -> None:
             assert process.stdout is not None
             process.stdout.readline()
         start = time.monotonic()
-        before = [(p := Progress(process.pid), p.seconds()) for process in processes]
+        before = [(p := ProcessTime(process.pid), p.seconds()) for process in processes]
         time.sleep(0.6)
         counted = sum(p.seconds() - first for p, first in before)
         assert counted < 1.4 * (time.monotonic() - start)  # and not three times
@@ -55,4 +55,4 @@ def test_time_without_a_core_does_not_count() -> None:
 
 
 def test_a_process_that_is_gone() -> None:
-    assert Progress(None).seconds() < 1
+    assert ProcessTime(None).seconds() < 1

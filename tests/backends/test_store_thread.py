@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from shardkit.backends.diagnosis.store_thread import NoAnswer, StoreThread
+from shardkit.backends.diagnosis.job_store import NoAnswer, StoreThread
 
 
 def test_a_store_that_does_not_answer_holds_nobody() -> None:

@@ -12,8 +12,7 @@ from torch import nn
 import shardkit
 from shardkit import FSDP, OSS, ReducePolicy, ShardedDDP
 from shardkit.backend import get_backend
-from shardkit.backends.streams import StreamsBackend, StreamsGroup, current_device
-from shardkit.backends.streams.device import Device
+from shardkit.backends.streams import SimulatedDevice, StreamsBackend, StreamsGroup, current_device
 from shardkit.errors import OutOfStepError, RaceError, RankFailedError
 from shardkit.fsdp.gradients.pack import GradientPack
 from shardkit.fsdp.gradients.stored import StoredPack
@@ -30,7 +29,7 @@ def launch(fn: Callable[..., Any], *args: Any, backend: str = "streams") -> list
     return shardkit.launch(fn, WORLD_SIZE, backend=backend, args=args, timeout=30)
 
 
-def here() -> tuple[StreamsGroup, Device]:
+def here() -> tuple[StreamsGroup, SimulatedDevice]:
     device = current_device()
     group = get_backend("streams").group()
     assert isinstance(group, StreamsGroup)

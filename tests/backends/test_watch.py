@@ -8,8 +8,7 @@ import pytest
 import torch.distributed as dist
 
 from shardkit.backends.diagnosis.calls import Call
-from shardkit.backends.diagnosis.job import begin_job
-from shardkit.backends.diagnosis.watch import Watch
+from shardkit.backends.diagnosis.watchdog import Watch, begin_job
 from shardkit.errors import OutOfStepError
 
 SUM = ("all_reduce", 4, "loss")

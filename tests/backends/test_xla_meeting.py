@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from shardkit.backends.xla.meeting import Call, Meeting, Turns
+from shardkit.backends.xla.meeting import ReplicaCall, ReplicaMeeting, Turns
 from shardkit.errors import OutOfStepError, RankLostError
 
 Outcome = dict[int, object] | Exception
@@ -18,10 +18,10 @@ class Threads:
     """One thread a rank; each says with which calls it arrives, or that it leaves."""
 
     def __init__(self, size: int) -> None:
-        self.meeting = Meeting(size)
+        self.meeting = ReplicaMeeting(size)
         self.outcomes: dict[int, queue.SimpleQueue[Outcome]] = {r: queue.SimpleQueue() for r in range(size)}
 
-    def arrive(self, rank: int, *calls: Call) -> None:
+    def arrive(self, rank: int, *calls: ReplicaCall) -> None:
         def body() -> None:
             try:
                 self.outcomes[rank].put(self.meeting.arrive(rank, "sync", calls, f"from {rank}"))
@@ -38,8 +38,8 @@ class Threads:
         return self.outcomes[rank].empty()
 
 
-EVERYONE = Call((0, 1, 2, 3), "all_reduce")
-LOW, HIGH = Call((0, 1), "all_reduce"), Call((2, 3), "broadcast")
+EVERYONE = ReplicaCall((0, 1, 2, 3), "all_reduce")
+LOW, HIGH = ReplicaCall((0, 1), "all_reduce"), ReplicaCall((2, 3), "broadcast")
 
 
 def test_all_arrive_and_get_all_payloads() -> None:
@@ -62,7 +62,7 @@ def test_disjoint_groups_do_not_wait_for_each_other() -> None:
 
 def test_groups_that_share_a_rank_wait_for_each_other() -> None:
     threads = Threads(4)
-    middle = Call((1, 2), "all_reduce")
+    middle = ReplicaCall((1, 2), "all_reduce")
     threads.arrive(0, LOW)
     threads.arrive(1, LOW, middle)
     assert threads.waits(0)
@@ -73,15 +73,15 @@ def test_groups_that_share_a_rank_wait_for_each_other() -> None:
 
 def test_label_is_shown_but_not_compared() -> None:
     threads = Threads(2)
-    threads.arrive(0, Call((0, 1), "all_reduce", "a"))
-    threads.arrive(1, Call((0, 1), "all_reduce", "b"))
+    threads.arrive(0, ReplicaCall((0, 1), "all_reduce", "a"))
+    threads.arrive(1, ReplicaCall((0, 1), "all_reduce", "b"))
     assert isinstance(threads.outcome(0), dict)
 
 
 @pytest.mark.parametrize(
-    "other", [(Call((0, 1), "barrier"),), (LOW, LOW), (Call((0, 1), "barrier"), LOW)], ids=str
+    "other", [(ReplicaCall((0, 1), "barrier"),), (LOW, LOW), (ReplicaCall((0, 1), "barrier"), LOW)], ids=str
 )
-def test_different_calls(other: tuple[Call, ...]) -> None:
+def test_different_calls(other: tuple[ReplicaCall, ...]) -> None:
     threads = Threads(2)
     threads.arrive(0, LOW)
     threads.arrive(1, *other)
@@ -93,8 +93,8 @@ def test_different_calls(other: tuple[Call, ...]) -> None:
 
 def test_the_first_difference_is_that_within_a_group() -> None:
     threads = Threads(4)
-    threads.arrive(0, LOW, EVERYONE, Call(EVERYONE.group, "barrier"))
-    threads.arrive(1, LOW, EVERYONE, Call(EVERYONE.group, "broadcast", "weights"))
+    threads.arrive(0, LOW, EVERYONE, ReplicaCall(EVERYONE.group, "barrier"))
+    threads.arrive(1, LOW, EVERYONE, ReplicaCall(EVERYONE.group, "broadcast", "weights"))
     for rank in (2, 3):  # what they do among themselves is no difference
         threads.arrive(rank, HIGH, HIGH, EVERYONE)
     for rank in range(4):
@@ -128,7 +128,7 @@ def test_nobody_left_to_come() -> None:
     threads = Threads(4)
     threads.arrive(0, LOW)
     threads.arrive(2, HIGH)
-    threads.arrive(1, Call((1, 3), "all_reduce"))
+    threads.arrive(1, ReplicaCall((1, 3), "all_reduce"))
     assert threads.waits(2)
     threads.arrive(3, HIGH)
     assert all(isinstance(threads.outcome(rank), dict) for rank in (2, 3))
@@ -145,7 +145,7 @@ def test_ranks_that_meet_among_themselves_first() -> None:
     for rank in (0, 1, 2):
         threads.arrive(rank, EVERYONE)
     assert threads.waits(0)
-    threads.arrive(3, Call((3,), "barrier"))
+    threads.arrive(3, ReplicaCall((3,), "barrier"))
     assert isinstance(threads.outcome(3), dict)
     assert threads.waits(0)
     threads.arrive(3, EVERYONE)

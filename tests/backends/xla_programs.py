@@ -539,7 +539,7 @@ def launch_by_runtime() -> None:
     """The way of a TPU, with the devices that a CPU is: run in a process of its own."""
     import os
 
-    from shardkit.backends.xla.accelerator import launch
+    from shardkit.backends.xla.pool import launch
 
     (result,) = launch(one_device, 1, (), 100, 100)
     assert result["rank"] == (0, 0, 1)

@@ -186,9 +186,9 @@ def collectives_of_a_tpu(unwatched: bool = False) -> Iterator[Callable[[], None]
     import torch_xla.core.xla_model as xm
 
     from shardkit.backend import get_backend
-    from shardkit.backends.xla import collectives, syncing
+    from shardkit.backends.xla import collectives, torch_xla_api
     from shardkit.backends.xla.cpu_replicas import current_world
-    from shardkit.backends.xla.meeting import Call
+    from shardkit.backends.xla.meeting import ReplicaCall
     from shardkit.backends.xla.runtime import Replica
     from tests.xla.meeting import in_memory
 
@@ -199,8 +199,8 @@ def collectives_of_a_tpu(unwatched: bool = False) -> Iterator[Callable[[], None]
     theirs = vars(collectives._NATIVE)
     meet(None)
     if unwatched:
-        while syncing._keep:
-            syncing._keep.pop()._destroy()
+        while torch_xla_api._keep:
+            torch_xla_api._keep.pop()._destroy()
     replaced = {name: getattr(xm, name) for name in theirs}
     meet(None)
     before, state.replica = (
@@ -211,7 +211,7 @@ def collectives_of_a_tpu(unwatched: bool = False) -> Iterator[Callable[[], None]
         setattr(xm, name, function)
     meet(None)
     try:
-        yield lambda: state.issued(Call(everybody, "step"))
+        yield lambda: state.issued(ReplicaCall(everybody, "step"))
     finally:
         meet(None)
         for name, function in replaced.items():

@@ -15,7 +15,7 @@ from torch import nn
 
 import shardkit
 from shardkit.backend import get_backend
-from shardkit.checks.facts import all_gather_facts, all_gather_facts_or_objects, decode, encode
+from shardkit.checks import all_gather_facts, all_gather_facts_or_objects, decode, encode
 from shardkit.errors import BackendError, ConfigurationError, RankMismatchError
 from tests.pools import rank_pool
 

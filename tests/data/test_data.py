@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from torch.utils.data import Dataset, IterableDataset
 
 from shardkit import GlobalBatchSampler, ResumableLoader
-from shardkit.data.worker import Worker
+from shardkit.data import Worker
 from shardkit.errors import ConfigurationError
 
 

@@ -19,7 +19,7 @@ from torch import nn
 from shardkit import model_parallel as mp
 from shardkit.errors import ConfigurationError, LifecycleError, RankMismatchError
 from shardkit.model_parallel import groups, layers, regions
-from shardkit.model_parallel.partition import VocabUtility, split_tensor_along_last_dim
+from shardkit.model_parallel.groups import VocabUtility, split_tensor_along_last_dim
 from tests.llama import ParallelLayers, PlainLayers, Size, Transformer, load_part, part_of
 from tests.pools import rank_pool
 

@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 
 from shardkit.tools.cli import main
-from shardkit.tools.trace.advice import advice
-from shardkit.tools.trace.analysis import analyse
+from shardkit.tools.trace.report import advice, analyse
 from shardkit.tracing.ranges import What
-from shardkit.tracing.recording import FORMAT, Part
+from shardkit.tracing.recording import FORMAT, TracePart
 from shardkit.tracing.timeline import of_events, read_events
 
 MS = 1_000_000
@@ -35,7 +34,7 @@ class Written:
     def parts(self, folder: Path) -> None:
         for rank, events in enumerate(self.events):
             whats = list(dict.fromkeys(what for what, _, _ in events))
-            part = Part(
+            part = TracePart(
                 format=FORMAT, rank=rank, world_size=self.ranks, backend="gloo", host="h", process=1, torch="2",
                 first_step=0, began=0, ended=round(self.at[rank] * MS), threads=[0],
                 whats=[tuple(w) for w in whats],  # type: ignore[misc]

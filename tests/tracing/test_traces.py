@@ -14,10 +14,9 @@ import torch
 import shardkit
 from shardkit.backend import backend_of_job
 from shardkit.errors import ConfigurationError, DamagedFileError, RankMismatchError
-from shardkit.tools.trace.advice import advice
-from shardkit.tools.trace.analysis import analyse
-from shardkit.tracing import clocks, stepping
-from shardkit.tracing.clocks import Reading, compare_clocks, on_rank_0
+from shardkit.tools.trace.report import advice, analyse
+from shardkit.tracing import recording, tracer
+from shardkit.tracing.recording import ClockReading, compare_clocks, on_rank_0
 from shardkit.tracing.timeline import of_events, read_events
 from shardkit.tracing.tracer import read_plan
 from tests.figures.counters import CallCounter
@@ -98,13 +97,13 @@ def check_file(trace: dict[str, Any], ranks: int, steps: list[int]) -> None:
 
 
 # ------------------------------------------------------------ clocks
-def _with_another_clock(rank: int) -> tuple[Reading, int]:
-    before, ahead = clocks.now, rank * 3_000_000_000
-    clocks.now = lambda: before() + ahead
+def _with_another_clock(rank: int) -> tuple[ClockReading, int]:
+    before, ahead = recording.now, rank * 3_000_000_000
+    recording.now = lambda: before() + ahead
     try:
         return compare_clocks(backend_of_job().group(None)), ahead
     finally:
-        clocks.now = before
+        recording.now = before
 
 
 def test_clocks_that_differ_are_found_out() -> None:
@@ -114,9 +113,9 @@ def test_clocks_that_differ_are_found_out() -> None:
 
 
 def test_clocks_that_drift_are_followed_between_readings() -> None:
-    readings = [Reading(1000, 100.0, 1.0), Reading(3000, 300.0, 1.0)]
+    readings = [ClockReading(1000, 100.0, 1.0), ClockReading(3000, 300.0, 1.0)]
     assert [on_rank_0(t, readings) for t in (1000, 2000, 3000)] == [900, 1800, 2700]
-    assert on_rank_0(2000, [Reading(1000, 100.0, 60.0), Reading(3000, 120.0, 10.0)]) == 1880
+    assert on_rank_0(2000, [ClockReading(1000, 100.0, 60.0), ClockReading(3000, 120.0, 10.0)]) == 1880
 
 
 # ------------------------------------------------------------ how a trace begins and ends
@@ -126,7 +125,7 @@ def _by_environment(rank: int, folder: str) -> list[bool]:
         train(rank, "sharded_ddp", "", 3, None)
     finally:
         del os.environ["SHARDKIT_TRACE"]
-    return [not stepping._watches, stepping._patched == []]
+    return [not tracer._watches, tracer._patched == []]
 
 
 def test_the_environment_begins_a_trace(tmp_path: Path) -> None:
@@ -200,7 +199,7 @@ class _Timer:
 
     def mark(self) -> tuple[int, int]:
         self._marks += 1
-        return clocks.now(), self._marks
+        return recording.now(), self._marks
 
     def seconds(self, first: Any, second: Any) -> float:
         return (second[0] - first[0]) / 1e9 + (second[1] - first[1]) * 1e-3

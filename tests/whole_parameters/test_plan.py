@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardkit.layout import ShardLayout
-from shardkit.whole_parameters.plan import ALLOWANCE, Item, held_by_ranks, owners_of, plan_of
+from shardkit.whole_parameters.exchange import ALLOWANCE, Bundle, held_by_ranks, owners_of, plan_of
 
 LAYOUTS = st.tuples(st.lists(st.integers(0, 40), min_size=1, max_size=12), st.integers(1, 6))
 
@@ -39,7 +39,7 @@ def test_all_elements_reach_the_owner_and_come_back(
 )
 def test_no_rank_has_much_more_than_the_mean(drawn: list[tuple[int, int]], world_size: int) -> None:
     items = [
-        Item(float(cost), tuple(cost if r == place % world_size else 0 for r in range(world_size)))
+        Bundle(float(cost), tuple(cost if r == place % world_size else 0 for r in range(world_size)))
         for cost, place in drawn
     ]
     owners = owners_of(items, world_size)
@@ -51,7 +51,7 @@ def test_no_rank_has_much_more_than_the_mean(drawn: list[tuple[int, int]], world
 def test_equal_matrices_stay_where_they_lie() -> None:
     """Four layers on four ranks, each whole on one: nothing would travel."""
     cut = ShardLayout((36,) * 4, 4).pieces()
-    items = [Item(216.0, held_by_ranks([p], 4)) for p in cut]
+    items = [Bundle(216.0, held_by_ranks([p], 4)) for p in cut]
     owners = owners_of(items, 4)
     assert owners == [p.rank for p in cut]
     assert plan_of([[p] for p in cut], owners, 0, 4).total == 0

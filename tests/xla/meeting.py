@@ -12,21 +12,21 @@ from shardkit.backend import get_backend
 def meet() -> None:
     """All replicas are here, and what they have recorded has run."""
     from shardkit.backends.xla.cpu_replicas import current_world
-    from shardkit.backends.xla.meeting import Call
+    from shardkit.backends.xla.meeting import ReplicaCall
 
     get_backend("xla").mark_step(wait=True)
     world = current_world()
     assert world is not None
-    world.here().meet("meet", [Call(tuple(range(world.size)), "meet")])
+    world.here().meet("meet", [ReplicaCall(tuple(range(world.size)), "meet")])
 
 
 def in_memory(state: Any) -> Any:
     """What a replica's host is without a TPU's rules, whatever they are: objects cost no program."""
     from shardkit.backends.xla.collectives import replica_groups
-    from shardkit.backends.xla.meeting import Call
+    from shardkit.backends.xla.meeting import ReplicaCall
 
     def exchange(ranks: Sequence[int], what: str, label: str, payload: bytes) -> list[bytes]:
-        payloads = state.meet(what, [Call(tuple(ranks), what, label)], payload)
+        payloads = state.meet(what, [ReplicaCall(tuple(ranks), what, label)], payload)
         return [payloads[rank] for rank in ranks]
 
     def partition(ranks: Sequence[int], siblings: Sequence[Sequence[int]]) -> list[list[int]]:

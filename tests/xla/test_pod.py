@@ -13,7 +13,7 @@ from tests.pools import rank_pool
 
 pytest.importorskip("torch_xla")
 
-from shardkit.backends.xla import exchange
+from shardkit.backends.xla import runtime
 from shardkit.backends.xla.cpu_replicas import Rules, rules_here
 from tests.xla import pod_programs as programs
 
@@ -60,9 +60,9 @@ def test_different_exchanges_of_one_size() -> None:
 
 
 # ------------------------------------------------------------------ rows
-def _rows(groups: dict[int, list[int]], what: str = "facts") -> list[exchange.Row]:
+def _rows(groups: dict[int, list[int]], what: str = "facts") -> list[runtime.Row]:
     return [
-        exchange.read(exchange.written(rank, groups[rank], what, "", b"x" * rank))
+        runtime.read(runtime.written(rank, groups[rank], what, "", b"x" * rank))
         for rank in range(len(groups))
     ]
 
@@ -71,7 +71,7 @@ def test_parts_are_what_the_ranks_say() -> None:
     """Also where no rank could have guessed those of the others."""
     parts = [[4, 1], [0, 3], [5, 2]]
     rows = _rows({rank: part for part in parts for rank in part})
-    assert exchange.partition(rows) == [[0, 3], [4, 1], [5, 2]]
+    assert runtime.partition(rows) == [[0, 3], [4, 1], [5, 2]]
     assert [row.payload for row in rows] == [b"x" * rank for rank in range(6)]
 
 
@@ -81,7 +81,7 @@ def test_what_ranks_exchange_for_has_to_be_the_same() -> None:
     with pytest.raises(
         OutOfStepError, match=r"rank 0: new_group\(\[0\]\) in its group of 2.*\n.*rank 1: xxxx"
     ):
-        exchange.partition(rows)
+        runtime.partition(rows)
 
 
 @pytest.mark.parametrize(
@@ -95,13 +95,13 @@ def test_what_ranks_exchange_for_has_to_be_the_same() -> None:
 )
 def test_groups_that_do_not_fit_together(groups: list[list[int]], error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
-        exchange.partition(_rows(dict(enumerate(groups))))
+        runtime.partition(_rows(dict(enumerate(groups))))
 
 
 def test_sizes_that_travel_are_few() -> None:
-    widths = {exchange.room_for(length) for length in range(exchange.ROOM + 1, 100_000, 97)}
+    widths = {runtime.room_for(length) for length in range(runtime.ROOM + 1, 100_000, 97)}
     assert widths == {2**n for n in range(10, 18)}
-    assert all(exchange.room_for(n) >= n for n in (exchange.ROOM + 1, 512, 513, 1024, 1025, 4096))
+    assert all(runtime.room_for(n) >= n for n in (runtime.ROOM + 1, 512, 513, 1024, 1025, 4096))
 
 
 # ------------------------------------------------------------------ a pod's ranks
@@ -149,7 +149,7 @@ def test_every_host_has_its_files(tmp_path: Path) -> None:
 
 
 def test_objects_go_through_the_device() -> None:
-    lengths = [0, 1, exchange.ROOM, exchange.ROW, 20_000]
+    lengths = [0, 1, runtime.ROOM, runtime.ROW, 20_000]
     for moved, count in rank_pool(4, "xla").run(programs.objects, lengths):
         assert moved >= 4 * count
     for moved, _ in rank_pool(4, "xla without rules").run(programs.objects, lengths):

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from shardkit.backend import backend_of_job
-from shardkit.backends.arguments import size_of
+from shardkit.backends.checked_group import size_of
 from shardkit.backends.imagined import RanksInName
 from shardkit.errors import ConfigurationError
 from shardkit.fsdp.gradients import predivide_factor

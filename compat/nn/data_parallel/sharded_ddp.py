@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from shardkit.adascale.optimizer import AdaScale
+from shardkit.adascale import AdaScale
 from shardkit.errors import ConfigurationError
 from shardkit.optim.oss import OSS
 from shardkit.policy import ReducePolicy

@@ -1,6 +1,6 @@
 """fairscale.nn.model_parallel.cross_entropy."""
 
-from shardkit.model_parallel.cross_entropy import vocab_parallel_cross_entropy
+from shardkit.model_parallel.regions import vocab_parallel_cross_entropy
 
 from .initialize import get_model_parallel_group, get_model_parallel_rank, get_model_parallel_world_size
 from .utils import VocabUtility

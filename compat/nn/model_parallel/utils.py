@@ -1,6 +1,6 @@
 """fairscale.nn.model_parallel.utils."""
 
-from shardkit.model_parallel.partition import (
+from shardkit.model_parallel.groups import (
     VocabUtility,
     divide_and_check_no_remainder,
     ensure_divisibility,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from shardkit.moe import layer as core
+from shardkit import moe as core
 from shardkit.redirected import redirected_names
 from shardkit.types import ProcessGroup
 

@@ -1,6 +1,6 @@
 """fairscale.nn.pipe: pipeline parallelism."""
 
-from shardkit.pipeline.remote_pipe import PipeRPCWrapper
+from shardkit.pipeline.async_pipe import PipeRPCWrapper
 
 from .async_pipe import AsyncPipe
 from .checkpoint import is_checkpointing, is_recomputing

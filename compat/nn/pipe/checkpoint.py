@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from shardkit.activations.checkpointing import call_checkpointed
-from shardkit.pipeline.batch import Batch
+from shardkit.pipeline.microbatch import Batch
 from shardkit.redirected import redirected_names
 
 from .types import TensorOrTensors

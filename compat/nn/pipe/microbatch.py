@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from shardkit.pipeline import microbatch
-from shardkit.pipeline.batch import Batch
+from shardkit.pipeline.microbatch import Batch
 from shardkit.redirected import redirected_names
 
 from .types import TensorOrTensors

@@ -20,7 +20,7 @@ from shardkit.backends.xla.backend import sleep
 from shardkit.checkpoint.files.loading import load
 from shardkit.checkpoint.files.writing import save
 from shardkit.checkpoint.tools.rank_files import parameters_in
-from shardkit.checks.runs import check_one_save
+from shardkit.checks import check_one_save
 from shardkit.errors import ConfigurationError, UntrustedFileError
 from shardkit.fsdp.names import clean
 from shardkit.xla.ranks import rank_and_world_size

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import torch
 
-from ...checks.runs import check_one_save
+from ...checks import check_one_save
 from ...errors import ConfigurationError
 from ...fsdp.local_checkpoint import note_of
 from ...fsdp.names import INNER, OUTER, clean

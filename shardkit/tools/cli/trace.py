@@ -40,9 +40,8 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _run(options: argparse.Namespace) -> None:
-    from shardkit.tools.trace.analysis import analyse
     from shardkit.tools.trace.plots import plot
-    from shardkit.tools.trace.report import as_data, as_text
+    from shardkit.tools.trace.report import analyse, as_data, as_text
     from shardkit.tracing.recording import write_atomically
     from shardkit.tracing.timeline import of_events, read_events
 

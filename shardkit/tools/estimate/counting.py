@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 
 from shardkit.backend import DONE, ReduceOp, Work
 from shardkit.backends.c10d.group import PIECE
-from shardkit.backends.c10d.local_reduction import Exchange
+from shardkit.backends.c10d.payloads import ReduceScatterPlan
 from shardkit.backends.imagined import ImaginedBackend, ImaginedGroup
 
 from .tape import Tape
@@ -50,15 +50,20 @@ class CountingGroup(ImaginedGroup):
         self.collectives: Counter[str] = Counter()
         self.sent = 0.0
 
-    def reduce_scatter_into(
-        self, shard: torch.Tensor, input: torch.Tensor, sizes: Sequence[int] | None = None, *,
-        op: ReduceOp = ReduceOp.SUM, async_op: bool = False, label: str = "",
-    ) -> Work:  # fmt: skip
+    def _reduce_scatter(
+        self,
+        shard: torch.Tensor,
+        input: torch.Tensor,
+        parts: list[int],
+        op: ReduceOp,
+        async_op: bool,
+        label: str,
+    ) -> Work:
         work = self._carry("reduce_scatter", input, async_op, label)
         if not self._on_host or self.world_size == 1:
             return work
         # gloo has no reduce-scatter of its own: what arrives may lie beside what it is added to
-        exchange = Exchange(self.rank, tuple(sizes or [shard.numel()] * self.world_size))
+        exchange = ReduceScatterPlan(self.rank, tuple(parts))
         arrived = 0 if self.world_size == 2 else exchange.own * self.world_size  # two add where it arrives
         return Arriving(shard.new_empty(min(exchange.own, PIECE) if exchange.in_rounds else arrived))
 

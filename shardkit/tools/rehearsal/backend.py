@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch.distributed as dist
 
 from shardkit.backend import Group
-from shardkit.backends.arguments import is_group
+from shardkit.backends.checked_group import is_group
 from shardkit.backends.simulated.backend import SimulatedBackend
 from shardkit.backends.simulated.process_group import ProcessGroupOfThreads
 from shardkit.errors import ConfigurationError

@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator
 from typing import TextIO
 
-from shardkit.backends.diagnosis.thread_position import position_of
+from shardkit.backends.diagnosis.stack_report import position_of
 from shardkit.backends.simulated.rank_threads import RankThreads
 
 SECONDS = 30.0

@@ -12,20 +12,20 @@ from types import ModuleType, SimpleNamespace
 from typing import NamedTuple
 
 from shardkit.backends.simulated.group import SimulatedGroup
-from shardkit.backends.simulated.places import Place
+from shardkit.backends.simulated.places import SourceLine
 
 
 class Sent(NamedTuple):
     """Collectives of one kind that a rank has issued from one line."""
 
     operation: str
-    place: Place
+    place: SourceLine
 
 
 class Loader(NamedTuple):
     """A pass over a DataLoader."""
 
-    place: Place
+    place: SourceLine
     batches: int | None  # None: it does not know
     batch_size: int | None
 

@@ -16,7 +16,7 @@ from shardkit.backends.diagnosis.calls import Call
 from shardkit.backends.simulated.backend import enter_group
 from shardkit.backends.simulated.devices_on_host import DevicesOnHost, host_for_devices
 from shardkit.backends.simulated.group import Line, SimulatedGroup
-from shardkit.backends.simulated.places import Place
+from shardkit.backends.simulated.places import SourceLine
 from shardkit.backends.simulated.rank_threads import RankThreads
 from shardkit.errors import ConfigurationError, RankFailedError
 
@@ -152,5 +152,5 @@ class _Rehearsal:
                 leave(rank)
                 rank.main = None
 
-    def _note(self, number: int, call: Call, place: Place, size: int, world_size: int) -> None:
+    def _note(self, number: int, call: Call, place: SourceLine, size: int, world_size: int) -> None:
         note_call(self._ranks[number], call, place, size, world_size)

@@ -8,8 +8,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from shardkit.backends.diagnosis.calls import Call
-from shardkit.backends.simulated.meetings import Condition
-from shardkit.backends.simulated.rank_threads import RankThreads
+from shardkit.backends.simulated.rank_threads import Condition, RankThreads
 from shardkit.errors import ConfigurationError
 from shardkit.types import Tree
 

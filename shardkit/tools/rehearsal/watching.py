@@ -15,9 +15,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.data import BatchSampler, DataLoader
 
 from shardkit.backends.diagnosis.calls import Call
-from shardkit.backends.simulated.meetings import Condition
-from shardkit.backends.simulated.places import Place, here
-from shardkit.backends.simulated.rank_threads import RankThreads
+from shardkit.backends.simulated.places import SourceLine, here
+from shardkit.backends.simulated.rank_threads import Condition, RankThreads
 from shardkit.optimizers.stepping import take_part
 from shardkit.types import Tree
 
@@ -156,7 +155,7 @@ def _noting_loaders(whole: WholeBatches | None, iterate: Callable[..., Tree]) ->
     return noting
 
 
-def note_call(rank: Rank, call: Call, place: Place, size: int, world_size: int) -> None:
+def note_call(rank: Rank, call: Call, place: SourceLine, size: int, world_size: int) -> None:
     """A collective over ``size`` bytes among ``world_size`` ranks."""
     kind = Sent(call.operation.partition("(")[0], place)
     rank.seen.calls[kind] += 1

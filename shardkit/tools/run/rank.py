@@ -29,7 +29,7 @@ FILES = "SHARDKIT_RANK_FILES"  # environment variable: path of the rank's files,
 PIPE = "SHARDKIT_RANK_PIPE"  # environment variable: a named pipe; who opens it asks where the rank stands
 STACKS_SIGNAL = getattr(signal, "SIGRTMIN", 0) and signal.SIGRTMIN + 3  # one that programs don't use
 _PR_SET_PDEATHSIG = 1
-_DIAGNOSIS = "shardkit.backends.diagnosis.standing"
+_DIAGNOSIS = "shardkit.backends.diagnosis.stack_report"
 
 
 def main() -> None:
@@ -135,7 +135,7 @@ def _answer_each(pipe: str, files: Path, main_thread: int) -> None:
 
 def _standing(thread: int) -> str:
     """One sentence without its subject."""
-    return str(importlib.import_module(_DIAGNOSIS).standing(thread))
+    return str(importlib.import_module(_DIAGNOSIS).describe_thread(thread))
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...errors import ConfigurationError
-from ...tracing.timeline import Moment, Trace
+from ...tracing.timeline import Activity, Trace
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -56,24 +56,37 @@ def plot(trace: Trace, path: str | Path, step: int | None = None) -> None:
         for left, right, kind, label in _pieces(rank.moments, start, end):
             used[kind] = _COLOURS[kind]
             axes.broken_barh(
-                [((left - start) / 1e3, (right - left) / 1e3)], (row - 0.4, 0.8), color=used[kind],
-                hatch="///" if kind == "waits" else None, edgecolor="white", linewidth=0.3,
-            )  # fmt: skip
+                [((left - start) / 1e3, (right - left) / 1e3)],
+                (row - 0.4, 0.8),
+                color=used[kind],
+                hatch="///" if kind == "waits" else None,
+                edgecolor="white",
+                linewidth=0.3,
+            )
             if right - left > 0.02 * (end - start):
                 axes.text(
-                    ((left + right) / 2 - start) / 1e3, row, label, ha="center", va="center", fontsize=7, clip_on=True,
+                    ((left + right) / 2 - start) / 1e3,
+                    row,
+                    label,
+                    ha="center",
+                    va="center",
+                    fontsize=7,
+                    clip_on=True,
                     rotation=90 if right - left < 0.08 * (end - start) else 0,
-                )  # fmt: skip
+                )
     axes.set(
-        yticks=range(len(trace.ranks)), yticklabels=[f"rank {number}" for number in trace.ranks], xlabel="ms",
-        xlim=(0, (end - start) / 1e3), ylim=(len(trace.ranks) - 0.5, -0.5),
-    )  # fmt: skip
+        yticks=range(len(trace.ranks)),
+        yticklabels=[f"rank {number}" for number in trace.ranks],
+        xlabel="ms",
+        xlim=(0, (end - start) / 1e3),
+        ylim=(len(trace.ranks) - 0.5, -0.5),
+    )
     handles = [Patch(color=used[kind], label=kind) for kind in _COLOURS if kind in used]
     figure.legend(handles=handles, loc="outside upper center", ncols=len(handles), frameon=False)
     figure.savefig(path)
 
 
-def _pieces(moments: Sequence[Moment], start: float, end: float) -> Iterator[tuple[float, float, str, str]]:
+def _pieces(moments: Sequence[Activity], start: float, end: float) -> Iterator[tuple[float, float, str, str]]:
     """Start, end, kind and label; moments of one kind and unit that follow each other are one."""
     for (kind, label), group in groupby(moments, key=lambda moment: (_kind(moment), _label(moment))):
         alike = list(group)
@@ -93,7 +106,7 @@ def _time_of(trace: Trace, step: int | None) -> tuple[float, float]:
     return min(a for a, _ in times), max(b for _, b in times)
 
 
-def _kind(moment: Moment) -> str:
+def _kind(moment: Activity) -> str:
     phase = moment.place.phase
     if moment.wait:
         return "waits"
@@ -101,7 +114,7 @@ def _kind(moment: Moment) -> str:
     return phase if phase in _COLOURS else "between steps"
 
 
-def _label(moment: Moment) -> str:
+def _label(moment: Activity) -> str:
     if moment.wait:
         return moment.wait.replace("(", "\n").rstrip(")")
     return moment.place.unit or moment.place.phase

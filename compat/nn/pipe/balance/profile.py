@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from shardkit.pipeline.batch import Batch
+from shardkit.pipeline.microbatch import Batch
 from shardkit.redirected import redirected_names
 
 __getattr__ = redirected_names(__name__)

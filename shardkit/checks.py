@@ -1,0 +1,357 @@
+"""What ranks tell each other, and compare before it matters: names, shapes, options, and of which run a file is.
+
+[Note: facts] A pickle can hold calls of any function, and whoever can write to a rank's connection could send one. What
+ranks tell each other is JSON with a tag where JSON has no type, and nothing else is understood.
+
+[Note: runs] Files of shards say which run they are of, and when they were made: those of other runs or moments are not
+mixed. Ranks agree on an id once a job and group, in an exchange that they make anyway; what is built after that is
+counted, alike on all ranks. So units have ids that other jobs, and other models of the same job, have not, and no file
+needs a rank to talk to another.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import os
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from types import BuiltinFunctionType, FunctionType, MethodType
+from typing import TypeVar
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from .backend import Group
+from .errors import BackendError, ConfigurationError, RankMismatchError
+from .types import Facts, ParamGroup, StateDict, Tree
+
+T = TypeVar("T")
+_PLAIN = (bool, int, float, str, type(None))
+_DTYPES = {str(v): v for v in vars(torch).values() if isinstance(v, torch.dtype)}
+
+
+def all_gather_facts(group: Group, value: T, *, label: str = "") -> list[T]:
+    """Each rank's value, in rank order, on every rank (collective).
+
+    Args:
+        group: the ranks.
+        value: None, bool, int, float, str, bytes, torch.dtype, and tuples, lists and dicts of them; torch.Size arrives
+            as a tuple.
+        label: names the call in errors.
+
+    Raises:
+        ConfigurationError: it is something else.
+        BackendError: what another rank sent is no fact.
+    """
+    return [decode(data) for data in group.all_gather_bytes(encode(value), label=label)]
+
+
+def all_gather_facts_or_objects(group: Group, value: T, *, label: str = "") -> list[T]:
+    """Gathers values that may be anything: where those of all ranks are facts, nothing is pickled (collective)."""
+    try:
+        mine = encode(value)
+    except ConfigurationError:
+        mine = b""
+    everybody = group.all_gather_bytes(mine, label=label)
+    if all(everybody):
+        return [decode(data) for data in everybody]
+    return group.all_gather_object(value, label=label)
+
+
+def encode(value: object) -> bytes:
+    """A value as bytes.
+
+    Raises:
+        ConfigurationError: it is no fact.
+    """
+    return json.dumps(_tagged(value), separators=(",", ":")).encode()
+
+
+def decode(data: bytes) -> Tree:
+    """The value of some bytes.
+
+    Raises:
+        BackendError: they are no fact.
+    """
+    try:
+        return _untagged(json.loads(data))
+    except (ValueError, TypeError, LookupError, RecursionError) as error:
+        raise BackendError(
+            f"a rank sent {data[:40]!r}, which is no fact: {error}; do all ranks run one version?"
+        ) from error
+
+
+def _tagged(value: object) -> object:
+    if type(value) in _PLAIN:
+        return value
+    if isinstance(value, torch.Size) or type(value) is tuple:
+        return ["tuple", *map(_tagged, value)]
+    if type(value) is list:
+        return ["list", *map(_tagged, value)]
+    if type(value) is dict:
+        return ["dict", *([_tagged(k), _tagged(v)] for k, v in value.items())]
+    if type(value) is bytes:
+        return ["bytes", value.hex()]
+    if isinstance(value, torch.dtype):
+        return ["dtype", str(value)]
+    raise ConfigurationError(f"{type(value).__name__} is no fact that ranks can tell each other: {value!r}")
+
+
+def _untagged(value: object) -> Tree:
+    if type(value) in _PLAIN:
+        return value
+    if type(value) is not list:
+        raise ValueError("an object")
+    tag, *parts = value
+    if tag == "tuple":
+        return tuple(map(_untagged, parts))
+    if tag == "list":
+        return [*map(_untagged, parts)]
+    if tag == "dict":
+        return {_untagged(k): _untagged(v) for k, v in parts}
+    if tag == "bytes":
+        return bytes.fromhex(parts[0])
+    if tag == "dtype":
+        return _DTYPES[parts[0]]
+    raise ValueError(f"the tag {tag!r}")
+
+
+@dataclass
+class _RunIds:
+    """Attributes:
+    id: the same on all ranks of a group.
+    built: units so far.
+    """
+
+    id: str
+    built: int = 0
+
+
+_jobs: weakref.WeakKeyDictionary[Group, _RunIds] = weakref.WeakKeyDictionary()
+
+
+def proposed_run_id() -> str:
+    """Makes an id for a rank to propose; the first rank's is taken. No generator is drawn from."""
+    return os.urandom(6).hex()
+
+
+def new_run_id(group: Group, proposed: str) -> str:
+    """The id of the unit that is being built, the same on all ranks.
+
+    Args:
+        group: the ranks of the unit.
+        proposed: by the first of them; taken for the group's first unit.
+    """
+    job = _jobs.setdefault(group, _RunIds(proposed))
+    job.built += 1
+    return f"{job.id}-{job.built}"
+
+
+def number_of(group: Group, run_id: str) -> str:
+    """Tells a unit from all others of the group in a few characters; those of other jobs, unpickled, take more."""
+    job, _, number = run_id.partition("-")
+    mine = _jobs.get(group)
+    return number if mine is not None and mine.id == job else run_id
+
+
+def stamp(run_id: str, backwards: int) -> StateDict:
+    """Returns what files carry of a run.
+
+    Args:
+        run_id: of the outermost unit.
+        backwards: how many have gone through it, which is the same on all ranks whenever they save.
+    """
+    return {"run_id": run_id, "backwards": backwards}
+
+
+def check_one_save(names: Sequence[str], facts: Sequence[Mapping[str, object] | None]) -> None:
+    """Refuses shards of several runs, or of several moments of one.
+
+    Args:
+        names: of the files, for the message.
+        facts: what each holds of :func:`stamp`; those of other libraries have nothing.
+
+    Raises:
+        ConfigurationError: they differ; the message names the files.
+    """
+    by_run: dict[str, list[str]] = {}
+    for name, fact in zip(names, facts, strict=True):
+        fact = fact or {}
+        run = "no run id" if fact.get("run_id") is None else f"run id {fact['run_id']!r}"
+        moment = "" if "backwards" not in fact else f" after {fact['backwards']} backwards"
+        by_run.setdefault(run + moment, []).append(name)
+    if len(by_run) > 1:
+        found = "; ".join(f"{', '.join(files)}: {run}" for run, files in by_run.items())
+        raise ConfigurationError(
+            f"these shards were not saved together, and would make a model that never was: {found}. Leave those of "
+            "one save (a save that was killed leaves files of the one before); each job, and each model in it, has an "
+            "id of its own, and files without one are another library's"
+        )
+
+
+def check_same_everywhere(group: Group, facts: Facts, what: str, aside: Tree = None) -> list[Tree]:
+    """Compares a list of (name, value) facts between ranks; raises on all of them at the first difference.
+
+    Args:
+        group: the ranks.
+        facts: to be compared.
+        what: they are of, for messages.
+        aside: more facts, which are told in the same exchange and not compared.
+
+    Returns:
+        What each rank told aside.
+
+    Raises:
+        RankMismatchError: names the first differing fact and each rank's value.
+    """
+    if group.world_size == 1:
+        return [aside]
+    # as one text: ranks mostly tell the same, and then nobody takes it apart
+    mine = json.dumps([(name, str(value)) for name, value in facts])
+    told = all_gather_facts(group.channel("control"), (mine, aside), label=f"check of {what}")
+    if any(theirs != mine for theirs, _ in told):
+        _refuse_differences(group, [json.loads(theirs) for theirs, _ in told], what)
+    return [beside for _, beside in told]
+
+
+def _refuse_differences(group: Group, everybody: list[Tree], what: str) -> None:
+    reference = everybody[0]
+    for rank, other in enumerate(everybody):
+        if other == reference:
+            continue
+        for i in range(max(len(reference), len(other))):
+            mine = reference[i] if i < len(reference) else ("nothing", "-")
+            theirs = other[i] if i < len(other) else ("nothing", "-")
+            if mine != theirs:
+                remedy = "Build the same model in the same order on every rank"
+                if _OPTION in (mine[0].partition(" ")[0], theirs[0].partition(" ")[0]):
+                    remedy = "Pass the same options on every rank"
+                    if "optimizer" in what:
+                        remedy += (
+                            "; what a class of yours has for each rank, by functools.partial(Class, name=...)"
+                        )
+                raise RankMismatchError(
+                    f"{what} differ between ranks: at position {i} rank {group.ranks[0]} has {mine[0]} "
+                    f"{mine[1]}, rank {group.ranks[rank]} has {theirs[0]} {theirs[1]}. {remedy} (this rank is "
+                    f"{group.ranks[group.rank]})."
+                )
+
+
+def shape_fact(tensor: torch.Tensor) -> object:
+    """A shape as a fact for :func:`check_same_everywhere`; lazy modules have none before their first forward."""
+    return "no shape yet" if is_lazy(tensor) else tuple(tensor.shape)
+
+
+def refuse_lazy(facts: Facts, what: str) -> None:
+    """Raises ConfigurationError if one of these facts, alike on all ranks, is a tensor without a shape."""
+    lazy = [n for n, value in facts if isinstance(value, tuple) and value[0] == "no shape yet"]
+    if lazy:
+        raise ConfigurationError(
+            f"{what} was given {', '.join(lazy[:3])}{', ...' if len(lazy) > 3 else ''}, which have no shape before "
+            "their module's first forward (lazy modules). Run one forward on example inputs, alike on all ranks, first"
+        )
+
+
+_OPTION = "option"
+
+
+def option_facts(**options: object) -> list[tuple[str, object]]:
+    """Options as facts for :func:`check_same_everywhere`, in text; those of a dataclass one by one."""
+    facts: list[tuple[str, object]] = []
+    for name, value in options.items():
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            parts = {f"{name}.{f.name}": getattr(value, f.name) for f in dataclasses.fields(value)}
+            facts += option_facts(**parts)
+        else:
+            facts.append((f"{_OPTION} {name}", _in_words(value)))
+    return facts
+
+
+def options_of(group: ParamGroup) -> StateDict:
+    """Returns the options of a param group."""
+    return {k: v for k, v in group.items() if k != "params" and k != "param_names"}
+
+
+def copy_options(source: list[ParamGroup], target: list[ParamGroup]) -> None:
+    """Groups of one optimizer get the options of another's."""
+    for a, b in zip(source, target, strict=True):
+        b.update(options_of(a))
+
+
+def group_facts(groups: Sequence[ParamGroup], first: int) -> list[tuple[str, object]]:
+    """Options of the param groups from this one on."""
+    facts = []
+    for index, group in enumerate(groups[first:], first):
+        options = options_of(group)
+        facts += option_facts(**{f"{k} of group {index}": options[k] for k in sorted(options)})
+    return facts
+
+
+def _in_words(value: object) -> str:
+    """A value as text that is the same on all ranks if the value is."""
+    if isinstance(value, torch.Tensor):
+        return str(value.tolist()) if value.device.type == "cpu" else f"a tensor {tuple(value.shape)}"
+    if isinstance(value, tuple | list):
+        return f"({', '.join([_in_words(v) for v in value])})"
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{k}: {_in_words(v)}' for k, v in value.items())}}}"
+    if value is None or isinstance(value, bool | int | float | str | torch.dtype):
+        return str(value)
+    plain = value.func if isinstance(value, functools.partial) else value
+    kind = plain if isinstance(plain, type | FunctionType | BuiltinFunctionType | MethodType) else type(plain)
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+class AgreedOptions:
+    """Options of an optimizer's param groups, which are the same on all ranks: told when they change.
+
+    To compare them in each step would take a collective. So a rank on which something has changed since its last step
+    says what; the others say the same before they step, or are found to be in another call.
+    """
+
+    def __init__(self) -> None:
+        self._known: list[StateDict] | None = None
+
+    def note(self, groups: Sequence[ParamGroup]) -> None:
+        """These are the same everywhere: all ranks have compared them, or come from a step that they made together."""
+        self._known = _snapshot(groups)
+
+    def check(self, group: Group, groups: Sequence[ParamGroup]) -> None:
+        """Before a step.
+
+        Raises:
+            OutOfStepError: another rank steps with other options.
+        """
+        now, known = _snapshot(groups), self._known
+        if known is None or now == known or group.world_size == 1:
+            return
+        self._known = now
+        changed = [
+            f"{key} of group {index} {_in_words(groups[index][key])}"
+            for index, new in enumerate(now)
+            for key, value in new.items()
+            if index >= len(known) or key not in known[index] or known[index][key] != value
+        ]
+        group.agree(f"a step with other options than before: {', '.join(changed)}")
+
+
+def _snapshot(groups: Sequence[ParamGroup]) -> list[StateDict]:
+    """Options, with what tells of a change in place of tensors: to read one could wait for a device."""
+    return [
+        {k: (id(v), v._version) if isinstance(v, torch.Tensor) else v for k, v in options_of(group).items()}
+        for group in groups
+    ]
+
+
+def check_one_device(params: Iterable[nn.Parameter]) -> None:
+    """Raises ConfigurationError unless all parameters are on one device."""
+    devices = sorted({str(p.device) for p in params})
+    if len(devices) > 1:
+        raise ConfigurationError(
+            f"the parameters are on several devices: {', '.join(devices)}. Move the module to one device before "
+            "sharding it; a model spread over devices needs one optimizer for each."
+        )

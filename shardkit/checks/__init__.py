@@ -1,1 +1,0 @@
-"""What ranks tell each other, and compare before it matters."""
