@@ -35,7 +35,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import shardkit
 from images import Data, Images, Sample, SharedEvenly, load_everywhere
-from shardkit.activations.checkpointing import checkpoint_wrapper
+from shardkit.activations import checkpoint_wrapper
 from shardkit.backend import Backend, ReduceOp, get_backend
 from shardkit.data import ResumableLoader
 from shardkit.errors import BackendError, ConfigurationError, DamagedFileError, RankFailedError, ShardkitError

@@ -102,7 +102,7 @@ REEXPORTED: dict[str, dict[str, str]] = {
         "extra.offload": "ModelShard, OffloadFunction, OffloadModel, ShardSyncLayer, split_layers as _split",
     },
     "experimental.nn.sync_batchnorm": {
-        "activations.checkpointing": "is_checkpointing, is_recomputing",
+        "activations": "is_checkpointing, is_recomputing",
         "extra.batch_norm": "SyncBatchNorm",
         "internal.version": "torch_version",
     },
@@ -154,11 +154,11 @@ REEXPORTED: dict[str, dict[str, str]] = {
         "wrapping.policies": "config_auto_wrap_policy",
     },
     "nn.checkpoint.checkpoint_activations": {
-        "activations.checkpointing": "CheckpointFunction, ThreadLocalCheckpointingState, disable_checkpointing, "
+        "activations": "CheckpointFunction, ThreadLocalCheckpointingState, disable_checkpointing, "
         "enable_checkpointing, enable_recomputing, is_checkpointing, is_recomputing, patch_batchnorm, thread_local",
         "extra.containers": "pack_kwargs, split_non_tensors, unpack_kwargs, unpack_non_tensors",
     },
-    "nn.checkpoint.checkpoint_utils": {"activations.checkpointing": "patch_batchnorm"},
+    "nn.checkpoint.checkpoint_utils": {"activations": "patch_batchnorm"},
     "nn.data_parallel.fsdp_optim_utils": {"flattening.wrapper": "FlattenParamsWrapper"},
     "nn.data_parallel.fully_sharded_data_parallel": {
         "extra.containers": "apply_to_tensors, recursive_copy_to_device",
@@ -179,7 +179,7 @@ REEXPORTED: dict[str, dict[str, str]] = {
         "internal.params": "Workhandle, get_global_rank",
     },
     "nn.misc.checkpoint_activations": {
-        "activations.checkpointing": "CheckpointFunction, disable_checkpointing, enable_checkpointing, "
+        "activations": "CheckpointFunction, disable_checkpointing, enable_checkpointing, "
         "enable_recomputing, is_checkpointing, is_recomputing, patch_batchnorm",
         "nn.checkpoint.checkpoint_activations": "checkpoint_wrapper",
     },
@@ -234,11 +234,11 @@ REEXPORTED: dict[str, dict[str, str]] = {
         "pipeline.microbatch": "Value as TensorOrTensors",
     },
     "nn.pipe.batchnorm": {
-        "activations.checkpointing": "is_recomputing",
+        "activations": "is_recomputing",
         "pipeline.batch_norm": "DeferredBatchNorm, TModule",
     },
     "nn.pipe.checkpoint": {
-        "activations.checkpointing": "ThreadLocalCheckpointingState as ThreadLocal, enable_checkpointing, "
+        "activations": "ThreadLocalCheckpointingState as ThreadLocal, enable_checkpointing, "
         "enable_recomputing, is_checkpointing, is_recomputing, thread_local",
         "extra.dependency": "fork, get_phony, join",
         "nn.pipe.types": "Tensors",

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ..activations.checkpointing import is_recomputing, once
+from ..activations import is_recomputing, once
 from ..backend import Group, backend_for
 from ..errors import ConfigurationError
 from ..types import Context, ProcessGroup, Tree

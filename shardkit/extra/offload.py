@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.autograd import Variable
 
-from shardkit.activations.checkpointing import checkpoint_wrapper
+from shardkit.activations import checkpoint_wrapper
 from shardkit.errors import ConfigurationError, LifecycleError
 
 from ..types import Args, Context, Tree

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import torch
 import torch.distributed as dist
 
-from ..activations.checkpointing import Surroundings, no_autocast_cache
+from ..activations import Surroundings, no_autocast_cache
 from ..backend import Backend, backend_for_device
 from ..errors import BackendError, ConfigurationError, LifecycleError
 from ..torch_seams.compiling import not_compiled

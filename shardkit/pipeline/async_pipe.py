@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import rpc
 
-from ..activations.checkpointing import patch_batchnorm
+from ..activations import patch_batchnorm
 from ..errors import ConfigurationError, LifecycleError
 from ..model_parallel.groups import get_pipeline_parallel_group, model_parallel_is_initialized
 from ..types import AnyCallable, Args, Context, Kwargs, Tree

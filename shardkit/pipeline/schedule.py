@@ -26,7 +26,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import nn
 
-from ..activations.checkpointing import call_checkpointed
+from ..activations import call_checkpointed
 from ..tracing.ranges import Phase
 from .microbatch import Value, check
 from .skip import Skips, arriving_keys, holding

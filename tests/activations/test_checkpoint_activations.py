@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardkit.activations.checkpointing import (
+from shardkit.activations import (
     checkpoint_wrapper,
     disable_checkpointing,
     enable_checkpointing,

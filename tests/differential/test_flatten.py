@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from shardkit.activations.checkpointing import checkpoint_wrapper as our_checkpoint
+from shardkit.activations import checkpoint_wrapper as our_checkpoint
 from shardkit.nn.misc.flatten_params_wrapper import FlattenParamsWrapper as Ours
 
 Theirs = pytest.importorskip("fairscale.nn.misc.flatten_params_wrapper").FlattenParamsWrapper

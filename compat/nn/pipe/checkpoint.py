@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from shardkit.activations.checkpointing import call_checkpointed
+from shardkit.activations import call_checkpointed
 from shardkit.pipeline.microbatch import Batch
 from shardkit.redirected import redirected_names
 

@@ -25,9 +25,9 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_map
 from torch.utils.hooks import RemovableHandle
 
-from ..backend import backend_for
-from ..errors import LifecycleError
-from ..torch_seams.compiling import not_compiled
+from .backend import backend_for
+from .errors import LifecycleError
+from .torch_seams.compiling import not_compiled
 
 _T = TypeVar("_T")
 
