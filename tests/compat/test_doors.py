@@ -13,7 +13,7 @@ from shardkit.fsdp.door import Door
 from shardkit.nn.data_parallel import FullyShardedDataParallel
 from shardkit.torch_fsdp import FullyShardedDataParallel as TorchsFSDP
 from shardkit.xla.fsdp import XlaFullyShardedDataParallel
-from shardkit.xla.fsdp.shard_holder import ShardHolder
+from shardkit.xla.fsdp.padded_shards import ShardHolder
 
 COMPAT = pathlib.Path(shardkit.__file__).parents[1] / "compat"
 HOOKS = {"clip_grad_norm_", "module", "state_dict", "summon_full_params"}

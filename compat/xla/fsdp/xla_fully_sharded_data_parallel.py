@@ -10,14 +10,14 @@ from torch import nn
 
 from shardkit.backend import Group
 from shardkit.errors import ConfigurationError
-from shardkit.extra.start_values import materialize, move_buffers
 from shardkit.fsdp.state import Options
 from shardkit.nn.data_parallel import FullyShardedDataParallel, TrainingState
 from shardkit.reduction.norms import clip_params
+from shardkit.torch_fsdp.start_values import materialize, move_buffers
 from shardkit.types import StateDict, Tree
+from shardkit.xla.fsdp.padded_shards import Cut, ShardHolder
 from shardkit.xla.ranks import current_backend, group_among
 
-from .shard_holder import Cut, ShardHolder
 from .state_dict_utils import ShardMetadata
 from .wrap import recursive_wrap
 
