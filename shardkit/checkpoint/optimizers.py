@@ -11,7 +11,6 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ..adascale import AdaScale
 from ..checks import copy_options, options_of
 from ..errors import ConfigurationError
 from ..fsdp.optim_state import slot_of
@@ -23,10 +22,11 @@ from ..optimizer_state.slots import Slot, Span
 from ..optimizers.shards import shard_behind
 from ..oss.optimizer import OSS
 from ..torch_seams.dtensors import is_dtensor
+from ..training.adascale import AdaScale
+from ..training.whole_parameters.listed import Part
+from ..training.whole_parameters.optimizer import WholeParameters
+from ..training.whole_parameters.state import slot_of as slot_of_parts
 from ..types import StateDict, Tree
-from ..whole_parameters.listed import Part
-from ..whole_parameters.optimizer import WholeParameters
-from ..whole_parameters.state import slot_of as slot_of_parts
 from .model_state import ModelState
 from .rank_states import Stateful
 

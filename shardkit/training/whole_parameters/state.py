@@ -13,15 +13,15 @@ from typing import NamedTuple
 
 import torch
 
-from ..backend import Group
-from ..checks import options_of
-from ..errors import ConfigurationError
-from ..layout import Piece, buckets_by_numel
-from ..optimizer_state.checking import check_same_state, check_state
-from ..optimizer_state.kinds import is_elementwise, to_cpu
-from ..optimizer_state.slots import Slot, Span
-from ..optimizers.elementwise import is_known_elementwise
-from ..types import ParamGroup, SavedState, StateDict
+from ...backend import Group
+from ...checks import options_of
+from ...errors import ConfigurationError
+from ...layout import Piece, buckets_by_numel
+from ...optimizer_state.checking import check_same_state, check_state
+from ...optimizer_state.kinds import is_elementwise, to_cpu
+from ...optimizer_state.slots import Slot, Span
+from ...optimizers.elementwise import is_known_elementwise
+from ...types import ParamGroup, SavedState, StateDict
 from .listed import Part
 from .placing import Inner
 

@@ -25,18 +25,17 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_map
 from torch.utils.hooks import RemovableHandle
 
-from .backend import backend_for
-from .errors import LifecycleError
-from .torch_seams.compiling import not_compiled
+from ..backend import backend_for
+from ..errors import LifecycleError
+from ..torch_seams.compiling import not_compiled
 
-__all__ = ["checkpoint_wrapper"]
 _T = TypeVar("_T")
 
 
 # ------------------------------------------------------------------------------------------ state
 @dataclasses.dataclass
 class ThreadLocalCheckpointingState(threading.local):
-    """The checkpointed forwards of this thread.
+    """What this thread is doing.
 
     Attributes:
         is_checkpointing: the first run, without a graph.
@@ -92,7 +91,7 @@ def is_recomputing() -> bool:
 
 
 def once(compute: Callable[[], _T]) -> _T:
-    """Returns what ``compute()`` returns; in the second run of a checkpointed forward what it returned in the first.
+    """What ``compute()`` returns; in the second run of a checkpointed forward what it returned in the first.
 
     For layers that talk to other ranks. Calls of one forward are told apart by their order, as random numbers are;
     tensors in the result must not carry a graph.
