@@ -1,4 +1,4 @@
-"""Prints what a reader has to know of the house, beside the goals: ``python -m tests.house_table``, part of ``make check``."""
+"""Prints how large the house is, beside the goals: ``python -m tests.house_table``, a part of ``make check``."""
 
 from __future__ import annotations
 

@@ -12,9 +12,9 @@ from torch.optim import Optimizer
 
 from shardkit.backend import backend_of_job
 from shardkit.errors import ConfigurationError
-from shardkit.extra.named_state import cut_named, from_rank_0, from_state, gather_named
 from shardkit.fsdp.names import plain_name
 from shardkit.fsdp.originals import Listing
+from shardkit.torch_fsdp.named_state import cut_named, from_rank_0, from_state, gather_named
 from shardkit.torch_seams.dtensors import cut_rows, mesh_over
 from shardkit.types import ParamGroup, ProcessGroup, SavedState, StateDict
 

@@ -16,16 +16,16 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ..backend import Group
-from ..errors import ConfigurationError
-from ..fsdp.names import plain_name
-from ..fsdp.optim_state import Form, gather_states, shard_state
-from ..fsdp.originals import Listing
-from ..fsdp.state import state_of
-from ..fsdp.state_of_shards import options_in
-from ..optimizers.shards import refuse_stand_ins
-from ..torch_seams.dtensors import is_cut, whole
-from ..types import ParamGroup, StateDict
+from shardkit.backend import Group
+from shardkit.errors import ConfigurationError
+from shardkit.fsdp.names import plain_name
+from shardkit.fsdp.optim_state import Form, gather_states, shard_state
+from shardkit.fsdp.originals import Listing
+from shardkit.fsdp.state import state_of
+from shardkit.fsdp.state_of_shards import options_in
+from shardkit.optimizers.shards import refuse_stand_ins
+from shardkit.torch_seams.dtensors import is_cut, whole
+from shardkit.types import ParamGroup, StateDict
 
 
 class _Known(NamedTuple):
