@@ -19,6 +19,7 @@ from torch import nn
 from ..backend import Backend
 from ..errors import ConfigurationError, LifecycleError
 from ..layout import Align
+from ..optimizer_state.marking import check_request
 from ..policy import OffloadPolicy, PrecisionPolicy, ReducePolicy, ReshardPolicy
 from ..progress import noting_errors
 from ..torch_seams.compiling import not_compiled
@@ -41,7 +42,6 @@ from .forward import (
     saving_originals_by_name,
     watched,
 )
-from .optim_state import check_request
 from .originals import check_asker
 from .state import Options, ShardingState, end_unshard, enter_summon, state_of
 from .state_dict import begin_loading, detach_entries, end_loading

@@ -39,14 +39,16 @@ from torch.utils._pytree import tree_leaves
 
 from ..checks import AgreedOptions, check_same_everywhere, group_facts, option_facts
 from ..errors import ConfigurationError, LifecycleError
+from ..optimizer_state.kinds import is_elementwise
+from ..optimizer_state.marking import check_loaded, mark_state_dicts
 from ..optimizers.elementwise import Verdict, is_known_elementwise, judge, names_of_elementwise
 from ..optimizers.shards import listing_of, shard_behind
 from ..optimizers.stepping import take_part
 from ..reduction.unused import PutAside, UnusedRanges, UsedMask, state_by_element
 from ..torch_seams.dtensors import is_dtensor, like_dtensor
 from ..types import AnyCallable, StateDict, Tree
-from .optim_state import check_loaded, mark_state_dicts
 from .originals import Listing, managing, name_of_original
+from .registered import dimensions_asked
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -337,22 +339,23 @@ def _coupled(name: str) -> ConfigurationError:
 def _warn_of_groups_by_dimension(optimizer: Optimizer) -> None:
     """Groups made by ``p.ndim`` put all shards of one dimension with the biases, and nothing decays.
 
-    The group that was meant to decay is empty. Where it was left out because it is, that can't be told from a schedule
-    that begins without decay.
+    The group that was meant to decay is empty. Where it was left out because it is, the program has asked shards for
+    their dimensions; a schedule that begins without decay has no reason to.
     """
     groups = optimizer.param_groups
     decaying = [g for g in groups if g.get("weight_decay")]
-    says_no = any(not g["params"] for g in decaying)
+    is_empty = any(not g["params"] for g in decaying)
     undecayed = [f for g in groups if not g.get("weight_decay") for f in map(shard_behind, g["params"]) if f]
     matrices = [
         name
         for f in undecayed
+        if is_empty or f in dimensions_asked
         for name, m in zip(f.names, f.originals, strict=True)
-        if len(m.shape) > 1 and f.param.dim() < 2
+        if len(m.shape) > 1 and len(f.param.shape) < 2
     ]
-    if says_no and matrices:
+    if matrices:
         logger.warning(
-            "%s decays no shard with a matrix in it (%s, ...), though a group says weight_decay. "
+            "%s does not decay shards with matrices in them (%s, ...), and groups go by p.ndim, or one is empty. "
             "Shards of flat parameters have one dimension, so groups can't be made by p.ndim: take fully_shard, which "
             "lists rows of each parameter with its own dimensions; or note the names of what is to decay before "
             "wrapping, wrap with flatten=False, and choose by name. If nothing is to decay, pass weight_decay=0",
@@ -447,7 +450,7 @@ def _returned(listed: DTensor, local: nn.Parameter, before: StateDict, now: Stat
         old = before.get(key)
         if type(old) is kind and old._local_tensor is value:
             found[key] = old
-        elif isinstance(value, torch.Tensor) and value.shape == local.shape and (value.dim() or local.dim()):
+        elif is_elementwise(key, value, local.shape):
             found[key] = like_dtensor(value, listed)
         else:
             found[key] = value

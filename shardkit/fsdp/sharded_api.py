@@ -15,6 +15,8 @@ from torch.optim import Optimizer
 
 from ..backend import Group
 from ..errors import ConfigurationError, LifecycleError
+from ..optimizer_state.forms import gather_by_id, shard_by_id
+from ..optimizer_state.marking import mark_shards
 from ..optimizers.shards import refuse_stand_ins
 from ..progress import noting_errors
 from ..reduction.norms import Portion, clip_by_global_norm, norm_like
@@ -23,7 +25,6 @@ from .construct import wake
 from .engine import Engine
 from .flat_param import FlatParam
 from .forward import become_root
-from .optim_state import gather_full, mark_shards, shard_full
 from .state import ShardingState, state_of, summoned
 from .state_dict import check_own, consolidate, loading, local_state, mark, metadata, sharded_state_dict
 
@@ -192,7 +193,7 @@ class ShardedAPI(abc.ABC):
 
     @noting_errors
     def gather_full_optim_state_dict(self, optim: Optimizer, **ignored: object) -> StateDict | None:
-        """The optimizer's full state on rank 0, None on others (collective); see ``optim_state.py`` for the format."""
+        """The optimizer's full state on rank 0, None on others (collective), by id; see ``optimizer_state``."""
         refuse_stand_ins(optim, "gather_full_optim_state_dict")
         own = self._state
         _refuse_dtensors(own, "gather_full_optim_state_dict", "get_optimizer_state_dict")
@@ -205,7 +206,8 @@ class ShardedAPI(abc.ABC):
             if id(f.param) in index
         }
         is_first = own.group.rank == 0 and (own.replicas is None or own.replicas.rank == 0)
-        return gather_full(own.all_listings(), uncollected, state, optim, is_first)
+        slots, stay = [slot_of(f) for f in own.all_listings()], {id(f.param) for f in uncollected}
+        return gather_by_id(slots, stay, state, optim, is_first)
 
     @noting_errors
     def get_shard_from_optim_state_dict(self, full_optim_state_dict: StateDict) -> StateDict:
@@ -215,7 +217,8 @@ class ShardedAPI(abc.ABC):
             ConfigurationError: it belongs to another model.
         """
         _refuse_dtensors(self._state, "get_shard_from_optim_state_dict", "set_optimizer_state_dict")
-        shard = shard_full(self._state.all_listings(), full_optim_state_dict)
+        slots = [slot_of(f) for f in self._state.all_listings()]
+        shard = shard_by_id(slots, full_optim_state_dict)
         uncollected = self._state.uncollected
         for local in full_optim_state_dict.get("uncollected_local_ids", []):
             if local in uncollected:

@@ -19,6 +19,7 @@ from ..flattening.flat_parameter import FlatParameter
 from ..flattening.keys import translates_loaded
 from ..flattening.wrapper import FlattenParamsWrapper
 from ..layout import Align
+from ..optimizer_state.marking import check_request
 from ..optimizers.shards import shard_behind
 from ..policy import OffloadPolicy, PrecisionPolicy, ReducePolicy, ReshardPolicy
 from ..progress import noting_errors
@@ -41,7 +42,6 @@ from .forward import (
     through,
     watched,
 )
-from .optim_state import check_request
 from .originals import check_asker, put_into_wrapper
 from .sharded_api import ShardedAPI, SummonAndClip
 from .state import WRAPPED, Ignored, Options, ShardingState, summoned
