@@ -59,6 +59,8 @@ class Door(StandingIn, ShardedAPI):
     def forward(self, *args: object, **kwargs: object) -> Tree:
         """Runs the module with its parameters gathered."""
         state = self._state
+        if state.is_asleep:
+            wake(state)
         dtype = input_dtype(state)
         if state.summoned is not None:
             state.cast_buffers()
@@ -143,8 +145,12 @@ class Door(StandingIn, ShardedAPI):
 
     def __setstate__(self, state: StateDict) -> None:
         super().__setstate__(state)
+        # units below that share weights with ones that were copied after them wait for this one
+        waiting = [s for s in self._state.states() if s.is_asleep]
         wake(self._state)
-        inside.answer_for(self._state)
+        for woken in waiting:
+            if isinstance(woken.door, Door) and not woken.is_asleep:
+                inside.answer_for(woken)
 
 
 def _before_load(door: Door, state_dict: StateDict, prefix: str, *others: object) -> None:

@@ -36,12 +36,14 @@ class Entered(NamedTuple):
         is_outermost: the root's forward.
         watcher: is told when backward reaches the outputs.
         range: in traces; user's code may start a profiler inside of it, which makes leaving it an error.
+        inputs: arguments by position and by name.
     """
 
     engine: Engine
     is_outermost: bool
     watcher: Watcher
     range: Range
+    inputs: tuple[Args, Kwargs]
 
 
 @not_compiled
@@ -100,7 +102,7 @@ def enter(state: ShardingState, args: Args, kwargs: Kwargs) -> Entered:
         if other not in (me, NO_THREAD):
             check_one_thread(engine, "forward")
         engine.thread = me
-    entered = Entered(engine, is_outermost, unit, unit.ranges.forward())
+    entered = Entered(engine, is_outermost, unit, unit.ranges.forward(), (args, kwargs))
     entered.range.__enter__()
     try:
         if is_outermost:
@@ -141,7 +143,7 @@ def watched(entered: Entered, state: ShardingState, inputs: object) -> Entered:
 @not_compiled
 def leave(state: ShardingState, entered: Entered, outputs: Tree) -> Tree:
     """Gives back what the unit gathered; returns the outputs, with copies in place of memory that goes."""
-    engine, is_outermost, watcher, in_trace = entered
+    engine, is_outermost, watcher, in_trace, inputs = entered
     unit = state.unit
     try:  # noqa: SIM105 - it would cost calls
         in_trace.__exit__(None, None, None)
@@ -157,8 +159,13 @@ def leave(state: ShardingState, entered: Entered, outputs: Tree) -> Tree:
         tensors = tensors_of(outputs)
     engine.after_forward(unit)
     if torch.is_grad_enabled():
-        seen = engine.watching(watcher) if is_outermost else watcher
-        engine.note_outputs(unit, watch_outputs(tensors, seen.enter_backward))
+        passed: set[int] = set()
+        if is_outermost:
+            watcher = engine.watching(watcher)
+        else:
+            given = (*inputs[0], *inputs[1].values()) if len(tensors) == 1 else tensors_of(inputs)
+            passed.update(map(id, given))
+        engine.note_outputs(unit, watch_outputs(tensors, watcher.enter_backward, passed))
     if is_outermost:
         engine.end_forward()
     if engine.forwards == 0:
@@ -171,7 +178,7 @@ def leave(state: ShardingState, entered: Entered, outputs: Tree) -> Tree:
 @not_compiled
 def fail(state: ShardingState, entered: Entered, error: BaseException) -> None:
     """A forward raised inside of the unit."""
-    engine, is_outermost, _, in_trace = entered
+    engine, is_outermost, _, in_trace, _ = entered
     leave_range(in_trace)
     engine.fail_forward(is_outermost)
     if engine.forwards <= 0:

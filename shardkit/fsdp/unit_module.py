@@ -13,7 +13,7 @@ from torch import nn
 from ..errors import LifecycleError
 from ..flattening.flat_parameter import FlatParameter, ParamInfo, SharedParamInfo
 from ..flattening.wrapper import FlattenParamsWrapper
-from ..types import Memo, Tree
+from ..types import Memo, StateDict, Tree
 from .flat_param import FlatParam
 from .originals import OriginalParameter, Place
 from .registries import hide, register, show, unregister
@@ -91,8 +91,12 @@ class UnitModule(FlattenParamsWrapper):
     def __deepcopy__(self, memo: Memo) -> UnitModule:
         made = type(self).__new__(type(self))
         memo[id(self)] = made
-        made.__setstate__(copy.deepcopy(self.__dict__, memo))
+        made.__setstate__(copy.deepcopy(self.__getstate__(), memo))
         return made
+
+    def __getstate__(self) -> StateDict:
+        """Without what answers for the wrapper around it, which may be copied later: that one gives it anew."""
+        return {name: value for name, value in self.__dict__.items() if name != "state_dict"}
 
 
 def list_in_place(
