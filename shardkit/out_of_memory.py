@@ -194,7 +194,12 @@ logger = logging.getLogger("shardkit")
 
 IN_A_ROW = 10  # batches that may be skipped: then something else is wrong than one of them
 _NOBODY = -1
-_TALKATIVE = ("shardkit.moe.", "shardkit.model_parallel.", "shardkit.pipeline.", "shardkit.extra.batch_norm")
+_TALKATIVE = (
+    "shardkit.moe.",
+    "shardkit.model_parallel.",
+    "shardkit.pipeline.",
+    "shardkit.experimental.nn.sync_batchnorm",
+)
 
 
 class SkipOutOfMemory:

@@ -162,7 +162,7 @@ def is_redirected(thing: object) -> bool:
 
 
 # ---------------------------------------------------------------- modules that have no file
-_SERVED = {f"{_ROOT}.{path}" for path in (*REDIRECTED, *REEXPORTED)}
+_SERVED = {f"{_ROOT}.{path}" for path in (*REDIRECTED, *REEXPORTED, *MOVED)}
 _SERVED |= {name.rpartition(".")[0] for name in _SERVED}  # the packages they are in
 
 

@@ -70,7 +70,7 @@ REDIRECTED: dict[str, tuple[Names, ...]] = {
     "experimental.nn.mevo": (
         Names(
             "GetMaxFunction GetSumFunction TargetScoreFunction",
-            "shardkit.extra.vocab_loss.linear_cross_entropy",
+            "shardkit.model_parallel.vocab_loss.linear_cross_entropy",
             "a step inside of MemoryEfficientVocabOutput, which is one autograd function now",
         ),
     ),

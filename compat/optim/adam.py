@@ -20,8 +20,7 @@ from torch import nn
 from torch.optim.optimizer import ParamsT
 
 from shardkit.errors import ConfigurationError, LifecycleError
-
-from ..types import ParamGroup, StateDict, T, Tree
+from shardkit.types import ParamGroup, StateDict, T, Tree
 
 _Row = tuple[nn.Parameter, torch.Tensor, "StateDict"]  # parameter, gradient, state
 _STATE = ("exp_avg", "exp_avg_sq")

@@ -10,11 +10,15 @@ import torch
 from torch import nn
 
 from shardkit.errors import ConfigurationError
-from shardkit.extra.slow_momentum import SlowMomentum, average_gradients, average_together
+from shardkit.experimental.nn.data_parallel.gossip.slow_momentum import (
+    SlowMomentum,
+    average_gradients,
+    average_together,
+)
 from shardkit.sharded_ddp.buffers import BufferSync, broadcast_module, broadcast_together
 from shardkit.torch_seams.hooks import BackwardState, tensors_of, watch_outputs
+from shardkit.types import StateDict, Tree
 
-from ...types import StateDict, Tree
 from .nodes import Nodes
 from .push import GossipOptions, StochasticGradientPush
 
@@ -28,7 +32,7 @@ class SlowMoBaseAlgorithm(str, enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class SlowMomentumOptions:
-    """Slow momentum, of which :class:`shardkit.extra.slow_momentum.SlowMomentum` is the computation.
+    """Slow momentum, of which :class:`.slow_momentum.SlowMomentum` is the computation.
 
     Attributes:
         momentum, lr: β and α; with 0 and 1 there is no slow momentum.

@@ -22,8 +22,8 @@ from shardkit.checkpoint.files.writing import write_atomically
 from shardkit.errors import ConfigurationError, DamagedFileError
 from shardkit.fsdp.state import state_of
 from shardkit.torch_seams.live_memory import LiveTensors
+from shardkit.types import AnyCallable, ProcessGroup, StateDict, Tree
 
-from ...types import AnyCallable, ProcessGroup, StateDict, Tree
 from .plots import compare_memory_traces_in_plot
 from .traces import LayerMemoryTrace, LayerwiseMemoryTrackerSummary, TraceBackwardEvent, TraceForwardEvent
 

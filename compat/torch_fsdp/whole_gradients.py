@@ -7,12 +7,12 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
-from ..errors import LifecycleError
-from ..fsdp.flat_param import FlatParam
-from ..fsdp.flat_values import put_together
-from ..fsdp.optim_state import gather_parts
-from ..fsdp.originals import Listing
-from ..fsdp.unit import Unit
+from shardkit.errors import LifecycleError
+from shardkit.fsdp.flat_param import FlatParam
+from shardkit.fsdp.flat_values import put_together
+from shardkit.fsdp.optim_state import gather_parts
+from shardkit.fsdp.originals import Listing
+from shardkit.fsdp.unit import Unit
 
 
 def check_reduced(units: Iterable[Unit]) -> None:

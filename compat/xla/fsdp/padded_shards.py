@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from ...checkpoint.tools.rank_files import (
+from shardkit.checkpoint.tools.rank_files import (
     FLAT,
     PREFIX,
     BufferInfo,
@@ -22,12 +22,12 @@ from ...checkpoint.tools.rank_files import (
     in_state_dict,
     shard_name,
 )
-from ...fsdp.door import Door
-from ...fsdp.inside import begin_loading_shards, collecting, end_loading_shards
-from ...fsdp.names import INNER, OUTER, clean
-from ...fsdp.originals import Listing
-from ...layout import ShardLayout
-from ...torch_seams.module_versions import versions_of
+from shardkit.fsdp.door import Door
+from shardkit.fsdp.inside import begin_loading_shards, collecting, end_loading_shards
+from shardkit.fsdp.names import INNER, OUTER, clean
+from shardkit.fsdp.originals import Listing
+from shardkit.layout import ShardLayout
+from shardkit.torch_seams.module_versions import versions_of
 
 Entries = MutableMapping[str, torch.Tensor]
 

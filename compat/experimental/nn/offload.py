@@ -20,8 +20,7 @@ from torch.autograd import Variable
 
 from shardkit.activations.checkpointing import checkpoint_wrapper
 from shardkit.errors import ConfigurationError, LifecycleError
-
-from ..types import Args, Context, Tree
+from shardkit.types import Args, Context, Tree
 
 
 class _Saved(NamedTuple):

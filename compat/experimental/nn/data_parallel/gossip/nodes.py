@@ -8,8 +8,7 @@ from torch import nn
 
 from shardkit.backend import Group, backend_for
 from shardkit.errors import ConfigurationError
-
-from ...types import ProcessGroup
+from shardkit.types import ProcessGroup
 
 
 @dataclasses.dataclass(frozen=True)

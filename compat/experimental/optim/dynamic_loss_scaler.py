@@ -11,8 +11,7 @@ import math
 import torch
 
 from shardkit.errors import ConfigurationError, LifecycleError
-
-from ..types import Tree
+from shardkit.types import Tree
 
 
 class OptState(enum.Enum):

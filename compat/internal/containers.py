@@ -10,8 +10,7 @@ import torch
 from torch.nn.utils.rnn import PackedSequence
 
 from shardkit.errors import ConfigurationError
-
-from ..types import Args, Kwargs, Tree
+from shardkit.types import Args, Kwargs, Tree
 
 
 class NonTensors(TypedDict):

@@ -10,11 +10,11 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import nn
 
-from ..backend import Group
-from ..errors import ConfigurationError
-from ..layout import Piece, SegmentLayout
-from ..oss.segments import FlatSegment
-from ..types import StateDict, Tree
+from shardkit.backend import Group
+from shardkit.errors import ConfigurationError
+from shardkit.layout import Piece, SegmentLayout
+from shardkit.oss.segments import FlatSegment
+from shardkit.types import StateDict, Tree
 
 States = Mapping[int, StateDict]
 _NOTE = "sharding"  # torch_xla, which doesn't write it, doesn't look at it

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ...types import SavedState, StateDict
+from shardkit.types import SavedState, StateDict
 
 
 class TraceForwardEvent(NamedTuple):

@@ -16,10 +16,13 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ..activations.checkpointing import is_recomputing, once
-from ..backend import Group, backend_for
-from ..errors import ConfigurationError
-from ..types import Context, ProcessGroup, Tree
+from shardkit.activations.checkpointing import is_recomputing, once
+from shardkit.backend import Group, backend_for
+from shardkit.errors import ConfigurationError
+from shardkit.redirected import redirected_names
+from shardkit.types import Context, ProcessGroup, Tree
+
+__getattr__ = redirected_names(__name__)
 
 
 class Statistics(NamedTuple):

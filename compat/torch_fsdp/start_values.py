@@ -8,11 +8,11 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ..backend import Group
-from ..checks import check_same_everywhere, shape_fact
-from ..errors import ConfigurationError
-from ..fsdp.originals import managing
-from ..fsdp.state import Ignored, modules_outside_units
+from shardkit.backend import Group
+from shardkit.checks import check_same_everywhere, shape_fact
+from shardkit.errors import ConfigurationError
+from shardkit.fsdp.originals import managing
+from shardkit.fsdp.state import Ignored, modules_outside_units
 
 # Parameters that took the place of others on the meta device, which units still to come may share.
 _replaced: WeakIdKeyDictionary = WeakIdKeyDictionary()

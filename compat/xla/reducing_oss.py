@@ -13,9 +13,10 @@ from torch.optim.optimizer import ParamsT
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ..backend import Group, ReduceOp
-from ..oss.optimizer import OSS
-from ..types import ProcessGroup, T, Tree
+from shardkit.backend import Group, ReduceOp
+from shardkit.oss.optimizer import OSS
+from shardkit.types import ProcessGroup, T, Tree
+
 from .row_states import RowSegment
 
 

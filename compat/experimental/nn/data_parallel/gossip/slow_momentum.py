@@ -13,9 +13,9 @@ from typing import NamedTuple
 
 import torch
 
-from ..backend import Group, ReduceOp
-from ..errors import ConfigurationError
-from ..types import ParamGroup, StateDict
+from shardkit.backend import Group, ReduceOp
+from shardkit.errors import ConfigurationError
+from shardkit.types import ParamGroup, StateDict
 
 BUCKET_NUMEL = 2**23
 

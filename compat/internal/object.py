@@ -7,8 +7,7 @@ import pickle
 import torch
 
 from shardkit.errors import ConfigurationError
-
-from ..types import Tree
+from shardkit.types import Tree
 
 
 def pyobject_to_tensor(obj: object, fixed_buffer_size: int = 0) -> torch.Tensor:

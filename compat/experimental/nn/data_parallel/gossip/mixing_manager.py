@@ -6,7 +6,11 @@ from abc import ABC, abstractmethod
 
 import torch
 
-from .graphs import GraphManager
+from shardkit.redirected import redirected_names
+
+from .graph_manager import GraphManager
+
+__getattr__ = redirected_names(__name__)
 
 
 class MixingManager(ABC):

@@ -14,10 +14,10 @@ from shardkit.backend import Group
 from shardkit.errors import ConfigurationError
 
 from .gossiper import Gossiper, PushPull, PushSum
-from .graphs import GraphManager, NPeerDynamicDirectedExponentialGraph
-from .messages import flatten_tensors, unflatten_tensors
-from .mixing import MixingManager, UniformMixing
+from .graph_manager import GraphManager, NPeerDynamicDirectedExponentialGraph
+from .mixing_manager import MixingManager, UniformMixing
 from .nodes import Nodes
+from .utils.helpers import flatten_tensors, unflatten_tensors
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,8 +7,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from shardkit.errors import ConfigurationError
-
-from ..types import AnyCallable, Tree
+from shardkit.types import AnyCallable, Tree
 
 
 class LayerInfo:
