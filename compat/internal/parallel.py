@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from shardkit.compat.redirected import redirected_names
 from shardkit.errors import BackendError
-from shardkit.redirected import redirected_names
 
 __getattr__ = redirected_names(__name__)
 

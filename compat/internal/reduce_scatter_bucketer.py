@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from shardkit.backend import backend_for
+from shardkit.compat.redirected import redirected_names
 from shardkit.errors import ConfigurationError, LifecycleError
-from shardkit.redirected import redirected_names
 
 __getattr__ = redirected_names(__name__)
 

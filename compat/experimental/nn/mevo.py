@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from shardkit.compat.redirected import redirected_names
 from shardkit.errors import ConfigurationError
 from shardkit.model_parallel.vocab_loss import Margin, linear_cross_entropy
-from shardkit.redirected import redirected_names
 from shardkit.types import Context
 
 DEBUG = False  # fairscale's; nothing is printed here

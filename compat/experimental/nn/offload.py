@@ -18,9 +18,9 @@ import torch
 from torch import nn
 from torch.autograd import Variable
 
-from shardkit.activations.checkpointing import checkpoint_wrapper
 from shardkit.errors import ConfigurationError, LifecycleError
 from shardkit.types import Args, Context, Tree
+from shardkit.wrapping.activations import checkpoint_wrapper
 
 
 class _Saved(NamedTuple):

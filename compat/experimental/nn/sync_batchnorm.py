@@ -16,11 +16,11 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from shardkit.activations.checkpointing import is_recomputing, once
 from shardkit.backend import Group, backend_for
+from shardkit.compat.redirected import redirected_names
 from shardkit.errors import ConfigurationError
-from shardkit.redirected import redirected_names
 from shardkit.types import Context, ProcessGroup, Tree
+from shardkit.wrapping.activations import is_recomputing, once
 
 __getattr__ = redirected_names(__name__)
 

@@ -12,7 +12,8 @@ from torch.utils._pytree import tree_map_only
 from shardkit.backend import backend_of_job
 from shardkit.backends.checked_group import size_of
 from shardkit.backends.imagined import RanksInName
-from shardkit.errors import ConfigurationError
+from shardkit.compat.redirected import redirected, redirected_names
+from shardkit.errors import ConfigurationError, without_arguments
 from shardkit.fsdp.gradients import predivide_factor
 from shardkit.fsdp.names import clean
 from shardkit.fsdp.state import Options
@@ -20,7 +21,6 @@ from shardkit.fsdp.summoning import summoned
 from shardkit.internal.parallel import ProcessGroupName, get_process_group_cached
 from shardkit.nn.wrap.auto_wrap import auto_wrap, config_auto_wrap_policy, enable_wrap
 from shardkit.policy import OffloadPolicy, PrecisionPolicy, ReducePolicy, ReshardPolicy
-from shardkit.redirected import redirected, redirected_names, without_arguments
 from shardkit.types import Args, Kwargs, ProcessGroup, StateDict, Tree
 
 from .fsdp_facts import FairscaleFacts, InnerStateDict, PassedGroup

@@ -14,8 +14,8 @@ from typing import final
 
 import torch
 
-from ...compression import CompressedGather
 from ...layout import PackedLayout
+from ...reduction.compression import CompressedGather
 from ..flat_values import Unpacking, own_part
 from ..kept_views import KeptViews
 from ..originals import FlatParamLike

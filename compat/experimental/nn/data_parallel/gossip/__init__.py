@@ -1,6 +1,6 @@
 """fairscale.experimental.nn.data_parallel.gossip: LocalSGD, stochastic gradient push, slow momentum."""
 
-from shardkit.redirected import redirected_names
+from shardkit.compat.redirected import redirected_names
 
 from .data_parallel import SlowMoBaseAlgorithm as SlowMoBaseAlgorithm
 from .data_parallel import SlowMoDataParallel as SlowMoDataParallel

@@ -15,7 +15,7 @@ from shardkit.experimental.nn.data_parallel.gossip.slow_momentum import (
     average_gradients,
     average_together,
 )
-from shardkit.sharded_ddp.buffers import BufferSync, broadcast_module, broadcast_together
+from shardkit.oss.buffers import BufferSync, broadcast_module, broadcast_together
 from shardkit.torch_seams.hooks import BackwardState, tensors_of, watch_outputs
 from shardkit.types import StateDict, Tree
 

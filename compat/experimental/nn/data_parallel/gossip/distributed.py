@@ -7,8 +7,8 @@ import logging
 import torch
 from torch import nn
 
+from shardkit.compat.redirected import redirected_names
 from shardkit.errors import ConfigurationError
-from shardkit.redirected import redirected_names
 from shardkit.types import ProcessGroup
 
 from .data_parallel import SlowMoBaseAlgorithm, SlowMoDataParallel, SlowMomentumOptions

@@ -13,8 +13,8 @@ from collections.abc import Iterator
 import torch
 
 from shardkit.backend import Group, backend_for
+from shardkit.compat.redirected import redirected_names
 from shardkit.errors import ConfigurationError
-from shardkit.redirected import redirected_names
 
 from .graph_manager import GraphManager
 from .mixing_manager import MixingManager, UniformMixing

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 
 import torch
 
-from shardkit.redirected import redirected_names
+from shardkit.compat.redirected import redirected_names
 
 from .graph_manager import GraphManager
 

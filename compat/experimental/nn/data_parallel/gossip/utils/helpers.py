@@ -9,7 +9,7 @@ from collections.abc import MutableMapping
 import torch
 import torch.distributed as dist
 
-from shardkit.redirected import redirected_names
+from shardkit.compat.redirected import redirected_names
 from shardkit.types import AnyCallable, Tree
 
 __getattr__ = redirected_names(__name__)

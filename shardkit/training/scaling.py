@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from .backend import backend_for_device
-from .errors import BackendError
+from ..backend import backend_for_device
+from ..errors import BackendError
 
 _UNSCALE = "_amp_foreach_non_finite_check_and_unscale_"
 

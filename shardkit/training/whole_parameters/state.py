@@ -13,14 +13,14 @@ from typing import NamedTuple
 
 import torch
 
-from ..backend import Group
-from ..checks import options_of
-from ..errors import ConfigurationError
-from ..layout import Piece, buckets_by_numel
-from ..optimizers.elementwise import is_known_elementwise
-from ..optimizers.saved_state import NUMBERS, check_same_state, check_state, is_shaped_like
-from ..oss.state import to_cpu
-from ..types import ParamGroup, SavedState, StateDict
+from ...backend import Group
+from ...checks import options_of
+from ...errors import ConfigurationError
+from ...layout import Piece, buckets_by_numel
+from ...optimizers.elementwise import is_known_elementwise
+from ...optimizers.saved_state import NUMBERS, check_same_state, check_state, is_shaped_like
+from ...oss.state import to_cpu
+from ...types import ParamGroup, SavedState, StateDict
 from .listed import Part
 from .placing import Inner
 

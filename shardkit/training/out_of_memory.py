@@ -19,14 +19,14 @@ from typing import NamedTuple, NoReturn, TypeAlias
 import torch
 from torch import nn
 
+from ..backend import Group, ReduceOp
+from ..errors import ConfigurationError, LifecycleError, ShardkitError
+from ..fsdp.state import state_of
+from ..oss.sharded_ddp import ShardedDDP
+from ..torch_seams.dtensors import is_dtensor
+from ..torch_seams.other_wrappers import name_of_torchs
+from ..types import Args, Kwargs, Tree
 from .adascale import measured_parameters
-from .backend import Group, ReduceOp
-from .errors import ConfigurationError, LifecycleError, ShardkitError
-from .fsdp.state import state_of
-from .sharded_ddp.wrapper import ShardedDDP
-from .torch_seams.dtensors import is_dtensor
-from .torch_seams.other_wrappers import name_of_torchs
-from .types import Args, Kwargs, Tree
 
 # What libraries say that have no class of their own for it.
 _SAYINGS = ("can't allocate memory", "not enough memory", "out of memory", "status_alloc_failed")
@@ -195,7 +195,7 @@ logger = logging.getLogger("shardkit")
 IN_A_ROW = 10  # batches that may be skipped: then something else is wrong than one of them
 _NOBODY = -1
 _TALKATIVE = (
-    "shardkit.moe.",
+    "shardkit.model_parallel.moe.",
     "shardkit.model_parallel.",
     "shardkit.pipeline.",
     "shardkit.experimental.nn.sync_batchnorm",

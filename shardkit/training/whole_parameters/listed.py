@@ -14,19 +14,19 @@ from typing import NoReturn, SupportsIndex
 import torch
 from torch import nn
 
-from ..errors import ConfigurationError, LifecycleError
-from ..flattening.flat_parameter import FlatParameter
-from ..fsdp.construct import wake
-from ..fsdp.names import plain_name
-from ..fsdp.originals import FlatParamLike, managing
-from ..fsdp.registered_shard import flat_of_registered
-from ..fsdp.registries import hidden, written_names
-from ..fsdp.state import state_of
-from ..layout import Piece
-from ..optimizers.shards import note_stand_in
-from ..torch_seams.marked_tensors import as_plain
-from ..torch_seams.tensor_facts import ALIKE, FACTS, SHAPE, name_of
-from ..types import AnyCallable, Args, Kwargs, Memo, Tree
+from ...errors import ConfigurationError, LifecycleError
+from ...flattening.flat_parameter import FlatParameter
+from ...fsdp.construct import wake
+from ...fsdp.names import plain_name
+from ...fsdp.originals import FlatParamLike, managing
+from ...fsdp.registered_shard import flat_of_registered
+from ...fsdp.registries import hidden, written_names
+from ...fsdp.state import state_of
+from ...layout import Piece
+from ...optimizers.shards import note_stand_in
+from ...torch_seams.marked_tensors import as_plain
+from ...torch_seams.tensor_facts import ALIKE, FACTS, SHAPE, name_of
+from ...types import AnyCallable, Args, Kwargs, Memo, Tree
 
 _HOOKS = ("register_hook", "register_post_accumulate_grad_hook", "retain_grad")
 

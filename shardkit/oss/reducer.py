@@ -28,10 +28,10 @@ import torch
 from torch import nn
 
 from ..backend import Group, ReduceOp, Work
-from ..compression import BlockFormat, CompressedReduceScatter, format_for
 from ..errors import LifecycleError
 from ..layout import alignment, buckets_by_numel, rounded_up, segment_layout
 from ..policy import ReducePolicy
+from ..reduction.compression import BlockFormat, CompressedReduceScatter, format_for
 from ..reduction.packing import PackedForm, WrittenPack, has_mean
 from ..torch_seams.hooks import NO_BACKWARD, BackwardState, GradientHook, current_backward
 from ..torch_seams.strided_views import dense_strides
@@ -103,7 +103,7 @@ class Bucket:
         params: of all buckets.
         slot: that memory, in bytes.
         group: the ranks.
-        error_feedback: see :class:`~shardkit.compression.CompressedReduceScatter`.
+        error_feedback: see :class:`~shardkit.reduction.compression.CompressedReduceScatter`.
     """
 
     def __init__(

@@ -1,12 +1,13 @@
 """Names that modules of fairscale, and of earlier versions of shardkit, have from elsewhere: one table.
 
-:mod:`shardkit.redirected` serves it.
+:mod:`shardkit.compat.redirected` serves it.
 """
 
 from __future__ import annotations
 
 # Modules that have moved since 0.2.0 and may be imported by either name, all below shardkit: then -> now.
 MOVED = {
+    "activations": "wrapping.activations",
     "checkpoint_tools": "checkpoint.tools",
     "estimate": "tools.estimate",
     "extra.adam": "optim.adam",
@@ -18,6 +19,7 @@ MOVED = {
     "extra.offload": "experimental.nn.offload",
     "extra.vocab_loss": "model_parallel.vocab_loss",
     "extra.vocab_output": "experimental.nn.mevo",
+    "moe": "model_parallel.moe",
     "pipeline.remote_pipe": "pipeline.async_pipe",
     "rehearsal": "tools.rehearsal",
     "testing": "tools.verify",
@@ -94,7 +96,7 @@ REEXPORTED: dict[str, dict[str, str]] = {
         "experimental.nn.distributed_pipeline.graph": "PipelineModulesGraph",
     },
     "experimental.nn.sync_batchnorm": {
-        "activations.checkpointing": "is_checkpointing, is_recomputing",
+        "wrapping.activations": "is_checkpointing, is_recomputing",
         "internal.version": "torch_version",
     },
     "experimental.tooling.layer_memory_tracker": {
@@ -140,12 +142,12 @@ REEXPORTED: dict[str, dict[str, str]] = {
         "wrapping.policies": "config_auto_wrap_policy",
     },
     "nn.checkpoint.checkpoint_activations": {
-        "activations.checkpointing": "CheckpointFunction, ThreadLocalCheckpointingState, disable_checkpointing, "
+        "wrapping.activations": "CheckpointFunction, ThreadLocalCheckpointingState, disable_checkpointing, "
         "enable_checkpointing, enable_recomputing, is_checkpointing, is_recomputing, "
         "patch_batchnorm, thread_local",
         "internal.containers": "pack_kwargs, split_non_tensors, unpack_kwargs, unpack_non_tensors",
     },
-    "nn.checkpoint.checkpoint_utils": {"activations.checkpointing": "patch_batchnorm"},
+    "nn.checkpoint.checkpoint_utils": {"wrapping.activations": "patch_batchnorm"},
     "nn.data_parallel.fsdp_optim_utils": {"flattening.wrapper": "FlattenParamsWrapper"},
     "nn.data_parallel.fully_sharded_data_parallel": {
         "internal.containers": "apply_to_tensors, recursive_copy_to_device",
@@ -163,7 +165,7 @@ REEXPORTED: dict[str, dict[str, str]] = {
         "internal.params": "Workhandle, get_global_rank",
     },
     "nn.misc.checkpoint_activations": {
-        "activations.checkpointing": "CheckpointFunction, disable_checkpointing, enable_checkpointing, "
+        "wrapping.activations": "CheckpointFunction, disable_checkpointing, enable_checkpointing, "
         "enable_recomputing, is_checkpointing, is_recomputing, patch_batchnorm",
         "nn.checkpoint.checkpoint_activations": "checkpoint_wrapper",
     },
@@ -173,8 +175,8 @@ REEXPORTED: dict[str, dict[str, str]] = {
         "internal.state_dict": "replace_by_prefix_",
     },
     "nn.misc.param_bucket": {"flattening.bucket": "Bucket, GradBucket, ParamBucket"},
-    "nn.moe.moe_layer": {"moe": "AllToAll as _AllToAll"},
-    "nn.moe.top2gate": {"moe": "Top2Gate, gumbel_rsample, one_hot, top2gating"},
+    "nn.moe.moe_layer": {"model_parallel.moe": "AllToAll as _AllToAll"},
+    "nn.moe.top2gate": {"model_parallel.moe": "Top2Gate, gumbel_rsample, one_hot, top2gating"},
     "nn.model_parallel.layers": {
         "model_parallel.layers": "initialize_affine_weight as _initialize_affine_weight",
         "nn.model_parallel.initialize": "get_model_parallel_rank, get_model_parallel_world_size",
@@ -218,11 +220,11 @@ REEXPORTED: dict[str, dict[str, str]] = {
         "pipeline.microbatch": "Value as TensorOrTensors",
     },
     "nn.pipe.batchnorm": {
-        "activations.checkpointing": "is_recomputing",
+        "wrapping.activations": "is_recomputing",
         "pipeline.batch_norm": "DeferredBatchNorm, TModule",
     },
     "nn.pipe.checkpoint": {
-        "activations.checkpointing": "ThreadLocalCheckpointingState as ThreadLocal, enable_checkpointing, "
+        "wrapping.activations": "ThreadLocalCheckpointingState as ThreadLocal, enable_checkpointing, "
         "enable_recomputing, is_checkpointing, is_recomputing, thread_local",
         "nn.pipe.dependency": "fork, get_phony, join",
         "nn.pipe.types": "Tensors",

@@ -22,7 +22,7 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 
-from .errors import LifecycleError
+from shardkit.errors import LifecycleError
 
 FAIRSCALE_VERSION = (0, 4, 13)
 # What stands under fairscale's root; "utils" is where most of "internal" and "fair_dev" was up to 0.4.6.

@@ -23,14 +23,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from .backend import Backend, Group, backend_for
-from .checks import check_same_everywhere
-from .errors import ConfigurationError, LifecycleError
-from .fsdp.registered_shard import flat_of_registered
-from .optimizers.shards import lists_stand_ins
-from .oss.optimizer import OSS
-from .reduction.norms import dense, norm_like
-from .torch_seams.hooks import (
+from ..backend import Backend, Group, backend_for
+from ..checks import check_same_everywhere
+from ..errors import ConfigurationError, LifecycleError
+from ..fsdp.registered_shard import flat_of_registered
+from ..optimizers.shards import lists_stand_ins
+from ..oss.optimizer import OSS
+from ..reduction.norms import dense, norm_like
+from ..torch_seams.hooks import (
     NO_BACKWARD,
     GradientHook,
     GradientHooks,
@@ -38,7 +38,7 @@ from .torch_seams.hooks import (
     current_backward,
     inside_another_backward,
 )
-from .types import Args, Kwargs, ParamGroup, ProcessGroup, StateDict, Tree
+from ..types import Args, Kwargs, ParamGroup, ProcessGroup, StateDict, Tree
 
 __all__ = ["AdaScale"]
 
@@ -457,7 +457,7 @@ class AdaScale(Optimizer):
             num_gradients_to_accumulate / 1000, 0)``.
         num_gradients_to_accumulate: backwards in a step.
         is_scaled_loss: each loss is divided by that number; otherwise call :meth:`scale_grad_by_num_grads_to_accum`.
-        debias_ewma: see :func:`~shardkit.adascale.moving_averages.update_average`.
+        debias_ewma: see :func:`~shardkit.training.adascale.moving_averages.update_average`.
         group: ranks whose gradients are averaged, with FSDP's replicas; default: those of an OSS, else all.
         backend: name or instance of the backend; by default that of the parameters' device.
 

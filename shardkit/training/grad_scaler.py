@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim import Optimizer
 
-from .backend import Backend, Group, ReduceOp, backend_for
-from .errors import ConfigurationError, LifecycleError
+from ..backend import Backend, Group, ReduceOp, backend_for
+from ..errors import ConfigurationError, LifecycleError
+from ..torch_seams.device_mesh import group_of
+from ..tracing.ranges import CLIP
+from ..types import ProcessGroup, StateDict, Tree
 from .scaling import lacks_kernel, unscale, updated_scale
-from .torch_seams.device_mesh import group_of
-from .tracing.ranges import CLIP
-from .types import ProcessGroup, StateDict, Tree
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

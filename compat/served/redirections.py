@@ -1,6 +1,6 @@
 """The names of fairscale that serve no purpose on today's torch, and what to take in place of each: one table.
 
-:mod:`shardkit.redirected` serves it. A module of fairscale's that has no file in ``compat/`` is made of its entries
+:mod:`.redirected` serves it. A module of fairscale's that has no file in ``compat/`` is made of its entries
 here; one that has a file takes its own entries from here.
 """
 

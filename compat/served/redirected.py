@@ -3,10 +3,10 @@
 Code that only imports such a name, subclasses it or asks ``isinstance`` keeps working; building one, calling one or
 reading an attribute of its class raises :class:`shardkit.errors.RedirectedError`.
 
-The names stand in the table of :mod:`shardkit.redirections`. Names that a module of fairscale's has from elsewhere, and
-that work, stand in :mod:`shardkit.reexports`. :func:`redirected_names` gives a module of ``compat/`` its entries. A
-module of fairscale's that has nothing else has no file: :func:`serve` puts a finder before all others, which makes such
-a module of its entries when it is imported.
+The names stand in the table of :mod:`.redirections`. Names that a module of fairscale's has from elsewhere, and that
+work, stand in :mod:`.reexports`, with the modules that have moved. :func:`redirected_names` gives a module of
+``compat/`` its entries. A module that has nothing else has no file: :func:`serve` puts a finder before all others,
+which makes such a module of its entries when it is imported.
 
 Each name is listed with its reason in tests/parity/differences.py as well (kind "redirected"), from which
 docs/PARITY.md is made.
@@ -22,18 +22,18 @@ from collections.abc import Callable, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from types import FunctionType, ModuleType
-from typing import TYPE_CHECKING, NoReturn, TypeVar, cast
+from typing import TYPE_CHECKING, NoReturn
 
-from .errors import RedirectedError
+from shardkit.errors import RedirectedError
+
 from .redirections import REDIRECTED
 from .reexports import MOVED, REEXPORTED
 
 if TYPE_CHECKING:
-    from .types import AnyCallable, Tree
+    from shardkit.types import Tree
 
 MARK = "__redirected__"
 _ROOT = "shardkit"
-_F = TypeVar("_F", bound="AnyCallable")
 
 
 class _RedirectedMeta(type):
@@ -137,25 +137,6 @@ def _imported(path: str, name: str) -> Tree:
     return getattr(home, name) if hasattr(home, name) else importlib.import_module(f"{home.__name__}.{name}")
 
 
-def without_arguments(**gone: str) -> Callable[[_F], _F]:
-    """Decorates a callable: these keyword arguments, which fairscale had once, are refused with what to do instead.
-
-    Its signature stays as it is. An argument that is passed as None or False is dropped silently: it asked for nothing.
-    """
-
-    def decorate(function: _F) -> _F:
-        @functools.wraps(function)
-        def checked(*args: object, **kwargs: object) -> Tree:
-            for name in gone.keys() & kwargs.keys():
-                if kwargs.pop(name):
-                    raise RedirectedError(f"{name}= is gone since fairscale 0.4.11: {gone[name]}")
-            return function(*args, **kwargs)
-
-        return cast(_F, checked)
-
-    return decorate
-
-
 def is_redirected(thing: object) -> bool:
     """Whether a class or function was made here (subclasses of users don't count)."""
     return isinstance(thing, type | FunctionType) and MARK in vars(thing)
@@ -195,7 +176,7 @@ class _Finder(MetaPathFinder):
             return found
         is_package = any(name.startswith(f"{fullname}.") for name in _SERVED)
         return ModuleSpec(
-            fullname, _Loader(), origin=f"the table of {_ROOT}.redirections", is_package=is_package
+            fullname, _Loader(), origin=f"the table of {_ROOT}.compat.redirections", is_package=is_package
         )
 
 

@@ -17,10 +17,10 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.data import DataLoader, Sampler
 
-from .backend import Backend, Group, backend_for
+from ..backend import Backend, Group, backend_for
+from ..errors import ConfigurationError, RankMismatchError
+from ..types import ProcessGroup
 from .data import rank_of_job
-from .errors import ConfigurationError, RankMismatchError
-from .types import ProcessGroup
 
 __all__ = ["EvaluationSampler", "gather", "gather_tensors", "in_step"]
 

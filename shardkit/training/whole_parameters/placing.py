@@ -10,10 +10,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ..backend import Group
-from ..errors import ConfigurationError
-from ..layout import Piece
-from ..types import StateDict
+from ...backend import Group
+from ...errors import ConfigurationError
+from ...layout import Piece
+from ...types import StateDict
 from .exchange import Bringing, Bundle, Exchange, Gathered, InPlace, held_by_ranks, owners_of
 from .listed import Part
 from .rules import Cost, Rule, UpdateKind

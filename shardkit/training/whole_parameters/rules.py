@@ -14,9 +14,9 @@ import torch
 from torch import nn
 from torch.optim import AdamW, Optimizer
 
-from ..errors import ConfigurationError
-from ..optimizers.elementwise import Maker, Verdict, couples_parameters, judge
-from ..types import Kwargs, ParamGroup
+from ...errors import ConfigurationError
+from ...optimizers.elementwise import Maker, Verdict, couples_parameters, judge
+from ...types import Kwargs, ParamGroup
 from .listed import Part
 
 logger = logging.getLogger("shardkit")

@@ -16,12 +16,12 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ..backend import Group, ReduceOp
-from ..checks import all_gather_facts, check_same_everywhere, copy_options, option_facts
-from ..errors import ConfigurationError, LifecycleError
-from ..fsdp.state import state_of
-from ..progress import note_error, noting_errors
-from ..types import Kwargs, ParamGroup, StateDict, Tree
+from ...backend import Group, ReduceOp
+from ...checks import all_gather_facts, check_same_everywhere, copy_options, option_facts
+from ...errors import ConfigurationError, LifecycleError
+from ...fsdp.state import state_of
+from ...progress import note_error, noting_errors
+from ...types import Kwargs, ParamGroup, StateDict, Tree
 from . import state as saved
 from .exchange import shards_of
 from .listed import parts_of

@@ -23,10 +23,10 @@ from typing import Generic, NamedTuple, TypeVar, cast
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, default_collate, get_worker_info
 
-from .backend import Backend, backend_of_job
-from .errors import ConfigurationError
-from .launching.started import started_rank
-from .types import Kwargs, StateDict
+from ..backend import Backend, backend_of_job
+from ..errors import ConfigurationError
+from ..launching.started import started_rank
+from ..types import Kwargs, StateDict
 
 __all__ = ["GlobalBatchSampler", "ResumableLoader"]
 

@@ -27,13 +27,13 @@ from itertools import accumulate, chain, pairwise
 import torch
 from torch import nn
 
-from ..backend import DONE, Group, Work
-from ..errors import LifecycleError
-from ..fsdp.flat_values import own_part, put_together, taken_apart
-from ..fsdp.originals import FlatParamLike
-from ..layout import Piece
-from ..torch_seams.marked_tensors import as_plain
-from ..tracing.ranges import WholeRanges
+from ...backend import DONE, Group, Work
+from ...errors import LifecycleError
+from ...fsdp.flat_values import own_part, put_together, taken_apart
+from ...fsdp.originals import FlatParamLike
+from ...layout import Piece
+from ...torch_seams.marked_tensors import as_plain
+from ...tracing.ranges import WholeRanges
 from .listed import Part
 
 

@@ -20,11 +20,10 @@ from ..checks import (
     refuse_lazy,
     shape_fact,
 )
-from ..compression import check_compressible
 from ..errors import ConfigurationError, LifecycleError
-from ..oss.optimizer import OSS
 from ..policy import ReducePolicy
 from ..progress import noting_errors
+from ..reduction.compression import check_compressible
 from ..torch_seams.compiling import not_compiled
 from ..torch_seams.device_mesh import group_of
 from ..torch_seams.forward_signature import signed_as_wrapped
@@ -33,6 +32,7 @@ from ..tracing.tracer import note_model
 from ..types import ProcessGroup, StateDict, Tree
 from .buffers import BufferSync, broadcast_module, connect_sync_batch_norm
 from .exchange import GradientExchange
+from .optimizer import OSS
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

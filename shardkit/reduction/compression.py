@@ -25,9 +25,9 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
-from .backend import DONE, Backend, Group, ReduceOp, Work
-from .errors import ConfigurationError
-from .policy import Compression
+from ..backend import DONE, Backend, Group, ReduceOp, Work
+from ..errors import ConfigurationError
+from ..policy import Compression
 
 __all__ = [
     "BlockFormat",

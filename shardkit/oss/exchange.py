@@ -21,8 +21,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ..backend import Group, ReduceOp
 from ..errors import ConfigurationError, LifecycleError
-from ..oss.optimizer import OSS
-from ..oss.segments import FlatSegment
 from ..policy import ReducePolicy
 from ..reduction.shard_gradients import gradient_class
 from ..torch_seams.compiling import not_compiled
@@ -39,7 +37,9 @@ from ..torch_seams.hooks import (
 )
 from ..tracing.ranges import ModuleRanges, Range, leave
 from .buffers import BufferSync
+from .optimizer import OSS
 from .reducer import Bucket, Reducer
+from .segments import FlatSegment
 
 logger = logging.getLogger("shardkit")
 
