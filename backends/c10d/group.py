@@ -23,7 +23,7 @@ from shardkit.backend import DONE, Backend, ReduceOp, Work
 from shardkit.errors import ConfigurationError, OutOfStepError, RankLostError, ShardkitError
 from shardkit.types import ProcessGroup, T
 
-from ..checked_group import check_members, size_of
+from ..checked_group import Sizes, check_members, size_of
 from ..diagnosis.calls import AGREEMENT, Call, CallFacts
 from ..diagnosis.job_store import NoAnswer
 from ..diagnosis.stack_report import uncounted
@@ -272,9 +272,7 @@ class C10dGroup(ObjectsOverTensors):
         self._watch.give_up(why)
 
     # ------------------------------------------------------------ collectives
-    def _all_gather(
-        self, output: Tensor, shard: Tensor, parts: list[int], async_op: bool, label: str
-    ) -> Work:
+    def _all_gather(self, output: Tensor, shard: Tensor, parts: Sizes, async_op: bool, label: str) -> Work:
         """Each rank broadcasts its slice of ``output`` in place: nothing is copied, no buffer is needed."""
         if output.requires_grad or shard.requires_grad:
             output, shard = output.detach(), shard.detach()
@@ -298,7 +296,7 @@ class C10dGroup(ObjectsOverTensors):
         return self._issue(works, "all_gather_into", output.numel(), label, async_op)
 
     def _reduce_scatter(
-        self, shard: Tensor, input: Tensor, parts: list[int], op: ReduceOp, async_op: bool, label: str
+        self, shard: Tensor, input: Tensor, parts: Sizes, op: ReduceOp, async_op: bool, label: str
     ) -> Work:
         """Sends each rank its part and adds up locally: half the bytes of gloo's own reduce-scatter."""
         if input.is_complex():
@@ -357,14 +355,7 @@ class C10dGroup(ObjectsOverTensors):
         return done
 
     def _all_to_all(
-        self,
-        output: Tensor,
-        input: Tensor,
-        come: list[int],
-        go: list[int],
-        even: bool,
-        async_op: bool,
-        label: str,
+        self, output: Tensor, input: Tensor, come: Sizes, go: Sizes, even: bool, async_op: bool, label: str
     ) -> Work:
         if self.process_group is None:
             output.copy_(input)

@@ -27,7 +27,7 @@ from shardkit.backend import DONE, ReduceOp, Work
 from shardkit.errors import ConfigurationError
 from shardkit.types import T
 
-from ..checked_group import check_member, check_members
+from ..checked_group import Sizes, check_member, check_members
 from ..objects import as_tensor
 from .connections import process_group_over
 from .payloads import NUMBERS, as_bytes, as_real
@@ -78,9 +78,7 @@ class TpuGroup(StreamGroup):
         return process_group_over(connected, kind, store, rank, size, torch.device(self.backend.device_type))
 
     # ------------------------------------------------------------ tensors
-    def _all_gather(
-        self, output: Tensor, shard: Tensor, parts: list[int], async_op: bool, label: str
-    ) -> Work:
+    def _all_gather(self, output: Tensor, shard: Tensor, parts: Sizes, async_op: bool, label: str) -> Work:
         """One all-gather, or for uneven sizes one broadcast a rank."""
         if is_even(parts):
             return super()._all_gather(output, shard, parts, async_op, label)
@@ -96,7 +94,7 @@ class TpuGroup(StreamGroup):
         return self._issue(works, "all_gather_into", numel, label, async_op)
 
     def _reduce_scatter(
-        self, shard: Tensor, input: Tensor, parts: list[int], op: ReduceOp, async_op: bool, label: str
+        self, shard: Tensor, input: Tensor, parts: Sizes, op: ReduceOp, async_op: bool, label: str
     ) -> Work:
         """One reduce-scatter, or for uneven sizes an all-reduce in place, of which the own part is taken.
 
@@ -113,14 +111,7 @@ class TpuGroup(StreamGroup):
         return self._all_reduce(tensor, op, async_op, label)
 
     def _all_to_all(
-        self,
-        output: Tensor,
-        input: Tensor,
-        come: list[int],
-        go: list[int],
-        even: bool,
-        async_op: bool,
-        label: str,
+        self, output: Tensor, input: Tensor, come: Sizes, go: Sizes, even: bool, async_op: bool, label: str
     ) -> Work:
         """Where sizes are given the host waits for the largest part of all, to which the others are padded."""
         world = self.world_size
