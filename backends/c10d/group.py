@@ -28,7 +28,7 @@ from ..diagnosis.calls import AGREEMENT, Call, CallFacts
 from ..diagnosis.job_store import NoAnswer
 from ..diagnosis.stack_report import uncounted
 from ..diagnosis.watchdog import Watch
-from ..forked import LeftBehind, belongs_here, check_process_group
+from ..forked import Refusing, belongs_here, check_process_group, refusal
 from ..imagined import GroupInName, RanksInName
 from ..objects import ObjectsOverTensors
 from .call_order import ORDERED_CHANNELS, Agreement, CallOrder, Key
@@ -212,7 +212,8 @@ class C10dGroup(ObjectsOverTensors):
 
     def left_behind(self) -> None:
         """Refuses all calls from now on: this process is a fork."""
-        self.process_group = LeftBehind(self.ranks[self.rank])
+        rank = self.ranks[self.rank]
+        self.process_group = Refusing(lambda: refusal(rank))
 
     # ------------------------------------------------------------ agreements
     def agree(self, what: str) -> None:

@@ -26,6 +26,7 @@ from torch._C._distributed_c10d import Store
 from shardkit.backend import DONE, ReduceOp, Work
 from shardkit.errors import ConfigurationError
 from shardkit.types import T
+from shardkit.work import WorkThen
 
 from ..checked_group import Sizes, check_member, check_members
 from ..objects import as_tensor
@@ -154,27 +155,9 @@ class TpuGroup(StreamGroup):
         return memoryview(data) if self.rank == src else _on_host(buffer)[:size]
 
 
-class _Then(Work):
-    """Copies that come after another work."""
-
-    __slots__ = ("_copies", "_work")
-
-    def __init__(self, work: Work, copies: list[tuple[Tensor, Tensor]]) -> None:
-        self._work, self._copies = work, copies
-
-    def is_done(self) -> bool:
-        return self._work.is_done()
-
-    @torch.no_grad()
-    def wait(self) -> None:
-        self._work.wait()
-        copies, self._copies = self._copies, []
-        for to, source in copies:
-            to.copy_(source)
-
-
 def _then(work: Work, copies: list[tuple[Tensor, Tensor]], async_op: bool) -> Work:
-    taken = _Then(work, copies)
+    """Copies from the second tensors to the first when the work was waited for."""
+    taken = WorkThen(work, lambda: [to.copy_(source) for to, source in copies])
     if not async_op:
         taken.wait()
     return taken

@@ -31,6 +31,7 @@ from ..torch_seams.strided_views import strided_view
 from ..tracing.ranges import PublishRanges
 from ..tracing.tracer import training_begins
 from ..types import Kwargs, ParamGroup, StateDict, Tree
+from ..work import WorkThen
 from .segments import FlatSegment
 
 Closure = Callable[[], Tree]
@@ -225,22 +226,7 @@ class FlatParameters:
         work = self._group.all_gather_into(
             wire, own, self._layout.sizes, async_op=True, label=f"updated parameters in {wire_dtype}"
         )
-        return _CopyAfter(work, wire, self._buffer)
-
-
-class _CopyAfter(Work):
-    """Work whose result is copied (and cast) into another tensor."""
-
-    def __init__(self, work: Work, source: torch.Tensor, target: torch.Tensor) -> None:
-        self._work, self._source, self._target = work, source, target
-
-    def is_done(self) -> bool:
-        return self._work.is_done()
-
-    def wait(self) -> None:
-        self._work.wait()
-        with torch.no_grad():
-            self._target.copy_(self._source)
+        return WorkThen(work, lambda: self._buffer.copy_(wire))
 
 
 @final
