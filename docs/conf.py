@@ -19,6 +19,7 @@ extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 source_suffix = {".md": "markdown", ".rst": "restructuredtext", ".ipynb": "notebook"}
 exclude_patterns = ["_build"]
 myst_heading_anchors = 3
+highlight_language = "none"  # what a terminal prints is no Python
 
 autodoc_typehints = "description"
 autodoc_member_order = "bysource"

@@ -211,11 +211,17 @@ def check_same_everywhere(group: Group, facts: Facts, what: str, aside: Tree = N
     if group.world_size == 1:
         return [aside]
     # as one text: ranks mostly tell the same, and then nobody takes it apart
-    mine = json.dumps([(name, str(value)) for name, value in facts])
+    mine = json.dumps([(name, _shown(value)) for name, value in facts])
     told = all_gather_facts(group.channel("control"), (mine, aside), label=f"check of {what}")
     if any(theirs != mine for theirs, _ in told):
         _refuse_differences(group, [json.loads(theirs) for theirs, _ in told], what)
     return [beside for _, beside in told]
+
+
+def _shown(value: object) -> str:
+    if not isinstance(value, tuple):
+        return str(value)
+    return f"({', '.join(str([*part] if isinstance(part, tuple) else part) for part in value)})"
 
 
 def _refuse_differences(group: Group, everybody: list[Tree], what: str) -> None:

@@ -9,12 +9,10 @@ import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-import shardkit
 from shardkit.examples.digits import STRATEGIES, DigitTransformer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -124,25 +122,9 @@ def test_bad_arguments_are_refused() -> None:
     assert "multiple of the ranks" in result.stderr
 
 
-def _readme_optimizer(rank: int, code: str) -> None:
-    names: dict[str, Any] = {"torch": torch, "shardkit": shardkit}
-    names["model"] = model = shardkit.FSDP(torch.nn.Linear(3, 3))
-    exec(code, names)
-    model(torch.ones(2, 3)).sum().backward()
-    names["optimizer"].step()
-
-
 def test_readme_example(tmp_path: Path) -> None:
-    """The programs in the README run as they stand there, and learn: both ranks end with a small loss."""
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    experiment, program, in_place, any_optimizer = blocks
-    names: dict[str, Any] = {"torch": torch, "shardkit": shardkit, "F": torch.nn.functional}
-    names.update(make_model=None, make_batch=None, compute_loss=None)
-    exec(in_place, names)
-    assert max(shardkit.launch(names["train_in_place"], 2, backend="simulated", args=(100,))) < 1.0
-    shardkit.launch(_readme_optimizer, 2, backend="simulated", args=(any_optimizer,))
-    exec(experiment, names)
-    assert names["experiment"]().optimizer is torch.optim.AdamW
+    """The README's program runs as it stands there, without a warning, and both ranks end with a small loss."""
+    [program] = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     script = tmp_path / "readme_example.py"
     script.write_text(program)
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -150,6 +132,7 @@ def test_readme_example(tmp_path: Path) -> None:
         [sys.executable, str(script)], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=400
     )
     assert result.returncode == 0, result.stdout + result.stderr
+    assert "Warning" not in result.stderr
     losses = ast.literal_eval(result.stdout.splitlines()[-1])  # older gloo prints a line a rank first
     assert len(losses) == 2
     assert max(losses) < 1.0  # the variance of the sum of eight standard normals is 8
