@@ -30,17 +30,6 @@ from .errors import ConfigurationError
 from .policy import Compression
 from .work import WorkThen
 
-__all__ = [
-    "BlockFormat",
-    "CompressedAllReduce",
-    "CompressedGather",
-    "CompressedReduceScatter",
-    "Feedback",
-    "check_compressible",
-    "format_for",
-]
-
-
 _HEAD = 16  # bytes before the codes
 _LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 _SMALLEST = torch.finfo(torch.float32).tiny

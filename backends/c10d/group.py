@@ -11,7 +11,7 @@ import functools
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn, ParamSpec, Protocol
+from typing import Any, NoReturn, ParamSpec, Protocol, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -66,6 +66,7 @@ OPS = {
 PIECE = 2**20  # most elements that a rank receives in a round
 MAIN = "main"  # the name of what is no channel
 P = ParamSpec("P")
+After: TypeAlias = "Callable[[], None] | None"  # what is left to do on this rank
 
 
 class TorchWork(Protocol):
@@ -81,9 +82,7 @@ class C10dWork(Work):
 
     __slots__ = ("_after", "_call", "_group", "_works")
 
-    def __init__(
-        self, group: C10dGroup, works: list[TorchWork], call: CallFacts, after: Callable[[], None] | None
-    ) -> None:
+    def __init__(self, group: C10dGroup, works: list[TorchWork], call: CallFacts, after: After) -> None:
         self._group, self._works, self._call, self._after = group, works, call, after
 
     def is_done(self) -> bool:
@@ -257,7 +256,7 @@ class C10dGroup(ObjectsOverTensors):
         numel: int,
         label: str,
         async_op: bool,
-        after: Callable[[], None] | None = None,
+        after: After = None,
     ) -> Work:
         self._sequence += 1
         call = (self._name, self._sequence, operation, numel, label)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 
 import torch
@@ -27,7 +27,7 @@ from ..checked_group import Sizes
 from ..diagnosis.calls import Call
 from ..diagnosis.watchdog import Watch
 from .connections import Connected, process_group_over
-from .group import OPS, C10dGroup, C10dWork, TorchWork
+from .group import OPS, After, C10dGroup, C10dWork, TorchWork
 from .payloads import NUMBERS, as_bytes, as_real
 
 _OPS = {**OPS, ReduceOp.AVG: dist.ReduceOp(dist.ReduceOp.AVG)}
@@ -85,7 +85,7 @@ class StreamGroup(C10dGroup):
         numel: int,
         label: str,
         async_op: bool,
-        after: Callable[[], None] | None = None,
+        after: After = None,
     ) -> Work:
         self._sequence += 1
         call = (self._name, self._sequence, operation, numel, label)
