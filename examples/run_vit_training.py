@@ -36,9 +36,9 @@ import training
 from images import Data, Sample
 from shardkit.backend import Backend, Group, ReduceOp, get_backend
 from shardkit.checks import all_gather_facts, check_one_save
-from shardkit.data import ResumableLoader
 from shardkit.errors import ConfigurationError, ShardkitError
 from shardkit.examples.digits import average_gradients, train_epoch
+from shardkit.training.data import ResumableLoader
 from shardkit.types import Kwargs, StateDict, Tree
 from shardkit.xla.fsdp import XlaFullyShardedDataParallel, checkpoint_module
 from vit import Config, VisionTransformer

@@ -35,15 +35,15 @@ from torch.utils.data import DataLoader, Dataset
 
 import shardkit
 from images import Data, Images, Sample, SharedEvenly, load_everywhere
-from shardkit.activations.checkpointing import checkpoint_wrapper
 from shardkit.backend import Backend, ReduceOp, get_backend
-from shardkit.data import ResumableLoader
 from shardkit.errors import BackendError, ConfigurationError, DamagedFileError, RankFailedError, ShardkitError
 from shardkit.examples.digits import Progress, average_gradients, train_epoch
 from shardkit.fsdp.local_checkpoint import consolidate
 from shardkit.tracing.metrics import Sink
 from shardkit.tracing.sinks import JsonLines, TensorBoard
+from shardkit.training.data import ResumableLoader
 from shardkit.types import Kwargs, StateDict, Tree
+from shardkit.wrapping.activations import checkpoint_wrapper
 from shardkit.wrapping.policies import size_based_auto_wrap_policy, transformer_auto_wrap_policy
 from shardkit.xla.fsdp import (
     XlaFullyShardedDataParallel,

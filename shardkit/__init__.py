@@ -9,18 +9,18 @@ import importlib
 import importlib.util
 from typing import TYPE_CHECKING, Any
 
-from . import redirected
+from .compat import redirected
 from .version import __version_tuple__
 
 if TYPE_CHECKING:  # the same names as in the table below; tests/test_packaging.py compares them
-    from .adascale import AdaScale as AdaScale
+    from .training.adascale import AdaScale as AdaScale
     from .checkpoint.files.loading import load as load
     from .checkpoint.prefix import (
         load_with_or_without_prefix as load_with_or_without_prefix,
         with_prefix as with_prefix,
         without_prefix as without_prefix,
     )
-    from .data import GlobalBatchSampler as GlobalBatchSampler, ResumableLoader as ResumableLoader
+    from .training.data import GlobalBatchSampler as GlobalBatchSampler, ResumableLoader as ResumableLoader
     from .errors import (
         BackendError as BackendError,
         CheckpointError as CheckpointError,
@@ -35,8 +35,8 @@ if TYPE_CHECKING:  # the same names as in the table below; tests/test_packaging.
         ShardkitError as ShardkitError,
         UntrustedFileError as UntrustedFileError,
     )
-    from .evaluation import EvaluationSampler as EvaluationSampler, in_step as in_step
-    from .evaluation import gather as gather, gather_tensors as gather_tensors
+    from .training.evaluation import EvaluationSampler as EvaluationSampler, in_step as in_step
+    from .training.evaluation import gather as gather, gather_tensors as gather_tensors
     from .fsdp import (
         FSDP as FSDP,
         fully_shard as fully_shard,
@@ -44,11 +44,11 @@ if TYPE_CHECKING:  # the same names as in the table below; tests/test_packaging.
         register_fsdp_forward_method as register_fsdp_forward_method,
         sharding_of as sharding_of,
     )
-    from .grad_scaler import GradScaler as GradScaler, ShardedGradScaler as ShardedGradScaler
+    from .training.grad_scaler import GradScaler as GradScaler, ShardedGradScaler as ShardedGradScaler
     from .launching import launch as launch
     from .optimizers.elementwise import declare_elementwise as declare_elementwise
     from .oss.optimizer import OSS as OSS
-    from .out_of_memory import SkipOutOfMemory as SkipOutOfMemory
+    from .training.out_of_memory import SkipOutOfMemory as SkipOutOfMemory
     from .policy import (
         Compression as Compression,
         OffloadPolicy as OffloadPolicy,
@@ -57,7 +57,7 @@ if TYPE_CHECKING:  # the same names as in the table below; tests/test_packaging.
         ReshardPolicy as ReshardPolicy,
     )
     from .launching.stopping import stop_requested as stop_requested
-    from .sharded_ddp.wrapper import ShardedDDP as ShardedDDP
+    from .oss.sharded_ddp import ShardedDDP as ShardedDDP
     from .tools.summaries import summary as summary
     from .tracing.metrics import Metrics as Metrics
     from .tracing.ranges import span as span
@@ -69,36 +69,36 @@ if TYPE_CHECKING:  # the same names as in the table below; tests/test_packaging.
         restore_training as restore_training,
     )
     from .checkpoint.saving import save as save, save_training as save_training
-    from .whole_parameters.optimizer import WholeParameters as WholeParameters
+    from .training.whole_parameters.optimizer import WholeParameters as WholeParameters
     from .wrapping.context import auto_wrap as auto_wrap, enable_wrap as enable_wrap, wrap as wrap
 
 __version__ = ".".join(map(str, __version_tuple__))
 
 _HOMES = {
-    "adascale": "AdaScale",
+    "training.adascale": "AdaScale",
     "checkpoint.files.loading": "load",
     "checkpoint.format.folders": "latest",
     "checkpoint.prefix": "load_with_or_without_prefix with_prefix without_prefix",
     "checkpoint.restoring": "Restored restore restore_training",
     "checkpoint.saving": "save save_training",
-    "data": "GlobalBatchSampler ResumableLoader",
+    "training.data": "GlobalBatchSampler ResumableLoader",
     "errors": "BackendError CheckpointError ConfigurationError DamagedFileError FileNotWrittenError LifecycleError "
     "OutOfStepError RankFailedError RankLostError RankMismatchError ShardkitError UntrustedFileError",
-    "evaluation": "gather gather_tensors EvaluationSampler in_step",
+    "training.evaluation": "gather gather_tensors EvaluationSampler in_step",
     "fsdp": "FSDP fully_shard hybrid_groups register_fsdp_forward_method sharding_of",
-    "grad_scaler": "GradScaler ShardedGradScaler",
+    "training.grad_scaler": "GradScaler ShardedGradScaler",
     "launching": "launch",
     "optimizers.elementwise": "declare_elementwise",
     "oss.optimizer": "OSS",
-    "out_of_memory": "SkipOutOfMemory",
+    "training.out_of_memory": "SkipOutOfMemory",
     "policy": "Compression OffloadPolicy PrecisionPolicy ReducePolicy ReshardPolicy",
     "launching.stopping": "stop_requested",
-    "sharded_ddp.wrapper": "ShardedDDP",
+    "oss.sharded_ddp": "ShardedDDP",
     "tools.summaries": "summary",
     "tracing.metrics": "Metrics",
     "tracing.ranges": "span",
     "tracing.tracer": "trace",
-    "whole_parameters.optimizer": "WholeParameters",
+    "training.whole_parameters.optimizer": "WholeParameters",
     "wrapping.context": "auto_wrap enable_wrap wrap",
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}

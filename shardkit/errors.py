@@ -9,7 +9,16 @@ fairscale asserts what it checks of arguments and of the order of calls: what sa
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeVar, cast
+
 from .progress import note_error
+
+if TYPE_CHECKING:
+    from .types import AnyCallable, Tree
+
+_F = TypeVar("_F", bound="AnyCallable")
 
 
 class ShardkitError(RuntimeError):
@@ -96,3 +105,22 @@ class FileNotWrittenError(ShardkitError, OSError):
 
 class CheckpointError(ShardkitError):
     """A checkpoint was not saved or not restored, on any rank; those that were there before are whole."""
+
+
+def without_arguments(**gone: str) -> Callable[[_F], _F]:
+    """Decorates a callable: these keyword arguments, which fairscale had once, are refused with what to do instead.
+
+    Its signature stays as it is. An argument that is passed as None or False is dropped silently: it asked for nothing.
+    """
+
+    def decorate(function: _F) -> _F:
+        @functools.wraps(function)
+        def checked(*args: object, **kwargs: object) -> Tree:
+            for name in gone.keys() & kwargs.keys():
+                if kwargs.pop(name):
+                    raise RedirectedError(f"{name}= is gone since fairscale 0.4.11: {gone[name]}")
+            return function(*args, **kwargs)
+
+        return cast(_F, checked)
+
+    return decorate

@@ -25,8 +25,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shardkit.backend import ReduceOp
 from shardkit.errors import ConfigurationError, LifecycleError
-from shardkit.grad_scaler import GradScaler, ShardedGradScaler
 from shardkit.optim.grad_scaler import ShardedGradScaler as compat_scaler
+from shardkit.training.grad_scaler import GradScaler, ShardedGradScaler
 from tests.pools import rank_pool
 
 SIZES = [2, 3]
@@ -508,7 +508,7 @@ def train_on_xla(rank: int, engine: str, overflows: dict[int, float]) -> Any:
     from shardkit.backend import get_backend
     from shardkit.backends.xla import metrics
     from shardkit.optim.oss import OSS
-    from shardkit.sharded_ddp.wrapper import ShardedDDP
+    from shardkit.oss.sharded_ddp import ShardedDDP
 
     backend = get_backend("xla")
     group = backend.group()

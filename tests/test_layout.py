@@ -156,6 +156,12 @@ def test_rows_lie_in_one_buffer_cut_between_them(
         assert math.prod(local_shape(shape, grain, 0)) == 0
 
 
+def test_blocks_of_rows_stay_together() -> None:
+    layout = rows_layout(((19200, 4), (10,)), 3, 32)
+    assert layout.grains == (32 * 4, 1)
+    assert all(p.start % (32 * 4) == 0 for p in layout.pieces() if p.item == 0)
+
+
 @settings(max_examples=200)
 @given(SHAPES.filter(bool), st.integers(1, 6))
 def test_packed_items_are_each_cut_evenly(shapes: list[tuple[int, ...]], world_size: int) -> None:

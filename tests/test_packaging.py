@@ -1,4 +1,4 @@
-"""backends/ and compat/ are top-level folders but sub-packages of shardkit: map, links, folders and wheel agree."""
+"""backends/ and compat/ are top-level folders but sub-packages of shardkit: links, folders and wheel agree."""
 
 from __future__ import annotations
 
@@ -20,19 +20,23 @@ else:
 
 ROOT = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
-SETUPTOOLS = PROJECT["tool"]["setuptools"]
+LINKS = {
+    f"shardkit.{e.name}": os.path.relpath(e.resolve(), ROOT)
+    for e in (ROOT / "shardkit").iterdir()
+    if e.is_symlink()
+}
 FOLDERS = ("shardkit", "backends", "compat")
 
 
 def package_of(folder: Path) -> str:
-    """Name under which a folder with an ``__init__.py`` is imported, by the map (the longest entry wins)."""
+    """Name under which a folder with an ``__init__.py`` is imported, by the links."""
     relative = folder.relative_to(ROOT).as_posix()
-    for package, mapped in sorted(SETUPTOOLS["package-dir"].items(), key=lambda item: -len(item[1])):
+    for package, mapped in {**LINKS, "shardkit": "shardkit"}.items():
         if relative == mapped:
             return str(package)
         if relative.startswith(mapped + "/"):
             return f"{package}.{relative[len(mapped) + 1 :].replace('/', '.')}"
-    pytest.fail(f"{relative} is in no entry of [tool.setuptools.package-dir]")
+    pytest.fail(f"no link in shardkit/ leads to {relative}")
 
 
 def real_files() -> dict[str, Path]:
@@ -96,31 +100,17 @@ def run_python(code: str, cwd: Path, *paths: Path) -> subprocess.CompletedProces
     )
 
 
-def test_map_and_links_name_the_same_folders() -> None:
-    links = {
-        f"shardkit.{entry.name}": os.path.relpath(entry.resolve(), ROOT)
-        for entry in (ROOT / "shardkit").iterdir()
-        if entry.is_symlink()
-    }
-    mapped = {name: path for name, path in SETUPTOOLS["package-dir"].items() if name != "shardkit"}
-    assert links == mapped
-    for name in links:
+def packages() -> list[str]:
+    """Names of all packages."""
+    return sorted({package_of(path.parent) for path in real_files().values()})
+
+
+def test_links_are_relative_and_all_packages_have_an_init() -> None:
+    for name in LINKS:
         target = os.readlink(ROOT / name.replace(".", "/"))
         assert not os.path.isabs(target), f"{name} is an absolute link; it has to be relative"
-
-
-def test_listed_packages_are_the_folders_with_modules() -> None:
-    on_disk = {package_of(path.parent) for path in real_files().values()}
-    listed = SETUPTOOLS["packages"]
-    assert listed == sorted(listed)
-    assert on_disk == set(listed), "change [tool.setuptools] packages in pyproject.toml"
-    for package in listed:
+    for package in packages():
         assert (ROOT / package.replace(".", "/") / "__init__.py").is_file(), f"{package} has no __init__.py"
-
-
-def test_ruff_excludes_exactly_the_links() -> None:
-    links = {f"shardkit/{entry.name}" for entry in (ROOT / "shardkit").iterdir() if entry.is_symlink()}
-    assert set(PROJECT["tool"]["ruff"]["extend-exclude"]) == links
 
 
 def test_wheel_holds_the_sources_and_nothing_else(wheel: Path) -> None:
@@ -143,7 +133,7 @@ def test_wheel_imports_without_the_checkout(wheel: Path, tmp_path: Path) -> None
     assert [p.name for p in (target / "bin").iterdir()] == ["shardkit"]  # the command
     code = f"""
 import importlib
-for name in {SETUPTOOLS["packages"]!r}:
+for name in {packages()!r}:
     module = importlib.import_module(name)
     assert module.__file__.startswith({str(target)!r}), module.__file__
 """
@@ -160,7 +150,7 @@ def test_editable_installation_imports_the_checkout(copy_of_sources: Path, tmp_p
     code = f"""
 import importlib, importlib.util, site
 site.addsitedir({str(site)!r})
-for name in {SETUPTOOLS["packages"]!r}:
+for name in {packages()!r}:
     module = importlib.import_module(name)
     assert module.__file__.startswith({str(copy_of_sources)!r}), module.__file__
 for name in ("backends", "compat"):

@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from shardkit import scaling
+from shardkit.training import scaling
 
 
 def test_scale_over_many_steps() -> None:

@@ -10,7 +10,7 @@ from torch import nn
 
 import shardkit
 from shardkit.errors import ConfigurationError
-from shardkit.tables import counted, in_bytes, plain_table
+from shardkit.tracing.tables import counted, in_bytes, plain_table
 from tests.pools import rank_pool
 
 

@@ -273,7 +273,10 @@ class C10dGroup(ObjectsOverTensors):
 
     # ------------------------------------------------------------ collectives
     def _all_gather(self, output: Tensor, shard: Tensor, parts: Sizes, async_op: bool, label: str) -> Work:
-        """Each rank broadcasts its slice of ``output`` in place: nothing is copied, no buffer is needed."""
+        """Each rank broadcasts its slice of ``output`` in place: nothing is copied, no buffer is needed.
+
+        Two ranks exchange theirs, which costs gloo half of what two broadcasts do.
+        """
         if output.requires_grad or shard.requires_grad:
             output, shard = output.detach(), shard.detach()
         pieces = torch.split_with_sizes(output, parts)
@@ -288,11 +291,16 @@ class C10dGroup(ObjectsOverTensors):
             self._turn(key)
         if output.is_complex():
             pieces = tuple(as_real(p) for p in pieces)
-        broadcast = self.process_group.broadcast
+        group = self.process_group
         if 0 in parts:
-            works = [broadcast(piece, r) for r, piece in enumerate(pieces) if parts[r]]
-        else:  # the same, without a call of Python's
-            works = list(map(broadcast, pieces, range(self.world_size)))
+            works = [group.broadcast(piece, r) for r, piece in enumerate(pieces) if parts[r]]
+        elif self.world_size == 2:
+            other = 1 - self.rank
+            send, receive = [0, 0], [0, 0]
+            send[other], receive[other] = pieces[self.rank].numel(), pieces[other].numel()
+            works = [self._start(group.alltoall_base, pieces[other], pieces[self.rank], receive, send)]
+        else:  # without a call of Python's for each
+            works = list(map(group.broadcast, pieces, range(self.world_size)))
         return self._issue(works, "all_gather_into", output.numel(), label, async_op)
 
     def _reduce_scatter(

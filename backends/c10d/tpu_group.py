@@ -23,10 +23,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
-from shardkit.backend import DONE, ReduceOp, Work
+from shardkit.backend import DONE, ReduceOp, Work, WorkThen
 from shardkit.errors import ConfigurationError
 from shardkit.types import T
-from shardkit.work import WorkThen
 
 from ..checked_group import Sizes, check_member, check_members
 from ..objects import as_tensor

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import torch
 import torch.distributed as dist
 
-from shardkit.redirected import redirected_names
+from shardkit.compat.redirected import redirected_names
 from shardkit.reduction.norms import local_norm
 from shardkit.types import AnyCallable
 

@@ -1,6 +1,6 @@
 """fairscale.optim."""
 
-from shardkit.extra.adam import Adam, Precision
+from shardkit.optim.adam import Adam, Precision
 
 from .adascale import AdaScale, AdaScaleWrapper
 from .grad_scaler import GradScaler

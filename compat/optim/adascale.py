@@ -9,8 +9,8 @@ from torch.optim import SGD, Optimizer
 from torch.optim.optimizer import ParamsT
 from torch.utils.hooks import RemovableHandle
 
-from shardkit import adascale as core
-from shardkit.adascale import SQUARE, VARIANCE
+from shardkit.training import adascale as core
+from shardkit.training.adascale import SQUARE, VARIANCE
 from shardkit.types import StateDict, Tree
 
 if TYPE_CHECKING:

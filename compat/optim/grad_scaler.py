@@ -2,8 +2,8 @@
 
 from torch.amp.grad_scaler import OptState
 
-from shardkit.grad_scaler import GradScaler, ShardedGradScaler
 from shardkit.internal.version import torch_version
+from shardkit.training.grad_scaler import GradScaler, ShardedGradScaler
 
 __all__ = [
     "GradScaler",

@@ -9,13 +9,13 @@ from torch import nn
 from torch.optim import SGD, Optimizer
 from torch.optim.optimizer import ParamsT
 
-from shardkit.adascale import AdaScale
+from shardkit.compat.redirected import redirected_function, redirected_names
 from shardkit.errors import ConfigurationError
 from shardkit.internal.params import get_global_rank
 from shardkit.oss import optimizer as core
 from shardkit.oss.placement import OwnedParameters
 from shardkit.oss.state import part_of_rank
-from shardkit.redirected import redirected_function, redirected_names
+from shardkit.training.adascale import AdaScale
 from shardkit.types import ProcessGroup, StateDict, Tree
 
 __getattr__ = redirected_names(__name__)

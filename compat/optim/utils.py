@@ -6,8 +6,8 @@ import torch
 import torch.distributed as dist
 
 from shardkit.backend import backend_for_device, backend_of_job
+from shardkit.compat.redirected import redirected_names
 from shardkit.internal.params import recursive_copy_to_device
-from shardkit.redirected import redirected_names
 from shardkit.types import Tree
 
 __getattr__ = redirected_names(__name__)

@@ -29,11 +29,11 @@ from torch.distributed.fsdp.api import (  # noqa: F401 - also for those who look
 
 from shardkit.backend import backend_of_job
 from shardkit.errors import ConfigurationError
-from shardkit.extra.start_values import broadcast_buffers, materialize_each, move_buffers, move_from_host
-from shardkit.extra.whole_gradients import check_reduced, whole_gradients
 from shardkit.fsdp.state import Ignored, Options, modules_outside_units
 from shardkit.fsdp.summoning import summoned
 from shardkit.nn.data_parallel.fsdp_facts import PassedGroup
+from shardkit.torch_fsdp.start_values import broadcast_buffers, materialize_each, move_buffers, move_from_host
+from shardkit.torch_fsdp.whole_gradients import check_reduced, whole_gradients
 from shardkit.types import Kwargs, ProcessGroup, Tree
 
 from . import api, arguments, settings, units

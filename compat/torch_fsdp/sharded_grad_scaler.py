@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from shardkit import grad_scaler
+from shardkit.training import grad_scaler
 from shardkit.types import ProcessGroup, Tree
 
 __all__ = ["ShardedGradScaler"]

@@ -12,12 +12,12 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
 from shardkit.errors import ConfigurationError, LifecycleError
-from shardkit.extra.reducing_oss import ReducingOSS
-from shardkit.extra.row_states import as_rows, in_rows, rows_of, whole_of
 from shardkit.oss.placement import split_state
 from shardkit.oss.state import to_cpu
 from shardkit.types import StateDict, T, Tree
 from shardkit.xla.ranks import current_backend, group_among, rank_and_world_size
+from shardkit.xla.reducing_oss import ReducingOSS
+from shardkit.xla.row_states import as_rows, in_rows, rows_of, whole_of
 
 __all__ = ["ZeroRedundancyOptimizer"]
 
@@ -171,7 +171,7 @@ class ZeroRedundancyOptimizer(ReducingOSS):
 
     # ------------------------------------------------------------ steps
     def step(self, closure: Callable[[], T] | None = None, **kwargs: Tree) -> T | None:  # type: ignore[override]
-        """See :meth:`shardkit.extra.reducing_oss.ReducingOSS.step`.
+        """See :meth:`shardkit.xla.reducing_oss.ReducingOSS.step`.
 
         Raises:
             LifecycleError: before :meth:`init_zero`.

@@ -9,15 +9,15 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ..adascale import AdaScale
 from ..checks import copy_options, options_of
 from ..errors import ConfigurationError
 from ..fsdp.state_of_shards import NOTE
 from ..layout import Piece
 from ..oss.optimizer import OSS
+from ..training.adascale import AdaScale
+from ..training.whole_parameters.listed import Part
+from ..training.whole_parameters.optimizer import WholeParameters
 from ..types import StateDict
-from ..whole_parameters.listed import Part
-from ..whole_parameters.optimizer import WholeParameters
 from .optimizer_state import Holder, Names
 from .slots import Slot, Span
 

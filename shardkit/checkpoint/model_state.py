@@ -16,10 +16,10 @@ from ..fsdp.flat_param import FlatParam
 from ..fsdp.names import plain_name
 from ..fsdp.state import ShardingState, state_of
 from ..layout import Piece
-from ..sharded_ddp.wrapper import ShardedDDP
+from ..oss.sharded_ddp import ShardedDDP
 from ..torch_seams.dtensors import is_dtensor
+from ..training.whole_parameters.listed import place_of, written_parameters
 from ..types import StateDict, Tree
-from ..whole_parameters.listed import place_of, written_parameters
 from .leaves import Fixed, Leaf, Ranks, of_dtensor, piece_of, refuse_class, whole
 
 if TYPE_CHECKING:

@@ -23,8 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..errors import ConfigurationError, LifecycleError
-from ..redirected import without_arguments
+from ..errors import ConfigurationError, LifecycleError, without_arguments
 from ..types import IncompatibleKeys, Memo, SavedState, StateDict, Tree
 from .flat_parameter import (
     FlatParameter,

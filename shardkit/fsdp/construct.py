@@ -27,11 +27,11 @@ from ..checks import (
     option_facts,
     proposed_run_id,
 )
-from ..compression import check_compressible
 from ..errors import ConfigurationError, LifecycleError, RankMismatchError
 from ..flattening.flat_parameter import FLAT_PREFIX, ParamInfo, SharedParamInfo
 from ..layout import PackedLayout, Piece, ShardLayout, local_shape, packed_layout
 from ..policy import OffloadPolicy, ReducePolicy
+from ..reduction.compression import check_compressible
 from ..torch_seams.dtensors import is_dtensor, mesh_over, rows_here
 from ..torch_seams.strided_views import memory_of
 from ..types import Kwargs, ProcessGroup

@@ -22,9 +22,9 @@ import torch
 from torch import nn
 
 from ..backend import Group
-from ..compression import BlockFormat, format_for
 from ..layout import ShardLayout
 from ..policy import Compression
+from ..reduction.compression import BlockFormat, format_for
 from ..torch_seams.hooks import NO_BACKWARD, current_backward
 from ..tracing.ranges import UNNAMED, UnitRanges
 from ..types import StateDict

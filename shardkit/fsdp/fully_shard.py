@@ -23,7 +23,7 @@ from ..policy import OffloadPolicy, PrecisionPolicy, ReducePolicy, ReshardPolicy
 from ..progress import noting_errors
 from ..torch_seams.compiling import not_compiled
 from ..torch_seams.device_mesh import shards_and_replicas_of
-from ..torch_seams.dtensors import cut_rows, is_dtensor, savable
+from ..torch_seams.dtensors import cut_rows, is_dtensor
 from ..torch_seams.other_wrappers import AccelerateAsks, check_wrappable
 from ..types import Args, IncompatibleKeys, Kwargs, Memo, ProcessGroup, StateDict, Tree
 from . import moving
@@ -243,8 +243,6 @@ class _InPlace:
         state = self._state
         if not state.options.dtensors and not state.state_is_local:
             state_dicts.detach_entries(state, found, prefix, {})
-        if state.options.dtensors:
-            savable(found, prefix)
         state_dicts.end_loading(state)
 
     def _begin_load(self, module: nn.Module, state_dict: StateDict, *others: object) -> None:

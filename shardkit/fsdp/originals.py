@@ -23,9 +23,9 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..backend import Group
-from ..compression import BlockFormat
 from ..errors import LifecycleError
 from ..layout import ShardLayout
+from ..reduction.compression import BlockFormat
 from ..torch_seams.tensor_facts import ALIKE, FACTS, SHAPE, name_of
 from ..tracing.ranges import UnitRanges
 from ..types import AnyCallable, Args, Kwargs, Memo, Tree

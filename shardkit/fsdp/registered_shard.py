@@ -17,20 +17,21 @@ import contextlib
 import weakref
 from collections.abc import Iterator, Sequence
 from operator import attrgetter
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..backend import Group
 from ..errors import LifecycleError
 from ..flattening.flat_parameter import FlatParameter
 from ..layout import ShardLayout
 from ..optimizers.shards import note_shard, shard_behind
-from ..torch_seams.dtensors import as_parameter, dtensor_of, is_dtensor
+from ..torch_seams.dtensors import as_parameter, at_offset_0, dtensor_of, is_dtensor
 from ..torch_seams.hooks import check_asked_gradients
 from ..torch_seams.marked_tensors import as_plain
-from ..types import AnyCallable, StateDict
+from ..types import StateDict
 from .originals import FlatParamLike, Listing
 from .registries import hide, register
 
@@ -173,6 +174,9 @@ class RegisteredShards:
 
     def __init__(self, each: Sequence[RegisteredShard], shard: torch.Tensor) -> None:
         self.each = list(each)
+        self._gradients: StorageWeakRef | None = (
+            None  # where DTensors' were last, at offsets that they don't tell
+        )
         self._lay_out(shard.numel())
         self._note_memory(shard)
 
@@ -197,19 +201,19 @@ class RegisteredShards:
 
     def __getstate__(self) -> StateDict:
         """What a copy or a file takes: tensors that registered parameters have are theirs alone."""
-        gone = ("params", "_locals", "versioned", "_addresses")
+        gone = ("params", "_locals", "versioned", "_addresses", "_gradients")
         return {name: value for name, value in self.__dict__.items() if name not in gone}
 
     def __setstate__(self, state: StateDict) -> None:
         self.__dict__.update(state)
         self.params = [r.param for r in self.each]
+        self._gradients = None
 
     def _note_memory(self, shard: torch.Tensor) -> None:
         self.params = [r.param for r in self.each]
         self._locals = [r.local(r.param) for r in self.each]
-        self.versioned = [*self.params, *self._locals] if self._are_dtensors else self.params
+        self.versioned = [*self.params, *self._locals, shard] if self._are_dtensors else self.params
         self._addresses = [] if shard.is_meta else list(map(_address_of, self._locals))
-        self._empty = shard.new_empty(0)
 
     # ------------------------------------------------------------ values
     def are_views(self) -> bool:
@@ -235,7 +239,7 @@ class RegisteredShards:
             if r.spec is None:
                 r.param.data = part
             else:
-                r.param._local_tensor = part  # type: ignore[attr-defined]
+                r.param._local_tensor = at_offset_0(part)  # type: ignore[attr-defined]
                 r.spec = r.param._spec  # type: ignore[attr-defined]
         self._note_memory(shard)
         return shard
@@ -259,26 +263,33 @@ class RegisteredShards:
         self._show(made, [g is not None for g in now], kind)
         return made
 
-    @staticmethod
-    def _common(there: Sequence[tuple[RegisteredShard, torch.Tensor]]) -> torch.Tensor | None:
-        """What these gradients are all views of, in their places, [S]; nothing is kept of it, it goes with them."""
+    def _common(self, there: Sequence[tuple[RegisteredShard, torch.Tensor]]) -> torch.Tensor | None:
+        """What these gradients are all parts of, in their places, [S]; nothing is kept of it, it goes with them."""
         locals_ = [(r.offset, r.local(g)) for r, g in there if r.numel]
         if not locals_:
             return None
         offset, first = locals_[0]
         with as_plain():
-            base, size = first._base, first.element_size()
-            if base is None or not base.is_contiguous():
+            memory: torch.UntypedStorage | None = first.untyped_storage()
+            if self._gradients is not None:
+                memory = torch.UntypedStorage._new_with_weak_ptr(self._gradients.cdata)  # type: ignore[attr-defined]
+            if memory is None:
                 return None
+            size, numel = first.element_size(), there[0][0].flat.layout.shard_numel
             begin = first.data_ptr() - offset * size
             for offset, g in locals_:
-                if g._base is not base or g.data_ptr() != begin + offset * size or not g.is_contiguous():
+                if (
+                    g.data_ptr() != begin + offset * size
+                    or g.dtype is not first.dtype
+                    or not g.is_contiguous()
+                ):
                     return None
-            flat, at = base.view(-1), (begin - base.data_ptr()) // size
-            numel = there[0][0].flat.layout.shard_numel
-            if not 0 <= at <= flat.numel() - numel or base.dtype is not first.dtype:
+            at = begin - memory.data_ptr()
+            if not 0 <= at <= memory.nbytes() - numel * size:
                 return None  # it has other memory now: ``module.to()`` sets a gradient's ``data``
-            own = flat[at : at + numel]
+            own = torch.empty(0, dtype=first.dtype, device=first.device).set_(
+                memory, at // size, (numel,), (1,)
+            )
         if type(first) is not torch.Tensor:
             own.__class__ = type(first)  # its other parts are on other ranks, too
         return own
@@ -321,12 +332,11 @@ class RegisteredShards:
             for h, (k, shape) in zip(had, self._parts, strict=True)
         ]
         if self._are_dtensors:
-            of_dtensor = cast("AnyCallable", type(self.params[0]))
+            self._gradients = StorageWeakRef(gradient.untyped_storage())
             for k, r in enumerate(self.each):
                 view = views[k]
                 if r.spec is not None and view is not None:
-                    made = views[k] = of_dtensor(self._empty, r.spec, requires_grad=False)  # see dtensor_of
-                    made._local_tensor = view
+                    views[k] = dtensor_of(view, r.spec)
         if kind is not torch.Tensor:
             for view in views:
                 if type(view) is torch.Tensor:

@@ -9,8 +9,8 @@ from typing import Protocol
 import torch
 
 from ..backend import Group
-from ..compression import CompressedAllReduce
 from ..policy import ReducePolicy
+from ..reduction.compression import CompressedAllReduce
 from ..torch_seams.compiling import not_compiled
 from ..torch_seams.hooks import NO_BACKWARD, BackwardState, GradientHooks, current_backward
 from ..tracing.ranges import UNNAMED, UnitRanges

@@ -16,10 +16,10 @@ from ..fsdp.plain_optim_state import follow_shards, gather_plain, shard_plain
 from ..fsdp.state import state_of
 from ..optimizers.shards import shard_behind
 from ..oss.optimizer import OSS
+from ..oss.sharded_ddp import ShardedDDP
 from ..policy import OffloadPolicy, PrecisionPolicy, ReducePolicy, ReshardPolicy
-from ..sharded_ddp.wrapper import ShardedDDP
+from ..training.whole_parameters import WholeParameters
 from ..types import Kwargs, ProcessGroup, StateDict
-from ..whole_parameters import WholeParameters
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -14,11 +14,11 @@ from collections.abc import Iterator
 import torch
 import torch.distributed as dist
 
-from ..activations.checkpointing import Surroundings, no_autocast_cache
 from ..backend import Backend, backend_for_device
 from ..errors import BackendError, ConfigurationError, LifecycleError
 from ..torch_seams.compiling import not_compiled
 from ..types import AnyCallable, Context, Tree
+from ..wrapping.activations import Surroundings, no_autocast_cache
 from .groups import get_data_parallel_rank, get_model_parallel_rank
 
 _log = logging.getLogger("shardkit.model_parallel")

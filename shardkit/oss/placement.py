@@ -19,7 +19,7 @@ import torch
 from torch import nn, optim
 from torch.optim import Optimizer
 
-from ..backend import Group, ReduceOp, Work
+from ..backend import Group, ReduceOp, Work, WorkThen
 from ..checks import all_gather_facts_or_objects
 from ..errors import ConfigurationError
 from ..layout import alignment, segment_layout
@@ -31,7 +31,6 @@ from ..torch_seams.strided_views import strided_view
 from ..tracing.ranges import PublishRanges
 from ..tracing.tracer import training_begins
 from ..types import Kwargs, ParamGroup, StateDict, Tree
-from ..work import WorkThen
 from .segments import FlatSegment
 
 Closure = Callable[[], Tree]

@@ -18,10 +18,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import rpc
 
-from ..activations.checkpointing import patch_batchnorm
 from ..errors import ConfigurationError, LifecycleError
 from ..model_parallel.groups import get_pipeline_parallel_group, model_parallel_is_initialized
 from ..types import AnyCallable, Args, Context, Kwargs, Tree
+from ..wrapping.activations import patch_batchnorm
 from .batch_norm import DeferredBatchNorm
 from .microbatch import Value, check, join, split
 from .partition import PipeTypeError, check_balance, check_checkpoint, split_module, verify_distinct

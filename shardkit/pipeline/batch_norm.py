@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ..activations.checkpointing import is_recomputing
+from ..wrapping.activations import is_recomputing
 
 TModule = TypeVar("TModule", bound=nn.Module)
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..activations.checkpointing import patch_batchnorm
+from ..wrapping.activations import patch_batchnorm
 from .batch_norm import DeferredBatchNorm, expect_micro_batches
 from .microbatch import Value, check, join, split
 from .partition import (

@@ -26,8 +26,8 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import nn
 
-from ..activations.checkpointing import call_checkpointed
 from ..tracing.ranges import Phase
+from ..wrapping.activations import call_checkpointed
 from .microbatch import Value, check
 from .skip import Skips, arriving_keys, holding
 

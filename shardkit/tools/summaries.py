@@ -13,8 +13,8 @@ from ..fsdp.flat_param import FlatParam
 from ..fsdp.names import clean
 from ..fsdp.state import ShardingState, state_of
 from ..oss.optimizer import OSS
-from ..sharded_ddp.wrapper import ShardedDDP
-from ..tables import counted, in_bytes, plain_table
+from ..oss.sharded_ddp import ShardedDDP
+from ..tracing.tables import counted, in_bytes, plain_table
 
 _SMALL = 2**20  # bytes gathered; below, sending takes longer to start than to do
 _LARGE = 0.5  # of a model's parameters

@@ -10,8 +10,8 @@ from typing import TypeVar
 
 import torch
 
+from ..backend import not_compiled as not_compiled
 from ..types import AnyCallable
-from ..work import not_compiled as not_compiled
 
 F = TypeVar("F", bound=AnyCallable)
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, TypeGuard, cast
 
 import torch
 from torch import nn
+from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]
 
 from ..errors import ConfigurationError
 from ..types import ProcessGroup, Tree
@@ -63,13 +64,6 @@ def is_dtensor(value: object) -> TypeGuard[DTensor]:
     return loaded is not None and isinstance(value, loaded.DTensor)
 
 
-def savable(state: dict[str, Tree], prefix: str) -> None:
-    """Puts DTensors that torch can copy and pickle in place of others in a state dict; see :func:`dtensor_of`."""
-    for key, value in state.items():
-        if key.startswith(prefix) and is_dtensor(value) and value.storage_offset():
-            state[key] = dtensor_of(value._local_tensor, value._spec)
-
-
 def is_cut(value: object) -> bool:
     """Whether it is a DTensor, or a ShardedTensor."""
     return hasattr(value, "full_tensor") or hasattr(value, "local_shards")
@@ -101,15 +95,27 @@ def rows_here(like: torch.Tensor, mesh: DeviceMesh, shape: torch.Size) -> DTenso
 
 
 def dtensor_of(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
-    """A DTensor over this memory; quicker than ``DTensor.from_local``, which looks at everything anew.
-
-    A DTensor tells where its local tensor begins in memory as if it had memory itself, and torch copies and pickles
-    only those that begin at 0. So it is made over nothing, and gets its memory then.
-    """
+    """A DTensor over this memory; quicker than ``DTensor.from_local``, which looks at everything anew."""
     from torch.distributed.tensor import DTensor
 
-    made = DTensor(local.new_empty(0), spec, requires_grad=False)
-    made._local_tensor = local
+    return DTensor(at_offset_0(local), spec, requires_grad=False)
+
+
+def at_offset_0(view: torch.Tensor) -> torch.Tensor:
+    """A tensor over the memory of a view, which it keeps alive, in whose storage it is alone.
+
+    A DTensor repeats its local tensor's offset in memory as if it had memory itself. torch copies and pickles only
+    those with offset 0, and torch.compile takes only those with the offset of their local tensor: so that has to be 0.
+    """
+    if view.is_meta:
+        return torch.empty_like(view)
+    if view.dtype.itemsize == 1:  # torch 2.9 has no float8 in DLPack
+        return _over_memory(view.view(torch.uint8)).view(view.dtype)
+    return _over_memory(view)
+
+
+def _over_memory(view: torch.Tensor) -> torch.Tensor:
+    made: torch.Tensor = from_dlpack(to_dlpack(view))
     return made
 
 

@@ -17,7 +17,9 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardkit.activations.checkpointing import (
+from shardkit.errors import LifecycleError
+from shardkit.flattening.wrapper import FlattenParamsWrapper
+from shardkit.wrapping.activations import (
     checkpoint_wrapper,
     disable_checkpointing,
     enable_checkpointing,
@@ -26,8 +28,6 @@ from shardkit.activations.checkpointing import (
     is_recomputing,
     patch_batchnorm,
 )
-from shardkit.errors import LifecycleError
-from shardkit.flattening.wrapper import FlattenParamsWrapper
 
 Pair = namedtuple("Pair", "left right")
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 from shardkit import FSDP, OSS, ShardedDDP, fully_shard
-from shardkit.activations.checkpointing import checkpoint_wrapper
+from shardkit.wrapping.activations import checkpoint_wrapper
 from tests.pools import rank_pool
 
 assert_close = torch.testing.assert_close

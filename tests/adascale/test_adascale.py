@@ -20,11 +20,11 @@ from torch.utils.checkpoint import checkpoint
 
 import shardkit
 from shardkit import FSDP, fully_shard
-from shardkit.adascale import AdaScaleArgumentError, GradientOrderError
 from shardkit.errors import ConfigurationError, RankMismatchError
 from shardkit.nn import FullyShardedDataParallel, ShardedDataParallel, checkpoint_wrapper
 from shardkit.optim import OSS, AdaScale, AdaScaleWrapper
 from shardkit.optim.adascale import numpy_globals
+from shardkit.training.adascale import AdaScaleArgumentError, GradientOrderError
 from tests.pools import rank_pool
 
 

@@ -12,8 +12,8 @@ import shardkit
 import train_anything
 from shardkit import FSDP, OSS, OffloadPolicy, ShardedDDP
 from shardkit.backend import get_backend
-from shardkit.grad_scaler import ShardedGradScaler
 from shardkit.nn import checkpoint_wrapper
+from shardkit.training.grad_scaler import ShardedGradScaler
 
 Numbers = list[float]
 

@@ -132,7 +132,7 @@ def test_channels_have_the_timeout_of_the_process_group() -> None:
     assert rank_pool(2).run(_timeouts) == [[77.0] * 3] * 2
 
 
-MOST_SOCKETS = {2: 10, 4: 19, 8: 32}  # by world size; docs/ARCHITECTURE.md says so
+MOST_SOCKETS = {2: 10, 4: 19, 8: 32}  # by world size; docs/MEASUREMENTS.md says so
 SOCKETS = """
 import math, os, sys, torch, torch.distributed as dist
 from torch import nn

@@ -20,7 +20,7 @@ from shardkit.fsdp.store.base import Store
 from shardkit.fsdp.store.states import GATHERED
 from shardkit.fsdp.store.stored import Stored
 from shardkit.oss.placement import FlatParameters
-from shardkit.sharded_ddp.reducer import Reducer
+from shardkit.oss.reducer import Reducer
 
 WORLD_SIZE = 3
 

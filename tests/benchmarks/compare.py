@@ -1,7 +1,7 @@
 """Times and counts ways to train data-parallel against each other, interleaved in one run.
 
-    python tests/benchmarks/compare.py --rounds 12 --world-size 2 --model gpt
-    python tests/benchmarks/compare.py --model tinymlp --implementations bare,ddp,fsdp,torch_fsdp2
+    python tests/benchmarks/compare.py --rounds 12 --world-size 2 --models gpt
+    python tests/benchmarks/compare.py --models tinymlp,lora --implementations bare,ddp,fsdp,torch_fsdp2
     python tests/benchmarks/compare.py --rate 2gbit --implementations ddp,fsdp,compressed
 
 Each implementation has rank processes of its own that stay alive. One of them runs a block of steps while all others
@@ -32,6 +32,8 @@ REFERENCE = "ddp"
 BARE = "bare"
 STAGE_3 = (
     "fsdp",
+    "fully_shard",
+    "dtensors",
     "fsdp_keep",
     "torch_fsdp1",
     "torch_fsdp2",
@@ -39,17 +41,17 @@ STAGE_3 = (
     "fairscale_fsdp",
     "deepspeed_3",
 )
-DEFAULT = ("bare", "ddp", "ddp#2", "ddp_view", "ddp_zero", "fairscale", "shardkit", *STAGE_3)
+DEFAULT = ("bare", "ddp", "ddp#2", "ddp_view", "ddp_zero", "fairscale", "shardkit", "balanced", *STAGE_3)
 SAME_LOSS = 1e-5
 ROUNDED_LOSS = 2e-3  # of those that round what they send
 
 
-def measure(options: argparse.Namespace, names: Sequence[str], wire: bool) -> dict[str, Any]:
+def measure(options: argparse.Namespace, model: str, names: Sequence[str], wire: bool) -> dict[str, Any]:
     """All rounds, then the counted figures."""
     from tests.benchmarks.contest import Contest
 
     entries = {name: name.partition("#")[0] for name in names}
-    with Contest(entries, options.model, options.world_size) as contest:
+    with Contest(entries, model, options.world_size) as contest:
         losses = contest.first_losses()
         rounds = []
         for number in range(options.rounds):
@@ -106,13 +108,13 @@ def difference(losses: Sequence[Sequence[float]], others: Sequence[Sequence[floa
     )
 
 
-def print_table(options: argparse.Namespace, rows: Sequence[dict[str, Any]]) -> None:
+def print_table(options: argparse.Namespace, model: str, rows: Sequence[dict[str, Any]]) -> None:
     """One line for each implementation."""
     from tests.figures.gpt import build
 
-    model_bytes = 4 * sum(p.numel() for p in build(options.model).parameters())
+    model_bytes = 4 * sum(p.numel() for p in build(model).parameters())
     print(
-        f"{options.model}, {options.world_size} ranks, {options.rounds} rounds of {options.steps} steps; "
+        f"{model}, {options.world_size} ranks, {options.rounds} rounds of {options.steps} steps; "
         f"ratios to {REFERENCE} [95 %]; ms of all ranks; bytes in P = {model_bytes / 1e6:.2f} MB"
     )
     print(
@@ -168,7 +170,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--steps", type=int, default=4, help="steps in a block")
     parser.add_argument("--world-size", type=int, default=2)
-    parser.add_argument("--model", choices=["gpt", "tinymlp"], default="gpt")
+    parser.add_argument("--models", default="gpt,tinymlp,lora", help="a table for each of these")
     parser.add_argument("--implementations", default=",".join(DEFAULT))
     parser.add_argument("--rate", help="of the network that all ranks share, as tc has it: 2gbit; takes root")
     parser.add_argument("--no-counts", dest="counts", action="store_false", help="times only")
@@ -180,19 +182,22 @@ def main() -> int:
         if why:
             parser.exit(2, f"the network can't be throttled here: {why}\n")
     names = chosen(options.implementations)
-    found = measure(options, names, not no_wire)
-    rows = summary(names, found)
-    print_table(options, rows)
-    print_overheads(names, found["rounds"])
-    if options.json:
+    written, ok = {}, True
+    for model in options.models.split(","):
+        found = measure(options, model, names, not no_wire)
+        rows = summary(names, found)
+        print_table(options, model, rows)
+        print_overheads(names, found["rounds"])
         rounds = [{n: t._asdict() for n, t in r.items()} for r in found["rounds"]]
-        options.json.write_text(
-            json.dumps({"rows": rows, "rounds": rounds, "counts": found["counts"]}, indent=1)
+        written[model] = {"rows": rows, "rounds": rounds, "counts": found["counts"]}
+        ok &= all(
+            r["loss_difference"] < (ROUNDED_LOSS if "compressed" in r["name"] else SAME_LOSS)
+            and math.isfinite(r["cpu"].median)
+            for r in rows
         )
-    alike = all(
-        r["loss_difference"] < (ROUNDED_LOSS if "compressed" in r["name"] else SAME_LOSS) for r in rows
-    )
-    return 0 if alike and all(math.isfinite(r["cpu"].median) for r in rows) else 1
+    if options.json:
+        options.json.write_text(json.dumps(written, indent=1))
+    return 0 if ok else 1
 
 
 if __name__ == "__main__":

@@ -39,7 +39,7 @@ class Contest:
 
     Args:
         entries: name of the entry -> implementation.
-        model: "gpt" or "tinymlp".
+        model: one of ``MODELS`` of ``tests/figures/gpt.py``.
         world_size: ranks of each entry.
     """
 

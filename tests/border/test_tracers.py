@@ -197,7 +197,7 @@ def _compiled_step(rank: int, door: str, clips: bool) -> None:
     assert "shardkit/" not in "".join(graphs)
 
 
-@pytest.mark.parametrize("door", ["ShardedDDP", "FSDP", "fully_shard"])
+@pytest.mark.parametrize("door", ["ShardedDDP", "FSDP", "fully_shard", "dtensors"])
 def test_a_whole_step_is_compiled_around_collectives(door: str) -> None:
     rank_pool(2, "gloo").run(_compiled_step, door, False)
 

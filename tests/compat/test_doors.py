@@ -9,11 +9,11 @@ import pytest
 from torch import nn
 
 import shardkit
-from shardkit.extra.padded_shards.holder import ShardHolder
 from shardkit.fsdp.door import Door
 from shardkit.nn.data_parallel import FullyShardedDataParallel
 from shardkit.torch_fsdp import FullyShardedDataParallel as TorchsFSDP
 from shardkit.xla.fsdp import XlaFullyShardedDataParallel
+from shardkit.xla.fsdp.padded_shards import ShardHolder
 
 COMPAT = pathlib.Path(shardkit.__file__).parents[1] / "compat"
 HOOKS = {"clip_grad_norm_", "module", "state_dict", "summon_full_params"}

@@ -20,8 +20,8 @@ import torch
 
 from shardkit import compat
 from shardkit.backends.processes import RankPool
+from shardkit.compat.redirections import REDIRECTED
 from shardkit.errors import LifecycleError
-from shardkit.redirections import REDIRECTED
 from shardkit.tools.cli import main
 
 ROOT = Path(__file__).resolve().parents[2]

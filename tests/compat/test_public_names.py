@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from shardkit.reexports import MOVED
+from shardkit.compat.reexports import MOVED
 
 LINES = (Path(__file__).parent / "public_names_0_2.txt").read_text().splitlines()
 

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from shardkit.compat.redirected import is_redirected, redirected, redirected_function, redirected_names
+from shardkit.compat.redirections import REDIRECTED, Names
+from shardkit.compat.reexports import REEXPORTED
 from shardkit.errors import RedirectedError
-from shardkit.redirected import is_redirected, redirected, redirected_function, redirected_names
-from shardkit.redirections import REDIRECTED, Names
-from shardkit.reexports import REEXPORTED
 
 Old = redirected("nn.attic.Old", "torch.nn.New", why="torch has it")
 old_function = redirected_function("nn.attic.old_function", "torch.new_function", why="torch has it")
@@ -100,7 +100,7 @@ def test_a_folder_that_only_holds_a_cache(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.delitem(sys.modules, "shardkit.experimental.nn.ampnet_pipe", raising=False)
     found = importlib.util.find_spec("shardkit.experimental.nn.ampnet_pipe")
     assert found is not None
-    assert found.origin == "the table of shardkit.redirections"
+    assert found.origin == "the table of shardkit.compat.redirections"
 
 
 def test_modules_without_a_file() -> None:

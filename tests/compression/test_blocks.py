@@ -9,8 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardkit.compression import BlockFormat, Feedback
 from shardkit.policy import Compression
+from shardkit.reduction.compression import BlockFormat, Feedback
 
 CODES = [torch.int8, torch.float8_e4m3fn, torch.float8_e5m2]
 LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}

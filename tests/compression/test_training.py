@@ -25,8 +25,8 @@ from shardkit import (
 )
 from shardkit.backend import Backend, get_backend
 from shardkit.backends.streams import current_device
-from shardkit.compression import BlockFormat, check_compressible
 from shardkit.errors import ConfigurationError, RankMismatchError
+from shardkit.reduction.compression import BlockFormat, check_compressible
 from tests.benchmarks.accuracy import characters, digits
 from tests.compression.programs import (
     BOTH,

@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from torch.utils.data import Dataset, IterableDataset
 
 from shardkit import GlobalBatchSampler, ResumableLoader
-from shardkit.data import Worker
 from shardkit.errors import ConfigurationError
+from shardkit.training.data import Worker
 
 
 class Noisy(Dataset[torch.Tensor]):

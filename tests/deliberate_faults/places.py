@@ -46,7 +46,7 @@ def files(*folders: str) -> Iterator[Path]:
 
 
 @functools.cache
-def _symbols() -> dict[str, list[tuple[str, str, ast.stmt]]]:
+def symbols() -> dict[str, list[tuple[str, str, ast.stmt]]]:
     """By their last name: file, qualified name and definition."""
     found: dict[str, list[tuple[str, str, ast.stmt]]] = {}
     for path in files(*SOURCE):
@@ -78,7 +78,7 @@ def place(fault: Fault) -> Place:
     """
     named = [
         (file, node)
-        for file, qualified, node in _symbols().get(fault.symbol.rpartition(".")[2], ())
+        for file, qualified, node in symbols().get(fault.symbol.rpartition(".")[2], ())
         if f".{qualified}".endswith(f".{fault.symbol}")
     ]
     if not named:

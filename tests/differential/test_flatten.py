@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from shardkit.activations.checkpointing import checkpoint_wrapper as our_checkpoint
 from shardkit.nn.misc.flatten_params_wrapper import FlattenParamsWrapper as Ours
+from shardkit.wrapping.activations import checkpoint_wrapper as our_checkpoint
 
 Theirs = pytest.importorskip("fairscale.nn.misc.flatten_params_wrapper").FlattenParamsWrapper
 their_checkpoint = pytest.importorskip("fairscale.nn").checkpoint_wrapper

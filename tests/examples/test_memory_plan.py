@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import vit
-from shardkit.tables import in_bytes
+from shardkit.tracing.tables import in_bytes
 
 D, BLOCKS, TOKENS, BATCH = 5120, 32, 256, 8
 BLOCK = 12 * D**2 + 13 * D

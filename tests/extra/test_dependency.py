@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from shardkit.extra.dependency import fork, get_phony, join
+from shardkit.nn.pipe.dependency import fork, get_phony, join
 
 HOST = torch.device("cpu")
 

@@ -7,7 +7,7 @@ import inspect
 import pytest
 
 from shardkit.errors import ConfigurationError
-from shardkit.extra.gossip import graphs
+from shardkit.experimental.nn.data_parallel.gossip import graph_manager as graphs
 
 GRAPHS = [
     g for n, g in vars(graphs).items() if isinstance(g, type) and not inspect.isabstract(g) and "Graph" in n

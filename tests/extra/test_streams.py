@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shardkit.extra.streams import (
+from shardkit.nn.pipe.stream import (
     CPUStream,
     current_stream,
     default_stream,

@@ -10,7 +10,7 @@ from torch import nn
 
 from shardkit.backend import get_backend
 from shardkit.experimental.nn import SyncBatchNorm
-from shardkit.extra.batch_norm import batch_statistics
+from shardkit.experimental.nn.sync_batchnorm import batch_statistics
 from shardkit.nn.checkpoint import checkpoint_wrapper
 from tests.backends.environments import environments
 from tests.pools import rank_pool

@@ -61,22 +61,45 @@ class GPT(nn.Module):
 
 
 class TinyMLP(nn.Module):
-    """200 small layers: what is left is overhead."""
+    """100 small layers: what is left is overhead."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(32, 32) for _ in range(200)])
+        self.layers = nn.ModuleList([nn.Linear(32, 32) for _ in range(100)])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
-            x = torch.add(x, torch.relu(layer(x)), alpha=0.1)  # 200 sums must not overflow
+            x = torch.add(x, torch.relu(layer(x)), alpha=0.1)  # 100 sums must not overflow
         return x
 
 
+class AdaptedLinear(nn.Module):
+    """A frozen layer with a trainable correction of low rank beside it."""
+
+    def __init__(self, width: int, rank: int) -> None:
+        super().__init__()
+        self.base = nn.Linear(width, width).requires_grad_(False)
+        self.down, self.up = nn.Linear(width, rank, bias=False), nn.Linear(rank, width, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) + self.up(self.down(x))
+
+
+class LoRA(TinyMLP):
+    """Eight of these, of rank 4."""
+
+    def __init__(self) -> None:
+        nn.Module.__init__(self)
+        self.layers = nn.ModuleList([AdaptedLinear(32, 4) for _ in range(8)])
+
+
+MODELS = {"gpt": GPT, "tinymlp": TinyMLP, "lora": LoRA}
+
+
 def build(name: str) -> nn.Module:
-    """ "gpt" or "tinymlp", the same on every call."""
+    """One of ``MODELS``, the same on every call."""
     torch.manual_seed(0)
-    return {"gpt": GPT, "tinymlp": TinyMLP}[name]()
+    return MODELS[name]()
 
 
 def loss(name: str, model: nn.Module, count: int, rank: int, length: int = 0) -> torch.Tensor:

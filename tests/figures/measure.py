@@ -158,7 +158,7 @@ def main() -> None:
     )
     parser.add_argument("--world-size", type=int, default=2)
     parser.add_argument("--implementations", default="bare,shardkit,balanced,fairscale")
-    parser.add_argument("--model", default="gpt", choices=["gpt", "tinymlp"])
+    parser.add_argument("--model", default="gpt", choices=["gpt", "tinymlp", "lora"])
     parser.add_argument("--extras", action="store_true", help="also wire bytes of collectives, and growth")
     options = parser.parse_args()
     no_wire = enter_private_network()

@@ -90,10 +90,10 @@ def kept(net: nn.Module) -> Parts:
     return fsdp(net, reshard=ReshardPolicy(after_forward=False))
 
 
-def in_place(net: nn.Module) -> Parts:
+def in_place(net: nn.Module, **options: Any) -> Parts:
     for block in net:  # type: ignore[attr-defined]
-        fully_shard(block)
-    sharding = sharding_of(fully_shard(net))
+        fully_shard(block, **options)
+    sharding = sharding_of(fully_shard(net, **options))
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     return net, sharding.no_sync, optimizer, sharding.clip_grad_norm_
 
@@ -145,12 +145,12 @@ def test_the_host_waits_once_where_frozen_units_lie_behind_trainable_ones() -> N
 
 
 class Odd(nn.Module):
-    """A scalar before everything else, and sizes that are no multiple of anything."""
+    """A scalar before everything else, and by default sizes that are no multiple of anything."""
 
-    def __init__(self) -> None:
+    def __init__(self, a: int = 5, b: int = 7, c: int = 3) -> None:
         super().__init__()
         self.scale = nn.Parameter(torch.ones(()))
-        self.layers = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3), nn.Linear(3, 5))
+        self.layers = nn.Sequential(nn.Linear(a, b), nn.Linear(b, c), nn.Linear(c, a))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y: torch.Tensor = self.layers(x) * self.scale
@@ -159,16 +159,20 @@ class Odd(nn.Module):
 
 def _train_odd(rank: int, wrapper: str, dtype: torch.dtype) -> dict[str, int]:
     torch.manual_seed(0)
-    net: nn.Module = Odd().to(dtype)
-    if wrapper != "sharded ddp":
-        model: nn.Module = FSDP(net, align=16 // dtype.itemsize if wrapper == "aligned fsdp" else None)
+    sizes = (16, 32, 8) if wrapper == "fully_shard" else (5, 7, 3)
+    net: nn.Module = Odd(*sizes).to(dtype)
+    if wrapper == "fully_shard":
+        model: nn.Module = fully_shard(net)
         optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    elif wrapper != "sharded ddp":
+        model = FSDP(net, align=16 // dtype.itemsize if wrapper == "aligned fsdp" else None)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     else:
         optimizer = OSS(net.parameters(), torch.optim.SGD, lr=0.1)
         model = ShardedDDP(net, optimizer)
         places = [p.storage_offset() * p.element_size() for p in net.parameters()]
         assert [at % 16 for at in places] == [0] * len(places)
-    model(torch.randn(2, 5, dtype=dtype)).square().mean().backward()
+    model(torch.randn(2, sizes[0], dtype=dtype)).square().mean().backward()
     if wrapper == "sharded ddp":
         assert not [
             p for p in net.parameters() if p.grad is not None and p.grad.storage_offset() * p.itemsize % 16
@@ -180,20 +184,25 @@ def _train_odd(rank: int, wrapper: str, dtype: torch.dtype) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("wrapper", ["fsdp", "aligned fsdp", "sharded ddp"])
+@pytest.mark.parametrize("wrapper", ["fsdp", "aligned fsdp", "fully_shard", "sharded ddp"])
 def test_parts_of_buffers_are_aligned(wrapper: str, dtype: torch.dtype) -> None:
-    """All but what FSDP gathers: fairscale's shards are of any size, and lie end to end, unless one asks for more."""
+    """All but what FSDP gathers: fairscale's shards are of any size, and lie end to end, unless one asks for more.
+
+    ``fully_shard`` cuts between rows: where these are multiples of 16 bytes, so are shards.
+    """
     for found in shardkit.launch(_train_odd, 3, backend="streams", args=(wrapper, dtype), timeout=30):
         found.pop("all_gather_into (main/parameters)" if wrapper == "fsdp" else "", None)
         assert not found
 
 
+@pytest.mark.parametrize("wrap", [fsdp, in_place])
 @pytest.mark.parametrize("prefetch", [0, 1, 2])
-def test_collectives_run_ahead_by_as_many_units_as_are_prefetched(prefetch: int) -> None:
+def test_collectives_run_ahead_by_as_many_units_as_are_prefetched(prefetch: int, wrap: Any) -> None:
     """However far the host is ahead of the device: memory is taken as the host issues, so this bounds it."""
 
     def build(net: nn.Module) -> Parts:
-        return fsdp(net, reshard=ReshardPolicy(prefetch=prefetch))
+        parts: Parts = wrap(net, reshard=ReshardPolicy(prefetch=prefetch))
+        return parts
 
     _reads(build)
     backend = get_backend("streams")

@@ -83,25 +83,34 @@ def test_bytes_copied(world_size: int, implementation: str) -> None:
     assert max(of(world_size, implementation, "moved")) <= 140e6
 
 
-# at most, in place: operations, Python calls of the main thread, peak over P
-IN_PLACE = {"fully_shard": (900, 1600, 2.80), "dtensors": (1093, 6000, 2.85)}
+# At most, of two and of four ranks: operations, Python calls of the main thread, resident and peak over P. In some
+# steps a thread of gloo still holds what it sent when a unit is freed, and 130 calls look for views that modules keep.
+DOORS = {
+    "fsdp": {2: (735, 1340, 1.52, 2.80), 4: (800, 1440, 0.77, 1.95)},
+    "fully_shard": {2: (770, 1600, 1.52, 2.80), 4: (835, 1700, 0.77, 1.95)},
+    "dtensors": {2: (1025, 3520, 1.52, 2.80), 4: (1200, 3620, 0.77, 1.98)},
+}
 
 
-@pytest.mark.parametrize("implementation", IN_PLACE)
-def test_a_unit_is_one_message_through_every_door(implementation: str) -> None:
-    """Seven units: twelve gathers, which gloo makes a broadcast of each rank, and seven reductions."""
-    operations, calls, peak = IN_PLACE[implementation]
-    for collectives in of(2, implementation, "collectives"):
-        assert set(collectives) == {"broadcast_", "alltoall_base_"}
-        assert collectives["broadcast_"] <= 12 * 2
-        assert collectives["alltoall_base_"] <= 7
-    assert max(of(2, implementation, "sent")) <= 1.01 * fsdp_sent(2)
-    assert max(of(2, implementation, "operations")) <= operations
-    assert max(of(2, implementation, "calls")) <= calls
-    assert max(of(2, implementation, "resident")) <= 1.52 * P
-    assert max(of(2, implementation, "peak")) <= peak * P
-    needs_wire(2)
-    assert max(of(2, implementation, "wire")) <= 1.01 * fsdp_sent(2)
+@worlds
+@pytest.mark.parametrize("implementation", DOORS)
+def test_a_unit_is_one_message_through_every_door(world_size: int, implementation: str) -> None:
+    """Seven units: twelve gathers and seven reductions, each one exchange of two ranks.
+
+    Of four ranks gloo makes a gather four broadcasts, and a reduction three exchanges, one with each other rank.
+    """
+    operations, calls, resident, peak = DOORS[implementation][world_size]
+    issued = (
+        {"alltoall_base_": 12 + 7} if world_size == 2 else {"broadcast_": 12 * 4, "alltoall_base_": 7 * 3}
+    )
+    assert of(world_size, implementation, "collectives") == [issued] * world_size
+    assert max(of(world_size, implementation, "sent")) <= 1.01 * fsdp_sent(world_size)
+    assert max(of(world_size, implementation, "operations")) <= operations
+    assert max(of(world_size, implementation, "calls")) <= calls
+    assert max(of(world_size, implementation, "resident")) <= resident * P
+    assert max(of(world_size, implementation, "peak")) <= peak * P
+    needs_wire(world_size)
+    assert max(of(world_size, implementation, "wire")) <= 1.01 * fsdp_sent(world_size)
 
 
 def test_nothing_grows_over_fifty_steps() -> None:

@@ -14,8 +14,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from shardkit import FSDP, ReshardPolicy
-from shardkit.activations.checkpointing import checkpoint_wrapper
 from shardkit.backends.simulated import SimulatedGroup
+from shardkit.wrapping.activations import checkpoint_wrapper
 from tests.pools import rank_pool
 from tests.programs.running import examples
 

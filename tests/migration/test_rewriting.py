@@ -149,7 +149,7 @@ def test_names_that_shardkit_lacks_or_redirects() -> None:
 
 def test_redirected_names_say_what_to_take(monkeypatch: pytest.MonkeyPatch) -> None:
     import shardkit.nn
-    from shardkit.redirected import redirected
+    from shardkit.compat.redirected import redirected
     from shardkit.tools.migration import served
 
     monkeypatch.setattr(

@@ -13,7 +13,7 @@ from torch import nn
 
 from shardkit.backend import get_backend
 from shardkit.errors import ConfigurationError, OutOfStepError, RankMismatchError
-from shardkit.moe import top2gating
+from shardkit.model_parallel.moe import top2gating
 from shardkit.nn.moe import MOELayer, Top2Gate
 from tests.pools import rank_pool
 

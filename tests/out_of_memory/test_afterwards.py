@@ -13,7 +13,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 import shardkit
 from shardkit import FSDP, OSS, ShardedDDP
 from shardkit.fsdp.local_checkpoint import consolidate
-from shardkit.out_of_memory import is_out_of_memory
+from shardkit.training.out_of_memory import is_out_of_memory
 from shardkit.types import StateDict
 from tests.pools import rank_pool
 

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import shardkit
 from shardkit import FSDP, OSS, ShardedDDP, fully_shard, hybrid_groups
-from shardkit.out_of_memory import Shaped, forget_frames, is_out_of_memory
+from shardkit.training.out_of_memory import Shaped, forget_frames, is_out_of_memory
 from tests.pools import rank_pool
 
 UNITS = 4

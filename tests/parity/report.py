@@ -19,8 +19,8 @@ method, property, constant and re-export of fairscale, with names, order, kinds 
 `tests/parity/differences.py` (the only list of differences). `tests/parity/test_parity.py` fails on a difference that
 is not in the list, on an entry of the list that nothing needs any more, and if this page is out of date.
 
-What is different under the same name is listed in [ARCHITECTURE.md](ARCHITECTURE.md), at "Where shardkit departs from
-fairscale". To use it: `fairscale.X` is `shardkit.X`, for every path in the table.
+What is different under the same name is listed in [DEPARTURES.md](DEPARTURES.md). To use it:
+`fairscale.X` is `shardkit.X`, for every path in the table.
 
 - **same**: everything that is public has its name, signature and place.
 - **better**: the same, and more; what, is said.

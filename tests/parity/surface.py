@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from shardkit.redirected import is_redirected
+from shardkit.compat.redirected import is_redirected
 
 FACTS = json.loads((Path(__file__).parent / "fairscale_api.json").read_text())
 MODULES: dict[str, dict[str, Any]] = FACTS["modules"]

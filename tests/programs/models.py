@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from shardkit.activations.checkpointing import checkpoint_wrapper
+from shardkit.wrapping.activations import checkpoint_wrapper
 
 from .leaves import LEAVES, SharedLinear
 from .spec import ModelSpec, Node, Path

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from shardkit.backend import Group, get_backend
+from shardkit.oss.exchange import SparseReducer
+from shardkit.oss.reducer import Reducer, plan_buckets
 from shardkit.policy import ReducePolicy
-from shardkit.sharded_ddp.exchange import SparseReducer
-from shardkit.sharded_ddp.reducer import Reducer, plan_buckets
 from shardkit.torch_seams.hooks import BackwardState, GradientHooks
 from tests.pools import rank_pool
 

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardkit.layout import ShardLayout
-from shardkit.whole_parameters.exchange import ALLOWANCE, Bundle, held_by_ranks, owners_of, plan_of
+from shardkit.training.whole_parameters.exchange import ALLOWANCE, Bundle, held_by_ranks, owners_of, plan_of
 
 LAYOUTS = st.tuples(st.lists(st.integers(0, 40), min_size=1, max_size=12), st.integers(1, 6))
 

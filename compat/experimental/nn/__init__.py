@@ -1,8 +1,8 @@
 """fairscale.experimental.nn."""
 
-from shardkit.extra.batch_norm import SyncBatchNorm
-from shardkit.extra.offload import OffloadModel
-from shardkit.extra.vocab_output import BaselineSoftmaxNllLoss
-from shardkit.extra.vocab_output import MemoryEfficientVocabOutput as MEVO
+from shardkit.experimental.nn.mevo import BaselineSoftmaxNllLoss
+from shardkit.experimental.nn.mevo import MemoryEfficientVocabOutput as MEVO
+from shardkit.experimental.nn.offload import OffloadModel
+from shardkit.experimental.nn.sync_batchnorm import SyncBatchNorm
 
 __all__ = ["MEVO", "BaselineSoftmaxNllLoss", "OffloadModel", "SyncBatchNorm"]

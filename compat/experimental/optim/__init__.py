@@ -1,5 +1,5 @@
 """fairscale.experimental.optim."""
 
-from shardkit.extra.dynamic_loss_scaler import DynamicLossScaler
+from shardkit.experimental.optim.dynamic_loss_scaler import DynamicLossScaler
 
 __all__ = ["DynamicLossScaler"]

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from shardkit.redirected import redirected_names
+from shardkit.compat.redirected import redirected_names
 
 __getattr__ = redirected_names(__name__)
 

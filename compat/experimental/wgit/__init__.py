@@ -1,6 +1,6 @@
 """fairscale.experimental.wgit: version control for weights, an experiment that was never finished."""
 
-from shardkit.redirected import redirected_names
+from shardkit.compat.redirected import redirected_names
 
 from .utils import Algo as Algo
 from .version import __version_tuple__ as __version_tuple__

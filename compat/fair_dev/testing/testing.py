@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from shardkit.compat.redirected import redirected_names
 from shardkit.nn.model_parallel.initialize import model_parallel_is_initialized
 from shardkit.nn.model_parallel.random import model_parallel_cuda_manual_seed
-from shardkit.redirected import redirected_names
 from shardkit.types import Tree
 
 filename_mpi: str | None = None

@@ -9,9 +9,9 @@ from types import ModuleType
 import torch
 from torch import nn
 
-from shardkit.activations import checkpointing as _core
-from shardkit.redirected import redirected_names
+from shardkit.compat.redirected import redirected_names
 from shardkit.types import StateDict
+from shardkit.wrapping import activations as _core
 
 __getattr__ = redirected_names(__name__)
 
@@ -19,7 +19,7 @@ __getattr__ = redirected_names(__name__)
 def checkpoint_wrapper(
     module: nn.Module, offload_to_cpu: bool = False, maintain_forward_counter: object = None
 ) -> nn.Module:
-    """As :func:`shardkit.activations.checkpointing.checkpoint_wrapper`.
+    """As :func:`shardkit.wrapping.activations.checkpoint_wrapper`.
 
     Args:
         module: changed in place.

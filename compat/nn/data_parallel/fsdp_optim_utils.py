@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from shardkit.compat.redirected import redirected_names
 from shardkit.errors import ConfigurationError
-from shardkit.redirected import redirected_names
 from shardkit.types import StateDict
 
 __getattr__ = redirected_names(__name__)

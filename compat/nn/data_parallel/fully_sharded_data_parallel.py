@@ -7,11 +7,13 @@ from collections.abc import Iterator
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
 from shardkit.backend import backend_of_job
 from shardkit.backends.checked_group import size_of
 from shardkit.backends.imagined import RanksInName
-from shardkit.errors import ConfigurationError
+from shardkit.compat.redirected import redirected, redirected_names
+from shardkit.errors import ConfigurationError, without_arguments
 from shardkit.fsdp.gradients import predivide_factor
 from shardkit.fsdp.names import clean
 from shardkit.fsdp.state import Options
@@ -19,8 +21,7 @@ from shardkit.fsdp.summoning import summoned
 from shardkit.internal.parallel import ProcessGroupName, get_process_group_cached
 from shardkit.nn.wrap.auto_wrap import auto_wrap, config_auto_wrap_policy, enable_wrap
 from shardkit.policy import OffloadPolicy, PrecisionPolicy, ReducePolicy, ReshardPolicy
-from shardkit.redirected import redirected, redirected_names, without_arguments
-from shardkit.types import Kwargs, ProcessGroup, Tree
+from shardkit.types import Args, Kwargs, ProcessGroup, Tree
 
 from .fsdp_facts import FairscaleFacts, InnerStateDict, PassedGroup
 
@@ -298,3 +299,36 @@ def auto_wrap_bn(
         return module
     with enable_wrap(config_auto_wrap_policy, wrapper_cls=FullyShardedDataParallel):
         return auto_wrap(module)
+
+
+def alloc_storage_(data: torch.Tensor, size: torch.Size) -> None:
+    """Gives a tensor that owns its storage the memory for ``size``, unless it has it."""
+    wanted = size.numel() * data.element_size()
+    if data.untyped_storage().size() != wanted:
+        data.untyped_storage().resize_(wanted)
+
+
+def free_storage_(data: torch.Tensor) -> None:
+    """Gives the memory of a tensor that owns its storage back."""
+    data.untyped_storage().resize_(0)
+
+
+def cast_floats_to_right_precision(
+    to_fp16: bool, no_grad: bool, *args: Tree, **kwargs: Tree
+) -> tuple[Args, Kwargs]:
+    """Arguments with fp32 tensors cast to fp16, or the other way round.
+
+    Args:
+        to_fp16: which way.
+        no_grad: cast without autograd, but keep ``requires_grad``.
+    """
+    source, target = (torch.float32, torch.float16) if to_fp16 else (torch.float16, torch.float32)
+
+    def cast(x: torch.Tensor) -> torch.Tensor:
+        if x.dtype is not source:
+            return x
+        with torch.no_grad() if no_grad else contextlib.nullcontext():
+            y = x.to(target)
+        return y.requires_grad_(x.requires_grad) if y.is_leaf else y
+
+    return tree_map_only(torch.Tensor, cast, (args, kwargs))  # type: ignore[no-any-return]

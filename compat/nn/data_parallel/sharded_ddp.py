@@ -9,12 +9,12 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from shardkit.adascale import AdaScale
+from shardkit.compat.redirected import redirected_names
 from shardkit.errors import ConfigurationError
 from shardkit.optim.oss import OSS
+from shardkit.oss.sharded_ddp import ShardedDDP
 from shardkit.policy import ReducePolicy
-from shardkit.redirected import redirected_names
-from shardkit.sharded_ddp.wrapper import ShardedDDP
+from shardkit.training.adascale import AdaScale
 from shardkit.types import ProcessGroup
 
 __getattr__ = redirected_names(__name__)

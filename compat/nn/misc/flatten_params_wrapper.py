@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import nn
 
+from shardkit.compat.redirected import redirected_names
 from shardkit.flattening.keys import WRAPPED, rename_prefix
-from shardkit.redirected import redirected_names
 from shardkit.types import StateDict
 
 __getattr__ = redirected_names(__name__)

@@ -1,12 +1,12 @@
 """fairscale.nn.model_parallel.layers."""
 
+from shardkit.compat.redirected import redirected_names
 from shardkit.model_parallel.layers import (
     ColumnParallelLinear,
     ParallelEmbedding,
     RowParallelLinear,
     VocabParallelEmbedding,
 )
-from shardkit.redirected import redirected_names
 
 __all__ = ["ColumnParallelLinear", "ParallelEmbedding", "RowParallelLinear", "VocabParallelEmbedding"]
 

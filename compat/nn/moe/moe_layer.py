@@ -5,15 +5,15 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from shardkit import moe as core
-from shardkit.redirected import redirected_names
+from shardkit.compat.redirected import redirected_names
+from shardkit.model_parallel import moe as core
 from shardkit.types import ProcessGroup
 
 __getattr__ = redirected_names(__name__)
 
 
 class MOELayer(core.MOELayer):
-    """fairscale's MOELayer: see :class:`shardkit.moe.MOELayer` for what it does.
+    """fairscale's MOELayer: see :class:`shardkit.model_parallel.moe.MOELayer` for what it does.
 
     Args:
         gate, experts, group: as there. Parameters of experts get an attribute ``expert`` that is True.

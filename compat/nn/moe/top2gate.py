@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import torch
 
-from shardkit.redirected import redirected_names
+from shardkit.compat.redirected import redirected_names
 
 __getattr__ = redirected_names(__name__)
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import nn
 
+from shardkit.compat.redirected import redirected_names
 from shardkit.pipeline import partition
-from shardkit.redirected import redirected_names
 
 from .types import LazyModule
 

@@ -7,9 +7,9 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from shardkit.activations.checkpointing import call_checkpointed
+from shardkit.compat.redirected import redirected_names
 from shardkit.pipeline.microbatch import Batch
-from shardkit.redirected import redirected_names
+from shardkit.wrapping.activations import call_checkpointed
 
 from .types import TensorOrTensors
 

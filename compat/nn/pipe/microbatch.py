@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from shardkit.compat.redirected import redirected_names
 from shardkit.pipeline import microbatch
 from shardkit.pipeline.microbatch import Batch
-from shardkit.redirected import redirected_names
 
 from .types import TensorOrTensors
 

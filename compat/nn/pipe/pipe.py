@@ -7,9 +7,9 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import nn
 
+from shardkit.compat.redirected import redirected_names
 from shardkit.pipeline import partition
 from shardkit.pipeline.pipe import Device
-from shardkit.redirected import redirected_names
 
 __getattr__ = redirected_names(__name__)
 

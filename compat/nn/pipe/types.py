@@ -2,7 +2,7 @@
 
 import torch
 
-from shardkit.redirected import redirected_names
+from shardkit.compat.redirected import redirected_names
 
 Tensors = tuple[torch.Tensor, ...]
 InputDevice = int | str | torch.device | None

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from shardkit.activations.checkpointing import checkpoint_wrapper
 from shardkit.errors import ConfigurationError
 from shardkit.types import AnyCallable, Tree
+from shardkit.wrapping.activations import checkpoint_wrapper
 from shardkit.xla.originals import names_of
 
 __getattr__ = names_of("torch_xla.distributed.fsdp.utils")
@@ -17,7 +17,7 @@ def checkpoint_module(module: nn.Module) -> nn.Module:
     """Makes calls of this module keep their inputs only; backward computes the activations again.
 
     On XLA devices through torch_xla's checkpoint, whose barriers keep the compiler from merging both computations;
-    elsewhere through :func:`shardkit.activations.checkpointing.checkpoint_wrapper`.
+    elsewhere through :func:`shardkit.wrapping.activations.checkpoint_wrapper`.
 
     Returns:
         The same module, with a ``forward`` of its own.

@@ -11,12 +11,12 @@ from torch import nn
 from shardkit.backend import Group
 from shardkit.checkpoint.tools.rank_files import ShardMetadata
 from shardkit.errors import ConfigurationError
-from shardkit.extra.padded_shards.holder import Cut, ShardHolder
-from shardkit.extra.start_values import materialize, move_buffers
 from shardkit.fsdp.state import Options
 from shardkit.nn.data_parallel import FullyShardedDataParallel, TrainingState
 from shardkit.reduction.norms import clip_params
+from shardkit.torch_fsdp.start_values import materialize, move_buffers
 from shardkit.types import StateDict, Tree
+from shardkit.xla.fsdp.padded_shards import Cut, ShardHolder
 from shardkit.xla.ranks import current_backend, group_among
 
 from .wrap import recursive_wrap

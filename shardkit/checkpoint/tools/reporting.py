@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from ...errors import ShardkitError
-from ...tables import counted, in_bytes, plain_table
+from ...tracing.tables import counted, in_bytes, plain_table
 from ...types import StateDict
 from ..format.folders import TEMPORARY, steps_in
 from ..format.manifest import read_manifest

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ...backend import Group
-from ...compression import CompressedAllReduce, format_for
 from ...policy import ReducePolicy
+from ...reduction.compression import CompressedAllReduce, format_for
 from ..flat_param import FlatParam
 from .compressed import CompressedPack
 from .lazy import LazyPack

@@ -7,8 +7,8 @@ from typing import final
 import torch
 
 from ...backend import Group
-from ...compression import BlockFormat, CompressedReduceScatter
 from ...policy import ReducePolicy
+from ...reduction.compression import BlockFormat, CompressedReduceScatter
 from ..flat_param import FlatParam
 from .pack import Reduction
 from .stored import StoredPack

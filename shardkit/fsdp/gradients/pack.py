@@ -17,9 +17,9 @@ from typing import NamedTuple, Protocol
 import torch
 
 from ...backend import DONE, Group, ReduceOp, Work
-from ...compression import BlockFormat
 from ...layout import alignment, rounded_up
 from ...policy import ReducePolicy
+from ...reduction.compression import BlockFormat
 from ...reduction.packing import PackedForm, has_mean
 from ...reduction.shard_gradients import gradient_class
 from ..flat_param import FlatParam

@@ -14,8 +14,8 @@ from typing import final
 
 import torch
 
-from ...compression import CompressedGather
 from ...layout import PackedLayout
+from ...reduction.compression import CompressedGather
 from ..flat_values import Unpacking, own_part
 from ..kept_views import KeptViews
 from ..originals import FlatParamLike
@@ -60,6 +60,7 @@ class Stored(Store):
         return self._full
 
     def attach(self) -> None:
+        self._shard = torch.empty(0)  # what is sent: the shard's memory, [S]
         self.summoned = None
         self._backend.take_storage(self._full)
         self._reveal()
@@ -86,7 +87,10 @@ class Stored(Store):
             shard = flat.param.data.view(-1).to(self._device)
             work = self._compressed.start(self._gather, full, shard, flat.label)
         else:
-            own.copy_(flat.param.data.view(-1))  # casts, and comes from the host
+            shard = self._shard
+            if shard.data_ptr() != flat.param.data_ptr():  # else it is as it was: two operations less
+                shard = self._shard = flat.param.data.view(-1)
+            own.copy_(shard)  # casts, and comes from the host
             if self._group.world_size == 1:
                 self.state = GATHERED
                 self._arrive(full)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...tables import counted
+from ...tracing.tables import counted
 from .examine import Report
 from .machine import Machine
 

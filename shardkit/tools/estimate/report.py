@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from ...tables import counted, in_bytes, in_time, plain_table
+from ...tracing.tables import counted, in_bytes, in_time, plain_table
 from ...types import StateDict
 from .devices import Device
 from .memory import KINDS

@@ -17,8 +17,8 @@ from ...fsdp.originals import as_tensors
 from ...fsdp.state import state_of
 from ...layout import greedy_owners
 from ...oss.optimizer import OSS
+from ...oss.sharded_ddp import ShardedDDP
 from ...policy import PrecisionPolicy, ReducePolicy, ReshardPolicy
-from ...sharded_ddp.wrapper import ShardedDDP
 from ...types import Kwargs
 
 Units = Callable[[nn.Module, Callable[[nn.Module], nn.Module]], None]

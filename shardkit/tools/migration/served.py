@@ -7,7 +7,7 @@ import importlib
 from types import ModuleType
 
 from shardkit.compat import PARTS
-from shardkit.redirected import MARK, is_redirected
+from shardkit.compat.redirected import MARK, is_redirected
 
 _VERSION = "shardkit has versions of its own, and fairscale's interface in all of them: drop this check"
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from shardkit.backends.simulated.rank_threads import Hang, named, said_of
 from shardkit.errors import RankFailedError
-from shardkit.tables import counted, in_bytes
+from shardkit.tracing.tables import counted, in_bytes
 
 from .ranks import Seen, Sent
 

@@ -21,7 +21,7 @@ from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, W
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
 from ...launching.run_folder import RunFolder
-from ...tables import counted
+from ...tracing.tables import counted
 from .addresses import is_reachable
 from .causes import STOPPED, Failure, first_cause
 from .heart import LEFT, SILENCE, Heart, Told, connector

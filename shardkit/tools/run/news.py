@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import IO
 
 from ...launching.run_folder import RunFolder, steps_of
-from ...tables import counted
+from ...tracing.tables import counted
 from .page import Page
 
 _EVERY = 0.5  # seconds between progress lines

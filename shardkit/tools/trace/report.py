@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import NamedTuple
 
-from ...tables import counted, in_bytes, in_time, plain_table
+from ...tracing.tables import counted, in_bytes, in_time, plain_table
 from ...tracing.timeline import RankTime, StepPlace, Trace
 from ...types import StateDict
 

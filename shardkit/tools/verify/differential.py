@@ -13,7 +13,7 @@ import torch
 from shardkit.backends.processes import RankPool
 from shardkit.errors import ConfigurationError, RankFailedError
 
-from ...tables import counted
+from ...tracing.tables import counted
 from ...types import Kwargs, SavedState
 from .comparing import Tolerance, tolerance_of
 from .experiment import Experiment, load_experiment, target_of

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from shardkit.compat.redirected import redirected_names
 from shardkit.pipeline.microbatch import Batch
-from shardkit.redirected import redirected_names
 
 __getattr__ = redirected_names(__name__)
 

@@ -5,8 +5,8 @@ from typing import TypeVar
 
 import torch
 
+from shardkit.compat.redirected import redirected_names
 from shardkit.pipeline.skip import Skippable, StashPop
-from shardkit.redirected import redirected_names
 
 from ..types import TensorOrTensors
 

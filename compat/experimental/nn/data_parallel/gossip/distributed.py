@@ -7,19 +7,15 @@ import logging
 import torch
 from torch import nn
 
+from shardkit.compat.redirected import redirected_names
 from shardkit.errors import ConfigurationError
-from shardkit.extra.gossip import (
-    GossipOptions,
-    Nodes,
-    SlowMoBaseAlgorithm,
-    SlowMoDataParallel,
-    SlowMomentumOptions,
-)
-from shardkit.extra.gossip.graphs import GraphManager
-from shardkit.extra.gossip.mixing import MixingManager
-from shardkit.redirected import redirected_names
 from shardkit.types import ProcessGroup
 
+from .data_parallel import SlowMoBaseAlgorithm, SlowMoDataParallel, SlowMomentumOptions
+from .graph_manager import GraphManager
+from .mixing_manager import MixingManager
+from .nodes import Nodes
+from .push import GossipOptions
 from .utils.helpers import MultiProcessAdapter
 
 __getattr__ = redirected_names(__name__)
@@ -34,7 +30,7 @@ class SlowMoDistributedDataParallel(SlowMoDataParallel):
 
     After each ``optimizer.step()`` comes ``model.perform_slowmo(optimizer)``. The ranks of a node share gradients in
     every backward. LocalSGD averages nodes every ``localsgd_frequency`` steps; SGP (stochastic gradient push) averages
-    with some peers in every step. Slow momentum is :class:`shardkit.extra.slow_momentum.SlowMomentum`.
+    with some peers in every step. Slow momentum is :class:`.slow_momentum.SlowMomentum`.
 
     Where it departs from fairscale's:
 

@@ -1,5 +1,5 @@
 """fairscale.experimental.nn.data_parallel.gossip.utils."""
 
-from shardkit.redirected import redirected_names
+from shardkit.compat.redirected import redirected_names
 
 __getattr__ = redirected_names(__name__)

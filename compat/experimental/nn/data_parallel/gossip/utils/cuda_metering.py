@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from functools import partial
 
-from shardkit.redirected import redirected_names
+from shardkit.compat.redirected import redirected_names
 
 MAX_LEN_DEQUEUE = 10**4
 deque_with_max_len_fixed: partial[deque[float]] = partial(deque, maxlen=MAX_LEN_DEQUEUE)

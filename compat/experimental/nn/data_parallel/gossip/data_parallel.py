@@ -1,0 +1,221 @@
+"""Data parallel training in which nodes step on their own and agree from time to time."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from shardkit.errors import ConfigurationError
+from shardkit.experimental.nn.data_parallel.gossip.slow_momentum import (
+    SlowMomentum,
+    average_gradients,
+    average_together,
+)
+from shardkit.oss.buffers import BufferSync, broadcast_module, broadcast_together
+from shardkit.torch_seams.hooks import BackwardState, tensors_of, watch_outputs
+from shardkit.types import StateDict, Tree
+
+from .nodes import Nodes
+from .push import GossipOptions, StochasticGradientPush
+
+
+class SlowMoBaseAlgorithm(str, enum.Enum):
+    """How nodes agree, more or less, between slow momentum steps."""
+
+    LOCALSGD = "localsgd"
+    SGP = "sgp"
+
+
+@dataclasses.dataclass(frozen=True)
+class SlowMomentumOptions:
+    """Slow momentum, of which :class:`.slow_momentum.SlowMomentum` is the computation.
+
+    Attributes:
+        momentum, lr: β and α; with 0 and 1 there is no slow momentum.
+        frequency: steps from one slow momentum step to the next.
+        shards: its state is sharded over so many ranks, and its step averages all of them; 0: each rank has all of it.
+    """
+
+    momentum: float = 0.5
+    lr: float = 1.0
+    frequency: int = 48
+    shards: int = 32
+
+    def is_due(self, step: int) -> bool:
+        """Whether it comes after this step, counted from 1."""
+        return self.is_on and step % self.frequency == 0
+
+    @property
+    def is_on(self) -> bool:
+        """Whether there is slow momentum at all."""
+        return self.lr != 1 or self.momentum != 0
+
+
+class SlowMoDataParallel(nn.Module):
+    """After each ``optimizer.step()`` comes ``model.perform_slowmo(optimizer)``.
+
+    The ranks of a node share gradients in every backward. LocalSGD averages nodes every ``localsgd_frequency`` steps;
+    SGP (stochastic gradient push) averages with some peers in every step. Rank 0's parameters are taken at the start,
+    and slow momentum starts from them. LocalSGD averages before every slow momentum step.
+
+    Args:
+        module: the model.
+        nodes: which ranks make a node.
+        algorithm: LOCALSGD or SGP.
+        slow: slow momentum.
+        localsgd_frequency: steps from one average to the next.
+        gossip: (SGP) with whom to gossip, and how much.
+        broadcast_buffers: take rank 0's buffers after training forwards.
+
+    Raises:
+        ConfigurationError: options that don't fit.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        nodes: Nodes,
+        algorithm: SlowMoBaseAlgorithm = SlowMoBaseAlgorithm.LOCALSGD,
+        slow: SlowMomentumOptions | None = None,
+        *,
+        localsgd_frequency: int = 3,
+        gossip: GossipOptions | None = None,
+        broadcast_buffers: bool = True,
+    ) -> None:
+        super().__init__()
+        self.module = module
+        self._nodes = nodes
+        broadcast_module(module, nodes.world)
+        self._buffers_sync = BufferSync(module, nodes.world, broadcast_buffers)
+        self._backward = BackwardState(self._after_backward)
+        several = nodes.count > 1  # else the ranks of one node agree in every backward
+        is_push = SlowMoBaseAlgorithm(algorithm) is SlowMoBaseAlgorithm.SGP
+        self._localsgd_frequency = localsgd_frequency if several and not is_push else 0
+        self._slow = slow or SlowMomentumOptions()
+        self._slow_momentum = SlowMomentum(
+            nodes.world,
+            self._slow.momentum,
+            self._slow.lr,
+            min(nodes.world.world_size, self._slow.shards),
+        )
+        self._steps = 0
+        self._begin()
+        self._push: StochasticGradientPush | None = None
+        if several and is_push:
+            gossip = gossip or GossipOptions()
+            self._push = StochasticGradientPush(module.parameters(), nodes, gossip)
+            if self._slow.is_on and not self._slow.shards and not gossip.averages_before_slow_momentum:
+                self._push.check_unbiased()
+
+    def _begin(self) -> None:
+        """Slow momentum starts from the parameters of now, kept on the host until the optimizer is known."""
+        self._slow_momentum.started = False
+        params = self.module.parameters() if self._slow.is_on else ()
+        self._start = [p.detach().to("cpu", copy=True) for p in params]
+
+    # -------------------------------------------------------------------------------------- training
+    def forward(self, *inputs: Tree, **kwargs: Tree) -> Tree:
+        """The module's output."""
+        if self._push is not None:
+            self._push.unbias()
+        if self.training:
+            self._buffers_sync.sync_if_changed()
+            self._buffers_sync.changed = True
+        outputs = self.module(*inputs, **kwargs)
+        if torch.is_grad_enabled() and (self._nodes.own is not None or self._push is not None):
+            watch_outputs(tensors_of(outputs), self._backward.on_output)
+        return outputs
+
+    def _after_backward(self) -> None:
+        if self._nodes.own is not None:
+            average_gradients([p for p in self.module.parameters() if p.requires_grad], self._nodes.own)
+        if self._push is not None:
+            self._push.weigh()
+
+    @torch.no_grad()
+    def perform_slowmo(self, optimizer: torch.optim.Optimizer, fp32_params: Tree = None) -> None:
+        """To be called after each ``optimizer.step()``, on all ranks: averages and slow momentum, when they are due.
+
+        Args:
+            optimizer: whose parameters slow momentum is applied to.
+            fp32_params: the parameters' fp32 copies where they are fp16: one vector, a list, or a dict of one of them.
+        """
+        copies = _copies(fp32_params)
+        if self._slow.is_on and not self._slow_momentum.started:
+            self._slow_momentum.start(optimizer, self._starting_values(copies))
+            self._start = []
+        if self._push is not None:
+            self._push.weigh()
+        step = self._steps + 1
+        slow = self._slow.is_due(step)
+        averages_itself = slow and self._slow.shards > 0
+        average = self._average_is_due(step, slow)
+        if not averages_itself and (average or self._push is not None):
+            self._agree(copies or list(self.module.parameters()), average)
+        if slow:
+            self._slow_momentum.step(optimizer)
+        if self._push is not None and (averages_itself or average):
+            self._push.weight.fill_(1)
+        _copy_back(copies, list(self.module.parameters()))
+        self._steps = step
+
+    def _average_is_due(self, step: int, slow: bool) -> bool:
+        if self._push is not None:
+            return slow and self._push.options.averages_before_slow_momentum
+        return self._localsgd_frequency > 0 and (slow or step % self._localsgd_frequency == 0)
+
+    def _agree(self, tensors: list[torch.Tensor], average: bool) -> None:
+        """All nodes' average, or a step of gossip; then the node's other ranks take what its first rank has."""
+        masters, node = self._nodes.masters, self._nodes.own
+        if masters is not None and average:
+            average_together(tensors, masters, "parameters")
+        elif masters is not None and self._push is not None:
+            self._push.gossip(tensors, masters)
+        if node is not None:
+            broadcast_together(tensors, node, "parameters of the node's first rank")
+
+    def _starting_values(self, copies: Sequence[torch.Tensor]) -> dict[torch.Tensor, torch.Tensor]:
+        """What parameters, or their copies, were at the beginning."""
+        if len(copies) == 1 and len(self._start) > 1:
+            return {copies[0]: torch.cat([t.reshape(-1) for t in self._start])}
+        return dict(zip(copies or self.module.parameters(), self._start, strict=True))
+
+    # -------------------------------------------------------------------------------------- checkpoints
+    def state_dict(self) -> StateDict:  # type: ignore[override]
+        """The module's, and for SGP the weight of push-sum; slow momentum is not in it."""
+        state: StateDict = super().state_dict()
+        if self._push is not None:
+            state["ps_weight"] = self._push.weight.cpu()
+            state["is_sgp_ps_numerator"] = self._push.is_weighed
+        return state
+
+    def load_state_dict(self, state_dict: StateDict) -> None:  # type: ignore[override]
+        """Takes the state over; slow momentum begins anew from there. The argument is left alone."""
+        state = dict(state_dict)
+        if self._push is not None:
+            self._push.weight.copy_(state.pop("ps_weight"))
+            self._push.is_weighed = bool(state.pop("is_sgp_ps_numerator"))
+        super().load_state_dict(state)
+        self._begin()
+
+
+def _copies(fp32_params: Tree) -> list[torch.Tensor]:
+    if isinstance(fp32_params, dict):
+        if len(fp32_params) != 1:
+            raise ConfigurationError(f"fp32_params is a dict of {len(fp32_params)}; there must be one entry")
+        (fp32_params,) = fp32_params.values()
+    if fp32_params is None:
+        return []
+    return [fp32_params] if isinstance(fp32_params, torch.Tensor) else list(fp32_params)
+
+
+def _copy_back(copies: list[torch.Tensor], params: list[nn.Parameter]) -> None:
+    """Parameters become their fp32 copies."""
+    if copies:
+        flat = copies[0] if len(copies) == 1 else torch.cat([c.reshape(-1) for c in copies])
+        for p, new in zip(params, flat.split([p.numel() for p in params]), strict=True):
+            p.copy_(new.view(p.shape))

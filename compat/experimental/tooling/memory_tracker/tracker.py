@@ -1,0 +1,290 @@
+"""Memory of a step, layer by layer.
+
+On an accelerator the numbers are those of torch's allocator; on the CPU, which keeps no count, those of the model and
+of tensors that were made while it was monitored.
+"""
+
+from __future__ import annotations
+
+import enum
+import json
+import zlib
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
+
+from shardkit.checkpoint.files.writing import write_atomically
+from shardkit.errors import ConfigurationError, DamagedFileError
+from shardkit.fsdp.state import state_of
+from shardkit.torch_seams.live_memory import LiveTensors
+from shardkit.types import AnyCallable, ProcessGroup, StateDict, Tree
+
+from .plots import compare_memory_traces_in_plot
+from .traces import LayerMemoryTrace, LayerwiseMemoryTrackerSummary, TraceBackwardEvent, TraceForwardEvent
+
+
+class ProcessGroupTrackingEvent(enum.Enum):
+    """Calls of a process group that are reported."""
+
+    allgather = enum.auto()
+
+
+class ProcessGroupTracker:
+    """A process group that reports all-gathers to a listener, ``listener(event, outputs, inputs)``.
+
+    All-gathers of FSDP's parameters, which go over connections of FSDP's own, are reported as well.
+
+    Args:
+        group: the process group; what is not reported goes to it.
+        listener: what is called.
+    """
+
+    def __init__(self, group: ProcessGroup, listener: AnyCallable | None = None) -> None:
+        self.group = group
+        self.listener = listener
+
+    def __getattr__(self, item: str) -> Any:
+        found = getattr(self.__dict__["group"], item)
+        if item in ("allgather", "_allgather_base", "all_gather_into"):
+            return partial(self._call, found)
+        return found
+
+    def hear_of_gathering(self, outputs: Tree, inputs: Tree) -> None:
+        """Reports an all-gather; whoever has this object as its group calls it."""
+        if self.listener is not None:
+            self.listener(ProcessGroupTrackingEvent.allgather, outputs, inputs)
+
+    def _call(self, function: AnyCallable, outputs: Tree, inputs: Tree, *args: Tree, **kwargs: Tree) -> Tree:
+        self.hear_of_gathering(outputs, inputs)
+        return function(outputs, inputs, *args, **kwargs)
+
+
+def _checksum(traces: list[StateDict]) -> int:
+    return zlib.crc32(json.dumps(traces).encode())
+
+
+def _size(tensors: Tree) -> int:
+    """Bytes of the tensors in any nesting of containers."""
+    return sum(t.numel() * t.element_size() for t in tree_leaves(tensors) if isinstance(t, torch.Tensor))
+
+
+def _without_views_of(inputs: Tree, outputs: Tree) -> list[torch.Tensor]:
+    """Outputs that have memory of their own."""
+    old = {t.untyped_storage().data_ptr() for t in tree_leaves(inputs) if isinstance(t, torch.Tensor)}
+    found = [t for t in tree_leaves(outputs) if isinstance(t, torch.Tensor)]
+    return [t for t in found if t.untyped_storage().data_ptr() not in old]
+
+
+class LayerwiseMemoryTracker:
+    """Records the memory in use after forward and backward of each innermost layer::
+
+        tracker = LayerwiseMemoryTracker()
+        tracker.monitor(model)
+        criterion(model(inputs), target).backward()
+        print(tracker.summary)
+        tracker.stop()
+
+    All-gathers of FSDP units are recorded as well. (fairscale needs a :class:`ProcessGroupTracker` as their
+    ``process_group`` for that; here it may be one.) Memory that FSDP takes and releases is in use on accelerators; the
+    CPU's count has none of it.
+
+    Attributes:
+        memory_traces: all traces, in order.
+    """
+
+    def __init__(self) -> None:
+        self.memory_traces: list[LayerMemoryTrace] = []
+        self._hooks: list[RemovableHandle] = []
+        self._channels: list[Any] = []  # over which FSDP units gather
+        self._live: LiveTensors | None = None
+        self._device = torch.device("cpu")
+        self._entered: str | None = None  # the module whose forward began last
+        self._before = 0
+        self._gathered = 0
+        self._gathered_by_unit: list[int] = []
+
+    def monitor(self, model: nn.Module) -> None:
+        """Begins; on a CPU all operations of this thread are counted until :meth:`stop`.
+
+        Raises:
+            ConfigurationError: the model's device keeps no count of its memory.
+        """
+        self.stop()
+        tensors = [*model.parameters(), *model.buffers()]
+        self._device = next((t.device for t in tensors), torch.device("cpu"))
+        accelerator = torch.accelerator.current_accelerator()
+        if self._device.type == "cpu":
+            self._live = LiveTensors()
+            self._live.add(tensors)
+            self._live.__enter__()
+        elif accelerator is None or accelerator.type != self._device.type:
+            raise ConfigurationError(
+                f"memory in use on {self._device} can't be read; move the model elsewhere"
+            )
+        for name, module in model.named_modules():
+            self._hooks += [
+                module.register_forward_pre_hook(partial(self._before_forward, name)),
+                module.register_forward_hook(partial(self._after_forward, name)),
+            ]
+            state = state_of(module)
+            if state is not None and state.group.world_size > 1:
+                self._listen_to(state.group.channel("parameters"))
+
+    def stop(self) -> None:
+        """Ends; traces stay."""
+        for handle in self._hooks:
+            handle.remove()
+        self._hooks.clear()
+        for channel in self._channels:
+            del channel.all_gather_into
+        self._channels.clear()
+        if self._live is not None:
+            self._live.__exit__(None, None, None)
+            self._live = None
+        self._entered, self._before, self._gathered = None, 0, 0
+        self._gathered_by_unit.clear()
+
+    def clear_traces(self) -> None:
+        """Forgets all traces."""
+        self.memory_traces.clear()
+
+    @property
+    def forward_traces(self) -> list[LayerMemoryTrace]:
+        """Those of forwards."""
+        return [t for t in self.memory_traces if t.is_forward]
+
+    @property
+    def backward_traces(self) -> list[LayerMemoryTrace]:
+        """Those of backwards."""
+        return [t for t in self.memory_traces if not t.is_forward]
+
+    @property
+    def max_memory_allocated(self) -> int:
+        """Most bytes in use at a trace."""
+        return max(t.allocated for t in self.memory_traces)
+
+    @property
+    def max_memory_cached(self) -> int:
+        """Most bytes held by the allocator at a trace."""
+        return max(t.reserved for t in self.memory_traces)
+
+    @property
+    def summary(self) -> LayerwiseMemoryTrackerSummary:
+        """The figures that matter most."""
+        events = [t.event for t in self.forward_traces]
+        return LayerwiseMemoryTrackerSummary(
+            max_memory_allocated=self.max_memory_allocated,
+            max_memory_cached=self.max_memory_cached,
+            total_activation_allocations=sum(e.memory_activations for e in events),
+            total_forward_allocations=sum(e.memory_diff for e in events if isinstance(e, TraceForwardEvent)),
+            top_forward_activation_producers=self.top_forward_activation_producers(),
+        )
+
+    def top_forward_activation_producers(self, top: int = 10) -> list[LayerMemoryTrace]:
+        """The forwards with the largest outputs."""
+        return sorted(self.forward_traces, key=lambda t: t.event.memory_activations, reverse=True)[:top]
+
+    def show_plots(self, figsize: tuple[int, int] = (16, 20), capture: bool = False) -> Any:
+        """As :func:`compare_memory_traces_in_plot`, of this run alone."""
+        return compare_memory_traces_in_plot({"run": self.memory_traces}, figsize=figsize, capture=capture)
+
+    def save_traces(self, path: str) -> None:
+        """Writes the traces as JSON, with a checksum."""
+        traces = [t.to_dict() for t in self.memory_traces]
+        with write_atomically(path) as file:
+            file.write(json.dumps({"traces": traces, "crc32": _checksum(traces)}).encode())
+
+    @classmethod
+    def load(cls, path: str) -> LayerwiseMemoryTracker:
+        """A tracker with the traces of a file.
+
+        Raises:
+            DamagedFileError: they are not what was written. Files without a checksum, fairscale's, can't be compared.
+        """
+        tracker = cls()
+        try:
+            found = json.loads(Path(path).read_bytes())
+            if found.get("crc32", _checksum(found["traces"])) != _checksum(found["traces"]):
+                raise ValueError("the checksum differs")
+            tracker.memory_traces = [LayerMemoryTrace.from_dict(t) for t in found["traces"]]
+        except (ValueError, TypeError, AttributeError, KeyError) as error:
+            raise DamagedFileError(f"{path} has no traces, or was damaged: {error}") from error
+        return tracker
+
+    # -------------------------------------------------------------------------------------- hooks
+    def _memory(self) -> tuple[int, int]:
+        """Bytes in use, and bytes held."""
+        if self._live is not None:
+            return self._live.bytes, self._live.bytes
+        return torch.accelerator.memory_allocated(self._device), torch.accelerator.memory_reserved(
+            self._device
+        )
+
+    def _before_forward(self, name: str, module: nn.Module, inputs: Tree) -> None:
+        self._entered = name
+        self._before, _ = self._memory()
+        if state_of(module) is not None:
+            self._gathered_by_unit.append(0)
+
+    def _after_forward(self, name: str, module: nn.Module, inputs: Tree, outputs: Tree) -> None:
+        if state_of(module) is not None:
+            self._gathered_by_unit.pop()
+        if self._entered == name:  # no other module ran inside of it
+            allocated, _ = self._memory()
+            event = TraceForwardEvent(allocated - self._before, _size(_without_views_of(inputs, outputs)))
+            self._trace(name, module, sum(self._gathered_by_unit), event)
+            self._watch_backward(name, module, inputs, outputs)
+        self._entered = None
+
+    def _watch_backward(self, name: str, module: nn.Module, inputs: Tree, outputs: Tree) -> None:
+        """Traces the layer's backward when the gradient of an input is there; where none is made, when it began."""
+
+        def on_gradient(grad: torch.Tensor) -> None:
+            self._trace(name, module, 0, TraceBackwardEvent(_size(grad)))
+
+        def on_node(*_: object) -> None:
+            self._trace(name, module, 0, TraceBackwardEvent(0))
+
+        def first(tensors: Tree) -> torch.Tensor | None:
+            found = (t for t in tree_leaves(tensors) if isinstance(t, torch.Tensor) and t.requires_grad)
+            return next(found, None)
+
+        received, made = first(inputs), first(outputs)
+        if received is not None:
+            self._hooks.append(received.register_hook(on_gradient))
+        elif made is not None and made.grad_fn is not None:
+            self._hooks.append(made.grad_fn.register_hook(on_node))
+
+    def _trace(
+        self, name: str, module: nn.Module, in_forward: int, event: TraceForwardEvent | TraceBackwardEvent
+    ) -> None:
+        allocated, reserved = self._memory()
+        self.memory_traces.append(
+            LayerMemoryTrace(
+                module_name=name,
+                module_params=_size(list(module.parameters())),
+                allocated=allocated,
+                reserved=reserved,
+                is_forward=isinstance(event, TraceForwardEvent),
+                all_gathered=self._gathered,
+                cumul_all_gathered=in_forward,
+                event=event,
+            )
+        )
+        self._gathered = 0
+
+    def _listen_to(self, channel: Any) -> None:
+        if channel not in self._channels:
+            self._channels.append(channel)
+            channel.all_gather_into = ProcessGroupTracker(channel, self._on_group_call).all_gather_into
+
+    def _on_group_call(self, event: ProcessGroupTrackingEvent, *args: object) -> None:
+        outputs, _ = args
+        self._gathered += _size(outputs)
+        if self._gathered_by_unit:
+            self._gathered_by_unit[-1] += _size(outputs)

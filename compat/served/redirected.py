@@ -1,0 +1,215 @@
+"""Names of fairscale that serve no purpose on today's torch: importable, and on use they say what to take.
+
+Code that only imports such a name, subclasses it or asks ``isinstance`` keeps working; building one, calling one or
+reading an attribute of its class raises :class:`shardkit.errors.RedirectedError`.
+
+The names stand in the table of :mod:`.redirections`. Names that a module of fairscale's has from elsewhere, and that
+work, stand in :mod:`.reexports`, with the modules that have moved. :func:`redirected_names` gives a module of
+``compat/`` its entries. A module that has nothing else has no file: :func:`serve` puts a finder before all others,
+which makes such a module of its entries when it is imported.
+
+Each name is listed with its reason in tests/parity/differences.py as well (kind "redirected"), from which
+docs/PARITY.md is made.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable, Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from types import FunctionType, ModuleType
+from typing import TYPE_CHECKING, NoReturn
+
+from shardkit.errors import RedirectedError
+
+from .redirections import REDIRECTED
+from .reexports import MOVED, REEXPORTED
+
+if TYPE_CHECKING:
+    from shardkit.types import Tree
+
+MARK = "__redirected__"
+_ROOT = "shardkit"
+
+
+class _RedirectedMeta(type):
+    """Methods and constants looked up on the class itself are a use of it, too."""
+
+    def __getattr__(cls, attribute: str) -> Tree:
+        # What Python and its tools ask every class for (pickle, doctest, inspect) is no use of it.
+        if attribute.startswith("_"):
+            raise AttributeError(attribute)
+        raise RedirectedError(f"{getattr(cls, MARK)} (read: {attribute})")
+
+
+def _message(name: str, instead: str, why: str) -> str:
+    return f"fairscale.{name} is not carried over: {why}. Use {instead} instead."
+
+
+def _place(name: str) -> tuple[str, str]:
+    """Path of the module under shardkit and the name within it."""
+    module, _, short = name.rpartition(".")
+    return f"shardkit.{module}" if module else "shardkit", short
+
+
+def redirected(name: str, instead: str, *, why: str) -> type:
+    """A class that stands at fairscale's path and raises when it (or a subclass) is instantiated.
+
+    Args:
+        name: its path below ``fairscale``, e.g. ``"nn.pipe.async_pipe.AsyncPipe"``.
+        instead: what to take, as users would write it, e.g. ``"torch.distributed.pipelining.PipelineStage"``.
+        why: the reason in half a sentence, without a full stop.
+    """
+    module, short = _place(name)
+    message = _message(name, instead, why)
+
+    def refuse(cls: type, *args: object, **kwargs: object) -> NoReturn:
+        raise RedirectedError(message)
+
+    namespace = {
+        "__new__": refuse,
+        "__module__": module,
+        "__qualname__": short,
+        "__doc__": message,
+        MARK: message,
+    }
+    return _RedirectedMeta(short, (), namespace)
+
+
+def redirected_function(name: str, instead: str, *, why: str) -> Callable[..., NoReturn]:
+    """A function that stands at fairscale's path and raises when called; arguments as of :func:`redirected`."""
+    module, short = _place(name)
+    message = _message(name, instead, why)
+
+    def refuse(*args: object, **kwargs: object) -> NoReturn:
+        raise RedirectedError(message)
+
+    refuse.__name__, refuse.__qualname__, refuse.__module__, refuse.__doc__ = short, short, module, message
+    setattr(refuse, MARK, message)
+    return refuse
+
+
+def redirected_names(module: str) -> Callable[[str], Tree]:
+    """The ``__getattr__`` of a module: its names in the table, made when they are asked for::
+
+    __getattr__ = redirected_names(__name__)
+    """
+    path = module.removeprefix(f"{_ROOT}.")
+    names = _names_of(path)
+
+    @functools.cache  # a class is one object
+    def get(name: str) -> Tree:
+        if name == "__all__":  # "import *" asks for it
+            return sorted({n for n in names if not n.startswith("_")} | _defined_in(sys.modules[module]))
+        if name not in names:
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        return names[name]()
+
+    return get
+
+
+def _defined_in(module: ModuleType) -> set[str]:
+    own = {n for n, v in vars(module).items() if getattr(v, "__module__", module.__name__) == module.__name__}
+    return {n for n in own if not n.startswith("_") and not isinstance(getattr(module, n), ModuleType)}
+
+
+def _names_of(path: str) -> dict[str, Callable[[], Tree]]:
+    """What the table has for a module: each name, and what makes it."""
+    found: dict[str, Callable[[], Tree]] = {}
+    for names, instead, why in REDIRECTED.get(path, ()):
+        for name in names.split():
+            make = redirected_function if name.endswith("()") else redirected
+            short = name.removesuffix("()")
+            found[short] = functools.partial(make, f"{path}.{short}", instead, why=why)
+    for home, names in REEXPORTED.get(path, {}).items():
+        for name in names.split(", "):
+            there, _, here = name.partition(" as ")
+            found[here or there] = functools.partial(_imported, home, there)
+    return found
+
+
+def _imported(path: str, name: str) -> Tree:
+    home = importlib.import_module(f"{_ROOT}.{path}")
+    return getattr(home, name) if hasattr(home, name) else importlib.import_module(f"{home.__name__}.{name}")
+
+
+def is_redirected(thing: object) -> bool:
+    """Whether a class or function was made here (subclasses of users don't count)."""
+    return isinstance(thing, type | FunctionType) and MARK in vars(thing)
+
+
+# ---------------------------------------------------------------- modules that have no file
+_SERVED = {f"{_ROOT}.{path}" for path in (*REDIRECTED, *REEXPORTED, *MOVED)}
+_SERVED |= {name.rpartition(".")[0] for name in _SERVED}  # the packages they are in
+
+
+def _new_name(fullname: str) -> str:
+    """Where a module that has moved is now; "" for all others."""
+    root, *parts = fullname.split(".")
+    for length in range(1, len(parts) + 1):
+        if root == _ROOT and (there := MOVED.get(".".join(parts[:length]))):
+            return ".".join([_ROOT, there, *parts[length:]])
+    return ""
+
+
+class _Finder(MetaPathFinder):
+    """Finds the modules of the table, except for those that have a file, which also take their entries from it.
+
+    It is asked first: a folder in which nothing but a cache is left would be found as a namespace package.
+    """
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if there := _new_name(fullname):
+            if importlib.util.find_spec(there) is None:
+                return None
+            return ModuleSpec(fullname, _Moved(there), origin=there, is_package=True)
+        if fullname not in _SERVED:
+            return None
+        found = PathFinder.find_spec(fullname, path, target)
+        if found is not None and found.has_location:
+            return found
+        is_package = any(name.startswith(f"{fullname}.") for name in _SERVED)
+        return ModuleSpec(
+            fullname, _Loader(), origin=f"the table of {_ROOT}.compat.redirections", is_package=is_package
+        )
+
+
+class _Moved(Loader):
+    """Gives a module under the name that it had earlier: the same object."""
+
+    def __init__(self, there: str) -> None:
+        self._there = there
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return None
+
+    def exec_module(self, module: ModuleType) -> None:
+        sys.modules[module.__name__] = importlib.import_module(self._there)
+
+
+class _Loader(Loader):
+    """Fills a module from the table."""
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return None
+
+    def exec_module(self, module: ModuleType) -> None:
+        path = module.__name__.removeprefix(f"{_ROOT}.")
+        names = sorted(_names_of(path))
+        module.__doc__ = f"{path}: names from elsewhere, and names that say on use what to take instead."
+        module.__dict__.update(__getattr__=redirected_names(module.__name__), __dir__=lambda: names)
+
+
+_FINDER = _Finder()
+
+
+def serve() -> None:
+    """From here on the modules of the table can be imported. A second call changes nothing."""
+    if _FINDER not in sys.meta_path:
+        sys.meta_path.insert(0, _FINDER)

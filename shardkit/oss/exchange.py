@@ -1,0 +1,466 @@
+"""Ties a module's backward to the reduction of its gradients.
+
+One object for each wrapper. It decides which parameters are reduced how (in buckets, as sparse rows, by flat segments,
+or to everybody where no optimizer owns them), starts over when parameters are frozen or added, and keeps
+the optimizers from stepping on unfinished gradients.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import weakref
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Protocol
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakIdKeyDictionary
+
+from ..backend import Group, ReduceOp
+from ..errors import ConfigurationError, LifecycleError
+from ..policy import ReducePolicy
+from ..reduction.shard_gradients import gradient_class
+from ..torch_seams.compiling import not_compiled
+from ..torch_seams.hooks import (
+    DROPPED,
+    NO_BACKWARD,
+    BackwardState,
+    GradientHook,
+    GradientHooks,
+    check_asked_gradients,
+    current_backward,
+    tensors_of,
+    watch_outputs,
+)
+from ..tracing.ranges import ModuleRanges, Range, leave
+from .buffers import BufferSync
+from .optimizer import OSS
+from .reducer import Bucket, Reducer
+from .segments import FlatSegment
+
+logger = logging.getLogger("shardkit")
+
+
+class GradientPart(Protocol):
+    """Reduces the gradients of some of the parameters."""
+
+    def hooks(self) -> list[tuple[nn.Parameter, GradientHook | None, GradientHook]]:
+        """For each parameter: what to call before and after it gets a gradient."""
+
+    def finish(self) -> None:
+        """Backward is through: leave every gradient reduced."""
+
+    def abandon(self) -> None:
+        """Forget the backward in progress: by default nothing is in flight."""
+        return
+
+
+class GradientExchange:
+    """Listens to the backward of a module and reduces its gradients to their owners.
+
+    Attributes:
+        group: ranks that train together.
+        policy: how gradients are reduced.
+        ranges: in traces.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizers: Sequence[OSS],
+        group: Group,
+        policy: ReducePolicy,
+        buffers: BufferSync,
+    ) -> None:
+        self.state = BackwardState(self._end_of_backward)
+        self._module = module
+        self._device_type = next((p.device.type for p in module.parameters()), "")
+        self._optimizers = list(optimizers)
+        self.group = group
+        self._channel = group.channel("gradients")
+        self.policy = policy
+        self._buffers = buffers
+        self._hooks = GradientHooks(
+            "a hook for when a parameter has got its gradient can't be registered after ShardedDDP has wrapped the "
+            "module: gradients are on their way to other ranks then. Change gradients between backward and step, or "
+            "in a hook before the step (OSS.register_step_pre_hook); param.register_hook sees this rank's gradient"
+        )
+        self._parts: list[GradientPart] = []
+        self.ranges = ModuleRanges("root", group.ranks)
+        self._forwards: list[Range] = []  # in progress
+        self._build()
+        for optimizer in self._optimizers:
+            optimizer._before_step.append(self._before_step)
+
+    def close(self) -> None:
+        """Stops listening; the module and the optimizers can be wrapped again."""
+        self._hooks.remove()
+        for optimizer in self._optimizers:
+            if self._before_step in optimizer._before_step:
+                optimizer._before_step.remove(self._before_step)
+
+    @property
+    def hook_handles(self) -> list[RemovableHandle]:
+        """Handles of the hooks on parameters."""
+        return self._hooks.handles
+
+    @property
+    def depends_on_data(self) -> bool:
+        """What is sent depends on the batch: rows of sparse gradients."""
+        return any(isinstance(part, SparseReducer) for part in self._parts)
+
+    @property
+    def buckets(self) -> list[Bucket]:
+        """The gradient buckets, in the order of sending."""
+        return [b for part in self._parts if isinstance(part, Reducer) for b in part.buckets]
+
+    # ------------------------------------------------------------ what is reduced how
+    def _build(self) -> None:
+        self._hooks.remove()
+        check_asked_gradients(_refuse_own)
+        owner = {p: o.owner_of(p) for o in self._optimizers for p in o._parameters()}
+        self._parts = []
+        self._is_new = True
+        self._watched = list(dict.fromkeys([*self._module.parameters(), *owner]))
+        _exchanges.update((p, weakref.ref(self)) for p in self._watched)
+        self._seen = self._look()
+        trainable = [p for p in dict.fromkeys(self._module.parameters()) if p.requires_grad]
+        trainable.reverse()  # backward reaches the last module first
+        whole = {p for o in self._optimizers if o.runs_whole for p in o._parameters()}
+        if self.group.backend.even_shards_only:
+            self._parts = self._segment_parts()
+        elif self.group.world_size > 1:
+            self._parts = self._bucket_parts([p for p in trainable if p not in whole], owner)
+        everywhere = [p for p in trainable if p not in owner or p in whole]
+        if everywhere and self.group.world_size > 1:
+            self._parts.append(EverywhereReducer(everywhere, self._channel, self.state, self.ranges))
+        for part in self._parts:
+            for param, before, after in part.hooks():
+                self._hooks.attach(param, before, after)
+
+    def _bucket_parts(
+        self, trainable: list[nn.Parameter], owner: dict[nn.Parameter, int]
+    ) -> list[GradientPart]:
+        sparse = sparse_parameters(self._module)
+        parts: list[GradientPart] = []
+        dense = [p for p in trainable if p in owner and p not in sparse]
+        if dense:
+            owners = [owner[p] for p in dense]
+            kept = [p for p in dense if owner[p] == self.group.rank]
+            reduced = gradient_class(self.group, "OSS.clip_grad_norm", False, kept)
+            parts.append(Reducer(dense, owners, self._channel, self.policy, self.state, reduced))
+        rows = [p for p in trainable if p in owner and p in sparse]
+        if rows:
+            parts.append(SparseReducer(rows, [owner[p] for p in rows], self._channel, self.state))
+        return parts
+
+    def _segment_parts(self) -> list[GradientPart]:
+        segments = [s for o in self._optimizers for s in o.segments()]
+        return [SegmentReducer(s, self._channel, self.policy.dtype, self.state) for s in segments]
+
+    def _look(self) -> tuple[list[bool], list[torch.dtype], list[torch.device], int]:
+        watched = self._watched
+        return (
+            [p.requires_grad for p in watched],
+            [p.dtype for p in watched],
+            [p.device for p in watched],
+            sum([len(o.param_groups) for o in self._optimizers]),
+        )
+
+    @not_compiled
+    def refresh_if_changed(self, warn: bool) -> None:
+        """Rebuilds after parameters were frozen, unfrozen, moved, cast, or added to an optimizer."""
+        if self._look() != self._seen:
+            if warn:
+                logger.warning("the module's trainable parameters changed; rebuilding the gradient buckets")
+            self.refresh()
+
+    def refresh(self) -> None:
+        """Rebuilds from what is trainable now; gradients that were reduced already stay so."""
+        self.check_device()
+        for optimizer in self._optimizers:
+            optimizer.refresh_trainable()
+        for p in self._watched:
+            if not p.requires_grad:
+                p.grad = None  # a stale gradient would still move a frozen parameter
+        means = {p for part in self._parts if isinstance(part, Reducer) for p in part.means()}
+        self._build()
+        for part in self._parts:
+            if isinstance(part, Reducer):
+                part.adopt_means(means)
+
+    def forget_errors(self) -> None:
+        """Forgets what compression has left out so far."""
+        for bucket in self.buckets:
+            if bucket.compressed is not None:
+                bucket.compressed.feedback.forget()
+
+    def check_device(self) -> None:
+        """Raises ConfigurationError if the module was moved to a device of another type."""
+        for name, param in self._module.named_parameters():
+            if param.device.type != self._device_type:
+                raise ConfigurationError(
+                    f"rank {self.group.rank}: {name} was moved to {param.device} after the module was wrapped on "
+                    f"{self._device_type}, where its ranks are connected and the optimizer's state lies; move the "
+                    "module before you build OSS and ShardedDDP"
+                )
+
+    # ------------------------------------------------------------ a step's course
+    @not_compiled
+    def begin_forward(self) -> None:
+        """Before a training forward."""
+        self.recover()
+        if self._is_new:
+            self._is_new = False
+            self._check_gradients()
+        self.state.raised = ""
+        if not self.state.accumulating:
+            self._buffers.sync_if_changed()
+        self._forwards.append(self.ranges.forward())
+        self._forwards[-1].__enter__()
+
+    def _check_gradients(self) -> None:
+        for name, param in self._module.named_parameters():
+            if param.grad is not None and param.grad.requires_grad:
+                raise ConfigurationError(
+                    f"rank {self.group.rank}: the gradient of {name} requires a gradient itself, and reductions have "
+                    "none; detach it (param.grad = param.grad.detach()), or clear it by zero_grad()"
+                )
+
+    @not_compiled
+    def fail_forward(self, error: BaseException) -> None:
+        """A training forward raised: other ranks that wait for its backward may want to know."""
+        leave(self._forwards.pop())
+        self.state.raised = f"{type(error).__name__}: {error}"
+
+    @not_compiled
+    def end_forward(self, outputs: object) -> None:
+        """After a training forward: its backward will be noticed."""
+        try:  # noqa: SIM105 - it would cost calls
+            self._forwards.pop().__exit__(None, None, None)
+        except RuntimeError:  # a profiler was started inside of it
+            pass
+        self._buffers.changed = True
+        self.state.is_due = not self.state.accumulating
+        watch_outputs(tensors_of(outputs), self.state.on_output)
+
+    @not_compiled
+    def recover(self) -> None:
+        """Forgets a backward that died of an exception."""
+        if self.state.task != NO_BACKWARD and current_backward() == NO_BACKWARD:
+            self.state.task = NO_BACKWARD
+            for part in self._parts:
+                part.abandon()
+            self.group.agree(DROPPED)
+
+    def leave_step(self) -> None:
+        """Leaves a step wherever it is, on this rank alone; nothing of it is left, and nothing in flight."""
+        self.state.leave()
+        for part in self._parts:
+            part.abandon()
+        self._buffers.changed = False
+
+    def _end_of_backward(self) -> None:
+        with self.ranges.finish():
+            for part in self._parts:
+                part.finish()
+        self.state.unreduced = False
+        self._buffers.sync_if_changed()
+
+    @not_compiled
+    def reduce_now(self) -> None:
+        """Reduces what was accumulated under ``no_sync``.
+
+        Raises:
+            LifecycleError: nothing was accumulated since the last reduction.
+        """
+        if not self.state.unreduced:
+            raise LifecycleError(
+                "No gradients wait to be reduced: reduce() was called twice, or there was no backward inside no_sync() "
+                "since the last reduction."
+            )
+        self._end_of_backward()
+
+    @not_compiled
+    def _before_step(self) -> None:
+        if self.state.task != NO_BACKWARD:
+            raise LifecycleError(
+                "the last backward did not finish (it raised an exception), so gradients are incomplete. Call "
+                "zero_grad() on the wrapped model and run forward and backward again before step()."
+            )
+        if not self.state.accumulating:
+            self._buffers.sync_if_changed()
+
+
+_exchanges: WeakIdKeyDictionary = WeakIdKeyDictionary()  # of parameters
+
+
+@contextlib.contextmanager
+def _refuse_own(inputs: Sequence[torch.Tensor], accumulate: bool) -> Iterator[None]:
+    """Raises LifecycleError where gradients of parameters are asked for that nothing averages."""
+    states = []
+    try:
+        for asked in inputs if not accumulate else ():
+            found = _exchanges.get(asked)
+            exchange: GradientExchange | None = None if found is None else found()
+            if exchange is None or exchange.group.world_size == 1 or not exchange.hook_handles:
+                continue
+            if not exchange.state.accumulating:
+                raise LifecycleError(
+                    f"rank {exchange.group.rank}: torch.autograd.grad would give this rank's own gradients of "
+                    "parameters of a ShardedDDP, which nothing averages. Call loss.backward() and read .grad on the "
+                    "owners; inside of no_sync() gradients are this rank's own, as asked for"
+                )
+            states.append(exchange.state)
+            exchange.state.asked = True
+        yield
+    finally:
+        for state in states:
+            state.asked = False
+
+
+class SegmentReducer(GradientPart):
+    """Reduces a whole flat segment at the end of backward, in one operation that is the same on all ranks."""
+
+    def __init__(
+        self, segment: FlatSegment, group: Group, wire: torch.dtype | None, state: BackwardState
+    ) -> None:
+        self._segment, self._group, self._wire, self._state = segment, group, wire, state
+
+    def hooks(self) -> list[tuple[nn.Parameter, GradientHook | None, GradientHook]]:
+        after, segment = begin_only(self._state), self._segment
+
+        def before(_: torch.Tensor) -> None:
+            segment.notice_clearing()
+
+        return [
+            (p, before if p is segment.marked else None, after) for p in segment.params if p.requires_grad
+        ]
+
+    def finish(self) -> None:
+        self._segment.reduce_gradients(self._group, self._wire)
+
+
+class EverywhereReducer(GradientPart):
+    """Parameters whose mean goes to every rank, as in plain data parallelism: those that no optimizer here owns, and
+    those of optimizers that every rank runs whole.
+
+    A mean that gets local gradients added needs no care: the mean of (mean + local) is what is wanted.
+    """
+
+    def __init__(
+        self, params: Sequence[nn.Parameter], group: Group, state: BackwardState, ranges: ModuleRanges
+    ) -> None:
+        self._params, self._group, self._state, self._ranges = list(params), group, state, ranges
+
+    def hooks(self) -> list[tuple[nn.Parameter, GradientHook | None, GradientHook]]:
+        return [(p, None, begin_only(self._state)) for p in self._params]
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        for p in self._params:
+            if p.grad is None:
+                p.grad = torch.zeros_like(p)
+            elif p.grad.is_sparse:
+                p.grad = p.grad.to_dense()
+            with self._ranges.reduce():
+                self._group.all_reduce(p.grad, op=ReduceOp.AVG, label="gradient without an owner")
+
+
+def sparse_parameters(module: nn.Module) -> set[nn.Parameter]:
+    """Parameters whose gradients come sparse."""
+    return {
+        m.weight
+        for m in module.modules()
+        if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.sparse and isinstance(m.weight, nn.Parameter)
+    }
+
+
+def begin_only(state: BackwardState) -> GradientHook:
+    """A hook for gradients that are reduced at the end of backward."""
+
+    def after(_: torch.Tensor) -> None:
+        if state.accumulating:
+            state.unreduced = True
+        elif state.task == NO_BACKWARD:
+            state.begin()
+
+    return after
+
+
+class SparseReducer(GradientPart):
+    """Sends each rank's rows to the owner, who averages them; done at the end of backward."""
+
+    def __init__(
+        self, params: Sequence[nn.Parameter], owners: Sequence[int], group: Group, state: BackwardState
+    ) -> None:
+        self._params, self._owners, self._group, self._state = list(params), list(owners), group, state
+        self._mean = [False] * len(self._params)
+
+    def hooks(self) -> list[tuple[nn.Parameter, GradientHook | None, GradientHook]]:
+        after = begin_only(self._state)
+        return [(p, partial(self._make_local, i), after) for i, p in enumerate(self._params)]
+
+    @not_compiled
+    @torch.no_grad()
+    def _make_local(self, index: int, _: torch.Tensor | None = None) -> None:
+        """A mean gets a local gradient added: multiply it first, as dense ones are."""
+        if self._state.asked:
+            return
+        grad = self._params[index].grad
+        if self._mean[index] and grad is not None:
+            grad.mul_(self._group.world_size)
+        self._mean[index] = False
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        for i, p in enumerate(self._params):
+            self._make_local(i)
+            self._mean[i] = self._reduce(p, self._owners[i])
+
+    def _reduce(self, param: nn.Parameter, owner: int) -> bool:
+        """Leaves the mean with the owner; whether this rank has it now."""
+        world, mine = self._group.world_size, self._group.rank == owner
+        grad, param.grad = param.grad, None
+        dense = grad is not None and not grad.is_sparse
+        rows = None if grad is None else (grad.to_sparse(1) if dense else grad).coalesce()
+        count = 0 if rows is None else rows._nnz()
+        # [W, 3]: rows, whether any gradient, whether dense
+        facts = torch.zeros(world * 3, dtype=torch.int64, device=param.device)
+        own = facts[self._group.rank * 3 : self._group.rank * 3 + 3]
+        own.copy_(torch.tensor([count, int(rows is not None), int(dense)]))
+        self._group.all_gather_into(facts, own, label="rows of sparse gradients")
+        table = facts.view(world, 3).tolist()
+        if not any(used for _, used, _ in table):
+            return False
+        counts = [row[0] for row in table]
+        indices = self._to_owner(
+            rows.indices()[0] if rows is not None else param.new_empty(0, dtype=torch.int64), counts, owner, 1
+        )
+        width = param.numel() // param.shape[0]
+        values = self._to_owner(
+            rows.values() if rows is not None else param.new_empty(0), counts, owner, width
+        )
+        if not mine:
+            return False
+        values = values.view(
+            -1, *param.shape[1:]
+        )  # said to be right, or torch warns that it does not check them
+        total = torch.sparse_coo_tensor(indices[None], values, param.shape, check_invariants=False).coalesce()
+        total = torch.sparse_coo_tensor(
+            total.indices(), total.values() / world, param.shape, is_coalesced=True, check_invariants=False
+        )
+        param.grad = total.to_dense() if any(is_dense for _, _, is_dense in table) else total
+        return True
+
+    def _to_owner(self, tensor: torch.Tensor, counts: list[int], owner: int, width: int) -> torch.Tensor:
+        world, rank = self._group.world_size, self._group.rank
+        flat = tensor.contiguous().view(-1)
+        receive = [c * width if rank == owner else 0 for c in counts]
+        send = [flat.numel() if r == owner else 0 for r in range(world)]
+        out = flat.new_empty(sum(receive))
+        self._group.all_to_all(out, flat, receive, send, label="sparse gradients")
+        return out

@@ -1,0 +1,301 @@
+"""ShardedDDP: data parallelism whose gradients end at the rank that owns the parameter (ZeRO stage 2)."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from ..backend import Backend, backend_for
+from ..checks import (
+    check_one_device,
+    check_same_everywhere,
+    option_facts,
+    refuse_lazy,
+    shape_fact,
+)
+from ..errors import ConfigurationError, LifecycleError
+from ..policy import ReducePolicy
+from ..progress import noting_errors
+from ..reduction.compression import check_compressible
+from ..torch_seams.compiling import not_compiled
+from ..torch_seams.device_mesh import group_of
+from ..torch_seams.forward_signature import signed_as_wrapped
+from ..torch_seams.other_wrappers import PreparedForAccelerate, check_wrappable, note_wrapper
+from ..tracing.tracer import note_model
+from ..types import ProcessGroup, StateDict, Tree
+from .buffers import BufferSync, broadcast_module, connect_sync_batch_norm
+from .exchange import GradientExchange
+from .optimizer import OSS
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+logger = logging.getLogger("shardkit")
+
+
+@runtime_checkable
+class AroundOSS(Protocol):
+    """An optimizer around an OSS, as :class:`~shardkit.AdaScale` is."""
+
+    @property
+    def optimizer(self) -> Optimizer: ...
+
+
+class ShardedDDP(PreparedForAccelerate, nn.Module):
+    """Wraps a module so that backward averages each gradient over ranks and leaves it with its owner.
+
+    ::
+
+        optimizer = OSS(model.parameters(), torch.optim.AdamW, lr=1e-3)
+        model = ShardedDDP(model, optimizer)
+
+    Copies (of ``copy.deepcopy``, pickle, torch.optim.swa_utils) hold the module, for evaluation and averaging.
+
+    After backward, ``param.grad`` of a parameter that this rank owns is the mean over ranks; elsewhere it is None. It
+    keeps no gradient memory between steps, so ``zero_grad`` of the wrapper, the optimizer or the module all work.
+
+    Args:
+        module: any module on one device; its forward may take and return anything.
+        optimizer: the OSS that owns the parameters, or several with disjoint parameters.
+        group: ranks that train together; None for all.
+        broadcast_buffers: rank 0's buffers replace the others' after each training step.
+        sync_module_states: rank 0's parameters and buffers replace the others' now.
+        reduce: size of gradient buckets and dtype on the wire.
+        watch_trainable: notice before each forward that parameters were frozen, unfrozen or moved.
+        backend: name or instance of the backend; by default that of the parameters' device.
+        mesh: all of its ranks, in place of ``group``.
+
+    Raises:
+        ConfigurationError: parameters on several devices, or of an FSDP module; an optimizer that is no OSS; an option
+            of ``reduce`` that is FSDP's.
+        RankMismatchError: the modules of two ranks differ in names, shapes, dtypes or what is trainable.
+    """
+
+    @noting_errors
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizer: OSS | AroundOSS | Sequence[OSS | AroundOSS],
+        *,
+        group: ProcessGroup = None,
+        broadcast_buffers: bool = True,
+        sync_module_states: bool = True,
+        reduce: ReducePolicy | None = None,
+        watch_trainable: bool = True,
+        backend: str | Backend | None = None,
+        mesh: DeviceMesh | None = None,
+    ) -> None:
+        super().__init__()
+        check_wrappable(module, type(self).__name__)
+        optimizers = _sharded(optimizer)
+        policy = _checked(reduce)
+        check_one_device(module.parameters())
+        self.module = module
+        self._sharded_optimizers = optimizers
+        group = group_of(mesh, group)
+        self._backend = backend_for(module.parameters(), backend)
+        self._group = self._backend.group(group)
+        self._watch_trainable = watch_trainable
+        self._warn_on_change = True
+        facts = option_facts(
+            reduce=policy, broadcast_buffers=broadcast_buffers, sync_module_states=sync_module_states,
+            parameters_of_each_optimizer=[len(list(o._parameters())) for o in optimizers],
+        )  # fmt: skip
+        tensors = _facts(module)
+        check_same_everywhere(
+            self._group, tensors + facts, "the module's parameters and buffers, or options,"
+        )
+        refuse_lazy(tensors, "ShardedDDP")
+        sent = {policy.dtype or p.dtype for p in module.parameters()}
+        check_compressible(policy.compression, sent, self._backend)
+        connect_sync_batch_norm(module, group, self._group)
+        if sync_module_states:
+            broadcast_module(module, self._group.channel("buffers"))
+            for segment in (s for o in self._sharded_optimizers for s in o.segments()):
+                segment.take_values()
+        self._buffers_sync = BufferSync(module, self._group.channel("buffers"), broadcast_buffers)
+        self._exchange: GradientExchange | None = GradientExchange(
+            module, optimizers, self._group, policy, self._buffers_sync
+        )
+        # hooks on parameters outlive the wrapper; a module may be wrapped again
+        weakref.finalize(self, self._exchange.close).atexit = False
+        note_model(module)
+        self._announce()
+
+    def _announce(self) -> None:
+        """One line about what was wrapped, for the log."""
+        parameters = list(self.module.parameters())
+        rank = self._group.rank
+        owned = [p for o in self._sharded_optimizers for p in o._parameters() if o.owner_of(p) == rank]
+        logger.info(
+            "rank %d: %s of %d parameters (%d bytes), %d bytes of them owned by this rank; backend %s, world size %d",
+            rank, type(self).__name__, len(parameters), _bytes_of(parameters), _bytes_of(owned), self._backend.name,
+            self._group.world_size,
+        )  # fmt: skip
+
+    @signed_as_wrapped
+    def forward(self, *args: object, **kwargs: object) -> Tree:
+        """Runs the module; in training it first checks what is trainable and brings buffers up to date."""
+        exchange = self._entered()
+        try:
+            outputs = self.module(*args, **kwargs)
+        except BaseException as error:
+            if exchange is not None:
+                exchange.fail_forward(error)
+            raise
+        if exchange is not None:
+            exchange.end_forward(outputs)
+        return outputs
+
+    @not_compiled
+    def _entered(self) -> GradientExchange | None:
+        """What listens to the forward that begins; None where none of its gradients will be reduced."""
+        if torch._C._functorch.maybe_current_level() is not None:
+            self._refuse_transforms()
+        if not self.training or not torch.is_grad_enabled():
+            return None
+        exchange = self._connected()
+        if self._watch_trainable:
+            exchange.refresh_if_changed(self._warn_on_change)
+        exchange.begin_forward()
+        return exchange
+
+    def _refuse_transforms(self) -> None:
+        if any(map(torch._C._functorch.is_gradtrackingtensor, self.module.parameters())) and (
+            self._exchange is not None and self._group.world_size > 1
+        ):
+            raise LifecycleError(
+                f"rank {self._group.rank}: torch.func.grad (vjp, jacrev, hessian, ...) would give this rank's own "
+                "gradients of a ShardedDDP's parameters, which nothing averages. Call loss.backward(), or transform "
+                "what it wraps, .module, and average what comes out"
+            )
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> ShardedDDP:
+        """Converts tensors for ``to``, ``cuda``, ``half`` and the like."""
+        super()._apply(fn, recurse)
+        if self._exchange is not None:
+            self._exchange.check_device()
+        return self
+
+    def _load_from_state_dict(self, *args: Tree, **kwargs: Tree) -> None:
+        super()._load_from_state_dict(*args, **kwargs)
+        if self._exchange is not None:
+            self._exchange.forget_errors()
+
+    def _connected(self) -> GradientExchange:
+        if self._exchange is None:
+            raise LifecycleError(
+                "this is a copy of a ShardedDDP: no optimizer owns its parameters, so nothing can be trained here. Use "
+                "it for evaluation, or wrap its .module in a ShardedDDP with an OSS of its own"
+            )
+        return self._exchange
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Inside, backward only accumulates this rank's gradients; the next backward outside reduces them too."""
+        state = self._connected().state
+        before, state.accumulating = state.accumulating, True
+        try:
+            yield
+        finally:
+            state.accumulating = before
+
+    def reduce(self) -> None:
+        """Reduces now what ``no_sync`` accumulated (every rank calls)."""
+        self._connected().reduce_now()
+
+    def sync_buffers(self, blocking: bool = True) -> None:
+        """Replaces buffers by rank 0's (every rank calls). It is done on return, whatever ``blocking`` says."""
+        self._connected()
+        self._buffers_sync.sync()
+
+    def refresh_trainable(self) -> None:
+        """Takes note of parameters frozen, unfrozen, moved or added to an optimizer (every rank calls)."""
+        self._connected().refresh()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clears the gradients of the module and of its optimizers' own parts."""
+        if set_to_none and type(self.module).zero_grad is nn.Module.zero_grad:
+            modules: list[nn.Module | None] = [self.module]
+            seen: set[nn.Module] = set()
+            for m in modules:  # which grows: torch's own walk makes nine calls of Python's for each parameter
+                if m is not None and m not in seen:
+                    seen.add(m)
+                    for p in m._parameters.values():
+                        if p is not None:
+                            p.grad = None
+                    modules += m._modules.values()
+        else:
+            self.module.zero_grad(set_to_none)
+        for optimizer in self._sharded_optimizers:
+            optimizer.zero_grad(set_to_none)
+        if self._exchange is not None:
+            self._exchange.recover()
+
+    def __getstate__(self) -> StateDict:
+        """What copies and pickles hold: the module. Ranks and optimizers are this process's; see :meth:`_connected`."""
+        state = self.__dict__.copy()
+        state.update(
+            dict.fromkeys(("_exchange", "_buffers_sync", "_group", "_backend")), _sharded_optimizers=[]
+        )
+        return state
+
+    def __getattr__(self, name: str) -> Tree:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "module":
+                raise
+            return getattr(self.module, name)
+
+
+note_wrapper(ShardedDDP)
+
+
+def _checked(reduce: ReducePolicy | None) -> ReducePolicy:
+    """Raises ConfigurationError for what is FSDP's."""
+    if reduce is not None and reduce.predivide is not None:
+        raise ConfigurationError(
+            f"predivide={reduce.predivide} is for FSDP; ShardedDDP divides halves by the number of ranks before "
+            "they are summed, and everything else afterwards"
+        )
+    return reduce or ReducePolicy()
+
+
+def _sharded(optimizer: OSS | AroundOSS | Sequence[OSS | AroundOSS]) -> list[OSS]:
+    """One or several as a list, without what is around them; raises ConfigurationError if any is no OSS."""
+    optimizers = []
+    for o in optimizer if isinstance(optimizer, list | tuple) else [optimizer]:
+        if isinstance(o, AroundOSS):
+            o = o.optimizer
+        if isinstance(o, nn.Module):
+            raise ConfigurationError(
+                f"in place of the optimizer there is a {type(o).__name__}, a module; pass the OSS that owns the "
+                "parameters: ShardedDDP(module, OSS(module.parameters(), ...))"
+            )
+        if not isinstance(o, OSS):
+            raise ConfigurationError(
+                f"the optimizer is a {type(o).__name__}; wrap it first: OSS(module.parameters(), "
+                f"optim={type(o).__name__}, ...)"
+            )
+        optimizers.append(o)
+    return optimizers
+
+
+def _facts(module: nn.Module) -> list[tuple[str, object]]:
+    facts: list[tuple[str, object]] = [
+        (n, (shape_fact(p), str(p.dtype), "trainable" if p.requires_grad else "frozen"))
+        for n, p in module.named_parameters()
+    ]
+    return facts + [(n, (shape_fact(b), str(b.dtype))) for n, b in module.named_buffers()]
+
+
+def _bytes_of(params: Sequence[torch.Tensor]) -> int:
+    return sum(p.numel() * p.element_size() for p in params)

@@ -1,0 +1,574 @@
+"""Brings parameters to an optimizer as a whole for the time of a step, and lets others be updated where they lie.
+
+Legend: W world size, K number of pieces that one rank sends to another, S shard numel.
+
+[Note: owners] Who updates which parameter, and which pieces of it travel, is integer arithmetic: every rank computes
+the same plan from the same layouts. A parameter is cut where shards end (:meth:`~shardkit.layout.ShardLayout.pieces`),
+and its owner needs the pieces that lie elsewhere. Owners are balanced by what an update costs, over all units together.
+Where a parameter lies decides only between ranks that have room for it: the fewer parameters straddle
+(``FSDP(align=...)``), the less travels.
+
+[Note: one all-to-all] A rank sends to an owner the values of all pieces, their gradients, and a flag for each piece
+that tells whether it has a gradient: an owner without a piece of a parameter can't know that by itself. What comes back
+are values.
+
+[Note: one program] Where all ranks run one compiled program no rank can have an owner's work. So values and gradients
+are gathered, every rank runs the optimizer on all parameters with the same numbers, and keeps its shard of the result.
+State is not sharded.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, chain, pairwise
+
+import torch
+from torch import nn
+
+from ...backend import DONE, Group, Work
+from ...errors import LifecycleError
+from ...fsdp.flat_values import own_part, put_together, taken_apart
+from ...fsdp.originals import FlatParamLike
+from ...layout import Piece
+from ...torch_seams.marked_tensors import as_plain
+from ...tracing.ranges import WholeRanges
+from .listed import Part
+
+
+class OwnedParameter:
+    """A parameter that this rank updates, and of which other ranks have pieces.
+
+    Attributes:
+        param: what the optimizer updates; it has values and memory during a step alone.
+    """
+
+    def __init__(self, part: Part, like: torch.Tensor) -> None:
+        self.part = part
+        self._nothing = like.new_empty((1,) * len(part.shape)).expand(part.shape)
+        self.param = nn.Parameter(self._nothing, requires_grad=like.is_floating_point() or like.is_complex())
+
+    def forget(self) -> None:
+        """The values lie on all ranks again."""
+        self.param.grad = None
+        self.param.data = self._nothing
+
+
+class Bringing(ABC):
+    """Brings pieces to whoever updates parameters, and values back.
+
+    Attributes:
+        owned: the parameters that this rank updates, in order.
+    """
+
+    owned: list[OwnedParameter]
+
+    @abstractmethod
+    def start(self, gradients: bool) -> None:
+        """Sends values, and gradients if asked for (collective)."""
+
+    @abstractmethod
+    def finish(self) -> None:
+        """Gives what this rank owns its values and gradients."""
+
+    @abstractmethod
+    def send_back(self) -> None:
+        """Starts to bring updated values to the shards (collective)."""
+
+    @abstractmethod
+    def take_back(self) -> None:
+        """Shards have the updated values."""
+
+    def forget(self) -> None:
+        """Gives the memory of whole parameters back."""
+        for owned in self.owned:
+            owned.forget()
+
+
+def shard_of(part: Part) -> torch.Tensor:
+    """This rank's shard of the flat parameter that a parameter lies in, detached."""
+    if part.flat is None:
+        raise LifecycleError(f"parameter {part.name!r} is not sharded, and can't travel")
+    return part.flat.param.detach()
+
+
+ALLOWANCE = 1.1  # of the mean cost: so much may a rank have more, if that keeps pieces where they are
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """A parameter, or several that have to have one owner.
+
+    Attributes:
+        cost: of its update, in any unit.
+        held: numel of it that each rank has, [W].
+    """
+
+    cost: float
+    held: tuple[int, ...]
+
+
+def owners_of(items: Sequence[Bundle], world_size: int) -> list[int]:
+    """The rank that updates each item.
+
+    The costliest are placed first. An item goes to the rank that has most of it, if that one does not get more than
+    the mean and the :data:`ALLOWANCE`; else to the rank with the least so far. So no rank gets more than the mean, the
+    allowance and one item.
+    """
+    loads = [0.0] * world_size
+    owners = [0] * len(items)
+    room = ALLOWANCE * sum(i.cost for i in items) / world_size
+    for index in sorted(range(len(items)), key=lambda i: (-items[i].cost, i)):
+        item = items[index]
+        ranks = range(world_size)
+        rank = max(ranks, key=lambda r: (item.held[r], -loads[r], -r))
+        if loads[rank] + item.cost > room:
+            rank = min(ranks, key=lambda r: (loads[r], -item.held[r], r))
+        loads[rank] += item.cost
+        owners[index] = rank
+    return owners
+
+
+def held_by_ranks(pieces: Sequence[Piece], world_size: int) -> tuple[int, ...]:
+    """Numel on each rank, [W]."""
+    held = [0] * world_size
+    for piece in pieces:
+        held[piece.rank] += piece.numel
+    return tuple(held)
+
+
+@dataclass(frozen=True)
+class Route:
+    """The pieces that one rank sends before a step and receives after it, or the other way round.
+
+    Attributes:
+        pieces: with the other rank of each: all for rank 0 first, then all for rank 1, ...; ``item`` counts the
+            parameters that the plan was made of.
+        numels: numel of all pieces for each rank, [W].
+        counts: how many these are, [W].
+    """
+
+    pieces: tuple[tuple[int, Piece], ...]
+    numels: tuple[int, ...]
+    counts: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class TravelPlan:
+    """The pieces that travel between a rank and the owners.
+
+    Attributes:
+        away: of other ranks' parameters, here.
+        own: of this rank's parameters, elsewhere.
+        total: numel of what travels one way, of all ranks together.
+    """
+
+    away: Route
+    own: Route
+    total: int
+
+
+def plan_of(
+    pieces: Sequence[Sequence[Piece]], owners: Sequence[int], rank: int, world_size: int
+) -> TravelPlan:
+    """The plan of one rank.
+
+    Args:
+        pieces: of each parameter.
+        owners: of each parameter.
+        rank: whose plan it is.
+        world_size: W.
+    """
+    away: list[tuple[int, Piece]] = []
+    own: list[tuple[int, Piece]] = []
+    total = 0
+    for item, (cut, owner) in enumerate(zip(pieces, owners, strict=True)):
+        for piece in cut:
+            if piece.rank == owner:
+                continue
+            total += piece.numel
+            numbered = Piece(item, piece.start, piece.rank, piece.offset, piece.numel)
+            if piece.rank == rank:
+                away.append((owner, numbered))
+            elif owner == rank:
+                own.append((piece.rank, numbered))
+    return TravelPlan(_route(away, world_size), _route(own, world_size), total)
+
+
+def _route(pieces: list[tuple[int, Piece]], world_size: int) -> Route:
+    pieces.sort(key=lambda found: found[0])  # stable: items stay in order
+    numels, counts = [0] * world_size, [0] * world_size
+    for other, piece in pieces:
+        numels[other] += piece.numel
+        counts[other] += 1
+    return Route(tuple(pieces), tuple(numels), tuple(counts))
+
+
+class Exchange(Bringing):
+    """Between the ranks of one group, of parameters of one dtype on one device.
+
+    Args:
+        group: the ranks; a channel of its own.
+        parts: all that don't lie on their owners as a whole, the same on all ranks.
+        owners: the rank that updates each.
+        device: where pieces travel from and to, if it is not where they lie.
+
+    Attributes:
+        owned: those that this rank updates, in order.
+    """
+
+    def __init__(
+        self, group: Group, parts: Sequence[Part], owners: Sequence[int], device: torch.device
+    ) -> None:
+        self._group, self._parts, self._owners, self._device = group, list(parts), list(owners), device
+        self._like = shard_of(self._parts[0]).view(-1)[:0]
+        self.owned = [
+            OwnedParameter(p, self._like)
+            for p, owner in zip(parts, owners, strict=True)
+            if owner == group.rank
+        ]
+        self._by_number = {
+            number: self.owned[k]
+            for k, number in enumerate([n for n, owner in enumerate(owners) if owner == group.rank])
+        }
+        self._flags: dict[tuple[bool, ...], torch.Tensor] = {}
+        self._plans: dict[tuple[bool, ...], TravelPlan] = {}
+        self._arriving: tuple[TravelPlan, bool, torch.Tensor, torch.Tensor, Work] | None = None
+        self._to_owners = WholeRanges("parameters to owners", group.ranks)
+        self._to_shards = WholeRanges("updated parameters", group.ranks)
+
+    def _plan(self) -> TravelPlan:
+        """Frozen parameters don't travel; all ranks know which are."""
+        trains = tuple([p.trains for p in self._parts])
+        if trains not in self._plans:
+            cut = [p.pieces if t else () for p, t in zip(self._parts, trains, strict=True)]
+            self._plans = {trains: plan_of(cut, self._owners, self._group.rank, self._group.world_size)}
+        return self._plans[trains]
+
+    # ------------------------------------------------------------ to the owners
+    def start(self, gradients: bool) -> None:
+        plan = self._plan()
+        times, flags = (2, 1) if gradients else (1, 0)
+        send, receive = (
+            [times * n + flags * c for n, c in zip(route.numels, route.counts, strict=True)]
+            for route in (plan.away, plan.own)
+        )
+        chunks = [self._sent(pieces, gradients) for pieces in _by_rank(plan.away)]
+        sent = torch.cat([*chain(*chunks), self._like]).to(self._device)
+        arrived = torch.empty(sum(receive), dtype=sent.dtype, device=sent.device)
+        work = DONE
+        if plan.total:
+            with self._to_owners.exchange():
+                work = self._group.all_to_all(
+                    arrived, sent, receive, send, async_op=True, label="parameters for whole updates"
+                )
+        self._arriving = (plan, gradients, sent, arrived, work)
+
+    def _sent(self, pieces: Sequence[Piece], gradients: bool) -> list[torch.Tensor]:
+        parts = [self._parts[p.item] for p in pieces]
+        chunks = [p.cut(shard_of(p)) for p in parts]
+        if gradients:
+            chunks += [_gradient(p) for p in parts]
+            if parts:
+                chunks.append(self._flags_of(tuple([p.may_have_gradient for p in parts])))
+        return chunks
+
+    def _flags_of(self, have: tuple[bool, ...]) -> torch.Tensor:
+        if have not in self._flags:
+            self._flags[have] = torch.tensor(have, dtype=self._like.dtype).to(self._like.device)
+        return self._flags[have]
+
+    def finish(self) -> None:
+        if self._arriving is None:
+            return
+        plan, gradients, _, arrived, work = self._arriving
+        with self._to_owners.exchange_wait():
+            work.wait()
+        arrived = arrived.to(self._like.device)
+        self._arriving = None
+        numels = [o.part.shape.numel() for o in self.owned]
+        values = self._like.new_empty(sum(numels)).split(numels)
+        places = dict(zip(self._by_number, values, strict=True))
+        _copy(
+            [(places[n].narrow(0, p.start, p.numel), v) for n, p, v in _arrived(plan, arrived, gradients, 0)]
+        )
+        self._take_own(values, [shard_of(o.part) for o in self.owned])
+        for owned, value in zip(self.owned, values, strict=True):
+            owned.param.grad = None  # a step that raised may have left one
+            owned.param.data = value.view(owned.part.shape)
+        if gradients:
+            self._show_gradients(plan, arrived, numels)
+
+    def _take_own(self, targets: Sequence[torch.Tensor], shards: Sequence[torch.Tensor]) -> None:
+        _copy(
+            [
+                (target.narrow(0, o.part.here.start, o.part.here.numel), o.part.cut(shard))
+                for target, o, shard in zip(targets, self.owned, shards, strict=True)
+                if o.part.here is not None
+            ]
+        )
+
+    def _show_gradients(self, plan: TravelPlan, arrived: torch.Tensor, numels: list[int]) -> None:
+        there = self._with_gradient(plan, arrived)
+        gradients = self._like.new_empty(sum(n for n, t in zip(numels, there, strict=True) if t)).split(
+            [n for n, t in zip(numels, there, strict=True) if t]
+        )
+        left = iter(gradients)
+        shown = [next(left) if t else None for t in there]
+        places = dict(zip(self._by_number, shown, strict=True))
+        pairs = []
+        for number, piece, value in _arrived(plan, arrived, True, 1):
+            place = places[number]
+            if place is not None:
+                pairs.append((place.narrow(0, piece.start, piece.numel), value))
+        for owned, place in zip(self.owned, shown, strict=True):
+            if place is None:
+                continue
+            owned.param.grad = place.view(owned.part.shape)
+            here = owned.part.here
+            if here is not None:
+                pairs.append((place.narrow(0, here.start, here.numel), _gradient(owned.part)))
+        _copy(pairs)
+
+    def _with_gradient(self, plan: TravelPlan, arrived: torch.Tensor) -> list[bool]:
+        """Which of the owned ones have a gradient. What came is read only where this rank can't know."""
+        known = [
+            o.part.trains if o.part.may_have_gradient else None if o.part.here is None else False
+            for o in self.owned
+        ]
+        if None not in known:
+            return [bool(k) for k in known]
+        flags: dict[int, torch.Tensor] = {}
+        for (number, _, _), flag in zip(
+            _arrived(plan, arrived, True, 1), _flags_in(plan.own, arrived), strict=True
+        ):
+            flags.setdefault(number, flag)
+        found = torch.stack([flags.get(n, arrived.new_zeros(())) for n in self._by_number]).tolist()
+        return [bool(f) if k is None else k for k, f in zip(known, found, strict=True)]
+
+    # ------------------------------------------------------------ back
+    def send_back(self) -> None:
+        plan = self._plan()
+        values = {n: o.param.detach().reshape(-1) for n, o in self._by_number.items()}
+        chunks = [values[p.item].narrow(0, p.start, p.numel) for _, p in plan.own.pieces]
+        sent = torch.cat([*chunks, self._like]).to(self._device)
+        arrived = torch.empty(sum(plan.away.numels), dtype=sent.dtype, device=sent.device)
+        _copy(
+            [
+                (o.part.cut(shard_of(o.part)), values[n].narrow(0, o.part.here.start, o.part.here.numel))
+                for n, o in self._by_number.items()
+                if o.part.here is not None and o.part.trains
+            ]
+        )
+        work = DONE
+        if plan.total:
+            with self._to_shards.exchange():
+                work = self._group.all_to_all(
+                    arrived,
+                    sent,
+                    plan.away.numels,
+                    plan.own.numels,
+                    async_op=True,
+                    label="updated parameters",
+                )
+        self._arriving = (plan, False, sent, arrived, work)
+
+    def take_back(self) -> None:
+        if self._arriving is None:
+            return
+        plan, _, _, arrived, work = self._arriving
+        with self._to_shards.exchange_wait():
+            work.wait()
+        arrived = arrived.to(self._like.device)
+        self._arriving = None
+        pieces = [p for _, p in plan.away.pieces]
+        parts = [self._parts[p.item] for p in pieces]
+        cut = arrived.split([p.numel for p in pieces])
+        _copy([(part.cut(shard_of(part)), value) for part, value in zip(parts, cut, strict=False)])
+
+
+def _gradient(part: Part) -> torch.Tensor:
+    """The piece of the gradient here; what stands for none is not looked at."""
+    shard = shard_of(part)
+    gradient = None if part.flat is None else part.flat.param.grad
+    return torch.zeros_like(part.cut(shard)) if gradient is None else part.cut(gradient)
+
+
+def _by_rank(route: Route) -> list[list[Piece]]:
+    ends = list(accumulate(route.counts, initial=0))
+    return [[p for _, p in route.pieces[a:b]] for a, b in pairwise(ends)]
+
+
+def _blocks(
+    route: Route, arrived: torch.Tensor, times: int, flags: int
+) -> Iterator[tuple[list[Piece], torch.Tensor]]:
+    """Cuts what arrived by rank, with the pieces that each part is about."""
+    sizes = [times * n + flags * c for n, c in zip(route.numels, route.counts, strict=True)]
+    return zip(_by_rank(route), arrived.split(sizes), strict=True)
+
+
+def _arrived(
+    plan: TravelPlan, arrived: torch.Tensor, gradients: bool, which: int
+) -> Iterator[tuple[int, Piece, torch.Tensor]]:
+    """Number, piece, and its values (``which`` 0) or its gradient (1), in the order of the route."""
+    times, flags = (2, 1) if gradients else (1, 0)
+    for pieces, block in _blocks(plan.own, arrived, times, flags):
+        numel = sum(p.numel for p in pieces)
+        cut = block.narrow(0, which * numel, numel).split([p.numel for p in pieces]) if pieces else ()
+        for piece, value in zip(pieces, cut, strict=True):
+            yield piece.item, piece, value
+
+
+def _flags_in(route: Route, arrived: torch.Tensor) -> Iterator[torch.Tensor]:
+    """One number for each piece, in the order of the route."""
+    for pieces, block in _blocks(route, arrived, 2, 1):
+        yield from block[block.numel() - len(pieces) :]
+
+
+def _copy(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    if pairs:
+        torch._foreach_copy_([target for target, _ in pairs], [source for _, source in pairs])
+
+
+class Gathered(Bringing):
+    """Parameters of whole flat parameters, each updated by one optimizer.
+
+    Args:
+        parts: all parameters in these flat parameters.
+    """
+
+    def __init__(self, parts: Sequence[Part]) -> None:
+        self.owned = [OwnedParameter(p, shard_of(p)) for p in parts]
+        self._of_flat: dict[int, list[OwnedParameter]] = {}
+        self._flats: dict[int, FlatParamLike] = {}
+        for owned in self.owned:
+            flat = owned.part.flat
+            if flat is not None:
+                self._flats[id(flat)] = flat
+                self._of_flat.setdefault(id(flat), []).append(owned)
+        for of_flat in self._of_flat.values():
+            of_flat.sort(key=lambda owned: owned.part.number)
+
+    def start(self, gradients: bool) -> None:
+        for key, flat in self._flats.items():
+            for owned, value in zip(self._of_flat[key], self._items(flat, flat.param.detach()), strict=True):
+                owned.param.grad = None
+                owned.param.data = value.view(owned.part.shape)
+            gradient = flat.param.grad if gradients else None
+            if gradient is None:
+                continue
+            if flat.unused.used is not None:
+                raise LifecycleError(
+                    f"some parameters of {flat.names[0]!r} and the others of its flat parameter had no gradient, and "
+                    f"which is known to the device alone on {flat.group.backend.name}: an optimizer that updates "
+                    "whole parameters can't skip them. Use fully_shard, or wrap with flatten=False"
+                )
+            for owned, value in zip(self._of_flat[key], self._items(flat, gradient), strict=True):
+                owned.param.grad = value.view(owned.part.shape)
+
+    def _items(self, flat: FlatParamLike, shard: torch.Tensor) -> list[torch.Tensor]:
+        shard = shard.contiguous().view(-1).to(flat.compute_device)
+        full = shard
+        if flat.group.world_size > 1:
+            full = shard.new_empty(flat.layout.padded_numel)
+            flat.group.channel("parameters").all_gather_into(
+                full, shard, label=f"whole parameters of {flat.label}"
+            )
+        # values of their own, as parameters are: views would be updated together, and be one graph's
+        return [item.clone() for item in taken_apart(full, flat.layout)]
+
+    def finish(self) -> None:
+        """Everything is there."""
+
+    def send_back(self) -> None:
+        """Nothing has to be sent."""
+
+    @torch.no_grad()
+    def take_back(self) -> None:
+        for key, flat in self._flats.items():
+            rows = [owned.param.detach().reshape(-1) for owned in self._of_flat[key]]
+            values = own_part(put_together(rows, flat.layout), flat.group)
+            flat.param.data.copy_(values.view(flat.param.shape))
+
+
+class ShardInPlace:
+    """The parts of one shard that are updated where they lie, as parameters that are views of it.
+
+    Attributes:
+        sizes: cuts the shard [S] into pieces, and what lies between them.
+    """
+
+    def __init__(self, flat: FlatParamLike) -> None:
+        self.flat = flat
+        self.parts: list[tuple[Part, nn.Parameter, torch.Size]] = []
+        self.sizes: list[int] = []
+        self.places: list[int] = []
+        self._seen: torch.Tensor | None = None
+        self._views: list[torch.Tensor] = []
+
+    def add(self, part: Part, shape: torch.Size) -> nn.Parameter:
+        """Makes the parameter of a part, in this shape; it has its values after :meth:`lay_out`."""
+        empty = torch.empty(0, dtype=self.flat.param.dtype, device=self.flat.param.device)
+        param = nn.Parameter(empty, requires_grad=empty.is_floating_point() or empty.is_complex())
+        self.parts.append((part, param, shape))
+        return param
+
+    def lay_out(self) -> None:
+        """Cuts the shard, once all parts are known."""
+        self.parts.sort(key=lambda found: found[0].here.offset if found[0].here else 0)
+        end = 0
+        for part, _, _ in self.parts:
+            if part.here is None:
+                continue
+            if part.here.offset > end:
+                self.sizes.append(part.here.offset - end)
+            self.places.append(len(self.sizes))
+            self.sizes.append(part.here.numel)
+            end = part.here.offset + part.here.numel
+        if end < self.flat.param.numel():
+            self.sizes.append(self.flat.param.numel() - end)
+        self.show_values()
+
+    def show(self, gradients: bool) -> None:
+        """Gives parameters their values, and the gradients that a step reads if asked for."""
+        self.show_values()
+        if gradients:
+            self._show_gradients()
+
+    def show_values(self) -> None:
+        """Makes parameters views of the shard, which may have got other memory."""
+        shard = self.flat.param.detach()
+        seen = self._seen
+        if seen is None or seen.data_ptr() != shard.data_ptr() or seen.dtype != shard.dtype:
+            self._seen = shard
+            cut = shard.view(-1).split_with_sizes(self.sizes)
+            self._views = [cut[k] for k in self.places]
+            for (_, param, shape), view in zip(self.parts, self._views, strict=True):
+                param.data = view.view(shape)
+
+    def _show_gradients(self) -> None:
+        gradient = self.flat.param.grad
+        for _, param, _ in self.parts:
+            param.grad = None  # a step that raised may have left one
+        if gradient is None:
+            return
+        with as_plain():
+            cut = gradient.view(-1).split_with_sizes(self.sizes)
+        unused = self.flat.unused.originals
+        for (part, param, shape), place in zip(self.parts, self.places, strict=True):
+            if not unused[part.number]:
+                param.grad = cut[place].view(shape)
+
+    def keep(self) -> None:
+        """Ends a step: some optimizers put other tensors in place of ``param.data``."""
+        for (_, param, shape), view in zip(self.parts, self._views, strict=True):
+            param.grad = None
+            if param.data_ptr() != view.data_ptr():
+                view.copy_(param.data.reshape(-1))
+                param.data = view.view(shape)
+
+
+def shards_of(parts: Sequence[Part]) -> list[FlatParamLike]:
+    """The flat parameters that parts lie in, each once."""
+    return list({id(p.flat): p.flat for p in parts if p.flat is not None}.values())

@@ -1,0 +1,247 @@
+"""The model's parameters as they were written, and how an optimizer over sharded ones lists them.
+
+[Note: listed] ``param_groups`` list a stand-in for each sharded parameter. It has the name, shape and dtype that the
+parameter was written with, so that rules by name and by dimension work, and no values: those lie on all ranks. Its
+``grad`` is the part of the gradient that this rank has, a view, so that what scales, clips and clears the gradients of
+an optimizer's parameters does what it says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NoReturn, SupportsIndex
+
+import torch
+from torch import nn
+
+from ...errors import ConfigurationError, LifecycleError
+from ...flattening.flat_parameter import FlatParameter
+from ...fsdp.construct import wake
+from ...fsdp.names import plain_name
+from ...fsdp.originals import FlatParamLike, managing
+from ...fsdp.registered_shard import flat_of_registered
+from ...fsdp.registries import hidden, written_names
+from ...fsdp.state import state_of
+from ...layout import Piece
+from ...optimizers.shards import note_stand_in
+from ...torch_seams.marked_tensors import as_plain
+from ...torch_seams.tensor_facts import ALIKE, FACTS, SHAPE, name_of
+from ...types import AnyCallable, Args, Kwargs, Memo, Tree
+
+_HOOKS = ("register_hook", "register_post_accumulate_grad_hook", "retain_grad")
+
+
+class Part:
+    """A parameter of the model, and what this rank has of it.
+
+    Attributes:
+        name: in the model as it was written.
+        flat: the flat parameter that it lies in; None if it is not sharded.
+        number: its number in that.
+        shape: as it was written.
+        pieces: how it is cut, over all ranks.
+        here: the piece on this rank, if any.
+        listed: what ``param_groups`` list.
+    """
+
+    def __init__(
+        self, name: str, flat: FlatParamLike | None, number: int, param: nn.Parameter, pieces: Sequence[Piece]
+    ) -> None:
+        self.name, self.flat, self.number = name, flat, number
+        self.pieces: tuple[Piece, ...] = ()
+        self.here: Piece | None = None
+        if flat is None:
+            self.shape = param.shape
+            self.listed: nn.Parameter = param
+            return
+        self.shape = flat.originals[number].shape
+        self.pieces = tuple(pieces)
+        self.here = next((p for p in self.pieces if p.rank == flat.group.rank), None)
+        self.listed = ListedParameter.of(self, flat)
+
+    @property
+    def trains(self) -> bool:
+        """Whether it is not frozen."""
+        return (self.listed if self.flat is None else self.flat.param).requires_grad
+
+    @property
+    def may_have_gradient(self) -> bool:
+        """False if it has none on any rank; exact where :attr:`here` is a piece, else as far as it is known."""
+        if self.flat is None:
+            return self.listed.grad is not None
+        return self.flat.param.grad is not None and not self.flat.unused.originals[self.number]
+
+    def cut(self, flat_tensor: torch.Tensor) -> torch.Tensor:
+        """The piece here [n] of something that is laid out as the shard; none: [0]."""
+        offset, numel = (0, 0) if self.here is None else (self.here.offset, self.here.numel)
+        with as_plain():
+            return flat_tensor.view(-1)[offset : offset + numel]
+
+
+class ListedParameter(nn.Parameter):
+    """Stands in for a sharded parameter; see [Note: listed]."""
+
+    part: Part
+
+    @classmethod
+    def of(cls, part: Part, flat: FlatParamLike) -> ListedParameter:
+        """Makes one with one element's memory, whatever the shape."""
+        shape = part.shape
+        values = torch.empty((1,) * len(shape), dtype=flat.param.dtype, device=flat.param.device).expand(
+            shape
+        )
+        made: ListedParameter = torch.Tensor._make_subclass(cls, values, flat.param.requires_grad)
+        made.part = part
+        note_stand_in(made, flat.param)
+        return made
+
+    @property
+    def _shard(self) -> torch.Tensor:
+        flat = self.part.flat
+        if flat is None:
+            raise LifecycleError(f"parameter {self.part.name!r} is not sharded any more")
+        return flat.param
+
+    @property
+    def grad(self) -> torch.Tensor | None:  # type: ignore[override]
+        """The part of the gradient on this rank, [n]; None if no rank has a gradient."""
+        gradient, part = self._shard.grad, self.part
+        if gradient is None or (part.here is not None and not part.may_have_gradient):
+            return None
+        flat = part.flat
+        if (
+            flat is not None and flat.group.backend.even_shards_only
+        ):  # ranks cut alike: the first has the shard's
+            return gradient if part.number == 0 else None
+        shown = part.cut(gradient)
+        if type(gradient) is not torch.Tensor:
+            shown.__class__ = type(gradient)
+        return shown
+
+    @grad.setter
+    def grad(self, value: torch.Tensor | None) -> None:
+        if value is not None:
+            raise LifecycleError(
+                f"the gradient of parameter {self.part.name!r} can't be set: each rank has a part of it, which "
+                "backward fills. Change the gradients of the FSDP module's parameters(), in place"
+            )
+        flat = self.part.flat
+        if flat is None or flat.param.grad is None:
+            return
+        flat.unused.originals[self.part.number] = True
+        if False not in flat.unused.originals:
+            flat.param.grad = None
+        else:
+            self.part.cut(flat.param.grad).zero_()
+
+    @grad.deleter
+    def grad(self) -> None:
+        self.grad = None
+
+    @property
+    def requires_grad(self) -> bool:  # type: ignore[override]
+        """Whether the shard requires one."""
+        return self._shard.requires_grad
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        self._shard.requires_grad_(value)
+
+    def requires_grad_(self, requires_grad: bool = True) -> ListedParameter:
+        """Sets whether the shard requires a gradient."""
+        self._shard.requires_grad_(requires_grad)
+        return self
+
+    @classmethod
+    def __torch_function__(
+        cls, func: AnyCallable, types: Sequence[type], args: Args = (), kwargs: Kwargs | None = None
+    ) -> Tree:
+        what = name_of(func)
+        if what in _HOOKS:
+            raise LifecycleError(
+                f"{what} of an entry of param_groups: it stands for a parameter, and autograd never sees it. Register "
+                "hooks on the FSDP module's parameters(), or on those of modules inside"
+            )
+        with as_plain():
+            if what in FACTS or what in SHAPE or what in ALIKE:
+                return func(*args, **(kwargs or {}))
+        listed = next((a for a in args if isinstance(a, ListedParameter)), None)
+        if what in ("__repr__", "__format__") and listed is not None:
+            part = listed.part
+            return f"<parameter {part.name!r} of shape {tuple(part.shape)}, sharded: listed without values>"
+        named = "a parameter" if listed is None else f"parameter {listed.part.name!r}"
+        raise LifecycleError(
+            f"{what} needs the values of {named}, of which each rank has a part: param_groups of WholeParameters list "
+            "names and shapes. Read values in `with module.summon_full_params():`, or change them in the module's "
+            "parameters(), which are this rank's shards"
+        )
+
+    def _no_copy(self, *_: object) -> NoReturn:
+        raise LifecycleError(
+            f"parameter {self.part.name!r} in the param_groups of WholeParameters stands for what lies on all ranks "
+            "and can't be copied or saved; save the optimizer's state_dict(), and make a new optimizer for a copy of "
+            "the model"
+        )
+
+    def __deepcopy__(self, memo: Memo) -> nn.Parameter:
+        self._no_copy()
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> str | tuple[object, ...]:
+        self._no_copy()
+
+
+def parts_of(model: nn.Module) -> list[Part]:
+    """All parameters of a model, in the order and under the names that they were written with, each once.
+
+    Raises:
+        ConfigurationError: it has none, or some have no values yet.
+    """
+    for module in model.modules():
+        state = state_of(module)
+        if state is not None:
+            wake(state)
+    found, seen = [], set()
+    pieces: dict[int, list[list[Piece]]] = {}  # of each flat parameter, by item
+    for name, param in written_parameters(model):
+        flat, number = place_of(param)
+        key = id(param) if flat is None else (id(flat), number)
+        if key in seen:
+            continue
+        seen.add(key)
+        if flat is not None and id(flat) not in pieces:
+            pieces[id(flat)] = [[] for _ in flat.originals]
+            for piece in flat.layout.pieces():
+                pieces[id(flat)][piece.item].append(piece)
+        found.append(Part(name, flat, number, param, () if flat is None else pieces[id(flat)][number]))
+    without = [p.name for p in found if (p.listed if p.flat is None else p.flat.param).is_meta]
+    if not found or without:
+        raise ConfigurationError(
+            f"parameters {without[:3]} are on the meta device and have no values; call to_empty() or load a state dict "
+            "before making the optimizer"
+            if without
+            else "the model has no parameters to optimize"
+        )
+    return found
+
+
+def written_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """The parameters of a model under all names that it was written with: those of tied weights, too."""
+    for path, module in nn.Module.named_modules(model, remove_duplicate=False):
+        taken = dict(hidden(module))
+        for name in written_names(module):
+            own = module.__dict__.get(name)  # an original parameter, whatever is listed in its place
+            is_taken = isinstance(own, nn.Parameter) and managing(own) is not None
+            param = own if is_taken else module._parameters.get(name, taken.get(name))
+            if param is not None and not isinstance(param, FlatParameter):
+                yield ".".join(p for p in (plain_name(path), name) if p), param
+
+
+def place_of(param: nn.Parameter) -> tuple[FlatParamLike | None, int]:
+    """The flat parameter that a parameter lies in, and its number there."""
+    listing = flat_of_registered(param)
+    if listing is not None:  # listed in place of one original parameter
+        return listing.flat, listing.first
+    flat = managing(param)
+    if flat is None:
+        return None, 0
+    return flat, next(k for k, original in enumerate(flat.originals) if original.param is param)

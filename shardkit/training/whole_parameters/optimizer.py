@@ -1,0 +1,394 @@
+"""WholeParameters: any torch optimizer over sharded parameters, as exact as over whole ones.
+
+Legend: W world size.
+
+[Note: led steps] Some optimizers evaluate the model themselves, as often as they like (LBFGS). All of their parameters
+have one owner, the leader, which runs the optimizer. The other ranks do what it asks for: take the values that it
+tries, evaluate the closure with it, and send gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import cast
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from ...backend import Group, ReduceOp
+from ...checks import all_gather_facts, check_same_everywhere, copy_options, option_facts
+from ...errors import ConfigurationError, LifecycleError
+from ...fsdp.state import state_of
+from ...progress import note_error, noting_errors
+from ...types import Kwargs, ParamGroup, StateDict, Tree
+from . import state as saved
+from .exchange import shards_of
+from .listed import parts_of
+from .placing import Inner, Placing
+from .rules import Cost, GivenRule, OptimizerClass, Rule, UpdateKind, cost_of, rules_for
+
+
+class WholeParameters(Optimizer):
+    """Runs optimizers on parameters that FSDP or ``fully_shard`` has sharded, with the numbers of one process.
+
+    ::
+
+        optimizer = WholeParameters(model, torch.optim.Muon, lr=0.02)       # matrices; AdamW takes the rest
+        optimizer = WholeParameters(model, [
+            ("embedding", torch.optim.AdamW, {"lr": 3e-4}),
+            (lambda name, p: p.ndim == 2, torch.optim.Muon, {"lr": 0.02}),
+        ], rest=(torch.optim.AdamW, {"lr": 3e-4, "weight_decay": 0.0}))
+
+    An optimizer that updates every element by itself works on this rank's pieces, and nothing is sent. Any other has an
+    owner for each parameter: before a step the pieces travel there, and after it the new values back, in one all-to-all
+    each way for all parameters. Owners are balanced by cost. An optimizer that couples all of its parameters (LBFGS)
+    has one owner for all.
+
+    ``param_groups`` has one group for each rule, whose entries have the names (``param_names``), shapes and ``ndim`` of
+    the model as it was written. Their ``grad`` is this rank's part.
+
+    Args:
+        model: with FSDP modules in it, or without any (then this is plain optimizers under one name).
+        optimizer: a class, or rules in order: (filter or names, class, options). A filter takes a name and an entry of
+            ``param_groups``; names are of parameters or modules, or patterns (``"layers.*.weight"``). The first rule
+            that takes a parameter has it. A class alone has all parameters whose number of dimensions it accepts.
+        rest: class and options for parameters that no rule takes; by default AdamW with its defaults.
+        cost: of an optimizer class and a shape, what an update costs; by default known for Muon, Shampoo and SOAP, and
+            the number of elements for others.
+        **options: of a class alone.
+
+    Raises:
+        ConfigurationError: on all ranks; see ``rules.py`` for what is refused.
+        RankMismatchError: ranks have other parameters, rules or options.
+
+    Construction, :meth:`step`, :meth:`state_dict`, :meth:`load_state_dict`, :meth:`train` and :meth:`eval` are
+    collectives: every rank calls them.
+    """
+
+    @noting_errors
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: OptimizerClass | Sequence[GivenRule],
+        *,
+        rest: tuple[OptimizerClass, Kwargs] | None = None,
+        cost: Cost = cost_of,
+        **options: object,
+    ) -> None:
+        self._parts = parts_of(model)
+        rules = rules_for(self._parts, optimizer, dict(options), rest)
+        self._replicas = _replicas_of(model)
+        self._evaluates = len(rules) == 1 and rules[0].kind is UpdateKind.TOGETHER
+        groups: list[ParamGroup] = [
+            {**rule.group, "params": [(self._parts[n].name, self._parts[n].listed) for n in rule.members]}
+            for rule in rules
+        ]
+        self._built = False
+        super().__init__(groups, {})
+        self._built = True
+        self.defaults = dict(rules[0].defaults)
+        self._groups = {f.group.ranks: f.group for f in shards_of(self._parts) if f.group.world_size > 1}
+        self._check_agreement(rules)
+        self._placing = Placing(self._parts, rules, cost)
+        self._make_inners()
+
+    def _check_agreement(self, rules: Sequence[Rule]) -> None:
+        for group in self._groups.values():
+            facts: list[tuple[str, object]] = []
+            for index, rule in enumerate(rules):
+                facts += option_facts(
+                    **{f"optimizer of rule {index}": rule.label, f"kind of rule {index}": rule.kind.name}
+                )
+                facts += option_facts(**{f"{k} of rule {index}": rule.group[k] for k in sorted(rule.group)})
+                facts += [(self._parts[n].name, (tuple(self._parts[n].shape), index)) for n in rule.members]
+            check_same_everywhere(group, facts, "parameters or rules of WholeParameters")
+
+    def _make_inners(self) -> None:
+        """A class that refuses a parameter does so on its owner alone: then all ranks raise."""
+        problem: Exception | None = None
+        try:
+            self._placing.make_optimizers()
+        except Exception as error:  # noqa: BLE001 - of a user's class
+            problem = error
+        mine = None if problem is None else f"{type(problem).__name__}: {problem}"
+        for group in self._groups.values():
+            for rank, theirs in zip(
+                group.ranks,
+                all_gather_facts(group.channel("control"), mine, label="check of optimizers"),
+                strict=True,
+            ):
+                if theirs is not None:
+                    raise ConfigurationError(
+                        f"an optimizer can't be made over the parameters of rank {rank}: {theirs}"
+                    ) from problem
+        if problem is not None:
+            raise problem
+        self._options_from_inners()
+
+    # ------------------------------------------------------------ facts
+    @property
+    def optimizers(self) -> list[Optimizer | None]:
+        """The optimizer of each group on this rank; None where it has no parameter here."""
+        return [inner.optimizer for inner in self._placing.inners]
+
+    def owner_of(self, name: str) -> int | None:
+        """The rank, within its group, that updates a parameter; None if every rank updates its piece.
+
+        Raises:
+            ConfigurationError: no parameter has that name.
+        """
+        number = next((k for k, p in enumerate(self._parts) if p.name == name), None)
+        if number is None:
+            raise ConfigurationError(f"no parameter is called {name!r}")
+        return self._placing.owners.get(number)
+
+    def add_param_group(self, param_group: ParamGroup) -> None:
+        """Not after construction: all parameters of the model are in groups already.
+
+        Raises:
+            LifecycleError: always.
+        """
+        if self._built:
+            raise LifecycleError(
+                "WholeParameters has all parameters of the model from the beginning, frozen ones too: give rules for "
+                "those that are unfrozen later when it is made, and call requires_grad_() on them"
+            )
+        super().add_param_group(param_group)
+
+    # ------------------------------------------------------------ stepping
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Tree] | None = None, **kwargs: object) -> Tree:  # type: ignore[override]
+        """Updates all parameters (collective).
+
+        Args:
+            closure: reevaluates the model and returns the loss. It is called once, or, by an optimizer that couples all
+                parameters, as often as that asks for it; every rank passes one.
+            **kwargs: passed to the ``step`` of the optimizers.
+        """
+        try:
+            self._options_to_inners()
+            if closure is not None and self._evaluates:
+                loss = self._led_step(closure, kwargs)
+            else:
+                loss = None
+                if closure is not None:
+                    with torch.enable_grad():
+                        loss = closure()
+                self._plain_step(kwargs)
+            self._options_from_inners()
+        except Exception as error:  # of an optimizer or the closure: noting_errors would cost calls
+            note_error(error)
+            raise
+        return loss
+
+    def _plain_step(self, kwargs: Kwargs) -> None:
+        placing = self._placing
+        for shard in placing.in_place.values():
+            shard.show(gradients=True)
+        for exchange in placing.exchanges:
+            exchange.start(gradients=True)
+        self._step_inners(kwargs, of_pieces=True)  # meanwhile
+        for exchange in placing.exchanges:
+            exchange.finish()
+        self._step_inners(kwargs, of_pieces=False)
+        for exchange in placing.exchanges:
+            exchange.send_back()
+        for shard in placing.in_place.values():
+            shard.keep()
+        for exchange in placing.exchanges:
+            exchange.take_back()
+            exchange.forget()
+
+    def _step_inners(self, kwargs: Kwargs, of_pieces: bool) -> None:
+        for inner in self._placing.inners:
+            if inner.optimizer is not None and (inner.rule.kind is UpdateKind.PIECES) is of_pieces:
+                inner.optimizer.step(**kwargs)
+
+    def _led_step(self, closure: Callable[[], Tree], kwargs: Kwargs) -> Tree:
+        """Runs the optimizer on the leader, and what it asks for on the others; see [Note: led steps]."""
+        optimizer = self._placing.inners[0].optimizer
+        group = next(iter(self._groups.values()), None)
+        control = None if group is None else group.channel("control")
+        leader = next((rank for _, rank in self._placing.leaders.values()), None)
+        losses: list[Tree] = []
+
+        def evaluates(again: bool) -> bool:
+            """Tells the other ranks whether the leader evaluates again, or hears it."""
+            if leader is None or control is None:  # every rank runs the optimizer, with the same numbers
+                return again
+            return control.broadcast_object(again, leader, label="whether the optimizer evaluates again")
+
+        def evaluate() -> Tree:
+            self._to_shards()
+            with torch.enable_grad():
+                loss = closure()
+            if isinstance(loss, torch.Tensor):
+                loss = loss.detach().clone()
+                # replicas follow leaders of their own, which have to see the same losses
+                for ranks in ([] if control is None else [control]) + self._replicas:
+                    ranks.all_reduce(loss, op=ReduceOp.AVG, label="loss of the closure")
+            self._to_owners()
+            losses.append(loss)
+            return loss
+
+        def evaluated() -> Tree:
+            evaluates(True)
+            return evaluate()
+
+        if optimizer is None:
+            self._to_owners()
+            while evaluates(True):
+                evaluate()
+            self._to_shards()
+            return losses[0] if losses else None
+        try:
+            self._to_owners()
+            loss = optimizer.step(evaluated, **kwargs)
+            evaluates(False)
+            self._to_shards()
+            return loss
+        finally:
+            for exchange in self._placing.exchanges:
+                exchange.forget()
+
+    def _to_owners(self, gradients: bool = True) -> None:
+        for shard in self._placing.in_place.values():
+            shard.show(gradients)
+        for exchange in self._placing.exchanges:
+            exchange.start(gradients)
+            exchange.finish()
+
+    def _to_shards(self) -> None:
+        for exchange in self._placing.exchanges:
+            exchange.send_back()
+            exchange.take_back()
+        for shard in self._placing.in_place.values():
+            shard.keep()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clears the gradients; every rank its part."""
+        for flat in shards_of(self._parts):
+            if set_to_none:
+                flat.param.grad = None
+            elif flat.param.grad is not None:
+                flat.param.grad.zero_()
+        for part in self._parts:
+            gradient = part.listed.grad if part.flat is None else None
+            if gradient is not None:
+                if set_to_none:
+                    part.listed.grad = None
+                else:
+                    gradient.detach_().zero_()
+
+    # ------------------------------------------------------------ schedule-free optimizers
+    def train(self) -> None:
+        """Parameters are what the next step needs, for optimizers that have this switch (schedule-free ones)."""
+        self._switch("train")
+
+    def eval(self) -> None:
+        """Parameters are what is evaluated and saved, for optimizers that have this switch (schedule-free ones)."""
+        self._switch("eval")
+
+    @noting_errors
+    @torch.no_grad()
+    def _switch(self, mode: str) -> None:
+        self._options_to_inners()
+        self._to_owners(gradients=False)
+        for optimizer in self.optimizers:
+            switch = getattr(optimizer, mode, None)
+            if callable(switch):
+                switch()
+        self._to_shards()
+        for exchange in self._placing.exchanges:
+            exchange.forget()
+        self._options_from_inners()
+
+    # ------------------------------------------------------------ options and state
+    def _options_to_inners(self) -> None:
+        for inner, group in zip(self._placing.inners, self.param_groups, strict=True):
+            if inner.optimizer is not None:
+                copy_options([group], inner.optimizer.param_groups)
+
+    def _options_from_inners(self) -> None:
+        state = cast("dict[torch.Tensor, StateDict]", self.state)
+        for inner, group in zip(self._placing.inners, self.param_groups, strict=True):
+            if inner.optimizer is None:
+                continue
+            copy_options(inner.optimizer.param_groups, [group])
+            inner.show_state(state)
+
+    @noting_errors
+    def state_dict(self, recipient_rank: int = -1) -> StateDict:  # type: ignore[override]
+        """The whole state in torch's format, by the model's names, on the CPU (collective).
+
+        It loads at any world size and wrapping, and into one process's optimizer. ``param_names`` in its groups are the
+        names that the model was written with.
+
+        Args:
+            recipient_rank: the rank within the sharding group that wants it; others get no state. -1: all.
+        """
+        self._options_to_inners()
+        for hook in self._optimizer_state_dict_pre_hooks.values():
+            hook(self)
+        found = saved.collect(
+            self._placing.inners, self.param_groups, self._parts, self._groups, recipient_rank
+        )
+        for after in self._optimizer_state_dict_post_hooks.values():
+            changed = after(self, found)
+            found = found if changed is None else changed
+        return found
+
+    @noting_errors
+    def load_state_dict(self, state_dict: StateDict) -> None:
+        """Loads what :meth:`state_dict` returned at any world size, or a plain optimizer's (collective).
+
+        Where the groups have names, parameters are found by them; else they have to be in the model's order.
+
+        Raises:
+            ConfigurationError: on all ranks, if it is of other parameters; nothing was loaded.
+            RankMismatchError: ranks were given different state.
+        """
+        state_dict = dict(state_dict)
+        for hook in self._optimizer_load_state_dict_pre_hooks.values():
+            changed = hook(self, state_dict)
+            state_dict = state_dict if changed is None else changed
+        saved.load(state_dict, self._placing.inners, self.param_groups, self._parts, self._groups)
+        self._show_loaded()
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
+
+    def _show_loaded(self) -> None:
+        self.state.clear()
+        for inner in self._placing.inners:
+            inner.forget_state()
+        self._options_from_inners()
+
+    def placed(self) -> list[Inner]:
+        """The optimizers of this rank, one for each group, with the groups' options."""
+        self._options_to_inners()
+        return self._placing.inners
+
+    def take_states(self, states: Sequence[dict[int, StateDict]], options: Sequence[StateDict]) -> None:
+        """Loads the state of what this rank's optimizers update, by index, and the options of all groups.
+
+        Nothing is sent: every rank has read its part of one checkpoint.
+        """
+        for inner, group, state, given in zip(
+            self._placing.inners, self.param_groups, states, options, strict=True
+        ):
+            group.update(given)
+            if inner.optimizer is not None:
+                packed = {**given, "params": list(range(len(inner.params)))}
+                inner.optimizer.load_state_dict({"state": state, "param_groups": [packed]})
+        self._show_loaded()
+
+    def __getstate__(self) -> StateDict:
+        raise LifecycleError(
+            "WholeParameters can't be copied or pickled: parts of its parameters are on other ranks. Save state_dict()"
+        )
+
+
+def _replicas_of(model: nn.Module) -> list[Group]:
+    states = [s for s in map(state_of, model.modules()) if s is not None]
+    return list({s.replicas.ranks: s.replicas for s in states if s.replicas is not None}.values())
