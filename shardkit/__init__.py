@@ -14,8 +14,8 @@ from .version import __version_tuple__
 
 if TYPE_CHECKING:  # the same names as in the table below; tests/test_packaging.py compares them
     from .training.adascale import AdaScale as AdaScale
-    from .checkpoint.files.loading import load as load
-    from .checkpoint.prefix import (
+    from .checkpoint.files.loading import (
+        load as load,
         load_with_or_without_prefix as load_with_or_without_prefix,
         with_prefix as with_prefix,
         without_prefix as without_prefix,
@@ -76,9 +76,8 @@ __version__ = ".".join(map(str, __version_tuple__))
 
 _HOMES = {
     "training.adascale": "AdaScale",
-    "checkpoint.files.loading": "load",
+    "checkpoint.files.loading": "load load_with_or_without_prefix with_prefix without_prefix",
     "checkpoint.format.folders": "latest",
-    "checkpoint.prefix": "load_with_or_without_prefix with_prefix without_prefix",
     "checkpoint.restoring": "Restored restore restore_training",
     "checkpoint.saving": "save save_training",
     "training.data": "GlobalBatchSampler ResumableLoader",

@@ -84,8 +84,7 @@ def originals(folder: Path) -> list[bytes]:
 
 def tables() -> list[bytes]:
     """Tables of contents of distributed checkpoints, with names as text on the stack and in lines."""
-    from shardkit.checkpoint.composing import metadata_of
-    from shardkit.checkpoint.data_file import Written
+    from shardkit.checkpoint.data_file import Written, metadata_of
 
     records = [
         Written(("model", "a"), "float32", (4, 3), ((2 * k, 0), (2, 3)), 500 * k, 500, "") for k in range(2)

@@ -12,9 +12,11 @@ from torch.optim import Optimizer
 
 from shardkit.backend import backend_of_job
 from shardkit.errors import ConfigurationError
-from shardkit.extra.named_state import cut_named, from_rank_0, from_state, gather_named
 from shardkit.fsdp.names import plain_name
-from shardkit.fsdp.originals import Listing
+from shardkit.fsdp.optim_state import parameters_of
+from shardkit.optimizer_state.forms import Source, from_rank_0, from_state, gather_by_name, shard_by_name
+from shardkit.optimizer_state.gathering import Form
+from shardkit.optimizer_state.slots import Slot
 from shardkit.torch_seams.dtensors import cut_rows, mesh_over
 from shardkit.types import ParamGroup, ProcessGroup, SavedState, StateDict
 
@@ -157,7 +159,26 @@ def _first_of(model: nn.Module) -> tuple[TorchFacts, StateDictSettings]:
 
 
 def _cut(model: nn.Module, optim: Optimizer, state: SavedState) -> StateDict:
-    return cut_named(model, optim, state.get("param_groups", ()), from_state(state["state"]))
+    return _part(model, optim, state.get("param_groups", ()), from_state(_plain(state["state"])))
+
+
+def _plain(state: SavedState) -> StateDict:
+    """State by names, without what wrapping added to them."""
+    return {plain_name(name): values for name, values in state.items() if isinstance(name, str)}
+
+
+def _part(model: nn.Module, optim: Optimizer, groups: Iterable[ParamGroup], source: Source) -> StateDict:
+    named = [
+        {**g, "params": [plain_name(n) if isinstance(n, str) else n for n in g["params"]]} for g in groups
+    ]
+    return shard_by_name(parameters_of(model, optim), optim, named, source)
+
+
+def _gathered(
+    model: nn.Module, optim: Optimizer, state: StateDict | None, form: Form, keep: bool = True
+) -> StateDict:
+    saved = optim.state_dict() if state is None else state
+    return gather_by_name(parameters_of(model, optim), optim, saved, form, keep)
 
 
 def _full(
@@ -165,28 +186,28 @@ def _full(
 ) -> StateDict:
     """Full state by names (collective); empty on other ranks than the first with ``rank0_only``."""
 
-    def form(flat: Listing, part: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    def form(slot: Slot, part: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
         return part if on_cpu else part.to(like.device)
 
     keep = not rank0_only or settings.is_first(_first_of(model)[0]._state)
-    return gather_named(model, optim, state, form, keep)
+    return _gathered(model, optim, state, form, keep)
 
 
 def _sharded(model: nn.Module, optim: Optimizer, state: StateDict | None, on_cpu: bool) -> StateDict:
     """The same with DTensors (collective)."""
 
     ranks = _first_of(model)[0]._passed_group.value
-    replicas: dict[object, object] = {
-        f: m._state.replicas for m in TorchFacts.fsdp_modules(model) for f in m._state.flats
+    replicas = {
+        id(f.param): m._state.replicas for m in TorchFacts.fsdp_modules(model) for f in m._state.listings
     }
 
-    def form(flat: Listing, part: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-        if flat.group.world_size == 1 and replicas.get(flat.flat) is not None:
+    def form(slot: Slot, part: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        if slot.group is None or (slot.world_size == 1 and replicas.get(id(slot.param)) is not None):
             return part
-        made = cut_rows(part, mesh_over(ranks, flat.group.backend.device_type))
+        made = cut_rows(part, mesh_over(ranks, slot.group.backend.device_type))
         return made.cpu() if on_cpu else made.to(like.device)
 
-    return gather_named(model, optim, state, form)
+    return _gathered(model, optim, state, form)
 
 
 def _from_rank_0(
@@ -200,7 +221,7 @@ def _from_rank_0(
     groups = control.broadcast_object(told, 0, label="optimizer options of rank 0")
     if groups is None:
         raise ConfigurationError("the first rank passed no optimizer state; it has to have the full one")
-    return cut_named(model, optim, groups, from_rank_0((mine or {}).get("state", {}), ranks))
+    return _part(model, optim, groups, from_rank_0(_plain((mine or {}).get("state", {})), ranks))
 
 
 def _optimizer_of(model: nn.Module, optim: Optimizer | None, optim_input: OptimInput | None) -> Optimizer:

@@ -13,6 +13,7 @@ from torch import nn
 from shardkit.backend import Group
 from shardkit.errors import ConfigurationError
 from shardkit.layout import Piece, SegmentLayout
+from shardkit.optimizer_state.kinds import is_elementwise
 from shardkit.oss.segments import FlatSegment
 from shardkit.types import StateDict, Tree
 
@@ -72,9 +73,7 @@ def in_rows(whole: StateDict, shapes: Sequence[torch.Size], group: Group) -> Sta
     """A whole optimizer's state dict as this rank's."""
     base = {
         i: {
-            k: rows_of(v, group.rank, group.world_size)
-            if isinstance(v, torch.Tensor) and v.shape == shapes[i] and k != "step"
-            else v
+            k: rows_of(v, group.rank, group.world_size) if is_elementwise(k, v, shapes[i]) else v
             for k, v in state.items()
         }
         for i, state in whole["state"].items()

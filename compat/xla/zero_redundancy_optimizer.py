@@ -12,8 +12,8 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
 from shardkit.errors import ConfigurationError, LifecycleError
+from shardkit.optimizer_state.kinds import to_cpu
 from shardkit.oss.placement import split_state
-from shardkit.oss.state import to_cpu
 from shardkit.types import StateDict, T, Tree
 from shardkit.xla.ranks import current_backend, group_among, rank_and_world_size
 from shardkit.xla.reducing_oss import ReducingOSS

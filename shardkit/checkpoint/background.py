@@ -1,4 +1,4 @@
-"""Writes checkpoints in the background; ranks tell each other by files in the folder that all of them see."""
+"""What happened on each rank, told to all: where ranks meet, and in the background by files in a folder."""
 
 from __future__ import annotations
 
@@ -9,12 +9,77 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from typing import TypeVar
 
-from ..errors import CheckpointError
-from .agreeing import described, raised
+from .. import errors
+from ..checks import all_gather_facts
+from ..errors import CheckpointError, FileNotWrittenError, ShardkitError
+from ..optimizer_state.leaves import Ranks
+from ..types import Tree
 from .data_file import index_of, name_of
 from .format.folders import last_change
-from .leaves import Ranks
+
+T = TypeVar("T")
+
+
+def attempt(work: Callable[[], T]) -> tuple[T | None, Exception | None]:
+    """Runs some work; returns its result, or the error that it raised."""
+    try:
+        return work(), None
+    except Exception as error:  # noqa: BLE001 - whatever it is, all ranks have to hear of it
+        return None, error
+
+
+def agree(ranks: Ranks, problem: Exception | None, what: str, fact: object = None) -> list[Tree]:
+    """Each rank's fact, on every rank, unless something went wrong on one (collective).
+
+    Args:
+        problem: what went wrong on this rank.
+        what: was done, for messages: "saving step 17".
+        fact: see :func:`all_gather_facts`.
+
+    Raises:
+        ShardkitError: on all ranks, the class and message of the first rank with a problem.
+    """
+    mine = None if problem is None else described(problem)
+    if ranks.group is None:
+        everybody = [(mine, fact)]
+    else:
+        control = ranks.group.channel("control")
+        everybody = all_gather_facts(control, (mine, fact), label=what)
+    for rank, (theirs, _) in zip(ranks.world, everybody, strict=True):
+        if theirs is not None:
+            raise raised(theirs, what, rank if ranks.size > 1 else None) from problem
+    return [found for _, found in everybody]
+
+
+def described(problem: BaseException) -> tuple[str, str, int | None]:
+    """An error as a fact: class, message and the system's number."""
+    number = problem.errno if isinstance(problem, OSError) else None
+    if isinstance(problem, ShardkitError):
+        return type(problem).__name__, str(problem), number
+    if isinstance(problem, OSError):
+        return FileNotWrittenError.__name__, f"{problem.strerror or problem}: {problem.filename}", number
+    return CheckpointError.__name__, f"{type(problem).__name__}: {problem}", None
+
+
+def raised(fact: tuple[str, str, int | None], what: str, rank: int | None) -> ShardkitError:
+    """The error that all ranks raise.
+
+    Args:
+        rank: where it happened; None for here.
+    """
+    name, message, number = fact
+    where = "" if rank is None else f" on rank {rank}"
+    text = f"{what} failed{where}: {message}"
+    kind = getattr(errors, name, CheckpointError)
+    if kind is FileNotWrittenError:
+        return FileNotWrittenError(text, number)
+    try:
+        return kind(text)
+    except TypeError:  # an error with more arguments
+        return CheckpointError(f"{what} failed{where}: {name}: {message}")
+
 
 # By rank: ranks may be threads of one process. What is written in the background is waited for by the next save.
 _running: dict[int, Handle] = {}
@@ -125,13 +190,13 @@ class Background:
         except Exception as error:
             self._tell(error)
             rank = self._ranks.world[self._ranks.rank] if self._ranks.size > 1 else None
-            if isinstance(error, Told):
+            if isinstance(error, ToldOfError):
                 raise error.cause from None
             raise raised(described(error), self._what, rank) from error
         if self._ranks.rank != 0:
             try:
                 self._wait_for(self._is_complete)
-            except Told as told:
+            except ToldOfError as told:
                 raise told.cause from None
 
     # ------------------------------------------------------------ waiting
@@ -139,7 +204,7 @@ class Background:
         pause, last = 0.005, time.time()
         while not there():
             for path in glob.glob(os.path.join(glob.escape(self._temporary), f"{_FAILED}*.json")):
-                raise Told(self._read(path))
+                raise ToldOfError(self._read(path))
             last = max(last, min(time.time(), last_change(self._temporary)))
             over = not threading.main_thread().is_alive()
             if time.time() - last > (AT_THE_END if over else PATIENCE):
@@ -163,7 +228,7 @@ class Background:
 
     # ------------------------------------------------------------ telling of errors
     def _tell(self, error: Exception) -> None:
-        if isinstance(error, Told):
+        if isinstance(error, ToldOfError):
             return
         rank = self._ranks.rank
         with contextlib.suppress(OSError):  # a disk that was full has room now
@@ -182,7 +247,7 @@ class Background:
         return CheckpointError(f"{self._what} failed on another rank ({os.path.basename(path)})")
 
 
-class Told(Exception):
+class ToldOfError(Exception):
     """Another rank has told of an error."""
 
     def __init__(self, cause: Exception) -> None:

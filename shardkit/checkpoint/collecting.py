@@ -17,16 +17,14 @@ from ..backend import Backend, Group, backend_for, backend_of_job
 from ..errors import ConfigurationError
 from ..fsdp.pieces import Pieces
 from ..layout import Box
+from ..optimizer_state.leaves import Fixed, Leaf, Ranks, of_dtensor, refuse_class, whole
+from ..optimizer_state.slots import Slot
 from ..torch_seams.dtensors import is_dtensor
 from ..types import ProcessGroup, StateDict
 from .format.stored import refuse_what_is_no_data
-from .holders import holder_of
-from .leaves import Fixed, Leaf, Ranks, of_dtensor, of_pieces, refuse_class, whole
 from .model_state import ModelState
-from .optimizer_state import Holder, Names
+from .optimizers import CompositeHolder, Holder, ParameterNames, Schedulers, holder_of
 from .rank_states import Stateful, random_states
-from .slots import Slot
-from .together import Schedulers, Together
 
 Path = tuple["str | int", ...]
 LARGEST = 64 * 2**20  # bytes of a record: readers need that much memory, and ranks share what all have
@@ -49,8 +47,8 @@ class Entry(NamedTuple):
         return ".".join(map(str, self.path))
 
 
-class Part(NamedTuple):
-    """What is stored as one record.
+class RecordPart(NamedTuple):
+    """One record: a box of a tensor, or an object.
 
     Attributes:
         entry: which it is of.
@@ -67,7 +65,8 @@ class Part(NamedTuple):
 def of_extra(path: Path, value: object, ranks: Ranks) -> Iterator[Entry]:
     """A user's own: dicts of tensors by name are stored tensor by tensor, all else as one record."""
     if isinstance(value, Pieces):
-        yield Entry(path, of_pieces(value, ranks))
+        # of a sharded_state_dict(), whose ranks have no replicas
+        yield Entry(path, Leaf(value.shape, value._run, tuple(value._boxes), ranks.alone))
     elif is_dtensor(value):
         yield Entry(path, of_dtensor(".".join(map(str, path)), value, ranks))
     elif isinstance(value, torch.Tensor):
@@ -100,14 +99,14 @@ def check_names(entries: Iterable[Entry]) -> None:
 
 
 # ------------------------------------------------------------ who writes what
-def parts_of_rank(entries: Iterable[Entry], rank: int) -> list[Part]:
-    """What this rank writes; see [Note: copies]. Objects become bytes here.
+def parts_of_rank(entries: Iterable[Entry], rank: int) -> list[RecordPart]:
+    """Lists what this rank writes; see [Note: copies]. Objects become bytes here.
 
     Raises:
         ConfigurationError: an object is more than data.
     """
     loads: dict[tuple[int, ...], list[int]] = {}
-    mine: list[Part] = []
+    mine: list[RecordPart] = []
     for entry in entries:
         copies = entry.value.copies
         if rank not in copies:
@@ -121,14 +120,14 @@ def parts_of_rank(entries: Iterable[Entry], rank: int) -> list[Part]:
     return mine
 
 
-def _parts_of(entry: Entry) -> Iterator[tuple[Part, int]]:
+def _parts_of(entry: Entry) -> Iterator[tuple[RecordPart, int]]:
     if isinstance(entry.value, Fixed):
-        yield Part(entry, None), 1024
+        yield RecordPart(entry, None), 1024
         return
     itemsize = entry.value.base.element_size()
     for box in entry.value.boxes:
         for small in cut(box, max(1, LARGEST // itemsize)):
-            yield Part(entry, small), small.numel * itemsize
+            yield RecordPart(entry, small), small.numel * itemsize
 
 
 def cut(box: Box, largest: int) -> Iterator[Box]:
@@ -163,7 +162,7 @@ def _record_of(entry: Entry) -> bytes:
 
 @dataclasses.dataclass(frozen=True)
 class Parts:
-    """What a training consists of, as :func:`shardkit.save_training` and :func:`shardkit.restore_training` take it."""
+    """The objects of a training, as :func:`shardkit.save_training` and :func:`shardkit.restore_training` take it."""
 
     model: nn.Module | None = None
     optimizer: Optimizer | Sequence[Optimizer] | None = None
@@ -187,7 +186,7 @@ class Parts:
 
     @property
     def schedulers(self) -> Stateful | None:
-        """All of them as one."""
+        """The schedulers as one object."""
         given = self.scheduler
         return Schedulers(given) if isinstance(given, Sequence) else given
 
@@ -212,7 +211,7 @@ class Parts:
 
 
 def backend_and_ranks(model: nn.Module | None, group: ProcessGroup) -> tuple[Backend, Ranks]:
-    """Of a model's device, and who takes part: all ranks, or those of a group; one process alone has no group."""
+    """Finds the backend of a model's device, and the ranks that take part: all, or those of a group."""
     tensors = [] if model is None else [p for p in model.parameters() if not p.is_meta]
     backend = backend_for(tensors) if tensors else backend_of_job()
     try:
@@ -231,13 +230,13 @@ def has_torchs_ranks() -> bool:
 
 
 def module_entries(part: str, module: ModelState) -> Iterator[Entry]:
-    """Parameters and buffers."""
+    """Yields parameters and buffers."""
     for name, value in module.leaves().items():
         yield Entry((part, name), value)
 
 
 def optimizer_entries(holder: Holder, slots: list[tuple[Slot, StateDict]]) -> Iterator[Entry]:
-    """State by the parameters' names, and groups; see ``docs/CHECKPOINTS.md`` for the format."""
+    """Yields state by the parameters' names, and groups; see ``docs/CHECKPOINTS.md`` for the format."""
     for slot, state in slots:
         for name, values in slot.leaves(state, holder.names.ranks).items():
             for key, value in values.items():
@@ -255,7 +254,7 @@ def optimizer_entries(holder: Holder, slots: list[tuple[Slot, StateDict]]) -> It
 def other_entries(
     parts: Parts, step: int, extra: Mapping[str, object] | None, backend: Backend, ranks: Ranks
 ) -> Iterator[Entry]:
-    """Everything beside the model and the optimizer."""
+    """Yields everything beside the model and the optimizer."""
     yield Entry(("step",), Fixed(step))
     for name, value in (("scheduler", parts.schedulers), ("scaler", parts.scaler)):
         if value is not None:
@@ -270,7 +269,7 @@ def other_entries(
 
 @dataclasses.dataclass(frozen=True)
 class Collected:
-    """What a checkpoint consists of.
+    """The contents of a checkpoint.
 
     Attributes:
         entries: as this rank has them.
@@ -286,7 +285,7 @@ class Collected:
 def collect(
     parts: Parts, step: int, extra: Mapping[str, object] | None, backend: Backend, ranks: Ranks
 ) -> Collected:
-    """All of it.
+    """Collects a training's objects as entries.
 
     Raises:
         ConfigurationError: something can't be kept in a checkpoint.
@@ -307,9 +306,9 @@ def collect(
 
 
 def holder_for(parts: Parts, model: ModelState | None) -> Holder | None:
-    """The optimizer, if there is one."""
+    """Finds the adapter of the optimizers, if there are any."""
     if not parts.optimizers or model is None:
         return None
-    names = Names(model)
+    names = ParameterNames(model)
     holders = [holder_of(optimizer, names) for optimizer in parts.optimizers]
-    return holders[0] if len(holders) == 1 else Together(holders)
+    return holders[0] if len(holders) == 1 else CompositeHolder(holders)

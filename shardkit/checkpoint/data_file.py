@@ -1,23 +1,33 @@
-"""One rank's data file, written record by record, and what it tells of it to the rank that makes a checkpoint of all.
+"""One rank's data file, written record by record; and how one rank makes a checkpoint of all.
 
 What a rank has written is in a small file beside (``index-RANK.json``). Ranks need not send each other anything:
-whoever can read the checkpoint can read these.
+whoever can read the checkpoint can read these. Of them one rank makes DCP's ``.metadata``, and ``shardkit.json``.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
+import math
 import os
-from collections.abc import Iterable, Iterator, Sequence
-from typing import BinaryIO, NamedTuple, cast
+import pickle
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, BinaryIO, NamedTuple, cast
 
 import torch
 
 from ..layout import Box
-from .collecting import Part
+from ..optimizer_state.leaves import Leaf
+from .collecting import RecordPart
 from .format.manifest import Hasher, hash_of, new_hasher
-from .leaves import Leaf
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from ..errors import ShardkitError
+from .files.writing import write_atomically
+from .format.manifest import Manifest, ManifestItem, StoredFile, write_manifest
+from .format.metadata import METADATA
 
 PREFIX, ENDING = "__", "_0.distcp"
 
@@ -48,7 +58,7 @@ class Written(NamedTuple):
 
 
 class Index(NamedTuple):
-    """What one rank has written.
+    """Tells what one rank has written.
 
     Attributes:
         bytes, hash: of the data file; 0 where it wrote none.
@@ -61,12 +71,12 @@ class Index(NamedTuple):
 
 
 def name_of(rank: int) -> str:
-    """Of a rank's data file, as DCP calls it."""
+    """Names a rank's data file as DCP does."""
     return f"{PREFIX}{rank}{ENDING}"
 
 
 def index_of(rank: int) -> str:
-    """Of the file that tells what the rank has written."""
+    """Names the file that tells what a rank has written."""
     return f"index-{rank}.json"
 
 
@@ -85,7 +95,7 @@ class Hashed(io.RawIOBase):
         self._record = new_hasher(self._kind)
 
     def digests(self) -> tuple[str, str]:
-        """Of everything, and of the record."""
+        """Returns the checksums of everything and of the record."""
         return self._all.hexdigest(), self._record.hexdigest()
 
     def writable(self) -> bool:
@@ -106,7 +116,7 @@ class Hashed(io.RawIOBase):
 
 
 def write_parts(
-    folder: str, rank: int, parts: Sequence[Part], kind: str, values: Iterable[torch.Tensor | None]
+    folder: str, rank: int, parts: Sequence[RecordPart], kind: str, values: Iterable[torch.Tensor | None]
 ) -> None:
     """Writes a rank's data file and its index, synced; nothing but the index where it has nothing to write.
 
@@ -130,7 +140,7 @@ def write_parts(
     write_index(folder, rank, Index(size, digest, tuple(records)))
 
 
-def _write(hashed: Hashed, part: Part, tensor: torch.Tensor | None) -> Written:
+def _write(hashed: Hashed, part: RecordPart, tensor: torch.Tensor | None) -> Written:
     start = hashed.size
     hashed.begin()
     leaf = part.entry.value
@@ -151,7 +161,7 @@ def _write(hashed: Hashed, part: Part, tensor: torch.Tensor | None) -> Written:
 
 
 def write_index(folder: str, rank: int, index: Index) -> None:
-    """In one move: who sees the file sees all of it."""
+    """Writes a rank's index in one move: who sees the file sees all of it."""
     path = os.path.join(folder, index_of(rank))
     text = json.dumps([index.bytes, index.hash, index.records])
     with open(f"{path}.part", "w") as file:
@@ -161,7 +171,7 @@ def write_index(folder: str, rank: int, index: Index) -> None:
 
 
 def read_index(folder: str, rank: int) -> Index:
-    """What a rank has told.
+    """Reads a rank's index.
 
     Raises:
         OSError: it has not, or the folder is not there.
@@ -186,8 +196,8 @@ def _record(values: list[object]) -> Written:
     )
 
 
-def on_host(parts: Sequence[Part], copied: bool = False) -> Iterator[torch.Tensor | None]:
-    """Each part's values on the host, one after the other; None for objects.
+def on_host(parts: Sequence[RecordPart], copied: bool = False) -> Iterator[torch.Tensor | None]:
+    """Yields each part's values on the host; None for objects.
 
     What is on a device is copied as it lies together, so that copies are few.
 
@@ -209,8 +219,105 @@ def on_host(parts: Sequence[Part], copied: bool = False) -> Iterator[torch.Tenso
 
 
 def own_memory(tensor: torch.Tensor) -> torch.Tensor:
-    """What ``torch.save`` writes no more of than its values."""
+    """Returns the values in memory of their own: ``torch.save`` writes all of a tensor's storage."""
     values = tensor.detach()
     if values.untyped_storage().size() != values.numel() * values.element_size():
         values = values.clone(memory_format=torch.contiguous_format)
     return values
+
+
+class IncompleteError(ShardkitError):
+    """Ranks have written too much of something, or too little: layouts were not what they said."""
+
+
+def compose(folder: str, world_size: int, step: int, run: str, kind: str) -> None:
+    """Writes what a folder of data files lacks to be a checkpoint, and removes the ranks' indices.
+
+    Args:
+        kind: of checksums.
+
+    Raises:
+        IncompleteError: a tensor is there in part, or twice.
+        OSError: the disk is full, or a rank's file can't be read.
+    """
+    indices = [read_index(folder, rank) for rank in range(world_size)]
+    for rank in range(world_size):
+        os.unlink(os.path.join(folder, index_of(rank)))
+    records = {name_of(rank): index.records for rank, index in enumerate(indices)}
+    files = {name_of(rank): _stored(index) for rank, index in enumerate(indices) if index.records}
+    describe(folder, records, Manifest(step=step, run=run, world_size=world_size, files=files, hash=kind))
+
+
+def describe(folder: str, records: Mapping[str, Sequence[Written]], manifest: Manifest) -> None:
+    """Writes ``.metadata``, then ``shardkit.json``, which makes data files a checkpoint.
+
+    Args:
+        records: of each data file.
+        manifest: of the data files.
+
+    Raises:
+        IncompleteError, OSError: see :func:`compose`.
+    """
+    metadata = pickle.dumps(metadata_of(records))
+    with write_atomically(os.path.join(folder, METADATA)) as file:
+        file.write(metadata)
+    stored = StoredFile(len(metadata), hash_of(metadata, manifest.hash))
+    write_manifest(folder, dataclasses.replace(manifest, files={**manifest.files, METADATA: stored}))
+
+
+def _stored(index: Index) -> StoredFile:
+    items = tuple(ManifestItem(r.name, r.offset, r.length, r.hash) for r in index.records)
+    return StoredFile(index.bytes, index.hash, items)
+
+
+def metadata_of(records: Mapping[str, Sequence[Written]]) -> Metadata:
+    """Makes DCP's table of contents of the records in each file.
+
+    Raises:
+        IncompleteError: see :func:`compose`.
+    """
+    # torch's part takes long to import
+    from torch.distributed.checkpoint import filesystem, metadata
+
+    tensors: dict[str, metadata.TensorStorageMetadata] = {}
+    state: dict[str, metadata.TensorStorageMetadata | metadata.BytesStorageMetadata] = {}
+    places: dict[metadata.MetadataIndex, object] = {}
+    paths: dict[str, tuple[str | int, ...]] = {}
+    for file, written in records.items():
+        for record in written:
+            paths[record.name] = record.path
+            index = metadata.MetadataIndex(record.name, None if record.box is None else record.box[0])
+            if record.box is None:
+                state[record.name] = metadata.BytesStorageMetadata()
+            else:
+                dtype, shape = getattr(torch, record.dtype or ""), torch.Size(record.shape or ())
+                made = metadata.TensorStorageMetadata(metadata.TensorProperties(dtype=dtype), shape, [])
+                found = tensors[record.name] = tensors.get(record.name, made)
+                if state.setdefault(record.name, found) is not found or _differ(found, made):
+                    raise IncompleteError(
+                        f"{record.name!r} has shape {tuple(shape)} and {dtype} on one rank, and something else on "
+                        "others"
+                    )
+                offsets, sizes = map(torch.Size, record.box)
+                found.chunks.append(metadata.ChunkStorageMetadata(offsets, sizes))
+            if index in places:
+                raise IncompleteError(f"{record.name!r} was written twice, by {file} too")
+            places[index] = filesystem._StorageInfo(file, record.offset, record.length)
+    for name, stored in tensors.items():
+        stored.chunks.sort(key=lambda chunk: tuple(chunk.offsets))
+        there, expected = sum(math.prod(c.sizes) for c in stored.chunks), stored.size.numel()
+        if there != expected:
+            raise IncompleteError(
+                f"{name!r} has {expected} elements, and ranks have written {there} of them. Call save with the same "
+                "model and optimizer on all ranks"
+            )
+    table = metadata.Metadata(
+        state, planner_data=paths, storage_data=places, storage_meta=metadata.StorageMeta()
+    )
+    if hasattr(table, "version"):
+        table.version = getattr(filesystem, "CURRENT_DCP_VERSION", None)
+    return table
+
+
+def _differ(one: TensorStorageMetadata, other: TensorStorageMetadata) -> bool:
+    return one.size != other.size or one.properties.dtype != other.properties.dtype

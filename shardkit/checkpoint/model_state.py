@@ -16,11 +16,11 @@ from ..fsdp.flat_param import FlatParam
 from ..fsdp.names import plain_name
 from ..fsdp.state import ShardingState, state_of
 from ..layout import Piece
+from ..optimizer_state.leaves import Fixed, Leaf, Ranks, of_dtensor, piece_of, refuse_class, whole
 from ..oss.sharded_ddp import ShardedDDP
 from ..torch_seams.dtensors import is_dtensor
 from ..training.whole_parameters.listed import place_of, written_parameters
 from ..types import StateDict, Tree
-from .leaves import Fixed, Leaf, Ranks, of_dtensor, piece_of, refuse_class, whole
 
 if TYPE_CHECKING:
     from ..fsdp.originals import FlatParamLike
@@ -99,7 +99,7 @@ class ModelState:
 
     # ------------------------------------------------------------ leaves
     def leaves(self) -> dict[str, Leaf | Fixed]:
-        """Everything that a state dict has, by name; what is no tensor as it is."""
+        """Lists everything that a state dict has, by name; what is no tensor as it is."""
         if not self.is_sharded:
             self._taken = self.module.state_dict(keep_vars=True)
             return {plain_name(name): self._leaf(name, value) for name, value in self._taken.items()}

@@ -17,12 +17,12 @@ import torch
 
 from ..backend import Backend
 from ..errors import ConfigurationError
-from ..oss.state import to_cpu
+from ..optimizer_state.kinds import to_cpu
 from ..types import StateDict, Tree
 
 
 class Stateful(Protocol):
-    """What schedulers, scalers and loaders have."""
+    """The methods that schedulers, scalers and loaders have."""
 
     def state_dict(self) -> StateDict: ...
     def load_state_dict(self, state_dict: StateDict, /) -> object: ...
@@ -38,7 +38,7 @@ class TakesRankStates(Protocol):
 
 
 def random_states(backend: Backend) -> StateDict:
-    """Of Python, numpy if it was imported, torch on the host, and this rank's device; as data."""
+    """Returns the states of Python, numpy if it was imported, torch on the host, and the device; as data."""
     found: StateDict = {"python": random.getstate(), "torch": torch.get_rng_state()}
     numpy = sys.modules.get("numpy")
     if numpy is not None:

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple, NoReturn
+from typing import NamedTuple, NoReturn
 
 import torch
 from torch import nn
@@ -16,26 +16,19 @@ from ..backend import Backend
 from ..errors import ConfigurationError
 from ..launching.run_folder import note_checkpoints
 from ..layout import Box
+from ..optimizer_state.leaves import Fixed, Leaf, Ranks, whole
+from ..optimizer_state.slots import Slot
 from ..progress import noting_errors
 from ..torch_seams.strided_views import narrowed
 from ..types import ProcessGroup, StateDict, Tree
-from .agreeing import agree, attempt
-from .background import wait_for_earlier
+from .background import agree, attempt, wait_for_earlier
 from .collecting import Parts, backend_and_ranks, holder_for
 from .format import folders
-from .format.stored import read_tensor
-from .leaves import Fixed, Leaf, Ranks, whole
+from .format.metadata import Chunk, Record
+from .format.stored import StoredCheckpoint, read_tensor
 from .model_state import ModelState
-from .optimizer_state import Holder
+from .optimizers import Holder, check_schedulers
 from .rank_states import Stateful, load_loader, set_random_states
-from .slots import Slot
-from .together import check_schedulers
-
-if TYPE_CHECKING:
-    from .format.metadata import Chunk, Record
-    from .format.stored import Stored
-if TYPE_CHECKING:
-    from .format.stored import Stored
 
 
 class Wanted(NamedTuple):
@@ -51,7 +44,7 @@ class Wanted(NamedTuple):
 
 
 class _Copy(NamedTuple):
-    """What a stored chunk and a box of a leaf have in common."""
+    """The elements that a stored chunk and a box of a leaf have in common."""
 
     leaf: Leaf
     box: Box
@@ -60,7 +53,7 @@ class _Copy(NamedTuple):
 
 
 class Reads:
-    """What of a checkpoint this rank reads.
+    """The records of a checkpoint that this rank reads.
 
     Args:
         wanted: all of it.
@@ -69,7 +62,7 @@ class Reads:
         ConfigurationError: a tensor has another shape in the checkpoint, or is not in it.
     """
 
-    def __init__(self, stored: Stored, wanted: Iterable[Wanted]) -> None:
+    def __init__(self, stored: StoredCheckpoint, wanted: Iterable[Wanted]) -> None:
         self._stored = stored
         self._copies: dict[Record, list[_Copy]] = {}
         for name, leaf in wanted:
@@ -100,8 +93,8 @@ class Reads:
                 narrowed(leaf.values(box), common, box).copy_(narrowed(tensor, common, chunk.box))
 
 
-def whole_tensor(stored: Stored, name: str) -> Wanted:
-    """A tensor of its own for all of a stored one, on the CPU."""
+def whole_tensor(stored: StoredCheckpoint, name: str) -> Wanted:
+    """Wants all of a stored tensor, in a new one on the CPU."""
     found = stored.tensors[name]
     made = torch.zeros(found.shape, dtype=found.dtype)
     return Wanted(name, whole(made, (0,)))
@@ -113,7 +106,7 @@ _OF_SCHEDULERS = frozenset({"initial_lr", "max_lr", "min_lr", "max_momentum", "b
 
 
 class _Number(NamedTuple):
-    """What is one number (or one record) for a slot, and is stored for each of its parameters."""
+    """A state that is one number (or one record) for a slot, and is stored for each of its parameters."""
 
     state: StateDict
     key: str
@@ -121,13 +114,13 @@ class _Number(NamedTuple):
 
 
 class OptimizerReads:
-    """What an optimizer needs of a checkpoint.
+    """The state that an optimizer needs of a checkpoint.
 
     Raises:
         ConfigurationError: it is of other parameters, or its state can't be cut as this optimizer's is.
     """
 
-    def __init__(self, holder: Holder, stored: Stored) -> None:
+    def __init__(self, holder: Holder, stored: StoredCheckpoint) -> None:
         self._holder, self._stored = holder, stored
         self._of: dict[str, dict[str, str]] = {}
         self._named: dict[str, str] = {}
@@ -156,7 +149,7 @@ class OptimizerReads:
 
     # ------------------------------------------------------------ groups
     def _matched_groups(self) -> list[dict[str, str]]:
-        """Of each group the names of its options in the checkpoint."""
+        """Finds the names of each group's options in the checkpoint."""
         found: dict[int, dict[str, str]] = {}
         for path, name in self._stored.under("optimizer", "param_groups").items():
             found.setdefault(int(path[0]), {})[".".join(map(str, path[1:]))] = name
@@ -213,7 +206,7 @@ class OptimizerReads:
                     "its flat parameter is"
                 )
             stored = [(span, self._stored.tensors.get(name or "")) for span, name in names.items()]
-            if all(found is not None and slot.can_spread(key, span, found.shape) for span, found in stored):
+            if all(found is not None and slot.is_cut(key, span, found.shape) for span, found in stored):
                 dtype = next(found.dtype for _, found in stored if found is not None)
                 state[key] = slot.zeros(dtype)
                 for span, name in names.items():
@@ -276,7 +269,7 @@ def _shown(value: object) -> object:
 
 @dataclasses.dataclass(frozen=True)
 class Restored:
-    """What a checkpoint was of.
+    """Facts about the checkpoint that was restored.
 
     Attributes:
         path: its folder.
@@ -353,22 +346,20 @@ def _prepared(
     path: str, parts: Parts, backend: Backend, ranks: Ranks, with_random: bool, verify: bool,
     held: contextlib.ExitStack,
 ) -> _Restoring:  # fmt: skip
-    from .format.stored import Stored  # torch's part takes long to import
-
     if not folders.is_there(path):
         raise ConfigurationError(
             f"rank {ranks.world[ranks.rank]} does not see {path}, which rank {ranks.world[0]} restores: a checkpoint "
             "has to be on a file system that all ranks share"
         )
     held.enter_context(folders.being_read(path))
-    return _Restoring(Stored(path, verify), parts, backend, ranks, with_random)
+    return _Restoring(StoredCheckpoint(path, verify), parts, backend, ranks, with_random)
 
 
 class _Restoring:
-    """Everything is compared when it is made; :meth:`run` changes the training's objects."""
+    """One restore. Everything is compared when it is made; :meth:`run` changes the training's objects."""
 
     def __init__(
-        self, stored: Stored, parts: Parts, backend: Backend, ranks: Ranks, with_random: bool
+        self, stored: StoredCheckpoint, parts: Parts, backend: Backend, ranks: Ranks, with_random: bool
     ) -> None:
         parts.check()
         self._stored, self._parts, self._backend, self._ranks = stored, parts, backend, ranks
@@ -454,7 +445,7 @@ class _Restoring:
         return self._stored.object(full) if full in self._stored.objects else None
 
     def result(self) -> Restored:
-        """What was restored."""
+        """Returns the facts, and what was saved as ``extra``."""
         manifest = self._stored.manifest
         extra: dict[str, Tree] = {}
         for path, name in self._stored.under("extra").items():

@@ -25,34 +25,32 @@ from torch.optim import Optimizer
 from ..checks import all_gather_facts_or_objects, check_same_everywhere
 from ..errors import ConfigurationError, RankMismatchError
 from ..launching.run_folder import note_checkpoints
+from ..optimizer_state.kinds import StateKind
+from ..optimizer_state.leaves import Leaf, Ranks
+from ..optimizer_state.slots import Slot
 from ..progress import note_error, noting_errors
 from ..types import ProcessGroup, StateDict, Tree
-from .agreeing import agree, attempt
-from .background import Background, Handle, join_earlier
+from .background import Background, Handle, agree, attempt, join_earlier
 from .collecting import (
     Collected,
     Entry,
-    Part,
     Parts,
+    RecordPart,
     backend_and_ranks,
     collect,
     has_torchs_ranks,
     parts_of_rank,
 )
-from .data_file import on_host, write_parts
+from .data_file import compose, on_host, write_parts
 from .files.writing import save as save_file
 from .format import folders
 from .format.manifest import best_hash
-from .leaves import Leaf, Ranks
-from .optimizer_state import Holder
+from .optimizers import Holder
 from .rank_states import Stateful
-from .slots import Slot
-
-Kinds = dict[int, dict[str, tuple[bool, object]]]
 
 
 def shards_with_state(holder: Holder | None, slots: Sequence[tuple[Slot, StateDict]]) -> str:
-    """Which shards of an optimizer have state here, as a fact: one digit each."""
+    """Tells which shards of an optimizer have state here, as a fact: one digit each."""
     if holder is None:
         return ""
     there = {id(slot.param) for slot, _ in slots}
@@ -60,46 +58,32 @@ def shards_with_state(holder: Holder | None, slots: Sequence[tuple[Slot, StateDi
 
 
 def lacking_entries(collected: Collected, ranks: Ranks, everybody: Sequence[str]) -> list[Entry]:
-    """What this rank writes in place of state that it lacks (collective where ranks differ)."""
+    """Makes what this rank writes in place of state that it lacks (collective where ranks differ)."""
     holder, group = collected.holder, ranks.group
     if holder is None or group is None or len(set(everybody)) == 1:
         return []
     shards = holder.shards()
     states = {id(slot.param): state for slot, state in collected.slots}
-    mine: Kinds = {
-        k: {key: _kind(slot, key, value) for key, value in states[id(slot.param)].items()}
+    mine = {
+        k: {key: tuple(StateKind.of(key, v, slot.param.shape)) for key, v in states[id(slot.param)].items()}
         for k, slot in enumerate(shards)
         if id(slot.param) in states
     }
-    merged: Kinds = {}
+    merged: dict[int, dict[str, StateKind]] = {}
     for theirs in all_gather_facts_or_objects(
         group.channel("control"), mine, label="kinds of optimizer state"
     ):
         for k, kinds in theirs.items():
-            merged.setdefault(k, {}).update(kinds)
+            merged.setdefault(k, {}).update({key: StateKind(*what) for key, what in kinds.items()})
     found: list[Entry] = []
     for k, slot in enumerate(shards):
         if k in merged and k not in mine:
-            state = {key: _made(slot, *kind) for key, kind in merged[k].items()}
+            state = {
+                key: slot.zeros(kind.dtype) if kind.spread else kind.made() for key, kind in merged[k].items()
+            }
             for name, values in slot.leaves(state, ranks).items():
                 found += [Entry(("optimizer", "state", name, key), value) for key, value in values.items()]
     return found
-
-
-def _kind(slot: Slot, key: str, value: object) -> tuple[bool, object]:
-    if slot.is_spread(key, value) and isinstance(value, torch.Tensor):
-        return True, value.dtype
-    if isinstance(value, torch.Tensor):
-        return False, (value.tolist(), value.dtype)
-    return False, value
-
-
-def _made(slot: Slot, is_spread: bool, what: object) -> object:
-    if is_spread and isinstance(what, torch.dtype):
-        return torch.zeros_like(slot.param.detach(), dtype=what)
-    if isinstance(what, tuple | list) and len(what) == 2 and isinstance(what[1], torch.dtype):
-        return torch.tensor(what[0], dtype=what[1])
-    return what
 
 
 class Save:
@@ -120,7 +104,7 @@ class Save:
         self.target = os.path.join(folder, folders.step_name(max(0, self.step) if _is_number(step) else 0))
         self.what = f"saving step {step} in {folder}"
         self.temporary = self.run = self.kind = ""
-        self.parts: list[Part] = []
+        self.parts: list[RecordPart] = []
         self.values: list[torch.Tensor | None] | None = None
 
     @property
@@ -213,8 +197,6 @@ class Save:
 
     def complete(self) -> None:
         """All ranks have written: the checkpoint gets its name, then old ones go."""
-        from .composing import compose  # torch's part takes long to import
-
         compose(self.temporary, self.ranks.size, self.step, self.run, self.kind)
         folders.finish(self.temporary, self.folder, self.step)
         folders.keep_newest(self.folder, self.keep, self.step)
@@ -241,7 +223,7 @@ def _is_number(value: object) -> bool:
 
 
 def _facts(collected: Collected, ranks: Ranks) -> list[tuple[str, object]]:
-    """What all ranks have alike."""
+    """Lists what all ranks have alike."""
     return [
         (entry.name, (tuple(entry.value.shape), str(entry.value.base.dtype)))
         for entry in collected.entries

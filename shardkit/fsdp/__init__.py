@@ -2,7 +2,7 @@
 
 from .fully_shard import fully_shard
 from .groups import hybrid_groups
-from .plain_optim_state import gather_plain, shard_plain
+from .optim_state import gather_plain, shard_plain
 from .sharded_api import sharding_of
 from .torch_methods import register_fsdp_forward_method
 from .wrapper import FSDP

@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 from ..checks import AgreedOptions, check_same_everywhere, group_facts, option_facts
 from ..errors import ConfigurationError, LifecycleError
+from ..optimizer_state.marking import check_loaded, mark_state_dicts
 from ..optimizers.elementwise import Verdict, judge, names_of_elementwise
 from ..optimizers.shards import shard_behind
 from ..optimizers.stepping import take_part
@@ -29,7 +30,6 @@ from ..types import AnyCallable
 from .originals import FlatParamLike, Listing, managing, name_of_original
 from .registered_shard import listing_of
 from .skipping import Skips
-from .state_of_shards import check_loaded, mark_state_dicts
 
 logger = logging.getLogger("shardkit")
 

@@ -19,6 +19,7 @@ from torch import nn
 from ..backend import Backend
 from ..errors import ConfigurationError, LifecycleError
 from ..layout import Align
+from ..optimizer_state.marking import check_request
 from ..policy import OffloadPolicy, PrecisionPolicy, ReducePolicy, ReshardPolicy
 from ..progress import noting_errors
 from ..torch_seams.compiling import not_compiled
@@ -38,7 +39,6 @@ from .moving import begin_move
 from .refusals import check_asker
 from .running import Entered, enter, enter_again, fail, input_dtype, leave, watched
 from .state import Options, ShardingState, state_of
-from .state_of_shards import check_request
 from .summoning import end_unshard, enter_summon
 from .torch_methods import TorchsMethods
 from .torch_words import TorchsArguments, in_torchs_words, modules_of

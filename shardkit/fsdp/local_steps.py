@@ -13,11 +13,11 @@ import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from ..errors import ConfigurationError
+from ..optimizer_state.kinds import is_elementwise
 from ..optimizers.elementwise import is_known_elementwise
 from ..optimizers.stepping import take_part
 from ..torch_seams.dtensors import is_dtensor, like_dtensor
@@ -113,7 +113,7 @@ def _returned(listed: DTensor, local: nn.Parameter, before: StateDict, now: Stat
         old = before.get(key)
         if type(old) is kind and old._local_tensor is value:
             found[key] = old
-        elif isinstance(value, torch.Tensor) and value.shape == local.shape and (value.dim() or local.dim()):
+        elif is_elementwise(key, value, local.shape):
             found[key] = like_dtensor(value, listed)
         else:
             found[key] = value

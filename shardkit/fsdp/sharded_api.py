@@ -13,16 +13,18 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..errors import ConfigurationError, LifecycleError
+from ..optimizer_state.forms import gather_by_id, shard_by_id
+from ..optimizer_state.marking import mark_shards
 from ..optimizers.shards import refuse_stand_ins
 from ..progress import noting_errors
 from ..types import IncompatibleKeys, SavedState, StateDict
-from . import local_checkpoint, norms, optim_state, pieces
+from . import local_checkpoint, norms, pieces
 from .construct import wake
 from .engine import Engine
+from .optim_state import slot_of
 from .running import become_root
 from .state import ShardingState, state_of
 from .state_dict import loading, local_state
-from .state_of_shards import mark_shards
 from .summoning import summoned
 
 
@@ -131,7 +133,7 @@ class ShardedAPI(abc.ABC):
 
     @noting_errors
     def gather_full_optim_state_dict(self, optim: Optimizer, **ignored: object) -> StateDict | None:
-        """The optimizer's full state on rank 0, None on others (collective); see ``optim_state.py`` for the format."""
+        """The optimizer's full state on rank 0, None on others (collective), by id; see ``optimizer_state``."""
         refuse_stand_ins(optim, "gather_full_optim_state_dict")
         own = self._state
         _refuse_dtensors(own, "gather_full_optim_state_dict", "get_optimizer_state_dict")
@@ -144,7 +146,8 @@ class ShardedAPI(abc.ABC):
             if id(f.param) in index
         }
         is_first = own.group.rank == 0 and (own.replicas is None or own.replicas.rank == 0)
-        return optim_state.gather_full(own.all_listings(), uncollected, state, optim, is_first)
+        slots, stay = [slot_of(f) for f in own.all_listings()], {id(f.param) for f in uncollected}
+        return gather_by_id(slots, stay, state, optim, is_first)
 
     @noting_errors
     def get_shard_from_optim_state_dict(self, full_optim_state_dict: StateDict) -> StateDict:
@@ -154,7 +157,8 @@ class ShardedAPI(abc.ABC):
             ConfigurationError: it belongs to another model.
         """
         _refuse_dtensors(self._state, "get_shard_from_optim_state_dict", "set_optimizer_state_dict")
-        shard = optim_state.shard_full(self._state.all_listings(), full_optim_state_dict)
+        slots = [slot_of(f) for f in self._state.all_listings()]
+        shard = shard_by_id(slots, full_optim_state_dict)
         uncollected = self._state.uncollected
         for local in full_optim_state_dict.get("uncollected_local_ids", []):
             if local in uncollected:

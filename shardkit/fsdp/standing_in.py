@@ -10,13 +10,13 @@ from typing import Any, NoReturn
 from torch import nn
 
 from ..errors import ConfigurationError
+from ..optimizer_state.marking import check_request
 from ..torch_seams.other_wrappers import PreparedForAccelerate
 from ..types import Tree
 from .methods import through
 from .names import WRAPPED
 from .refusals import put_into_wrapper
 from .state import ShardingState
-from .state_of_shards import check_request
 from .tracing import EXPORT, is_listed_for_export, refusal
 
 

@@ -154,6 +154,14 @@ def local_state(state: ShardingState) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def loading_own(state: ShardingState, is_local: bool) -> Iterator[None]:
+    """Inside, what a unit loads, without those below it, is this rank's shards where ``is_local``."""
+    state.state_is_local = is_local
+    yield
+    state.state_is_local = False
+
+
+@contextlib.contextmanager
 def loading(door: nn.Module) -> Iterator[None]:
     """Leaves nothing summoned behind if loading raises."""
     try:

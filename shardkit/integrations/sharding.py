@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from ..errors import ConfigurationError
 from ..fsdp import fully_shard
-from ..fsdp.plain_optim_state import follow_shards, gather_plain, shard_plain
+from ..fsdp.optim_state import follow_shards, gather_plain, shard_plain
 from ..fsdp.state import state_of
 from ..optimizers.shards import shard_behind
 from ..oss.optimizer import OSS

@@ -32,8 +32,8 @@ from ..checks import (
 )
 from ..errors import ConfigurationError, ShardkitError
 from ..layout import balanced_owners, greedy_owners
+from ..optimizer_state.checking import check_same_state
 from ..optimizers.elementwise import KNOWN, couples_parameters
-from ..optimizers.saved_state import check_same_state
 from ..optimizers.shards import refuse_shards
 from ..progress import note_error, noting_errors
 from ..reduction.norms import Portion, clip_by_global_norm, norm_like

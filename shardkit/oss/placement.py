@@ -20,9 +20,11 @@ from torch import nn, optim
 from torch.optim import Optimizer
 
 from ..backend import Group, ReduceOp, Work, WorkThen
-from ..checks import all_gather_facts_or_objects
 from ..errors import ConfigurationError
 from ..layout import alignment, segment_layout
+from ..optimizer_state.gathering import gather_states
+from ..optimizer_state.kinds import is_elementwise
+from ..optimizer_state.slots import Slot, Span
 from ..optimizers.elementwise import is_known_elementwise, names_of_elementwise
 from ..reduction.norms import Portion
 from ..reduction.unused import PutAside
@@ -36,7 +38,6 @@ from .segments import FlatSegment
 Closure = Callable[[], Tree]
 State = StateDict
 logger = logging.getLogger("shardkit")
-_SPREAD, _NUMBER, _OTHER = "spread", "number", "other"
 
 
 class Placement(ABC):
@@ -329,7 +330,6 @@ class OnEveryRank(OfParameters):
         return {p: s for p, s in state.items() if not isinstance(p, str) and s} if is_kept else {}
 
 
-@torch.no_grad()
 def gathered_state(
     segments: Sequence[FlatSegment], optimizer: Optimizer, group: Group, is_kept: bool
 ) -> dict[nn.Parameter, StateDict]:
@@ -341,43 +341,20 @@ def gathered_state(
         group: the ranks.
         is_kept: whether this rank wants it.
     """
-    mine = [
-        {k: _kind(v, segment) for k, v in optimizer.state.get(segment.own, {}).items()}
+    slots = [
+        Slot(
+            segment.own, tuple(Span("", p.shape, None, False) for p in segment.params), True, (), group,
+            functools.partial(gathered, segment), segment.owners,
+        )
         for segment in segments
-    ]
-    everybody = all_gather_facts_or_objects(group.channel("control"), mine, label="kinds of optimizer state")
-    found: dict[nn.Parameter, StateDict] = {}
-    for number, segment in enumerate(segments):
-        kinds: dict[str, tuple[str, Tree, Tree]] = {}
-        for theirs in everybody:
-            for key, kind in theirs[number].items():
-                kinds.setdefault(key, kind)
-        for key, (form, dtype, _) in kinds.items():
-            values = []
-            if form == _SPREAD:
-                own = optimizer.state.get(segment.own, {}).get(key)
-                if own is None:  # nothing that is here had a gradient
-                    own = torch.zeros_like(segment.own, dtype=dtype)
-                values = gathered(segment, own, is_kept)
-            for k, (p, owner) in enumerate(
-                zip(segment.params, segment.owners, strict=True) if is_kept else ()
-            ):
-                if key in everybody[owner][number]:
-                    there = everybody[owner][number][key]
-                    found.setdefault(p, {})[key] = values[k] if values else _value(*there)
-    return found
-
-
-def _kind(value: Tree, segment: FlatSegment) -> tuple[str, Tree, Tree]:
-    if not isinstance(value, torch.Tensor):
-        return _OTHER, None, value
-    if value.shape == segment.own.shape:
-        return _SPREAD, value.dtype, None
-    return (_NUMBER, value.dtype, value.item()) if value.dim() == 0 else (_OTHER, None, value.cpu())
-
-
-def _value(form: str, dtype: torch.dtype, value: Tree) -> Tree:
-    return torch.tensor(value, dtype=dtype) if form == _NUMBER else value
+    ]  # fmt: skip
+    states = gather_states(slots, [optimizer.state.get(s.own, {}) for s in segments], is_kept)
+    return {
+        p: state
+        for segment, found in zip(segments, states, strict=True)
+        for p, state in zip(segment.params, found, strict=True)
+        if state
+    }
 
 
 @torch.no_grad()
@@ -518,7 +495,7 @@ def split_state(segment: FlatSegment, state: State) -> dict[nn.Parameter, State]
     """Cuts an optimizer's state of a segment into views that belong to the parameters here."""
     pieces: dict[nn.Parameter, State] = {p: {} for p in segment.split_own(segment.own.detach())}
     for key, value in state.items():
-        spread = isinstance(value, torch.Tensor) and value.shape == segment.own.shape
+        spread = is_elementwise(key, value, segment.own.shape)
         views = segment.split_own(value) if spread else dict.fromkeys(pieces, value)
         for p, piece in pieces.items():
             piece[key] = views[p]
@@ -530,15 +507,15 @@ def _joined_state(segment: FlatSegment, loaded: Mapping[nn.Parameter, State]) ->
     have = {p: loaded[p] for p in owned if loaded.get(p)}
     if not have:
         # a rank that owns nothing still takes part in every step, so its state has to have the same shape
-        example: State = next((s for s in loaded.values() if s), {})
+        like, example = next(((p, s) for p, s in loaded.items() if s), (segment.own, {}))
         return {
-            k: torch.zeros_like(segment.own) if isinstance(v, torch.Tensor) and v.dim() > 0 else v
+            k: torch.zeros_like(segment.own) if is_elementwise(k, v, like.shape) else v
             for k, v in example.items()
         }
     first = next(iter(have.items()))
     joined: State = {}
     for key, value in first[1].items():
-        if isinstance(value, torch.Tensor) and value.shape == first[0].shape and value.dim() > 0:
+        if is_elementwise(key, value, first[0].shape):
             pieces = {p: have[p][key] if p in have else torch.zeros_like(p) for p in owned}
             joined[key] = segment.join_own(pieces)
         else:

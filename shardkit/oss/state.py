@@ -15,22 +15,12 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..errors import ConfigurationError
-from ..optimizers.saved_state import check_state
+from ..optimizer_state.checking import check_state
+from ..optimizer_state.kinds import is_elementwise, to_cpu
 from ..types import ParamGroup, StateDict, Tree
 from .placement import Placement
 
 State = StateDict
-
-
-def to_cpu(value: object) -> Tree:
-    """Tensors inside nested containers as detached CPU copies; everything else as it is."""
-    if isinstance(value, torch.Tensor):
-        return value.detach().to("cpu", copy=True)
-    if isinstance(value, dict):
-        return {k: to_cpu(v) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(to_cpu(v) for v in value)
-    return value
 
 
 def collect(
@@ -91,7 +81,7 @@ def check_shapes(
         state_dict: of all parameters.
         params: what they are here.
         own: the state that this rank's optimizer has of some of them.
-        is_elementwise: see :func:`~shardkit.optimizers.saved_state.check_state`.
+        is_elementwise: see :func:`~shardkit.optimizer_state.checking.check_state`.
     """
     states, mine = [], []
     for position, (i, p) in enumerate(zip(_indices(state_dict), params, strict=True)):
@@ -130,7 +120,7 @@ def as_loaded(
     params = [p for g in optimizer.param_groups for p in g["params"]]
     saved = {p: state_dict["state"].get(i) for i, p in zip(_indices(state_dict), params, strict=True)}
     return {
-        p: {k: v.to(p.device, dtype) if isinstance(v, torch.Tensor) and v.shape == p.shape else taken[p][k]
+        p: {k: v.to(p.device, dtype) if is_elementwise(k, v, p.shape) else taken[p][k]
             for k, v in state.items()}
         for p, state in saved.items() if state
     }  # fmt: skip

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import torch
 
+from ..optimizer_state.kinds import is_elementwise
 from ..types import SavedState, Tree
 
 # State that a first step makes from the optimizer's options; all other state starts from zero.
@@ -82,6 +83,4 @@ class PutAside:
 
 def state_by_element(flat: torch.Tensor, state: SavedState) -> dict[str, torch.Tensor]:
     """What of an optimizer's state has one element for each of the tensor's."""
-    return {
-        k: v for k, v in state.items() if isinstance(v, torch.Tensor) and v.shape == flat.shape and v.dim()
-    }
+    return {k: v for k, v in state.items() if is_elementwise(k, v, flat.shape)}

@@ -18,8 +18,7 @@ import torch
 from torch import nn
 
 import shardkit
-from shardkit.checkpoint.composing import metadata_of
-from shardkit.checkpoint.data_file import Written
+from shardkit.checkpoint.data_file import Written, metadata_of
 from shardkit.checkpoint.format.metadata import TableOfContents, read_metadata
 from shardkit.errors import ConfigurationError, DamagedFileError, ShardkitError, UntrustedFileError
 from shardkit.xla.fsdp.consolidate_sharded_ckpts import main as consolidate

@@ -45,7 +45,7 @@ def _read(path: str, target: str) -> dict[str, Any]:
         return found
     files = [load(os.path.join(path, name)) for name in sorted(os.listdir(path))]
     if target == "xla":
-        from shardkit.checkpoint.tools.rank_files import consolidate_sharded_state_dicts
+        from shardkit.xla.fsdp.state_dict_utils import consolidate_sharded_state_dicts
 
         return consolidate_sharded_state_dicts([f["model"] for f in files], files[0]["shard_metadata"])
     from shardkit.fsdp.local_checkpoint import consolidate

@@ -128,7 +128,7 @@ def test_fsdp_refuses_optimizer_state_of_other_shapes(world_size: int) -> None:
     for flatten in (True, False):
         said = rank_pool(world_size).run(full_state_of_other_shapes, flatten)
         assert said == [said[0]] * world_size
-        assert "'exp_avg' of 'weight' has shape (8,), expected (3, 5)" in said[0][0], said[0]
+        assert "'exp_avg' of '0.weight' has shape (8,), expected (3, 5)" in said[0][0], said[0]
     assert len(said[0]) >= 2
 
 

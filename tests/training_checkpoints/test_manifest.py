@@ -11,8 +11,8 @@ from shardkit import ConfigurationError, DamagedFileError
 from shardkit.checkpoint.format.manifest import (
     SHA256,
     XXH3,
-    Item,
     Manifest,
+    ManifestItem,
     StoredFile,
     damages,
     hash_of,
@@ -27,7 +27,7 @@ def _written(folder: Path, kind: str) -> Manifest:
     (folder / "__0_0.distcp").write_bytes(data)
     (folder / ".metadata").write_bytes(meta)
     items = tuple(
-        Item(f"model.{i}", i * 1000, 1000, hash_of(data[i * 1000 :][:1000], kind)) for i in range(3)
+        ManifestItem(f"model.{i}", i * 1000, 1000, hash_of(data[i * 1000 :][:1000], kind)) for i in range(3)
     )
     files = {
         "__0_0.distcp": StoredFile(3000, hash_of(data, kind), items),

@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from shardkit.checkpoint.tools.rank_files import consolidate_sharded_model_checkpoints
+from .state_dict_utils import consolidate_sharded_model_checkpoints
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -29,7 +29,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     options = parser.parse_args(arguments)
     consolidate_sharded_model_checkpoints(
-        options.ckpt_prefix, options.ckpt_suffix, options.save_path, trust_pickle=options.trust_pickle
+        options.ckpt_prefix,
+        options.ckpt_suffix,
+        options.save_path,
+        trust_pickle=options.trust_pickle,
+        wait=0.0,
     )
 
 

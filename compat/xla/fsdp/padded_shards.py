@@ -13,21 +13,16 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from shardkit.checkpoint.tools.rank_files import (
-    FLAT,
-    PREFIX,
-    BufferInfo,
-    ShardInfo,
-    ShardMetadata,
-    in_state_dict,
-    shard_name,
-)
+from shardkit.checkpoint.tools.rank_files import FLAT, PREFIX, in_state_dict, shard_name
 from shardkit.fsdp.door import Door
 from shardkit.fsdp.inside import begin_loading_shards, collecting, end_loading_shards
 from shardkit.fsdp.names import INNER, OUTER, clean
 from shardkit.fsdp.originals import Listing
+from shardkit.fsdp.state_dict import loading_own
 from shardkit.layout import ShardLayout
 from shardkit.torch_seams.module_versions import versions_of
+
+from .state_dict_utils import BufferInfo, ShardInfo, ShardMetadata
 
 Entries = MutableMapping[str, torch.Tensor]
 
@@ -190,11 +185,11 @@ class ShardHolder(Door):
     def _load_from_state_dict(
         self, state_dict: Entries, prefix: str, *args: object, **kwargs: object
     ) -> None:
-        is_local = self._state.state_is_local = self._take_saved_names(state_dict, prefix)
-        if is_local:
-            begin_loading_shards(self)
-        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
-        self._state.state_is_local = False
+        is_local = self._take_saved_names(state_dict, prefix)
+        with loading_own(self._state, is_local):
+            if is_local:
+                begin_loading_shards(self)
+            super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def _take_saved_names(self, entries: Entries, prefix: str) -> bool:
         """Turns saved names into those that nn.Module looks for, in place; whether these are shards at all."""

@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from shardkit.backend import Group
-from shardkit.checkpoint.tools.rank_files import ShardMetadata
 from shardkit.errors import ConfigurationError
 from shardkit.fsdp.state import Options
 from shardkit.nn.data_parallel import FullyShardedDataParallel, TrainingState
@@ -19,6 +18,7 @@ from shardkit.types import StateDict, Tree
 from shardkit.xla.fsdp.padded_shards import Cut, ShardHolder
 from shardkit.xla.ranks import current_backend, group_among
 
+from .state_dict_utils import ShardMetadata
 from .wrap import recursive_wrap
 
 __all__ = ["TrainingState", "XlaFullyShardedDataParallel"]

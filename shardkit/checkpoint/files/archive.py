@@ -135,7 +135,7 @@ class Archive:
         return data
 
 
-class Cut:
+class TruncatedArchive:
     """A zip whose end is missing: what its head says about tensors, to name the first that is not whole."""
 
     def __init__(self, file: BinaryIO, size: int) -> None:

@@ -70,8 +70,8 @@ class Instance:
         return self.state.get(name) if type(self.state) is dict else None
 
 
-class Handle:
-    """What a machine works with and no result holds, like :class:`Function`: a storage, a class by name."""
+class PickleHandle:
+    """A value that the machine works with and no result holds, like :class:`Function`: a storage, a class by name."""
 
 
 def named_globals(source: IO[bytes]) -> set[str]:
@@ -99,7 +99,7 @@ def read(
 
     Args:
         source: the pickle.
-        names: what names in the file (``module.name``) stand for: a :class:`Function`, a :class:`Handle`, or a value.
+        names: what names in the file (``module.name``) stand for: a :class:`Function`, :class:`PickleHandle`, or value.
         storage: returns the storage that a persistent id stands for.
         build: sets the state of an object that a function returned; raises NotData for any other.
 
@@ -259,7 +259,7 @@ class _Machine:
 
 
 def _kept(value: object) -> Data:
-    if isinstance(value, Function | Handle):
+    if isinstance(value, Function | PickleHandle):
         raise NotData("a function, a class or a storage by itself")
     return value
 

@@ -5,14 +5,17 @@ from __future__ import annotations
 import os
 import stat
 import struct
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import BinaryIO
 
 import torch
+from torch import nn
 
 from ...errors import ConfigurationError, DamagedFileError, UntrustedFileError
-from ...types import SavedState, Tree
-from .archive import LOCAL, Archive, Cut, Damage, Legacy
+from ...torch_seams.module_versions import versions_of
+from ...types import IncompatibleKeys, SavedState, StateDict, Tree
+from .archive import LOCAL, Archive, Damage, Legacy, TruncatedArchive
 from .data_pickle import Data, NotData, named_globals, read
 from .rebuilding import Storage, StorageType, build, names, whole, without_values
 
@@ -29,7 +32,7 @@ def load(
     map_location: torch.device | str | None = "cpu",
     trust_pickle: bool = False,
 ) -> Data:
-    """What ``torch.save`` has written: tensors, numbers, strings, containers and numpy arrays of numbers.
+    """Loads what ``torch.save`` has written: tensors, numbers, strings, containers and numpy arrays of numbers.
 
     That is all there is in state dicts of OSS, FSDP, AdaScale and the gradient scalers, fairscale's and shardkit's. A
     pickle can hold calls of any function; a file that needs another one to be read is refused. Nothing that the file
@@ -60,7 +63,7 @@ def load(
 
 
 def load_data(file: BinaryIO, size: int, name: str, map_location: torch.device | str | None = "cpu") -> Data:
-    """The same from what is open already, of so many bytes; errors call it by the name."""
+    """Loads from what is open already, of so many bytes; errors call it by the name."""
     try:
         return _Reading(name, file, size, map_location).result()
     except NotData as found:
@@ -95,7 +98,7 @@ class _Reading:
         self._locations: dict[str, str] = {}
         self._wrong: list[tuple[str, str]] = []  # storages, and what is wrong with them
         self._names = names(self._device_tensor)
-        self._archive: Archive | Cut | Legacy
+        self._archive: Archive | TruncatedArchive | Legacy
         self._start = 0  # of the pickle
 
     def result(self) -> Data:
@@ -138,7 +141,7 @@ class _Reading:
         self._storages.clear()
 
     def _storage(self, name: tuple[object, ...]) -> Storage:
-        """What a persistent id stands for, read from the file."""
+        """Reads the storage that a persistent id stands for."""
         kind, key, location, size = storage_parts(name)
         if key in self._storages:
             return Storage(self._storages[key].memory, kind.dtype)
@@ -154,7 +157,7 @@ class _Reading:
         return storage
 
     def _storage_without_bytes(self, name: tuple[object, ...]) -> Storage:
-        """What a persistent id stands for, on torch's device without memory."""
+        """Makes the storage that a persistent id stands for, on torch's device without memory."""
         kind, key, _, size = storage_parts(name)
         if key not in self._storages:
             self._storages[key] = Storage(torch.UntypedStorage(size, device="meta"), kind.dtype)
@@ -173,7 +176,7 @@ class _Reading:
     def _say_what_is_cut(self, damage: Damage) -> None:
         """Raises with the first tensor that is not whole, if the head of a file without end is there."""
         try:
-            self._archive = Cut(self._file, self._size)
+            self._archive = TruncatedArchive(self._file, self._size)
             self._start = self._archive.pickle().tell()
             found = self._interpret(without_values(self._names), self._storage_without_bytes)
             self._wrong += self._archive.missing(self._start)
@@ -239,3 +242,47 @@ def _path_to(found: Tree, memory: torch.UntypedStorage) -> str | None:
         elif isinstance(value, list | tuple):
             todo += [(f"{path}.{i}" if path else str(i), v) for i, v in reversed([*enumerate(value)])]
     return None
+
+
+PREFIX = "module."
+
+
+def without_prefix(state: SavedState, prefix: str = PREFIX) -> StateDict:
+    """The state dict of the module inside: every key without the prefix; unchanged if some key hasn't got it.
+
+    Only the beginning of a key counts: ``head.module.weight`` keeps its name.
+    """
+    if not all(key.startswith(prefix) for key in state):
+        return _renamed(state, lambda key: key)
+    return _renamed(state, lambda key: key.removeprefix(prefix) if key.startswith(prefix) else "")
+
+
+def with_prefix(state: SavedState, prefix: str = PREFIX) -> StateDict:
+    """The state dict of a wrapper: every key with the prefix; unchanged if all keys have it."""
+    if state and all(key.startswith(prefix) for key in state):
+        return _renamed(state, lambda key: key)
+    return _renamed(state, lambda key: prefix + key)
+
+
+def load_with_or_without_prefix(
+    module: nn.Module, state: SavedState, strict: bool = True, prefix: str = PREFIX
+) -> IncompatibleKeys:
+    """``module.load_state_dict``, whether the state dict is of a wrapped module or not.
+
+    Of the forms of the state dict (as it is, with the prefix, without it) the one is loaded that has most keys in
+    common with the module; where none fits, ``load_state_dict`` says what is missing.
+    """
+    wanted = set(module.state_dict())
+    forms = [dict(state), without_prefix(state, prefix), with_prefix(state, prefix)]
+    best = max(forms, key=lambda form: len(wanted & set(form)))
+    return module.load_state_dict(state if best is forms[0] else best, strict=strict)
+
+
+def _renamed(state: SavedState, rename: Callable[[str], str]) -> StateDict:
+    renamed: Tree = OrderedDict((rename(key), value) for key, value in state.items())
+    metadata = versions_of(state)
+    if metadata is not None:  # of modules, whose paths have no dot at the end; the root's is ""
+        renamed._metadata = OrderedDict(
+            (rename(key + ".").removesuffix("."), value) for key, value in metadata.items()
+        )
+    return renamed

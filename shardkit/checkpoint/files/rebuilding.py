@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from ...types import AnyCallable, SavedState, StateDict, Tree
-from .data_pickle import Data, Function, Handle, NotData, key_of
+from .data_pickle import Data, Function, NotData, PickleHandle, key_of
 
-_STORAGES = {
+STORAGES = {
     "Double": torch.float64, "Float": torch.float32, "Half": torch.float16, "BFloat16": torch.bfloat16,
     "Long": torch.int64, "Int": torch.int32, "Short": torch.int16, "Char": torch.int8, "Byte": torch.uint8,
     "Bool": torch.bool, "ComplexDouble": torch.complex128, "ComplexFloat": torch.complex64,
@@ -22,14 +22,14 @@ _PLACES = 64  # more dimensions than this are nobody's tensor
 
 
 @dataclasses.dataclass(frozen=True)
-class StorageType(Handle):
+class StorageType(PickleHandle):
     """A storage class of torch by name; ``dtype`` is None for bytes, whose tensors say theirs."""
 
     dtype: torch.dtype | None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Storage(Handle):
+class Storage(PickleHandle):
     """Memory that was read from the file. ``dtype``: None for bytes, whose tensors say theirs."""
 
     memory: torch.UntypedStorage
@@ -37,7 +37,7 @@ class Storage(Handle):
 
 
 @dataclasses.dataclass(frozen=True)
-class _Class(Handle):
+class _Class(PickleHandle):
     name: str
 
 
@@ -120,7 +120,7 @@ def _parameter_with_state(data: Data, requires_grad: Data, hooks: Data, state: D
 
 
 def _with_attributes(tensor: Data, state: Data) -> Data:
-    """What users have set on a tensor; not what tensors have by themselves."""
+    """Sets what users have set on a tensor; not what tensors have by themselves."""
     if state is not None and type(state) is not dict:
         raise NotData("a tensor with slots")
     for key, value in (state or {}).items():
@@ -294,7 +294,7 @@ def _names_of_torch(device_tensor: Callable[..., torch.Tensor]) -> StateDict:
     found["torch.device"] = Function(_device)
     found["torch.Tensor"] = _Class("Tensor")
     found["torch.nn.parameter.Parameter"] = _Class("Parameter")
-    for name, dtype in _STORAGES.items():
+    for name, dtype in STORAGES.items():
         found[f"torch.{name}Storage"] = found[f"torch.cuda.{name}Storage"] = StorageType(dtype)
     found["torch.storage.UntypedStorage"] = found["torch.UntypedStorage"] = StorageType(None)
     found |= {f"torch.{n}": v for n, v in vars(torch).items() if isinstance(v, torch.dtype)}
@@ -327,7 +327,7 @@ def names(device_tensor: Callable[..., torch.Tensor]) -> SavedState:
 
 
 def without_values(named: SavedState) -> SavedState:
-    """The same, while storages are not filled: what looks at values gives an empty tensor."""
+    """Replaces functions that look at values, while storages are not filled: they give an empty tensor."""
 
     def nothing(*_: Data) -> torch.Tensor:
         return torch.empty(0)

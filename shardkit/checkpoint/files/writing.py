@@ -132,7 +132,7 @@ def _prefix(name: str) -> str:
 
 
 def _remove_what_was_left(folder: str, prefix: str) -> None:
-    """By processes of this machine that are gone."""
+    """Removes files that killed processes of this machine have left."""
     for entry in os.scandir(folder):
         owner = entry.name.removeprefix(prefix).partition(".")[0]
         is_left = entry.name.startswith(prefix) and entry.name.endswith(_ENDING)

@@ -38,7 +38,7 @@ _ABANDONED = 3600.0  # seconds in which nobody wrote to another machine's tempor
 
 
 def step_name(step: int) -> str:
-    """Of the folder of a step."""
+    """Names the folder of a step."""
     return f"step-{step:08d}"
 
 
@@ -171,7 +171,7 @@ def _temporary(folder: str, step: int, kind: str) -> str:
 
 
 def _clear(folder: str) -> dict[str, str]:
-    """What killed saves have left: what was to be replaced comes back, if its place is free; all else goes.
+    """Removes what killed saves have left; what was to be replaced comes back, if its place is free.
 
     Returns:
         The steps that other processes of this machine write, and their numbers.

@@ -27,7 +27,7 @@ SHA256 = "sha256"
 
 
 class Hasher(Protocol):
-    """What both libraries' objects have."""
+    """The interface that both libraries' objects have."""
 
     def update(self, data: bytes | bytearray | memoryview, /) -> None: ...
     def hexdigest(self) -> str: ...
@@ -62,7 +62,7 @@ def new_hasher(name: str) -> Hasher:
 
 
 def hash_of(data: bytes | bytearray | memoryview, name: str) -> str:
-    """Of bytes that are in memory, in hexadecimal digits."""
+    """Hashes bytes that are in memory; in hexadecimal digits."""
     hasher = new_hasher(name)
     hasher.update(data)
     return hasher.hexdigest()
@@ -74,8 +74,8 @@ _OWN = "hash_of_this"
 T = TypeVar("T")
 
 
-class Item(NamedTuple):
-    """What DCP stored in one piece of a file: a part of a tensor, or an object.
+class ManifestItem(NamedTuple):
+    """One record of a data file: a part of a tensor, or an object.
 
     Attributes:
         name: under which the state dict has it, as "model.layer.weight".
@@ -102,12 +102,12 @@ class StoredFile:
 
     bytes: int
     hash: str
-    items: tuple[Item, ...] = ()
+    items: tuple[ManifestItem, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
 class Manifest:
-    """What ``shardkit.json`` says.
+    """The contents of ``shardkit.json``.
 
     Attributes:
         step: which the training had done.
@@ -148,7 +148,7 @@ class Manifest:
 
 
 def versions_here() -> dict[str, str]:
-    """Of this package, torch and Python."""
+    """Tells the versions of this package, torch and Python."""
     own = ".".join(map(str, __version_tuple__))
     return {"shardkit": own, "torch": str(torch.__version__), "python": platform.python_version()}
 
@@ -169,7 +169,7 @@ def write_manifest(folder: str | os.PathLike[str], manifest: Manifest) -> None:
 
 
 def read_manifest(folder: str | os.PathLike[str], *, verify: bool = True) -> Manifest:
-    """What the folder of one checkpoint has to hold.
+    """Reads what the folder of one checkpoint has to hold.
 
     Args:
         verify: compare the checksum of the file itself (files are compared by ``verifying``).
@@ -215,7 +215,7 @@ def _manifest_of(values: Mapping[str, object]) -> Manifest:
         if os.path.basename(name) != name or name in ("", ".", ".."):
             raise ValueError(f"{name!r} is no name of a file in the folder")
         items = tuple(
-            Item(_typed(n, str), _typed(o, int), _typed(k, int), _typed(h, str))
+            ManifestItem(_typed(n, str), _typed(o, int), _typed(k, int), _typed(h, str))
             for n, o, k, h in stored["items"]
         )
         files[name] = StoredFile(_typed(stored["bytes"], int), _typed(stored["hash"], str), items)
@@ -240,8 +240,8 @@ def _typed(value: object, kind: type[T]) -> T:
 _BLOCK = 1 << 20  # bytes
 
 
-class Damage(NamedTuple):
-    """What is not as it was written.
+class DamagedItem(NamedTuple):
+    """One thing that is not as it was written.
 
     Attributes:
         file: its name in the folder.
@@ -259,8 +259,8 @@ class Damage(NamedTuple):
 
 def damages(
     folder: str | os.PathLike[str], manifest: Manifest, files: Iterable[str] | None = None
-) -> Iterator[Damage]:
-    """All that is wrong, in the order of files and of what lies in them.
+) -> Iterator[DamagedItem]:
+    """Yields all that is wrong, in the order of files and of what lies in them.
 
     Args:
         files: names of those to look at; default all.
@@ -270,7 +270,7 @@ def damages(
 
 
 def verify(folder: str | os.PathLike[str]) -> Manifest:
-    """What the folder holds, all of which is as it was written.
+    """Compares all of a folder with its manifest, and returns that.
 
     Raises:
         DamagedFileError: names the first file, and the tensor in it.
@@ -296,11 +296,11 @@ def refuse_damage(
         )
 
 
-def _damages_of(path: str, name: str, stored: StoredFile, kind: str) -> Iterator[Damage]:
+def _damages_of(path: str, name: str, stored: StoredFile, kind: str) -> Iterator[DamagedItem]:
     try:
         size = os.stat(path).st_size
     except FileNotFoundError:
-        yield Damage(name, None, "is missing")
+        yield DamagedItem(name, None, "is missing")
         return
     found = False
     whole = new_hasher(kind)
@@ -314,16 +314,16 @@ def _damages_of(path: str, name: str, stored: StoredFile, kind: str) -> Iterator
                 whole.update(block)
             if file.tell() < item.offset + item.length:
                 found = True
-                yield Damage(name, item.name, f"is cut off: the file has {size} bytes of {stored.bytes}")
+                yield DamagedItem(name, item.name, f"is cut off: the file has {size} bytes of {stored.bytes}")
             elif own.hexdigest() != item.hash:
                 found = True
-                yield Damage(name, item.name, "has other bytes than were written")
+                yield DamagedItem(name, item.name, "has other bytes than were written")
         for block in _blocks(file, None):
             whole.update(block)
     if not found and size != stored.bytes:
-        yield Damage(name, None, f"has {size} bytes, and {stored.bytes} were written")
+        yield DamagedItem(name, None, f"has {size} bytes, and {stored.bytes} were written")
     elif not found and whole.hexdigest() != stored.hash:
-        yield Damage(name, None, "has other bytes than were written")
+        yield DamagedItem(name, None, "has other bytes than were written")
 
 
 def _blocks(file: BinaryIO, count: int | None) -> Iterator[bytes]:

@@ -80,7 +80,7 @@ class TensorEntry(NamedTuple):
 
 
 class TableOfContents(NamedTuple):
-    """What a folder holds.
+    """The tensors and objects of a folder.
 
     Attributes:
         tensors, objects: by flat name.
@@ -262,7 +262,7 @@ def _records(places: Mapping[Tree, Tree]) -> Iterator[tuple[tuple[str, Shape | N
 
 
 def _check_overlaps(records: Iterable[Record]) -> None:
-    """What is stored once and named often would be a folder of more bytes than it has."""
+    """Refuses records in each other: a folder would hold more bytes than it has."""
     file, end = "", 0
     for record in sorted(records):
         if record.file == file and record.offset < end:

@@ -16,7 +16,7 @@ from .metadata import METADATA, Path, Record, read_metadata
 
 
 def read_object(name: str, data: bytes) -> Tree:
-    """What a record of an object holds, on the CPU.
+    """Reads a record of an object, to the CPU.
 
     Raises:
         UntrustedFileError: it holds more than data.
@@ -26,7 +26,7 @@ def read_object(name: str, data: bytes) -> Tree:
 
 
 def read_tensor(name: str, data: bytes, sizes: tuple[int, ...]) -> torch.Tensor:
-    """What a record of a tensor of these sizes holds, on the CPU.
+    """Reads a record of a tensor of these sizes, to the CPU.
 
     Raises:
         UntrustedFileError, DamagedFileError: it is no record, or holds something else.
@@ -54,7 +54,7 @@ def refuse_what_is_no_data(name: str, data: bytes) -> None:
         ) from error
 
 
-class Stored:
+class StoredCheckpoint:
     """A complete checkpoint.
 
     Args:

@@ -14,7 +14,7 @@ from .stored import Checkpoint, StoredTensor, dotted, leaves
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """Of one name.
+    """A difference, under one name.
 
     Attributes:
         name: model's tensors begin with "model.".
@@ -29,7 +29,7 @@ class Difference:
 
 @dataclasses.dataclass
 class Comparison:
-    """Of two checkpoints.
+    """A comparison of two checkpoints.
 
     Attributes:
         differences: none, where all that was compared is the same to the bit.
@@ -43,7 +43,7 @@ class Comparison:
 
 
 def compare(a: Checkpoint, b: Checkpoint, *, model_only: bool = False, tolerance: float = 0.0) -> Comparison:
-    """Names, shapes, dtypes and values.
+    """Compares names, shapes, dtypes and values.
 
     Where one of both is a model's state dict alone, as all Hugging Face folders are, so much is compared.
 
@@ -115,7 +115,7 @@ def same_bits(x: StoredTensor, y: StoredTensor) -> bool:
 
 
 class _Found:
-    """What was seen of a pair of tensors."""
+    """The differences of a pair of tensors so far."""
 
     def __init__(self) -> None:
         self.bits = False
@@ -168,5 +168,5 @@ def short(value: object) -> str:
 
 
 def short_dtype(dtype: torch.dtype) -> str:
-    """Without torch's name in front."""
+    """Names a dtype without torch's name in front."""
     return str(dtype).removeprefix("torch.")

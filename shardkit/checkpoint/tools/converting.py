@@ -12,10 +12,10 @@ import torch
 
 from ...errors import ConfigurationError
 from ...types import StateDict, Tree
-from ..data_file import Written
+from ..data_file import Written, describe
 from ..files.writing import folder_written_whole, write_atomically
 from ..format.manifest import NAME as MANIFEST
-from ..format.manifest import Item, Manifest, StoredFile, best_hash, new_hasher
+from ..format.manifest import Manifest, ManifestItem, StoredFile, best_hash, new_hasher
 from . import rank_files
 from .comparing import same_bits
 from .hugging_face import without_wrappers, write_hugging_face
@@ -36,7 +36,7 @@ def says_names(optimizer: StateDict) -> bool:
 
 
 def by_number(optimizer: StateDict) -> StateDict:
-    """As ``Optimizer.state_dict()`` has it, and OSS's: a parameter's number is its place in all groups."""
+    """Numbers parameters by their places in all groups, as ``Optimizer.state_dict()`` does, and OSS."""
     groups, numbers = [], dict[str, int]()
     for group in optimizer["param_groups"]:
         names = list(group.get("params", []))
@@ -56,7 +56,7 @@ def by_number(optimizer: StateDict) -> StateDict:
 
 
 def by_name(optimizer: StateDict, model: Mapping[str, Tree], params: list[str]) -> StateDict | None:
-    """The reverse. None where it is not certain which parameter a number is.
+    """Names parameters, the reverse. None where it is not certain which parameter a number is.
 
     Args:
         model: the model's state dict.
@@ -118,14 +118,12 @@ _DATA = "__0_0.distcp"
 
 
 def write_distributed(folder: str, tree: StateDict, step: int, run: str, world_size: int) -> None:
-    """One data file, the table of contents, and checksums of all.
+    """Writes one data file, the table of contents, and checksums of all.
 
     Args:
         folder: empty.
         step, run, world_size: for ``shardkit.json``.
     """
-    from ..composing import describe  # torch's part takes long to import
-
     records: list[Written] = []
     path = os.path.join(folder, _DATA)
     with open(path, "wb") as file:
@@ -173,7 +171,7 @@ def hashed(path: str, records: list[Written], kind: str) -> StoredFile:
                 own.update(block)
                 whole.update(block)
                 left -= len(block)
-            items.append(Item(record.name, record.offset, record.length, own.hexdigest()))
+            items.append(ManifestItem(record.name, record.offset, record.length, own.hexdigest()))
         while block := file.read(BLOCK):
             whole.update(block)
         return StoredFile(file.tell(), whole.hexdigest(), tuple(items))
@@ -184,7 +182,7 @@ KINDS = ("dcp", "torch", "fairscale", "xla", "hf")
 
 @dataclasses.dataclass(frozen=True)
 class Conversion:
-    """How to convert.
+    """Options of a conversion.
 
     Attributes:
         to: one of KINDS.
@@ -211,7 +209,7 @@ class Conversion:
 
 @dataclasses.dataclass
 class Converted:
-    """What was done.
+    """A report of a conversion.
 
     Attributes:
         source, target: kinds.

@@ -14,7 +14,7 @@ import torch
 from ...errors import ConfigurationError, DamagedFileError, ShardkitError
 from ...layout import whole_box
 from ...types import StateDict, Tree
-from .stored import Part, Place, StoredTensor
+from .stored import Place, StoredPart, StoredTensor
 from .torch_files import read_torch_file
 
 INDEX = "model.safetensors.index.json"
@@ -56,7 +56,7 @@ def _index(path: str) -> tuple[dict[str, str], dict[str, object]]:
 
 
 def read_weights(path: str, trust_pickle: bool = False) -> StateDict:
-    """The state dict in all files.
+    """Reads the state dict in all files.
 
     Raises:
         DamagedFileError: a file is missing, cut off, or makes no sense; or the index names tensors that no file has.
@@ -86,7 +86,7 @@ def read_weights(path: str, trust_pickle: bool = False) -> StateDict:
 
 
 def read_safetensors(path: str) -> StateDict:
-    """The tensors of one file; a name that is noted as another one's (tied weights) is that one."""
+    """Reads the tensors of one file; a name that is noted as another one's (tied weights) is that one."""
     header, start = read_header(path)
     notes = header.pop("__metadata__", None) or {}
     if not isinstance(notes, dict) or _holds_parts(notes):
@@ -118,7 +118,7 @@ def ties_without_saying(path: str) -> bool:
 
 
 def read_header(path: str) -> tuple[dict[str, Tree], int]:
-    """The table of contents, and where the bytes behind it begin.
+    """Reads the table of contents; returns where the bytes behind it begin, too.
 
     Raises:
         DamagedFileError: it makes no sense, or the file doesn't end where the last tensor does.
@@ -162,7 +162,7 @@ def _tensor(path: str, name: str, facts: Tree, start: int) -> StoredTensor:
             raise
         raise DamagedFileError(f"{path}: {name!r}: {error}") from None
     place = Place(path, start + begin)
-    part = Part(whole_box(shape), lambda: place)
+    part = StoredPart(whole_box(shape), lambda: place)
     return StoredTensor(name, shape, dtype, (part,), dtype, (path, begin, end, shape))
 
 
@@ -175,7 +175,7 @@ def _holds_parts(notes: dict[str, str]) -> bool:
 
 
 def other_files(folder: str) -> Iterator[str]:
-    """What is not weights: configuration, tokenizer."""
+    """Lists what is not weights: configuration, tokenizer."""
     for name in sorted(os.listdir(folder)):
         path = os.path.join(folder, name)
         kept = name.endswith((".json", ".txt", ".model", ".jinja", ".py", ".md")) and not name.endswith(
@@ -190,7 +190,7 @@ _WRAPPERS = ("module.", "_orig_mod.")  # what DDP, ShardedDDP and torch.compile 
 
 
 def without_wrappers(model: StateDict) -> tuple[StateDict, list[str]]:
-    """Names without what a wrapper put in front of all of them, and what that was."""
+    """Removes what a wrapper put in front of all names; returns what that was, too."""
     removed = []
     while model and (found := next((w for w in _WRAPPERS if all(n.startswith(w) for n in model)), None)):
         removed.append(found)
@@ -201,7 +201,7 @@ def without_wrappers(model: StateDict) -> tuple[StateDict, list[str]]:
 def write_hugging_face(
     folder: str, model: StateDict, max_shard_size: str, files_from: str | None
 ) -> list[str]:
-    """The files; returns what a user should know.
+    """Writes the files; returns what a user should know.
 
     Args:
         folder: empty.

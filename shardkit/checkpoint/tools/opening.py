@@ -16,12 +16,12 @@ from ..format.manifest import NAME as MANIFEST
 from ..format.manifest import read_manifest, refuse_damage
 from ..format.metadata import METADATA, Chunk, Record, TensorEntry, read_metadata
 from . import hugging_face, rank_files
-from .stored import Checkpoint, Part, Place, StoredTensor, find_model, replaced, without_layer
-from .torch_files import Contents, held
+from .stored import Checkpoint, Place, StoredPart, StoredTensor, find_model, replaced, without_layer
+from .torch_files import Contents, held, read_torch_file
 
 
 def read_folder(folder: str, trust_pickle: bool = False) -> StateDict:
-    """What a folder holds, nested as it was saved.
+    """Reads what a folder holds, nested as it was saved.
 
     Args:
         trust_pickle: let torch run what objects in it say.
@@ -46,7 +46,7 @@ def read_folder(folder: str, trust_pickle: bool = False) -> StateDict:
 
 def _tensor(folder: str, name: str, entry: TensorEntry) -> StoredTensor:
     parts = [
-        Part(chunk.box, functools.cache(functools.partial(_place, folder, chunk, entry.dtype)))
+        StoredPart(chunk.box, functools.cache(functools.partial(_place, folder, chunk, entry.dtype)))
         for chunk in entry.chunks
     ]
     return StoredTensor(name, tuple(entry.shape), entry.dtype, tuple(parts), entry.dtype)
@@ -80,7 +80,7 @@ _ENDINGS = (".pt", ".pth", ".bin", ".ckpt", ".tar")
 
 
 def open_checkpoint(path: str, *, model_key: str | None = None, trust_pickle: bool = False) -> Checkpoint:
-    """A checkpoint of any kind; tensors stay in their files.
+    """Opens a checkpoint of any kind; tensors stay in their files.
 
     Args:
         path: folder of a step or of steps (the latest is taken), DCP or Hugging Face folder, file of ``torch.save`` or
@@ -162,7 +162,7 @@ def _with_model(
 
 
 def _of_files(path: str, files: list[str], model_key: str | None, trust_pickle: bool) -> Checkpoint:
-    trees = rank_files.read_trees(files, trust_pickle)
+    trees = [read_torch_file(file, trust_pickle) for file in files]
     kinds = {rank_files.kind_of(tree) for tree in trees}
     if len(kinds) > 1:
         raise ConfigurationError(

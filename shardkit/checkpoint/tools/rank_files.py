@@ -7,29 +7,24 @@ with another separator. Paths of modules are without ``_fpw_module`` in state di
 from __future__ import annotations
 
 import contextlib
-import glob
 import math
 import os
-import pickle
 import re
-import time
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple, TypedDict, cast
+from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 
 from ...checks import check_one_save
-from ...errors import ConfigurationError, UntrustedFileError
+from ...errors import ConfigurationError
 from ...fsdp.local_checkpoint import note_of
 from ...fsdp.names import INNER, OUTER, clean
 from ...layout import boxes_of
-from ...types import SavedState, StateDict, Tree
-from ..files.loading import load
-from ..files.writing import save
-from .stored import Part, Place, Shape, StoredTensor, blocks_of, in_memory
-from .torch_files import TorchFileWriter, read_torch_file
+from ...types import SavedState, StateDict
+from .stored import Place, Shape, StoredPart, StoredTensor, blocks_of, in_memory
+from .torch_files import TorchFileWriter
 
 PREFIX = "_fsdp_shard"
 SEPARATOR = "_FSDP_SHARD_SEPARATOR_"
@@ -55,57 +50,8 @@ def split_shard_name(key: str) -> tuple[str, str | None]:
     return key, None
 
 
-Tensors = Mapping[str, torch.Tensor]
-_NOT_YET = (RuntimeError, EOFError, pickle.UnpicklingError, OSError)  # also torch.load's, of half a file
-_BETWEEN_LOOKS = 0.1  # s
-
-
-class ShardInfo(TypedDict):
-    """Of a shard: size of the whole parameter, and its path within the wrapper."""
-
-    _orig_size: torch.Size
-    _orig_name: str
-
-
-class BufferInfo(TypedDict):
-    """Of a buffer that was cast."""
-
-    _orig_dtype: torch.dtype
-
-
-class _OfShardkit(TypedDict, total=False):
-    """What torch_xla doesn't write: weights that have several names (name -> first name), and which run it was."""
-
-    shared_info: dict[str, str]
-    run_id: str
-    backwards: int
-
-
-class ShardMetadata(_OfShardkit):
-    """What is needed to put the shards of all ranks together.
-
-    Attributes:
-        shard_info: path of a wrapper -> name of a shard -> what is known of it.
-        flatten_info: path of a flat parameter -> names, shapes and numels of the parameters in it.
-        buffer_info: path of a buffer -> its dtype, if it was cast.
-    """
-
-    shard_info: dict[str, dict[str, ShardInfo]]
-    flatten_info: dict[str, tuple[list[str], list[torch.Size], list[int]]]
-    buffer_info: dict[str, BufferInfo]
-    world_size: int
-    rank: int
-
-
-class ShardCheckpoint(TypedDict):
-    """The file of a rank."""
-
-    model: Tensors
-    shard_metadata: ShardMetadata
-
-
-class _Entry(NamedTuple):
-    """What a state dict of shards has of a parameter, or a buffer.
+class SavedParameter(NamedTuple):
+    """A parameter, or a buffer, as state dicts of torch_xla's shards have it.
 
     Attributes:
         name: its own.
@@ -120,153 +66,22 @@ class _Entry(NamedTuple):
     start: int = 0
 
 
-def _entries(keys: Iterable[str], facts: SavedState) -> Iterator[_Entry]:
+def parameters_in(keys: Iterable[str], facts: SavedState) -> Iterator[SavedParameter]:
     """All that torch_xla's state dicts with these keys hold, by their shard_metadata."""
     for key in keys:
         wrapper, shard = split_shard_name(key)
         if shard is None:  # buffers are rank 0's
-            yield _Entry(clean(key), key, None)
+            yield SavedParameter(clean(key), key, None)
             continue
         info = facts["shard_info"][wrapper][shard]
         path = f"{wrapper}.{info['_orig_name']}" if wrapper else info["_orig_name"]
         if not info["_orig_name"].startswith(FLAT):
-            yield _Entry(clean(path), key, tuple(info["_orig_size"]))
+            yield SavedParameter(clean(path), key, tuple(info["_orig_size"]))
             continue
         holder, start = path.rpartition(".")[0], 0
         for name, shape, numel in zip(*facts["flatten_info"][path], strict=True):
-            yield _Entry(clean(f"{holder}.{name}"), key, tuple(shape), start)
+            yield SavedParameter(clean(f"{holder}.{name}"), key, tuple(shape), start)
             start += numel
-
-
-def consolidate_sharded_state_dicts(
-    state_dict_list: Sequence[Tensors], shard_metadata: ShardMetadata
-) -> OrderedDict[str, torch.Tensor]:
-    """The full state dict of the module that was wrapped.
-
-    Args:
-        state_dict_list: ``model.state_dict()`` of each rank, in rank order.
-        shard_metadata: ``model.get_shard_metadata()`` of any rank.
-
-    Raises:
-        ConfigurationError: the number of state dicts is not the world size.
-    """
-    if len(state_dict_list) != shard_metadata["world_size"]:
-        raise ConfigurationError(
-            f"the checkpoint is of {shard_metadata['world_size']} ranks, got the state dicts of {len(state_dict_list)}"
-        )
-    dtypes = {clean(k): v["_orig_dtype"] for k, v in shard_metadata.get("buffer_info", {}).items()}
-    full: OrderedDict[str, torch.Tensor] = OrderedDict()
-    joined: dict[str, torch.Tensor] = {}
-    for name, key, shape, start in _entries(state_dict_list[0], shard_metadata):
-        if shape is None:
-            value = state_dict_list[0][key]
-            full[name] = value.to(dtypes[name]) if name in dtypes else value
-            continue
-        if key not in joined:
-            joined = {key: torch.cat([state[key].reshape(-1) for state in state_dict_list])}
-        full[name] = joined[key][start : start + math.prod(shape)].view(shape)
-    for name, source in shard_metadata.get("shared_info", {}).items():
-        if source in full:
-            full[name] = full[source]
-    return full
-
-
-def _facts(checkpoint: ShardCheckpoint) -> tuple[dict[str, object], dict[str, object]]:
-    """What is the same in the files of all ranks."""
-    kinds: dict[str, object] = {
-        k: v.dtype if isinstance(v, torch.Tensor) else type(v) for k, v in checkpoint["model"].items()
-    }
-    return kinds, {k: v for k, v in checkpoint["shard_metadata"].items() if k != "rank"}
-
-
-class _Files:
-    """Files as they were read, each anew once it has changed."""
-
-    def __init__(self, trust_pickle: bool) -> None:
-        self._trust = trust_pickle
-        self._read: dict[str, tuple[tuple[int, int], ShardCheckpoint]] = {}
-
-    def read(self, path: str) -> ShardCheckpoint:
-        """What is in it now."""
-        facts = os.stat(path)
-        version = (facts.st_mtime_ns, facts.st_ino)
-        if path not in self._read or self._read[path][0] != version:
-            found = load(path, trust_pickle=self._trust)
-            if not isinstance(found, Mapping) or not {"model", "shard_metadata"} <= found.keys():
-                raise ConfigurationError(
-                    f"{path} has no model with shard_metadata, so it is no rank's part of a sharded model: it was "
-                    "saved without FSDP, or without model.get_shard_metadata() beside model.state_dict()"
-                )
-            self._read[path] = version, cast(ShardCheckpoint, found)
-        return self._read[path][1]
-
-
-def _all_ranks(pattern: str, target: str, files: _Files) -> list[ShardCheckpoint]:
-    """The files of all ranks, in rank order; an earlier result, which may match the pattern too, is left out."""
-    paths = [p for p in sorted(glob.glob(pattern)) if os.path.abspath(p) != os.path.abspath(target)]
-    if not paths:
-        raise ConfigurationError(f"no file matches {pattern}")
-    read: dict[str, ShardCheckpoint] = {p: files.read(p) for p in paths}
-    by_rank: dict[int, ShardCheckpoint] = {}
-    for path, checkpoint in read.items():
-        rank, size = checkpoint["shard_metadata"]["rank"], checkpoint["shard_metadata"]["world_size"]
-        if size != len(paths) or rank in by_rank:
-            raise ConfigurationError(
-                f"{path} is rank {rank} of {size}, and {len(paths)} files match {pattern}; there have to be the files "
-                "of all ranks and no others"
-            )
-        by_rank[rank] = checkpoint
-    check_one_save(paths, [c["shard_metadata"] for c in read.values()])
-    for path, checkpoint in read.items():
-        if _facts(checkpoint) != _facts(read[paths[0]]):
-            raise ConfigurationError(
-                f"{path} and {paths[0]} are of different models: their shard_metadata or the names in them differ; "
-                "remove the files of one"
-            )
-    print(f"found {len(paths)} checkpoint files in {pattern}")
-    return [by_rank[rank] for rank in sorted(by_rank)]
-
-
-def consolidate_sharded_model_checkpoints(
-    ckpt_prefix: str, ckpt_suffix: str = "*.pth", save_path: str = "", save_model: bool = True, *,
-    trust_pickle: bool = False, wait: float = 0.0, idle: Callable[[float], None] = time.sleep,
-) -> tuple[OrderedDict[str, torch.Tensor], str | None]:  # fmt: skip
-    """Puts the checkpoint files of all ranks together: dicts with ``model`` and ``shard_metadata``.
-
-    Args:
-        ckpt_prefix, ckpt_suffix: files that match ``ckpt_prefix + ckpt_suffix`` are read.
-        save_path: where to save ``{"model": full state dict}``; default ``ckpt_prefix + "_consolidated.pth"``.
-        save_model: whether to save at all.
-        trust_pickle: read files that hold more than data, too; see :func:`shardkit.load`.
-        wait: so many seconds at most other ranks may need to finish their files, from now on.
-        idle: sleeps so many seconds, in which other ranks go on.
-
-    Returns:
-        The full state dict, and where it was saved (None without ``save_model``).
-
-    Raises:
-        ConfigurationError: no file matches, or they are not those of ranks 0 to W - 1 of one world size, one model and
-            one save.
-        DamagedFileError: a file is not whole.
-        UntrustedFileError: a file holds more than data.
-    """
-    target = save_path or ckpt_prefix + "_consolidated.pth"
-    pattern = ckpt_prefix + ckpt_suffix
-    deadline, files = time.monotonic() + wait, _Files(trust_pickle)
-    while True:
-        try:
-            ordered = _all_ranks(pattern, target, files)
-            break
-        except _NOT_YET as error:
-            if isinstance(error, UntrustedFileError) or time.monotonic() >= deadline:
-                raise
-        idle(_BETWEEN_LOOKS)
-    full = consolidate_sharded_state_dicts([c["model"] for c in ordered], ordered[0]["shard_metadata"])
-    if not save_model:
-        return full, None
-    save({"model": full}, target)
-    print(f"saved consolidated model to {target}")
-    return full, target
 
 
 METADATA_KEY = "shard_metadata"
@@ -302,7 +117,7 @@ def _weights_in(tree: SavedState, path: str) -> StateDict:
 
 
 def in_natural_order(paths: Sequence[str]) -> list[str]:
-    """rank-2 before rank-10."""
+    """Sorts paths: rank-2 before rank-10."""
     return sorted(
         paths, key=lambda p: [int(x) if x.isdigit() else x for x in re.split(r"(\d+)", os.path.basename(p))]
     )
@@ -311,7 +126,7 @@ def in_natural_order(paths: Sequence[str]) -> list[str]:
 def read_rank_files(
     paths: Sequence[str], trees: Sequence[StateDict], kind: str
 ) -> tuple[StateDict, int, list[str]]:
-    """The model's state dict of the files of all ranks, their number, and keys that were left out.
+    """Reads the model's state dict of the files of all ranks, their number, and keys that were left out.
 
     Raises:
         ConfigurationError: they are not those of ranks 0 to W - 1 of one run.
@@ -358,7 +173,7 @@ def _place_of(shard: StoredTensor) -> Callable[[], Place]:
 
 def _cut_out(name: str, shape: Shape, start: int, shards: Sequence[tuple[StoredTensor, int]]) -> StoredTensor:
     """A tensor that is the elements from ``start`` on of shards end to end, each with its numel without padding."""
-    parts: list[Part] = []
+    parts: list[StoredPart] = []
     numel, begin = math.prod(shape), 0
     if any(shard.value is not None for shard, _ in shards):  # they had to be read already
         whole = torch.cat([shard.read().reshape(-1)[:held] for shard, held in shards])
@@ -367,7 +182,7 @@ def _cut_out(name: str, shape: Shape, start: int, shards: Sequence[tuple[StoredT
         low, high = max(begin, start), min(begin + held, start + numel)
         if low < high:
             where = _place_of(shard)
-            parts += [Part(box, where) for box in boxes_of(shape, low - start, high - low, low - begin)]
+            parts += [StoredPart(box, where) for box in boxes_of(shape, low - start, high - low, low - begin)]
         begin += held
     dtype = shards[0][0].stored_dtype
     return StoredTensor(name, tuple(shape), dtype, tuple(parts), dtype)
@@ -377,7 +192,7 @@ def _of_torch_xla(weights: Sequence[StateDict], metadata: Sequence[SavedState]) 
     facts = metadata[0]
     found: StateDict = {}
     dtypes = {clean(k): v["_orig_dtype"] for k, v in facts.get("buffer_info", {}).items()}
-    for name, key, shape, start in _entries(weights[0], facts):
+    for name, key, shape, start in parameters_in(weights[0], facts):
         if shape is None:
             value = weights[0][key]
             found[name] = value.cast(dtypes[name]) if name in dtypes else value
@@ -390,6 +205,7 @@ def _of_torch_xla(weights: Sequence[StateDict], metadata: Sequence[SavedState]) 
 
 def _of_fairscale(weights: Sequence[StateDict], metadata: Sequence[SavedState]) -> StateDict:
     found: StateDict = {}
+    shared: list[tuple[str, str]] = []
     for k, entry in enumerate(metadata[0]["param_metadata"]):
         before = f"{entry['fsdp_path']}." if entry["fsdp_path"] else ""
         for name, info in entry["params"].items():
@@ -399,18 +215,12 @@ def _of_fairscale(weights: Sequence[StateDict], metadata: Sequence[SavedState]) 
                 shards.append((state[key], state[key].numel - padding))
                 if entry["no_broadcast_optim_state"] or shards[0][1] == sum(info["numels"]):
                     break
-            starts, begin = [], 0
-            for numel in info["numels"]:
-                starts.append(begin)
-                begin += numel
-            for n, shape, start in zip(
-                info["names"], info["shapes"], info.get("starts") or starts, strict=True
-            ):
+            starts = info.get("starts") or [*accumulate(info["numels"], initial=0)][:-1]
+            for n, shape, start in zip(info["names"], info["shapes"], starts, strict=True):
                 found[before + n] = _cut_out(before + n, tuple(shape), start, shards)
-    for entry in metadata[0]["param_metadata"]:
-        before = f"{entry['fsdp_path']}." if entry["fsdp_path"] else ""
-        for source, target in entry["shared_param_info"]:
-            _share(found, before + source, before + target)
+        shared += [(before + source, before + target) for source, target in entry["shared_param_info"]]
+    for source, target in shared:
+        _share(found, source, target)
     for name in metadata[0]["buffer_names"]:
         if name in weights[0]:
             found[name] = weights[0][name]
@@ -425,16 +235,11 @@ def _share(found: StateDict, source: str, target: str) -> None:
         found[target] = found[source]
 
 
-def read_trees(paths: Sequence[str], trust_pickle: bool) -> list[Tree]:
-    """What is in each of the files."""
-    return [read_torch_file(path, trust_pickle) for path in paths]
-
-
 _XLA_MULTIPLE = 128  # elements to which torch_xla rounds a shard up
 _BUFFER = re.compile(r"(^|\.)(running_mean|running_var|num_batches_tracked)$")
 
 
-class Cut(NamedTuple):
+class SortedModel(NamedTuple):
     """A model's state dict, sorted for FSDP.
 
     Attributes:
@@ -448,8 +253,8 @@ class Cut(NamedTuple):
     shared: dict[str, str]
 
 
-def sort_out(model: StateDict, buffers: list[str]) -> Cut:
-    """What is a parameter and what a buffer: state dicts don't say.
+def sort_out(model: StateDict, buffers: list[str]) -> SortedModel:
+    """Sorts out parameters and buffers: state dicts don't say.
 
     Taken for buffers are tensors of whole numbers, statistics of batch norms, and what a user names.
 
@@ -475,10 +280,10 @@ def sort_out(model: StateDict, buffers: list[str]) -> Cut:
         else:
             params[name] = value
             first[value.identity] = name
-    return Cut(params, kept, shared)
+    return SortedModel(params, kept, shared)
 
 
-def write_for_xla(folder: str, cut: Cut, ranks: int) -> None:
+def write_for_xla(folder: str, cut: SortedModel, ranks: int) -> None:
     """``rank-NNNNNNNN-of-NNNNNNNN.pth``: a dict of "model" and "shard_metadata"."""
     names, infos = {}, {}
     for name, tensor in cut.params.items():
@@ -493,16 +298,12 @@ def write_for_xla(folder: str, cut: Cut, ranks: int) -> None:
         if cut.shared:
             metadata["shared_info"] = dict(cut.shared)
         shards = {names[n]: _shard(t, ranks, _XLA_MULTIPLE) for n, t in cut.params.items()}
-        trees.append({"model": {**shards, **_of_xla_wrapper(cut.buffers)}, "shard_metadata": metadata})
+        buffers = {f"{OUTER}{name}": value for name, value in cut.buffers.items()}
+        trees.append({"model": {**shards, **buffers}, "shard_metadata": metadata})
     _write(folder, [f"rank-{r:08d}-of-{ranks:08d}.pth" for r in range(ranks)], trees, cut)
 
 
-def _of_xla_wrapper(buffers: dict[str, StoredTensor]) -> StateDict:
-    """A wrapper's own state dict has them under its module's name."""
-    return {f"_fsdp_wrapped_module.{name}": value for name, value in buffers.items()}
-
-
-def write_for_fairscale(folder: str, cut: Cut, ranks: int) -> None:
+def write_for_fairscale(folder: str, cut: SortedModel, ranks: int) -> None:
     """``rank-NNNNN-of-NNNNN.pt``: a dict of "model" (``local_state_dict()``) and "shard_metadata"
     (``local_metadata_dict()``)."""
     trees = []
@@ -529,11 +330,11 @@ def _shard_numel(tensor: StoredTensor, ranks: int, multiple: int) -> int:
 
 
 def _shard(tensor: StoredTensor, ranks: int, multiple: int) -> StoredTensor:
-    """What a rank's file has of it: shape and dtype."""
+    """Makes what a rank's file has of a tensor: shape and dtype."""
     return StoredTensor(tensor.name, (_shard_numel(tensor, ranks, multiple),), tensor.dtype, (), tensor.dtype)
 
 
-def _write(folder: str, names: list[str], trees: list[StateDict], cut: Cut) -> None:
+def _write(folder: str, names: list[str], trees: list[StateDict], cut: SortedModel) -> None:
     """All files side by side: a tensor is read once."""
     with contextlib.ExitStack() as stack:
         files = [stack.enter_context(open(os.path.join(folder, name), "wb")) for name in names]

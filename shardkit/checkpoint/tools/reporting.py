@@ -79,7 +79,7 @@ def _size(path: str) -> int:
 
 
 def _problem(folder: str, files: Mapping[str, int]) -> str | None:
-    """What sizes tell; verify compares the bytes."""
+    """Says what is wrong with the sizes of files; verify compares the bytes."""
     for name, size in files.items():
         path = os.path.join(folder, name)
         if not os.path.exists(path):
@@ -90,7 +90,7 @@ def _problem(folder: str, files: Mapping[str, int]) -> str | None:
 
 
 def contents(checkpoint: Checkpoint) -> StateDict:
-    """All tensors, the optimizer's groups, and what else there is."""
+    """Lists all tensors, the optimizer's groups, and what else there is."""
     tensors = [_tensor(name, tensor) for name, tensor in in_natural_order(checkpoint.tensors())]
     model = {id(v): None for v in checkpoint.model.values()}
     held = [t for _, t in checkpoint.tensors()]
@@ -114,7 +114,7 @@ def contents(checkpoint: Checkpoint) -> StateDict:
 
 
 def in_natural_order(tensors: Iterable[tuple[str, StoredTensor]]) -> list[tuple[str, StoredTensor]]:
-    """By name, layers.2 before layers.10; in the order of what they belong to."""
+    """Sorts by name, layers.2 before layers.10; in the order of what they belong to."""
     named = list(tensors)
     tops = list(dict.fromkeys(name.partition(".")[0] for name, _ in named))
 

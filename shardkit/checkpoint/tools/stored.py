@@ -43,7 +43,7 @@ class Place:
     crc: int | None = None
 
 
-class Part(NamedTuple):
+class StoredPart(NamedTuple):
     """A part of a tensor.
 
     Attributes:
@@ -72,7 +72,7 @@ class StoredTensor:
     name: str
     shape: Shape
     stored_dtype: torch.dtype
-    parts: tuple[Part, ...] = ()
+    parts: tuple[StoredPart, ...] = ()
     dtype: torch.dtype = torch.float32
     identity: object = None
     value: torch.Tensor | None = None
@@ -89,15 +89,15 @@ class StoredTensor:
         return self.numel * self.dtype.itemsize
 
     def cast(self, dtype: torch.dtype) -> StoredTensor:
-        """The same, handed out as another dtype."""
+        """Returns the same tensor, handed out as another dtype."""
         return dataclasses.replace(self, dtype=dtype)
 
     def identified(self, identity: object) -> StoredTensor:
-        """The same, known to be one with others of this identity."""
+        """Returns the same tensor, known to be one with others of this identity."""
         return dataclasses.replace(self, identity=identity)
 
     def read(self) -> torch.Tensor:
-        """All of it, as it is stored: memory of one tensor, and a block.
+        """Reads all of it, as it is stored: memory of one tensor, and a block.
 
         Raises:
             DamagedFileError: the file ends before, or has other bytes than were written.
@@ -116,7 +116,7 @@ class StoredTensor:
         return target
 
     def read_rows(self, start: int, stop: int) -> torch.Tensor:
-        """Rows of the first dimension; checksums of whole parts are not compared.
+        """Reads rows of the first dimension; checksums of whole parts are not compared.
 
         Raises:
             DamagedFileError: the file ends before.
@@ -139,7 +139,7 @@ class StoredTensor:
             _Source(file, place, self.name).fill(view, skip)
 
     def slabs(self) -> Iterator[tuple[int, int]]:
-        """Ranges of rows of about a block each; all of a tensor that can't be read in rows."""
+        """Yields ranges of rows of about a block each; all of a tensor that can't be read in rows."""
         if not self.shape or self.numel == 0 or any(self._place(part).strides for part in self.parts):
             return
         step = max(1, BLOCK // max(1, self.numel // self.shape[0] * self.stored_dtype.itemsize))
@@ -147,10 +147,10 @@ class StoredTensor:
             yield start, min(start + step, self.shape[0])
 
     def blocks(self) -> Iterator[memoryview]:
-        """The bytes of all elements in row-major order, as ``dtype``. A block is valid until the next."""
+        """Yields the bytes of all elements in row-major order, as ``dtype``. A block is valid until the next."""
         yield from blocks_of(self.read(), self.dtype)
 
-    def _place(self, part: Part) -> Place:
+    def _place(self, part: StoredPart) -> Place:
         try:
             return part.where()
         except (ValueError, OSError) as error:
@@ -346,7 +346,7 @@ def dotted(path: Path) -> str:
 
 
 def at(tree: Tree, path: Path) -> Tree:
-    """What keys lead to."""
+    """Finds what keys lead to."""
     for key in path:
         tree = tree[key]
     return tree
@@ -396,7 +396,7 @@ def flat_items(tree: object) -> Iterator[tuple[str, object]]:
 
 
 def replaced(tree: Tree, change: Callable[[Path, Tree], Tree], path: Path = ()) -> Tree:
-    """The same containers (dicts and lists are changed in place, so that they stay what they are) with other leaves."""
+    """Replaces leaves; dicts and lists are changed in place, so that they stay what they are."""
     if isinstance(tree, dict):
         for key in tree:
             tree[key] = replaced(tree[key], change, (*path, key))
@@ -410,7 +410,7 @@ def replaced(tree: Tree, change: Callable[[Path, Tree], Tree], path: Path = ()) 
 
 
 def copied(tree: Tree, change: Callable[[Path, Tree], Tree], path: Path = ()) -> Tree:
-    """New containers of the same types and attributes (``_metadata`` of a state dict) with other leaves."""
+    """Makes new containers of the same types and attributes (``_metadata`` of a state dict) with other leaves."""
     if isinstance(tree, dict):
         made = type(tree)()
         made.update({key: copied(value, change, (*path, key)) for key, value in tree.items()})

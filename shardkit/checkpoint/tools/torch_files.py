@@ -20,8 +20,8 @@ from ...types import SavedState, Tree
 from ..files.archive import LOCAL, Archive, Damage, Legacy
 from ..files.data_pickle import NotData, named_globals, read
 from ..files.loading import UNREADABLE, load, load_data, storage_parts
-from ..files.rebuilding import Storage, build, names, without_values
-from .stored import Part, Path, Place, StoredTensor, dotted, in_memory, replaced
+from ..files.rebuilding import STORAGES, Storage, build, names, without_values
+from .stored import Path, Place, StoredPart, StoredTensor, dotted, in_memory, replaced
 
 # What looks at values while it is made; files with such tensors are read at once.
 _LOOKING = frozenset(
@@ -37,7 +37,6 @@ class View:
         self._at = 0
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """As of any file."""
         base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._length}[whence]
         if base + offset < 0:
             raise OSError("a position before the beginning")
@@ -45,11 +44,9 @@ class View:
         return self._at
 
     def tell(self) -> int:
-        """As of any file."""
         return self._at
 
     def read(self, count: int = -1) -> bytes:
-        """As of any file."""
         left = max(0, self._length - self._at)
         self._file.seek(self._start + self._at)
         data = self._file.read(left if count < 0 else min(count, left))
@@ -57,18 +54,16 @@ class View:
         return data
 
     def readinto(self, target: memoryview) -> int:
-        """As of any file."""
         data = self.read(len(target))
         target[: len(data)] = data
         return len(data)
 
     def seekable(self) -> bool:
-        """It is."""
         return True
 
 
 class Contents:
-    """What one file, or a part of one, holds.
+    """The contents of one file, or of a part of one.
 
     Args:
         path: of the file.
@@ -83,7 +78,7 @@ class Contents:
         self._memory: dict[str, Storage] = {}
 
     def tree(self) -> Tree:
-        """All of it; dense tensors as :class:`StoredTensor`, others as they are.
+        """Reads the pickle; dense tensors are :class:`StoredTensor`, others as they are.
 
         Raises:
             UntrustedFileError, DamagedFileError: see :func:`shardkit.load`.
@@ -91,7 +86,7 @@ class Contents:
         return self._guarded(self._tree)
 
     def values(self) -> Tree:
-        """All of it, read."""
+        """Reads all of it."""
         if self._start == 0 and self._length == os.path.getsize(self._path):
             return load(self._path)
         with open(self._path, "rb") as file:
@@ -175,7 +170,7 @@ class Contents:
             raise Damage(
                 f"its record data/{key} has {size} bytes, expected {self._memory[key].memory.nbytes()}"
             )
-        part = Part(whole_box(shape), lambda: place)
+        part = StoredPart(whole_box(shape), lambda: place)
         identity = (self._path, self._start, key, first, shape, strides, value.dtype)
         return StoredTensor(dotted(path), shape, value.dtype, (part,), value.dtype, identity)
 
@@ -198,7 +193,7 @@ def _names() -> SavedState:
 
 
 def read_torch_file(path: str, trust_pickle: bool = False) -> Tree:
-    """What is in a file, with tensors that stay there.
+    """Reads what is in a file, with tensors that stay there.
 
     Args:
         trust_pickle: let torch run what the file says; then all of it is read at once.
@@ -219,11 +214,7 @@ def _is_zip(path: str) -> bool:
 _ALIGNED = 64  # bytes; as torch aligns records
 _LOCAL_HEADER = 30
 _ZIP64_EXTRA = 20  # bytes of the field that zipfile adds where a record may be large
-_OLD_STORAGES = {
-    torch.float64: "Double", torch.float32: "Float", torch.float16: "Half", torch.bfloat16: "BFloat16",
-    torch.int64: "Long", torch.int32: "Int", torch.int16: "Short", torch.int8: "Char", torch.uint8: "Byte",
-    torch.bool: "Bool", torch.complex128: "ComplexDouble", torch.complex64: "ComplexFloat",
-}  # fmt: skip
+_OLD_STORAGES = {dtype: name for name, dtype in STORAGES.items()}
 
 
 class _Storage:
@@ -286,17 +277,14 @@ class _Shifted:
         self.write, self.flush = file.write, file.flush
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """As of any file."""
         if whence == io.SEEK_SET:
             offset += self._start
         return self._file.seek(offset, whence) - self._start
 
     def tell(self) -> int:
-        """As of any file."""
         return self._file.tell() - self._start
 
     def seekable(self) -> bool:
-        """It is."""
         return True
 
 
@@ -326,11 +314,11 @@ class TorchFileWriter:
 
     @property
     def coming(self) -> list[StoredTensor]:
-        """Those not written yet."""
+        """The tensors that are not written yet."""
         return self.tensors[self._written :]
 
     def write_next(self, blocks: Iterable[memoryview | bytes]) -> None:
-        """The bytes of the next of ``tensors``."""
+        """Writes the bytes of the next of ``tensors``."""
         tensor = self.tensors[self._written]
         self._record(f"data/{self._written}", blocks, tensor.nbytes)
         self._written += 1

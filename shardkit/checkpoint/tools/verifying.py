@@ -13,7 +13,7 @@ from ...errors import ConfigurationError, DamagedFileError, ShardkitError
 from ..files.loading import load
 from ..format import folders
 from ..format.manifest import NAME as MANIFEST
-from ..format.manifest import Damage, Manifest, damages, read_manifest
+from ..format.manifest import DamagedItem, Manifest, damages, read_manifest
 from ..format.metadata import METADATA, Record, read_metadata
 from . import hugging_face
 from .opening import files_of_ranks
@@ -23,7 +23,7 @@ from .torch_files import View, read_torch_file
 
 @dataclasses.dataclass
 class Verified:
-    """What was found.
+    """A report on one checkpoint.
 
     Attributes:
         path: of one checkpoint.
@@ -33,7 +33,7 @@ class Verified:
     """
 
     path: str
-    damages: list[Damage] = dataclasses.field(default_factory=list)
+    damages: list[DamagedItem] = dataclasses.field(default_factory=list)
     files: int = 0
     items: int = 0
     bytes: int = 0
@@ -47,7 +47,7 @@ class Verified:
 
 
 def verify(path: str) -> list[Verified]:
-    """Each checkpoint at a path; of a folder of steps, all that were complete when they were written.
+    """Verifies each checkpoint at a path; of a folder of steps, all that were complete when they were written.
 
     Raises:
         ConfigurationError: there is none.
@@ -75,7 +75,7 @@ def _of_shardkit(folder: str) -> Verified:
     except DamagedFileError as error:
         # its checksums of other files may be what is damaged
         result = _of_dcp(folder)
-        result.damages.insert(0, Damage(MANIFEST, None, str(error)))
+        result.damages.insert(0, DamagedItem(MANIFEST, None, str(error)))
         return result
     result.look_at(os.path.join(folder, MANIFEST), 0)
     for name, stored in manifest.files.items():
@@ -86,17 +86,19 @@ def _of_shardkit(folder: str) -> Verified:
     return result
 
 
-def _not_listed(folder: str, manifest: Manifest) -> Iterator[Damage]:
-    """What the table of contents names has to be among what was compared."""
+def _not_listed(folder: str, manifest: Manifest) -> Iterator[DamagedItem]:
+    """Finds records in the table of contents that were not compared."""
     if METADATA not in manifest.files:
-        yield Damage(MANIFEST, None, f"doesn't name {METADATA}")
+        yield DamagedItem(MANIFEST, None, f"doesn't name {METADATA}")
         return
     known = {
         (name, item.name, item.offset, item.length) for name, f in manifest.files.items() for item in f.items
     }
     for record in read_metadata(folder).records():
         if (record.file, record.name, record.offset, record.length) not in known:
-            yield Damage(record.file, record.name, f"is in {METADATA}, and {MANIFEST} has no checksum of it")
+            yield DamagedItem(
+                record.file, record.name, f"is in {METADATA}, and {MANIFEST} has no checksum of it"
+            )
 
 
 # ------------------------------------------------------------ without
@@ -109,7 +111,7 @@ def _of_dcp(folder: str) -> Verified:
     try:
         records = sorted(read_metadata(folder).records())
     except ShardkitError as error:
-        result.damages.append(Damage(METADATA, None, str(error)))
+        result.damages.append(DamagedItem(METADATA, None, str(error)))
         return result
     result.look_at(os.path.join(folder, METADATA), 0)
     for name in sorted({record.file for record in records}):
@@ -119,7 +121,7 @@ def _of_dcp(folder: str) -> Verified:
             record.check(folder)
             _compare(folder, record)
         except DamagedFileError as error:
-            result.damages.append(Damage(record.file, record.name, str(error)))
+            result.damages.append(DamagedItem(record.file, record.name, str(error)))
     return result
 
 
@@ -146,13 +148,13 @@ def _of_torch_files(path: str, files: list[str]) -> Verified:
         try:
             tensors = [v for _, v in leaves(read_torch_file(file)) if isinstance(v, StoredTensor)]
         except DamagedFileError as error:
-            result.damages.append(Damage(os.path.basename(file), None, _better(file, error)))
+            result.damages.append(DamagedItem(os.path.basename(file), None, _better(file, error)))
         result.look_at(file, len(tensors))
         for tensor in tensors:
             try:
                 tensor.read()
             except DamagedFileError as error:
-                result.damages.append(Damage(os.path.basename(file), tensor.name, str(error)))
+                result.damages.append(DamagedItem(os.path.basename(file), tensor.name, str(error)))
     return result
 
 
@@ -172,16 +174,16 @@ def _of_hugging_face(path: str) -> Verified:
         name = os.path.basename(file)
         try:
             if not os.path.exists(file):
-                result.damages.append(Damage(name, None, "is missing"))
+                result.damages.append(DamagedItem(name, None, "is missing"))
             elif file.endswith(".safetensors"):
                 result.look_at(file, len(hugging_face.read_safetensors(file)))
             else:
                 result.damages += _of_torch_files(path, [file]).damages
         except ShardkitError as error:
-            result.damages.append(Damage(name, None, str(error)))
+            result.damages.append(DamagedItem(name, None, str(error)))
     if not result.damages:
         try:
             hugging_face.read_weights(path)
         except ShardkitError as error:
-            result.damages.append(Damage(hugging_face.INDEX, None, str(error)))
+            result.damages.append(DamagedItem(hugging_face.INDEX, None, str(error)))
     return result

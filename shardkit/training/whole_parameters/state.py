@@ -17,9 +17,10 @@ from ...backend import Group
 from ...checks import options_of
 from ...errors import ConfigurationError
 from ...layout import Piece, buckets_by_numel
+from ...optimizer_state.checking import check_same_state, check_state
+from ...optimizer_state.kinds import is_elementwise, to_cpu
+from ...optimizer_state.slots import Slot, Span
 from ...optimizers.elementwise import is_known_elementwise
-from ...optimizers.saved_state import NUMBERS, check_same_state, check_state, is_shaped_like
-from ...oss.state import to_cpu
 from ...types import ParamGroup, SavedState, StateDict
 from .listed import Part
 from .placing import Inner
@@ -114,7 +115,7 @@ def _answers_elsewhere(part: Part) -> bool:
 def _span(state: SavedState, param: torch.Tensor, piece: Piece | None) -> PieceState:
     if piece is None:
         return PieceState(0, param.numel(), None, to_cpu(dict(state)))
-    spread = frozenset(k for k, v in state.items() if is_shaped_like(v, param))
+    spread = frozenset(k for k, v in state.items() if is_elementwise(k, v, param.shape))
     first, end = piece.offset, piece.offset + piece.numel
     cut = {k: to_cpu(v.detach().reshape(-1)[first:end] if k in spread else v) for k, v in state.items()}
     return PieceState(piece.start, piece.numel, spread, cut)
@@ -223,33 +224,15 @@ def _load_inner(inner: Inner, by_name: dict[str, StateDict], options: StateDict)
         return
     state: dict[int, StateDict] = {}
     for index, (param, spans) in enumerate(zip(inner.params, inner.spans, strict=True)):
-        have = [(part, piece) for part, piece in spans if by_name.get(part.name)]
-        if have:
-            state[index] = _cut(have, by_name, param)
+        if any(by_name.get(part.name) for part, _ in spans):
+            state[index] = copy.deepcopy(slot_of(param, spans).cut(by_name))
     group = {**options, "params": list(range(len(inner.params)))}
     inner.optimizer.load_state_dict({"state": state, "param_groups": [group]})
 
 
-def _cut(
-    have: Sequence[tuple[Part, Piece | None]], by_name: Mapping[str, StateDict], param: torch.Tensor
-) -> StateDict:
-    part, piece = have[0]
-    first = by_name[part.name]
-    if piece is None:
-        return copy.deepcopy(first)
-    cut: StateDict = {}
-    for key, value in first.items():
-        if (
-            not isinstance(value, torch.Tensor)
-            or value.shape != part.shape
-            or (not part.shape and key in NUMBERS)
-        ):
-            cut[key] = copy.deepcopy(value)
-            continue
-        laid = value.new_zeros(param.numel())
-        for other, place in have:
-            if place is not None:
-                source = by_name[other.name][key].reshape(-1)[place.start : place.start + place.numel]
-                laid[place.offset : place.offset + place.numel] = source
-        cut[key] = laid.view(param.shape)
-    return cut
+def slot_of(
+    param: torch.Tensor, spans: Sequence[tuple[Part, Piece | None]], copies: tuple[int, ...] = ()
+) -> Slot:
+    """What a parameter of an inner optimizer stands for."""
+    found = [Span(part.name, part.shape, piece, piece is None or piece.start == 0) for part, piece in spans]
+    return Slot(param, tuple(found), spans[0][1] is not None, copies)

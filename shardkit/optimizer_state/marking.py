@@ -17,12 +17,11 @@ from torch.optim import Optimizer
 from ..checks import all_gather_facts
 from ..errors import ConfigurationError
 from ..optimizers.elementwise import KNOWN
-from ..optimizers.saved_state import is_shaped_like
 from ..optimizers.shards import refuse_stand_ins, shard_behind
 from ..torch_seams.distributed_checkpoint import OwnOfRank, Request, current_request
 from ..torch_seams.module_versions import versions_of
-from ..types import ParamGroup, StateDict, Tree
-from .originals import FlatParamLike, Listing
+from ..types import ParamGroup, SavedState, StateDict, Tree
+from .kinds import is_elementwise
 
 # Of an optimizer and its state_dict() the state as one process has it, and of such a state this rank's part.
 WholeStates = tuple[Callable[[Optimizer, StateDict], StateDict], Callable[[Optimizer, StateDict], StateDict]]
@@ -92,28 +91,31 @@ def _marked(optimizer: Optimizer, state_dict: StateDict) -> StateDict:
         param = params[index] if isinstance(index, int) else None
         flat = None if param is None else shard_behind(param)
         if param is not None and flat is not None and flat.group.world_size > 1:
-            state[index] = {
-                k: v.as_subclass(StateOfShard) if is_shaped_like(v, param) else v for k, v in values.items()
-            }
+            state[index] = marked(values, param.shape)
     groups = [OrderedDict(saved) for saved in state_dict["param_groups"]]
     for saved, own in zip(groups if state else (), optimizer.param_groups, strict=False):
         saved._metadata = {NOTE: _note(own["params"])}  # type: ignore[attr-defined]
     return {**state_dict, "state": state, "param_groups": groups}
 
 
+def marked(state: SavedState, shape: torch.Size) -> StateDict:
+    """A shard's state that tells that it is one; the shape is the shard's."""
+    return {k: v.as_subclass(StateOfShard) if is_elementwise(k, v, shape) else v for k, v in state.items()}
+
+
 def options_in(group: ParamGroup) -> ParamGroup:
-    """What a group of a state dict says of its parameters."""
+    """Copies what a group of a state dict says of its parameters."""
     return copy.deepcopy({k: v for k, v in group.items() if k not in ("params", NOTE)})
 
 
 def _note(params: Iterable[torch.Tensor]) -> list[list[object]]:
-    """Of each flat parameter of a group: the rank, the world size, names and places of its originals."""
-    flats: list[Listing] = [f for f in map(shard_behind, params) if f is not None]
+    """Describes each flat parameter of a group: the rank, the world size, names and places of its originals."""
+    flats = [f for f in map(shard_behind, params) if f is not None]
     return [[f.group.rank, f.group.world_size, list(f.names), f.layout.described()] for f in flats]
 
 
 # ------------------------------------------------------------ what was loaded
-def check_loaded(optimizer: Optimizer, flats: Iterable[Listing]) -> None:
+def check_loaded(optimizer: Optimizer, flats: Iterable[Tree]) -> None:
     """Refuses state of other shards on all ranks, before it steps (collective).
 
     Torch loads what it is given, and has no hook for optimizers that never stepped. It keeps what groups hold.
@@ -161,11 +163,11 @@ def _wrong_shards(optimizer: Optimizer) -> str | None:
 
 
 def _wrong_shapes(optimizer: Optimizer) -> str | None:
-    """Of state that tells nothing about itself."""
+    """Compares shapes, of state that tells nothing about itself."""
     if type(optimizer) not in KNOWN:
         return None
     for param, state in optimizer.state.items():
-        flat: Listing | None = shard_behind(param) if isinstance(param, torch.Tensor) else None
+        flat = shard_behind(param) if isinstance(param, torch.Tensor) else None
         for key, value in state.items() if flat is not None else ():
             if isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape != param.shape:
                 names = flat.names if flat is not None else []
@@ -191,7 +193,7 @@ def mark_shards(params: Iterable[torch.Tensor], state: StateDict) -> None:
 
 
 # ------------------------------------------------------------ asked by torch for a state dict
-def check_request(flats: Callable[[], Iterable[FlatParamLike]], keeps_names: bool = False) -> None:
+def check_request(flats: Callable[[], Iterable[Tree]], keeps_names: bool = False) -> None:
     """Refuses what torch's functions for state dicts would do wrong with shards; see [Note: requests].
 
     Args:

@@ -15,7 +15,6 @@ import torch
 
 from ..backend import Group
 from ..errors import ConfigurationError
-from ..fsdp.pieces import Pieces
 from ..layout import Box, Piece, boxes_of, whole_box
 
 if TYPE_CHECKING:
@@ -52,7 +51,7 @@ class Leaf:
 
 @dataclasses.dataclass(frozen=True)
 class Fixed:
-    """What is no tensor, or is stored as one record whatever it is.
+    """A value that is no tensor, or is stored as one record whatever it is.
 
     Attributes:
         value: the object.
@@ -65,7 +64,7 @@ class Fixed:
 
 @dataclasses.dataclass(frozen=True)
 class Ranks:
-    """Those that write or read a checkpoint together.
+    """The ranks that write or read a checkpoint together.
 
     Attributes:
         group: None for one process alone.
@@ -79,26 +78,26 @@ class Ranks:
 
     @classmethod
     def of(cls, group: Group | None) -> Ranks:
-        """Of a group's ranks."""
+        """Takes a group's ranks."""
         return cls(None, 0, (0,)) if group is None else cls(group, group.rank, group.ranks)
 
     @property
     def size(self) -> int:
-        """How many."""
+        """How many ranks there are."""
         return len(self.world)
 
     @property
     def everybody(self) -> tuple[int, ...]:
-        """All of them."""
+        """The places of all of them."""
         return tuple(range(self.size))
 
     @property
     def alone(self) -> tuple[int, ...]:
-        """This one."""
+        """The place of this one."""
         return (self.rank,)
 
     def places(self, ranks: Sequence[int]) -> tuple[int, ...]:
-        """Of numbers in the whole job the places among these."""
+        """Finds the places among these of ranks of the whole job."""
         place = {rank: k for k, rank in enumerate(self.world)}
         return tuple(sorted(place[rank] for rank in ranks if rank in place))
 
@@ -159,11 +158,6 @@ def of_dtensor(name: str, tensor: DTensor, ranks: Ranks) -> Leaf:
     box = Box(tuple(offsets), tuple(sizes))
     boxes = () if 0 in box.sizes and tensor.numel() else (box,)
     return Leaf(tensor.shape, values, boxes, ranks.places(same.flatten().tolist()))
-
-
-def of_pieces(tensor: Pieces, ranks: Ranks) -> Leaf:
-    """What :meth:`sharded_state_dict` holds, of ranks that have no replicas."""
-    return Leaf(tensor.shape, tensor._run, tuple(tensor._boxes), ranks.alone)
 
 
 def refuse_class(name: str, tensor: torch.Tensor) -> NoReturn:

@@ -16,15 +16,9 @@ from ..backend import Group
 from ..checks import all_gather_facts
 from ..errors import ConfigurationError, RankMismatchError
 from ..types import SavedState, StateDict, Tree
+from .kinds import NUMBERS
 
-# What torch's optimizers keep as one number for a parameter, were the parameter one number itself.
-NUMBERS = ("step", "mu", "eta", "mu_product")
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-def is_shaped_like(value: object, param: torch.Tensor) -> bool:
-    """Whether a state is a tensor of the parameter's shape, and no number."""
-    return isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape == param.shape
 
 
 def check_state(

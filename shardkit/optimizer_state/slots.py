@@ -6,18 +6,21 @@ that an optimizer keeps is a parameter's as a whole.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from ..backend import Group
 from ..errors import ConfigurationError
 from ..layout import Piece
-from ..optimizers.saved_state import NUMBERS
 from ..torch_seams.dtensors import is_dtensor
 from ..torch_seams.marked_tensors import MarkedTensor
-from ..types import StateDict
+from ..types import SavedState, StateDict
+from .kinds import is_elementwise
 from .leaves import Fixed, Leaf, Ranks, of_dtensor, piece_of, refuse_class, whole
 
 
@@ -37,7 +40,7 @@ class Span(NamedTuple):
     answers: bool
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Slot:
     """A parameter as an optimizer lists it.
 
@@ -46,23 +49,68 @@ class Slot:
         spans: what it stands for.
         is_shard: a flat tensor with pieces of parameters; else one parameter as a whole, or a DTensor of it.
         copies: ranks that have the same.
+        group: ranks that have the other parts of a shard.
+        join: gathers a tensor that is laid out as the shard into one of each parameter (collective); on the CPU, and
+            empty where its second argument is False.
+        owners: of each parameter the rank in the group whose numbers count; None: they are the same on all.
     """
 
     param: torch.Tensor
     spans: tuple[Span, ...]
     is_shard: bool
-    copies: tuple[int, ...]
+    copies: tuple[int, ...] = ()
+    group: Group | None = None
+    join: Callable[[torch.Tensor, bool], list[torch.Tensor]] | None = None
+    owners: Sequence[int] | None = None
 
     @property
     def names(self) -> list[str]:
-        """Of what it stands for."""
+        """Names of the parameters in this slot."""
         return [span.name for span in self.spans]
 
-    def is_spread(self, key: str, value: object) -> bool:
-        """Whether a state has one element for each of a shard's."""
-        if not isinstance(value, torch.Tensor) or value.shape != self.param.shape:
-            return False
-        return value.dim() > 0 or key not in NUMBERS
+    @property
+    def world_size(self) -> int:
+        """How many ranks have parts of it."""
+        return 1 if self.group is None else self.group.world_size
+
+    # ------------------------------------------------------------ whole states
+    def cut(self, have: Mapping[str, SavedState]) -> StateDict:
+        """Cuts this slot's state out of whole parameters' states, by name; where one has none, zeros.
+
+        Raises:
+            ConfigurationError: a state has another shape than its parameter, or is not of the same kind for all.
+        """
+        if not self.is_shard:
+            return copy.deepcopy(dict(have[self.spans[0].name]))
+        there = [(span, have[span.name]) for span in self.spans if have.get(span.name)]
+        self._check_cut(there)
+        made: StateDict = {}
+        for key, value in there[0][1].items():
+            if not all(is_elementwise(key, state[key], span.shape) for span, state in there):
+                made[key] = copy.copy(value)
+                continue
+            laid = value.new_zeros(self.param.numel())
+            for (_, _, piece, _), state in there:
+                if piece is not None:
+                    own = state[key].detach().reshape(-1)[piece.start : piece.start + piece.numel]
+                    laid[piece.offset : piece.offset + piece.numel] = own
+            made[key] = laid.view(self.param.shape)
+        return made
+
+    def _check_cut(self, there: Sequence[tuple[Span, SavedState]]) -> None:
+        keys = {key for _, state in there for key in state}
+        for span, state in there:
+            for key in sorted(keys - set(state), key=str):
+                raise ConfigurationError(
+                    f"the optimizer state of {span.name!r} lacks {key!r}, which others of its flat parameter have"
+                )
+            for key, value in state.items():
+                if isinstance(value, torch.Tensor) and value.numel() != 1 and value.shape != span.shape:
+                    raise ConfigurationError(
+                        f"optimizer state {key!r} of {span.name!r} has shape {tuple(value.shape)}, expected "
+                        f"{tuple(span.shape)}; nothing was loaded. This state is of another model: wrap the model as "
+                        "it was when the state was saved"
+                    )
 
     # ------------------------------------------------------------ what is there
     def leaves(self, state: StateDict, ranks: Ranks) -> dict[str, dict[str, Leaf | Fixed]]:
@@ -77,7 +125,7 @@ class Slot:
                 value = value.as_subclass(torch.Tensor)
             if is_dtensor(value):
                 found[self.spans[0].name][key] = of_dtensor(f"optimizer state {key!r}", value, ranks)
-            elif self.is_shard and self.is_spread(key, value):
+            elif self.is_shard and is_elementwise(key, value, self.param.shape):
                 value = value.detach()  # one object: what lies together is copied together
                 for span in self.spans:
                     found[span.name][key] = self._piece(span, value)
@@ -112,13 +160,13 @@ class Slot:
             )
 
     # ------------------------------------------------------------ what is to come
-    def can_spread(self, key: str, span: Span, shape: torch.Size) -> bool:
+    def is_cut(self, key: str, span: Span, shape: torch.Size) -> bool:
         """Whether a state that was saved in a shape has one element for each of a parameter's, and is cut here."""
         if not self.is_shard and not is_dtensor(self.param):
             return False
-        return shape == span.shape and (len(shape) > 0 or key not in NUMBERS)
+        return shape == span.shape and is_elementwise(key, torch.empty(shape, device="meta"), span.shape)
 
-    def zeros(self, dtype: torch.dtype) -> torch.Tensor:
+    def zeros(self, dtype: torch.dtype | None) -> torch.Tensor:
         """Room for such a state."""
         return torch.zeros_like(self.param.detach(), dtype=dtype)
 

@@ -1,0 +1,329 @@
+"""State dicts of optimizers over shards, in whole parameters' shapes: forms that differ in what they call parameters.
+
+- by id, fairscale's: ids count the parameters of all units, the root's first, and a dict says more::
+
+    {"state": {id: {...}}, "param_groups": [...], "param_id_map": {id: index in the optimizer or None},
+     "uncollected_local_ids": [...]}
+
+- by index, torch's: the ``state_dict()`` of the same optimizer over the same parameters in one process;
+- by name, that of torch's FSDP: ``{"state": {name: {...}}, "param_groups": [{"params": [name, ...], ...}]}``.
+
+All are gathered by :func:`~.gathering.gather_states` and cut by :meth:`~.slots.Slot.cut`.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence, Set
+from typing import NamedTuple
+
+import torch
+from torch.optim import Optimizer
+
+from ..backend import Group
+from ..errors import ConfigurationError
+from ..torch_seams.dtensors import is_cut, whole
+from ..types import ParamGroup, SavedState, StateDict, Tree
+from .gathering import Form, gather_states
+from .kinds import StateKind, to_cpu
+from .marking import marked, options_in
+from .slots import Slot
+
+EXTRA = ("param_id_map", "uncollected_local_ids")
+
+
+class Held(NamedTuple):
+    """One thing that an optimizer, or a model, lists: a parameter, or a shard that has several in it.
+
+    Attributes:
+        keys: what a form calls each parameter in it.
+        slot: of a shard; None: the parameter is whole on every rank.
+        position: among the optimizer's parameters; -1: it is none of these.
+    """
+
+    keys: Sequence[Tree]
+    slot: Slot | None
+    position: int
+
+
+def _gathered(
+    held: Sequence[Held],
+    saved: SavedState,
+    keep: bool,
+    form: Form = lambda slot, part, shard: part,
+    number: Callable[[StateKind], Tree] = StateKind.made,
+    of_whole: Callable[[Tree], Tree] = lambda state: state,
+) -> StateDict:
+    """The state of each parameter by its key (collective); empty unless ``keep``."""
+    own_of = [saved["state"].get(h.position, {}) for h in held]
+    shards = [(h.slot, own) for h, own in zip(held, own_of, strict=True) if h.slot is not None]
+    gathered = iter(gather_states([s for s, _ in shards], [own for _, own in shards], keep, form, number))
+    state: StateDict = {}
+    for h, own in zip(held, own_of, strict=True):
+        parts = [of_whole(own)] if h.slot is None else next(gathered)
+        state.update((key, part) for key, part in zip(h.keys, parts, strict=True) if part and keep)
+    return state
+
+
+def _assembled(
+    saved: SavedState, state: Mapping[Tree, Tree], groups: Sequence[ParamGroup] | None
+) -> StateDict:
+    """A state dict of all this, and of what a saved one has beside: under names of its own, alike on all ranks."""
+    named = {k: copy.deepcopy(v) for k, v in saved["state"].items() if isinstance(k, str) and k not in state}
+    others = {k: v for k, v in saved.items() if k not in ("state", "param_groups", *EXTRA)}
+    made = {"state": {**state, **named}, **others}
+    return made if groups is None else {**made, "param_groups": list(groups)}
+
+
+# ------------------------------------------------------------ by id
+def _by_id(slots: Sequence[Slot], optimizer: Optimizer | None = None) -> list[Held]:
+    params = [] if optimizer is None else [p for g in optimizer.param_groups for p in g["params"]]
+    position, count, found = {id(p): i for i, p in enumerate(params)}, 0, []
+    for slot in slots:
+        keys = range(count, count + len(slot.spans))
+        found.append(Held(keys, slot, position.get(id(slot.param), -1)))
+        count = keys.stop
+    return found
+
+
+def gather_by_id(
+    slots: Sequence[Slot], uncollected: Set[int], saved: StateDict, optimizer: Optimizer, keep_on: bool
+) -> StateDict | None:
+    """Gathers the full state dict where ``keep_on``, None elsewhere (collective).
+
+    Args:
+        slots: all shards, in the order of ids.
+        uncollected: ids of shards whose state is this rank's own and stays here.
+        saved: ``optimizer.state_dict()``; further entries are passed on.
+        optimizer: whose parameters are the shards.
+        keep_on: whether this rank returns it.
+    """
+    held = _by_id(slots, optimizer)
+    collected = [h for h in held if id(h.slot and h.slot.param) not in uncollected]
+    # as the optimizer has them: their places are for all ranks
+    collected.sort(key=lambda h: (h.position < 0, h.position))
+    state = _gathered(collected, saved, keep_on, number=lambda kind: copy.copy(kind.value))
+    id_map: dict[int, int | None] = {}
+    local_ids = []
+    for keys, slot, position in held:
+        own = saved["state"].get(position, {})
+        stays = slot is not None and id(slot.param) in uncollected
+        if stays and slot is not None:
+            _keep_uncollected(state, keys, slot, own)
+            local_ids += [position] if position >= 0 else []
+        id_map.update(dict.fromkeys(keys, position if position >= 0 and (own or stays) else None))
+    if not keep_on:
+        return None
+    ids = {id(h.slot.param): h.keys for h in held if h.slot is not None}
+    groups = [
+        {**options_in(theirs), "params": [i for p in own["params"] for i in ids.get(id(p), ())]}
+        for theirs, own in zip(saved["param_groups"], optimizer.param_groups, strict=True)
+    ]
+    made = _assembled(saved, dict(sorted(state.items())), groups)
+    return {**made, "param_id_map": id_map, "uncollected_local_ids": local_ids}
+
+
+def _keep_uncollected(state: StateDict, keys: Sequence[Tree], slot: Slot, own: SavedState) -> None:
+    for key, value in own.items():
+        kind = StateKind.of(key, value, slot.param.shape)
+        is_here = kind.spread and slot.world_size == 1 and slot.join is not None
+        values: list[Tree] = (
+            slot.join(value, True) if is_here and slot.join is not None else [kind.value] * len(keys)
+        )
+        for i, v in zip(keys, values, strict=True):
+            state.setdefault(i, {})[key] = v
+
+
+def shard_by_id(slots: Sequence[Slot], full: StateDict) -> StateDict:
+    """Cuts this rank's part of a full state dict, for ``optimizer.load_state_dict``; the argument is not changed.
+
+    Raises:
+        ConfigurationError: it belongs to another model.
+    """
+    held = _by_id(slots)
+    count = sum(len(h.keys) for h in held)
+    id_map: dict[int, int | None] = full.get("param_id_map") or {}
+    known = set(id_map) or {i for g in full["param_groups"] for i in g["params"]}
+    if known and len(known) != count:
+        raise ConfigurationError(
+            f"this optimizer state is of a model with {len(known)} parameters, this model has {count}; wrap the model "
+            "as it was when the state was saved"
+        )
+    slot_of = {i: k for k, h in enumerate(held) for i in h.keys}
+    groups: list[ParamGroup] = []
+    is_sharded = any(s.world_size > 1 or s.param.shape != s.spans[0].shape for s in slots)
+    kind = OrderedDict if is_sharded else dict  # as ``optimizer.state_dict()`` has them, and state below
+    local_of: dict[int, int] = {}
+    for group in full["param_groups"]:
+        locals_: list[int] = []
+        for i in group["params"]:
+            k = slot_of[i]
+            if k not in local_of:  # those without state have no index: they come in the optimizer's order
+                given = id_map.get(i)
+                local_of[k] = len(local_of) if given is None else given
+            if local_of[k] not in locals_:
+                locals_.append(local_of[k])
+        options = copy.deepcopy({k: v for k, v in group.items() if k != "params"})
+        groups.append(kind(options, params=locals_))
+    state: dict[int, StateDict] = {}
+    for k, (slot, (keys, _, _)) in enumerate(zip(slots, held, strict=True)):
+        have = {n: full["state"][i] for n, i in zip(slot.names, keys, strict=True) if full["state"].get(i)}
+        if have and k in local_of:
+            cut = slot.cut(have)
+            state[local_of[k]] = marked(cut, slot.param.shape) if slot.world_size > 1 else cut
+    return _assembled(full, dict(sorted(state.items())), groups)
+
+
+# ------------------------------------------------------------ by index
+def gather_by_index(slots: Sequence[Slot | None], saved: StateDict, keep_on: bool) -> StateDict | None:
+    """Gathers the state as one process has it, on the CPU (collective); None where not ``keep_on``.
+
+    Args:
+        slots: of the optimizer's parameters; each shard has one parameter.
+        saved: its ``state_dict()``.
+    """
+    held = [Held([index], slot, index) for index, slot in enumerate(slots)]
+    state = _gathered(held, saved, keep_on, of_whole=to_cpu)
+    groups = [{**options_in(g), "params": copy.copy(g["params"])} for g in saved["param_groups"]]
+    return _assembled(saved, state, groups) if keep_on else None
+
+
+def shard_by_index(slots: Sequence[Slot | None], full: StateDict) -> StateDict:
+    """Cuts this rank's part of such a state, for ``optimizer.load_state_dict``; the argument is not changed.
+
+    Raises:
+        ConfigurationError: it is of another model.
+    """
+    ids = [i for g in full["param_groups"] for i in g["params"]]
+    if len(ids) != len(slots):
+        raise ConfigurationError(
+            f"this optimizer state is of {len(ids)} parameters, this optimizer has {len(slots)}; nothing was loaded. "
+            "Make it over the same parameters as when the state was saved"
+        )
+    position, groups = {i: k for k, i in enumerate(ids)}, []
+    state: dict[object, Tree] = {}
+    for key, values in full["state"].items():
+        slot = slots[position[key]] if key in position else None
+        state[position.get(key, key)] = values if slot is None else slot.cut({slot.names[0]: values})
+    for g in full["param_groups"]:
+        groups.append({**g, "params": [position[i] for i in g["params"]]})
+    return {**full, "state": state, "param_groups": groups}
+
+
+# ------------------------------------------------------------ by name
+def gather_by_name(
+    known: Mapping[int, Held], optimizer: Optimizer, saved: StateDict, form: Form, keep: bool = True
+) -> StateDict:
+    """Gathers an optimizer's state by names (collective); empty without ``keep``.
+
+    Args:
+        known: all parameters of a model by identity, by name, in the same order on all ranks.
+        optimizer: whose state it is.
+        saved: its ``state_dict()``.
+        form: what becomes of a parameter's state.
+        keep: whether this rank returns anything.
+    """
+    state = _gathered([*known.values()], saved, keep, form)
+    if not keep:
+        return {}
+    groups = [
+        {**options_in(theirs), "params": [name for p in own["params"] for name in known[id(p)].keys]}
+        for own, theirs in zip(optimizer.param_groups, saved.get("param_groups", ()), strict=False)
+    ]
+    return _assembled(saved, state, groups if "param_groups" in saved else None)
+
+
+Source = Callable[[Slot | None, Sequence[str]], Mapping[str, SavedState]]
+"""Of a shard and the names of the parameters in it: their state, where there is some."""
+
+
+def shard_by_name(
+    known: Mapping[int, Held], optimizer: Optimizer, groups: Sequence[ParamGroup], source: Source
+) -> StateDict:
+    """Cuts this rank's part of state by names, for ``optimizer.load_state_dict``.
+
+    Args:
+        known: as :func:`gather_by_name` takes them.
+        optimizer: as it is now.
+        groups: the ``param_groups`` that were saved. Options go to the optimizer's groups by the parameters in them.
+            Without any, nothing was saved of them, and they stay.
+        source: asked for each parameter of the model, in one order on all ranks.
+
+    Raises:
+        ConfigurationError: the state is of other parameters, or of other groups.
+    """
+    group_of: dict[str, ParamGroup] = {}
+    for group in groups:
+        for name in group["params"]:
+            if not isinstance(name, str):
+                raise ConfigurationError(
+                    "this optimizer state is by numbers of parameters; make it one by names: "
+                    "FSDP.rekey_optim_state_dict(state, OptimStateKeyType.PARAM_NAME, unwrapped_model)"
+                )
+            group_of[name] = group
+    state: dict[int, StateDict] = {}
+    for names, slot, position in known.values():
+        have = source(slot, names)  # of all, in the model's order, for a source may be a collective
+        if have and position >= 0:
+            if slot is None:
+                part = have[names[0]]
+            else:
+                inside = dict(zip(names, slot.names, strict=True))
+                part = slot.cut({inside[name]: values for name, values in have.items()})
+            # copies: torch loads tensors such as "step" as they are, and counts on in them
+            state[position] = {
+                k: v.clone() if isinstance(v, torch.Tensor) else copy.deepcopy(v) for k, v in part.items()
+            }
+    made: list[ParamGroup] = []
+    for group in optimizer.param_groups:
+        inside_group = [known[id(p)] for p in group["params"]]
+        listed = [name for h in inside_group for name in h.keys]
+        options = _options_of(listed, group_of) if groups else options_in(group)
+        made.append({**options, "params": [h.position for h in inside_group]})
+    return {"state": dict(sorted(state.items())), "param_groups": made}
+
+
+def _options_of(names: Sequence[str], group_of: Mapping[str, ParamGroup]) -> ParamGroup:
+    lacking = [n for n in names if n not in group_of]
+    if lacking:
+        raise ConfigurationError(
+            f"this optimizer state names no group of parameter {lacking[0]!r}: it is of another model, or of an "
+            "optimizer that did not have it; nothing was loaded"
+        )
+    found: list[ParamGroup] = []
+    for name in names:
+        options = {k: v for k, v in group_of[name].items() if k not in ("params", "param_names")}
+        if options not in found:
+            found.append(options)
+    if len(found) > 1:
+        keys = sorted(k for k in found[0] if found[0][k] != found[1].get(k))
+        raise ConfigurationError(
+            f"parameters of one group of the optimizer were in groups with other options ({', '.join(keys)}) when "
+            "this state was saved; make the optimizer with the groups that it had"
+        )
+    return copy.deepcopy(found[0]) if found else {}
+
+
+def from_state(state: Mapping[str, SavedState]) -> Source:
+    """Makes a source of a state that this rank has."""
+
+    def source(slot: Slot | None, names: Sequence[str]) -> Mapping[str, SavedState]:
+        return {
+            n: {k: whole(v) if is_cut(v) else v for k, v in state[n].items()} for n in names if state.get(n)
+        }
+
+    return source
+
+
+def from_rank_0(state: Mapping[str, SavedState], group: Group) -> Source:
+    """Makes a source of a state of a group's first rank, which sends it parameter by parameter (collective)."""
+    mine = from_state(state)
+
+    def source(slot: Slot | None, names: Sequence[str]) -> Mapping[str, SavedState]:
+        have = mine(slot, names) if group.rank == 0 else {}
+        control = group.channel("control")
+        sent: Mapping[str, SavedState] = control.broadcast_object(have, 0, label="optimizer state of rank 0")
+        return sent
+
+    return source
