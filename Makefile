@@ -6,7 +6,7 @@
 #                 `make streams`
 #   make quick   some tests of every part, newest torch only: for the daily loop, under 2 minutes
 #   make plain   some tests of every part where nothing but torch is installed, as far as Python can tell: no numpy
-#   make check   ruff, mypy, import-linter
+#   make check   ruff, mypy, import-linter; prints how large the house is, beside the goals
 #   make fuzz     damages and forges 10,000 files; draws new programs for MINUTES=10, keeps what fails as tests; records
 #                 fairscale's traces anew
 #   make faults   puts some 220 faults into a copy of the source, one after the other: tests have to notice each
@@ -146,6 +146,7 @@ check: $(CORE)/.ready
 	for tool in "ruff check" "ruff format --check" mypy lint-imports; do \
 	  echo "== $$tool"; $(CORE)/bin/$$tool || status=1; \
 	done; \
+	echo "== the house"; $(CORE)/bin/python -m tests.house_table || status=1; \
 	exit $$status
 
 format: $(CORE)/.ready

@@ -18,6 +18,7 @@ import os
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import TypeVar
 
@@ -158,6 +159,12 @@ def number_of(group: Group, run_id: str) -> str:
     return number if mine is not None and mine.id == job else run_id
 
 
+def are_several(group: Group) -> bool:
+    """Tells whether more than one unit has been built of a group's ranks."""
+    mine = _jobs.get(group)
+    return mine is not None and mine.built > 1
+
+
 def stamp(run_id: str, backwards: int) -> StateDict:
     """Returns what files carry of a run.
 
@@ -191,6 +198,9 @@ def check_one_save(names: Sequence[str], facts: Sequence[Mapping[str, object] | 
             "one save (a save that was killed leaves files of the one before); each job, and each model in it, has an "
             "id of its own, and files without one are another library's"
         )
+
+
+_grad_of = attrgetter("grad")
 
 
 def check_same_everywhere(group: Group, facts: Facts, what: str, aside: Tree = None) -> list[Tree]:
@@ -343,6 +353,44 @@ class AgreedOptions:
             if index >= len(known) or key not in known[index] or known[index][key] != value
         ]
         group.agree(f"a step with other options than before: {', '.join(changed)}")
+
+
+class AgreedGradients:
+    """Which parameters have a gradient in a step, the same on all ranks that hold all gradients: told when it changes.
+
+    Nothing is asked of ranks that keep the gradients of what they own alone.
+    """
+
+    def __init__(self) -> None:
+        self._there: list[bool] | None = None
+        self._are_whole = True
+
+    def check(self, group: Group, params: Sequence[nn.Parameter], owned: Sequence[bool]) -> None:
+        """Before a step, of whose gradients nothing else is known.
+
+        Args:
+            group: the ranks.
+            params: all of them.
+            owned: which of them this rank updates.
+
+        Raises:
+            OutOfStepError: another rank has other gradients.
+        """
+        there = [g is not None for g in map(_grad_of, params)]
+        if there == self._there or group.world_size == 1:
+            return
+        before, self._there = self._there, there
+        if not group.backend.even_shards_only and (before is None or len(before) != len(there)):
+            others = [has for has, mine in zip(there, owned, strict=True) if not mine]
+            keeps_own = any(there) and bool(others) and not any(others)
+            told = all_gather_facts(
+                group.channel("control"), keeps_own, label="the first gradients of an OSS"
+            )
+            self._are_whole = not any(told)
+        if self._are_whole:
+            without = [str(k) for k, has in enumerate(there) if not has]
+            which = f"without those of parameters {', '.join(without)}" if without else "all"
+            group.channel("parameters").agree(f"a step with gradients: {which}")
 
 
 def _snapshot(groups: Sequence[ParamGroup]) -> list[StateDict]:

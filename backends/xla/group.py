@@ -147,7 +147,9 @@ class XlaGroup(ObjectsOverBytes):
         self._exchange("barrier", label, b"")
 
     def agree(self, what: str) -> None:
-        """Nothing: all ranks compare what they are about to run anyway."""
+        """All ranks compare it along with the program that they run next; on a TPU nothing does."""
+        if self.world_size > 1:
+            self._issue(f"agreement on {what}", "")
 
     def abort(self, why: str = "") -> None:
         """Drops the graph recorded since the last step: its tensors can't be read any more."""

@@ -35,7 +35,11 @@ _SHOWN = 3  # calls of a replica that a message quotes
 
 @dataclass(frozen=True)
 class ReplicaCall:
-    """One collective as a replica asked for it. ``label`` is shown, but not compared."""
+    """One collective, or an agreement, as a replica asked for it.
+
+    ``label`` is shown, and compared where it says for whom values are gathered: what roots of equal shapes gather is
+    alike but for it.
+    """
 
     group: tuple[int, ...]  # global ranks
     what: str
@@ -49,7 +53,8 @@ class ReplicaCall:
 
     def in_program(self) -> tuple[object, ...]:
         """Returns what is the same on all ranks of a program, whichever group each is in."""
-        return self.what, [list(group) for group in self.partition]
+        label = self.label if self.what.startswith("all_gather_into") else ""
+        return self.what, label, [list(group) for group in self.partition]
 
 
 @dataclass

@@ -156,7 +156,7 @@ def _new_name(fullname: str) -> str:
     return ""
 
 
-class _Finder(MetaPathFinder):
+class _TableFinder(MetaPathFinder):
     """Finds the modules of the table, except for those that have a file, which also take their entries from it.
 
     It is asked first: a folder in which nothing but a cache is left would be found as a namespace package.
@@ -176,7 +176,10 @@ class _Finder(MetaPathFinder):
             return found
         is_package = any(name.startswith(f"{fullname}.") for name in _SERVED)
         return ModuleSpec(
-            fullname, _Loader(), origin=f"the table of {_ROOT}.compat.redirections", is_package=is_package
+            fullname,
+            _TableLoader(),
+            origin=f"the table of {_ROOT}.compat.redirections",
+            is_package=is_package,
         )
 
 
@@ -193,7 +196,7 @@ class _Moved(Loader):
         sys.modules[module.__name__] = importlib.import_module(self._there)
 
 
-class _Loader(Loader):
+class _TableLoader(Loader):
     """Fills a module from the table."""
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
@@ -206,7 +209,7 @@ class _Loader(Loader):
         module.__dict__.update(__getattr__=redirected_names(module.__name__), __dir__=lambda: names)
 
 
-_FINDER = _Finder()
+_FINDER = _TableFinder()
 
 
 def serve() -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 
-class Names(NamedTuple):
+class Redirection(NamedTuple):
     """Names of one module with one remedy.
 
     Attributes:
@@ -38,117 +38,119 @@ _STAGES_SEND = (
 _SKIPS = ("shardkit.nn.pipe.skip.skippable", "skip tensors are arguments and results that autograd sees")
 
 # Path of the module below fairscale -> its names.
-REDIRECTED: dict[str, tuple[Names, ...]] = {
+REDIRECTED: dict[str, tuple[Redirection, ...]] = {
     "experimental.nn.ampnet_pipe.ampnet": (
-        Names("AsyncAMPnetEventLoop create_task_without_skip_trackers()", *_AMPNET),
+        Redirection("AsyncAMPnetEventLoop create_task_without_skip_trackers()", *_AMPNET),
     ),
-    "experimental.nn.ampnet_pipe.pipe": (Names("AMPnetPipe", *_AMPNET),),
+    "experimental.nn.ampnet_pipe.pipe": (Redirection("AMPnetPipe", *_AMPNET),),
     "experimental.nn.data_parallel.gossip.utils.cuda_metering": (
-        Names(
+        Redirection(
             "CudaEventRecorder create_and_record_event()",
             "torch.profiler.profile",
             "it times phases on any device, without extra code",
         ),
     ),
-    "experimental.nn.distributed_pipeline.data": (Names("DataConsumer ConsumerType", *_RPC_STAGES),),
+    "experimental.nn.distributed_pipeline.data": (Redirection("DataConsumer ConsumerType", *_RPC_STAGES),),
     "experimental.nn.distributed_pipeline.graph": (
-        Names(
+        Redirection(
             "DataSource MultiInputSequential Node PipelineModulesGraph NodeDataConsumer RemoteSequential()",
             *_RPC_STAGES,
         ),
     ),
-    "experimental.nn.distributed_pipeline.loss": (Names("DistributedLoss()", *_RPC_STAGES),),
+    "experimental.nn.distributed_pipeline.loss": (Redirection("DistributedLoss()", *_RPC_STAGES),),
     "experimental.nn.distributed_pipeline.partition_handler": (
-        Names("DistributedPipelineRecord PartitionHandler ExcInfo", *_RPC_STAGES),
+        Redirection("DistributedPipelineRecord PartitionHandler ExcInfo", *_RPC_STAGES),
     ),
     "experimental.nn.distributed_pipeline.pipeline": (
-        Names("DistributedPipeline Device MOVING_DENIED check_pytorch_version()", *_RPC_STAGES),
+        Redirection("DistributedPipeline Device MOVING_DENIED check_pytorch_version()", *_RPC_STAGES),
     ),
     "experimental.nn.distributed_pipeline.trace": (
-        Names("GraphCreator RemoteModuleTracer make_graph()", *_RPC_STAGES),
+        Redirection("GraphCreator RemoteModuleTracer make_graph()", *_RPC_STAGES),
     ),
     "experimental.nn.mevo": (
-        Names(
+        Redirection(
             "GetMaxFunction GetSumFunction TargetScoreFunction",
             "shardkit.model_parallel.vocab_loss.linear_cross_entropy",
             "a step inside of MemoryEfficientVocabOutput, which is one autograd function now",
         ),
     ),
     "experimental.nn.ssd_offload": (
-        Names(
+        Redirection(
             "SsdBuffer SsdFlatParameter SsdParameter SsdTensorHandle",
             "FullyShardedDataParallel(move_params_to_cpu=True)",
             "fairscale dropped keeping parameters on disks in 0.4.11",
         ),
     ),
     "experimental.wgit.cli": (
-        Names(
+        Redirection(
             "main()",
             "the commands of DVC or git-lfs",
             "an unfinished experiment; tools made for it version large files",
         ),
     ),
-    "experimental.wgit.pygit": (Names("PyGit", "pygit2 or git itself", "a thin layer over pygit2"),),
+    "experimental.wgit.pygit": (Redirection("PyGit", "pygit2 or git itself", "a thin layer over pygit2"),),
     "experimental.wgit.repo": (
-        Names(
+        Redirection(
             "Repo SizeInfo",
             "DVC or git-lfs, with weights in safetensors",
             "an unfinished experiment (needs pygit2 and pgzip); tools made for it version large files",
         ),
     ),
     "experimental.wgit.sha1_store": (
-        Names(
+        Redirection(
             "SHA1_Store",
             "DVC or git-lfs, with weights in safetensors",
             "an unfinished experiment; tools made for it store large files by their hash",
         ),
     ),
     "experimental.wgit.signal_sparsity": (
-        Names(
+        Redirection(
             "SignalSparsity random_sparse_mask()",
             "torch.ao.pruning or torchao.sparsity (masks), torch.topk of torch.fft (signals)",
             "part of wgit's unfinished lossy compression",
         ),
     ),
     "experimental.wgit.signal_sparsity_profiling": (
-        Names(
+        Redirection(
             "EnergyConcentrationProfile",
             "torch.topk of torch.fft, and a cumulative sum",
             "part of wgit's unfinished lossy compression",
         ),
     ),
     "fair_dev.testing.testing": (
-        Names("get_cycles_per_ms()", "torch.cuda._sleep", "it measures CUDA's busy-wait kernel"),
-        Names("SGDWithPausingCompute", "torch.optim.SGD with a step hook", "it tests fairscale's streams"),
-        Names(
+        Redirection("get_cycles_per_ms()", "torch.cuda._sleep", "it measures CUDA's busy-wait kernel"),
+        Redirection(
+            "SGDWithPausingCompute", "torch.optim.SGD with a step hook", "it tests fairscale's streams"
+        ),
+        Redirection(
             "get_smi_memory()", "torch.accelerator.memory_allocated()", "torch tells what nvidia-smi tells"
         ),
-        Names("torch_cuda_version()", "torch.version.cuda", "it knows CUDA 10 and 11 only"),
+        Redirection("torch_cuda_version()", "torch.version.cuda", "it knows CUDA 10 and 11 only"),
     ),
     "nn.data_parallel.fsdp_optim_utils": (
-        Names(
+        Redirection(
             "build_unflat_state_dict()",
             "FullyShardedDataParallel.gather_full_optim_state_dict(optimizer)",
             "it was a step within FSDP's methods, which need no helper for it now",
         ),
-        Names(
+        Redirection(
             "flatten_optim_state_dict()",
             "FullyShardedDataParallel.get_shard_from_optim_state_dict(full_state)",
             "it was a step within FSDP's methods, which need no helper for it now",
         ),
     ),
     "nn.pipe.async_pipe": (
-        Names("PartitionInfo", "shardkit.nn.pipe.AsyncPipe", "a rank holds one run of layers"),
+        Redirection("PartitionInfo", "shardkit.nn.pipe.AsyncPipe", "a rank holds one run of layers"),
     ),
     "nn.pipe.async_pipeline": (
-        Names(
+        Redirection(
             "AsyncPipeline",
             "shardkit.nn.pipe.AsyncPipe, or torch.distributed.pipelining",
             "it is a part of AsyncPipe",
         ),
     ),
     "nn.pipe.async_schedule": (
-        Names(
+        Redirection(
             "AsyncEventLoop AsyncMessageBody AsyncMessageType AsyncRecvOperator "
             "AutogradWithoutActivations Invocation Location ModuleWrapper TailBackwardContext "
             "Activations Invocations create_task()",
@@ -157,52 +159,54 @@ REDIRECTED: dict[str, tuple[Names, ...]] = {
         ),
     ),
     "nn.pipe.checkpoint": (
-        Names(
+        Redirection(
             "Checkpoint Recompute Context RNGStates Recomputed save_rng_states() restore_rng_states()",
             "shardkit.nn.checkpoint.checkpoint_wrapper or torch.utils.checkpoint",
             "one autograd function runs a checkpointed call again and puts its random state back",
         ),
     ),
     "nn.pipe.copy": (
-        Names(
+        Redirection(
             "Context Copy Wait",
             "torch.Tensor.to(device, non_blocking=True)",
             "torch orders copies between devices, in backward too",
         ),
     ),
     "nn.pipe.messages": (
-        Names(
+        Redirection(
             "RpcTransport SendRecvTransport Transport MESSAGE_TENSOR_SIZE MessageQueues "
             "MakeTransport() rpc_push_queue() to_input_device()",
             *_STAGES_SEND,
         ),
     ),
     "nn.pipe.pipeline": (
-        Names(
+        Redirection(
             "Pipeline ExcInfo copy() depend() wait()",
             "shardkit.nn.pipe.Pipe",
             "fences and streams have no place in it any more",
         ),
     ),
     "nn.pipe.rpc": (
-        Names(
+        Redirection(
             "PipeBackRedirect DEFAULT_MAX_SOURCE_POSITIONS DEFAULT_MAX_TARGET_POSITIONS DtypeOrDtypes "
             "SizeOrSizes callback_with_model() get_dtype() get_shapes() set_device_based_on_group()",
             "shardkit.nn.pipe.PipeRPCWrapper",
             "it is a part of it",
         ),
-        Names("get_global_ranks_from_group()", "torch.distributed.get_process_group_ranks", "torch has it"),
+        Redirection(
+            "get_global_ranks_from_group()", "torch.distributed.get_process_group_ranks", "torch has it"
+        ),
     ),
-    "nn.pipe.skip.portal": (Names("Context Portal PortalBlue PortalCopy PortalOrange", *_SKIPS),),
+    "nn.pipe.skip.portal": (Redirection("Context Portal PortalBlue PortalCopy PortalOrange", *_SKIPS),),
     "nn.pipe.skip.tracker": (
-        Names(
+        Redirection(
             "SkipTracker SkipTrackerThroughPotals ThreadLocal thread_local current_skip_tracker() "
             "use_skip_tracker()",
             *_SKIPS,
         ),
     ),
     "nn.pipe.types": (
-        Names(
+        Redirection(
             "PipeMessage ACTIVATIONS_GRADS_QUEUE EVENT_LOOP_ACTIVATIONS_QUEUE "
             "EVENT_LOOP_GRADIENTS_QUEUE EVENT_LOOP_QUEUE MESSAGE_GENERATION_START MessageGeneration "
             "PORTAL_QUEUE SKIP_TENSOR_QUEUE",
@@ -210,7 +214,7 @@ REDIRECTED: dict[str, tuple[Names, ...]] = {
         ),
     ),
     "nn.pipe.worker": (
-        Names(
+        Redirection(
             "Task ExcInfo create_workers() join_workers() spawn_workers() worker()",
             "shardkit.nn.pipe.Pipe",
             "one thread issues the cells of all devices, which do not wait for each other",

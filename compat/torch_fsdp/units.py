@@ -33,7 +33,7 @@ def wrap_below(
     """
     mixed: MixedPrecision | None = arguments["mixed_precision"]
     full_precision = () if mixed is None else tuple(mixed._module_classes_to_ignore)
-    asked = _Asked(root, policy, ignored, full_precision, arguments)
+    asked = _CorePolicy(root, policy, ignored, full_precision, arguments)
     context = WrapContext(wrapper, kwargs=arguments, uncounted=frozenset(ignored.parameters))
     wrap_tree(root, asked, {}, context=context)
 
@@ -53,7 +53,7 @@ class _Planned:
         return plan
 
 
-class _Asked:
+class _CorePolicy:
     """A policy as the core asks it; modules that stay in full precision are units of their own."""
 
     def __init__(

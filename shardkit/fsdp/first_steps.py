@@ -28,7 +28,7 @@ from ..optimizers.shards import shard_behind
 from ..optimizers.stepping import take_part
 from ..types import AnyCallable
 from .originals import FlatParamLike, Listing, managing, name_of_original
-from .registered_shard import listing_of
+from .registered_shard import dimensions_asked, listing_of
 from .skipping import Skips
 
 logger = logging.getLogger("shardkit")
@@ -230,22 +230,23 @@ def _coupled(name: str) -> ConfigurationError:
 def _warn_of_groups_by_dimension(optimizer: Optimizer) -> None:
     """Groups made by ``p.ndim`` put all shards of one dimension with the biases, and nothing decays.
 
-    The group that was meant to decay is empty. Where it was left out because it is, that can't be told from a schedule
-    that begins without decay.
+    The group that was meant to decay is empty. Where it was left out because it is, the program has asked shards for
+    their dimensions; a schedule that begins without decay has no reason to.
     """
     groups = optimizer.param_groups
     decaying = [g for g in groups if g.get("weight_decay")]
-    says_no = any(not g["params"] for g in decaying)
+    is_empty = any(not g["params"] for g in decaying)
     undecayed = [f for g in groups if not g.get("weight_decay") for f in map(shard_behind, g["params"]) if f]
     matrices = [
         name
         for f in undecayed
+        if is_empty or f in dimensions_asked
         for name, m in zip(f.names, f.originals, strict=True)
-        if len(m.shape) > 1 and f.param.dim() < 2
+        if len(m.shape) > 1 and len(f.param.shape) < 2
     ]
-    if says_no and matrices:
+    if matrices:
         logger.warning(
-            "%s decays no shard with a matrix in it (%s, ...), though a group says weight_decay. "
+            "%s does not decay shards with matrices in them (%s, ...), and groups go by p.ndim, or one is empty. "
             "Shards of flat parameters have one dimension, so groups can't be made by p.ndim: take fully_shard, which "
             "lists rows of each parameter with its own dimensions; or note the names of what is to decay before "
             "wrapping, wrap with flatten=False, and choose by name. If nothing is to decay, pass weight_decay=0",

@@ -428,8 +428,24 @@ class UnlistedShard(nn.Parameter):
         return self
 
 
+# Flat parameters of whose shards a program has asked how many dimensions they have: to make groups by it, mostly.
+dimensions_asked: weakref.WeakSet[FlatParamLike] = weakref.WeakSet()
+
+
 class ShardedFlatParameter(FlatParameter):
     """A flat parameter's shard. The attributes are those that existing code reads from fairscale's parameters."""
+
+    @property
+    def ndim(self) -> int:  # type: ignore[override]
+        """1, whatever the original parameters have; see :data:`dimensions_asked`."""
+        return self.dim()
+
+    def dim(self) -> int:
+        """1, whatever the original parameters have; see :data:`dimensions_asked`."""
+        flat = shard_behind(self)
+        if flat is not None:
+            dimensions_asked.add(flat)
+        return super().dim()
 
     @property
     def _flat(self) -> FlatParamLike:

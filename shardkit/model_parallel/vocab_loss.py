@@ -84,7 +84,7 @@ def linear_cross_entropy(
     return loss / input.shape[0] if reduction == "mean" else loss
 
 
-class _Kept(Context):
+class _LossContext(Context):
     tiles: _Tiles
     margin: Margin | None
 
@@ -94,7 +94,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: _Kept,
+        ctx: _LossContext,
         input: torch.Tensor,
         weight: torch.Tensor,
         target: torch.Tensor,
@@ -115,7 +115,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return (log_sums - own).sum()
 
     @staticmethod
-    def backward(ctx: _Kept, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: _LossContext, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
         input, weight, target, log_sums = ctx.saved_tensors
         margin: Margin | None = ctx.margin
         features = input if margin is None else F.normalize(input)

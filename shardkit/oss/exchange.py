@@ -3,6 +3,10 @@
 One object for each wrapper. It decides which parameters are reduced how (in buckets, as sparse rows, by flat segments,
 or to everybody where no optimizer owns them), starts over when parameters are frozen or added, and keeps
 the optimizers from stepping on unfinished gradients.
+
+[Note: several modules] Gradients of all modules that the same ranks train go through one channel, and those of equal
+shapes would be added to each other's if ranks went back through the modules in another order. So from the second module
+on, ranks agree on what is about to be sent, in the channel that keeps an order: a comparison, in a step like the last.
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..backend import Group, ReduceOp
+from ..checks import are_several, number_of
 from ..errors import ConfigurationError, LifecycleError
 from ..policy import ReducePolicy
 from ..reduction.shard_gradients import gradient_class
@@ -74,13 +79,16 @@ class GradientExchange:
         group: Group,
         policy: ReducePolicy,
         buffers: BufferSync,
+        run_id: str,
     ) -> None:
         self.state = BackwardState(self._end_of_backward)
         self._module = module
         self._device_type = next((p.device.type for p in module.parameters()), "")
         self._optimizers = list(optimizers)
         self.group = group
-        self._channel = group.channel("gradients")
+        self._channel, self._order = group.channel("gradients"), group.channel("parameters")
+        self._name = f"{type(module).__name__} {number_of(group, run_id)}"
+        self._takes_turns = False
         self.policy = policy
         self._buffers = buffers
         self._hooks = GradientHooks(
@@ -191,6 +199,7 @@ class GradientExchange:
         for part in self._parts:
             if isinstance(part, Reducer):
                 part.adopt_means(means)
+                part.turn = self._take_turn if self._takes_turns else None
 
     def forget_errors(self) -> None:
         """Forgets what compression has left out so far."""
@@ -213,6 +222,13 @@ class GradientExchange:
     def begin_forward(self) -> None:
         """Before a training forward."""
         self.recover()
+        if not self._takes_turns and are_several(
+            self.group
+        ):  # there may be another module since the last forward
+            self._takes_turns = True
+            for part in self._parts:
+                if isinstance(part, Reducer):
+                    part.turn = self._take_turn
         if self._is_new:
             self._is_new = False
             self._check_gradients()
@@ -263,7 +279,13 @@ class GradientExchange:
             part.abandon()
         self._buffers.changed = False
 
+    def _take_turn(self, what: str) -> None:
+        """See [Note: several modules]."""
+        self._order.agree(f"{what} of {self._name}")
+
     def _end_of_backward(self) -> None:
+        if self._takes_turns:
+            self._take_turn("the end of backward")
         with self.ranges.finish():
             for part in self._parts:
                 part.finish()

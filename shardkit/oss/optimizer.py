@@ -8,6 +8,7 @@ Legend: W world size, P numel of all parameters, S numel of one rank's part.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Literal, cast
@@ -20,6 +21,7 @@ from torch.optim.optimizer import ParamsT
 
 from ..backend import Backend, Group, backend_for
 from ..checks import (
+    AgreedGradients,
     AgreedOptions,
     check_one_device,
     check_same_everywhere,
@@ -114,7 +116,7 @@ class OSS(Optimizer):
         self._is_on_all_ranks = False
         self._has_stepped = False  # or loaded a state: on this rank or another
         self._before_step: list[Callable[[], None]] = []
-        self._agreed = AgreedOptions()
+        self._agreed, self._agreed_gradients = AgreedOptions(), AgreedGradients()
         chosen = placement_for(
             optim, self._backend.even_shards_only, self._update_dtype, self._kind_of_segments
         )
@@ -194,6 +196,7 @@ class OSS(Optimizer):
     def _lay_out(self) -> None:
         """Takes what is trainable now into the placement's buffers."""
         self._all = list(self._parameters())
+        self._are_owned = [self._owner[p] == self.rank for p in self._all]
         self._trainable = [p.requires_grad for p in self._all]
         self.placement.lay_out(self.param_groups)
 
@@ -246,6 +249,10 @@ class OSS(Optimizer):
             return None  # torch steps to make state, on ranks that find none: here, those that own nothing
         try:
             self._begin_step()
+            if closure is None:
+                self._check_gradients()
+            else:
+                closure = self._with_check(closure)
             loss = self.placement.step(self.optim, closure, kwargs)
             self._end_step()
         except Exception as error:  # of the inner optimizer or the closure: noting_errors would cost calls
@@ -261,6 +268,20 @@ class OSS(Optimizer):
         self._agreed.check(self._group, self.param_groups)
         self.refresh_trainable()
         copy_options(self.param_groups, self.optim.param_groups)
+
+    @not_compiled
+    def _check_gradients(self) -> None:
+        if not self._before_step:  # else they were reduced to their owners
+            self._agreed_gradients.check(self._group, self._all, self._are_owned)
+
+    def _with_check(self, closure: Callable[[], Tree]) -> Callable[[], Tree]:
+        @functools.wraps(closure)
+        def evaluated() -> Tree:
+            loss = closure()
+            self._check_gradients()
+            return loss
+
+        return evaluated
 
     @not_compiled
     def _end_step(self) -> None:

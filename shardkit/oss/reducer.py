@@ -21,7 +21,7 @@ unscale gradients works.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -150,7 +150,12 @@ class Reducer:
         policy: bucket size and dtype on the wire.
         state: shared with the other hooks of the wrapped module.
         reduced: class of what owners get (see ``shard_gradients.py``).
+
+    Attributes:
+        turn: is told what is about to be sent, where gradients of other modules go the same way; None: they don't.
     """
+
+    turn: Callable[[str], None] | None = None
 
     def __init__(
         self, params: Sequence[nn.Parameter], owners: Sequence[int], group: Group, policy: ReducePolicy,
@@ -278,6 +283,8 @@ class Reducer:
         if not self._slot_is_taken:
             self._group.backend.take_storage(self._slot)
             self._slot_is_taken = True
+        if self.turn is not None:
+            self.turn(bucket.label)
         with bucket.ranges.reduce():
             had = self._pack(bucket)
             op = ReduceOp.AVG if bucket.has_mean else ReduceOp.SUM

@@ -16,7 +16,9 @@ from ..backend import Backend, backend_for
 from ..checks import (
     check_one_device,
     check_same_everywhere,
+    new_run_id,
     option_facts,
+    proposed_run_id,
     refuse_lazy,
     shape_fact,
 )
@@ -109,9 +111,9 @@ class ShardedDDP(PreparedForAccelerate, nn.Module):
             parameters_of_each_optimizer=[len(list(o._parameters())) for o in optimizers],
         )  # fmt: skip
         tensors = _facts(module)
-        check_same_everywhere(
-            self._group, tensors + facts, "the module's parameters and buffers, or options,"
-        )
+        what = "the module's parameters and buffers, or options,"
+        told = check_same_everywhere(self._group, tensors + facts, what, proposed_run_id())
+        self._run_id = new_run_id(self._group, told[0])
         refuse_lazy(tensors, "ShardedDDP")
         sent = {policy.dtype or p.dtype for p in module.parameters()}
         check_compressible(policy.compression, sent, self._backend)
@@ -122,7 +124,7 @@ class ShardedDDP(PreparedForAccelerate, nn.Module):
                 segment.take_values()
         self._buffers_sync = BufferSync(module, self._group.channel("buffers"), broadcast_buffers)
         self._exchange: GradientExchange | None = GradientExchange(
-            module, optimizers, self._group, policy, self._buffers_sync
+            module, optimizers, self._group, policy, self._buffers_sync, self._run_id
         )
         # hooks on parameters outlive the wrapper; a module may be wrapped again
         weakref.finalize(self, self._exchange.close).atexit = False

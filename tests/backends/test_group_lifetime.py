@@ -6,7 +6,6 @@ import datetime
 import math
 import os
 import re
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,6 +20,7 @@ from shardkit.backend import get_backend
 from shardkit.backends.processes import RankPool
 from shardkit.errors import ConfigurationError, LifecycleError
 from tests.pools import free_port, rank_pool
+from tests.started import output_of, program
 
 ROOT = Path(__file__).resolve().parents[2]
 CYCLES = 40
@@ -133,60 +133,18 @@ def test_channels_have_the_timeout_of_the_process_group() -> None:
 
 
 MOST_SOCKETS = {2: 10, 4: 19, 8: 32}  # by world size; docs/MEASUREMENTS.md says so
-SOCKETS = """
-import math, os, sys, torch, torch.distributed as dist
-from torch import nn
-import shardkit
-torch.set_num_threads(1)
-sizes, path = [int(n) for n in sys.argv[1].split(",")], sys.argv[2]
-
-def sockets():
-    links = []
-    for fd in os.listdir("/proc/self/fd"):
-        try:
-            links.append(os.readlink(f"/proc/self/fd/{fd}"))
-        except OSError:
-            pass
-    return sum(link.startswith("socket") for link in links)
-
-def main(rank, W):
-    before = sockets()
-    dist.init_process_group("gloo", store=dist.FileStore(f"{path}{W}", W), rank=rank, world_size=W)
-    parts = [nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Linear(16, 16)]
-    model = shardkit.FSDP(nn.Sequential(*[shardkit.FSDP(m) for m in parts]))
-    optimizer = torch.optim.Adam(model.parameters())
-    for _ in range(2):
-        model(torch.randn(4, 16)).sum().backward()
-        model.clip_grad_norm_(1.0)
-        optimizer.step()
-    print(f"of {W}: {sockets() - before}", flush=True)
-    dist.barrier()
-
-for W in sizes:
-    for rank in range(W):
-        if os.fork() == 0:
-            try:
-                main(rank, W)
-            finally:
-                os._exit(0)
-    for rank in range(W):
-        os.wait()
-"""
+SOCKETS = program("sockets_of_ranks")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="forks, and reads /proc")
 def test_sockets_of_a_rank(tmp_path: Path) -> None:
     """torch's own, those of the gradients, and for the other channels those that trees and rings use."""
-    done = subprocess.run(
-        [sys.executable, "-c", SOCKETS, ",".join(map(str, MOST_SOCKETS)), str(tmp_path / "store")],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        check=True, timeout=400, capture_output=True, text=True,
-    )  # fmt: skip
+    printed = output_of(SOCKETS, ",".join(map(str, MOST_SOCKETS)), str(tmp_path / "store"))
     counts: dict[int, list[int]] = {}
-    for world_size, count in re.findall(r"of (\d+): (\d+)", done.stdout):
+    for world_size, count in re.findall(r"of (\d+): (\d+)", printed):
         counts.setdefault(int(world_size), []).append(int(count))
     for world_size, most in MOST_SOCKETS.items():
-        assert len(counts[world_size]) == world_size, done.stderr
+        assert len(counts[world_size]) == world_size, printed
         assert max(counts[world_size]) <= most + 1, counts  # one may be about to close
         listeners = 5
         assert most <= 2 * (world_size - 1) + 6 * math.log2(world_size) + listeners

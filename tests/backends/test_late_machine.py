@@ -5,38 +5,18 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import textwrap
 from pathlib import Path
 
 import pytest
 
 from tests.late_device.build import library, missing
+from tests.started import program
 
 pytestmark = [
     pytest.mark.skipif(bool(missing()), reason=f"the device can't be compiled: {missing()}"),
 ]
 _ROOT = Path(__file__).parents[2]
-_PROGRAM = """
-    import torch
-    import shardkit
-
-    def train(rank):
-        torch.manual_seed(0)
-        model = shardkit.FSDP(torch.nn.Linear(5, 3).to(torch.accelerator.current_accelerator()))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        x = torch.full((2, 5), float(rank)).to("late")
-        model(x).sum().backward()
-        optimizer.step()
-        print(next(model.parameters()).device, flush=True)
-        return model.state_dict()["bias"].cpu().tolist()
-
-    if __name__ == "__main__":
-        torch.manual_seed(0)
-        bias = torch.nn.Linear(5, 3).bias - 0.2  # each of the 3 sums has 2 rows
-        found = shardkit.launch(train, 2)
-        assert all(torch.allclose(torch.tensor(b), bias) for b in found), (found, bias)
-        print("the CPU's numbers")
-"""
+_PROGRAM = program("train_on_the_accelerator")
 
 
 @pytest.fixture
@@ -56,7 +36,5 @@ def _run(machine: dict[str, str], *command: str) -> str:
 
 
 def test_launch_takes_the_accelerator(machine: dict[str, str], tmp_path: Path) -> None:
-    program = tmp_path / "program.py"
-    program.write_text(textwrap.dedent(_PROGRAM))
-    lines = _run(machine, str(program)).split("\n")
+    lines = _run(machine, _PROGRAM).split("\n")
     assert {"late:0", "late:1", "the CPU's numbers"} <= set(lines)

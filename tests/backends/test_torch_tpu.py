@@ -19,6 +19,7 @@ import pytest
 from shardkit.backends import tpu
 from shardkit.backends.c10d import tpu_group
 from tests.late_device.tpu import INTERNAL
+from tests.started import program
 from tests.torch_tpu import runtime, wheel
 
 if sys.version_info >= (3, 11):
@@ -134,28 +135,7 @@ def test_rules_of_its_process_groups(message: str) -> None:
     assert tpu_group.__doc__ is not None
 
 
-_IMPORT = """
-import json, sys
-from tests.torch_tpu.runtime import begin
-module = begin()
-import torch, torch.distributed as dist
-from tests.late_device.tpu import INTERNAL
-said = {}
-for name in INTERNAL:
-    try:
-        getattr(module, name)()
-        said[name] = "nothing"
-    except Exception as error:
-        said[name] = f"{type(error).__name__}: {error}"
-plugin = dist.Backend._plugins["TPU"]
-print("found " + json.dumps({
-    "internal": said, "extended": plugin.extended_api, "call": plugin.creator_fn.__doc__,
-    "default": dist.Backend.default_device_backend_map["tpu"], "bad fork": module._is_in_bad_fork(),
-    "kind": str(torch.accelerator.current_accelerator(check_available=True)),
-    "count": torch.accelerator.device_count(), "initialized": module.is_initialized(),
-    "bfloat16": torch.bfloat16 in module.get_amp_supported_dtype(),
-}))
-"""
+_IMPORT = program("import_torch_tpu")
 
 
 @pytest.fixture(scope="module")
@@ -166,7 +146,7 @@ def found() -> dict[str, Any]:
     )
     variables = {"TPU_SKIP_MDS_QUERY": "1", "PYTHONPATH": str(_ROOT), "XLA_FLAGS": ""}
     run = subprocess.run(
-        [sys.executable, "-c", _IMPORT],
+        [sys.executable, _IMPORT],
         capture_output=True,
         text=True,
         check=False,

@@ -274,21 +274,18 @@ def _groups(rank: int, world_size: int, strategy: str, how: str) -> list[str]:
     with heard() as messages:
         model = wrapped(strategy, make_model())
         params = list(model.parameters())
-        groups = {
-            "by ndim": [
-                {"params": [p for p in params if p.ndim >= 2], "weight_decay": 0.1},
-                {"params": [p for p in params if p.ndim < 2], "weight_decay": 0.0},
-            ],
-            "by ndim, filtered": [{"params": [p for p in params if p.ndim < 2], "weight_decay": 0.0}],
-            "by place": [
-                {"params": params[:1], "weight_decay": 0.1},
-                {"params": params[1:], "weight_decay": 0.0},
-            ],
-            "an empty group for later": [
-                {"params": params, "weight_decay": 0.1},
-                {"params": [], "weight_decay": 0.1},
-            ],
-        }[how]
+        chosen: dict[str, Callable[[nn.Parameter], bool]] = {
+            "by ndim": lambda p: p.ndim >= 2,
+            "by ndim, filtered": lambda p: p.dim() >= 2,
+            "by place": lambda p: p is params[0],
+            "an empty group for later": lambda p: True,
+            "no decay yet": lambda p: False,
+        }
+        decaying = [p for p in params if chosen[how](p)]
+        others = [p for p in params if all(p is not d for d in decaying)]
+        groups = [{"params": decaying, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+        if how in ("by ndim, filtered", "no decay yet"):
+            groups = [group for group in groups if group["params"]]
         optimizer = torch.optim.AdamW(groups, lr=0.1)
         for _ in range(2):
             loss_of(model, rank).backward()
@@ -297,11 +294,13 @@ def _groups(rank: int, world_size: int, strategy: str, how: str) -> list[str]:
 
 
 @pytest.mark.parametrize("strategy", BY_FSDP)
-@pytest.mark.parametrize("how", ["by ndim", "by ndim, filtered", "by place", "an empty group for later"])
+@pytest.mark.parametrize(
+    "how", ["by ndim", "by ndim, filtered", "by place", "an empty group for later", "no decay yet"]
+)
 def test_groups_by_dimension_are_warned_of(strategy: str, how: str) -> None:
     for messages in run((2, "gloo"), _groups, strategy, how):
         # listed in place, rows have their parameter's dimensions
-        is_wrong = strategy not in ("in_place", "unflattened") and how == "by ndim"
+        is_wrong = strategy not in ("in_place", "unflattened") and how.startswith("by ndim")
         assert ["p.ndim" in m for m in messages] == [True] * is_wrong
 
 

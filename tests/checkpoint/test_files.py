@@ -7,8 +7,6 @@ import os
 import re
 import stat
 import subprocess
-import sys
-import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -19,117 +17,29 @@ import shardkit
 from shardkit.checkpoint.files.writing import write_atomically
 from shardkit.errors import ConfigurationError, DamagedFileError, FileNotWrittenError
 from shardkit.xla import xla_model as xm
+from tests.started import output_of, program
 
 ROOT = Path(__file__).parents[2]
 
 # Forks of a process that has torch loaded, each ended at another moment by a signal that nobody handles.
-KILLED = """
-import os, signal, sys
-import torch, shardkit
-path, count = sys.argv[1], int(sys.argv[2])
-versions = [{"version": k, "values": torch.full((1 << 16,), float(k))} for k in range(2)]
-shardkit.save(versions[0], path)
-for k in range(count):
-    child = os.fork()
-    if not child:
-        signal.setitimer(signal.ITIMER_REAL, 1e-4 + k * 1e-2 / count)
-        while True:
-            for version in versions:
-                shardkit.save(version, path)
-    _, status = os.waitpid(child, 0)
-    assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGALRM, status
-    found = shardkit.load(path)
-    assert set(found["values"].tolist()) == {float(found["version"])}, k
-shardkit.save(versions[1], path)
-print(sorted(os.listdir(os.path.dirname(path))))
-"""
-
-
-def run(code: str, *arguments: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code), *arguments],
-        cwd=ROOT, capture_output=True, text=True, timeout=400,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+KILLED = program("save_until_killed")
 
 
 def test_a_kill_at_any_moment_leaves_a_whole_file(tmp_path: Path) -> None:
     """And the next one that writes removes what was left."""
-    assert run(KILLED, str(tmp_path / "a.pt"), "30") == "['a.pt']\n"
+    assert output_of(KILLED, str(tmp_path / "a.pt"), "30") == "['a.pt']\n"
 
 
 def test_every_system_call_may_be_the_last(tmp_path: Path) -> None:
     """Killed before or after each of those that change anything, in turn."""
-    code = """
-    import os, sys
-    import shardkit.checkpoint.files.writing as writing
-    path, whole = sys.argv[1], b"new" * 1000
-    for k in range(100):
-        with open(path, "wb") as file:
-            file.write(b"old")
-        child = os.fork()
-        if not child:
-            left = k
-            def counted(call):
-                def wrapper(*arguments, **options):
-                    global left
-                    for moment in range(2):
-                        if left == 0:
-                            os.kill(os.getpid(), 9)
-                        left -= 1
-                        if not moment:
-                            result = call(*arguments, **options)
-                    return result
-                return wrapper
-            for name in ("fsync", "replace", "unlink", "chmod"):
-                setattr(os, name, counted(getattr(os, name)))
-            with writing.write_atomically(path) as file:
-                file.write(whole)
-            os._exit(0)
-        _, status = os.waitpid(child, 0)
-        with open(path, "rb") as file:
-            assert file.read() in (b"old", whole), k
-        if status == 0:
-            break
-    assert k > 6 and status == 0
-    with writing.write_atomically(path) as file:
-        file.write(whole)
-    print(os.listdir(os.path.dirname(path)))
-    """
-    assert run(code, str(tmp_path / "a")) == "['a']\n"
+    assert output_of(program("write_until_killed"), str(tmp_path / "a")) == "['a']\n"
 
 
-FULL = """
-import errno, os, sys
-import torch, shardkit
-path = sys.argv[1]
-old = {"a": torch.ones(1000)}
-shardkit.save(old, path)
-before = open(path, "rb").read()
-limit()
-for size in (1 << 20, 1 << 22):
-    try:
-        shardkit.save({"a": torch.ones(size), "b": torch.ones(3)}, path)
-    except shardkit.FileNotWrittenError as error:
-        assert isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EFBIG), error.errno
-        assert path in str(error) and "the file that was there is whole" in str(error), error
-    else:
-        raise AssertionError("no error")
-    assert open(path, "rb").read() == before
-    assert os.listdir(os.path.dirname(path)) == [os.path.basename(path)]
-shardkit.save(old, path)
-"""
+FULL = program("save_until_full")
 
 
 def test_a_limit_of_a_files_size_leaves_the_old_one(tmp_path: Path) -> None:
-    limit = """
-def limit():
-    import resource, signal
-    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
-"""
-    run(limit + FULL, str(tmp_path / "a.pt"))
+    output_of(FULL, str(tmp_path / "a.pt"), str(1 << 20))
 
 
 def test_a_full_disk_leaves_the_old_one(tmp_path: Path) -> None:
@@ -141,7 +51,7 @@ def test_a_full_disk_leaves_the_old_one(tmp_path: Path) -> None:
     if mounted.returncode:
         pytest.skip("mounting needs root")
     try:
-        run("def limit(): pass\n" + FULL, str(disk / "a.pt"))
+        output_of(FULL, str(disk / "a.pt"))
     finally:
         subprocess.run(["umount", str(disk)], check=True)
 

@@ -8,6 +8,7 @@ import importlib.util
 import os
 import pickle
 import pkgutil
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -23,6 +24,7 @@ from shardkit.backends.processes import RankPool
 from shardkit.compat.redirections import REDIRECTED
 from shardkit.errors import LifecycleError
 from shardkit.tools.cli import main
+from tests.started import program
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -213,35 +215,11 @@ def test_pickles_find_shardkits_classes(fresh: RankPool) -> None:
 
 
 # ---------------------------------------------------------------- programs
-PROGRAM = """
-import sys
-import shardkit
-if __name__ == "__main__":
-    assert "shardkit.nn" not in sys.modules
-    shardkit.nn.FullyShardedDataParallel  # loaded when asked for
-import fairscale                        # children import this file, too
-from fairscale.nn import auto_wrap
-import torch.multiprocessing
-
-def child(rank, expected):
-    import fairscale.optim
-    assert fairscale.optim.OSS is shardkit.optim.OSS
-    assert fairscale.__version__ == expected
-    print("child", flush=True)
-    return rank
-
-if __name__ == "__main__":
-    assert shardkit.nn.auto_wrap is auto_wrap
-    print(sys.argv[1:], flush=True)
-    torch.multiprocessing.spawn(child, args=("0.4.13",), nprocs=1)
-    assert shardkit.launch(child, 1, args=("0.4.13",)) == [0]
-    sys.exit(7)
-"""
+PROGRAM = program("fairscale_in_children")
 
 
 def test_a_script_and_the_processes_it_starts(tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(PROGRAM)
+    script = shutil.copy(PROGRAM, tmp_path / "train.py")  # in a folder where nothing else is
     done = subprocess.run(
         [sys.executable, "-m", "shardkit", "run-as-fairscale", str(script), "--lr", "1", "-m", "--", "x"],
         cwd=ROOT, capture_output=True, text=True, timeout=400, env={**os.environ, "OMP_NUM_THREADS": "1"},

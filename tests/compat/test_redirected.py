@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from shardkit.compat.redirected import is_redirected, redirected, redirected_function, redirected_names
-from shardkit.compat.redirections import REDIRECTED, Names
+from shardkit.compat.redirections import REDIRECTED, Redirection
 from shardkit.compat.reexports import REEXPORTED
 from shardkit.errors import RedirectedError
 
@@ -54,7 +54,7 @@ def test_what_does_not_use_it_works() -> None:
 
 
 def test_names_of_a_module(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(REDIRECTED, "nn.attic", (Names("LIMIT", "torch.nn.New", "torch has it"),))
+    monkeypatch.setitem(REDIRECTED, "nn.attic", (Redirection("LIMIT", "torch.nn.New", "torch has it"),))
     get = redirected_names("shardkit.nn.attic")
     assert is_redirected(get("LIMIT"))
     assert get("LIMIT") is get("LIMIT")

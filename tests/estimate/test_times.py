@@ -109,10 +109,10 @@ def test_kernels_and_collectives_by_hand() -> None:
 def _recorded(name: str, ranks: int, compiled: bool = False) -> tuple[list[Event], Any]:
     """The real plan's step, and the model."""
     from shardkit.tools.estimate.as_on_devices import as_on_devices
-    from shardkit.tools.estimate.stepping import _Rehearsal
+    from shardkit.tools.estimate.stepping import _MetaTraining
 
     with torch.device("meta"), as_on_devices(False):
-        rehearsal = _Rehearsal(SUBJECTS[name], "fsdp", ranks, 4, False)
+        rehearsal = _MetaTraining(SUBJECTS[name], "fsdp", ranks, 4, False)
         rehearsal._step()
         tape = rehearsal._backend.counted.tape = Tape(compiled)
         rehearsal._watched(())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import warnings
 from typing import Any
 
@@ -10,7 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from shardkit.errors import RankMismatchError
+import shardkit
+from shardkit.errors import OutOfStepError, RankMismatchError
 from shardkit.optim.oss import OSS
 from tests.pools import rank_pool
 from tests.scenarios import assert_same_parameters, batch
@@ -408,3 +410,51 @@ def _defaults_of_another(rank: int) -> None:
 
 def test_defaults_of_another_optimizer() -> None:
     rank_pool(2, "gloo").run(_defaults_of_another)
+
+
+def _cleared_alone(rank: int, ranks: int, how: str) -> list[str]:
+    """Gradients were averaged by hand; ``how`` says who clears one of them, and when."""
+    clears = {
+        "nobody": lambda step, rank: False, "all ranks": lambda step, rank: step == 1,
+        "one": lambda step, rank: step == 1 and rank == 1, "one, always": lambda step, rank: rank == 1,
+    }  # fmt: skip
+    ends = []
+    for with_closure in (False, True):
+        torch.manual_seed(0)
+        model = mlp()
+        truth = copy.deepcopy(model)
+        optimizer, plain = OSS(model.parameters(), torch.optim.AdamW), torch.optim.AdamW(truth.parameters())
+
+        def evaluate(m: nn.Module, r: int, step: int, own: OSS | None = None) -> None:
+            m.zero_grad()
+            averaged_backward(m, ranks, step)
+            if how in clears and clears[how](step, r):
+                list(m.parameters())[2].grad = None
+            for p in m.parameters() if own is not None and how == "owners" else ():
+                p.grad = p.grad if own.owner_of(p) == rank else None
+
+        for step in range(3):
+            evaluate(model, rank, step, optimizer)
+            evaluate(truth, 0, step)
+            try:
+                optimizer.step(
+                    functools.partial(evaluate, model, rank, step, optimizer) if with_closure else None
+                )
+            except OutOfStepError as error:
+                ends.append(str(error))
+                break
+            plain.step()
+            torch.testing.assert_close(model.state_dict(), truth.state_dict())
+    return ends
+
+
+@pytest.mark.parametrize("world", [(2, "gloo"), (3, "simulated")], ids=str)
+def test_gradients_that_one_rank_clears(world: tuple[int, str]) -> None:
+    """Without ShardedDDP every rank has all of them, and in one process would have moved what the owner leaves."""
+    for how in ("nobody", "all ranks", "owners"):
+        for ends in rank_pool(*world).run(_cleared_alone, world[0], how):
+            assert ends == []
+    for how in ("one", "one, always"):
+        for ends in shardkit.launch(_cleared_alone, world[0], backend=world[1], args=(world[0], how)):
+            assert ends, how
+            assert all("a step with gradients: without those of parameters 2" in end for end in ends)

@@ -6,6 +6,7 @@ import io
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -22,6 +23,7 @@ import shardkit
 from shardkit.errors import ConfigurationError
 from shardkit.tools.cli import main
 from shardkit.tools.rehearsal import patience, rehearse
+from tests.started import program
 
 
 def written(folder: Path, text: str, name: str = "train.py") -> str:
@@ -122,34 +124,12 @@ def test_scripts_that_start_ranks_themselves(tmp_path: Path) -> None:
     assert "spawns 3 processes, and the rehearsal has 2 ranks" in report.failure.remote_traceback
 
 
-TRAINING = """
-    import sys
-    import torch
-    from torch.nn.parallel import DistributedDataParallel as DDP
-    import torch.distributed as dist
-
-    dist.init_process_group()
-    rank = dist.get_rank()
-    if rank == 0:  # by itself, before all train together
-        alone = torch.nn.Linear(2, 2)
-        optimizer = torch.optim.SGD(alone.parameters(), lr=0.1)
-        for _ in range(5):
-            alone(torch.ones(1, 2)).sum().backward()
-            optimizer.step()
-    model = DDP(torch.nn.Linear(64, 64))
-    optimizer = torch.optim.Adam(model.parameters())
-    for step in range(100):
-        loss = model(torch.full((2, 64), float(rank))).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    print("never here")
-"""
+TRAINING = program("train_for_long")
 
 
 def test_steps_end_all_ranks_together(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A rank that trains something by itself before is no rank that would hang."""
-    script = written(tmp_path, TRAINING)
+    script = str(shutil.copy(TRAINING, tmp_path / "train.py"))
     assert main(["rehearse", "--ranks", "4", "--steps", "3", "--json", script]) == 0
     out = capsys.readouterr().out
     assert "never here" not in out

@@ -16,48 +16,13 @@ import pytest
 
 import shardkit
 from shardkit.tools.cli import main
+from tests.started import program
 
 ROOT = Path(__file__).resolve().parents[2]
 
 EXPECTED = [(0, 2, []), (1, 2, [2]), (2, 1, [2])]
 # Steps end in "checkpoints", as shardkit.save writes them. By attempt: rank 1 raises; dies; is left out.
-PROGRAM = """
-import os, signal
-from pathlib import Path
-import torch, torch.distributed as dist
-import shardkit
-from shardkit.launching.run_folder import note_checkpoints
-
-def complete_steps():
-    return sorted(int(p.name[5:]) for p in Path("saved").glob("step-*"))
-
-def save(step, rank):
-    dist.barrier()
-    if rank == 0:
-        note_checkpoints("saved")
-        Path(f"saved/step-{step:08}").mkdir(parents=True)
-        Path(f"saved/step-{step:08}/shardkit.json").write_text("{}")
-    dist.barrier()
-
-def train(rank):
-    attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
-    world_size = dist.get_world_size()
-    print("attempt", attempt, "of", world_size, "ranks from", complete_steps(), flush=True)
-    model = shardkit.FSDP(torch.nn.Linear(4, 4))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step in range(1, 4):
-        model(torch.ones(2, 4)).sum().backward()
-        if rank == 1 and attempt < 3 and step == 3:
-            if attempt == 0:
-                raise KeyError("what went wrong")
-            os.kill(os.getpid(), signal.SIGKILL)
-        optimizer.step()
-        optimizer.zero_grad()
-        if attempt == 0 and step == 2:
-            save(step, rank)
-
-shardkit.launch(train, int(os.environ["WORLD_SIZE"]))
-"""
+PROGRAM = Path(program("fail_twice")).read_text()
 
 
 def _begin(folder: Path, *arguments: str, program: str = PROGRAM) -> subprocess.Popen[str]:
@@ -100,35 +65,7 @@ def test_failures_restarts_and_fewer_ranks(tmp_path: Path) -> None:
 
 
 # Rank 1 hangs; is gone without a word; then all hang, and don't hear that they are to stop. Silence would be a hang.
-HANGS = """
-print("starts", flush=True)
-import os, sys, time
-import torch
-print("has torch", flush=True)
-import shardkit
-
-def train(rank):
-    attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
-    model = shardkit.FSDP(torch.nn.Linear(4, 4))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step in range(1, 4):
-        print("attempt", attempt, "step", step, flush=True)
-        model(torch.ones(2, 4)).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        if rank == 1 and step == 2:
-            if attempt == 1:
-                sys.exit(0)  # gone
-            while attempt == 0:
-                pass
-    shardkit.stop_requested()
-    open(f"deaf{rank}", "w").close()
-    while True:
-        print("busy", flush=True)
-        time.sleep(1)
-
-shardkit.launch(train, 2)
-"""
+HANGS = Path(program("hang_or_leave")).read_text()
 
 
 def test_ranks_that_hang_or_leave_are_failures(tmp_path: Path) -> None:
@@ -139,9 +76,10 @@ def test_ranks_that_hang_or_leave_are_failures(tmp_path: Path) -> None:
     job.send_signal(signal.SIGTERM)
     out, err = job.communicate(timeout=60)
     assert job.returncode == 1, err
+    line = HANGS[: HANGS.index("while attempt == 0")].count("\n") + 1
     hung, left, deaf = re.findall(r"=====\n(rank.*?)=====", err, re.S)
     assert re.match(
-        r"rank 1 of 2 hangs: stood at \S*train.py:20 in train\n.*after optimizer step 2 of", hung
+        rf"rank 1 of 2 hangs: stood at \S*train.py:{line} in train\n.*after optimizer step 2 of", hung
     ), hung
     assert "for 15 s no rank made a step or printed anything (--stuck-after)" in hung
     assert re.search(r"  rank 0 waited in \w+ of \d+ elements", hung), hung

@@ -11,6 +11,7 @@ import pytest
 
 from shardkit.launching.started import first_host, note, started_rank
 from tests.pools import free_port
+from tests.started import environment, program
 
 ROOT = Path(__file__).resolve().parents[2]
 PLAIN = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "node0", "MASTER_PORT": "29500"}
@@ -81,39 +82,23 @@ def test_what_a_rank_starts_is_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     assert started_rank() is not None
 
 
-SCRIPT = """
-import os, sys, torch, shardkit
-def rank_main(rank, text):
-    model = torch.nn.Linear(3, 2)
-    optimizer = shardkit.OSS(model.parameters(), lr=0.1)
-    wrapped = shardkit.ShardedDDP(model, optimizer)
-    wrapped(torch.ones(1, 3) * rank).sum().backward()
-    optimizer.step()
-    return f"{text}{rank}", os.environ["RANK"]
-if __name__ == "__main__":
-    try:
-        print(shardkit.launch(rank_main, int(sys.argv[1]), args=("rank ",), start_timeout=20))
-    except shardkit.ShardkitError as error:
-        print(type(error).__name__, error)
-"""
+SCRIPT = program("step_once")
 
 
-def test_ranks_of_srun_meet(tmp_path: Path) -> None:
-    script, port = tmp_path / "script.py", str(free_port())
-    script.write_text(SCRIPT)
-    clean = {k: v for k, v in os.environ.items() if k not in PLAIN}
-    clean |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+def test_ranks_of_srun_meet() -> None:
+    port = str(free_port())
+    clean = {k: v for k, v in environment().items() if k not in PLAIN}
     here = {**SRUN, "SLURM_STEP_NUM_TASKS": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     ranks = [
         subprocess.Popen(
-            [sys.executable, str(script), size],
+            [sys.executable, SCRIPT, size],
             env={**clean, **here, "SLURM_PROCID": str(rank)}, stdout=subprocess.PIPE, text=True,
         )
         for rank, size in enumerate(("2", "2"))
     ]  # fmt: skip
     ranks.append(
         subprocess.Popen(
-            [sys.executable, str(script), "3"], env={**clean, **PLAIN}, stdout=subprocess.PIPE, text=True
+            [sys.executable, SCRIPT, "3"], env={**clean, **PLAIN}, stdout=subprocess.PIPE, text=True
         )
     )
     said = [rank.communicate(timeout=400)[0] for rank in ranks]

@@ -5,7 +5,9 @@ Tests named ``test_fairscale_...`` are cases in which fairscale 0.4.13 is wrong,
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,6 +16,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+import shardkit
+from shardkit.errors import OutOfStepError
 from tests.pools import rank_pool
 from tests.scenarios import assert_same_parameters, batch, batch_for, compare, square_loss
 
@@ -549,3 +553,52 @@ def _starts_from_rank_0(rank: int, sync: bool) -> None:
 
 def test_start_values_and_state_dict_prefix(world_size: int) -> None:
     rank_pool(world_size, "gloo").run(_starts_from_rank_0, True)
+
+
+# ------------------------------------------------------------------ several modules
+def _two(rank: int, ranks: int, how: str) -> str:
+    """Two modules of equal shapes; ``how``: rank 1 goes back in another order, or sends what is complete earlier."""
+    torch.manual_seed(3)
+    models = [mlp() for _ in range(2)]
+    truths = [copy.deepcopy(m) for m in models]
+    wrapped = []
+    for m in models:
+        oss = shardkit.OSS(m.parameters(), torch.optim.SGD, lr=0.1)
+        wrapped.append((shardkit.ShardedDDP(m, oss, reduce=shardkit.ReducePolicy(bucket_numel=16)), oss))
+    for step in range(3):
+        losses = [m(batch(rank, step)).square().sum() * (k + 1) for k, (m, _) in enumerate(wrapped)]
+        differs = step == 2 and rank == 1
+        if how == "one backward":
+            sum(losses).backward()
+        else:
+            for loss in losses[:: -1 if differs and how == "order" else 1]:
+                loss.backward()
+        for k, truth in enumerate(truths):
+            truth.zero_grad()
+            for r in range(ranks):
+                (truth(batch(r, step)).square().sum() * (k + 1) / ranks).backward()
+            with torch.no_grad():
+                for p in truth.parameters():
+                    p.sub_(0.1 * p.grad)
+        for m, oss in wrapped:
+            oss.step()
+            m.zero_grad()
+    for model, truth in zip(models, truths, strict=True):
+        assert_same_parameters(model, truth, f"rank {rank}")
+    return ""
+
+
+def _two_out_of_order(rank: int, ranks: int) -> str:
+    try:
+        return _two(rank, ranks, "order")
+    except OutOfStepError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("backend", ["gloo", "simulated"])
+def test_several_modules(world_size: int, backend: str) -> None:
+    """Their gradients take the same way, and have equal shapes."""
+    for how in ("two backwards", "one backward"):
+        rank_pool(world_size, backend).run(_two, world_size, how)
+    for end in shardkit.launch(_two_out_of_order, world_size, backend=backend, args=(world_size,)):
+        assert re.search(r"gradients of bucket 0 of Sequential \d", end), end

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,37 +12,16 @@ import pytest
 from shardkit.tools.cli import main
 from shardkit.tools.trace.report import analyse
 from shardkit.tracing.timeline import of_events, read_events
+from tests.started import environment, program
 
 ROOT = Path(__file__).resolve().parents[2]
-PROGRAM = """
-import time
-import torch
-import shardkit
-
-def main(rank):
-    model = torch.nn.Sequential(*[torch.nn.Linear(8, 8) for _ in range(3)])
-    for layer in model:
-        shardkit.fully_shard(layer)
-    shardkit.fully_shard(model)
-    if rank == 1:
-        model[1].register_forward_pre_hook(lambda *_: time.sleep(0.1))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for _ in range(5):
-        model(torch.ones(2, 8)).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-if __name__ == "__main__":
-    torch.distributed.init_process_group("gloo")
-    main(torch.distributed.get_rank())
-    torch.distributed.destroy_process_group()
-"""
+PROGRAM = program("train_with_a_late_rank")
 
 
 @pytest.mark.parametrize(("steps", "traced"), [("2:3", 2), ("3:9", 2)])
 def test_some_steps_of_a_run(tmp_path: Path, steps: str, traced: int) -> None:
     """The second asks for more than there are: each rank leaves its part."""
-    (tmp_path / "train.py").write_text(PROGRAM)
+    shutil.copy(PROGRAM, tmp_path / "train.py")
     command = [
         sys.executable,
         "-m",
@@ -56,7 +35,7 @@ def test_some_steps_of_a_run(tmp_path: Path, steps: str, traced: int) -> None:
         f"steps={steps}",
     ]
     done = subprocess.run(
-        [*command, "train.py"], cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        [*command, "train.py"], cwd=tmp_path, env=environment(),
         capture_output=True, text=True, timeout=400, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

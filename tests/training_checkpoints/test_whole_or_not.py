@@ -30,71 +30,17 @@ from shardkit.errors import (
     RankMismatchError,
 )
 from tests.pools import rank_pool
+from tests.started import output_of, program
 
 ROOT = Path(__file__).parents[2]
 
 # Simulated ranks in forks of a process, killed before or after each call that changes a folder, in turn.
-KILLED = """
-import os, sys
-import torch, shardkit
-from shardkit.backend import get_backend
-from shardkit.checkpoint.format.manifest import verify
-folder, background = sys.argv[1], sys.argv[2] == "True"
-
-def train(rank, first, last):
-    model = torch.nn.Linear(3, 3)
-    for step in range(first, last):
-        with torch.no_grad():
-            model.weight.fill_(step)
-        shardkit.save(folder, model=model, step=step, keep=1, async_=background).wait()
-
-launch = get_backend("simulated").launch
-launch(train, 2, (1, 2))
-points = 0
-for k in range(200):
-    before = int(shardkit.latest(folder)[-8:])
-    child = os.fork()
-    if not child:
-        left = k
-        def counted(call):
-            def wrapper(*arguments, **options):
-                global left
-                for moment in range(2):
-                    if left == 0:
-                        os.kill(os.getpid(), 9)
-                    left -= 1
-                    if not moment:
-                        result = call(*arguments, **options)
-                return result
-            return wrapper
-        for name in ("mkdir", "fsync", "replace", "rename", "unlink", "rmdir"):
-            setattr(os, name, counted(getattr(os, name)))
-        launch(train, 2, (before + 1, before + 2))
-        os._exit(0)
-    _, status = os.waitpid(child, 0)
-    points += 1
-    found = shardkit.latest(folder)
-    model = torch.nn.Linear(3, 3)
-    step = shardkit.restore(folder, model=model).step
-    assert verify(found).step == step in (before, before + 1), k
-    assert set(model.weight.flatten().tolist()) == {float(step)}, k
-    if status == 0:
-        assert step == before + 1
-        break
-assert points > 20 and status == 0, points
-launch(train, 2, (before + 5, before + 6))
-print(sorted(os.listdir(folder)) == [f"step-{before + 5:08d}"])
-"""
+KILLED = program("save_all_until_killed")
 
 
 @pytest.mark.parametrize("in_background", [False, True])
 def test_killed_at_any_moment(in_background: bool, tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(KILLED), str(tmp_path), str(in_background)],
-        cwd=ROOT, capture_output=True, text=True, timeout=400,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == "True\n"
+    assert output_of(KILLED, str(tmp_path), str(in_background)) == "True\n"
 
 
 def _model(value: float = 0.0) -> nn.Linear:

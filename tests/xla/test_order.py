@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch import nn
 
 import shardkit
 from shardkit.backend import get_backend
+from shardkit.errors import OutOfStepError
 from shardkit.fsdp import hybrid_groups
 from tests.benchmarks.xla_trainers import collectives_of_a_tpu
 from tests.pools import rank_pool
@@ -167,3 +169,49 @@ def test_the_order_ends_with_the_program() -> None:
     for found in rank_pool(2, "xla").run(_order_ends):
         assert {collectives for collectives, _ in found} == {2}
         assert len({inputs for _, inputs in found}) == 1
+
+
+def _alike(kind: str) -> list[tuple[nn.Module, torch.optim.Optimizer]]:
+    return [_trainer(kind) for _ in range(2)]
+
+
+def _does(rank: int, what: str, kind: str) -> str:
+    """What it came to if rank 1 alone does that; before, all ranks have done a step alike."""
+    backend, here = get_backend("xla"), rank == 1
+    x = torch.ones(4, 8).to(backend.device())
+    trainers = _alike(kind)
+    for step in range(2):
+        swapped = step == 1 and here and what == "order"
+        losses = [(model(x).square().mean(), model) for model, _ in trainers[:: -1 if swapped else 1]]
+        for loss, model in losses:
+            model.zero_grad()
+            loss.backward()
+        for _, optimizer in trainers:
+            if step == 1 and here and what == "lr":
+                optimizer.param_groups[0]["lr"] = 0.2
+            if step == 1 and here and what == "cleared":
+                optimizer.param_groups[0]["params"][0].grad = None
+            optimizer.step()
+        try:
+            backend.mark_step(wait=True)
+        except OutOfStepError as error:
+            return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("what", "kind", "named"),
+    [
+        ("nothing", FSDP, ""), ("nothing", SHARDED_DDP, ""), ("nothing", OSS, ""),
+        ("order", FSDP, r"'parameters 0 of 0, unit \d+'"),
+        ("order", SHARDED_DDP, "agreement on the end of backward of Sequential"),
+        ("lr", FSDP, "agreement on a step with other options than before: lr of group 0 0.2"),
+        ("lr", OSS, "agreement on a step with other options than before: lr of group 0 0.2"),
+        ("cleared", OSS, "agreement on a step with gradients: without those of parameters 0"),
+    ],
+)  # fmt: skip
+def test_what_one_rank_does_alone(what: str, kind: str, named: str) -> None:
+    """Its program, or what is sent to whom, would be another one with the same shapes."""
+    for end in rank_pool(2, "xla").run(_does, what, kind):
+        assert bool(end) == bool(named)
+        assert re.search(named, end), end

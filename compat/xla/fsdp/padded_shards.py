@@ -27,7 +27,7 @@ from .state_dict_utils import BufferInfo, ShardInfo, ShardMetadata
 Entries = MutableMapping[str, torch.Tensor]
 
 
-class Cut(NamedTuple):
+class PaddedCut(NamedTuple):
     """How parameters are cut: into whole rows, or into parts that are padded to a multiple of so many elements."""
 
     multiple: int
@@ -89,7 +89,7 @@ class ShardHolder(Door):
     _shards: list[Shard]
     _listed_again: dict[str, str]  # other paths of a weight, and its first
 
-    def _hold_shards(self, cut: Cut) -> None:
+    def _hold_shards(self, cut: PaddedCut) -> None:
         """Takes note of the wrapper's own shards, once they are cut; those of trainable parameters come first."""
         flatten = self._state.options.flatten
         flats = sorted(self._state.listings, key=lambda f: flatten and not f.param.requires_grad)

@@ -15,7 +15,7 @@ from shardkit.nn.data_parallel import FullyShardedDataParallel, TrainingState
 from shardkit.reduction.norms import clip_params
 from shardkit.torch_fsdp.start_values import materialize, move_buffers
 from shardkit.types import StateDict, Tree
-from shardkit.xla.fsdp.padded_shards import Cut, ShardHolder
+from shardkit.xla.fsdp.padded_shards import PaddedCut, ShardHolder
 from shardkit.xla.ranks import current_backend, group_among
 
 from .state_dict_utils import ShardMetadata
@@ -106,7 +106,7 @@ class XlaFullyShardedDataParallel(FullyShardedDataParallel, ShardHolder):
             wrapper = auto_wrapper_callable or XlaFullyShardedDataParallel
             recursive_wrap(module, auto_wrap_policy, wrapper, [], [], only_wrap_children=True, **given)
         by_rows = shard_param_on_dim_0 and not flatten_parameters
-        self._cut = Cut(1 if by_rows else _shard_size_multiple, by_rows)
+        self._cut = PaddedCut(1 if by_rows else _shard_size_multiple, by_rows)
         self.sync_on_finalization = sync_on_finalization or mark_step_on_finalization
         self.sharding_groups = sharding_groups
         materialize(module, param_init_fn)

@@ -71,13 +71,13 @@ def run(options: argparse.Namespace) -> int:
     from shardkit.tools.run import launcher
 
     try:
-        names = {field.name for field in fields(launcher.Options)}
+        names = {field.name for field in fields(launcher.RunOptions)}
         given = {name: value for name, value in vars(options).items() if name in names}
         given["program"] = [*["-m"] * options.is_module, options.program, *options.arguments]
         given["command"] = shlex.join(["shardkit", *sys.argv[1:]])
         if options.ranks is None:
             given["ranks"] = _accelerators()
-        return launcher.run(launcher.Options(**given))
+        return launcher.run(launcher.RunOptions(**given))
     except ConfigurationError as error:
         print(f"shardkit run: {error}", file=sys.stderr)
         return 2

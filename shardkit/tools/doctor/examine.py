@@ -32,7 +32,7 @@ _SECONDS = 60.0  # that the ranks may take
 
 
 @dataclass(frozen=True)
-class Report:
+class Examination:
     """All that was found.
 
     Attributes:
@@ -63,7 +63,7 @@ class _Told:
     host: str
 
 
-def examine(world_size: int | None) -> Report | None:
+def examine(world_size: int | None) -> Examination | None:
     """The report; None on ranks of a job other than 0.
 
     Args:
@@ -83,7 +83,7 @@ def examine(world_size: int | None) -> Report | None:
     return _report(told, world_size or started.world_size) if started.rank == 0 else None
 
 
-def _alone(world_size: int) -> Report:
+def _alone(world_size: int) -> Examination:
     variables = dict(os.environ)  # those of ranks that launch has started are its own
     os.environ["TORCH_DISTRIBUTED_DEBUG"] = "OFF"  # it counts sends as collectives
     try:
@@ -99,7 +99,7 @@ def _alone(world_size: int) -> Report:
             "see the findings about interfaces and variables; GLOO_SOCKET_IFNAME=lo shows whether it is the network",
             machine.host,
         )
-        return Report([machine], [], [], None, world_size, in_order([*machine.findings, failed]))
+        return Examination([machine], [], [], None, world_size, in_order([*machine.findings, failed]))
     finally:
         os.environ.pop("TORCH_DISTRIBUTED_DEBUG")
         os.environ.update(variables)
@@ -122,7 +122,7 @@ def _names(ids: list[tuple[str, ...]]) -> list[str]:
     return [i[0] if len(same[i[0]]) == 1 else f"{i[0]}#{same[i[0]].index(i) + 1}" for i in ids]
 
 
-def _report(told: list[_Told], world_size: int) -> Report:
+def _report(told: list[_Told], world_size: int) -> Examination:
     machines = list({t.machine.host: t.machine for t in reversed(told)}.values())[::-1]
     hosts, links, files = [t.host for t in told], told[0].links, told[0].files
     findings = [f for t in told for f in (*t.machine.findings, *t.lost)]
@@ -131,4 +131,4 @@ def _report(told: list[_Told], world_size: int) -> Report:
         for machine in machines:
             found = check_open_files(machine.limits, *files, world_size)
             findings += [f._replace(where=machine.host) for f in found]
-    return Report(machines, hosts, links, files, world_size, in_order(findings))
+    return Examination(machines, hosts, links, files, world_size, in_order(findings))

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from ...tracing.tables import counted
-from .examine import Report
+from .examine import Examination
 from .machine import Machine
 
 
-def as_text(report: Report) -> str:
+def as_text(report: Examination) -> str:
     """For people."""
     lines = [line for machine in report.machines for line in _machine(machine)]
     if report.files is not None:
@@ -46,7 +46,7 @@ def _machine(machine: Machine) -> list[str]:
     ]
 
 
-def as_data(report: Report) -> dict[str, object]:
+def as_data(report: Examination) -> dict[str, object]:
     """For programs."""
     return {
         "ok": report.is_well,

@@ -81,7 +81,7 @@ def estimate(
             f"times on {device.name} are not those of ranks on CPUs; ask for one of the two"
         )
     with _without_values(subject), torch.device("meta"), as_on_devices(on_host):
-        return _Rehearsal(subject, strategy, ranks, batch, on_host).run(points, device, compiled)
+        return _MetaTraining(subject, strategy, ranks, batch, on_host).run(points, device, compiled)
 
 
 @contextlib.contextmanager
@@ -103,7 +103,7 @@ def _without_values(subject: Subject) -> Iterator[None]:
         ) from error
 
 
-class _Rehearsal:
+class _MetaTraining:
     def __init__(self, subject: Subject, strategy: str, ranks: int, batch: int, on_host: bool) -> None:
         self._subject, self._strategy, self._ranks, self._batch = subject, strategy, ranks, batch
         self._watch: MemoryWatch | None = None

@@ -78,7 +78,7 @@ class Program:
                 raise ConfigurationError(f"the script ended itself with status {end.code}") from end
 
 
-class Function:
+class RankFunction:
     """``fn(rank)``, with a default process group."""
 
     def __init__(self, fn: Callable[[int], object]) -> None:

@@ -31,7 +31,7 @@ class Loader(NamedTuple):
 
 
 @dataclass
-class Seen:
+class RankRecord:
     """What a rank did.
 
     Attributes:
@@ -77,7 +77,7 @@ class Rank:
     environment: dict[str, str | None]
     world: SimpleNamespace = field(default_factory=lambda: new_world())
     main: ModuleType | None = None
-    seen: Seen = field(default_factory=Seen)
+    seen: RankRecord = field(default_factory=RankRecord)
 
     @property
     def world_size(self) -> int:

@@ -9,7 +9,7 @@ from shardkit.backends.simulated.rank_threads import Hang, named, said_of
 from shardkit.errors import RankFailedError
 from shardkit.tracing.tables import counted, in_bytes
 
-from .ranks import Seen, Sent
+from .ranks import RankRecord, Sent
 
 _LARGEST = 12  # kinds of collectives that are listed
 
@@ -30,7 +30,7 @@ class Report:
 
     name: str
     steps: int | None
-    ranks: Sequence[Seen]
+    ranks: Sequence[RankRecord]
     hang: Hang | None
     failure: RankFailedError | None
     results: Sequence[object]

@@ -24,7 +24,7 @@ from .backend import RehearsalBackend
 from .libraries import libraries
 from .memory import RankMemory
 from .patience import noticing_stillness
-from .program import Function, Program, begin_as_new_process, spawning
+from .program import Program, RankFunction, begin_as_new_process, spawning
 from .ranks import Rank, acting_as, current
 from .report import Report
 from .store import SharedStore
@@ -76,7 +76,7 @@ def rehearse(
         raise ConfigurationError(f"ranks and steps are numbers from 1, got {ranks} and {steps}")
     if current() is not None or isinstance(backends._instances.get("gloo"), RehearsalBackend):
         raise ConfigurationError("a rehearsal runs already in this process; one at a time")
-    program = Function(target) if callable(target) else Program(os.fspath(target), is_module, arguments)
+    program = RankFunction(target) if callable(target) else Program(os.fspath(target), is_module, arguments)
     on_host = not get_backend("cuda").is_available() if cpu is None else cpu
     report = _Rehearsal(program, ranks, memory, on_host).run(steps, show, timeout)
     if not compare or not report.is_good:
@@ -90,7 +90,7 @@ def rehearse(
 class _Rehearsal:
     """One run."""
 
-    def __init__(self, program: Program | Function, world_size: int, memory: bool, on_host: bool) -> None:
+    def __init__(self, program: Program | RankFunction, world_size: int, memory: bool, on_host: bool) -> None:
         self._program, self._memory, self._on_host = program, memory, on_host
         self._backend = RehearsalBackend()
         self._threads = RankThreads(world_size, issued=self._note, patient=True)

@@ -97,7 +97,7 @@ class WholeBatches:
 
 @contextlib.contextmanager
 def watching(goal: Goal | None, batches: WholeBatches | None = None) -> Iterator[None]:
-    """Inside, :class:`Seen` of each rank is kept, and ranks end at the goal."""
+    """Inside, :class:`RankRecord` of each rank is kept, and ranks end at the goal."""
     mine = _Inside()
 
     def before(optimizer: Optimizer, args: object, kwargs: object) -> None:

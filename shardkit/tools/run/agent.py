@@ -24,7 +24,7 @@ from ...launching.run_folder import RunFolder
 from ...tracing.tables import counted
 from .addresses import is_reachable
 from .causes import STOPPED, Failure, first_cause
-from .heart import LEFT, SILENCE, Heart, Told, connector
+from .heart import LEFT, SILENCE, FailureNotice, Heart, connector
 from .logs import RankLogs, Signs
 from .news import News
 from .page import Page, where_it_stood
@@ -39,7 +39,7 @@ _EXIT_BARRIER = 60.0
 
 
 @dataclass
-class Job:
+class RunOnMachine:
     """A run on this machine, as the agent's thread and the main thread see it.
 
     Attributes:
@@ -85,7 +85,7 @@ class Agent(LocalElasticAgent):
         meets: it waits for other machines.
     """
 
-    def __init__(self, spec: WorkerSpec, logs: RankLogs, job: Job, address: str) -> None:
+    def __init__(self, spec: WorkerSpec, logs: RankLogs, job: RunOnMachine, address: str) -> None:
         super().__init__(spec, logs, exit_barrier_timeout=_EXIT_BARRIER)
         self._logs, self._job, self._address = logs, job, address
         self._server: TCPStore | None = None  # the store in which ranks meet; it outlives them
@@ -296,7 +296,9 @@ class Agent(LocalElasticAgent):
             cause is None or cause.is_consequence
         )  # maybe it is another machine's rank that hangs
         if self._heart is not None:
-            self._heart.tell(Told(-1, overdue, "", True, time.time()) if cause is None else _told_of(cause))
+            self._heart.tell(
+                FailureNotice(-1, overdue, "", True, time.time()) if cause is None else _told_of(cause)
+            )
         if elsewhere is not None and is_consequence:
             self._publish_elsewhere(elsewhere)
         elif self._heart is not None and not overdue and is_consequence and self._heart.lost():
@@ -334,7 +336,7 @@ class Agent(LocalElasticAgent):
                 return
             time.sleep(_MOMENT)
 
-    def _cause_elsewhere(self) -> Told | None:
+    def _cause_elsewhere(self) -> FailureNotice | None:
         """A failure on another machine that is no consequence of a third one's."""
         told = self._heart.told() if self._heart is not None else []
         return told[0] if told and not told[0].is_consequence else None
@@ -355,7 +357,7 @@ class Agent(LocalElasticAgent):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(self._living()[rank], STACKS_SIGNAL)
 
-    def _publish_elsewhere(self, cause: Told) -> None:
+    def _publish_elsewhere(self, cause: FailureNotice) -> None:
         note = f"On another machine:\n{cause.trace}" * bool(cause.trace)
         self._publish(None, f"rank {cause.rank} of {self._job.world_size} {cause.text}", note)
 
@@ -408,5 +410,5 @@ class Agent(LocalElasticAgent):
         return f"Restart {number} of {spec.max_restarts}, with {ranks} on this machine{why}"
 
 
-def _told_of(cause: Failure) -> Told:
-    return Told(cause.rank, cause.headline, cause.trace, cause.is_consequence, cause.when)
+def _told_of(cause: Failure) -> FailureNotice:
+    return FailureNotice(cause.rank, cause.headline, cause.trace, cause.is_consequence, cause.when)

@@ -21,7 +21,7 @@ LEFT = "left with status 0 in mid-training"
 SILENCE = 6.0  # seconds after which a machine is taken to be lost
 
 
-class Told(NamedTuple):
+class FailureNotice(NamedTuple):
     """A failure on some machine.
 
     Attributes:
@@ -54,8 +54,8 @@ class Heart:
         self._counts = dict.fromkeys(self._heard, -1)
         self._names: dict[int, str] = {}
         self._round = time.monotonic()  # the last complete one
-        self._to_tell: Told | None = None
-        self._told: dict[int, Told] = {}
+        self._to_tell: FailureNotice | None = None
+        self._told: dict[int, FailureNotice] = {}
         self._stop, self._wake, self._was_told = threading.Event(), threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="shardkit-heart", daemon=True)
         self._thread.start()
@@ -82,14 +82,14 @@ class Heart:
             for other, when in self._heard.items()
         )
 
-    def tell(self, failure: Told) -> None:
+    def tell(self, failure: FailureNotice) -> None:
         """The others, at once; returns when they can know it, or after a moment."""
         self._to_tell = failure
         self._was_told.clear()
         self._wake.set()
         self._was_told.wait(_MOMENT)
 
-    def told(self) -> list[Told]:
+    def told(self) -> list[FailureNotice]:
         """By other machines, the first one first."""
         return sorted(self._told.values(), key=lambda t: (t.is_consequence, t.when))
 
@@ -123,7 +123,7 @@ class Heart:
         if count != self._counts[other]:
             self._counts[other], self._heard[other] = count, time.monotonic()
         if told is not None:
-            self._told[other] = Told(*told)
+            self._told[other] = FailureNotice(*told)
 
 
 def connector(address: str, port: int) -> Callable[[], TCPStore]:

@@ -29,7 +29,7 @@ from ...launching.run_folder import RUN_DIR, RunFolder
 from ...tracing.tracer import VARIABLE as TRACE
 from ...tracing.tracer import read_plan
 from .addresses import can_host, interface_of, own_address
-from .agent import Agent, Job
+from .agent import Agent, RunOnMachine
 from .logs import RankLogs
 from .news import News
 
@@ -39,7 +39,7 @@ _LOCAL = "127.0.0.1"
 
 
 @dataclass(frozen=True)
-class Options:
+class RunOptions:
     """What ``shardkit run`` was asked for; its help says what each option is, with its default.
 
     Attributes:
@@ -102,7 +102,7 @@ class Options:
         return self._id() or time.strftime("%Y%m%d-%H%M%S-") + f"{os.getpid() % 1000:03}"
 
 
-def run(options: Options) -> int:
+def run(options: RunOptions) -> int:
     """The exit status: 0; 1 after a failure; 75 if the program has saved and ended because it was asked to.
 
     Raises:
@@ -133,7 +133,7 @@ def _log_to(path: Path) -> None:
 class _Running:
     """The agent has a thread of its own; signals come to the main thread, and it shows what happens."""
 
-    def __init__(self, options: Options, name: str, folder: RunFolder, pipes: Path) -> None:
+    def __init__(self, options: RunOptions, name: str, folder: RunFolder, pipes: Path) -> None:
         self._address = own_address(options.rendezvous) if options.rendezvous else _LOCAL
         is_host = True
         if options.rendezvous:
@@ -143,7 +143,7 @@ class _Running:
                 os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         self._news = News(name, folder)
         least = options.ranks if options.least is None else options.least
-        self._job = Job(
+        self._job = RunOnMachine(
             name, folder, options.command, least, options.nodes, options.rendezvous, self._news,
             options.grace, options.stuck_after,
         )  # fmt: skip
@@ -230,7 +230,7 @@ class _Running:
 
 
 def _handler(
-    options: Options, name: str, address: str, is_host: bool, folder: RunFolder
+    options: RunOptions, name: str, address: str, is_host: bool, folder: RunFolder
 ) -> RendezvousHandler:
     """Where machines meet.
 

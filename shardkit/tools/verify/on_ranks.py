@@ -29,7 +29,10 @@ def run_on_ranks(
         options: arguments of OSS ("oss"), ShardedDataParallel or FullyShardedDataParallel, under fairscale's names, or
             of fully_shard, which is shardkit's alone.
     """
-    kinds: dict[str, type[_Wholes | _Shards | _InPlace]] = {"fsdp": _Shards, "fully_shard": _InPlace}
+    kinds: dict[str, type[_Wholes | _Shards | _FullySharded]] = {
+        "fsdp": _Shards,
+        "fully_shard": _FullySharded,
+    }
     run = kinds.get(strategy, _Wholes)(experiment, library, strategy, dict(options))
     rank, trace = dist.get_rank(), []
     for step in range(steps):
@@ -131,7 +134,7 @@ class _Shards:
         return parameters, _of_rank_0({n: state[n] for n in self._buffers})
 
 
-class _InPlace:
+class _FullySharded:
     """fully_shard: what ``summon_full_params`` shows of the shards is whole."""
 
     def __init__(self, experiment: Experiment, library: str, strategy: Strategy, options: Kwargs) -> None:

@@ -1,1 +1,0 @@
-"""What the core does not need: layers and methods that came with fairscale."""
