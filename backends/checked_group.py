@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Sequence
-from typing import TypeGuard
+from typing import TypeAlias, TypeGuard
 
 import torch
 from torch import Tensor
 
 from shardkit.backend import Group, ReduceOp, Work
 from shardkit.errors import ConfigurationError
+
+Sizes: TypeAlias = list[int]  # a numel for each rank
 
 
 class CheckedGroup(Group):
@@ -95,27 +97,18 @@ class CheckedGroup(Group):
 
     # ------------------------------------------------------------ what a backend implements
     @abc.abstractmethod
-    def _all_gather(
-        self, output: Tensor, shard: Tensor, parts: list[int], async_op: bool, label: str
-    ) -> Work:
+    def _all_gather(self, output: Tensor, shard: Tensor, parts: Sizes, async_op: bool, label: str) -> Work:
         """[S] -> [N]"""
 
     @abc.abstractmethod
     def _reduce_scatter(
-        self, shard: Tensor, input: Tensor, parts: list[int], op: ReduceOp, async_op: bool, label: str
+        self, shard: Tensor, input: Tensor, parts: Sizes, op: ReduceOp, async_op: bool, label: str
     ) -> Work:
         """[N] -> [S]"""
 
     @abc.abstractmethod
     def _all_to_all(
-        self,
-        output: Tensor,
-        input: Tensor,
-        come: list[int],
-        go: list[int],
-        even: bool,
-        async_op: bool,
-        label: str,
+        self, output: Tensor, input: Tensor, come: Sizes, go: Sizes, even: bool, async_op: bool, label: str
     ) -> Work:
         """[sum(go)] -> [sum(come)]; ``even``: no sizes were given, so that ranks know each other's."""
 

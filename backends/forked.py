@@ -54,14 +54,18 @@ def check_process_group(process_group: dist.ProcessGroup) -> None:
         raise refusal(_of_parent[process_group])
 
 
-class LeftBehind:
-    """Stands where a process group was that only the parent can use."""
+class Refusing:
+    """Stands where a process group was: whatever is asked of it raises an error.
 
-    def __init__(self, rank: int) -> None:
-        self._parents_rank = rank
+    Args:
+        error: makes it.
+    """
+
+    def __init__(self, error: Callable[[], LifecycleError]) -> None:
+        self._error = error
 
     def __getattr__(self, name: str) -> NoReturn:
-        raise refusal(self._parents_rank)
+        raise self._error()
 
 
 def _in_child() -> None:

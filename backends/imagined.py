@@ -13,7 +13,7 @@ from shardkit.backend import DONE, Backend, ReduceOp, Work
 from shardkit.errors import BackendError, ConfigurationError
 from shardkit.types import Args, ProcessGroup, T
 
-from .checked_group import CheckedGroup, check_members
+from .checked_group import CheckedGroup, Sizes, check_members
 from .eager import Host
 
 
@@ -71,25 +71,16 @@ class ImaginedGroup(CheckedGroup):
             return None
         return type(self)(self.backend, [self.ranks[r] for r in members])
 
-    def _all_gather(
-        self, output: Tensor, shard: Tensor, parts: list[int], async_op: bool, label: str
-    ) -> Work:
+    def _all_gather(self, output: Tensor, shard: Tensor, parts: Sizes, async_op: bool, label: str) -> Work:
         return self._carry("all_gather", output, async_op, label)
 
     def _reduce_scatter(
-        self, shard: Tensor, input: Tensor, parts: list[int], op: ReduceOp, async_op: bool, label: str
+        self, shard: Tensor, input: Tensor, parts: Sizes, op: ReduceOp, async_op: bool, label: str
     ) -> Work:
         return self._carry("reduce_scatter", input, async_op, label)
 
     def _all_to_all(
-        self,
-        output: Tensor,
-        input: Tensor,
-        come: list[int],
-        go: list[int],
-        even: bool,
-        async_op: bool,
-        label: str,
+        self, output: Tensor, input: Tensor, come: Sizes, go: Sizes, even: bool, async_op: bool, label: str
     ) -> Work:
         return self._carry("all_to_all", input, async_op, label)
 

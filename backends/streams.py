@@ -32,7 +32,7 @@ from shardkit.errors import OutOfStepError, RaceError
 from shardkit.types import Args, ProcessGroup, T, Tree
 
 from .c10d.call_order import ORDERED_CHANNELS
-from .checked_group import CheckedGroup
+from .checked_group import CheckedGroup, Sizes
 from .eager import EagerBackend
 from .gloo import GlooBackend
 from .simulated.backend import SimulatedBackend, enter_group
@@ -431,9 +431,7 @@ class StreamsGroup(CheckedGroup):
         return None if below is None else StreamsGroup(self.backend, below, self.device, self._name)
 
     # ------------------------------------------------------------ tensors
-    def _all_gather(
-        self, output: Tensor, shard: Tensor, parts: list[int], async_op: bool, label: str
-    ) -> Work:
+    def _all_gather(self, output: Tensor, shard: Tensor, parts: Sizes, async_op: bool, label: str) -> Work:
         self._measure("all_gather_into", [shard, *torch.split_with_sizes(output.detach(), parts)])
         with quiet(), torch.no_grad():
             is_inside = output.untyped_storage()._cdata == shard.untyped_storage()._cdata
@@ -448,7 +446,7 @@ class StreamsGroup(CheckedGroup):
         return self._later("all_gather_into", call, [shard], [output], async_op, label)
 
     def _reduce_scatter(
-        self, shard: Tensor, input: Tensor, parts: list[int], op: ReduceOp, async_op: bool, label: str
+        self, shard: Tensor, input: Tensor, parts: Sizes, op: ReduceOp, async_op: bool, label: str
     ) -> Work:
         self._measure("reduce_scatter_into", [shard, *torch.split_with_sizes(input.detach(), parts)])
         with quiet():
@@ -460,14 +458,7 @@ class StreamsGroup(CheckedGroup):
         return self._later("reduce_scatter_into", call, [], [shard, input], async_op, label)
 
     def _all_to_all(
-        self,
-        output: Tensor,
-        input: Tensor,
-        come: list[int],
-        go: list[int],
-        even: bool,
-        async_op: bool,
-        label: str,
+        self, output: Tensor, input: Tensor, come: Sizes, go: Sizes, even: bool, async_op: bool, label: str
     ) -> Work:
         with quiet():
             spoil(output)

@@ -25,7 +25,7 @@ from .progress import listen_to_errors
 from .types import AnyCallable, Args, ProcessGroup, T, Timer
 
 __all__ = [
-    "DONE", "Backend", "Group", "ReduceOp", "Work", "backend_for", "backend_for_device", "backend_of_job",
+    "DONE", "Backend", "Group", "ReduceOp", "Work", "WorkThen", "backend_for", "backend_for_device", "backend_of_job",
     "get_backend", "register_rank_provider",
 ]  # fmt: skip
 
@@ -87,6 +87,26 @@ class Work(OutsideGraphs, abc.ABC):
     @abc.abstractmethod
     def is_done(self) -> bool:
         """Whether :meth:`wait` would return at once; says so without waiting."""
+
+
+class WorkThen(Work):
+    """A collective in flight, and what this rank does with the result when it has been waited for."""
+
+    __slots__ = ("_after", "_work")
+
+    def __init__(self, work: Work, after: Callable[[], object]) -> None:
+        self._work = work
+        self._after: Callable[[], object] | None = after
+
+    def is_done(self) -> bool:
+        return self._work.is_done()
+
+    def wait(self) -> None:
+        self._work.wait()
+        after, self._after = self._after, None  # with the memory that it keeps alive
+        if after is not None:
+            with torch.no_grad():
+                after()
 
 
 class _Done(Work):

@@ -18,7 +18,7 @@ import os
 import sys
 import threading
 import weakref
-from typing import NoReturn, Protocol, TypeAlias
+from typing import Protocol, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -26,7 +26,7 @@ from torch._C._distributed_c10d import Store
 
 from shardkit.errors import LifecycleError
 
-from ..forked import first_in_fork
+from ..forked import Refusing, first_in_fork
 
 Connected: TypeAlias = "torch._C._distributed_c10d.Backend"
 
@@ -94,17 +94,13 @@ def _devices() -> list[dist.ProcessGroupGloo.Device]:
     return [gloo.create_default_device(lazy_init=on_demand)]
 
 
-class Destroyed:
-    """Stands where a process group was that has been destroyed: a group must not go on as if it had one rank."""
-
-    def __getattr__(self, name: str) -> NoReturn:
-        raise LifecycleError(
-            "the process group of this object has been destroyed (torch.distributed.destroy_process_group), and its "
-            "connections with it; build the model and the optimizer again on a process group that exists"
-        )
-
-
-DESTROYED = Destroyed()
+# Stands where a process group was: a group must not go on as if it had one rank.
+DESTROYED = Refusing(
+    lambda: LifecycleError(
+        "the process group of this object has been destroyed (torch.distributed.destroy_process_group), and its "
+        "connections with it; build the model and the optimizer again on a process group that exists"
+    )
+)
 
 # Every process group in use, and what uses it.
 _process_groups: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()

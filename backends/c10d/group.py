@@ -11,7 +11,7 @@ import functools
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn, ParamSpec, Protocol
+from typing import Any, NoReturn, ParamSpec, Protocol, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -23,12 +23,12 @@ from shardkit.backend import DONE, Backend, ReduceOp, Work
 from shardkit.errors import ConfigurationError, OutOfStepError, RankLostError, ShardkitError
 from shardkit.types import ProcessGroup, T
 
-from ..checked_group import check_members, size_of
+from ..checked_group import Sizes, check_members, size_of
 from ..diagnosis.calls import AGREEMENT, Call, CallFacts
 from ..diagnosis.job_store import NoAnswer
 from ..diagnosis.stack_report import uncounted
 from ..diagnosis.watchdog import Watch
-from ..forked import LeftBehind, belongs_here, check_process_group
+from ..forked import Refusing, belongs_here, check_process_group, refusal
 from ..imagined import GroupInName, RanksInName
 from ..objects import ObjectsOverTensors
 from .call_order import ORDERED_CHANNELS, Agreement, CallOrder, Key
@@ -66,6 +66,7 @@ OPS = {
 PIECE = 2**20  # most elements that a rank receives in a round
 MAIN = "main"  # the name of what is no channel
 P = ParamSpec("P")
+After: TypeAlias = "Callable[[], None] | None"  # what is left to do on this rank
 
 
 class TorchWork(Protocol):
@@ -81,9 +82,7 @@ class C10dWork(Work):
 
     __slots__ = ("_after", "_call", "_group", "_works")
 
-    def __init__(
-        self, group: C10dGroup, works: list[TorchWork], call: CallFacts, after: Callable[[], None] | None
-    ) -> None:
+    def __init__(self, group: C10dGroup, works: list[TorchWork], call: CallFacts, after: After) -> None:
         self._group, self._works, self._call, self._after = group, works, call, after
 
     def is_done(self) -> bool:
@@ -212,7 +211,8 @@ class C10dGroup(ObjectsOverTensors):
 
     def left_behind(self) -> None:
         """Refuses all calls from now on: this process is a fork."""
-        self.process_group = LeftBehind(self.ranks[self.rank])
+        rank = self.ranks[self.rank]
+        self.process_group = Refusing(lambda: refusal(rank))
 
     # ------------------------------------------------------------ agreements
     def agree(self, what: str) -> None:
@@ -256,7 +256,7 @@ class C10dGroup(ObjectsOverTensors):
         numel: int,
         label: str,
         async_op: bool,
-        after: Callable[[], None] | None = None,
+        after: After = None,
     ) -> Work:
         self._sequence += 1
         call = (self._name, self._sequence, operation, numel, label)
@@ -272,9 +272,7 @@ class C10dGroup(ObjectsOverTensors):
         self._watch.give_up(why)
 
     # ------------------------------------------------------------ collectives
-    def _all_gather(
-        self, output: Tensor, shard: Tensor, parts: list[int], async_op: bool, label: str
-    ) -> Work:
+    def _all_gather(self, output: Tensor, shard: Tensor, parts: Sizes, async_op: bool, label: str) -> Work:
         """Each rank broadcasts its slice of ``output`` in place: nothing is copied, no buffer is needed.
 
         Two ranks exchange theirs, which costs gloo half of what two broadcasts do.
@@ -306,7 +304,7 @@ class C10dGroup(ObjectsOverTensors):
         return self._issue(works, "all_gather_into", output.numel(), label, async_op)
 
     def _reduce_scatter(
-        self, shard: Tensor, input: Tensor, parts: list[int], op: ReduceOp, async_op: bool, label: str
+        self, shard: Tensor, input: Tensor, parts: Sizes, op: ReduceOp, async_op: bool, label: str
     ) -> Work:
         """Sends each rank its part and adds up locally: half the bytes of gloo's own reduce-scatter."""
         if input.is_complex():
@@ -365,14 +363,7 @@ class C10dGroup(ObjectsOverTensors):
         return done
 
     def _all_to_all(
-        self,
-        output: Tensor,
-        input: Tensor,
-        come: list[int],
-        go: list[int],
-        even: bool,
-        async_op: bool,
-        label: str,
+        self, output: Tensor, input: Tensor, come: Sizes, go: Sizes, even: bool, async_op: bool, label: str
     ) -> Work:
         if self.process_group is None:
             output.copy_(input)
@@ -504,7 +495,7 @@ class C10dGroup(ObjectsOverTensors):
         """Sends a token that nobody has to receive: an agreement uses no connection that could tell of a lost rank."""
         root = self._root
         for rank, of_job in enumerate(self.ranks):
-            if rank == self.rank or self._watch.hears_of(rank):
+            if rank == self.rank or self._watch.has_report_of(rank):
                 continue
             try:
                 with uncounted(root.process_group):

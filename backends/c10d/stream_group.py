@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 
 import torch
@@ -23,10 +23,11 @@ from torch._C._distributed_c10d import Store
 from shardkit.backend import DONE, ReduceOp, Work
 from shardkit.errors import ConfigurationError
 
+from ..checked_group import Sizes
 from ..diagnosis.calls import Call
 from ..diagnosis.watchdog import Watch
 from .connections import Connected, process_group_over
-from .group import OPS, C10dGroup, C10dWork, TorchWork
+from .group import OPS, After, C10dGroup, C10dWork, TorchWork
 from .payloads import NUMBERS, as_bytes, as_real
 
 _OPS = {**OPS, ReduceOp.AVG: dist.ReduceOp(dist.ReduceOp.AVG)}
@@ -84,7 +85,7 @@ class StreamGroup(C10dGroup):
         numel: int,
         label: str,
         async_op: bool,
-        after: Callable[[], None] | None = None,
+        after: After = None,
     ) -> Work:
         self._sequence += 1
         call = (self._name, self._sequence, operation, numel, label)
@@ -99,9 +100,7 @@ class StreamGroup(C10dGroup):
         return work
 
     # ------------------------------------------------------------ collectives
-    def _all_gather(
-        self, output: Tensor, shard: Tensor, parts: list[int], async_op: bool, label: str
-    ) -> Work:
+    def _all_gather(self, output: Tensor, shard: Tensor, parts: Sizes, async_op: bool, label: str) -> Work:
         """One all-gather, or for uneven sizes one broadcast a rank, grouped."""
         if not output.numel():
             return DONE
@@ -118,7 +117,7 @@ class StreamGroup(C10dGroup):
         return self._issue([work], "all_gather_into", numel, label, async_op)
 
     def _reduce_scatter(
-        self, shard: Tensor, input: Tensor, parts: list[int], op: ReduceOp, async_op: bool, label: str
+        self, shard: Tensor, input: Tensor, parts: Sizes, op: ReduceOp, async_op: bool, label: str
     ) -> Work:
         """One reduce-scatter, or for uneven sizes one reduce a rank, grouped (and input is lost)."""
         if input.is_complex():
@@ -137,14 +136,7 @@ class StreamGroup(C10dGroup):
         return self._issue([work], "reduce_scatter_into", input.numel(), label, async_op)
 
     def _all_to_all(
-        self,
-        output: Tensor,
-        input: Tensor,
-        come: list[int],
-        go: list[int],
-        even: bool,
-        async_op: bool,
-        label: str,
+        self, output: Tensor, input: Tensor, come: Sizes, go: Sizes, even: bool, async_op: bool, label: str
     ) -> Work:
         numel = input.numel()
         if input.dtype not in _DTYPES:

@@ -23,11 +23,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
-from shardkit.backend import DONE, ReduceOp, Work
+from shardkit.backend import DONE, ReduceOp, Work, WorkThen
 from shardkit.errors import ConfigurationError
 from shardkit.types import T
 
-from ..checked_group import check_member, check_members
+from ..checked_group import Sizes, check_member, check_members
 from ..objects import as_tensor
 from .connections import process_group_over
 from .payloads import NUMBERS, as_bytes, as_real
@@ -78,9 +78,7 @@ class TpuGroup(StreamGroup):
         return process_group_over(connected, kind, store, rank, size, torch.device(self.backend.device_type))
 
     # ------------------------------------------------------------ tensors
-    def _all_gather(
-        self, output: Tensor, shard: Tensor, parts: list[int], async_op: bool, label: str
-    ) -> Work:
+    def _all_gather(self, output: Tensor, shard: Tensor, parts: Sizes, async_op: bool, label: str) -> Work:
         """One all-gather, or for uneven sizes one broadcast a rank."""
         if is_even(parts):
             return super()._all_gather(output, shard, parts, async_op, label)
@@ -96,7 +94,7 @@ class TpuGroup(StreamGroup):
         return self._issue(works, "all_gather_into", numel, label, async_op)
 
     def _reduce_scatter(
-        self, shard: Tensor, input: Tensor, parts: list[int], op: ReduceOp, async_op: bool, label: str
+        self, shard: Tensor, input: Tensor, parts: Sizes, op: ReduceOp, async_op: bool, label: str
     ) -> Work:
         """One reduce-scatter, or for uneven sizes an all-reduce in place, of which the own part is taken.
 
@@ -113,14 +111,7 @@ class TpuGroup(StreamGroup):
         return self._all_reduce(tensor, op, async_op, label)
 
     def _all_to_all(
-        self,
-        output: Tensor,
-        input: Tensor,
-        come: list[int],
-        go: list[int],
-        even: bool,
-        async_op: bool,
-        label: str,
+        self, output: Tensor, input: Tensor, come: Sizes, go: Sizes, even: bool, async_op: bool, label: str
     ) -> Work:
         """Where sizes are given the host waits for the largest part of all, to which the others are padded."""
         world = self.world_size
@@ -163,27 +154,9 @@ class TpuGroup(StreamGroup):
         return memoryview(data) if self.rank == src else _on_host(buffer)[:size]
 
 
-class _Then(Work):
-    """Copies that come after another work."""
-
-    __slots__ = ("_copies", "_work")
-
-    def __init__(self, work: Work, copies: list[tuple[Tensor, Tensor]]) -> None:
-        self._work, self._copies = work, copies
-
-    def is_done(self) -> bool:
-        return self._work.is_done()
-
-    @torch.no_grad()
-    def wait(self) -> None:
-        self._work.wait()
-        copies, self._copies = self._copies, []
-        for to, source in copies:
-            to.copy_(source)
-
-
 def _then(work: Work, copies: list[tuple[Tensor, Tensor]], async_op: bool) -> Work:
-    taken = _Then(work, copies)
+    """Copies from the second tensors to the first when the work was waited for."""
+    taken = WorkThen(work, lambda: [to.copy_(source) for to, source in copies])
     if not async_op:
         taken.wait()
     return taken

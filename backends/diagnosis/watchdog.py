@@ -160,7 +160,7 @@ class Watch:
             "; ".join(others[:8]) or "Nothing is known of the others.",
         )
 
-    def hears_of(self, rank: int) -> bool:
+    def has_report_of(self, rank: int) -> bool:
         """Whether a rank's watchdog has answered in this wait, so that its process lives."""
         return rank in self._reports
 

@@ -11,7 +11,7 @@ from shardkit.errors import OutOfStepError
 from shardkit.types import Tree
 
 from ..c10d.call_order import ORDERED_CHANNELS
-from ..checked_group import check_members
+from ..checked_group import Sizes, check_members
 from ..diagnosis.calls import Call
 from ..objects import ObjectsOverBytes
 from . import collectives
@@ -168,9 +168,7 @@ class SimulatedGroup(ObjectsOverBytes):
             operation, numel, label, (str(tensor.dtype), *terms), brought, finish, async_op, size
         )
 
-    def _all_gather(
-        self, output: Tensor, shard: Tensor, parts: list[int], async_op: bool, label: str
-    ) -> Work:
+    def _all_gather(self, output: Tensor, shard: Tensor, parts: Sizes, async_op: bool, label: str) -> Work:
         def finish(brought: list[Tree]) -> None:
             outputs, shards = zip(*brought, strict=True)
             collectives.all_gather([[o.split(parts)] for o in outputs], [[s] for s in shards])
@@ -179,7 +177,7 @@ class SimulatedGroup(ObjectsOverBytes):
         return self._carry("all_gather_into", output, label, terms, (output, shard), finish, async_op)
 
     def _reduce_scatter(
-        self, shard: Tensor, input: Tensor, parts: list[int], op: ReduceOp, async_op: bool, label: str
+        self, shard: Tensor, input: Tensor, parts: Sizes, op: ReduceOp, async_op: bool, label: str
     ) -> Work:
         def finish(brought: list[Tree]) -> None:
             shards, inputs = zip(*brought, strict=True)
@@ -189,14 +187,7 @@ class SimulatedGroup(ObjectsOverBytes):
         return self._carry("reduce_scatter_into", input, label, terms, (shard, input), finish, async_op)
 
     def _all_to_all(
-        self,
-        output: Tensor,
-        input: Tensor,
-        come: list[int],
-        go: list[int],
-        even: bool,
-        async_op: bool,
-        label: str,
+        self, output: Tensor, input: Tensor, come: Sizes, go: Sizes, even: bool, async_op: bool, label: str
     ) -> Work:
         def finish(brought: list[Tree]) -> None:
             outputs, inputs, comes, goes = zip(*brought, strict=True)

@@ -14,6 +14,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.futures import Future
 
 from shardkit.errors import ConfigurationError
@@ -23,7 +24,7 @@ from . import collectives as compute
 from .group import SimulatedGroup, SimulatedWork
 
 
-class SimulatedTorchWork(dist.Work):
+class ThreadWork(dist.Work):
     """See above. Waiting gives the other ranks their turn.
 
     Args:
@@ -35,7 +36,7 @@ class SimulatedTorchWork(dist.Work):
     def __init__(
         self,
         parts: Sequence[SimulatedWork],
-        outputs: Sequence[torch.Tensor],
+        outputs: Sequence[Tensor],
         source: Callable[[], int] = lambda: -1,
     ) -> None:
         super().__init__()
@@ -58,22 +59,22 @@ class SimulatedTorchWork(dist.Work):
     def exception(self) -> None:
         return None
 
-    def result(self) -> list[torch.Tensor]:
+    def result(self) -> list[Tensor]:
         return self._outputs
 
     def source_rank(self) -> int:
         return self._source()
 
-    def get_future(self) -> Future[list[torch.Tensor]]:
+    def get_future(self) -> Future[list[Tensor]]:
         """A future that is done: what waits for one in C++ would not let other ranks have their turn."""
         self.wait()
-        future: Future[list[torch.Tensor]] = Future()
+        future: Future[list[Tensor]] = Future()
         future.set_result(self._outputs)
         return future
 
 
-Tensors = Sequence[torch.Tensor]
-Given = Tensors | torch.Tensor
+Tensors = Sequence[Tensor]
+Given = Tensors | Tensor
 _SUM = dist.ReduceOp(dist.ReduceOp.SUM)
 # Its stubs list overloads that torch itself never calls, and which a Python class could not override one by one.
 _Base: Tree = dist.ProcessGroup
@@ -102,9 +103,7 @@ class ProcessGroupOfThreads(_Base):  # type: ignore[misc]
     def group_name(self) -> str:
         return self._name
 
-    @property
-    def pg_name(self) -> str:
-        return self._name
+    pg_name = group_name
 
     @property
     def group_desc(self) -> str:
@@ -132,37 +131,29 @@ class ProcessGroupOfThreads(_Base):  # type: ignore[misc]
         return f"<process group of simulated ranks {list(self.below.ranks)}, here rank {self.below.rank}>"
 
     # ------------------------------------------------------------ the same tensors on all ranks
-    def allreduce(self, tensors: Given, opts: Tree = None) -> SimulatedTorchWork:
+    def allreduce(self, tensors: Given, opts: Tree = None) -> ThreadWork:
         return self._all_reduce("all_reduce", tensors, opts)
 
-    def allreduce_coalesced(self, tensors: Given, opts: Tree = None) -> SimulatedTorchWork:
+    def allreduce_coalesced(self, tensors: Given, opts: Tree = None) -> ThreadWork:
         return self._all_reduce("all_reduce_coalesced", tensors, opts)
 
-    def _all_reduce(self, operation: str, tensors: Given, opts: Tree) -> SimulatedTorchWork:
+    def _all_reduce(self, operation: str, tensors: Given, opts: Tree) -> ThreadWork:
         own, op = _listed(tensors), compute.op_name(_op(opts))
         return self._issue(
-            operation, own, (op,), _behind(own), lambda all_: compute.all_reduce(all_, op), outputs=own
+            operation, own, (op,), _behind(own), lambda all_: compute.all_reduce(all_, op), own
         )
 
-    def broadcast(self, tensors: Given, opts: Tree = None, **kwargs: int) -> SimulatedTorchWork:
+    def broadcast(self, tensors: Given, opts: Tree = None, **kwargs: int) -> ThreadWork:
         own, root = _listed(tensors), _root(opts, kwargs)
-        return self._issue(
-            "broadcast",
-            own,
-            (f"from {root}",),
-            _behind(own),
-            lambda all_: compute.broadcast(all_, root),
-            outputs=own,
-        )
+        terms, brought = (f"from {root}",), _behind(own)
+        return self._issue("broadcast", own, terms, brought, lambda all_: compute.broadcast(all_, root), own)
 
-    def reduce(self, tensors: Given, opts: Tree = None, **kwargs: int) -> SimulatedTorchWork:
+    def reduce(self, tensors: Given, opts: Tree = None, **kwargs: int) -> ThreadWork:
         own, root, op = _listed(tensors), _root(opts, kwargs), compute.op_name(_op(opts))
-        terms = (op, f"to {root}")
-        return self._issue(
-            "reduce", own, terms, _behind(own)[0], lambda all_: compute.reduce(all_, op, root), outputs=own
-        )
+        terms, brought = (op, f"to {root}"), _behind(own)[0]
+        return self._issue("reduce", own, terms, brought, lambda all_: compute.reduce(all_, op, root), own)
 
-    def barrier(self, opts: Tree = None, **_: object) -> SimulatedTorchWork:
+    def barrier(self, opts: Tree = None, **_: object) -> ThreadWork:
         return self._issue("barrier", (), (), None, lambda _: None)
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
@@ -171,26 +162,24 @@ class ProcessGroupOfThreads(_Base):  # type: ignore[misc]
     # ------------------------------------------------------------ gathering
     def allgather(
         self, output_tensors: Sequence[Given], input_tensor: Given, opts: object = None
-    ) -> SimulatedTorchWork:
+    ) -> ThreadWork:
         outputs = [_listed(pieces) for pieces in output_tensors]
-        if outputs and isinstance(output_tensors[0], torch.Tensor):
+        if outputs and isinstance(output_tensors[0], Tensor):
             outputs = [list(output_tensors)]  # type: ignore[arg-type]  # one list, for one tensor
         return self._all_gather("all_gather", outputs, _listed(input_tensor))
 
     def allgather_coalesced(
         self, output_lists: Sequence[Tensors], input_list: Tensors, opts: object = None
-    ) -> SimulatedTorchWork:
+    ) -> ThreadWork:
         by_input = [list(pieces) for pieces in zip(*output_lists, strict=True)]
         return self._all_gather("all_gather_coalesced", by_input, input_list)
 
-    def all_gather_single(
-        self, output: torch.Tensor, input: torch.Tensor, opts: object = None
-    ) -> SimulatedTorchWork:
+    def all_gather_single(self, output: Tensor, input: Tensor, opts: object = None) -> ThreadWork:
         return self._all_gather("all_gather_into_tensor", [self._cut(output)], [input], [output])
 
     def all_gather_single_coalesced(
         self, outputs: Tensors, inputs: Tensors, opts: object = None
-    ) -> SimulatedTorchWork:
+    ) -> ThreadWork:
         cut = [self._cut(output) for output in outputs]
         return self._all_gather("all_gather_into_tensor_coalesced", cut, inputs, outputs)
 
@@ -199,122 +188,93 @@ class ProcessGroupOfThreads(_Base):  # type: ignore[misc]
 
     def _all_gather(
         self, operation: str, outputs: Sequence[Tensors], inputs: Tensors, result: Tensors | None = None
-    ) -> SimulatedTorchWork:
+    ) -> ThreadWork:
         brought = [_behind(pieces) for pieces in outputs], _behind(inputs)
-
-        def finish(all_: list[Tree]) -> None:
-            compute.all_gather([out for out, _ in all_], [own for _, own in all_])
-
         given = [piece for pieces in outputs for piece in pieces] if result is None else result
-        return self._issue(operation, inputs, (), brought, finish, outputs=given, share=self.below.world_size)
+        return self._issue(
+            operation, inputs, (), brought, _of_pairs(compute.all_gather), given, self.below.world_size
+        )
 
     def gather(
         self, output_tensors: Sequence[Tensors], input_tensors: Given, opts: Tree = None
-    ) -> SimulatedTorchWork:
+    ) -> ThreadWork:
         own, root = _listed(input_tensors), _root(opts)
         pieces = _behind(output_tensors[0]) if output_tensors else []
-
-        def finish(all_: list[Tree]) -> None:
-            compute.gather([out for out, _ in all_], [mine for _, mine in all_], root)
-
         brought = pieces, _behind(own)[0]
-        return self._issue("gather", own, (f"to {root}",), brought, finish, outputs=pieces)
+        return self._issue("gather", own, (f"to {root}",), brought, _of_pairs(compute.gather, root), pieces)
 
     # ------------------------------------------------------------ a part for each rank
     def reduce_scatter(
         self, output_tensors: Given, input_tensors: Sequence[Tensors], opts: Tree = None
-    ) -> SimulatedTorchWork:
-        pieces = input_tensors if isinstance(input_tensors[0], torch.Tensor) else input_tensors[0]
+    ) -> ThreadWork:
+        pieces = input_tensors if isinstance(input_tensors[0], Tensor) else input_tensors[0]
         return self._reduce_scatter("reduce_scatter", _listed(output_tensors)[0], list(pieces), opts)  # type: ignore[arg-type]
 
-    def reduce_scatter_single(
-        self, output: torch.Tensor, input: torch.Tensor, opts: Tree = None
-    ) -> SimulatedTorchWork:
+    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Tree = None) -> ThreadWork:
         return self._reduce_scatter("reduce_scatter_tensor", output, self._cut(input), opts)
 
     def reduce_scatter_single_coalesced(
         self, outputs: Tensors, inputs: Tensors, opts: Tree = None
-    ) -> SimulatedTorchWork:
+    ) -> ThreadWork:
         works = [self.reduce_scatter_single(o, i, opts) for o, i in zip(outputs, inputs, strict=True)]
-        return SimulatedTorchWork([part for work in works for part in work.parts], outputs)
+        return ThreadWork([part for work in works for part in work.parts], outputs)
 
     _reduce_scatter_base = reduce_scatter_single
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
-    def _reduce_scatter(
-        self, operation: str, output: torch.Tensor, pieces: Tensors, opts: Tree
-    ) -> SimulatedTorchWork:
+    def _reduce_scatter(self, operation: str, output: Tensor, pieces: Tensors, opts: Tree) -> ThreadWork:
         op, brought = compute.op_name(_op(opts)), (output.data, _behind(pieces))
-
-        def finish(all_: list[Tree]) -> None:
-            compute.reduce_scatter([out for out, _ in all_], [parts for _, parts in all_], op)
-
-        return self._issue(operation, pieces, (op,), brought, finish, outputs=[output])
+        return self._issue(operation, pieces, (op,), brought, _of_pairs(compute.reduce_scatter, op), [output])
 
     def scatter(
         self, output_tensors: Given, input_tensors: Sequence[Tensors], opts: Tree = None
-    ) -> SimulatedTorchWork:
+    ) -> ThreadWork:
         own, root = _listed(output_tensors), _root(opts)
-        pieces = _behind(input_tensors[0]) if input_tensors else []
-
-        def finish(all_: list[Tree]) -> None:
-            compute.scatter([out for out, _ in all_], [mine for _, mine in all_], root)
-
-        return self._issue("scatter", own, (f"from {root}",), (own[0].data, pieces), finish, outputs=own)
+        brought = own[0].data, _behind(input_tensors[0]) if input_tensors else []
+        return self._issue("scatter", own, (f"from {root}",), brought, _of_pairs(compute.scatter, root), own)
 
     # ------------------------------------------------------------ each with each
-    def alltoall(
-        self, output_tensors: Tensors, input_tensors: Tensors, opts: object = None
-    ) -> SimulatedTorchWork:
+    def alltoall(self, output_tensors: Tensors, input_tensors: Tensors, opts: object = None) -> ThreadWork:
         return self._all_to_all("all_to_all", output_tensors, input_tensors, output_tensors)
 
     def all_to_all_single(
         self,
-        output: torch.Tensor,
-        input: torch.Tensor,
+        output: Tensor,
+        input: Tensor,
         output_sizes: Sequence[int] | None = None,
         input_sizes: Sequence[int] | None = None,
         opts: object = None,
-    ) -> SimulatedTorchWork:
+    ) -> ThreadWork:
         come, go = self._rows(output, output_sizes), self._rows(input, input_sizes)
         return self._all_to_all("all_to_all_single", come, go, [output])
 
     alltoall_base = all_to_all_single
 
-    def _all_to_all(self, operation: str, come: Tensors, go: Tensors, outputs: Tensors) -> SimulatedTorchWork:
-        def finish(all_: list[Tree]) -> None:
-            compute.all_to_all([out for out, _ in all_], [pieces for _, pieces in all_])
-
-        numel = sum(piece.numel() for piece in go)
-        work = self.below._issue(
-            operation,
-            numel,
-            "",
+    def _all_to_all(self, operation: str, come: Tensors, go: Tensors, outputs: Tensors) -> ThreadWork:
+        numel, itemsize = sum(piece.numel() for piece in go), go[0].element_size()
+        terms, brought, finish = (
             (str(go[0].dtype),),
             (_behind(come), _behind(go)),
-            finish,
-            True,
-            go[0].element_size(),
+            _of_pairs(compute.all_to_all),
         )
-        return SimulatedTorchWork([work], outputs)
+        work = self.below._issue(operation, numel, "", terms, brought, finish, True, itemsize)
+        return ThreadWork([work], outputs)
 
     # ------------------------------------------------------------ two ranks
-    def send(self, tensors: Given, dst: int, tag: int) -> SimulatedTorchWork:
+    def send(self, tensors: Given, dst: int, tag: int) -> ThreadWork:
         return self._between("send", self.below.rank, int(dst), int(tag), _listed(tensors))
 
-    def recv(self, tensors: Given, src: int, tag: int) -> SimulatedTorchWork:
+    def recv(self, tensors: Given, src: int, tag: int) -> ThreadWork:
         return self._between("recv", int(src), self.below.rank, int(tag), _listed(tensors))
 
-    def recv_anysource(self, tensors: Given, tag: int) -> SimulatedTorchWork:
+    def recv_anysource(self, tensors: Given, tag: int) -> ThreadWork:
         """Simulated ranks name the sender."""
         raise ConfigurationError(
             f"rank {self.below.rank}: simulated ranks can't receive from any rank; name the sender, as in "
             "recv(tensor, src=0)"
         )
 
-    def _between(
-        self, operation: str, source: int, destination: int, tag: int, own: Tensors
-    ) -> SimulatedTorchWork:
+    def _between(self, operation: str, source: int, destination: int, tag: int, own: Tensors) -> ThreadWork:
         if source == destination:
             raise ConfigurationError(f"rank {self.below.rank}: {operation} to itself, which gloo refuses too")
         key = source, destination, tag
@@ -329,7 +289,7 @@ class ProcessGroupOfThreads(_Base):  # type: ignore[misc]
         work = self._pairs[key]._issue(
             operation, sent.numel(), "", terms, sent, finish, True, sent.element_size(), either=True
         )
-        return SimulatedTorchWork([work], own, lambda: source)
+        return ThreadWork([work], own, lambda: source)
 
     # ------------------------------------------------------------ helpers
     def _issue(
@@ -341,7 +301,7 @@ class ProcessGroupOfThreads(_Base):  # type: ignore[misc]
         finish: Callable[[list[Tree]], object],
         outputs: Tensors = (),
         share: int = 1,
-    ) -> SimulatedTorchWork:
+    ) -> ThreadWork:
         """A collective over ``carried``, which have to be alike on all ranks, and are 1/share of what there is."""
         for tensor in carried:
             if tensor.layout is not torch.strided:
@@ -355,9 +315,9 @@ class ProcessGroupOfThreads(_Base):  # type: ignore[misc]
         work: SimulatedWork = self.below._issue(
             operation, numel, "", (*terms, *alike), brought, finish, True, itemsize
         )
-        return SimulatedTorchWork([work], outputs)
+        return ThreadWork([work], outputs)
 
-    def _cut(self, whole: torch.Tensor) -> list[torch.Tensor]:
+    def _cut(self, whole: Tensor) -> list[Tensor]:
         """Each rank's part."""
         world_size = self.below.world_size
         if whole.numel() % world_size or not whole.is_contiguous():
@@ -367,7 +327,7 @@ class ProcessGroupOfThreads(_Base):  # type: ignore[misc]
             )
         return list(whole.data.view(-1).split([whole.numel() // world_size] * world_size))
 
-    def _rows(self, whole: torch.Tensor, sizes: Sequence[int] | None) -> list[torch.Tensor]:
+    def _rows(self, whole: Tensor, sizes: Sequence[int] | None) -> list[Tensor]:
         """Cuts a tensor into the rows that go to or come from each rank."""
         if sizes:
             return list(whole.data.split(list(sizes)))
@@ -380,13 +340,18 @@ class ProcessGroupOfThreads(_Base):  # type: ignore[misc]
         return list(whole.data.split([whole.size(0) // world_size] * world_size))
 
 
-def _listed(tensors: Given) -> list[torch.Tensor]:
-    return [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+def _listed(tensors: Given) -> list[Tensor]:
+    return [tensors] if isinstance(tensors, Tensor) else list(tensors)
 
 
-def _behind(tensors: Tensors) -> list[torch.Tensor]:
+def _behind(tensors: Tensors) -> list[Tensor]:
     """Returns tensors that write past autograd, see [Note: behind autograd's back]."""
     return [tensor.data for tensor in tensors]
+
+
+def _of_pairs(function: Callable[..., None], *more: object) -> Callable[[list[Tree]], None]:
+    """Calls a function with what each rank brought first, what each brought second, and more."""
+    return lambda all_: function([one for one, _ in all_], [other for _, other in all_], *more)
 
 
 def _op(opts: Tree) -> Tree:

@@ -20,7 +20,7 @@ from shardkit.backend import DONE, Backend, Group, ReduceOp, Work
 from shardkit.errors import ConfigurationError
 from shardkit.types import ProcessGroup
 
-from ..checked_group import check_members, is_group, size_of
+from ..checked_group import Sizes, check_members, is_group, size_of
 from ..objects import ObjectsOverBytes
 from .collectives import Groups
 from .meeting import ReplicaCall
@@ -75,9 +75,7 @@ class XlaGroup(ObjectsOverBytes):
         group._siblings = partition
         return group
 
-    def _all_gather(
-        self, output: Tensor, shard: Tensor, parts: list[int], async_op: bool, label: str
-    ) -> Work:
+    def _all_gather(self, output: Tensor, shard: Tensor, parts: Sizes, async_op: bool, label: str) -> Work:
         self._check_device("all_gather_into", output, shard)
         widest = max(parts)
         if not widest:
@@ -90,7 +88,7 @@ class XlaGroup(ObjectsOverBytes):
         return DONE
 
     def _reduce_scatter(
-        self, shard: Tensor, input: Tensor, parts: list[int], op: ReduceOp, async_op: bool, label: str
+        self, shard: Tensor, input: Tensor, parts: Sizes, op: ReduceOp, async_op: bool, label: str
     ) -> Work:
         self._check_device("reduce_scatter_into", shard, input)
         widest = max(parts)
@@ -107,14 +105,7 @@ class XlaGroup(ObjectsOverBytes):
         return DONE
 
     def _all_to_all(
-        self,
-        output: Tensor,
-        input: Tensor,
-        come: list[int],
-        go: list[int],
-        even: bool,
-        async_op: bool,
-        label: str,
+        self, output: Tensor, input: Tensor, come: Sizes, go: Sizes, even: bool, async_op: bool, label: str
     ) -> Work:
         """With sizes, ranks exchange the largest on the host."""
         self._check_device("all_to_all", output, input)

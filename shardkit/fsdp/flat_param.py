@@ -313,6 +313,11 @@ class FlatParam:
             del state["param"]  # made anew of registered parameters, which are copied one by one
         return state
 
+    @property
+    def is_asleep(self) -> bool:
+        """It was copied, and has no group yet."""
+        return "group" not in self.__dict__
+
     def connect(self, group: Group, post_forward_mesh: Group | None) -> None:
         """Comes back to life after copying or unpickling."""
         self.group = group

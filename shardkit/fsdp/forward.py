@@ -202,6 +202,7 @@ class Entered(NamedTuple):
     is_outermost: bool
     watcher: Unit | UnitCall
     range: Range
+    inputs: tuple[Args, Kwargs]
 
 
 @not_compiled
@@ -262,7 +263,7 @@ def enter(state: ShardingState, args: Args, kwargs: Kwargs) -> Entered:
         if other not in (me, NO_THREAD):
             check_one_thread(engine, "forward")
         engine.thread = me
-    entered = Entered(engine, is_outermost, unit, unit.ranges.forward())
+    entered = Entered(engine, is_outermost, unit, unit.ranges.forward(), (args, kwargs))
     entered.range.__enter__()
     try:
         if is_outermost:
@@ -303,7 +304,7 @@ def watched(entered: Entered, state: ShardingState, inputs: object) -> Entered:
 @not_compiled
 def leave(state: ShardingState, entered: Entered, outputs: Tree) -> Tree:
     """Gives back what the unit gathered; returns the outputs, with copies in place of memory that goes."""
-    engine, is_outermost, watcher, in_trace = entered
+    engine, is_outermost, watcher, in_trace, inputs = entered
     unit = state.unit
     try:  # noqa: SIM105 - it would cost calls
         in_trace.__exit__(None, None, None)
@@ -319,8 +320,14 @@ def leave(state: ShardingState, entered: Entered, outputs: Tree) -> Tree:
         tensors = tensors_of(outputs)
     engine.after_forward(unit)
     if torch.is_grad_enabled():
-        seen = engine.watching(watcher) if is_outermost else watcher
-        have_graph = watch_outputs(tensors, seen.enter_backward)
+        passed: set[int] = set()
+        seen = watcher
+        if is_outermost:
+            seen = engine.watching(watcher)
+        else:
+            given = (*inputs[0], *inputs[1].values()) if len(tensors) == 1 else tensors_of(inputs)
+            passed.update(map(id, given))
+        have_graph = watch_outputs(tensors, seen.enter_backward, passed)
         if engine.recording and (have_graph or unit.is_trainable):  # else no backward comes to it
             unit.is_reached = True
     if is_outermost:
@@ -335,7 +342,7 @@ def leave(state: ShardingState, entered: Entered, outputs: Tree) -> Tree:
 @not_compiled
 def fail(state: ShardingState, entered: Entered, error: BaseException) -> None:
     """A forward raised inside of the unit."""
-    engine, is_outermost, _, in_trace = entered
+    engine, is_outermost, _, in_trace, _ = entered
     leave_range(in_trace)
     engine.fail_forward(is_outermost)
     if engine.forwards <= 0:

@@ -25,6 +25,7 @@ from .construct import wake
 from .engine import Engine
 from .flat_param import FlatParam
 from .forward import become_root
+from .optim_state import slot_of
 from .state import ShardingState, state_of, summoned
 from .state_dict import check_own, consolidate, loading, local_state, mark, metadata, sharded_state_dict
 

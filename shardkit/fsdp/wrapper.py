@@ -102,8 +102,12 @@ class UnitModule(FlattenParamsWrapper):
     def __deepcopy__(self, memo: Memo) -> UnitModule:
         made = type(self).__new__(type(self))
         memo[id(self)] = made
-        made.__setstate__(copy.deepcopy(self.__dict__, memo))
+        made.__setstate__(copy.deepcopy(self.__getstate__(), memo))
         return made
+
+    def __getstate__(self) -> StateDict:
+        """Without what answers for the wrapper around it, which may be copied later: that one gives it anew."""
+        return {name: value for name, value in self.__dict__.items() if name != "state_dict"}
 
 
 class ModuleProxy(PreparedForAccelerate, nn.Module, abc.ABC):
@@ -239,6 +243,8 @@ class Door(ModuleProxy, ShardedAPI):
     def forward(self, *args: object, **kwargs: object) -> Tree:
         """Runs the module with its parameters gathered."""
         state = self._state
+        if state.is_asleep:
+            wake(state)
         dtype = state.input_dtype if state.options.casts_inputs else input_dtype(state)
         if state.summoned is not None:
             state.cast_buffers()

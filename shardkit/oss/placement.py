@@ -19,7 +19,7 @@ import torch
 from torch import nn, optim
 from torch.optim import Optimizer
 
-from ..backend import Group, ReduceOp, Work
+from ..backend import Group, ReduceOp, Work, WorkThen
 from ..errors import ConfigurationError
 from ..layout import alignment, segment_layout
 from ..optimizer_state.gathering import gather_states
@@ -226,22 +226,7 @@ class FlatParameters:
         work = self._group.all_gather_into(
             wire, own, self._layout.sizes, async_op=True, label=f"updated parameters in {wire_dtype}"
         )
-        return _CopyAfter(work, wire, self._buffer)
-
-
-class _CopyAfter(Work):
-    """Work whose result is copied (and cast) into another tensor."""
-
-    def __init__(self, work: Work, source: torch.Tensor, target: torch.Tensor) -> None:
-        self._work, self._source, self._target = work, source, target
-
-    def is_done(self) -> bool:
-        return self._work.is_done()
-
-    def wait(self) -> None:
-        self._work.wait()
-        with torch.no_grad():
-            self._target.copy_(self._source)
+        return WorkThen(work, lambda: self._buffer.copy_(wire))
 
 
 @final

@@ -25,20 +25,9 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
-from ..backend import DONE, Backend, Group, ReduceOp, Work
+from ..backend import DONE, Backend, Group, ReduceOp, Work, WorkThen
 from ..errors import ConfigurationError
 from ..policy import Compression
-
-__all__ = [
-    "BlockFormat",
-    "CompressedAllReduce",
-    "CompressedGather",
-    "CompressedReduceScatter",
-    "Feedback",
-    "check_compressible",
-    "format_for",
-]
-
 
 _HEAD = 16  # bytes before the codes
 _LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
@@ -238,26 +227,6 @@ class Feedback:
         self.error = None
 
 
-class Decoding(Work):
-    """A collective of blocks in flight; what they stand for is there when it was waited for."""
-
-    __slots__ = ("_decode", "_work")
-
-    def __init__(self, work: Work, decode: Callable[[], None]) -> None:
-        self._work = work
-        self._decode: Callable[[], None] | None = decode
-
-    def wait(self) -> None:
-        self._work.wait()
-        decode, self._decode = self._decode, None  # the blocks' memory goes with it
-        if decode is not None:
-            with torch.no_grad():
-                decode()
-
-    def is_done(self) -> bool:
-        return self._work.is_done()
-
-
 class CompressedGather:
     """Gathers shards as blocks. All ranks get the same values: of its own shard, a rank too gets what blocks stand for.
 
@@ -290,7 +259,7 @@ class CompressedGather:
         self._encode(shard, own)
         work = all_gather_into(blocks.view(-1), own.view(-1), async_op=True, label=label)
         parts = blocks.view(self._world, count, -1)
-        return Decoding(work, lambda: self._format.decode(parts, output.view(self._world, -1)))
+        return WorkThen(work, lambda: self._format.decode(parts, output.view(self._world, -1)))
 
 
 class CompressedReduceScatter:
@@ -337,7 +306,7 @@ class CompressedReduceScatter:
             if op is ReduceOp.AVG:
                 total.mul_(1.0 / group.world_size)
 
-        return total, Decoding(work, finish)
+        return total, WorkThen(work, finish)
 
 
 class CompressedAllReduce:

@@ -121,7 +121,7 @@ def clip_by_global_norm(
             norms.append(norm)
         total = combined(norms, norm_type)
     if ranges.listening:
-        ranges.tell("gradient_norm", total)
+        ranges.report_number("gradient_norm", total)
     if error_if_nonfinite and not bool(torch.isfinite(total)):
         raise RuntimeError(
             f"The total norm of order {norm_type} of the gradients is {total.item()}, so it can't be clipped. Pass "

@@ -184,7 +184,7 @@ def _finished_norm(norms: _UnfinishedNorm, norm_type: float) -> torch.Tensor:
         finished.append(global_norm(local, order, group, "norm of gradients, for torch.nn.utils"))
     total = combined(finished, order)
     if ranges.listening:
-        ranges.tell("gradient_norm", total)
+        ranges.report_number("gradient_norm", total)
     return total
 
 

@@ -20,7 +20,7 @@ import sys
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from contextlib import AbstractContextManager
 from types import CodeType, FrameType, FunctionType
 from typing import Any
@@ -288,11 +288,16 @@ def surrounding_checkpoint() -> object:
 
 
 @not_compiled
-def watch_outputs(outputs: Sequence[torch.Tensor], hook: GradientHook) -> bool:
-    """Calls ``hook`` when a backward through any of these outputs starts; whether there can be one."""
+def watch_outputs(outputs: Sequence[torch.Tensor], hook: GradientHook, passed: Container[int] = ()) -> bool:
+    """Calls ``hook`` when a backward through any of these outputs starts; whether there can be one.
+
+    Args:
+        passed: by ``id``, what was passed in, and maybe through: its gradient is there after the backward of all that
+            was made of it.
+    """
     found = False
     for tensor in outputs:
-        if tensor.requires_grad and tensor.grad_fn is not None:
+        if tensor.requires_grad and tensor.grad_fn is not None and id(tensor) not in passed:
             tensor.register_hook(hook)
             found = True
     return found

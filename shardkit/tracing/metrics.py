@@ -108,7 +108,7 @@ class Metrics:
         listen(self)
 
     # ------------------------------------------------------------ what is heard
-    def heard(self, what: What, start: int, end: int, marks: tuple[object, object] | None) -> None:
+    def on_range(self, what: What, start: int, end: int, marks: tuple[object, object] | None) -> None:
         if what.nbytes and is_collective(what.kind):
             share = what.nbytes * (len(what.ranks) - 1) / len(what.ranks)
             if what.kind == "all_gather":
@@ -120,7 +120,7 @@ class Metrics:
             if marks is not None:
                 self._marks.append(marks)
 
-    def told(self, name: str, value: torch.Tensor) -> None:
+    def on_number(self, name: str, value: torch.Tensor) -> None:
         self._more[name] = value.detach()
 
     # ------------------------------------------------------------ steps

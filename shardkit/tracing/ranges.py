@@ -58,10 +58,10 @@ class Listener(Protocol):
 
     mark: Callable[[], object] | None
 
-    def heard(self, what: What, start: int, end: int, marks: tuple[object, object] | None) -> None:
+    def on_range(self, what: What, start: int, end: int, marks: tuple[object, object] | None) -> None:
         """A range of this rank has ended; ``start`` and ``end`` are of :func:`now`."""
 
-    def told(self, name: str, value: torch.Tensor) -> None:
+    def on_number(self, name: str, value: torch.Tensor) -> None:
         """A number has been computed anyway, such as the norm of the gradients."""
 
 
@@ -109,10 +109,10 @@ def _changed() -> None:
         ranges.bind()
 
 
-def tell(name: str, value: torch.Tensor) -> None:
+def report_number(name: str, value: torch.Tensor) -> None:
     """Listeners of this rank hear of a number; asked for only while somebody listens."""
     for listener in listeners_here():
-        listener.told(name, value)
+        listener.on_number(name, value)
 
 
 class Heard:
@@ -137,7 +137,7 @@ class Heard:
         listeners, self._listeners = self._listeners, ()
         for one, before in zip(listeners, self._marks, strict=False):
             marks = None if before is None or one.mark is None else (before, one.mark())
-            one.heard(self._what, self._start, end, marks)
+            one.on_range(self._what, self._start, end, marks)
         leave(self._phase)
 
 

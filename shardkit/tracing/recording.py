@@ -137,7 +137,7 @@ class Recorder:
             group.backend.synchronize()
             self._zero = self._timer.mark(), now()
 
-    def heard(self, what: What, start: int, end: int, marks: tuple[object, object] | None) -> None:
+    def on_range(self, what: What, start: int, end: int, marks: tuple[object, object] | None) -> None:
         self.events.append(_Event(what, start, end, threading.get_ident(), marks))
 
     def note_step(self, number: int) -> None:
@@ -148,7 +148,7 @@ class Recorder:
         """Nothing more comes."""
         self.ended = now()
 
-    def told(self, name: str, value: torch.Tensor) -> None:
+    def on_number(self, name: str, value: torch.Tensor) -> None:
         """Numbers are for metrics."""
 
     def part(self) -> TracePart:

@@ -456,7 +456,7 @@ class AdaScale(Optimizer):
             num_gradients_to_accumulate / 1000, 0)``.
         num_gradients_to_accumulate: backwards in a step.
         is_scaled_loss: each loss is divided by that number; otherwise call :meth:`scale_grad_by_num_grads_to_accum`.
-        debias_ewma: see :func:`~shardkit.training.adascale.moving_averages.update_average`.
+        debias_ewma: see :func:`~shardkit.training.adascale.update_average`.
         group: ranks whose gradients are averaged, with FSDP's replicas; default: those of an OSS, else all.
         backend: name or instance of the backend; by default that of the parameters' device.
 
@@ -600,7 +600,6 @@ class AdaScale(Optimizer):
             GradientOrderError: some of the step's backwards are missing.
         """
         args, kwargs = _evaluated_closure(args, kwargs)
-        self._settle()
         self._refuse_amid_step("step()")
         before = [group["lr"] for group in self.param_groups]
         gains = [self.gain(i) for i in range(len(before))]
@@ -631,7 +630,6 @@ class AdaScale(Optimizer):
             GradientOrderError: some of the step's backwards are missing.
             AdaScaleArgumentError: there is nothing to divide by.
         """
-        self._settle()
         self._refuse_amid_step("scale_grad_by_num_grads_to_accum()")
         if self._is_scaled_loss or self._meter.expected == 1:
             raise AdaScaleArgumentError(
@@ -641,6 +639,8 @@ class AdaScale(Optimizer):
         self._averaging.divide_gradients(self._meter.expected)
 
     def _refuse_amid_step(self, call: str) -> None:
+        """Raises GradientOrderError if some of the step's backwards are missing."""
+        self._settle()
         if self._meter.has_begun:
             what = "the last backward raised an exception, so gradients are incomplete; call zero_grad()"
             if not self._meter.was_interrupted:
@@ -662,7 +662,6 @@ class AdaScale(Optimizer):
             AdaScaleArgumentError: below 1.
             GradientOrderError: some of the step's backwards are missing.
         """
-        self._settle()
         self._refuse_amid_step("set_scale()")
         if not scale >= 1:
             raise AdaScaleArgumentError(f"scale is {scale}; it has to be at least 1")
@@ -683,7 +682,6 @@ class AdaScale(Optimizer):
             AdaScaleArgumentError: a step would have one gradient only.
             GradientOrderError: some of the step's backwards are missing.
         """
-        self._settle()
         self._refuse_amid_step("set_num_gradients_to_accumulate()")
         world_size = self._averaging.world_size
         count = num_gradients_to_accumulate * world_size
@@ -703,7 +701,6 @@ class AdaScale(Optimizer):
         Raises:
             GradientOrderError: some of the step's backwards are missing.
         """
-        self._settle()
         self._refuse_amid_step("add_param_group()")
         averages, before = self._averages, len(self.param_groups)
         self._optimizer.add_param_group(pg)
@@ -723,7 +720,6 @@ class AdaScale(Optimizer):
         Raises:
             GradientOrderError: some of the step's backwards are missing.
         """
-        self._settle()
         self._refuse_amid_step("state_dict()")
         averages = {name: values.clone() for name, values in self._averages.items()}
         found = self._optimizer.state_dict()
@@ -736,7 +732,6 @@ class AdaScale(Optimizer):
             ConfigurationError: its averages are of another number of groups.
             GradientOrderError: some of the step's backwards are missing.
         """
-        self._settle()
         self._refuse_amid_step("load_state_dict()")
         averages = loaded(data, len(self.param_groups))
         rest = {k: v for k, v in data["state"].items() if k != KEY}

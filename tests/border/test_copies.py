@@ -12,10 +12,13 @@ import torch
 from torch import nn
 from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn, update_bn
 
-from shardkit import OSS, ShardedDDP
+from shardkit import FSDP, OSS, ShardedDDP, fully_shard
 from shardkit.errors import ConfigurationError, LifecycleError
+from shardkit.nn import FullyShardedDataParallel as FairscaleFSDP
 from shardkit.oss.optimizer import NotConsolidatedError
+from shardkit.torch_fsdp import FullyShardedDataParallel as TorchFSDP
 from tests.border.strategies import GLOO, STRATEGIES, WORLDS, batch, make_model, run, twins
+from tests.pools import rank_pool
 
 
 def _averaged(rank: int, world_size: int, strategy: str, ema: bool) -> None:
@@ -144,3 +147,23 @@ def _in_place(rank: int, world_size: int, strategy: str) -> None:
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_averages_that_write_to_state_dicts(strategy: str) -> None:
     run((2, "gloo"), _in_place, strategy)
+
+
+def _weight_of_one_further_down(rank: int) -> None:
+    doors = (FSDP, fully_shard, FairscaleFSDP, lambda m: TorchFSDP(m, use_orig_params=True))
+    for wrap in doors:
+        first, second = nn.Linear(3, 3), nn.Linear(3, 3)
+        second.weight = first.weight
+        below = wrap(nn.Sequential(wrap(second)))
+        model: Any = wrap(nn.Sequential(wrap(first), below))
+        for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), _saved(model)):
+            torch.testing.assert_close(copied.state_dict(), model.state_dict())
+            copied(torch.ones(2, 3)).sum().backward()
+            torch.optim.SGD(copied.parameters(), lr=0.1).step()
+            assert not torch.equal(copied(torch.ones(2, 3)), model(torch.ones(2, 3)))
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_copies_of_a_unit_that_shares_a_weight_of_one_further_down(world_size: int) -> None:
+    """The copy of the first began to work before the one that has the weight was copied."""
+    rank_pool(world_size, "simulated").run(_weight_of_one_further_down)

@@ -142,6 +142,14 @@ FOUND = {
         steps=(Train(), Train(), Clip(0.3), Step(), Look()),
         routing="by_rank",
     ),
+    # backward came to the unit that returns its input after it had left it, and gathered it once more
+    "a unit that passes its input through, above it a cut on one rank": Program(
+        ModelSpec(
+            (Node("no_bias", unit=Unit()), Node("unused", unit=Unit()), Node("cut", (Node("linear"),)))
+        ),
+        steps=(Train(), Step(), Look()),
+        routing="rank_0",
+    ),
     # the rank that cut one of two forwards off gave a shared weight back earlier, and gathered it once more
     "a shared weight, two forwards, one cut off on one rank": Program(
         ModelSpec(

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import shardkit
-from shardkit import FSDP, fully_shard, sharding_of
+from shardkit import FSDP, OSS, ShardedDDP, fully_shard, sharding_of
 from shardkit.errors import LifecycleError, OutOfStepError
 from shardkit.torch_fsdp import FullyShardedDataParallel as TorchFSDP
 from tests.fsdp_models import WIDTH, batch, build
@@ -282,3 +282,25 @@ def test_a_gradient_that_one_rank_clears(door: str, world_size: int) -> None:
 
 def test_a_gradient_that_one_process_clears() -> None:
     _check_cleared(shardkit.launch(_clears, 2, backend="gloo", args=("dtensors",)))
+
+
+def _one_rank_clears(rank: int, owner_does: bool) -> tuple[bool, list[float]]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    optimizer = OSS(model.parameters(), torch.optim.SGD, lr=0.1)
+    wrapped, weight = ShardedDDP(model, optimizer), model[1].weight  # type: ignore[union-attr]
+    before = weight.detach().clone()
+    wrapped(torch.ones(2, 4) + rank).sum().backward()
+    owned = [p for group in optimizer.partition_parameters()[rank] for p in group["params"]]
+    if any(p is weight for p in owned) == owner_does:
+        weight.grad = None
+    optimizer.step()
+    return torch.equal(weight, before), weight.flatten().tolist()
+
+
+@pytest.mark.parametrize("owner_does", [True, False])
+def test_a_gradient_counts_where_its_owner_has_it(owner_does: bool) -> None:
+    """One that another rank clears is not missed; all ranks get the owner's result."""
+    ends = rank_pool(2).run(_one_rank_clears, owner_does)
+    assert [stayed for stayed, _ in ends] == [owner_does] * 2
+    assert ends[0] == ends[1]

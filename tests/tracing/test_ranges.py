@@ -32,11 +32,11 @@ class _Listener:
     def __init__(self) -> None:
         self.found: list[What] = []
 
-    def heard(self, what: What, start: int, end: int, marks: object) -> None:
+    def on_range(self, what: What, start: int, end: int, marks: object) -> None:
         assert start <= end
         self.found.append(what)
 
-    def told(self, name: str, value: torch.Tensor) -> None: ...
+    def on_number(self, name: str, value: torch.Tensor) -> None: ...
 
 
 def test_listeners_hear_of_what_was_there_and_of_what_comes_and_leave_nothing_behind() -> None:

@@ -21,7 +21,7 @@ from shardkit.fsdp.wrapper import built_together as _built_together
 from shardkit.internal.parallel import ProcessGroupName, get_process_group_cached
 from shardkit.nn.wrap.auto_wrap import auto_wrap, config_auto_wrap_policy, enable_wrap
 from shardkit.policy import OffloadPolicy, PrecisionPolicy, ReducePolicy, ReshardPolicy
-from shardkit.types import Args, Kwargs, ProcessGroup, Tree
+from shardkit.types import Args, Kwargs, ProcessGroup, StateDict, Tree
 
 from .fsdp_facts import FairscaleFacts, InnerStateDict, PassedGroup
 
@@ -122,7 +122,7 @@ class FullyShardedDataParallel(FairscaleFacts):
             keeps_optimizer_state=bool(no_broadcast_optim_state),
         )
         self._shard(module, self._adapted(options))
-        self._fsdp_wrapped_module.__dict__["state_dict"] = InnerStateDict(self)
+        self._answer_inside()
         self.__dict__.update({name: given[name] for name in _SHOWN})
         self._orig_reshard_after_forward = reshard_after_forward
         self.move_params_to_cpu = offloads
@@ -138,6 +138,13 @@ class FullyShardedDataParallel(FairscaleFacts):
     def _adapted(self, options: Options) -> Options:
         """What the core gets; torch_xla's class adds to it."""
         return options
+
+    def _answer_inside(self) -> None:
+        self._fsdp_wrapped_module.__dict__["state_dict"] = InnerStateDict(self)
+
+    def __setstate__(self, state: StateDict) -> None:
+        super().__setstate__(state)
+        self._answer_inside()
 
     # ------------------------------------------------------------ methods
     @contextlib.contextmanager

@@ -492,8 +492,8 @@ class Gathered(Bringing):
             flat.param.data.copy_(values.view(flat.param.shape))
 
 
-class _InShard:
-    """The parts of one shard that are updated in place.
+class ShardInPlace:
+    """The parts of one shard that are updated where they lie, as parameters that are views of it.
 
     Attributes:
         sizes: cuts the shard [S] into pieces, and what lies between them.
@@ -507,8 +507,15 @@ class _InShard:
         self._seen: torch.Tensor | None = None
         self._views: list[torch.Tensor] = []
 
+    def add(self, part: Part, shape: torch.Size) -> nn.Parameter:
+        """Makes the parameter of a part, in this shape; it has its values after :meth:`lay_out`."""
+        empty = torch.empty(0, dtype=self.flat.param.dtype, device=self.flat.param.device)
+        param = nn.Parameter(empty, requires_grad=empty.is_floating_point() or empty.is_complex())
+        self.parts.append((part, param, shape))
+        return param
+
     def lay_out(self) -> None:
-        """All parts are known."""
+        """Cuts the shard, once all parts are known."""
         self.parts.sort(key=lambda found: found[0].here.offset if found[0].here else 0)
         end = 0
         for part, _, _ in self.parts:
@@ -523,8 +530,14 @@ class _InShard:
             self.sizes.append(self.flat.param.numel() - end)
         self.show_values()
 
+    def show(self, gradients: bool) -> None:
+        """Gives parameters their values, and the gradients that a step reads if asked for."""
+        self.show_values()
+        if gradients:
+            self._show_gradients()
+
     def show_values(self) -> None:
-        """Parameters are views of the shard, which may have got other memory."""
+        """Makes parameters views of the shard, which may have got other memory."""
         shard = self.flat.param.detach()
         seen = self._seen
         if seen is None or seen.data_ptr() != shard.data_ptr() or seen.dtype != shard.dtype:
@@ -534,8 +547,7 @@ class _InShard:
             for (_, param, shape), view in zip(self.parts, self._views, strict=True):
                 param.data = view.view(shape)
 
-    def show_gradients(self) -> None:
-        """Parameters have the gradients that a step reads."""
+    def _show_gradients(self) -> None:
         gradient = self.flat.param.grad
         for _, param, _ in self.parts:
             param.grad = None  # a step that raised may have left one
@@ -549,47 +561,12 @@ class _InShard:
                 param.grad = cut[place].view(shape)
 
     def keep(self) -> None:
-        """After a step: some optimizers put other tensors in place of ``param.data``."""
+        """Ends a step: some optimizers put other tensors in place of ``param.data``."""
         for (_, param, shape), view in zip(self.parts, self._views, strict=True):
             param.grad = None
             if param.data_ptr() != view.data_ptr():
                 view.copy_(param.data.reshape(-1))
                 param.data = view.view(shape)
-
-
-class InPlace:
-    """Parameters of this rank's optimizers that are views of shards."""
-
-    def __init__(self) -> None:
-        self._shards: dict[int, _InShard] = {}
-
-    def add(self, part: Part, flat: FlatParam, shape: torch.Size) -> nn.Parameter:
-        """A parameter of an optimizer, in this shape; it has its values after :meth:`lay_out`."""
-        empty = torch.empty(0, dtype=flat.param.dtype, device=flat.param.device)
-        param = nn.Parameter(empty, requires_grad=empty.is_floating_point() or empty.is_complex())
-        self._shards.setdefault(id(flat), _InShard(flat)).parts.append((part, param, shape))
-        return param
-
-    def lay_out(self) -> None:
-        """All have been added."""
-        for shard in self._shards.values():
-            shard.lay_out()
-
-    def show(self) -> None:
-        """A step comes next."""
-        for shard in self._shards.values():
-            shard.show_values()
-            shard.show_gradients()
-
-    def show_values(self) -> None:
-        """Something reads and writes values."""
-        for shard in self._shards.values():
-            shard.show_values()
-
-    def keep(self) -> None:
-        """The step is through."""
-        for shard in self._shards.values():
-            shard.keep()
 
 
 def shards_of(parts: Sequence[Part]) -> list[FlatParam]:

@@ -28,77 +28,6 @@ from .listed import parts_of
 from .placing import Inner, Placing
 from .rules import Cost, GivenRule, OptimizerClass, Rule, UpdateKind, cost_of, rules_for
 
-_EVALUATE, _DONE = 1, 0
-
-
-class Led:
-    """One step that a leader runs.
-
-    Args:
-        group: the ranks; None if there is one.
-        leader: the rank that runs the optimizer; None: every rank does, with the same numbers.
-        replicas: ranks that hold the same shards; they follow leaders of their own, which see the same losses.
-        to_leader: brings values and gradients to it (collective).
-        to_shards: brings values back (collective).
-        closure: evaluates the model.
-    """
-
-    def __init__(
-        self,
-        group: Group | None,
-        leader: int | None,
-        replicas: Sequence[Group],
-        to_leader: Callable[[], None],
-        to_shards: Callable[[], None],
-        closure: Callable[[], Tree],
-    ) -> None:
-        self._group = None if group is None else group.channel("control")
-        self._leader, self._replicas = leader, replicas
-        self._to_leader, self._to_shards, self._closure = to_leader, to_shards, closure
-        self._first: Tree = None
-        self._evaluations = 0
-
-    def lead(self, step: Callable[[Callable[[], Tree]], Tree]) -> Tree:
-        """Runs the optimizer's step on the leader."""
-        self._to_leader()
-        loss = step(self._evaluated)
-        self._tell(_DONE)
-        self._to_shards()
-        return loss
-
-    def follow(self) -> Tree:
-        """Does what the leader asks for, until it is through; the loss of the first evaluation."""
-        self._to_leader()
-        while self._tell(_EVALUATE) == _EVALUATE:
-            self._evaluate()
-        self._to_shards()
-        return self._first
-
-    def _tell(self, what: int) -> int:
-        if self._leader is None or self._group is None:
-            return what
-        return self._group.broadcast_object(what, self._leader, label="whether the optimizer evaluates again")
-
-    def _evaluated(self) -> Tree:
-        self._tell(_EVALUATE)
-        return self._evaluate()
-
-    def _evaluate(self) -> Tree:
-        self._to_shards()
-        with torch.enable_grad():
-            loss = self._closure()
-        if isinstance(loss, torch.Tensor):
-            loss = loss.detach().clone()
-            for group in (self._group, *self._replicas):
-                if group is None:
-                    continue
-                group.all_reduce(loss, op=ReduceOp.AVG, label="loss of the closure")
-        self._to_leader()
-        if not self._evaluations:
-            self._first = loss
-        self._evaluations += 1
-        return loss
-
 
 class WholeParameters(Optimizer):
     """Runs optimizers on parameters that FSDP or ``fully_shard`` has sharded, with the numbers of one process.
@@ -255,7 +184,8 @@ class WholeParameters(Optimizer):
 
     def _plain_step(self, kwargs: Kwargs) -> None:
         placing = self._placing
-        placing.in_place.show()
+        for shard in placing.in_place.values():
+            shard.show(gradients=True)
         for exchange in placing.exchanges:
             exchange.start(gradients=True)
         self._step_inners(kwargs, of_pieces=True)  # meanwhile
@@ -264,7 +194,8 @@ class WholeParameters(Optimizer):
         self._step_inners(kwargs, of_pieces=False)
         for exchange in placing.exchanges:
             exchange.send_back()
-        placing.in_place.keep()
+        for shard in placing.in_place.values():
+            shard.keep()
         for exchange in placing.exchanges:
             exchange.take_back()
             exchange.forget()
@@ -275,23 +206,55 @@ class WholeParameters(Optimizer):
                 inner.optimizer.step(**kwargs)
 
     def _led_step(self, closure: Callable[[], Tree], kwargs: Kwargs) -> Tree:
+        """Runs the optimizer on the leader, and what it asks for on the others; see [Note: led steps]."""
         optimizer = self._placing.inners[0].optimizer
         group = next(iter(self._groups.values()), None)
-        leader = None if group is None else next((rank for _, rank in self._placing.leaders.values()), None)
-        led = Led(group, leader, self._replicas, self._to_owners, self._to_shards, closure)
+        control = None if group is None else group.channel("control")
+        leader = next((rank for _, rank in self._placing.leaders.values()), None)
+        losses: list[Tree] = []
+
+        def evaluates(again: bool) -> bool:
+            """Tells the other ranks whether the leader evaluates again, or hears it."""
+            if leader is None or control is None:  # every rank runs the optimizer, with the same numbers
+                return again
+            return control.broadcast_object(again, leader, label="whether the optimizer evaluates again")
+
+        def evaluate() -> Tree:
+            self._to_shards()
+            with torch.enable_grad():
+                loss = closure()
+            if isinstance(loss, torch.Tensor):
+                loss = loss.detach().clone()
+                # replicas follow leaders of their own, which have to see the same losses
+                for ranks in ([] if control is None else [control]) + self._replicas:
+                    ranks.all_reduce(loss, op=ReduceOp.AVG, label="loss of the closure")
+            self._to_owners()
+            losses.append(loss)
+            return loss
+
+        def evaluated() -> Tree:
+            evaluates(True)
+            return evaluate()
+
         if optimizer is None:
-            return led.follow()
+            self._to_owners()
+            while evaluates(True):
+                evaluate()
+            self._to_shards()
+            return losses[0] if losses else None
         try:
-            return led.lead(lambda evaluated: optimizer.step(evaluated, **kwargs))
+            self._to_owners()
+            loss = optimizer.step(evaluated, **kwargs)
+            evaluates(False)
+            self._to_shards()
+            return loss
         finally:
             for exchange in self._placing.exchanges:
                 exchange.forget()
 
     def _to_owners(self, gradients: bool = True) -> None:
-        if gradients:
-            self._placing.in_place.show()
-        else:
-            self._placing.in_place.show_values()
+        for shard in self._placing.in_place.values():
+            shard.show(gradients)
         for exchange in self._placing.exchanges:
             exchange.start(gradients)
             exchange.finish()
@@ -300,7 +263,8 @@ class WholeParameters(Optimizer):
         for exchange in self._placing.exchanges:
             exchange.send_back()
             exchange.take_back()
-        self._placing.in_place.keep()
+        for shard in self._placing.in_place.values():
+            shard.keep()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients; every rank its part."""

@@ -12,9 +12,10 @@ from torch.optim import Optimizer
 
 from ...backend import Group
 from ...errors import ConfigurationError
+from ...fsdp.originals import FlatParamLike
 from ...layout import Piece
 from ...types import StateDict
-from .exchange import Bringing, Bundle, Exchange, Gathered, InPlace, held_by_ranks, owners_of
+from .exchange import Bringing, Bundle, Exchange, Gathered, ShardInPlace, held_by_ranks, owners_of
 from .listed import Part
 from .rules import Cost, Rule, UpdateKind
 
@@ -84,7 +85,7 @@ class Placing:
 
     def __init__(self, parts: Sequence[Part], rules: Sequence[Rule], cost: Cost) -> None:
         self.inners = [Inner(rule, [parts[n] for n in rule.members]) for rule in rules]
-        self.in_place = InPlace()
+        self.in_place: dict[int, ShardInPlace] = {}  # by id of the flat parameter
         self.exchanges: list[Bringing] = []
         self.leaders: dict[int, tuple[Group, int]] = {}
         self._parts = parts
@@ -94,7 +95,8 @@ class Placing:
                 self._place_pieces(inner)
         self.owners = self._owners(rules, cost)
         self._place_whole()
-        self.in_place.lay_out()
+        for shard in self.in_place.values():
+            shard.lay_out()
 
     def make_optimizers(self) -> None:
         """Builds the inner optimizers, which may look at values (collective).
@@ -126,9 +128,12 @@ class Placing:
                     inside = [p for p in self._parts if p.flat is flat]
                     inner.add(flat.param, [(p, p.here) for p in inside if p.here is not None])
             elif part.here is not None:
-                param = self.in_place.add(part, flat, torch.Size([part.here.numel]))
+                param = self._in_place(flat).add(part, torch.Size([part.here.numel]))
                 whole = Piece(part.here.item, part.here.start, part.here.rank, 0, part.here.numel)
                 inner.add(param, [(part, whole)])
+
+    def _in_place(self, flat: FlatParamLike) -> ShardInPlace:
+        return self.in_place.setdefault(id(flat), ShardInPlace(flat))
 
     def _refuse_compiled(self, rules: Sequence[Rule]) -> None:
         """Where all ranks run one program, shards are updated as they are, by one optimizer each."""
@@ -189,7 +194,7 @@ class Placing:
                 continue
             if all(p.rank == owner for p in part.pieces) and part.pieces:
                 if flat.group.rank == owner:
-                    places[number] = self.in_place.add(part, flat, part.shape)
+                    places[number] = self._in_place(flat).add(part, part.shape)
                 continue
             key = (flat.group.ranks, flat.param.dtype, flat.param.device, flat.compute_device)
             traveling.setdefault(key, []).append(number)
