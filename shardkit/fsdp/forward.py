@@ -44,6 +44,7 @@ from .engine import (
     COMPILED_AUTOGRAD,
     NO_THREAD,
     Engine,
+    ForwardGraph,
     check_forward,
     check_one_thread,
     fx_tracing,
@@ -321,7 +322,7 @@ def leave(state: ShardingState, entered: Entered, outputs: Tree) -> Tree:
     engine.after_forward(unit)
     if torch.is_grad_enabled():
         passed: set[int] = set()
-        seen = watcher
+        seen: Unit | UnitCall | ForwardGraph = watcher
         if is_outermost:
             seen = engine.watching(watcher)
         else:

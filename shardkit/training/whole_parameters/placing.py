@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from ...backend import Group
 from ...errors import ConfigurationError
-from ...fsdp.originals import FlatParamLike
+from ...fsdp.flat_param import FlatParam
 from ...layout import Piece
 from ...types import StateDict
 from .exchange import Bringing, Bundle, Exchange, Gathered, ShardInPlace, held_by_ranks, owners_of
@@ -132,7 +132,7 @@ class Placing:
                 whole = Piece(part.here.item, part.here.start, part.here.rank, 0, part.here.numel)
                 inner.add(param, [(part, whole)])
 
-    def _in_place(self, flat: FlatParamLike) -> ShardInPlace:
+    def _in_place(self, flat: FlatParam) -> ShardInPlace:
         return self.in_place.setdefault(id(flat), ShardInPlace(flat))
 
     def _refuse_compiled(self, rules: Sequence[Rule]) -> None:
