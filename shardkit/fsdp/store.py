@@ -319,7 +319,7 @@ class Stored(Store):
         super().__init__(flat)
         self._mesh = flat.post_forward_mesh
         self._kept: torch.Tensor | None = None  # this rank's part of what the mesh keeps
-        self._shard = torch.empty(0)  # what is sent: the shard's memory, [S]
+        self._shard: torch.Tensor | None = None  # what is sent: the shard's memory, [S]
         blocks = flat.blocks
         self._compressed = None if blocks is None else CompressedGather(self._group, blocks)
         self._look_at(torch.empty(self._layout.padded_numel, dtype=self._dtype, device=self._device))
@@ -373,7 +373,9 @@ class Stored(Store):
             work = self._compressed.start(self._gather, full, shard, flat.label)
         else:
             shard = self._shard
-            if shard.data_ptr() != flat.param.data_ptr():  # else it is as it was: two operations less
+            if (
+                shard is None or shard.data_ptr() != flat.param.data_ptr()
+            ):  # else it is as it was: two operations less
                 shard = self._shard = flat.param.data.view(-1)
             own.copy_(shard)  # casts, and comes from the host
             if self._group.world_size == 1:

@@ -240,7 +240,7 @@ def _packed_memory_given_back(self: StoredPack, gradients: Any) -> Any:
 
 def _reduction_without_wait(self: GradientPack, replicas: Any) -> None:
     if self._in_flight is not None:
-        self._in_flight = self._in_flight._replace(work=None)
+        self._in_flight = (*self._in_flight[:3], None)
     _receive(self, replicas)
 
 

@@ -69,7 +69,7 @@ def test_python_calls_are_less_than_fsdp2s_and_linear_in_parameters() -> None:
     assert counted["list", False][0] <= 1700
     for how in ("one by one", "list"):
         assert counted[how, True][0] <= counted["fsdp2", True][0] / 2
-        assert counted[how, True][1] - counted[how, False][1] <= 30 * 22  # parameters more
+        assert counted[how, True][1] - counted[how, False][1] <= 30 * 26  # parameters more
 
 
 def refused(rank: int, how: str) -> tuple[bool, bool, str]:
