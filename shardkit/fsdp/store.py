@@ -372,7 +372,7 @@ class Stored(Store):
             shard = flat.param.data.view(-1).to(self._device)
             work = self._compressed.start(self._gather, full, shard, flat.label)
         else:
-            shard = self._shard
+            sent = self._shard
             if (
                 shard is None or shard.data_ptr() != flat.param.data_ptr()
             ):  # else it is as it was: two operations less
