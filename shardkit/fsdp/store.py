@@ -373,11 +373,9 @@ class Stored(Store):
             work = self._compressed.start(self._gather, full, shard, flat.label)
         else:
             sent = self._shard
-            if (
-                shard is None or shard.data_ptr() != flat.param.data_ptr()
-            ):  # else it is as it was: two operations less
-                shard = self._shard = flat.param.data.view(-1)
-            own.copy_(shard)  # casts, and comes from the host
+            if sent is None or sent.data_ptr() != flat.param.data_ptr():  # else two operations less
+                sent = self._shard = flat.param.data.view(-1)
+            own.copy_(sent)  # casts, and comes from the host
             if self._group.world_size == 1:
                 work = DONE
             else:
