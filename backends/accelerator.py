@@ -187,9 +187,11 @@ class AcceleratorBackend(EagerBackend):
         return EventTimer(self.device())
 
     def rng_state(self) -> torch.Tensor:
+        """Returns the state of this rank's device, uint8."""
         return self._module.get_rng_state(self.device())
 
     def set_rng_state(self, state: torch.Tensor) -> None:
+        """Sets the state of this rank's device, uint8."""
         self._module.set_rng_state(state, self.device())
 
     def launch(

@@ -111,6 +111,9 @@ def without_arguments(**gone: str) -> Callable[[_F], _F]:
     """Decorates a callable: these keyword arguments, which fairscale had once, are refused with what to do instead.
 
     Its signature stays as it is. An argument that is passed as None or False is dropped silently: it asked for nothing.
+
+    Raises:
+        RedirectedError: one of them is passed.
     """
 
     def decorate(function: _F) -> _F:

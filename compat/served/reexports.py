@@ -8,8 +8,11 @@ from __future__ import annotations
 # Modules that have moved since 0.2.0 and may be imported by either name, all below shardkit: then -> now.
 MOVED = {
     "activations": "wrapping.activations",
+    "adascale": "training.adascale",
     "checkpoint_tools": "checkpoint.tools",
+    "data": "training.data",
     "estimate": "tools.estimate",
+    "evaluation": "training.evaluation",
     "extra.adam": "optim.adam",
     "extra.auto_shard": "experimental.nn.auto_shard",
     "extra.dynamic_loss_scaler": "experimental.optim.dynamic_loss_scaler",
@@ -19,10 +22,13 @@ MOVED = {
     "extra.offload": "experimental.nn.offload",
     "extra.vocab_loss": "model_parallel.vocab_loss",
     "extra.vocab_output": "experimental.nn.mevo",
+    "grad_scaler": "training.grad_scaler",
     "moe": "model_parallel.moe",
+    "out_of_memory": "training.out_of_memory",
     "pipeline.remote_pipe": "pipeline.async_pipe",
     "rehearsal": "tools.rehearsal",
     "testing": "tools.verify",
+    "whole_parameters": "training.whole_parameters",
 }
 
 # Path of a module -> where its names are, below shardkit -> the names, as in an import.

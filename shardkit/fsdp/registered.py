@@ -356,6 +356,9 @@ class RegisteredShards:
         if own is not None:
             with as_plain():
                 own.add_(gradient)
+            for g in before:  # one that stood for a gradient under ``no_sync`` was this rank's own, and plain
+                if type(g) is torch.Tensor:
+                    g.__class__ = kind
         elif there or hooked:
             self._hand_over_one_by_one(gradient, had, kind, before)
         else:

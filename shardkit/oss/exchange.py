@@ -199,7 +199,14 @@ class GradientExchange:
         for part in self._parts:
             if isinstance(part, Reducer):
                 part.adopt_means(means)
-                part.turn = self._take_turn if self._takes_turns else None
+        self._hand_out_turns()
+
+    def _hand_out_turns(self) -> None:
+        # Reducers of several dtypes send in an order of their own, which what a rank leaves out decides: with them, ranks
+        # agree at the end of backward alone.
+        reducers = [part for part in self._parts if isinstance(part, Reducer)]
+        if self._takes_turns and len(reducers) == 1:
+            reducers[0].turn = self._take_turn
 
     def forget_errors(self) -> None:
         """Forgets what compression has left out so far."""
@@ -226,9 +233,7 @@ class GradientExchange:
             self.group
         ):  # there may be another module since the last forward
             self._takes_turns = True
-            for part in self._parts:
-                if isinstance(part, Reducer):
-                    part.turn = self._take_turn
+            self._hand_out_turns()
         if self._is_new:
             self._is_new = False
             self._check_gradients()

@@ -109,6 +109,7 @@ class Metrics:
 
     # ------------------------------------------------------------ what is heard
     def on_range(self, what: What, start: int, end: int, marks: tuple[object, object] | None) -> None:
+        """Adds a range that has ended: bytes of a collective, and the device's marks around it."""
         if what.nbytes and is_collective(what.kind):
             share = what.nbytes * (len(what.ranks) - 1) / len(what.ranks)
             if what.kind == "all_gather":
@@ -121,6 +122,7 @@ class Metrics:
                 self._marks.append(marks)
 
     def on_number(self, name: str, value: torch.Tensor) -> None:
+        """Keeps a number of the step, as the norm of gradients."""
         self._more[name] = value.detach()
 
     # ------------------------------------------------------------ steps

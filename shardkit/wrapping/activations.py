@@ -29,6 +29,8 @@ from ..backend import backend_for
 from ..errors import LifecycleError
 from ..torch_seams.compiling import not_compiled
 
+__all__ = ["checkpoint_wrapper"]
+
 _T = TypeVar("_T")
 
 

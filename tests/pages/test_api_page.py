@@ -16,7 +16,7 @@ PAGE = (ROOT / "docs" / "api.md").read_text()
 # Modules that users import from. ``shardkit.integrations`` import their frameworks, and are named on the page by hand.
 FACES = [
     "shardkit", *(f"shardkit.{name}" for name in (
-        "activations", "checkpoint.tools", "data", "estimate", "evaluation", "extra.gossip", "model_parallel", "moe",
+        "activations", "checkpoint.tools", "data", "estimate", "evaluation", "model_parallel", "moe",
         "pipeline", "rehearsal", "testing", "torch_fsdp", "torch_fsdp.sharded_grad_scaler", "torch_fsdp.state_dict",
         "torch_fsdp.wrap", "wrapping",
     )),
