@@ -202,8 +202,8 @@ class GradientExchange:
         self._hand_out_turns()
 
     def _hand_out_turns(self) -> None:
-        # Reducers of several dtypes send in an order of their own, which what a rank leaves out decides: with them, ranks
-        # agree at the end of backward alone.
+        # Reducers of several dtypes send in an order of their own, which what a rank leaves out decides: with them,
+        # ranks agree at the end of backward alone.
         reducers = [part for part in self._parts if isinstance(part, Reducer)]
         if self._takes_turns and len(reducers) == 1:
             reducers[0].turn = self._take_turn

@@ -47,7 +47,8 @@ def test_moved_modules(old: str) -> None:
 
 def test_parts_after_importing_the_package_alone() -> None:
     parts = ["moe", "model_parallel", "pipeline", *compat.PARTS]
-    code = f"import shardkit, sys\nfor part in {parts}: assert getattr(shardkit, part) is sys.modules[f'shardkit.{{part}}']"
+    same = "getattr(shardkit, part) is sys.modules[f'shardkit.{part}']"
+    code = f"import shardkit, sys\nfor part in {parts}: assert {same}"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=400)
 
 
