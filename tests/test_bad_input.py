@@ -59,7 +59,7 @@ def test_parameters_on_several_devices() -> None:
 def _differing_models(rank: int, world_size: int) -> None:
     first, other = nn.Linear(3, 2), nn.Linear(2, 3)
     cases: list[tuple[Any, str]] = [
-        ([nn.Parameter(torch.zeros(3 if rank == 1 else 4))], r"rank 1 has parameter 0 of group 0 \(\(3,\)"),
+        ([nn.Parameter(torch.zeros(3 if rank == 1 else 4))], r"rank 1 has parameter 0 of group 0 \(\[3\]"),
         (
             [nn.Parameter(torch.zeros(3, dtype=torch.float64 if rank == 1 else torch.float32))],
             "torch.float64",

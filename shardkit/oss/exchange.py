@@ -6,7 +6,9 @@ the optimizers from stepping on unfinished gradients.
 
 [Note: several modules] Gradients of all modules that the same ranks train go through one channel, and those of equal
 shapes would be added to each other's if ranks went back through the modules in another order. So from the second module
-on, ranks agree on what is about to be sent, in the channel that keeps an order: a comparison, in a step like the last.
+on, ranks agree at the end of a backward on whose it is, before anything of it is used, in the channel that keeps an
+order: a comparison, in a step like the last. (Buckets are sent when a rank has their gradients, which is in the course
+of backward on one rank and at its end on another.)
 """
 
 from __future__ import annotations
@@ -199,14 +201,6 @@ class GradientExchange:
         for part in self._parts:
             if isinstance(part, Reducer):
                 part.adopt_means(means)
-        self._hand_out_turns()
-
-    def _hand_out_turns(self) -> None:
-        # Reducers of several dtypes send in an order of their own, which what a rank leaves out decides: with them,
-        # ranks agree at the end of backward alone.
-        reducers = [part for part in self._parts if isinstance(part, Reducer)]
-        if self._takes_turns and len(reducers) == 1:
-            reducers[0].turn = self._take_turn
 
     def forget_errors(self) -> None:
         """Forgets what compression has left out so far."""
@@ -233,7 +227,6 @@ class GradientExchange:
             self.group
         ):  # there may be another module since the last forward
             self._takes_turns = True
-            self._hand_out_turns()
         if self._is_new:
             self._is_new = False
             self._check_gradients()

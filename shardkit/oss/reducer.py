@@ -21,7 +21,7 @@ unscale gradients works.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -152,10 +152,7 @@ class Reducer:
         reduced: class of what owners get (see ``shard_gradients.py``).
 
     Attributes:
-        turn: is told what is about to be sent, where gradients of other modules go the same way; None: they don't.
     """
-
-    turn: Callable[[str], None] | None = None
 
     def __init__(
         self, params: Sequence[nn.Parameter], owners: Sequence[int], group: Group, policy: ReducePolicy,
@@ -283,8 +280,6 @@ class Reducer:
         if not self._slot_is_taken:
             self._group.backend.take_storage(self._slot)
             self._slot_is_taken = True
-        if self.turn is not None:
-            self.turn(bucket.label)
         with bucket.ranges.reduce():
             had = self._pack(bucket)
             op = ReduceOp.AVG if bucket.has_mean else ReduceOp.SUM

@@ -601,4 +601,4 @@ def test_several_modules(world_size: int, backend: str) -> None:
     for how in ("two backwards", "one backward"):
         rank_pool(world_size, backend).run(_two, world_size, how)
     for end in shardkit.launch(_two_out_of_order, world_size, backend=backend, args=(world_size,)):
-        assert re.search(r"gradients of bucket 0 of Sequential \d", end), end
+        assert re.search(r"the end of backward of Sequential \d", end), end
