@@ -150,8 +150,6 @@ class Reducer:
         policy: bucket size and dtype on the wire.
         state: shared with the other hooks of the wrapped module.
         reduced: class of what owners get (see ``shard_gradients.py``).
-
-    Attributes:
     """
 
     def __init__(
