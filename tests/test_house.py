@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-LINES = 66_800  # of all source; to be lowered with each release
+LINES = 66_200  # of all source; to be lowered with each release
 ANY = 160  # lines that name typing.Any; there were 1,162 when the limit was set
 
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 import contextlib
 import math
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from operator import attrgetter
 from typing import TYPE_CHECKING
@@ -333,10 +333,7 @@ class RegisteredShards:
                 view = views[k]
                 if r.spec is not None and view is not None:
                     views[k] = dtensor_of(view, r.spec)
-        if kind is not torch.Tensor:
-            for view in views:
-                if type(view) is torch.Tensor:
-                    view.__class__ = kind
+        _mark(views, kind)
         return views
 
     def hand_over(self, gradient: torch.Tensor, had: Sequence[bool], kind: type[torch.Tensor]) -> None:
@@ -356,9 +353,9 @@ class RegisteredShards:
         if own is not None:
             with as_plain():
                 own.add_(gradient)
-            for g in before:  # one that stood for a gradient under ``no_sync`` was this rank's own, and plain
-                if type(g) is torch.Tensor:
-                    g.__class__ = kind
+            _mark(
+                before, kind
+            )  # one that stood for a gradient under ``no_sync`` was this rank's own, and plain
         elif there or hooked:
             self._hand_over_one_by_one(gradient, had, kind, before)
         else:
@@ -386,8 +383,15 @@ class RegisteredShards:
             else:
                 with as_plain():
                     g.add_(view)
-                if type(g) is torch.Tensor:
-                    g.__class__ = kind
+                _mark([g], kind)
+
+
+def _mark(gradients: Iterable[torch.Tensor | None], kind: type[torch.Tensor]) -> None:
+    """Makes plain gradients ones whose other parts are on other ranks."""
+    if kind is not torch.Tensor:
+        for g in gradients:
+            if type(g) is torch.Tensor:
+                g.__class__ = kind
 
 
 class UnlistedShard(nn.Parameter):

@@ -234,18 +234,7 @@ class ShardingState:
 
     def states(self) -> list[ShardingState]:
         """This one and those of units below, the outermost first."""
-        found: list[ShardingState] = []
-        seen, waiting = set[nn.Module](), [self.door]
-        while waiting:
-            m = waiting.pop()
-            if m in seen:
-                continue
-            seen.add(m)
-            state = state_of(m) if id(m) in _states else None
-            if state is not None:
-                found.append(state)
-            waiting += [child for child in reversed(m._modules.values()) if child is not None]
-        return found
+        return [self, *units_below(self, nested=True)]
 
     def all_flats(self) -> list[FlatParam]:
         """The flat parameters of these."""
@@ -331,10 +320,10 @@ def modules_outside_units(
     return found
 
 
-def units_below(state: ShardingState) -> list[ShardingState]:
-    """Units inside of a state's module, without those inside of these."""
+def units_below(state: ShardingState, *, nested: bool = False) -> list[ShardingState]:
+    """Lists the units inside of a state's module, the outermost first; with ``nested`` those inside of these, too."""
     found: list[ShardingState] = []
-    seen, waiting = set[nn.Module](), [state.module]
+    seen, waiting = set[nn.Module](), [state.door if nested else state.module]
     while waiting:
         m = waiting.pop()
         if m in seen:
@@ -343,7 +332,7 @@ def units_below(state: ShardingState) -> list[ShardingState]:
         below = state_of(m) if id(m) in _states else None
         if below is not None and below is not state:
             found.append(below)
-        else:
+        if nested or below is None or below is state:
             waiting += [child for child in reversed(m._modules.values()) if child is not None]
     return found
 

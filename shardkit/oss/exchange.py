@@ -90,7 +90,6 @@ class GradientExchange:
         self.group = group
         self._channel, self._order = group.channel("gradients"), group.channel("parameters")
         self._name = f"{type(module).__name__} {number_of(group, run_id)}"
-        self._takes_turns = False
         self.policy = policy
         self._buffers = buffers
         self._hooks = GradientHooks(
@@ -223,10 +222,6 @@ class GradientExchange:
     def begin_forward(self) -> None:
         """Before a training forward."""
         self.recover()
-        if not self._takes_turns and are_several(
-            self.group
-        ):  # there may be another module since the last forward
-            self._takes_turns = True
         if self._is_new:
             self._is_new = False
             self._check_gradients()
@@ -277,13 +272,9 @@ class GradientExchange:
             part.abandon()
         self._buffers.changed = False
 
-    def _take_turn(self, what: str) -> None:
-        """See [Note: several modules]."""
-        self._order.agree(f"{what} of {self._name}")
-
     def _end_of_backward(self) -> None:
-        if self._takes_turns:
-            self._take_turn("the end of backward")
+        if are_several(self.group):  # see [Note: several modules]
+            self._order.agree(f"the end of backward of {self._name}")
         with self.ranges.finish():
             for part in self._parts:
                 part.finish()
