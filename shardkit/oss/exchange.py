@@ -6,9 +6,10 @@ the optimizers from stepping on unfinished gradients.
 
 [Note: several modules] Gradients of all modules that the same ranks train go through one channel, and those of equal
 shapes would be added to each other's if ranks went back through the modules in another order. So from the second module
-on, ranks agree at the end of a backward on whose it is, before anything of it is used, in the channel that keeps an
-order: a comparison, in a step like the last. (Buckets are sent when a rank has their gradients, which is in the course
-of backward on one rank and at its end on another.)
+on, ranks agree at the end of a backward on whose it was, before anything of it is used, in the channel that keeps an
+order: a comparison, in a step like the last. Not before: buckets are sent when a rank has their gradients, in the
+course of backward on one rank and at its end on another, which would agree while the first waits for what is still
+to be sent.
 """
 
 from __future__ import annotations
@@ -273,11 +274,11 @@ class GradientExchange:
         self._buffers.changed = False
 
     def _end_of_backward(self) -> None:
-        if are_several(self.group):  # see [Note: several modules]
-            self._order.agree(f"the end of backward of {self._name}")
         with self.ranges.finish():
             for part in self._parts:
                 part.finish()
+        if are_several(self.group):  # see [Note: several modules]
+            self._order.agree(f"the end of backward of {self._name}")
         self.state.unreduced = False
         self._buffers.sync_if_changed()
 
