@@ -43,6 +43,11 @@ STANDS_FOR: dict[tuple[str, str], tuple[str, ...]] = {
 OPTION_CLASSES = {
     "reduceOp": ("AllreduceOptions", "ReduceOptions", "ReduceScatterOptions"),
     "rootRank": ("ReduceOptions",),
+    "_timeout": ("Backend.Options",),
+    **dict.fromkeys(
+        ("store", "group_rank", "group_size", "timeout", "global_ranks_in_group", "group_id"),
+        ("_DistributedBackendOptions",),
+    ),
 }
 
 

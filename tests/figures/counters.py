@@ -22,6 +22,10 @@ from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import shardkit
+
+PACKAGE = f"{Path(shardkit.__file__).parent}/"  # a checkout may be named as the package is
+
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):

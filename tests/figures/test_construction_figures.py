@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from shardkit.errors import RankMismatchError
-from tests.figures.counters import CallCounter, quiet_collector
+from tests.figures.counters import PACKAGE, CallCounter, quiet_collector
 from tests.pools import rank_pool
 
 
@@ -46,7 +46,7 @@ def construct(rank: int, how: str, large: bool) -> tuple[int, int, int]:
     model = _model(large)
     with quiet_collector(), CallCounter() as calls:
         _shard(model, how)
-    ours = [(name, n) for (path, name), n in calls.by_function.items() if "/shardkit/" in path]
+    ours = [(name, n) for (path, name), n in calls.by_function.items() if path.startswith(PACKAGE)]
     exchanges = sum(n for name, n in ours if name == "all_gather_facts")
     return calls.calls, sum(n for _, n in ours), exchanges
 

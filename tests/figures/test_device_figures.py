@@ -17,6 +17,7 @@ import shardkit
 from shardkit import FSDP, OSS, ReducePolicy, ReshardPolicy, ShardedDDP, fully_shard, sharding_of
 from shardkit.backend import get_backend
 from shardkit.backends.streams import StreamsBackend, current_device
+from tests.figures.counters import PACKAGE
 
 UNITS, WIDTH = 5, 16
 STEPS = 3
@@ -43,7 +44,9 @@ def host_reads(found: Counter[str]) -> Iterator[None]:
 
     def profile(frame: FrameType, event: str, called: Any) -> None:
         if event == "c_call" and called.__name__ in READS and isinstance(called.__self__, torch.Tensor):
-            found[f"{frame.f_code.co_qualname} {called.__name__}"] += "/shardkit/" in frame.f_code.co_filename
+            found[f"{frame.f_code.co_qualname} {called.__name__}"] += frame.f_code.co_filename.startswith(
+                PACKAGE
+            )
 
     device = current_device()
     assert device is not None
