@@ -22,7 +22,7 @@ import torch.distributed as dist
 import shardkit
 from shardkit.errors import ConfigurationError
 from shardkit.tools.cli import main
-from shardkit.tools.rehearsal import patience, rehearse
+from shardkit.tools.rehearsal import rehearse, waiting
 from tests.started import program
 
 
@@ -314,7 +314,7 @@ def test_a_lock_that_another_rank_holds_is_told(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Ranks of a rehearsal share locks, where processes have one each: said, and ended by the timeout."""
-    monkeypatch.setattr(patience.noticing_stillness.__wrapped__, "__defaults__", (0.3,))  # type: ignore[attr-defined]
+    monkeypatch.setattr(waiting.noticing_stillness.__wrapped__, "__defaults__", (0.3,))  # type: ignore[attr-defined]
     lock = threading.Lock()
 
     def work(rank: int) -> None:

@@ -23,8 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Prints the report, on rank 0."""
-    from shardkit.tools.doctor.examine import examine
-    from shardkit.tools.doctor.report import as_data, as_text
+    from shardkit.tools.doctor.examine import as_data, as_text, examine
 
     report = examine(options.ranks)
     if report is None:

@@ -81,8 +81,7 @@ def run(options: argparse.Namespace) -> int:
 
 def _run(options: argparse.Namespace) -> None:
     from shardkit.tools import estimate as estimating
-    from shardkit.tools.estimate.plots import plot
-    from shardkit.tools.estimate.report import as_data, as_text, in_words, times_as_text
+    from shardkit.tools.estimate.report import as_data, as_text, in_words, plot, times_as_text
 
     if (options.target is None) == (options.hf is None):
         raise ConfigurationError("name a target, as train.py:experiment, or --hf CONFIG, and not both")

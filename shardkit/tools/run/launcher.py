@@ -29,8 +29,7 @@ from ...launching.run_folder import RUN_DIR, RunFolder
 from ...tracing.tracer import VARIABLE as TRACE
 from ...tracing.tracer import read_plan
 from .addresses import can_host, interface_of, own_address
-from .agent import Agent, RunOnMachine
-from .logs import RankLogs
+from .agent import Agent, RankLogs, RunOnMachine
 from .news import News
 
 _TICK = 0.1

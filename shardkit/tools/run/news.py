@@ -13,7 +13,7 @@ from typing import IO
 
 from ...launching.run_folder import RunFolder, steps_of
 from ...tracing.tables import counted
-from .page import Page
+from .causes import Page
 
 _EVERY = 0.5  # seconds between progress lines
 _CHUNK = 1 << 16

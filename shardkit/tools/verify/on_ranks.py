@@ -12,9 +12,8 @@ from torch import nn
 from ...backend import backend_of_job
 from ...fsdp import fully_shard, sharding_of
 from ...types import Kwargs, SavedState, Tree
-from .experiment import Experiment
-from .one_process import persistent_buffers
-from .trace import Moment, Tensors, Trace
+from .comparing import Moment, Tensors, Trace
+from .experiment import Experiment, persistent_buffers
 
 Strategy = Literal["oss", "sharded_ddp", "fsdp", "fully_shard"]
 Library = Literal["fairscale", "shardkit"]
