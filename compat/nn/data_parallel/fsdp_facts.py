@@ -231,3 +231,23 @@ class FairscaleFacts(Door):
             raise LifecycleError(
                 f"expected to be in states {wanted} but current state is {self.training_state}"
             )
+
+
+# ------------------------------------------------------------ optimizer state
+def check_param_counts_before_sharding(full_optim_state_dict: StateDict, n_instances: int) -> None:
+    """Checks that a full optimizer state was saved from as many FSDP instances.
+
+    Raises:
+        ConfigurationError: it was not.
+    """
+    saved = len(set(full_optim_state_dict["param_id_map"].values()))
+    if full_optim_state_dict["state"] and saved != n_instances:
+        raise ConfigurationError(
+            f"the optimizer state was saved from {saved} FSDP instances, this model has {n_instances} (itself "
+            "included); wrap it as it was when the state was saved"
+        )
+
+
+def is_singleton_tensor(x: object) -> bool:
+    """Whether it is a tensor without dimensions."""
+    return isinstance(x, torch.Tensor) and x.dim() == 0

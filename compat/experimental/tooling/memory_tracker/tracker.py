@@ -24,8 +24,13 @@ from shardkit.fsdp.state import state_of
 from shardkit.torch_seams.live_memory import LiveTensors
 from shardkit.types import AnyCallable, ProcessGroup, StateDict, Tree
 
-from .plots import compare_memory_traces_in_plot
-from .traces import LayerMemoryTrace, LayerwiseMemoryTrackerSummary, TraceBackwardEvent, TraceForwardEvent
+from .traces import (
+    LayerMemoryTrace,
+    LayerwiseMemoryTrackerSummary,
+    TraceBackwardEvent,
+    TraceForwardEvent,
+    compare_memory_traces_in_plot,
+)
 
 
 class ProcessGroupTrackingEvent(enum.Enum):

@@ -16,8 +16,7 @@ from shardkit.backend import Group, backend_for
 from shardkit.compat.redirected import redirected_names
 from shardkit.errors import ConfigurationError
 
-from .graph_manager import GraphManager
-from .mixing_manager import MixingManager, UniformMixing
+from .graph_manager import GraphManager, MixingManager, UniformMixing
 
 __getattr__ = redirected_names(__name__)
 
