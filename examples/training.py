@@ -39,8 +39,7 @@ from shardkit.backend import Backend, ReduceOp, get_backend
 from shardkit.errors import BackendError, ConfigurationError, DamagedFileError, RankFailedError, ShardkitError
 from shardkit.examples.digits import Progress, average_gradients, train_epoch
 from shardkit.fsdp.state_dict import consolidate
-from shardkit.tracing.metrics import Sink
-from shardkit.tracing.sinks import JsonLines, TensorBoard
+from shardkit.tracing.metrics import JsonLines, Sink, TensorBoard
 from shardkit.training.data import ResumableLoader
 from shardkit.types import Kwargs, StateDict, Tree
 from shardkit.wrapping.activations import checkpoint_wrapper

@@ -6,15 +6,13 @@ import contextlib
 import datetime
 import errno
 import socket
-import struct
-import sys
 import threading
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from ...errors import ConfigurationError
+from ..doctor.network import interfaces
 
-_SIOCGIFADDR = 0x8915
 _ANSWER = datetime.timedelta(seconds=3)
 
 
@@ -94,14 +92,4 @@ def is_reachable(rendezvous: str) -> bool:
 
 def interface_of(address: str) -> str:
     """The interface that has this address (IPv4); "" if unknown."""
-    if sys.platform != "linux":
-        return ""
-    import fcntl
-
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
-        for _, name in socket.if_nameindex():
-            with contextlib.suppress(OSError):
-                asked = struct.pack("256s", name.encode()[:15])
-                if socket.inet_ntoa(fcntl.ioctl(any_socket, _SIOCGIFADDR, asked)[20:24]) == address:
-                    return name
-    return ""
+    return next((name for name, facts in interfaces().items() if facts["address"] == address), "")
