@@ -1,4 +1,4 @@
-"""What ranks tell each other, and compare before it matters: names, shapes, options, and of which run a file is.
+"""Comparisons between ranks before it matters: names, shapes, options, and of which run a file is.
 
 [Note: facts] A pickle can hold calls of any function, and whoever can write to a rank's connection could send one. What
 ranks tell each other is JSON with a tag where JSON has no type, and nothing else is understood.

@@ -445,7 +445,7 @@ def local_shape(shape: Sequence[int], grain: int, numel: int) -> tuple[int, ...]
 
 
 def gaps_between(filled: Sequence[tuple[int, int]], numel: int) -> list[tuple[int, int]]:
-    """What these parts, as (start, numel), leave free of a buffer, in the same form and in order."""
+    """Lists what these parts, as (start, numel), leave free of a buffer, in the same form and in order."""
     gaps, end = [], 0
     for start, length in [*sorted(filled), (numel, 0)]:
         if start > end:

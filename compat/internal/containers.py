@@ -17,7 +17,7 @@ from shardkit.types import Args, Kwargs, StateDict, Tree
 
 
 class NonTensors(TypedDict):
-    """What is left of a tuple without its tensors."""
+    """Holds what is left of a tuple without its tensors."""
 
     is_tensor: list[bool]
     objects: list[object]

@@ -131,7 +131,7 @@ class _Loader(Loader):
 
 
 def _name_all_twice() -> None:
-    """What shardkit has loaded gets its second name at once, and is never imported under it.
+    """Gives what shardkit has loaded its second name at once, and is never imported under it.
 
     Importing a module sets an attribute of its package. Where a function has taken the name of its module
     (``nn.auto_wrap``), this would undo it.
@@ -150,7 +150,7 @@ def _part(name: str) -> ModuleType:
 
 
 class _Distribution(importlib.metadata.Distribution):
-    """What ``importlib.metadata.version("fairscale")`` reads."""
+    """Answers ``importlib.metadata.version("fairscale")``."""
 
     def read_text(self, filename: str) -> str | None:
         return {"METADATA": _METADATA, "top_level.txt": "fairscale\n"}.get(filename)
@@ -178,6 +178,6 @@ _original_preparation_data = multiprocessing.spawn.get_preparation_data
 
 
 def _preparation_data(name: str) -> dict[str, object]:
-    """What multiprocessing tells a process that it spawns, and an entry of ours, which it ignores."""
+    """Returns what multiprocessing tells a process that it spawns, and an entry of ours, which it ignores."""
     data = _original_preparation_data(name)
     return {**data, "shardkit.compat": _InChild(data["sys_path"])}

@@ -120,7 +120,7 @@ def _defined_in(module: ModuleType) -> set[str]:
 
 
 def _names_of(path: str) -> dict[str, Callable[[], Tree]]:
-    """What the table has for a module: each name, and what makes it."""
+    """Returns what the table has for a module: each name, and what makes it."""
     found: dict[str, Callable[[], Tree]] = {}
     for names, instead, why in REDIRECTED.get(path, ()):
         for name in names.split():

@@ -1,4 +1,4 @@
-"""What happened on each rank, told to all: where ranks meet, and in the background by files in a folder."""
+"""Tells all ranks what happened on each: where ranks meet, and in the background by files in a folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each rank has of its own: generators of random numbers, and its place in the data.
+"""State that each rank has of its own: generators of random numbers, and its place in the data.
 
 [Note: another world size] Where a checkpoint is restored by another number of ranks than wrote it (W), rank r takes
 the random states of rank r % W: the first W ranks go on as they were, and further ones begin where others do, so that

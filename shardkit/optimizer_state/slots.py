@@ -1,4 +1,4 @@
-"""What one parameter of a torch optimizer stands for: which of the model's parameters, and which elements of them.
+"""Maps an optimizer's parameter to what it stands for: which of the model's parameters, and which elements of them.
 
 An optimizer over flat shards has state that is laid out as the shard: of each parameter in it a piece. Everything else
 that an optimizer keeps is a parameter's as a whole.

@@ -119,7 +119,7 @@ class GradientExchange:
 
     @property
     def depends_on_data(self) -> bool:
-        """What is sent depends on the batch: rows of sparse gradients."""
+        """Sends what depends on the batch: rows of sparse gradients."""
         return any(isinstance(part, SparseReducer) for part in self._parts)
 
     @property

@@ -359,7 +359,7 @@ def gathered_state(
 
 @torch.no_grad()
 def gathered(segment: FlatSegment, own: torch.Tensor, is_kept: bool) -> list[torch.Tensor]:
-    """What each rank has for its segment, [S], of each parameter, on the CPU where it ``is_kept`` (collective)."""
+    """Gathers what ranks have, [S], of each parameter, on the CPU where it ``is_kept`` (collective)."""
     group, full = segment.group, own
     if group.world_size > 1:
         full = own.new_empty(segment.layout.numel)

@@ -58,7 +58,7 @@ Unused = UnusedRanges | UsedMask
 
 
 class PutAside:
-    """What was put aside of one flat tensor before a step.
+    """Holds what was put aside of one flat tensor before a step.
 
     Args:
         flat: the values that the step is going to change.
@@ -82,5 +82,5 @@ class PutAside:
 
 
 def state_by_element(flat: torch.Tensor, state: SavedState) -> dict[str, torch.Tensor]:
-    """What of an optimizer's state has one element for each of the tensor's."""
+    """Returns what of an optimizer's state has one element for each of the tensor's."""
     return {k: v for k, v in state.items() if is_elementwise(k, v, flat.shape)}

@@ -45,7 +45,7 @@ GradientHook = Callable[[torch.Tensor], None]
 
 
 class BackwardState:
-    """What hooks need to know at every gradient.
+    """Knows what hooks ask at every gradient.
 
     Attributes:
         task: id of the backward in progress, NO_BACKWARD between backwards.

@@ -103,7 +103,7 @@ def check_wrappable(
 
 
 def name_of_torchs(module: nn.Module) -> str:
-    """What a wrapper of torch's is called; "" for all other modules."""
+    """Names a wrapper of torch's; "" for all other modules."""
     return next((name for kind, name in _of_torch() if isinstance(module, kind)), "")
 
 

@@ -1,4 +1,4 @@
-"""What one rank records, the form in which it travels (a part), and how far the clocks of ranks are apart.
+"""Records of one rank, the form in which it travels (a part), and how far the clocks of ranks are apart.
 
 [Note: clocks of ranks] A message can't arrive before it was sent. Every rank says its time to all others, several
 times; what it reads on its own clock when the others' times are there is an upper bound of the difference, in both

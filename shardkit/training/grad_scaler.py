@@ -327,7 +327,7 @@ def _check_state(state: object) -> None:
 
 
 def _of_owners(optimizer: Tree) -> tuple[Callable[[], Sequence[torch.Tensor]], ProcessGroup] | None:
-    """What makes the gradients that an optimizer's step on this rank reads, and the ranks of the others.
+    """Finds what makes the gradients that an optimizer's step on this rank reads, and the ranks of the others.
 
     None of one that updates all of its parameters on every rank.
     """

@@ -16,7 +16,7 @@ class ExitCode(enum.Enum):
 
 
 class RepoStatus(enum.Enum):
-    """What has changed since the last commit."""
+    """Tells what has changed since the last commit."""
 
     CLEAN = 1
     CHANGES_NOT_ADDED = 2

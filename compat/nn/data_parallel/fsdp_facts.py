@@ -1,4 +1,4 @@
-"""What existing code reads from fairscale's FullyShardedDataParallel, private names included."""
+"""Attributes that existing code reads from fairscale's FullyShardedDataParallel, private names included."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from shardkit.types import Memo, ProcessGroup, StateDict, Tree
 
 
 class TrainingState(enum.Enum):
-    """What an FSDP module is doing."""
+    """States of an FSDP module."""
 
     IDLE = enum.auto()
     FORWARD = enum.auto()
@@ -30,7 +30,7 @@ class TrainingState(enum.Enum):
 
 
 class PassedGroup:
-    """What was passed as a process group: copies of a module have the same, pickled ones have none.
+    """Holds what was passed as a process group: copies of a module have the same, pickled ones have none.
 
     Called with the output and this rank's shard of an all-gather, it tells a ProcessGroupTracker.
     """
@@ -165,7 +165,7 @@ class FairscaleFacts(Door):
 
     @property
     def training_state(self) -> TrainingState:
-        """What the module is doing."""
+        """Tells what the module is doing."""
         if self._state.summoned is not None:
             return TrainingState.SUMMON_FULL_PARAMS
         engine = self._state.engine

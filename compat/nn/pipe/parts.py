@@ -1,4 +1,4 @@
-"""What modules of fairscale.nn.pipe have beside Pipe and AsyncPipe."""
+"""Parts of fairscale.nn.pipe beside Pipe and AsyncPipe."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def gather(outputs: list[Batch]) -> TensorOrTensors:
 
 # ------------------------------------------------------------ checkpointing
 class Function(Protocol):
-    """What is checkpointed."""
+    """A function that is checkpointed."""
 
     def __call__(self, input: TensorOrTensors) -> TensorOrTensors: ...
 

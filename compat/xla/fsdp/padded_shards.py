@@ -84,7 +84,7 @@ class Shard:
 
 
 class ShardHolder(Door):
-    """What such a wrapper does. Abstract: a door has its own arguments and names for it."""
+    """Base of such a wrapper. Abstract: a door has its own arguments and names for it."""
 
     _shards: list[Shard]
     _listed_again: dict[str, str]  # other paths of a weight, and its first
@@ -130,7 +130,7 @@ class ShardHolder(Door):
         ]
 
     def _shard_metadata(self) -> ShardMetadata:
-        """What consolidation needs. Weights with several names are in ``shared_info``, if there are any."""
+        """Returns what consolidation needs. Weights with several names are in ``shared_info``, if there are any."""
         group = self._state.group
         found: ShardMetadata = {
             "shard_info": {}, "flatten_info": {}, "buffer_info": {},

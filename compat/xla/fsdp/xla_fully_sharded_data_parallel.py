@@ -197,7 +197,7 @@ class XlaFullyShardedDataParallel(FullyShardedDataParallel, ShardHolder):
 
     # ------------------------------------------------------------ checkpoints
     def get_shard_metadata(self) -> ShardMetadata:
-        """What consolidation needs to know; save it beside ``state_dict()``."""
+        """Returns what consolidation needs to know; save it beside ``state_dict()``."""
         return self._shard_metadata()
 
     def state_dict(self, *args: Tree, **kwargs: Tree) -> Tree:

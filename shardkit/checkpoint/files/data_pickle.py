@@ -26,7 +26,7 @@ _VALUES = frozenset(
 )  # fmt: skip
 _CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False, "EMPTY_TUPLE": ()}
 Data: TypeAlias = Any
-"""What stands in a file, of which nothing is known."""
+"""A value of a file, of which nothing is known."""
 
 _EMPTY: dict[str, Callable[[], object]] = {"EMPTY_DICT": dict, "EMPTY_LIST": list, "EMPTY_SET": set}
 _PUT = frozenset({"BINPUT", "LONG_BINPUT"})

@@ -1,4 +1,4 @@
-"""What names in files of ``torch.save`` stand for: functions that make tensors and arrays of checked parts."""
+"""Replaces names in files of ``torch.save``: functions that make tensors and arrays of checked parts."""
 
 from __future__ import annotations
 

@@ -463,7 +463,7 @@ def find_model(tree: StateDict, key: str | None, where: str) -> Path:
 
 
 def without_layer(tree: StateDict) -> tuple[StateDict, str | None]:
-    """What is in the one key of a checkpoint, if the model's and the optimizer's are in there; and that key."""
+    """Returns what is in the one key of a checkpoint, if the model's and the optimizer's are in there; and that key."""
     for key, value in tree.items() if len(tree) == 1 else ():
         if isinstance(value, dict) and any(isinstance(value.get(name), Mapping) for name in _MODEL_KEYS):
             return value, key

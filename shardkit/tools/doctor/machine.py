@@ -30,7 +30,7 @@ _MEMLOCK = 1 << 30
 
 @dataclass
 class Machine:
-    """What is known of a machine, as plain data."""
+    """Describes a machine, as plain data."""
 
     host: str
     address: str
@@ -184,7 +184,7 @@ def check_open_files(
 
 
 def compare(machines: list[Machine]) -> Iterator[Finding]:
-    """What has to be the same on all machines, or should be."""
+    """Compares what has to be the same on all machines, or should be."""
     for name, level in (("python", WARNING), ("torch", ERROR), ("shardkit", ERROR), ("torch_xla", ERROR)):
         values: dict[str, list[str]] = {}
         for machine in machines:

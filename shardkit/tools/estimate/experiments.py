@@ -1,4 +1,4 @@
-"""What is to be estimated: an Experiment, or a model by its Hugging Face configuration."""
+"""Subjects of estimates: an Experiment, or a model by its Hugging Face configuration."""
 
 from __future__ import annotations
 

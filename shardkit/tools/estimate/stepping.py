@@ -28,7 +28,7 @@ _MOST = 2**20  # ranks that are tried
 
 @dataclass(frozen=True)
 class Estimate:
-    """What one rank needs: the fullest one. Bytes.
+    """Describes what the fullest rank needs. Bytes.
 
     Attributes:
         strategy, ranks, batch: of what; samples on each rank.

@@ -27,7 +27,7 @@ _SKIPPED = frozenset({"__pycache__", "build", "dist", "node_modules", "site-pack
 
 @dataclasses.dataclass(frozen=True)
 class Migrated:
-    """What became of a file; nothing is written before :meth:`written`.
+    """Tells what became of a file; nothing is written before :meth:`written`.
 
     Attributes:
         before, after: its text; ``before`` where there was an error.
@@ -54,7 +54,7 @@ class Migrated:
             yield f"{self.path}:{note.line}: {note.text}"
 
     def diff(self) -> str:
-        """What :meth:`written` would change."""
+        """Returns what :meth:`written` would change."""
         # Lines of "patch", which end with \n alone; a form feed ends none.
         old, new = (io.StringIO(text, newline="\n").readlines() for text in (self.before, self.after))
         lines = difflib.unified_diff(old, new, f"a/{self.path}", f"b/{self.path}")

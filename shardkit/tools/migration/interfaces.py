@@ -45,7 +45,7 @@ class Interfaces:
         return None
 
     def objection(self, path: str, names: Sequence[str]) -> str | None:
-        """What is to be said about ``from path import names`` in place of rewriting it; None if it works."""
+        """Returns what is to be said about ``from path import names`` in place of rewriting it; None if it works."""
         ours = self.ours(path)
         if ours is None:
             return self._objection_to_module(path, names)
@@ -81,7 +81,7 @@ _VERSION = "shardkit has versions of its own, and fairscale's interface in all o
 
 
 def no_module(path: str, *, star: bool = False) -> str | None:
-    """What is to be said about ``import path`` or, with ``star``, ``from path import *``; None if it just works."""
+    """Returns what to say about ``import path`` or, with ``star``, ``from path import *``; None if it just works."""
     if path == "fairscale" and star:
         return "all of shardkit's own names come in, where fairscale gives none: drop this import"
     if path == "fairscale.version":
@@ -91,7 +91,7 @@ def no_module(path: str, *, star: bool = False) -> str | None:
 
 @functools.cache
 def objection(path: str, name: str = "") -> str | None:
-    """What is to be said about ``from path import name``, or about using ``path``; None if it just works.
+    """Returns what is to be said about ``from path import name``, or about using ``path``; None if it just works.
 
     Args:
         path: begins with ``fairscale``. Without ``name``, what is looked up in a class or a function is not judged.

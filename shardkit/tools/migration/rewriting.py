@@ -38,7 +38,7 @@ class Note:
 
 @dataclasses.dataclass(frozen=True)
 class Rewritten:
-    """What came out. ``source`` is the argument itself where there was nothing to rewrite."""
+    """The result. ``source`` is the argument itself where there was nothing to rewrite."""
 
     source: str
     notes: tuple[Note, ...]
@@ -243,7 +243,7 @@ class _Rewriting:
                 self._replace(name, "shardkit")
 
     def _attribute(self, node: ast.Attribute, scope: Scope) -> None:
-        """What there is to say about the paths that ``a.b.c`` may stand for."""
+        """Says what there is to say about the paths that ``a.b.c`` may stand for."""
         parts: list[str] = []
         root: ast.expr = node
         while isinstance(root, ast.Attribute):
@@ -311,7 +311,7 @@ class _Rewriting:
                 self._edits[found.start()] = found.end(), new
 
     def _say(self, node: ast.expr | ast.stmt | ast.alias, text: str | None) -> None:
-        """What there is to say about a name is said once, at the first place."""
+        """Says what there is to say about a name once, at the first place."""
         if text is not None:
             here = (node.lineno, node.col_offset)
             self._said[text] = min(here, self._said.get(text, here))
@@ -321,7 +321,7 @@ class _Rewriting:
 
 
 class Relevant:
-    """What decides about the rewriting of a module.
+    """Decides about the rewriting of a module.
 
     A statement that stands on no line with one of some words can't be rewritten, and neither binds nor uses the
     variables that rewriting asks for.

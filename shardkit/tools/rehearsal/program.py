@@ -1,4 +1,4 @@
-"""What every rank runs: a script, a module, or a function."""
+"""Programs that ranks run: a script, a module, or a function."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def spawning(outside: Callable[..., Tree]) -> Callable[..., Tree]:
 
 
 class _Joined:
-    """What ``spawn(join=False)`` returns: processes that have ended."""
+    """Stands for the result of ``spawn(join=False)``: processes that have ended."""
 
     def join(self, *args: object, **kwargs: Kwargs) -> bool:
         return True

@@ -1,4 +1,4 @@
-"""What a rehearsal has seen."""
+"""The report of a rehearsal."""
 
 from __future__ import annotations
 

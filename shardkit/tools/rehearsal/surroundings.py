@@ -1,4 +1,4 @@
-"""What a program finds around it, for ranks that share a process: environment, ``__main__``, output, signals, pdb.
+"""Surroundings of a program, for ranks that share a process: environment, ``__main__``, output, signals, pdb.
 
 [Note: one process, many ranks] Each of these is replaced by something that looks which rank's thread asks. All else
 that a process has once (imported modules and their variables, the working directory, torch's flags) the ranks share.
@@ -147,7 +147,7 @@ def surroundings(shown: Sequence[int]) -> Iterator[None]:
 
 
 def environment_of(rank: int, world_size: int) -> dict[str, str | None]:
-    """What torchrun would set."""
+    """Returns what torchrun would set."""
     return {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),

@@ -157,7 +157,7 @@ def _helper(outside: Callable[..., Tree]) -> Callable[..., Tree]:
 
 
 def _agreed_line(rank: Rank, members: list[int], name: str) -> Line:
-    """What the members of a new group share; returns when all that have to call have."""
+    """Agrees on what the members of a new group share; returns when all that have to call have."""
     everyone, is_local = (
         rank.everyone,
         len(name) == 40,

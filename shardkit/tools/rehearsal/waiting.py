@@ -108,7 +108,7 @@ def _watch(threads: RankThreads, seconds: float, over: threading.Event, out: Tex
 
 
 def _cpu_seconds(thread: threading.Thread) -> float:
-    """What the thread has used; 0 where the system does not tell."""
+    """Returns what the thread has used; 0 where the system does not tell."""
     try:
         clock = time.pthread_getcpuclockid(thread.ident or 0)
         return time.clock_gettime(clock)

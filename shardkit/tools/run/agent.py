@@ -442,7 +442,7 @@ class RankLogs(LogsSpecs):
         return self.pipes / f"{self.number}-{rank}"
 
     def signs(self, rank: int) -> tuple[object, ...]:
-        """What a rank that lives changes: steps of an optimizer, and what it has printed."""
+        """Returns what a rank that lives changes: steps of an optimizer, and what it has printed."""
         files = [Path(f"{self.files(rank)}.{ending}") for ending in ("steps", "out", "err")]
         return steps_of(files[0]), *(file.stat().st_size if file.exists() else -1 for file in files)
 

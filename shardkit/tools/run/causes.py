@@ -72,7 +72,7 @@ class Failure:
 
     @property
     def headline(self) -> str:
-        """What became of it, after "rank N of M"."""
+        """Says what became of it, after "rank N of M"."""
         return self.fault or f"failed: {self.text}"
 
     @property
@@ -145,7 +145,7 @@ _OTHERS = 16  # ranks of which a line is shown
 
 @dataclass
 class Page:
-    """What is known about a failure.
+    """Collects what is known about a failure.
 
     Attributes:
         headline: what happened, in a line.
@@ -190,7 +190,7 @@ class Page:
 
 
 def where_it_stood(files: Path) -> str:
-    """What a rank's thread for questions has written, or what faulthandler has; "" if neither."""
+    """Reads what a rank's thread for questions has written, or what faulthandler has; "" if neither."""
     try:
         text = files.with_name(files.name + ".where").read_text().strip()
     except OSError:

@@ -39,7 +39,7 @@ _LOCAL = "127.0.0.1"
 
 @dataclass(frozen=True)
 class RunOptions:
-    """What ``shardkit run`` was asked for; its help says what each option is, with its default.
+    """Options of ``shardkit run``; its help says what each option is, with its default.
 
     Attributes:
         program: ``[-m] PROGRAM ARGUMENTS``.
@@ -122,7 +122,7 @@ def run(options: RunOptions) -> int:
 
 
 def _log_to(path: Path) -> None:
-    """What torch's agent says is for its file: the terminal gets what people need."""
+    """Sends what torch's agent says to its file: the terminal gets what people need."""
     logger, handler = logging.getLogger("torch.distributed.elastic"), logging.FileHandler(path)
     handler.setFormatter(logging.Formatter("%(asctime)s %(name)s %(message)s"))
     logger.addHandler(handler)
@@ -258,7 +258,7 @@ def _handler(
 
 
 def _named(error: BaseException, least: int, folder: RunFolder) -> BaseException:
-    """What torch's agent raised, in words."""
+    """Puts what torch's agent raised into words."""
     kind = type(error).__name__
     if not kind.startswith("Rendezvous") and not isinstance(error, TimeoutError):
         return error

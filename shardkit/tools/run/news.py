@@ -1,4 +1,4 @@
-"""What the terminal shows of a run: rank 0's output, a line about its progress, and the page about a failure."""
+"""Output of a run on the terminal: rank 0's output, a line about its progress, and the page about a failure."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class News:
 
     # ------------------------------------------------------------ from the main thread
     def show_outputs(self) -> None:
-        """What rank 0 has printed since."""
+        """Shows what rank 0 has printed since."""
         with self._lock:
             for file, stream in self._outputs:
                 while chunk := file.read(_CHUNK):
@@ -90,7 +90,7 @@ class News:
             return None
 
     def show(self) -> None:
-        """What is new."""
+        """Shows what is new."""
         with self._lock:
             self.show_outputs()
             if sys.stderr.isatty() and time.monotonic() - self._shown >= _EVERY:

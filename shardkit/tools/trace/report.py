@@ -1,4 +1,4 @@
-"""What a trace tells: where time goes, what communication is exposed, which rank is late where, and what to change.
+"""Explains a trace: where time goes, what communication is exposed, which rank is late where, and what to change.
 
 [Note: who is late] Of each collective it is known when each rank came to it. The last one lets the others wait. Why it
 is late is found by comparing what ranks did since the collective before: time in which they waited themselves doesn't

@@ -28,7 +28,7 @@ _OF_DTYPE = {torch.float64: DOUBLE, torch.float32: SINGLE, torch.float16: HALF, 
 
 
 def tolerance_of(dtype: torch.dtype) -> Tolerance:
-    """What rounding may do to a few steps of training that compute in ``dtype``."""
+    """Returns what rounding may do to a few steps of training that compute in ``dtype``."""
     return _OF_DTYPE.get(dtype, SINGLE)
 
 

@@ -51,7 +51,7 @@ class Side:
 
 @dataclass(frozen=True)
 class Report:
-    """What :func:`verify` found.
+    """The result of :func:`verify`.
 
     Attributes:
         sides: shardkit's run, and fairscale's where it is installed.
@@ -95,7 +95,7 @@ class Report:
 
 @dataclass(frozen=True)
 class _Task:
-    """What all processes are asked to do; plain data."""
+    """A task for all processes; plain data."""
 
     target: str
     strategy: Strategy

@@ -1,4 +1,4 @@
-"""What is to be verified: a model, its data, its loss, its optimizer, as functions that every process can call."""
+"""Experiments to be verified: a model, its data, its loss, its optimizer, as functions that every process can call."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def target_of(factory: Callable[[], Experiment] | str) -> str:
 
 
 def load_experiment(target: str) -> Experiment:
-    """What ``path/to/script.py:name`` or ``package.module:name`` gives: an Experiment, or a function that makes one.
+    """Loads what ``script.py:name`` or ``package.module:name`` gives: an Experiment, or a function that makes one.
 
     Raises:
         ConfigurationError: there is no such thing, or it is something else.
@@ -121,7 +121,7 @@ def _module(source: str) -> ModuleType:
 def run_in_one_process(
     experiment: Experiment, world_size: int, steps: int, buffers_follow_rank_0: bool
 ) -> Trace:
-    """What ``world_size`` ranks should see: gradients are the mean over their batches, buffers are each rank's own.
+    """Shows what ranks should see: gradients are the mean over their batches, buffers are each rank's own.
 
     Args:
         buffers_follow_rank_0: as DistributedDataParallel and ShardedDataParallel keep them.

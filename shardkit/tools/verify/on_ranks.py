@@ -22,7 +22,7 @@ Library = Literal["fairscale", "shardkit"]
 def run_on_ranks(
     experiment: Experiment, library: Library, strategy: Strategy, options: SavedState, steps: int
 ) -> Trace:
-    """What the ranks saw, the same on each of them. Needs a process group.
+    """Returns what the ranks saw, the same on each of them. Needs a process group.
 
     Args:
         options: arguments of OSS ("oss"), ShardedDataParallel or FullyShardedDataParallel, under fairscale's names, or
@@ -103,7 +103,7 @@ class _Shards:
         self.optimizer = experiment.optimizer_over(self.wrapper.parameters())
 
     def gradients(self) -> Tensors:
-        """What a checkpoint of the shards would hold, were they gradients, made whole."""
+        """Returns what a checkpoint of the shards would hold, were they gradients, made whole."""
         shard, metadata = dict(self.wrapper.local_state_dict()), self.wrapper.local_metadata_dict()
         world_size = dist.get_world_size()
         grads = {

@@ -1,4 +1,4 @@
-"""What a tracker records: memory after forwards and backwards of layers, in bytes."""
+"""Records of a tracker: memory after forwards and backwards of layers, in bytes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shardkit.types import SavedState, StateDict
 
 
 class TraceForwardEvent(NamedTuple):
-    """What a layer's forward did, in bytes: to the memory in use, and by its outputs."""
+    """Records what a layer's forward did, in bytes: to the memory in use, and by its outputs."""
 
     memory_diff: int
     memory_activations: int

@@ -179,7 +179,7 @@ class SlowMoDataParallel(nn.Module):
             broadcast_together(tensors, node, "parameters of the node's first rank")
 
     def _starting_values(self, copies: Sequence[torch.Tensor]) -> dict[torch.Tensor, torch.Tensor]:
-        """What parameters, or their copies, were at the beginning."""
+        """Returns what parameters, or their copies, were at the beginning."""
         if len(copies) == 1 and len(self._start) > 1:
             return {copies[0]: torch.cat([t.reshape(-1) for t in self._start])}
         return dict(zip(copies or self.module.parameters(), self._start, strict=True))
