@@ -51,7 +51,6 @@ def apply_to_type(type_fn: Callable[[Tree], bool], fn: Callable[[Tree], Tree], c
 
 
 def apply_to_tensors(fn: Callable[[torch.Tensor], Tree], container: Tree) -> Tree:
-    """:func:`apply_to_type` for tensors."""
     return apply_to_type(torch.is_tensor, fn, container)
 
 
@@ -72,7 +71,6 @@ def recursive_copy_to_device(value: Tree, non_blocking: bool, device: torch.devi
 
 
 def to_np(tensor_or_container: Tree) -> Tree:
-    """Tensors as numpy arrays."""
     return apply_to_tensors(lambda t: t.detach().cpu().numpy(), tensor_or_container)
 
 

@@ -65,7 +65,6 @@ def uninstall() -> None:
 
 
 def is_installed() -> bool:
-    """Whether ``import fairscale`` gives shardkit."""
     return _FINDER in sys.meta_path
 
 
@@ -83,8 +82,6 @@ def installed() -> Iterator[None]:
 
 # ---------------------------------------------------------------- modules
 class _Finder(MetaPathFinder):
-    """Finds everything under ``fairscale``."""
-
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
@@ -107,7 +104,6 @@ class _Finder(MetaPathFinder):
     def find_distributions(
         self, context: importlib.metadata.DistributionFinder.Context
     ) -> Iterable[importlib.metadata.Distribution]:
-        """For ``importlib.metadata``."""
         return [_Distribution()] if context.name in (None, "fairscale") else []
 
 
@@ -143,15 +139,12 @@ def _name_all_twice() -> None:
 
 
 def _part(name: str) -> ModuleType:
-    """``fairscale.optim`` after ``import fairscale`` alone."""
     if name in PARTS or name == "version":
         return importlib.import_module(f"fairscale.{name}")
     raise AttributeError(f"module 'fairscale' has no attribute {name!r}")
 
 
 class _Distribution(importlib.metadata.Distribution):
-    """Answers ``importlib.metadata.version("fairscale")``."""
-
     def read_text(self, filename: str) -> str | None:
         return {"METADATA": _METADATA, "top_level.txt": "fairscale\n"}.get(filename)
 

@@ -71,9 +71,6 @@ def load_loader(loader: Stateful, states: Sequence[StateDict | None], world_size
     Args:
         states: of all ranks that wrote the checkpoint; or its own alone.
         world_size: of those that restore; None: its own state is given.
-
-    Raises:
-        ConfigurationError: a checkpoint of another world size has different states, which this loader can't divide.
     """
     there = [state for state in states if state is not None]
     if len(there) != len(states):

@@ -25,11 +25,9 @@ class UnusedRanges(NamedTuple):
     ranges: Sequence[tuple[int, int]]
 
     def saved(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """A copy of each range."""
         return [flat.view(-1)[a:b].clone() for a, b in self.ranges]
 
     def put_back(self, flat: torch.Tensor, saved: list[torch.Tensor] | None) -> None:
-        """Writes each range."""
         for k, (a, b) in enumerate(self.ranges):
             now = flat.view(-1)[a:b]
             if saved is None:
@@ -48,7 +46,6 @@ class UsedMask(NamedTuple):
         return flat.view(-1).clone()
 
     def put_back(self, flat: torch.Tensor, saved: torch.Tensor | None) -> None:
-        """Writes what the mask says."""
         now = flat.view(-1)
         before = torch.zeros_like(now) if saved is None else saved
         flat.copy_(torch.where(self.used, now, before).view(flat.shape))

@@ -79,9 +79,6 @@ def check_wrappable(
         who: name of the wrapper, for the message.
         may_hold: wrappers of this class inside are fine.
         without: parts that the wrapper leaves alone.
-
-    Raises:
-        ConfigurationError: with the place of what was found; nothing was changed.
     """
     wrappers = dict(_wrappers())
     kinds = tuple(wrappers)

@@ -8,8 +8,6 @@ __getattr__ = redirected_names(__name__)
 
 
 class ExitCode(enum.Enum):
-    """How the command ended."""
-
     CLEAN = 0
     FILE_EXISTS_ERROR = 1
     FILE_DOES_NOT_EXIST_ERROR = 2
@@ -24,8 +22,6 @@ class RepoStatus(enum.Enum):
 
 
 class Algo(enum.Enum):
-    """Transforms of a signal."""
-
     FFT = 0
     DCT = 1
 

@@ -64,16 +64,13 @@ class DummyProcessGroup:
         self._size = size
 
     def rank(self) -> int:
-        """This rank."""
         return self._rank
 
     def size(self) -> int:
-        """The world size."""
         return self._size
 
 
 def in_circle_ci() -> bool:
-    """Whether this runs on CircleCI."""
     return os.path.exists("/home/circleci")
 
 

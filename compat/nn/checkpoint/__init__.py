@@ -41,7 +41,6 @@ def get_rng_state() -> StateDict:
 
 
 def set_rng_state(state: StateDict) -> None:
-    """Sets what :func:`get_rng_state` gave."""
     torch.set_rng_state(state["torch_rng_state"])
     if (accelerator := _accelerator()) is not None:
         accelerator.set_rng_state(state["cuda_rng_state"])

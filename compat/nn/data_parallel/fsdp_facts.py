@@ -20,8 +20,6 @@ from shardkit.types import Memo, ProcessGroup, StateDict, Tree
 
 
 class TrainingState(enum.Enum):
-    """States of an FSDP module."""
-
     IDLE = enum.auto()
     FORWARD = enum.auto()
     BACKWARD_PRE = enum.auto()
@@ -97,17 +95,14 @@ class FairscaleFacts(Door):
 
     @property
     def cpu_offload(self) -> bool:
-        """Old name of ``move_params_to_cpu``."""
         return self.move_params_to_cpu
 
     @property
     def rank(self) -> int:
-        """This rank within its group."""
         return self._state.group.rank
 
     @property
     def world_size(self) -> int:
-        """Size of the group."""
         return self._state.group.world_size
 
     @property
@@ -139,18 +134,15 @@ class FairscaleFacts(Door):
 
     @property
     def compute_dtype(self) -> torch.dtype:
-        """Dtype of gathered parameters."""
         chosen, flats = self._state.options.precision.compute, self._state.flats
         return chosen or (flats[0].param.dtype if flats else torch.float32)
 
     @property
     def buffer_dtype(self) -> torch.dtype:
-        """Dtype of floating-point buffers."""
         return self._state.options.precision.buffers or self.compute_dtype
 
     @property
     def compute_device(self) -> torch.device:
-        """Where parameters are gathered."""
         return self._state.compute_device
 
     @property

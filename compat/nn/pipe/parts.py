@@ -27,19 +27,15 @@ BatchFunction = Callable[[TensorOrTensors], TensorOrTensors]
 
 
 def scatter(input: TensorOrTensors, chunks: int) -> list[Batch]:
-    """Micro-batches; see :func:`shardkit.pipeline.microbatch.split`."""
     return [Batch(value, i) for i, value in enumerate(microbatch.split(input, chunks))]
 
 
 def gather(outputs: list[Batch]) -> TensorOrTensors:
-    """The mini-batch of these micro-batches."""
     return microbatch.join([batch.value for batch in outputs])
 
 
 # ------------------------------------------------------------ checkpointing
 class Function(Protocol):
-    """A function that is checkpointed."""
-
     def __call__(self, input: TensorOrTensors) -> TensorOrTensors: ...
 
 

@@ -71,8 +71,6 @@ class ShardMetadata(_OfShardkit):
 
 
 class ShardCheckpoint(TypedDict):
-    """The file of a rank."""
-
     model: Tensors
     shard_metadata: ShardMetadata
 

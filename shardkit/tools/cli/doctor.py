@@ -14,7 +14,6 @@ import json
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the arguments."""
     parser.add_argument(
         "--ranks", type=int, help="of the job that limits have to do for (default: this job's, or 8)"
     )

@@ -31,7 +31,6 @@ _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the arguments."""
     parser.add_argument("target", nargs="?", help="script.py:name or package.module:name")
     parser.add_argument(
         "--hf", metavar="CONFIG", help="config.json of a language model of transformers, instead"

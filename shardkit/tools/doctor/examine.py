@@ -55,8 +55,6 @@ class Examination:
 
 @dataclass(frozen=True)
 class _Told:
-    """By a rank."""
-
     machine: Machine
     links: list[Link]
     files: OpenFiles | None
@@ -137,7 +135,6 @@ def _report(told: list[_Told], world_size: int) -> Examination:
 
 # ------------------------------------------------------------ the report
 def as_text(report: Examination) -> str:
-    """For people."""
     lines = [line for machine in report.machines for line in _machine(machine)]
     if report.files is not None:
         lines.append(
@@ -176,7 +173,6 @@ def _machine(machine: Machine) -> list[str]:
 
 
 def as_data(report: Examination) -> dict[str, object]:
-    """For programs."""
     return {
         "ok": report.is_well,
         "world_size": report.world_size,

@@ -148,7 +148,6 @@ def segments() -> tuple[int, int]:
 
 
 def check_links(links: list[Link], hosts: list[str]) -> Iterator[Finding]:
-    """Slow links, lost packets, clocks."""
     usual = statistics.median(link.gbytes for link in links) if links else 0.0
     for link in links:
         name = _name(link, hosts)

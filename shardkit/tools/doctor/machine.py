@@ -220,7 +220,6 @@ _COSTLY = {
 
 
 def check_variables(environment: Mapping[str, str], devices: int) -> list[Finding]:
-    """Contradictions and costs."""
     return [*_check_ranks(environment), *_check_visible(environment, devices), *_check_costs(environment)]
 
 

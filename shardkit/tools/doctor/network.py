@@ -70,7 +70,6 @@ def machine_id() -> tuple[str, ...]:
 def check_names(
     known: Mapping[str, Mapping[str, object]], environment: Mapping[str, str]
 ) -> Iterator[Finding]:
-    """Interfaces that variables name."""
     usable = ", ".join(sorted(n for n, facts in known.items() if facts["address"])) or "none"
     for variable in _NAMED_BY:
         value = environment.get(variable, "")

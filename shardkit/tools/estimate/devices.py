@@ -118,11 +118,7 @@ DEVICES = {
 
 
 def device_named(name: str) -> Device:
-    """One of the table, or of a JSON file with the attributes of a :class:`Device`; ``like`` names one to start from.
-
-    Raises:
-        ConfigurationError: there is none, or the file is not of this kind.
-    """
+    """One of the table, or of a JSON file with the attributes of a :class:`Device`; ``like`` names one to start from."""
     if name in DEVICES:
         return DEVICES[name]
     try:

@@ -24,11 +24,7 @@ from .strategies import Subject
 
 
 def optimizer_named(name: str) -> tuple[type[torch.optim.Optimizer], Kwargs]:
-    """A class of torch.optim with its defaults.
-
-    Raises:
-        ConfigurationError: there is none of this name.
-    """
+    """A class of torch.optim with its defaults."""
     kind = getattr(torch.optim, name, None)
     if not isinstance(kind, type) or not issubclass(kind, torch.optim.Optimizer):
         raise ConfigurationError(f"torch.optim has no optimizer {name!r}")
@@ -71,9 +67,6 @@ def from_hugging_face(
         sequence: tokens of a sample.
         checkpointing: "full": blocks are computed again in backward; "selective": all of them but attention and every
             other matrix product. True: "full"; False: nothing is.
-
-    Raises:
-        ConfigurationError: transformers is missing, or the file is no configuration.
     """
     try:
         import transformers

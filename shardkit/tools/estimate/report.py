@@ -68,7 +68,6 @@ def as_data(subject: Subject, estimates: Sequence[Estimate]) -> StateDict:
 
 
 def in_words(strategy: str, batch: int, limit: int, found: Estimate | None) -> str:
-    """How many ranks it takes."""
     if found is None:
         return f"{strategy}, batch {batch}: no number of ranks is enough for {in_bytes(limit)} on each"
     return (
@@ -94,9 +93,6 @@ def plot(
 
     Args:
         limit: what a device has, in bytes.
-
-    Raises:
-        ConfigurationError: matplotlib is missing.
     """
     first = estimates[0]
     alike = sorted((e for e in estimates if e.batch == first.batch), key=lambda e: e.ranks)

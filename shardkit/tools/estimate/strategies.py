@@ -49,7 +49,6 @@ class Subject:
     tokens: int = 0
 
     def over(self, params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        """The optimizer of these."""
         kind, options = self.optimizer
         return kind(params, **options)
 
@@ -96,7 +95,6 @@ STRATEGIES: dict[str, Callable[..., Sharded]] = {
 
 
 def fullest_rank(strategy: str, model: nn.Module, world_size: int) -> int:
-    """The rank that needs most."""
     if strategy != "sharded_ddp":
         return 0
     params = list(model.parameters())

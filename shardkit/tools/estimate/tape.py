@@ -102,7 +102,6 @@ class Tape:
         self._written: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
 
     def add(self, event: Event) -> None:
-        """Appends an event."""
         self._end_fused()
         self.events.append(event)
 

@@ -54,7 +54,6 @@ class Migrated:
             yield f"{self.path}:{note.line}: {note.text}"
 
     def diff(self) -> str:
-        """Returns what :meth:`written` would change."""
         # Lines of "patch", which end with \n alone; a form feed ends none.
         old, new = (io.StringIO(text, newline="\n").readlines() for text in (self.before, self.after))
         lines = difflib.unified_diff(old, new, f"a/{self.path}", f"b/{self.path}")

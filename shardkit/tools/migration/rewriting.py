@@ -52,10 +52,6 @@ def rewrite(source: str, *, strings: bool = False, xla: bool = False, torch_fsdp
         strings: also rewrite strings that are nothing but the dotted path of something shardkit has.
         xla: also rewrite imports of torch_xla's FSDP.
         torch_fsdp: also rewrite imports of torch's FSDP1.
-
-    Raises:
-        SyntaxError, ValueError: the source is none of the Python that runs this.
-        RecursionError, MemoryError: it nests too deep for that.
     """
     others = Interfaces(xla, torch_fsdp)
     packages = ("fairscale", *others.packages)
@@ -157,7 +153,6 @@ class _Rewriting:
         self._uses: set[int] = set()  # mentions that are variables
 
     def look(self, at: Seen) -> None:
-        """Looks at one place."""
         node = at.node
         if isinstance(node, ast.Import):
             self._import(node)
@@ -180,7 +175,6 @@ class _Rewriting:
             self._variable(node.rest, at.scope)
 
     def result(self) -> Rewritten:
-        """The source with all replaced."""
         for number, text in self._texts:
             if number not in self._uses:  # of f"{fairscale.nn=}" there is a text, too
                 self._note_mention(number, text)

@@ -23,8 +23,6 @@ _NO_NODES = frozenset(
 
 
 class By(enum.Enum):
-    """Names what binds a name."""
-
     IMPORT = "import name.below"
     RENAMING_IMPORT = "import other as name, from other import name"
     DEFINITION = "def name, class name, an argument"

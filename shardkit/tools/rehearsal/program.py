@@ -25,11 +25,7 @@ _FRESH_SEED = 67280421310721  # what torch's generator has in a new process
 
 
 class Program:
-    """A script of a file, or a module with ``is_module``.
-
-    Raises:
-        ConfigurationError: there is none, or it is no Python.
-    """
+    """A script of a file, or a module with ``is_module``."""
 
     def __init__(self, name: str, is_module: bool, arguments: Sequence[str]) -> None:
         self.name, self._arguments = name, list(arguments)
@@ -62,7 +58,6 @@ class Program:
 
     @contextlib.contextmanager
     def beginning(self) -> Iterator[None]:
-        """Inside, ranks may run it."""
         with mock.patch.object(sys, "argv", [self._file, *self._arguments]):
             with mock.patch.object(sys, "path", [self._first, *sys.path]):
                 yield
@@ -86,7 +81,6 @@ class RankFunction:
 
     @contextlib.contextmanager
     def beginning(self) -> Iterator[None]:
-        """Nothing to prepare."""
         yield
 
     def run(self, rank: Rank) -> object:

@@ -23,8 +23,6 @@ class Sent(NamedTuple):
 
 
 class Loader(NamedTuple):
-    """A pass over a DataLoader."""
-
     place: SourceLine
     batches: int | None  # None: it does not know
     batch_size: int | None

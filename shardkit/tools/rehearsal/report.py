@@ -61,7 +61,6 @@ class Report:
         return means
 
     def text(self) -> str:
-        """For people."""
         return "\n".join(self._lines())
 
     def __str__(self) -> str:
@@ -145,7 +144,6 @@ class Report:
 
 
 def _alike(by_rank: dict[int, object] | dict[int, str] | dict[int, int | None]) -> dict[object, list[int]]:
-    """Ranks by what they have."""
     found: dict[object, list[int]] = {}
     for rank, value in by_rank.items():
         found.setdefault(value, []).append(rank)

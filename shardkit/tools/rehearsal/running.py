@@ -66,10 +66,6 @@ def rehearse(
 
     Returns:
         What was seen. Ranks that would hang, and errors of the script, are in it; nothing is raised for them.
-
-    Raises:
-        ConfigurationError: the target can't be run, or a rehearsal runs already.
-        BackendError: not with this version of torch.
     """
     if ranks < 1 or (steps is not None and steps < 1):
         raise ConfigurationError(f"ranks and steps are numbers from 1, got {ranks} and {steps}")
@@ -87,8 +83,6 @@ def rehearse(
 
 
 class _Rehearsal:
-    """One run."""
-
     def __init__(self, program: Program | RankFunction, world_size: int, memory: bool, on_host: bool) -> None:
         self._program, self._memory, self._on_host = program, memory, on_host
         self._backend = RehearsalBackend()

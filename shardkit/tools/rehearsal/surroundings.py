@@ -147,7 +147,6 @@ def surroundings(shown: Sequence[int]) -> Iterator[None]:
 
 
 def environment_of(rank: int, world_size: int) -> dict[str, str | None]:
-    """Returns what torchrun would set."""
     return {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),

@@ -57,11 +57,7 @@ class Goal:
         self._there: set[int] = set()
 
     def reached(self, rank: Rank, made: int) -> None:
-        """``rank`` has made that many.
-
-        Raises:
-            EnoughSteps: as all others have.
-        """
+        """``rank`` has made that many."""
         if made < self._steps:
             return
         self._there.add(rank.number)

@@ -24,11 +24,7 @@ def _parts(rendezvous: str) -> tuple[str, int]:
 
 
 def own_address(rendezvous: str) -> str:
-    """The address of this machine from which the way leads to where machines meet.
-
-    Raises:
-        ConfigurationError: there is no such way, or the name has no address.
-    """
+    """The address of this machine from which the way leads to where machines meet."""
     host, port = _parts(rendezvous)
     try:
         kind, _, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
@@ -43,11 +39,7 @@ def own_address(rendezvous: str) -> str:
 
 
 def can_host(rendezvous: str) -> bool:
-    """Whether the address is this machine's and the port is free, so that it is here that others meet.
-
-    Raises:
-        ConfigurationError: something else listens there.
-    """
+    """Whether the address is this machine's and the port is free, so that it is here that others meet."""
     host, port = _parts(rendezvous)
     address = socket.gethostbyname(host)
     with socket.socket() as tried:
@@ -82,7 +74,6 @@ def _is_store(host: str, port: int) -> bool:
 
 
 def is_reachable(rendezvous: str) -> bool:
-    """Whether somebody answers there, now."""
     try:
         socket.create_connection(_parts(rendezvous), _ANSWER.total_seconds()).close()
     except OSError:

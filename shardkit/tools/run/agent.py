@@ -104,7 +104,6 @@ class Agent(LocalElasticAgent):
                 os.kill(pid, number)
 
     def close(self) -> None:
-        """No rank is left."""
         if self._heart is not None:
             self._heart.stop()
 

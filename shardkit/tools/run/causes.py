@@ -53,7 +53,6 @@ class Failure:
 
     @property
     def when(self) -> float:
-        """When it failed."""
         return float(self._error().get("time") or self.noticed)
 
     @property
@@ -166,7 +165,6 @@ class Page:
     note: str = ""
 
     def text(self) -> str:
-        """At most some 70 lines."""
         where = f"run {self.run}, attempt {self.attempt}, {time.strftime('%Y-%m-%d %H:%M:%S')}"
         lines = ["=" * _WIDTH, self.headline, where]
         if self.cause is not None:

@@ -102,11 +102,7 @@ class RunOptions:
 
 
 def run(options: RunOptions) -> int:
-    """The exit status: 0; 1 after a failure; 75 if the program has saved and ended because it was asked to.
-
-    Raises:
-        ConfigurationError: machines can't meet as they were told to.
-    """
+    """The exit status: 0; 1 after a failure; 75 if the program has saved and ended because it was asked to."""
     name = options.name
     folder = RunFolder((options.runs / name).absolute())
     (folder.path / "command").write_text(options.command + "\n")
@@ -162,7 +158,6 @@ class _Running:
         self._error: BaseException | None = None
 
     def to_the_end(self) -> int:
-        """The exit status."""
         before = {s: signal.signal(s, self._signalled) for s in (signal.SIGTERM, signal.SIGINT)}
         thread = threading.Thread(target=self._work, name="shardkit-agent", daemon=True)
         thread.start()
@@ -231,11 +226,7 @@ class _Running:
 def _handler(
     options: RunOptions, name: str, address: str, is_host: bool, folder: RunFolder
 ) -> RendezvousHandler:
-    """Where machines meet.
-
-    Raises:
-        ConfigurationError: that can't be reached.
-    """
+    """Where machines meet."""
     for hosts in (is_host, False):
         parameters = RendezvousParameters(
             backend="c10d",

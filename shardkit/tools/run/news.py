@@ -41,7 +41,6 @@ class News:
 
     # ------------------------------------------------------------ from the agent's thread
     def attempt(self, folder: Path, ranks: list[int], world_size: int) -> None:
-        """Ranks are about to start."""
         with self._lock:
             self.show_outputs()
             self._attempt, self._ranks, self._world_size, self._rate = folder, ranks, world_size, []
@@ -60,7 +59,6 @@ class News:
             print(f"shardkit run: {text}", file=sys.stderr, flush=True)
 
     def page(self, page: Page) -> None:
-        """A rank has failed."""
         text = page.text()
         with self._lock, contextlib.suppress(OSError):
             self.show_outputs()
@@ -90,7 +88,6 @@ class News:
             return None
 
     def show(self) -> None:
-        """Shows what is new."""
         with self._lock:
             self.show_outputs()
             if sys.stderr.isatty() and time.monotonic() - self._shown >= _EVERY:
@@ -101,7 +98,6 @@ class News:
                 sys.stderr.flush()
 
     def close(self) -> None:
-        """No rank is left."""
         with self._lock:
             self.show_outputs()
             self._clear()

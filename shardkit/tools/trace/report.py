@@ -461,7 +461,6 @@ def _worth(found: Analysis) -> list[Late]:
 
 
 def title(found: Analysis) -> str:
-    """One line."""
     exposed = sum(found.exposed_us.values()) / max(1, len(found.exposed_us))
     share = 100 * exposed / max(1e-9, found.step_us)
     clocks = f"; clocks agree within {in_time(found.clock_error_us)}" if found.clock_error_us else ""
@@ -473,7 +472,6 @@ def title(found: Analysis) -> str:
 
 
 def as_text(found: Analysis) -> str:
-    """Everything, in plain characters."""
     blocks = [title(found)]
     for heading, head, rows, right in tables(found):
         blocks.append(

@@ -47,7 +47,6 @@ class Difference(AssertionError):
 
 
 def dense(t: torch.Tensor) -> torch.Tensor:
-    """Detached, and not sparse."""
     t = t.detach()
     return t.to_dense() if t.is_sparse else t
 

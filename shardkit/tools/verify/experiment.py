@@ -72,11 +72,7 @@ def target_of(factory: Callable[[], Experiment] | str) -> str:
 
 
 def load_experiment(target: str) -> Experiment:
-    """Loads what ``script.py:name`` or ``package.module:name`` gives: an Experiment, or a function that makes one.
-
-    Raises:
-        ConfigurationError: there is no such thing, or it is something else.
-    """
+    """Loads what ``script.py:name`` or ``package.module:name`` gives: an Experiment, or a function that makes one."""
     source, colon, name = target.rpartition(":")
     if not colon or not source or not name:
         raise ConfigurationError(f"{target!r} has to be script.py:name or package.module:name")

@@ -65,7 +65,6 @@ class _Wholes:
             self.wrapper = wrapper(self.module, self.optimizer, **options)
 
     def gradients(self) -> Tensors:
-        """Each from its owner."""
         owners, rank = self.optimizer._param_to_rank, dist.get_rank()
         mine = {
             n: torch.zeros_like(p) if p.grad is None else p.grad.detach().clone()
@@ -79,7 +78,6 @@ class _Wholes:
         self.optimizer.clip_grad_norm(norm)
 
     def values(self) -> tuple[Tensors, Tensors]:
-        """Parameters and buffers."""
         parameters = {n: p.detach().clone() for n, p in self.module.named_parameters()}
         return parameters, _of_rank_0(persistent_buffers(self.module))
 
@@ -124,7 +122,6 @@ class _Shards:
         self.wrapper.clip_grad_norm_(norm)
 
     def values(self) -> tuple[Tensors, Tensors]:
-        """Parameters and buffers."""
         state = self.wrapper.state_dict()
         if not state:  # state_dict_on_rank_0_only
             state = dict.fromkeys([*self._parameters, *self._buffers], torch.empty(0))
@@ -159,7 +156,6 @@ class _FullySharded:
         sharding_of(self.wrapper).clip_grad_norm_(norm)
 
     def values(self) -> tuple[Tensors, Tensors]:
-        """Parameters and buffers."""
         with sharding_of(self.wrapper).summon_full_params(writeback=False):
             parameters = {n: p.detach().clone() for n, p in self.wrapper.named_parameters()}
         buffers = {n: b.detach().clone() for n, b in self.wrapper.named_buffers()}
@@ -172,7 +168,6 @@ def _plain(t: torch.Tensor) -> torch.Tensor:
 
 
 def _of_all(value: object) -> list[Tree]:
-    """Each rank's value."""
     return backend_of_job().group().all_gather_object(value)
 
 

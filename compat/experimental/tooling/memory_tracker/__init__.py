@@ -34,5 +34,4 @@ __all__ = [
 
 @contextmanager
 def null_context() -> Iterator[None]:
-    """Does nothing."""
     yield

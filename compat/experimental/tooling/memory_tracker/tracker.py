@@ -141,7 +141,6 @@ class LayerwiseMemoryTracker:
                 self._listen_to(state.group.channel("parameters"))
 
     def stop(self) -> None:
-        """Ends; traces stay."""
         for handle in self._hooks:
             handle.remove()
         self._hooks.clear()
@@ -155,17 +154,14 @@ class LayerwiseMemoryTracker:
         self._gathered_by_unit.clear()
 
     def clear_traces(self) -> None:
-        """Forgets all traces."""
         self.memory_traces.clear()
 
     @property
     def forward_traces(self) -> list[LayerMemoryTrace]:
-        """Those of forwards."""
         return [t for t in self.memory_traces if t.is_forward]
 
     @property
     def backward_traces(self) -> list[LayerMemoryTrace]:
-        """Those of backwards."""
         return [t for t in self.memory_traces if not t.is_forward]
 
     @property
@@ -180,7 +176,6 @@ class LayerwiseMemoryTracker:
 
     @property
     def summary(self) -> LayerwiseMemoryTrackerSummary:
-        """The figures that matter most."""
         events = [t.event for t in self.forward_traces]
         return LayerwiseMemoryTrackerSummary(
             max_memory_allocated=self.max_memory_allocated,

@@ -143,7 +143,6 @@ class SlowMoDistributedDataParallel(SlowMoDataParallel):
 
     @property
     def num_updates(self) -> int:
-        """How many steps there were."""
         return self._steps
 
 

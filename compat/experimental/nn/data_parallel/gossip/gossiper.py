@@ -22,8 +22,6 @@ __getattr__ = redirected_names(__name__)
 
 
 class dist_backend(str, enum.Enum):
-    """Names of torch.distributed's backends."""
-
     UNDEFINED = "undefined"
     TCP = "tcp"
     MPI = "mpi"

@@ -160,11 +160,9 @@ class _Bipartite(_TwoWay):
     """Peers at odd distances, which are of the other kind."""
 
     def is_bipartite_graph(self) -> bool:
-        """True."""
         return True
 
     def is_passive(self, rank: int | None = None) -> bool:
-        """Nodes of even rank are."""
         return (self.rank if rank is None else rank) % 2 == 0
 
 
@@ -207,13 +205,10 @@ class DynamicBipartiteLinearGraph(_Bipartite):
 
 
 class RingGraph(_TwoWay):
-    """Both neighbours."""
-
     def _hops(self) -> Iterable[int]:
         return (1,)
 
     def is_dynamic_graph(self) -> bool:
-        """False."""
         return False
 
 
@@ -260,5 +255,4 @@ class UniformMixing(MixingManager):
         return weights
 
     def is_uniform(self) -> bool:
-        """True."""
         return True

@@ -21,8 +21,6 @@ deque_with_max_len_fixed: partial[deque[float]] = partial(deque, maxlen=MAX_LEN_
 
 
 class EventRecorder:
-    """Something that can be stopped."""
-
     def stop(self) -> None:
         """Ends the recording."""
 
@@ -45,7 +43,6 @@ HANDLER_AND_LEVEL_SET: set[logging.Logger] = set()
 
 
 def create_process_group(ranks: list[int]) -> dist.ProcessGroup:
-    """``torch.distributed.new_group(ranks)``."""
     return dist.new_group(ranks=ranks)
 
 
