@@ -87,6 +87,21 @@ def test_fairscale_lbfgs(world_size: int) -> None:
 
 
 # ------------------------------------------------------------------ zero_grad and accumulation
+@dataclasses.dataclass
+class ZeroGrad:
+    """Steps with one form of zero_grad."""
+
+    form: str
+    set_to_none: bool
+
+    def __call__(self, engine: Any) -> Iterator[str]:
+        for step in range(3):
+            engine.zero_grad(self.form, self.set_to_none)
+            engine.backward(square_loss(step))
+            engine.optimizer.step()
+            yield f"{self.form} {self.set_to_none}"
+
+
 def discard_a_backward(engine: Any) -> Iterator[str]:
     for step, (form, set_to_none) in enumerate([("module", True), ("module", False), ("optimizer", True)]):
         engine.zero_grad("optimizer")
@@ -168,6 +183,31 @@ def test_fairscale_exception_inside_no_sync(world_size: int) -> None:
     run(world_size, mlp, exception_in_no_sync)
 
 
+def two_forwards(engine: Any) -> Iterator[str]:
+    for step in range(2):
+        engine.zero_grad("optimizer")
+        engine.backward_of([square_loss(2 * step), square_loss(2 * step + 1)])
+        engine.optimizer.step()
+        yield "two forwards"
+
+
+class BackwardTwice:
+    """backward(retain_graph=True) and once more."""
+
+    def __call__(self, engine: Any) -> Iterator[str]:
+        for step in range(2):
+            engine.zero_grad("optimizer")
+            ranks = [engine.rank] if hasattr(engine, "rank") else range(engine.world_size)
+            for rank in ranks:
+                loss = square_loss(step)(engine.model, rank) / (
+                    1 if hasattr(engine, "rank") else engine.world_size
+                )
+                loss.backward(retain_graph=True)
+                loss.backward()
+            engine.optimizer.step()
+            yield "backward twice"
+
+
 def clipping(engine: Any) -> Iterator[str]:
     norms = []
     for step, norm_type in enumerate([2.0, 1.0, float("inf"), 3.0]):
@@ -183,6 +223,47 @@ def test_clipping(world_size: int) -> None:
 
 
 # ------------------------------------------------------------------ structure that changes
+def freeze_and_unfreeze(engine: Any) -> Iterator[str]:
+    for step in range(6):
+        engine.inner[2].weight.requires_grad_(step % 3 != 1)
+        if step % 3 == 1:
+            engine.inner[2].weight.grad = None
+        engine.zero_grad("optimizer")
+        engine.backward(square_loss(step))
+        engine.optimizer.step()
+        yield f"frozen: {step % 3 == 1}"
+
+
+class TwoPart(nn.Module):
+    """A trunk that is trained from the start and a head that is added later."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = nn.Linear(6, 6)
+        self.head = nn.Linear(6, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.trunk(x).tanh())
+
+
+def trunk_only(model: nn.Module) -> list[dict[str, Any]]:
+    for p in model.head.parameters():
+        p.requires_grad_(False)
+    return [{"params": list(model.trunk.parameters())}]
+
+
+def add_group(engine: Any) -> Iterator[str]:
+    for step in range(4):
+        if step == 2:
+            for p in engine.inner.head.parameters():
+                p.requires_grad_(True)
+            engine.optimizer.add_param_group({"params": list(engine.inner.head.parameters()), "lr": 0.05})
+        engine.zero_grad("optimizer")
+        engine.backward(square_loss(step))
+        engine.optimizer.step()
+        yield "added" if step >= 2 else "trunk only"
+
+
 class Branches(nn.Module):
     """Three branches, of which the input chooses."""
 
@@ -211,6 +292,21 @@ def test_fairscale_parameter_used_on_one_rank_only(world_size: int, buffer: int)
 
 
 # ------------------------------------------------------------------ kinds of modules
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(9, 6)
+        self.mix = nn.Linear(6, 6)
+        self.head = nn.Linear(6, 9, bias=False)
+        self.tie()
+
+    def tie(self) -> None:
+        self.head.weight = self.embed.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.mix(self.embed((x[:, 0] * 3).long() % 9)))
+
+
 def test_fewer_parameters_than_ranks(world_size: int) -> None:
     run(world_size, _one_layer, plain_steps)
 
