@@ -68,7 +68,7 @@ class Metrics:
 
     Args:
         *sinks: names of files (JSON lines are appended), callables that take a record, or objects with
-            ``write(record)`` and ``close()``, as those of ``shardkit.tracing.sinks`` for TensorBoard and W&B.
+            ``write(record)`` and ``close()``, as those of this module for TensorBoard and W&B.
         every: steps between records. Tensors are read then, so that the host waits for the device once.
         over_ranks: numbers of all ranks together, by one small collective for each record: sums of rates and bytes,
             the mean loss, the longest step, the largest memory, and ``waited_for_rank``, which waits the least. Else
