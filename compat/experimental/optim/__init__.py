@@ -132,6 +132,7 @@ class DynamicLossScaler:
         self._states.clear()
 
     def state_dict(self) -> dict[str, float]:
+        """The scale."""
         return {"loss_scale": self.loss_scale}
 
     def load_state_dict(self, state_dict: dict[str, float]) -> None:

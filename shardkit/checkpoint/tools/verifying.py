@@ -40,6 +40,7 @@ class Verified:
     limits: list[str] = dataclasses.field(default_factory=list)
 
     def look_at(self, path: str, items: int) -> None:
+        """Takes note of a file."""
         self.files += 1
         self.items += items
         self.bytes += os.path.getsize(path) if os.path.exists(path) else 0

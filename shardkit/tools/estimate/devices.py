@@ -118,7 +118,11 @@ DEVICES = {
 
 
 def device_named(name: str) -> Device:
-    """One of the table, or of a JSON file with a :class:`Device`'s attributes; ``like`` names one to start from."""
+    """One of the table, or of a JSON file with the attributes of a :class:`Device`; ``like`` names one to start from.
+
+    Raises:
+        ConfigurationError: there is none, or the file is not of this kind.
+    """
     if name in DEVICES:
         return DEVICES[name]
     try:

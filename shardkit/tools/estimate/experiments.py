@@ -67,6 +67,9 @@ def from_hugging_face(
         sequence: tokens of a sample.
         checkpointing: "full": blocks are computed again in backward; "selective": all of them but attention and every
             other matrix product. True: "full"; False: nothing is.
+
+    Raises:
+        ConfigurationError: transformers is missing, or the file is no configuration.
     """
     try:
         import transformers

@@ -49,6 +49,7 @@ class Subject:
     tokens: int = 0
 
     def over(self, params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        """The optimizer of these."""
         kind, options = self.optimizer
         return kind(params, **options)
 

@@ -61,6 +61,7 @@ class Report:
         return means
 
     def text(self) -> str:
+        """For people."""
         return "\n".join(self._lines())
 
     def __str__(self) -> str:

@@ -66,6 +66,10 @@ def rehearse(
 
     Returns:
         What was seen. Ranks that would hang, and errors of the script, are in it; nothing is raised for them.
+
+    Raises:
+        ConfigurationError: the target can't be run, or a rehearsal runs already.
+        BackendError: not with this version of torch.
     """
     if ranks < 1 or (steps is not None and steps < 1):
         raise ConfigurationError(f"ranks and steps are numbers from 1, got {ranks} and {steps}")

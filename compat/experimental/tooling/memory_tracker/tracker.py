@@ -141,6 +141,7 @@ class LayerwiseMemoryTracker:
                 self._listen_to(state.group.channel("parameters"))
 
     def stop(self) -> None:
+        """Ends; traces stay."""
         for handle in self._hooks:
             handle.remove()
         self._hooks.clear()
@@ -154,6 +155,7 @@ class LayerwiseMemoryTracker:
         self._gathered_by_unit.clear()
 
     def clear_traces(self) -> None:
+        """Forgets all traces."""
         self.memory_traces.clear()
 
     @property
