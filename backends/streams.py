@@ -295,7 +295,7 @@ class Watching(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         if plan.is_fresh:
             with quiet():
-                for tensor in _plain(result):
+                for tensor in parts_with_memory(result):
                     spoil(tensor)
         return result
 
@@ -312,18 +312,18 @@ class Watching(TorchDispatchMode):
     def _touch(self, value: Tree, writes: bool, what: str) -> None:
         for tensor in value if isinstance(value, list | tuple) else (value,):
             if isinstance(tensor, torch.Tensor):
-                for each in _plain(tensor):
+                for each in parts_with_memory(tensor):
                     self._device.access(each, writes, what)
 
 
-def _plain(tensor: Tree) -> Iterator[torch.Tensor]:
+def parts_with_memory(tensor: Tree) -> Iterator[torch.Tensor]:
     """The tensors with memory that one of a wrapping class (a DTensor) is made of; else itself."""
     if type(tensor) is torch.Tensor or not is_traceable_wrapper_subclass(tensor):
         yield tensor
         return
     for part in [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]:
         if isinstance(part, torch.Tensor):
-            yield from _plain(part)
+            yield from parts_with_memory(part)
 
 
 Call = Callable[[Group], Work]

@@ -31,8 +31,8 @@ from shardkit.types import Args, T, Tree
 
 from ..diagnosis.calls import Call
 from ..diagnosis.watchdog import OUT_OF_STEP_HINT
+from ..eager import HostRandomStates, host_random_states, set_host_random_states
 from ..forked import belongs_here, refusal
-from ..random_states import HostRandomStates, host_random_states, set_host_random_states
 from .places import SourceLine, here, place_of_error
 
 Finish = Callable[[list[Tree]], object]  # what is done with all that ranks brought
@@ -195,10 +195,15 @@ class Hang(NamedTuple):
 
 def in_words(stands: Mapping[int, str]) -> str:
     """Says what ranks do; those that do the same together."""
-    alike: dict[str, list[int]] = {}
-    for rank, text in stands.items():
-        alike.setdefault(text, []).append(rank)
-    return "; ".join(said_of(ranks, text) for text, ranks in alike.items())
+    return "; ".join(said_of(ranks, text) for text, ranks in ranks_by(stands).items())
+
+
+def ranks_by(values: Mapping[int, Tree]) -> dict[Tree, list[int]]:
+    """Ranks by what they have."""
+    found: dict[Tree, list[int]] = {}
+    for rank, value in values.items():
+        found.setdefault(value, []).append(rank)
+    return found
 
 
 def said_of(ranks: list[int], text: str) -> str:

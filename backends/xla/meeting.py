@@ -28,7 +28,7 @@ import torch
 
 from shardkit.errors import OutOfStepError, RankLostError
 
-from ..random_states import HostRandomStates, host_random_states, set_host_random_states
+from ..eager import HostRandomStates, host_random_states, set_host_random_states
 
 _SHOWN = 3  # calls of a replica that a message quotes
 

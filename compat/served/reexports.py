@@ -287,12 +287,12 @@ REEXPORTED: dict[str, dict[str, str]] = {
     "nn.pipe.balance": {
         "nn.pipe.parts": "TensorOrTensors, Tensors, balance_by_size, balance_by_time",
         "pipeline.pipe": "Device",
-        "pipeline.balance": "profile_sizes, profile_times",
+        "pipeline.partition": "profile_sizes, profile_times",
     },
-    "nn.pipe.balance.blockpartition": {"pipeline.balance": "solve"},
+    "nn.pipe.balance.blockpartition": {"pipeline.partition": "solve"},
     "nn.pipe.balance.profile": {
         "nn.pipe.types": "Tensors",
-        "pipeline.balance": "layerwise_sandbox, profile_sizes, profile_times",
+        "pipeline.partition": "layerwise_sandbox, profile_sizes, profile_times",
         "pipeline.microbatch": "Batch, Value as TensorOrTensors",
         "nn.pipe.parts": "detach",
         "pipeline.pipe": "Device",
@@ -314,6 +314,7 @@ REEXPORTED: dict[str, dict[str, str]] = {
         "nn.pipe.stream": "current_stream, get_device, record_stream, use_stream, wait_stream",
         "nn.pipe.types": "Tensors",
     },
+    "nn.pipe.dependency": {"nn.pipe.parts": "Fork, Join, fork, get_phony, join"},
     "nn.pipe.messages": {
         "internal.object": "pyobject_to_tensor, tensor_to_pyobject",
         "nn.model_parallel.initialize": "get_pipeline_parallel_group",
@@ -380,6 +381,11 @@ REEXPORTED: dict[str, dict[str, str]] = {
         "pipeline.skip": "SkipLayout",
         "nn.pipe.skip.namespace": "Namespace",
         "nn.pipe.skip.portal": "Portal",
+    },
+    "nn.pipe.stream": {
+        "nn.pipe.parts":
+        "AbstractStream, CPUStream, CPUStreamType, as_cuda, current_stream, default_stream, get_device, is_cuda, "
+        "new_stream, record_stream, use_device, use_stream, wait_stream",
     },
     "nn.pipe.types": {
         "pipeline.async_pipe": "LazyModule",

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -77,3 +79,15 @@ def group_among(groups: Sequence[Sequence[int]]) -> Group:
             )
         known[key] = mine
     return known[key]
+
+
+# ------------------------------------------------------------ names of torch_xla
+def names_of(module: str) -> Callable[[str], Any]:
+    """A module's ``__getattr__``, which takes names from this module of torch_xla's once they are asked for."""
+
+    def get(name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(importlib.import_module(module), name)
+
+    return get

@@ -16,8 +16,7 @@ from torch.utils._pytree import tree_map_only
 from shardkit.checkpoint.files.writing import save as write_whole
 from shardkit.optimizers.shards import refuse_shards
 from shardkit.types import Kwargs, Tree
-from shardkit.xla.originals import names_of
-from shardkit.xla.ranks import current_backend, is_first_of_host, rank_and_world_size
+from shardkit.xla.ranks import current_backend, is_first_of_host, names_of, rank_and_world_size
 from shardkit.xla.reducing_oss import average_gradients
 
 __getattr__ = names_of("torch_xla.core.xla_model")

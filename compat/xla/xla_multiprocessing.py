@@ -8,7 +8,7 @@ from shardkit.backends.xla.backend import has_accelerator
 from shardkit.errors import ConfigurationError
 from shardkit.launching import launch
 from shardkit.types import AnyCallable, Args
-from shardkit.xla.originals import names_of
+from shardkit.xla.ranks import names_of
 
 __getattr__ = names_of("torch_xla.distributed.xla_multiprocessing")
 

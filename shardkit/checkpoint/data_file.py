@@ -7,13 +7,12 @@ whoever can read the checkpoint can read these. Of them one rank makes DCP's ``.
 from __future__ import annotations
 
 import dataclasses
-import io
 import json
 import math
 import os
 import pickle
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, BinaryIO, NamedTuple, cast
+from typing import TYPE_CHECKING, BinaryIO, NamedTuple
 
 import torch
 
@@ -25,7 +24,7 @@ from .format.manifest import Hasher, hash_of, new_hasher
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from ..errors import ShardkitError
-from .files.writing import write_atomically
+from .files.writing import GuardedFile, write_atomically
 from .format.manifest import Manifest, ManifestItem, StoredFile, write_manifest
 from .format.metadata import METADATA
 
@@ -80,15 +79,15 @@ def index_of(rank: int) -> str:
     return f"index-{rank}.json"
 
 
-class Hashed(io.RawIOBase):
+class Hashed(GuardedFile):
     """A file that is written from the beginning to the end, with checksums of all and of each record."""
 
-    def __init__(self, file: io.BufferedWriter, kind: str) -> None:
-        self._file, self._kind = file, kind
+    def __init__(self, file: BinaryIO, kind: str) -> None:
+        super().__init__(file)
+        self._kind = kind
         self._all = new_hasher(kind)
         self._record: Hasher = new_hasher(kind)
         self.size = 0
-        self.failed: OSError | None = None
 
     def begin(self) -> None:
         self._record = new_hasher(self._kind)
@@ -97,17 +96,9 @@ class Hashed(io.RawIOBase):
         """Returns the checksums of everything and of the record."""
         return self._all.hexdigest(), self._record.hexdigest()
 
-    def writable(self) -> bool:
-        return True
-
-    def write(self, data: bytes | memoryview) -> int:  # type: ignore[override]
-        """torch's writer goes on after an error and reports another one: it is kept."""
+    def write(self, data: bytes | memoryview) -> int:
         view = memoryview(data).cast("B")
-        if self.failed is None:
-            try:
-                self._file.write(view)
-            except OSError as error:
-                self.failed = error
+        super().write(view)
         self._all.update(view)
         self._record.update(view)
         self.size += len(view)
@@ -142,15 +133,11 @@ def _write(hashed: Hashed, part: RecordPart, tensor: torch.Tensor | None) -> Wri
     leaf = part.entry.value
     if tensor is None or part.box is None or not isinstance(leaf, Leaf):
         hashed.write(part.data)
+        hashed.check()
         what: tuple[str | None, tuple[int, ...] | None, Box | None] = (None, None, None)
     else:
-        try:
-            torch.save(own_memory(tensor), cast(BinaryIO, hashed))
-        except RuntimeError as error:
-            raise hashed.failed or error from None
+        hashed.save(own_memory(tensor))
         what = (str(leaf.base.dtype).removeprefix("torch."), tuple(leaf.shape), part.box)
-    if hashed.failed is not None:
-        raise hashed.failed
     dtype, shape, box = what
     place = None if box is None else (box.offsets, box.sizes)
     return Written(part.entry.path, dtype, shape, place, start, hashed.size - start, hashed.digests()[1])

@@ -66,7 +66,7 @@ def started_rank(environment: Mapping[str, str] = os.environ) -> StartedRank | N
     process, _, facts = environment.get(_NOTE, "").partition(" ")
     if process and process != str(os.getpid()) and facts == _facts(environment):
         return None
-    for look in (_plain, _slurm, _open_mpi, _pmi):
+    for look in (_plain, _slurm, _of_mpi):
         found = look(environment)
         if found is not None:
             return found
@@ -139,30 +139,21 @@ def first_host(nodes: str) -> str:
     return "".join(part or "" for part in match.groups()) if match else ""
 
 
-def _open_mpi(environment: Mapping[str, str]) -> StartedRank | None:
-    found = _numbers(environment, "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")
-    if found is None:
-        return None
-    local = _number(environment, "OMPI_COMM_WORLD_LOCAL_RANK", None)
-    return _of_mpi("mpirun", environment, found, local, "OMPI_COMM_WORLD_LOCAL_SIZE")
+# What started it, then its variables: rank, size, and rank and size on the machine.
+_MPI = (
+    ("mpirun", *(f"OMPI_COMM_WORLD_{what}" for what in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))),
+    ("mpiexec (PMI)", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+)
 
 
-def _pmi(environment: Mapping[str, str]) -> StartedRank | None:
-    found = _numbers(environment, "PMI_RANK", "PMI_SIZE")
-    if found is None:
-        return None
-    local = _number(environment, "MPI_LOCALRANKID", None)
-    return _of_mpi("mpiexec (PMI)", environment, found, local, "MPI_LOCALNRANKS")
-
-
-def _of_mpi(
-    by: str, environment: Mapping[str, str], found: list[int], local_rank: int | None, local_size: str
-) -> StartedRank:
-    here = _number(environment, local_size, None)
-    address = environment.get("MASTER_ADDR") or ("127.0.0.1" if here == found[1] else "")
-    job = (
-        environment.get("PMIX_NAMESPACE")
-        or environment.get("PMI_ID", "")
-        or environment.get("HYDI_CONTROL_FD", "")
-    )
-    return StartedRank(by, found[0], found[1], local_rank, here, address, _port(environment, f"{by} {job}"))
+def _of_mpi(environment: Mapping[str, str]) -> StartedRank | None:
+    for by, rank, size, local_rank, local_size in _MPI:
+        found = _numbers(environment, rank, size)
+        if found is None:
+            continue
+        local, here = _number(environment, local_rank, None), _number(environment, local_size, None)
+        address = environment.get("MASTER_ADDR") or ("127.0.0.1" if here == found[1] else "")
+        names = ("PMIX_NAMESPACE", "PMI_ID", "HYDI_CONTROL_FD")
+        job = next(filter(None, (environment.get(name) for name in names)), "")
+        return StartedRank(by, found[0], found[1], local, here, address, _port(environment, f"{by} {job}"))
+    return None

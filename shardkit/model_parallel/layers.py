@@ -218,7 +218,28 @@ def check_padding(padding_idx: int | None, num_embeddings: int) -> int | None:
     return padding_idx % num_embeddings
 
 
-class ColumnParallelLinear(nn.Module):
+class _SplitLinear(nn.Module):
+    """A weight [out_features, in_features] of which each rank has a part, along dimension ``dim``, and a bias."""
+
+    in_features: int
+    out_features: int
+    bias: nn.Parameter | None
+
+    def _fill(self, dim: int, bias: bool, init_method: InitMethod, stride: int, keep_master: bool) -> int:
+        """Makes the parameters; returns the size of a part."""
+        sizes = [self.out_features, self.in_features]
+        part = sizes[dim] = divide_and_check_no_remainder(sizes[dim], get_model_parallel_world_size())
+        self.weight = nn.Parameter(torch.empty(*sizes))
+        self.register_parameter("bias", nn.Parameter(torch.zeros(sizes[0])) if bias else None)
+        whole = initialize_affine_weight(
+            self.weight, self.out_features, self.in_features, part, dim, init_method, stride, keep_master
+        )
+        # detached: a parameter would become an entry of the state dict
+        self.master_weight = None if whole is None else whole.detach()
+        return part
+
+
+class ColumnParallelLinear(_SplitLinear):
     """``y = x A^T + b`` whose ranks compute out_features / W of the outputs each.
 
     x [..., in_features], the same on all ranks -> y [..., out_features], or [..., out_features / W] without
@@ -237,8 +258,6 @@ class ColumnParallelLinear(nn.Module):
         PartitionError: W does not divide ``out_features``.
     """
 
-    bias: nn.Parameter | None
-
     def __init__(
         self,
         in_features: int,
@@ -252,15 +271,7 @@ class ColumnParallelLinear(nn.Module):
         super().__init__()
         self.in_features, self.out_features = in_features, out_features
         self.gather_output = gather_output
-        size = divide_and_check_no_remainder(out_features, get_model_parallel_world_size())
-        self.output_size_per_partition = size
-        self.weight = nn.Parameter(torch.empty(size, in_features))
-        self.register_parameter("bias", nn.Parameter(torch.zeros(size)) if bias else None)
-        whole = initialize_affine_weight(
-            self.weight, out_features, in_features, size, 0, init_method, stride, keep_master_weight_for_test
-        )
-        # detached: a parameter would become an entry of the state dict
-        self.master_weight = None if whole is None else whole.detach()
+        self.output_size_per_partition = self._fill(0, bias, init_method, stride, keep_master_weight_for_test)
 
     def get_master_weight(self) -> torch.Tensor:
         """The whole weight [out_features, in_features] of now (collective), in the order of the gathered outputs."""
@@ -271,7 +282,7 @@ class ColumnParallelLinear(nn.Module):
         return gather_from_model_parallel_region(output) if self.gather_output else output
 
 
-class RowParallelLinear(nn.Module):
+class RowParallelLinear(_SplitLinear):
     """``y = x A^T + b`` whose ranks read in_features / W of the inputs each; y is the sum of what they compute.
 
     x [..., in_features], the same on all ranks, or each rank's [..., in_features / W] with ``input_is_parallel`` ->
@@ -291,8 +302,6 @@ class RowParallelLinear(nn.Module):
         PartitionError: W does not divide ``in_features``.
     """
 
-    bias: nn.Parameter | None
-
     def __init__(
         self,
         in_features: int,
@@ -306,14 +315,7 @@ class RowParallelLinear(nn.Module):
         super().__init__()
         self.in_features, self.out_features = in_features, out_features
         self.input_is_parallel = input_is_parallel
-        size = divide_and_check_no_remainder(in_features, get_model_parallel_world_size())
-        self.input_size_per_partition = size
-        self.weight = nn.Parameter(torch.empty(out_features, size))
-        self.register_parameter("bias", nn.Parameter(torch.zeros(out_features)) if bias else None)
-        whole = initialize_affine_weight(
-            self.weight, out_features, in_features, size, 1, init_method, stride, keep_master_weight_for_test
-        )
-        self.master_weight = None if whole is None else whole.detach()  # see ColumnParallelLinear
+        self.input_size_per_partition = self._fill(1, bias, init_method, stride, keep_master_weight_for_test)
 
     def get_master_weight(self) -> torch.Tensor:
         """The whole weight [out_features, in_features] of now (collective), in the order of the whole input."""

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
+import contextlib
+import functools
+from collections.abc import Callable, Generator, Iterable, Sequence
+from typing import Protocol, cast
 
 import torch
 from torch import nn
+from torch.autograd.function import FunctionCtx
 
 from shardkit.pipeline import microbatch, partition
 from shardkit.pipeline.async_pipe import LazyModule
-from shardkit.pipeline.balance import balance_cost as _balance_cost
-from shardkit.pipeline.balance import profile_sizes, profile_times
 from shardkit.pipeline.microbatch import Batch
 from shardkit.pipeline.microbatch import Value as TensorOrTensors
+from shardkit.pipeline.partition import balance_cost as _balance_cost
+from shardkit.pipeline.partition import profile_sizes, profile_times
 from shardkit.pipeline.pipe import Device
 from shardkit.wrapping.activations import call_checkpointed
 
@@ -154,3 +157,122 @@ def balance_by_size(
         device: where the layers run; of any kind (fairscale: CUDA only).
     """
     return _balance_cost(profile_sizes(module, input, chunks, param_scale, torch.device(device)), partitions)
+
+
+# ------------------------------------------------------------ an order between parts of a backward
+# From torchgpipe (Kim et al. 2020, arXiv 2004.09910), section 3.1: an edge of autograd's graph that carries an empty
+# tensor. ``x, phony = fork(x)`` and later ``y = join(y, phony)``: backward finishes with y before it comes to x.
+@functools.cache
+def get_phony(device: torch.device, *, requires_grad: bool) -> torch.Tensor:
+    """An empty tensor, shape [0], which costs no memory; the same one for the same arguments."""
+    return torch.empty(0, device=device, requires_grad=requires_grad)
+
+
+def fork(input: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The input, and a phony that comes from the same place of autograd's graph."""
+    if torch.is_grad_enabled() and input.requires_grad:
+        return Fork.apply(input)  # type: ignore[no-any-return, no-untyped-call]
+    return input, get_phony(input.device, requires_grad=False)
+
+
+def join(input: torch.Tensor, phony: torch.Tensor) -> torch.Tensor:
+    """The input, whose backward comes before that of the phony's origin."""
+    if torch.is_grad_enabled() and (input.requires_grad or phony.requires_grad):
+        return Join.apply(input, phony)  # type: ignore[no-any-return, no-untyped-call]
+    return input
+
+
+class Fork(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: FunctionCtx, input: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
+        return input.detach(), get_phony(input.device, requires_grad=False).detach()
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, grad_input: torch.Tensor, grad_grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return grad_input
+
+
+class Join(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: FunctionCtx, input: torch.Tensor, phony: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return input.detach()
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, grad_input: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        return grad_input, None
+
+
+# ------------------------------------------------------------ streams
+# torch has all of it in ``torch.Stream`` and ``torch.accelerator``; what is added is a host that stands for a device
+# with one stream, on which all work is done when a call returns.
+class CPUStreamType:
+    """The class of :data:`CPUStream`."""
+
+
+CPUStream = CPUStreamType()
+"""The host's only stream."""
+
+AbstractStream = torch.Stream | CPUStreamType
+
+
+def new_stream(device: torch.device) -> AbstractStream:
+    """A new stream of a device; the host's is always the same."""
+    return CPUStream if device.type == "cpu" else torch.get_device_module(device).Stream(device)
+
+
+def current_stream(device: torch.device) -> AbstractStream:
+    """The stream on which work for that device is issued."""
+    return CPUStream if device.type == "cpu" else torch.get_device_module(device).current_stream(device)
+
+
+def default_stream(device: torch.device) -> AbstractStream:
+    """The stream on which work is issued where nobody chose another."""
+    return CPUStream if device.type == "cpu" else torch.get_device_module(device).default_stream(device)
+
+
+@contextlib.contextmanager
+def use_device(device: torch.device) -> Generator[None]:
+    """Within this block new tensors of the device's type lie on this one of them."""
+    with contextlib.nullcontext() if device.type == "cpu" else torch.get_device_module(device).device(device):
+        yield
+
+
+@contextlib.contextmanager
+def use_stream(stream: AbstractStream | None) -> Generator[None]:
+    """Within this block work is issued on that stream (None and the host's: nothing changes)."""
+    if isinstance(stream, torch.Stream):
+        with torch.get_device_module(stream.device).stream(stream):
+            yield
+    else:
+        yield
+
+
+def get_device(stream: AbstractStream) -> torch.device:
+    """The device that a stream belongs to."""
+    return as_cuda(stream).device if is_cuda(stream) else torch.device("cpu")
+
+
+def wait_stream(source: AbstractStream, target: AbstractStream) -> None:
+    """Makes what is issued on ``source`` from now on come after what ``target`` has been given so far."""
+    if is_cuda(target):
+        if is_cuda(source):
+            as_cuda(source).wait_stream(as_cuda(target))
+        else:  # the host itself
+            as_cuda(target).synchronize()
+
+
+def record_stream(tensor: torch.Tensor, stream: AbstractStream) -> None:
+    """A tensor's memory is not given away before what that stream has been given so far is done."""
+    if is_cuda(stream):
+        # A view's offset hides the storage's begin, which is what the allocator knows.
+        tensor.new_empty(0).set_(tensor.untyped_storage()).record_stream(as_cuda(stream))
+
+
+def is_cuda(stream: AbstractStream | None) -> bool:
+    """Whether it is a device's stream (any device's, in spite of the name), not the host's."""
+    return isinstance(stream, torch.Stream)
+
+
+def as_cuda(stream: AbstractStream) -> torch.Stream:
+    """The same stream, for type checkers: a device's."""
+    return cast("torch.Stream", stream)

@@ -8,7 +8,7 @@ from torch import nn
 from shardkit.errors import ConfigurationError
 from shardkit.types import AnyCallable, Tree
 from shardkit.wrapping.activations import checkpoint_wrapper
-from shardkit.xla.originals import names_of
+from shardkit.xla.ranks import names_of
 
 __getattr__ = names_of("torch_xla.distributed.fsdp.utils")
 

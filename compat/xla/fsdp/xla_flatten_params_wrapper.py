@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from shardkit.xla.originals import names_of
+from shardkit.xla.ranks import names_of
 
 __getattr__ = names_of("torch_xla.distributed.fsdp.xla_flatten_params_wrapper")

@@ -199,13 +199,7 @@ def save(obj: object, path: str | os.PathLike[str]) -> None:
         ConfigurationError: the path is a folder, a pipe or a device.
     """
     with write_atomically(path) as file, _checksums():
-        guarded = _Guarded(file)
-        try:
-            torch.save(obj, cast(Any, guarded))
-        except RuntimeError as error:
-            raise guarded.failed or error from None
-        if guarded.failed is not None:
-            raise guarded.failed
+        GuardedFile(file).save(obj)
 
 
 @contextlib.contextmanager
@@ -219,7 +213,7 @@ def _checksums() -> Iterator[None]:
         torch.serialization.set_crc32_options(before)
 
 
-class _Guarded:
+class GuardedFile:
     """A file that remembers the error of a failed write: torch's writer goes on after one and reports another."""
 
     def __init__(self, file: BinaryIO) -> None:
@@ -236,3 +230,16 @@ class _Guarded:
 
     def flush(self) -> None:
         """torch asks for it before the end."""
+
+    def save(self, obj: object) -> None:
+        """``torch.save``; raises the error of a failed write."""
+        try:
+            torch.save(obj, cast(Any, self))
+        except RuntimeError as error:
+            raise self.failed or error from None
+        self.check()
+
+    def check(self) -> None:
+        """Raises the error of a failed write."""
+        if self.failed is not None:
+            raise self.failed

@@ -20,13 +20,13 @@ import torch
 from ...errors import ConfigurationError, DamagedFileError, UntrustedFileError
 from ...layout import Box
 from ...types import Tree
-from ..files.data_pickle import Function, Instance, NotData, read
+from ..files.data_pickle import Allowed, Instance, NotData, read
 from ..files.loading import UNREADABLE
+from ..files.rebuilding import natural
 
 METADATA = ".metadata"
 _DCP = "torch.distributed.checkpoint"
 _LARGEST = 2**62
-_DIMENSIONS = 64  # more are nobody's tensor
 _DEPTH = 256  # of nested containers
 T = TypeVar("T")
 
@@ -161,19 +161,11 @@ def _set_state(made: object, state: object) -> None:
     made.state = state
 
 
-def _instance_of(kind: str) -> Function:
-    return Function(lambda: Instance(kind))
+def _instance_of(kind: str) -> Allowed:
+    return Allowed(lambda: Instance(kind))
 
 
-def _sizes(values: Tree = ()) -> Shape:
-    if type(values) not in (tuple, list) or len(values) > _DIMENSIONS:
-        raise ValueError("sizes are no tuple")
-    if not all(type(v) is int and 0 <= v < _LARGEST for v in values):
-        raise ValueError("sizes are no whole numbers")
-    return tuple(values)
-
-
-_NOTHING = Function(lambda *_: None)  # a layout, a memory format, a path: nothing here depends on it
+_NOTHING = Allowed(lambda *_: None)  # a layout, a memory format, a path: nothing here depends on it
 _CLASSES = (
     "Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata", "TensorProperties",
     "MetadataIndex", "StorageMeta",
@@ -183,8 +175,8 @@ _NAMES: dict[str, object] = {
     f"{_DCP}.filesystem._StorageInfo": _instance_of("_StorageInfo"),
     f"{_DCP}.metadata._MEM_FORMAT_ENCODING": _NOTHING,
     "torch.serialization._get_layout": _NOTHING,
-    "torch.Size": Function(_sizes),
-    "collections.OrderedDict": Function(dict),
+    "torch.Size": Allowed(lambda values=(): natural(values)),
+    "collections.OrderedDict": Allowed(dict),
     **{f"torch.{n}": v for n, v in vars(torch).items() if isinstance(v, torch.dtype)},
     **{
         f"{module}.{name}": _NOTHING
@@ -251,7 +243,7 @@ def _records(places: Mapping[Tree, Tree]) -> Iterator[tuple[tuple[str, Shape | N
         if not 0 <= offset < _LARGEST or not 0 < length < _LARGEST:
             raise ValueError(f"{name!r} lies nowhere")
         offsets = index.get("offset")
-        yield (name, None if offsets is None else _sizes(offsets)), Record(file, offset, length, name)
+        yield (name, None if offsets is None else natural(offsets)), Record(file, offset, length, name)
 
 
 def _check_overlaps(records: Iterable[Record]) -> None:
@@ -265,11 +257,11 @@ def _check_overlaps(records: Iterable[Record]) -> None:
 
 def _tensor(name: str, facts: Instance, records: Mapping[tuple[str, Shape | None], Record]) -> TensorEntry:
     dtype = _typed(_of_kind(facts.get("properties"), "TensorProperties").state, tuple, "properties")[0]
-    dtype, shape = _typed(dtype, torch.dtype, "a dtype"), torch.Size(_sizes(facts.get("size")))
+    dtype, shape = _typed(dtype, torch.dtype, "a dtype"), torch.Size(natural(facts.get("size")))
     chunks = []
     for chunk in _typed(facts.get("chunks"), list, "chunks"):
         chunk = _of_kind(chunk, "ChunkStorageMetadata")
-        offsets, sizes = _sizes(chunk.get("offsets")), _sizes(chunk.get("sizes"))
+        offsets, sizes = natural(chunk.get("offsets")), natural(chunk.get("sizes"))
         if len(offsets) != len(shape) or any(
             first + size > whole for first, size, whole in zip(offsets, sizes, shape, strict=True)
         ):

@@ -14,7 +14,7 @@ import torch
 from ...errors import ConfigurationError, DamagedFileError, ShardkitError
 from ...layout import whole_box
 from ...types import StateDict, Tree
-from .stored import Place, StoredPart, StoredTensor
+from .stored import FilePlace, StoredPart, StoredTensor
 from .torch_files import read_torch_file
 
 INDEX = "model.safetensors.index.json"
@@ -152,7 +152,7 @@ def _tensor(path: str, name: str, facts: Tree, start: int) -> StoredTensor:
         if isinstance(error, ConfigurationError):
             raise
         raise DamagedFileError(f"{path}: {name!r}: {error}") from None
-    place = Place(path, start + begin)
+    place = FilePlace(path, start + begin)
     part = StoredPart(whole_box(shape), lambda: place)
     return StoredTensor(name, shape, dtype, (part,), dtype, (path, begin, end, shape))
 

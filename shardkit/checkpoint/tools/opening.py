@@ -16,7 +16,7 @@ from ..format.manifest import NAME as MANIFEST
 from ..format.manifest import read_manifest, refuse_damage
 from ..format.metadata import METADATA, Chunk, Record, TensorEntry, read_metadata
 from . import hugging_face, rank_files
-from .stored import Checkpoint, Place, StoredPart, StoredTensor, find_model, replaced, without_layer
+from .stored import Checkpoint, FilePlace, StoredPart, StoredTensor, find_model, replaced, without_layer
 from .torch_files import Contents, held, read_torch_file
 
 
@@ -48,7 +48,7 @@ def _tensor(folder: str, name: str, entry: TensorEntry) -> StoredTensor:
     return StoredTensor(name, tuple(entry.shape), entry.dtype, tuple(parts), entry.dtype)
 
 
-def _place(folder: str, chunk: Chunk, dtype: torch.dtype) -> Place:
+def _place(folder: str, chunk: Chunk, dtype: torch.dtype) -> FilePlace:
     """Finds the elements of a chunk: it is a file of ``torch.save`` within the file."""
     record, path = chunk.record, os.path.join(folder, chunk.record.file)
     record.check(folder)

@@ -23,7 +23,7 @@ from ...fsdp.state import INNER, OUTER, clean
 from ...fsdp.state_dict import note_of
 from ...layout import boxes_of
 from ...types import SavedState, StateDict
-from .stored import Place, Shape, StoredPart, StoredTensor, blocks_of, in_memory
+from .stored import FilePlace, Shape, StoredPart, StoredTensor, blocks_of, in_memory
 from .torch_files import TorchFileWriter
 
 PREFIX = "_fsdp_shard"
@@ -155,8 +155,8 @@ def _rank(metadata: SavedState, weights: StateDict, position: int, count: int) -
 
 
 # ------------------------------------------------------------ parts of a tensor in shards
-def _place_of(shard: StoredTensor) -> Callable[[], Place]:
-    def where() -> Place:
+def _place_of(shard: StoredTensor) -> Callable[[], FilePlace]:
+    def where() -> FilePlace:
         place = shard.parts[0].where()
         if place.strides is not None:
             raise ConfigurationError(

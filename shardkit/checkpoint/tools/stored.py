@@ -27,7 +27,7 @@ Shape = tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
+class FilePlace:
     """Where a part of a tensor lies.
 
     Attributes:
@@ -52,7 +52,7 @@ class StoredPart(NamedTuple):
     """
 
     box: Box
-    where: Callable[[], Place]
+    where: Callable[[], FilePlace]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -125,7 +125,7 @@ class StoredTensor:
                 self._fill(narrowed(target, common, rows), place, part.box.start + before)
         return target
 
-    def _fill(self, view: torch.Tensor, place: Place, skip: int) -> None:
+    def _fill(self, view: torch.Tensor, place: FilePlace, skip: int) -> None:
         with _opened(place.path) as file:
             _Source(file, place, self.name).fill(view, skip)
 
@@ -141,7 +141,7 @@ class StoredTensor:
         """Yields the bytes of all elements in row-major order, as ``dtype``. A block is valid until the next."""
         yield from blocks_of(self.read(), self.dtype)
 
-    def _place(self, part: StoredPart) -> Place:
+    def _place(self, part: StoredPart) -> FilePlace:
         try:
             return part.where()
         except (ValueError, OSError) as error:
@@ -215,7 +215,7 @@ def storage_order(shape: Sequence[int], strides: Sequence[int]) -> list[int] | N
 
 
 class _Source:
-    def __init__(self, file: BinaryIO, place: Place, name: str) -> None:
+    def __init__(self, file: BinaryIO, place: FilePlace, name: str) -> None:
         self._file, self._place, self._name = file, place, name
         self._crc = 0
 

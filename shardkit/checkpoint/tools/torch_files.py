@@ -21,7 +21,7 @@ from ..files.archive import LOCAL, Archive, Damage, Legacy
 from ..files.data_pickle import NotData, named_globals, read
 from ..files.loading import UNREADABLE, load, load_data, storage_parts
 from ..files.rebuilding import STORAGES, Storage, build, names, without_values
-from .stored import Path, Place, StoredPart, StoredTensor, dotted, in_memory, replaced
+from .stored import FilePlace, Path, StoredPart, StoredTensor, dotted, in_memory, replaced
 
 # What looks at values while it is made; files with such tensors are read at once.
 _LOOKING = frozenset(
@@ -160,7 +160,9 @@ class Contents:
         first = int(value.storage_offset()) * value.itemsize
         whole = first == 0 and value.numel() * value.itemsize == size
         offset = self._start + begin + first
-        place = Place(self._path, offset, None if value.is_contiguous() else strides, crc if whole else None)
+        place = FilePlace(
+            self._path, offset, None if value.is_contiguous() else strides, crc if whole else None
+        )
         if first > size or self._memory[key].memory.nbytes() != size:
             raise Damage(
                 f"its record data/{key} has {size} bytes, expected {self._memory[key].memory.nbytes()}"

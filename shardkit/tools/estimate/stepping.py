@@ -16,9 +16,8 @@ from torch.utils._pytree import tree_map
 
 from ...errors import ConfigurationError, ShardkitError
 from ...types import Args, Kwargs, Tree
-from .clock import Times, as_fsdp2, clocked
 from .counting import CountingBackend
-from .devices import Device
+from .devices import Device, Times, as_fsdp2, clocked
 from .memory import MemoryWatch
 from .strategies import STRATEGIES, Sharded, Subject, fsdp2_padding, fullest_rank, kinds_of
 from .tape import Mark, Tape

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from shardkit.backends.simulated.rank_threads import Hang, named, said_of
+from shardkit.backends.simulated.rank_threads import Hang, named, ranks_by, said_of
 from shardkit.errors import RankFailedError
 from shardkit.tracing.tables import counted, in_bytes
 
@@ -47,7 +47,7 @@ class Report:
         for passes in zip(*(seen.loaders for seen in self.ranks), strict=False):
             lengths = {rank: loader.batches for rank, loader in enumerate(passes)}
             if len(set(lengths.values())) > 1:
-                parts = [f"{count} on {named(ranks)}" for count, ranks in _alike(lengths).items()]
+                parts = [f"{count} on {named(ranks)}" for count, ranks in ranks_by(lengths).items()]
                 found.append(f"batches of the DataLoader at {passes[0].place}: {', '.join(parts)}")
         return found
 
@@ -132,8 +132,8 @@ class Report:
         if self.hang is not None:
             yield f"\n{self.hang.what}"
             yield "\nWhere each rank stood:"
-            for text, ranks in _alike(self.hang.stands).items():
-                yield f"  {said_of(ranks, str(text))}"
+            for text, ranks in ranks_by(self.hang.stands).items():
+                yield f"  {said_of(ranks, text)}"
         if self.failure is not None and self.failure.remote_type not in ("OutOfStepError", "RankLostError"):
             yield f"\nThe first error, on rank {self.failure.rank}:\n{self.failure.remote_traceback.rstrip()}"
 
@@ -142,13 +142,6 @@ class Report:
         first = self.ranks[0]
         kinds = sorted(first.calls, key=lambda kind: -first.sent[kind])
         return [(kind, first.calls[kind], first.sent[kind]) for kind in kinds]
-
-
-def _alike(by_rank: dict[int, object] | dict[int, str] | dict[int, int | None]) -> dict[object, list[int]]:
-    found: dict[object, list[int]] = {}
-    for rank, value in by_rank.items():
-        found.setdefault(value, []).append(rank)
-    return found
 
 
 def _row(what: str, values: Sequence[int], as_text: Callable[[int], str]) -> str:

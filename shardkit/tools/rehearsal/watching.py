@@ -12,13 +12,13 @@ from unittest import mock
 import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import BatchSampler, DataLoader
 
 from shardkit.backends.diagnosis.calls import Call
 from shardkit.backends.simulated.places import SourceLine, here
 from shardkit.backends.simulated.rank_threads import Condition, RankThreads
+from shardkit.backends.streams import parts_with_memory
 from shardkit.optimizers.stepping import take_part
 from shardkit.torch_seams.live_memory import LiveTensors
 from shardkit.types import Tree
@@ -189,7 +189,8 @@ class RankMemory(LiveTensors):
 
     def add(self, tensors: object) -> None:
         if not self._threads.is_finishing:
-            super().add([_plain(t) for t in tree_leaves(tensors) if isinstance(t, torch.Tensor)])
+            given = [t for t in tree_leaves(tensors) if isinstance(t, torch.Tensor)]
+            super().add([part for t in given for part in parts_with_memory(t) if not part.is_meta])
 
     def grown(self) -> None:
         self._rank.seen.peak = max(self._rank.seen.peak, self.bytes)
@@ -207,11 +208,3 @@ def resizing(resize: Callable[..., Tree]) -> Callable[..., Tree]:
         return result
 
     return resize_
-
-
-def _plain(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """The tensors with memory that one of a wrapping class (a DTensor) is made of; else itself."""
-    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) and is_traceable_wrapper_subclass(tensor):
-        parts = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
-        return [t for part in parts if isinstance(part, torch.Tensor) for t in _plain(part)]
-    return [] if tensor.is_meta else [tensor]
