@@ -55,11 +55,7 @@ def check_process_group(process_group: dist.ProcessGroup) -> None:
 
 
 class Refusing:
-    """Stands where a process group was: whatever is asked of it raises an error.
-
-    Args:
-        error: makes it.
-    """
+    """Stands where a process group was: whatever is asked of it raises an error."""
 
     def __init__(self, error: Callable[[], LifecycleError]) -> None:
         self._error = error

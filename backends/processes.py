@@ -132,7 +132,6 @@ class RankPool:
     After a failure or a timeout all ranks are ended, and the next call starts new ones.
 
     Args:
-        world_size: number of ranks.
         backend: one whose ranks are processes ("gloo", "cuda", ...).
         start: makes a process a rank, called with (rank, world_size, address of a store, backend); default: a process
             group of that backend.

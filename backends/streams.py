@@ -61,10 +61,6 @@ class Flight:
 
     Attributes:
         communicator: its name; the same on all ranks of it.
-        what: operation and label.
-        reads: memory that it reads.
-        writes: memory that it writes.
-        places: where it was issued.
         start: hands it to the ranks below; None: done.
     """
 
@@ -89,11 +85,7 @@ class Flight:
 class SimulatedDevice:
     """One rank's device.
 
-    Args:
-        rank: global rank.
-
     Attributes:
-        issued: all collectives in order.
         misaligned: how many parts of collectives' buffers began at no multiple of 16 bytes, by what they were.
         most_in_flight: the most bytes that collectives in flight wrote at once.
         host_waits: how often the host waited for the device, by what for.

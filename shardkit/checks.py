@@ -39,7 +39,6 @@ def all_gather_facts(group: Group, value: T, *, label: str = "") -> list[T]:
     """Each rank's value, in rank order, on every rank (collective).
 
     Args:
-        group: the ranks.
         value: None, bool, int, float, str, bytes, torch.dtype, and tuples, lists and dicts of them; torch.Size arrives
             as a tuple.
         label: names the call in errors.
@@ -192,8 +191,6 @@ def check_same_everywhere(group: Group, facts: Facts, what: str, aside: Tree = N
     """Compares a list of (name, value) facts between ranks; raises on all of them at the first difference.
 
     Args:
-        group: the ranks.
-        facts: to be compared.
         what: they are of, for messages.
         aside: more facts, which are told in the same exchange and not compared.
 
@@ -347,8 +344,6 @@ class AgreedGradients:
         """Before a step, of whose gradients nothing else is known.
 
         Args:
-            group: the ranks.
-            params: all of them.
             owned: which of them this rank updates.
         """
         there = [g is not None for g in map(_grad_of, params)]

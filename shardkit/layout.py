@@ -67,7 +67,6 @@ class Listed(NamedTuple):
     Attributes:
         layout: of the item alone.
         offset: where the part begins in the rank's shard.
-        shape: of the part.
     """
 
     layout: ShardLayout
@@ -110,9 +109,7 @@ def segment_layout(
     """Lays items out by owner, in item order within an owner's segment.
 
     Args:
-        numels: numel of each item.
         owners: rank of each item.
-        world_size: W.
         even: pad every segment at its end to the size of the largest.
         step: items and segments begin at multiples of it.
     """
@@ -147,8 +144,6 @@ class ShardLayout:
     S is N / W rounded up, as ``torch.chunk`` cuts; with items end to end this is fairscale's layout.
 
     Attributes:
-        numels: numel of each item.
-        world_size: W.
         multiple: S is rounded up to a multiple of it.
         starts: where each item begins; None: items lie end to end.
         grains: of each item so many elements that no cut goes through; None: cuts may be anywhere.
@@ -314,8 +309,6 @@ def aligned_shards(shapes: Sequence[Sequence[int]], world_size: int, align: Alig
     """Cuts items of these shapes so that less of them straddles shards, or so that they begin at aligned addresses.
 
     Args:
-        shapes: of each item.
-        world_size: W.
         align: "parameters": each item lies in one shard as a whole, and items change places so that shards are as full
             as can be; S is at least the largest item. "rows": no cut goes through a row (of the first dimension). A
             number: items begin, and S is, at multiples of so many elements. None: fairscale's layout, end to end.
@@ -367,8 +360,6 @@ def rows_layout(shapes: tuple[tuple[int, ...], ...], world_size: int, block: int
     rank) would be padding, the longest are cut too, at the largest common part of rows that pads less.
 
     Args:
-        shapes: of each item.
-        world_size: W.
         block: so many rows stay together.
     """
     numels = tuple(math.prod(shape) for shape in shapes)
@@ -429,9 +420,7 @@ def local_shape(shape: Sequence[int], grain: int, numel: int) -> tuple[int, ...]
     """The shape in which a rank lists a part of an item: its rows, with as many dimensions as the item has.
 
     Args:
-        shape: of the item.
         grain: so many elements are a row, or a block of rows, or where rows are cut a part of one.
-        numel: of the part.
     """
     if len(shape) < 2 or numel == math.prod(shape):
         return tuple(shape) if len(shape) > 1 else (numel,)
@@ -488,9 +477,7 @@ def boxes_of(shape: Sequence[int], first: int, numel: int, start: int = 0) -> li
     """The boxes of a run of elements of a contiguous tensor, in order.
 
     Args:
-        shape: of the tensor.
         first: number of the first element.
-        numel: how many there are.
         start: added to the boxes' own.
     """
     if not numel:

@@ -86,11 +86,9 @@ class Agreement:
     """All ranks say that they are about to do the same; has the form of a work of torch.distributed.
 
     Args:
-        store: of the group.
         channel: whose calls it is about.
         number: counts the channel's agreements.
         key: what this rank is about to do.
-        timeout: of the group.
     """
 
     def __init__(

@@ -104,10 +104,8 @@ class C10dGroup(ObjectsOverTensors):
     """Ranks of a torch.distributed process group.
 
     Args:
-        backend: whose group this is.
         process_group: torch's object; None for a single rank that never communicates.
         ranks: global rank of each member.
-        name: of the channel.
         parent: the group that this is a channel or a sub-group of.
     """
 
@@ -516,7 +514,6 @@ class KnownGroups:
     process groups, and with it the Python object of the group's store: that is what is watched.
 
     Args:
-        backend: whose groups they are.
         make: called with (backend, process group or None, global ranks, own rank).
     """
 

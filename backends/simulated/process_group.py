@@ -29,7 +29,6 @@ class ThreadWork(dist.Work):
 
     Args:
         parts: what to wait for.
-        outputs: the result.
         source: who has sent it, for a receive.
     """
 

@@ -227,7 +227,6 @@ class RankThreads:
     """``world_size`` ranks; see [Note: the baton].
 
     Args:
-        world_size: number of ranks.
         enter: called in each rank's thread before its function.
         issued: told of each call.
         patient: when a rank fails the others go on until they can't, which shows where each would wait for it.

@@ -222,7 +222,6 @@ class ReplicaPool:
     After a failure or a timeout the child is ended, and the next call starts a new one.
 
     Args:
-        world_size: number of replicas.
         timeout: seconds a call may take; None: no limit.
         start_timeout: seconds in which the replicas have to be ready, without those in which others had the cores;
             None: no limit.

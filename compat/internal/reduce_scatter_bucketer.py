@@ -31,7 +31,6 @@ class Bucket:
 
     Args:
         data: [world size, most elements of a rank].
-        group: process group.
     """
 
     def __init__(self, data: torch.Tensor, group: dist.ProcessGroup) -> None:
@@ -97,7 +96,6 @@ class ReduceScatterBucketer:
 
         Args:
             input_list: a tensor for each rank of the group, alike in shape, dtype and device.
-            group: process group.
             callback_fn: called with this rank's sum.
 
         Raises:

@@ -114,7 +114,6 @@ class AdaScaleWrapper(AdaScale):
         params: of the optimizer.
         world_size, scale, smoothing, num_gradients_to_accumulate, debias_ewma: as :class:`AdaScale`.
         optim_cls: the optimizer's class.
-        **additional_optim_args: its arguments.
     """
 
     def __init__(

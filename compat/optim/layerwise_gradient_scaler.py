@@ -14,9 +14,6 @@ class LayerInfo:
     """A layer and its factor.
 
     Args:
-        name: path in the model.
-        layer: the module.
-        scale: its factor.
         scale_layer: whether the factor changes over time.
     """
 

@@ -23,7 +23,6 @@ def broadcast_object(
 
     Args:
         obj: used on the source rank only.
-        src_rank: global rank.
         group: process group; None for all ranks.
         dist_device: device through which the bytes travel; by default the group's.
     """

@@ -287,12 +287,12 @@ REEXPORTED: dict[str, dict[str, str]] = {
     "nn.pipe.balance": {
         "nn.pipe.parts": "TensorOrTensors, Tensors, balance_by_size, balance_by_time",
         "pipeline.pipe": "Device",
-        "pipeline.partition": "profile_sizes, profile_times",
+        "pipeline.balance": "profile_sizes, profile_times",
     },
-    "nn.pipe.balance.blockpartition": {"pipeline.partition": "solve"},
+    "nn.pipe.balance.blockpartition": {"pipeline.balance": "solve"},
     "nn.pipe.balance.profile": {
         "nn.pipe.types": "Tensors",
-        "pipeline.partition": "layerwise_sandbox, profile_sizes, profile_times",
+        "pipeline.balance": "layerwise_sandbox, profile_sizes, profile_times",
         "pipeline.microbatch": "Batch, Value as TensorOrTensors",
         "nn.pipe.parts": "detach",
         "pipeline.pipe": "Device",

@@ -223,12 +223,7 @@ def compose(folder: str, world_size: int, step: int, run: str, kind: str) -> Non
 
 
 def describe(folder: str, records: Mapping[str, Sequence[Written]], manifest: Manifest) -> None:
-    """Writes ``.metadata``, then ``shardkit.json``, which makes data files a checkpoint.
-
-    Args:
-        records: of each data file.
-        manifest: of the data files.
-    """
+    """Writes ``.metadata``, then ``shardkit.json``, which makes data files a checkpoint."""
     metadata = pickle.dumps(metadata_of(records))
     with write_atomically(os.path.join(folder, METADATA)) as file:
         file.write(metadata)

@@ -245,7 +245,6 @@ def check_schedulers(given: Stateful | Sequence[Stateful], saved: StateDict, fol
     Args:
         given: what is to be restored.
         saved: the state of one, or what :class:`Schedulers` has made of several.
-        folder: of the checkpoint.
     """
     is_list = isinstance(given, Sequence)
     was_list = list(saved) == [str(k) for k in range(len(saved))]  # a scheduler's own state has names

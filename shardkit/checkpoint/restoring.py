@@ -32,12 +32,7 @@ from .rank_states import Stateful, load_loader, set_random_states
 
 
 class Wanted(NamedTuple):
-    """A tensor that is to be filled.
-
-    Attributes:
-        name: in the checkpoint.
-        leaf: where its values go.
-    """
+    """A tensor that is to be filled."""
 
     name: str
     leaf: Leaf
@@ -53,11 +48,7 @@ class _Copy(NamedTuple):
 
 
 class Reads:
-    """The records of a checkpoint that this rank reads.
-
-    Args:
-        wanted: all of it.
-    """
+    """The records of a checkpoint that this rank reads."""
 
     def __init__(self, stored: StoredCheckpoint, wanted: Iterable[Wanted]) -> None:
         self._stored = stored

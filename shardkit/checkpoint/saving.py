@@ -90,7 +90,6 @@ class Save:
     """A checkpoint that is about to be written.
 
     Args:
-        folder: of checkpoints.
         keep: see :func:`shardkit.save_training`.
         copies: values are copied before anything is written.
 

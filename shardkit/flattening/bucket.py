@@ -14,7 +14,6 @@ class Bucket:
 
     Args:
         size: numel of the buffer.
-        dtype, device: of the buffer.
     """
 
     def __init__(self, size: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -99,7 +98,6 @@ class GradBucket(Bucket):
 
     Args:
         size, dtype, device: as of :class:`Bucket`.
-        destination: the rank.
     """
 
     def __init__(self, size: int, dtype: torch.dtype, device: torch.device, destination: int) -> None:

@@ -88,7 +88,6 @@ class Steps:
     """How many optimizer steps a rank has made: a file in shared memory, which outlives its rank.
 
     Args:
-        path: of the file.
         create: for the rank; others read.
     """
 

@@ -60,7 +60,6 @@ def check_same_state(group: Group, state_dict: StateDict, problem: Configuration
     """Raises on all ranks what is wrong on one (collective).
 
     Args:
-        group: the ranks.
         state_dict: torch's form; parameters may have no state on some ranks.
         problem: what this rank has found wrong with it.
     """

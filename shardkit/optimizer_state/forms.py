@@ -177,7 +177,6 @@ def gather_by_index(slots: Sequence[Slot | None], saved: StateDict, keep_on: boo
 
     Args:
         slots: of the optimizer's parameters; each shard has one parameter.
-        saved: its ``state_dict()``.
     """
     held = [Held([index], slot, index) for index, slot in enumerate(slots)]
     state = _gathered(held, saved, keep_on, of_whole=to_cpu)
@@ -211,8 +210,6 @@ def gather_by_name(
 
     Args:
         known: all parameters of a model by identity, by name, in the same order on all ranks.
-        optimizer: whose state it is.
-        saved: its ``state_dict()``.
         form: what becomes of a parameter's state.
         keep: whether this rank returns anything.
     """
@@ -237,7 +234,6 @@ def shard_by_name(
 
     Args:
         known: as :func:`gather_by_name` takes them.
-        optimizer: as it is now.
         groups: the ``param_groups`` that were saved. Options go to the optimizer's groups by the parameters in them.
             Without any, nothing was saved of them, and they stay.
         source: asked for each parameter of the model, in one order on all ranks.

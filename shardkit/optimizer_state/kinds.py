@@ -41,7 +41,6 @@ class StateKind(NamedTuple):
 
     Attributes:
         spread: it has one element for each of the shard's.
-        dtype: of a tensor.
         shape: of a tensor of one number.
         value: of all else that is not spread: the number, or what it is.
     """

@@ -54,7 +54,6 @@ class Fixed:
     """A value that is no tensor, or is stored as one record whatever it is.
 
     Attributes:
-        value: the object.
         copies: ranks that have the same.
     """
 

@@ -29,7 +29,6 @@ class Span(NamedTuple):
 
     Attributes:
         name: as the model was written.
-        shape: of the whole parameter.
         piece: what of it lies in the slot; None for nothing.
         answers: this rank (and its copies) keeps what is one number for the parameter.
     """

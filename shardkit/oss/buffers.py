@@ -50,7 +50,6 @@ class BufferSync:
 
     Attributes:
         changed: a training forward ran since the last time.
-        ranges: in traces.
     """
 
     def __init__(self, module: nn.Module, group: Group, enabled: bool) -> None:

@@ -72,7 +72,6 @@ class GradientExchange:
     Attributes:
         group: ranks that train together.
         policy: how gradients are reduced.
-        ranges: in traces.
     """
 
     def __init__(

@@ -44,7 +44,6 @@ class Placement(ABC):
     """Which tensors the optimizer of this rank updates; chosen once, when the OSS is built.
 
     Args:
-        group: the ranks.
         owner: the rank that owns each parameter; it grows with the optimizer.
         wire_dtype: dtype in which updated fp32 parameters travel; None for their own.
 
@@ -231,7 +230,6 @@ class OwnedParameters(OfParameters):
 
     Attributes:
         buffers: what the trainable parameters are views of, one for each dtype.
-        ranges: in traces.
     """
 
     buffers: Sequence[FlatParameters] = ()
@@ -333,7 +331,6 @@ def gathered_state(
     Args:
         segments: of all parameters, the same ones on all ranks.
         optimizer: of this rank's segments.
-        group: the ranks.
         is_kept: whether this rank wants it.
     """
     slots = [

@@ -44,7 +44,6 @@ class BucketPlan(NamedTuple):
     """Gradients that travel together, and where each lies in the packed form [N] ([Note: packed gradients]).
 
     Attributes:
-        indices: of their parameters.
         wire: dtype of the packed form.
         form: whose items count within the bucket.
         blocks: in which they travel; None: as they are.
@@ -98,10 +97,7 @@ class Bucket:
 
     Args:
         index: its place in the order of sending.
-        plan: what lies where.
-        params: of all buckets.
         slot: that memory, in bytes.
-        group: the ranks.
         error_feedback: see :class:`~shardkit.reduction.compression.CompressedReduceScatter`.
     """
 

@@ -48,7 +48,6 @@ class FlatSegment:
 
     Attributes:
         own: the tensor that this rank's optimizer updates, [S], in the dtype of the parameters or another one.
-        group: the ranks.
         param_group: index of the group that the parameters are in.
         params, owners: the parameters, and the rank of each.
         has_parts: each rank has a part of every parameter, whoever owns it.
@@ -85,7 +84,6 @@ class FlatSegment:
         """Averages the parameters' gradients over ranks into ``own.grad``, added to what waits there already.
 
         Args:
-            channel: the ranks.
             wire_dtype: in which they travel; None for their own.
             instead: gradients of the parameters, in place of those that they show.
         """

@@ -31,9 +31,7 @@ def collect(
 
     Args:
         placement: has the ranks; their channel for small things is used unless it knows a better way.
-        optimizer: this rank's.
         params: all, in the order of their indices.
-        recipient_rank: who gets it.
     """
     index, group = {p: i for i, p in enumerate(params)}, placement.group
     is_kept = recipient_rank in (-1, group.rank)
@@ -78,7 +76,6 @@ def check_shapes(
     """Raises ConfigurationError if the state of any parameter, of whatever owner, has another shape.
 
     Args:
-        state_dict: of all parameters.
         params: what they are here.
         own: the state that this rank's optimizer has of some of them.
         is_elementwise: see :func:`~shardkit.optimizer_state.checking.check_state`.
@@ -96,7 +93,6 @@ def selected(state_dict: State, kept: Sequence[nn.Parameter | None]) -> State:
     """The same dict with copies of the state of some parameters only; the caller's is not touched.
 
     Args:
-        state_dict: of all parameters.
         kept: all parameters in order, None in the place of those whose state is not wanted.
     """
     device = {i: p.device for i, p in zip(_indices(state_dict), kept, strict=True) if p is not None}
@@ -153,9 +149,7 @@ def part_of_rank(state_dict: State, owners: Sequence[int], rank: int) -> State:
     """The part of a whole state dict that belongs to one rank, with that rank's own indices.
 
     Args:
-        state_dict: of all parameters.
         owners: the rank of each parameter, in order.
-        rank: whose part it is.
     """
     state: dict[int, State] = {}
     groups: list[ParamGroup] = []

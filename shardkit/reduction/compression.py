@@ -207,7 +207,6 @@ class Feedback:
     step is left out for an overflow elsewhere: half a code of a step that was not made, or a whole one of the next.
 
     Args:
-        block_format: of the blocks.
         is_on: keep what was left out; 2 bytes for each number, from the first time on.
     """
 
@@ -229,8 +228,6 @@ class CompressedGather:
     """Gathers shards as blocks. All ranks get the same values: of its own shard, a rank too gets what blocks stand for.
 
     Args:
-        group: the ranks.
-        block_format: of the blocks.
         feedback: encodes the shards, whose numel is a multiple of B then; None: nothing is added to them.
     """
 
@@ -265,7 +262,6 @@ class CompressedReduceScatter:
 
     Args:
         group: the ranks; a channel of theirs.
-        block_format: of the blocks.
         sizes: numel of each rank's part, [W].
         error_feedback: what a step leaves out is added to the next one; 2 * N bytes.
     """
@@ -313,9 +309,6 @@ class CompressedAllReduce:
     Every rank gets the same bits.
 
     Args: those of :class:`CompressedReduceScatter`.
-
-    Attributes:
-        world_size: W.
     """
 
     def __init__(self, group: Group, block_format: BlockFormat, numel: int, error_feedback: bool) -> None:

@@ -17,7 +17,6 @@ class Portion(NamedTuple):
     """Gradients that lie on several ranks, each on one of them.
 
     Attributes:
-        gradients: those of this rank.
         groups: where the others are; none: every rank has these same ones. Several: what the ranks of the first have
             together is one part of what those of the second have together, and so on.
     """

@@ -90,9 +90,7 @@ class WrittenPack:
     """The packed form as memory that is written to.
 
     Args:
-        form: what lies where.
         packed: that memory, [N]; it needs to be there while something is written.
-        shapes: of each gradient.
         strides: of each, where they are not contiguous.
 
     Attributes:
@@ -181,12 +179,7 @@ class WrittenPack:
 
 
 class JoinedPack:
-    """The packed form by concatenation, without writing into parts of a tensor.
-
-    Args:
-        form: what lies where.
-        numels: of each gradient.
-    """
+    """The packed form by concatenation, without writing into parts of a tensor."""
 
     def __init__(self, form: PackedForm, numels: Sequence[int]) -> None:
         self._form, self._numels = form, numels

@@ -26,7 +26,6 @@ class UnitFacts:
 
     Attributes:
         name: its path in the model.
-        kind: class of the module.
         parameters: how many numbers its parameters have in all, frozen ones too.
         dtype: of its shards, and of computation where that is another one.
         shard: bytes of its shards.
@@ -53,7 +52,6 @@ class Summary:
 
     Attributes:
         title: the model, and on how many ranks.
-        units: facts of each.
         warnings: units that cost more than they have to.
     """
 

@@ -62,7 +62,6 @@ class Request:
     """A call of one of torch's functions that get or set the state dicts of a model and its optimizers.
 
     Attributes:
-        function: its name.
         optimizers: what was passed; empty for functions of models alone.
         options: its StateDictOptions, None for the default.
         submodules: what was passed, of which alone a state dict is wanted.

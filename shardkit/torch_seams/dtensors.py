@@ -45,7 +45,6 @@ def cut_rows(full: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
     """This rank's rows of a tensor that all ranks have, as a DTensor; one number stays as it is.
 
     Args:
-        full: any shape.
         mesh: cut along the last dimension; what is along others are replicas.
     """
     if full.dim() == 0:

@@ -16,7 +16,6 @@ class LiveTensors(TorchDispatchMode):
     """Counts the bytes of storages from when an operation returns them until nobody refers to them any more.
 
     Attributes:
-        bytes: alive now.
         peak: most that were alive at a time.
     """
 

@@ -75,7 +75,6 @@ def check_wrappable(
     """Refuses a module of which another wrapper averages the gradients, or whose parameters are more than tensors.
 
     Args:
-        module: about to be wrapped.
         who: name of the wrapper, for the message.
         may_hold: wrappers of this class inside are fine.
         without: parts that the wrapper leaves alone.

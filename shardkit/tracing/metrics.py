@@ -138,7 +138,6 @@ class Metrics:
         """A step has ended; with ``over_ranks``, a collective every ``every`` steps.
 
         Args:
-            loss: of this step.
             tokens, samples: that this rank has computed with in it.
             **more: written as they are.
 
@@ -304,9 +303,6 @@ class JsonLines:
 
 class TensorBoard:
     """Writes event files of TensorBoard's.
-
-    Args:
-        folder: of this run.
 
     Raises:
         ConfigurationError: tensorboard is missing.

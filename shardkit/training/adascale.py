@@ -109,7 +109,6 @@ def loaded(data: StateDict, groups: int) -> State:
 
     Args:
         data: of this class (tensors), of fairscale's (numpy arrays), or of an optimizer without AdaScale.
-        groups: G.
     """
     saved = data["state"].get(KEY)
     if saved is None:

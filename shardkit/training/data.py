@@ -66,8 +66,6 @@ class GlobalOrder:
     """The order of samples in each epoch.
 
     Attributes:
-        samples: N.
-        batch: B.
         seed: of the order of an epoch, with the epoch's number.
         shuffle: False for the order of the dataset.
         drop_last: what is left over after the last full batch of an epoch is not used.
@@ -267,7 +265,6 @@ class SeededSamples(Dataset[T]):
 
     Args:
         dataset: indexed by numbers; ``__getitems__`` is used where there is one, with one seed for all.
-        seed: of the job.
     """
 
     def __init__(self, dataset: Dataset[T], seed: int) -> None:

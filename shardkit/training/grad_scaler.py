@@ -99,7 +99,6 @@ class GradScaler(torch.amp.GradScaler):
         Reading whether there was one is the only time that the host waits for the device.
 
         Args:
-            optimizer: what to step.
             args, kwargs: passed to ``optimizer.step``.
 
         Returns:

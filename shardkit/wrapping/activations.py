@@ -280,7 +280,6 @@ def call_checkpointed(
     A plain call where nothing requires a gradient, without grad mode and within :func:`disable_checkpointing`.
 
     Args:
-        call: any callable.
         near: holds the parameters that it uses; random states of their devices are put back for the second call.
         offload_to_cpu: keep the arguments in host memory.
     """

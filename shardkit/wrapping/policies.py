@@ -57,7 +57,6 @@ def default_auto_wrap_policy(
     """Wraps what is large enough, children first (fairscale's default).
 
     Args:
-        module: the module in question.
         recurse: ask about the children (True) or about ``module`` itself (False).
         unwrapped_params: numel of its parameters that no wrapper holds yet.
         module_is_root: it is the module that :func:`~shardkit.wrapping.auto_wrap` was called with.

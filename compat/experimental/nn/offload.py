@@ -47,7 +47,6 @@ class ModelShard(nn.Module):
     Parameters are not copied back: forward and backward don't change them. Gradients and buffers are.
 
     Args:
-        cpu_model_shard: the slice.
         device: where it computes.
         offload_device: where it rests.
         index: its place in the model.

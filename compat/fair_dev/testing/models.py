@@ -10,7 +10,6 @@ class IdentityLayer(nn.Module):
     """A parameter as a module: forward returns it.
 
     Args:
-        size: its numel.
         scale: standard deviation of its values.
     """
 
@@ -44,8 +43,6 @@ class GPT2(nn.Module):
 
     Args:
         embed_dim, num_heads, num_layers: of the transformer.
-        num_positions: longest sequence.
-        num_vocab: number of tokens.
         num_classes: number of classes of a sequence.
     """
 

@@ -115,7 +115,6 @@ def objects_are_equal(
     """Whether nested containers hold equal values, and tensors that are close and equal in shape, dtype and device.
 
     Args:
-        a, b: what to compare.
         raise_exception: raise where they differ.
         dict_key: path to show in the error.
         rtol, atol: as of :func:`torch.testing.assert_close`, for all tensors (fairscale: only for outermost ones).
@@ -168,7 +167,6 @@ def check_same_models_across_ranks(
     """Raises AssertionError on all ranks unless their models agree (collective; fairscale: on rank 0).
 
     Args:
-        model: the module.
         process_group: ranks to compare; None for all.
         params_should_be_equal: False: nothing has to agree, the ranks only meet.
         check_broadcast_buffers: compare buffers, too.
@@ -197,7 +195,6 @@ def find_tensor_by_shape(target_shape: tuple[int, ...], only_param: bool = True)
     """Whether a tensor of this shape is alive.
 
     Args:
-        target_shape: the shape.
         only_param: look at parameters only.
     """
     kind = torch.nn.Parameter if only_param else torch.Tensor

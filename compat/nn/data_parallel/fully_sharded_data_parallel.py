@@ -258,7 +258,6 @@ def get_fsdp_instances(mod: nn.Module, skip_empty: bool = False) -> list[FullySh
     """All FSDP modules in a module, itself included, the outermost first.
 
     Args:
-        mod: where to look.
         skip_empty: leave out those without parameters of their own.
     """
     found = [m for m in mod.modules() if isinstance(m, FullyShardedDataParallel)]

@@ -27,7 +27,6 @@ class ShardedDataParallel(ShardedDDP):
     """fairscale's ShardedDataParallel: see :class:`shardkit.ShardedDDP` for what it does.
 
     Args:
-        module: the model.
         sharded_optimizer: the OSS that owns the parameters, an AdaScale around it, or a list of them.
         process_group: ranks that train together; None for all.
         broadcast_buffers: keep rank 0's buffers on all ranks.

@@ -13,10 +13,10 @@ from torch.autograd.function import FunctionCtx
 
 from shardkit.pipeline import microbatch, partition
 from shardkit.pipeline.async_pipe import LazyModule
+from shardkit.pipeline.balance import balance_cost as _balance_cost
+from shardkit.pipeline.balance import profile_sizes, profile_times
 from shardkit.pipeline.microbatch import Batch
 from shardkit.pipeline.microbatch import Value as TensorOrTensors
-from shardkit.pipeline.partition import balance_cost as _balance_cost
-from shardkit.pipeline.partition import profile_sizes, profile_times
 from shardkit.pipeline.pipe import Device
 from shardkit.wrapping.activations import call_checkpointed
 
@@ -127,7 +127,6 @@ def balance_by_time(
     """Numbers of layers such that forward and backward of all partitions take about the same time.
 
     Args:
-        partitions: how many.
         module: stays as it is; copies of its layers run one by one.
         sample: input with any batch size.
         timeout: seconds to measure for.
@@ -148,7 +147,6 @@ def balance_by_size(
     """Numbers of layers such that all partitions take about the same memory in training.
 
     Args:
-        partitions: how many.
         module: stays as it is; copies of its layers run one by one.
         input: a mini-batch.
         chunks: micro-batches it will be cut into.

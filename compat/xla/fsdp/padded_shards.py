@@ -47,10 +47,8 @@ class Shard:
     """One of a wrapper's flat parameters.
 
     Attributes:
-        flat: the flat parameter.
         listed: where nn.Module finds its shard, as a path within the wrapper.
         original: the same as state dicts have it.
-        size: of the whole parameter.
         rows: shape of a row where shards are rows, else None.
         numel: R.
     """

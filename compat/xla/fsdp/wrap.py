@@ -49,7 +49,6 @@ def size_based_auto_wrap_policy(
     """Wraps what has so many parameters that no wrapper below holds, 100 million by default.
 
     Args:
-        module: the module in question.
         recurse: ask about the children (True) or about ``module`` itself (False).
         unwrapped_params: numel of its parameters that no wrapper holds yet.
         min_num_params: from how many elements on a module is wrapped.

@@ -55,7 +55,6 @@ class Instance:
     """An object of a class that a file names, as data: equal to itself alone, and without methods.
 
     Attributes:
-        kind: name of the class.
         state: as the file sets it.
     """
 
@@ -94,7 +93,6 @@ def read(
     """The object of one pickle. ``source`` stands behind its end afterwards.
 
     Args:
-        source: the pickle.
         names: what names in the file (``module.name``) are: an :class:`Allowed`, a :class:`PickleHandle`, or a value.
         storage: returns the storage that a persistent id stands for.
         build: sets the state of an object that a function returned; raises NotData for any other.

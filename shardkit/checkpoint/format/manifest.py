@@ -91,7 +91,6 @@ class StoredFile:
     """A file of a checkpoint's folder.
 
     Attributes:
-        bytes: its length.
         hash: of all of it.
         items: those of a data file, in the order in which they lie; none of others.
     """

@@ -45,7 +45,6 @@ class StoredCheckpoint:
     """A complete checkpoint.
 
     Args:
-        folder: of the one checkpoint.
         verify: compare checksums of what is read.
 
     Attributes:

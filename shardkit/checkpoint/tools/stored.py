@@ -31,7 +31,6 @@ class FilePlace:
     """Where a part of a tensor lies.
 
     Attributes:
-        path: of the file.
         offset: of its first byte in the file.
         strides: in elements, as a tensor has them; None: elements are in row-major order.
         crc: CRC-32 of these bytes, if that is known.
@@ -60,7 +59,6 @@ class StoredTensor:
     """A tensor of a checkpoint, which stays in its file until it is read.
 
     Attributes:
-        name: for messages.
         shape, stored_dtype: as it is in the file.
         parts: which together are the tensor.
         dtype: as which it is handed out.

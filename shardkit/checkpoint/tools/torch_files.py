@@ -66,8 +66,6 @@ class Contents:
     """The contents of one file, or of a part of one.
 
     Args:
-        path: of the file.
-        start, length: of the part.
         name: of what it is, for messages.
     """
 

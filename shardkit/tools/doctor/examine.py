@@ -37,7 +37,6 @@ class Examination:
     """All that was found.
 
     Attributes:
-        hosts: of each rank.
         files: that a rank opens; None: unknown.
     """
 

@@ -56,11 +56,7 @@ class OpenFiles(NamedTuple):
 
 
 def measure_links(hosts: list[str]) -> list[Link]:
-    """Collective; on rank 0 all links, elsewhere none.
-
-    Args:
-        hosts: of each rank.
-    """
+    """Collective; on rank 0 all links, elsewhere none."""
     ranks = [hosts.index(host) for host in dict.fromkeys(hosts)]
     ranks = sorted(ranks if len(ranks) > 1 else range(len(hosts)))[:_MOST]
     found = []

@@ -51,7 +51,6 @@ def look(machines: int, environment: Mapping[str, str] = os.environ, host: str =
     """At this machine.
 
     Args:
-        machines: of the job.
         host: what it is called, if not by its own name.
     """
     name, address = own_name()

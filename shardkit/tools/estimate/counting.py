@@ -81,7 +81,6 @@ class CountingBackend(ImaginedBackend):
     """Serves meta tensors.
 
     Args:
-        world_size: W.
         rank: which of them this is.
         resized: is told of tensors whose memory was taken or given back; None: nobody is.
         on_host: ranks are processes on CPUs, over gloo; else on devices.

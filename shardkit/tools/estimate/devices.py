@@ -26,7 +26,6 @@ class Device:
         name: what it is called.
         flops: peak of dense matrix products in bfloat16.
         flops_fp32: the same in float32, as frameworks set it by default.
-        memory: its size.
         memory_bandwidth: peak.
         link: to the ranks of a host, in each direction.
         network: a rank's part of what its host has to other hosts, in each direction.

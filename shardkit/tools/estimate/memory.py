@@ -23,7 +23,6 @@ class MemoryWatch(LiveTensors):
         tape: records the operations.
 
     Attributes:
-        operations: how many there were.
         peak_at: the number of the operation after which most was alive.
         seen: what :attr:`moments` showed: bytes by kind.
     """

@@ -19,7 +19,6 @@ class Report:
     """See above.
 
     Attributes:
-        name: the program's.
         steps: after how many steps ranks were to end.
         ranks: what each did.
         hang: where ranks could not go on; None: they all came to their end.

@@ -55,7 +55,6 @@ def rehearse(
     Args:
         target: a script; with ``is_module`` the name of a module; or a function of the rank, which finds a default
             process group.
-        ranks: how many.
         steps: ends each rank after so many steps of an optimizer; None: at the end of the script.
         arguments: the script's own.
         show: ranks whose output is shown.

@@ -23,7 +23,6 @@ class News:
     """The agent's thread reports; the main thread shows.
 
     Args:
-        run: its name.
         folder: where pages are kept.
     """
 

@@ -24,7 +24,6 @@ class Cause(NamedTuple):
     """One rank is later than others because of one place.
 
     Attributes:
-        rank: which.
         phase, unit: what took longer there than elsewhere.
     """
 

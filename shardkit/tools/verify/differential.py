@@ -105,11 +105,7 @@ class _Task:
 
 
 class Verifier:
-    """Processes in which experiments are compared, kept for further ones; see :func:`verify`. A context manager.
-
-    Args:
-        world_size: number of ranks.
-    """
+    """Processes in which experiments are compared, kept for further ones; see :func:`verify`. A context manager."""
 
     def __init__(self, world_size: int = 2) -> None:
         if world_size < 1:

@@ -32,7 +32,6 @@ class Experiment:
         batch: a rank's batch at a step, ``batch(step, rank)``; the same values whenever it is called.
         loss: ``loss(model, batch)``, a scalar tensor; ranks' gradients are averaged.
         optimizer: class of the optimizer.
-        optimizer_options: its arguments.
         wrap: ``wrap(model, unit)`` makes units of parts of the model, by ``parent.part = unit(parent.part)``, before
             the whole is made one; None: only the whole is one.
         clip: gradients are clipped to this 2-norm before each optimizer step; None: they are not.

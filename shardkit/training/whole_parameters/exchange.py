@@ -172,14 +172,7 @@ class TravelPlan:
 def plan_of(
     pieces: Sequence[Sequence[Piece]], owners: Sequence[int], rank: int, world_size: int
 ) -> TravelPlan:
-    """The plan of one rank.
-
-    Args:
-        pieces: of each parameter.
-        owners: of each parameter.
-        rank: whose plan it is.
-        world_size: W.
-    """
+    """The plan of one rank."""
     away: list[tuple[int, Piece]] = []
     own: list[tuple[int, Piece]] = []
     total = 0

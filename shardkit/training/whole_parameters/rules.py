@@ -39,7 +39,6 @@ class Rule:
     """One optimizer and its parameters.
 
     Attributes:
-        build: makes it.
         options: what it is made with.
         members: numbers of its parameters among those of the model.
         kind: what an update needs.

@@ -47,8 +47,6 @@ class LayerMemoryTrace(NamedTuple):
     """Memory right after a layer's forward or backward, in bytes.
 
     Attributes:
-        module_name: the layer.
-        module_params: of its parameters.
         allocated: in use.
         reserved: held by the allocator.
         is_forward: forward, not backward.

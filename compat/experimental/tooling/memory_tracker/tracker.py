@@ -46,7 +46,6 @@ class ProcessGroupTracker:
 
     Args:
         group: the process group; what is not reported goes to it.
-        listener: what is called.
     """
 
     def __init__(self, group: ProcessGroup, listener: AnyCallable | None = None) -> None:

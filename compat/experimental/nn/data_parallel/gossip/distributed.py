@@ -41,7 +41,6 @@ class SlowMoDistributedDataParallel(SlowMoDataParallel):
     * Weights of push-sum are 1 again after a full average.
 
     Args:
-        module: the model.
         nprocs_per_node: how many ranks, next to each other, make a node.
         broadcast_buffers: take rank 0's buffers after training forwards.
         slowmo_base_algorithm: LOCALSGD or SGP.

@@ -34,7 +34,6 @@ class Gossiper:
 
     Args:
         msg: a vector like those to be sent.
-        graph: the peers.
         device: ignored: messages travel from where they are.
         mixing: how much goes to whom; default: the same to all.
         logger: for debugging; None: silent.

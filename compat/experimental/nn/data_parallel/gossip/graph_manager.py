@@ -34,7 +34,6 @@ class GraphManager(ABC):
     """The peers of each node.
 
     Args:
-        rank: this node.
         world_size: how many nodes there are.
         nprocs_per_node: ranks of a node.
         local_rank: this rank within its node.
@@ -217,7 +216,6 @@ class MixingManager(ABC):
     """A column of the mixing matrix: what this rank keeps ("lo") and what it sends to each peer; they sum to 1.
 
     Args:
-        graph: the peers.
         device: of the weights.
     """
 

@@ -40,8 +40,6 @@ class StochasticGradientPush:
     """Parameters of which a node has a share, and the share: their quotient is what the model computes with.
 
     Args:
-        params: the model's.
-        nodes: who gossips.
         options: with whom, and how much.
 
     Attributes:

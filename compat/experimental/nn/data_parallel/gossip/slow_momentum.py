@@ -79,7 +79,6 @@ class SlowMomentum:
     Args:
         momentum: β.
         lr: α.
-        group: the ranks.
         num_shards: how many ranks, from the first on, share the state (twice the parameters); 0: every rank has all of
             it, and parameters are averaged by somebody else, before.
     """
