@@ -17,7 +17,7 @@ from torch import nn
 
 import shardkit
 from shardkit.tools.estimate import Subject, estimate
-from shardkit.tools.estimate.memory import KINDS
+from shardkit.tools.estimate.stepping import KINDS
 
 FOLDER = Path(__file__).parent
 GREY = "#848d97"

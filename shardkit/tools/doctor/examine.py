@@ -14,7 +14,7 @@ from ...errors import RankFailedError
 from ...launching import launch
 from ...launching.started import started_rank
 from ...tracing.tables import counted
-from .findings import ERROR, Finding, in_order
+from . import ERROR, Finding, in_order
 from .links import (
     Link,
     OpenFiles,

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from ...backend import get_backend
-from .findings import NOTE, WARNING, Finding
+from . import NOTE, WARNING, Finding
 
 _MOST = 8  # ranks
 _BYTES = 8 << 20

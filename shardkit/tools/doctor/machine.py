@@ -17,7 +17,7 @@ import torch
 
 from ...launching.started import started_rank
 from ...version import __version_tuple__
-from .findings import ERROR, NOTE, WARNING, Finding
+from . import ERROR, NOTE, WARNING, Finding
 from .network import check_names, check_own_address, interfaces, own_name
 
 _PACKAGES = (

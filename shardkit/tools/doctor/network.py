@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from .findings import ERROR, WARNING, Finding
+from . import ERROR, WARNING, Finding
 
 _SIOCGIFADDR = 0x8915
 _NAMED_BY = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME")

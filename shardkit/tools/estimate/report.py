@@ -14,8 +14,7 @@ from ...tracing.tables import counted, in_bytes, in_time, plain_table
 from ...types import StateDict
 from ..trace.plots import new_figure
 from .devices import Device
-from .memory import KINDS
-from .stepping import Estimate
+from .stepping import KINDS, Estimate
 from .strategies import Subject
 
 if TYPE_CHECKING:
