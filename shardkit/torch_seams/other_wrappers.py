@@ -81,9 +81,6 @@ def check_wrappable(
         may_hold: wrappers of this class inside are fine.
         without: parts that the wrapper leaves alone.
         may_list: tells parameters that are more than tensors, and that the wrapper knows.
-
-    Raises:
-        ConfigurationError: with the place of what was found; nothing was changed.
     """
     wrappers = dict(_wrappers())
     kinds = tuple(wrappers)
@@ -107,7 +104,7 @@ def check_wrappable(
 
 
 def name_of_torchs(module: nn.Module) -> str:
-    """What a wrapper of torch's is called; "" for all other modules."""
+    """Names a wrapper of torch's; "" for all other modules."""
     return next((name for kind, name in _of_torch() if isinstance(module, kind)), "")
 
 
