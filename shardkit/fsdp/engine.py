@@ -462,22 +462,26 @@ class Engine:
         elif not unit.is_held:
             unit.start_gather()
         if self.recording and not in_backward:
-            position = len(self._calls)
-            self._calls.append(unit)
-            checkpoint = None
-            if not torch.is_grad_enabled() or torch._C._autograd._top_saved_tensors_default_hooks(True):
-                checkpoint = surrounding_checkpoint()
-            self._around.append(checkpoint)
-            if checkpoint is not None:
-                unit.is_reached = True
-            order = self._order
-            if position < len(order) and order[position] is unit:
-                for following in order[position + 1 : position + 1 + self._prefetch]:
-                    if not following.is_held:
-                        following.start_gather()
+            self._record(unit)
         for flat in unit.needs:
             if flat.store.state is GATHERING:
                 flat.store.finish()
+
+    def _record(self, unit: Unit) -> None:
+        """Notes a call of a training forward, and asks for what followed it the last time."""
+        position = len(self._calls)
+        self._calls.append(unit)
+        checkpoint = None
+        if not torch.is_grad_enabled() or torch._C._autograd._top_saved_tensors_default_hooks(True):
+            checkpoint = surrounding_checkpoint()
+        self._around.append(checkpoint)
+        if checkpoint is not None:
+            unit.is_reached = True
+        order = self._order
+        if position < len(order) and order[position] is unit:
+            for following in order[position + 1 : position + 1 + self._prefetch]:
+                if not following.is_held:
+                    following.start_gather()
 
     @not_compiled
     def after_forward(self, unit: Unit) -> None:

@@ -29,9 +29,9 @@ gathered into exists from the all-gather to the copy. Other layouts need no copy
 say. Where it is small, shards are put together and copied to their places after the gather, which costs less than a
 message more; where it is large, a message more is nothing beside its bytes, and a copy would be.
 
-[Note: one gather a unit] Where execution is lazy, all collectives of a program are in one order, so that each is needed by the next, and the
-compiler drops none: a bias that backward never reads would be gathered again, too. So what a unit asks for at a time
-travels together.
+[Note: one gather a unit] Where execution is lazy, all collectives of a program are in one order, so that each is needed
+by the next, and the compiler drops none: a bias that backward never reads would be gathered again, too. So what a unit
+asks for at a time travels together.
 """
 
 from __future__ import annotations
@@ -519,11 +519,11 @@ def start_together(stores: Sequence[Store], after: Sequence[torch.Tensor]) -> No
     joined: dict[object, list[Stored]] = {}
     for store in stores:
         flat = store._flat
-        if isinstance(store, Stored) and store.joins is not None and flat.hears is None:
-            if flat.param.device == store._device:
-                joined.setdefault(store.joins, []).append(store)
-                continue
-        store.start(after)
+        is_here = flat.hears is None and flat.param.device == store._device
+        if isinstance(store, Stored) and store.joins is not None and is_here:
+            joined.setdefault(store.joins, []).append(store)
+        else:
+            store.start(after)
     for alike in joined.values():
         numel = sum([store._layout.padded_numel for store in alike])
         if len(alike) > 1 and numel * alike[0]._dtype.itemsize <= _SMALL:
