@@ -168,11 +168,7 @@ class CheckedGroup(Group):
 def check_parts(
     group: Group, operation: str, whole: Tensor, shard: Tensor, sizes: Sequence[int] | None
 ) -> list[int]:
-    """Each rank's numel in ``whole`` [N], of which ``shard`` [S] is this rank's.
-
-    Raises:
-        ConfigurationError: they don't fit together, or a tensor is not 1-D and contiguous.
-    """
+    """Each rank's numel in ``whole`` [N], of which ``shard`` [S] is this rank's."""
     own, rank, world_size = shard.numel(), group.rank, group.world_size
     parts = [own] * world_size if sizes is None else list(sizes)
     fit = len(parts) == world_size and parts[rank] == own and sum(parts) == whole.numel()
@@ -210,11 +206,7 @@ def check_member(group: Group, operation: str, other: int) -> None:
 
 
 def check_members(group: Group, ranks: Sequence[int]) -> list[int]:
-    """The group ranks of a sub-group, in ascending order.
-
-    Raises:
-        ConfigurationError: none, a rank twice, or one that is not in the group.
-    """
+    """The group ranks of a sub-group, in ascending order."""
     chosen, world_size = sorted(ranks), group.world_size
     if not chosen or len(set(chosen)) != len(chosen) or chosen[0] < 0 or chosen[-1] >= world_size:
         raise ConfigurationError(

@@ -528,11 +528,7 @@ class KnownGroups:
         self._known: dict[int, tuple[weakref.ref[Store], C10dGroup]] = {}  # by id of the process group
 
     def of(self, process_group: ProcessGroup) -> C10dGroup | GroupInName:
-        """The group for what a user passes.
-
-        Raises:
-            ConfigurationError: there is no process group yet, or it was destroyed, or this rank is no member.
-        """
+        """The group for what a user passes."""
         if isinstance(process_group, C10dGroup):
             return process_group
         if isinstance(process_group, dist.ProcessGroup) or process_group is None:
