@@ -3,11 +3,34 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-LINES = 66_200  # of all source; to be lowered with each release
+LINES = 65_400  # of all source; to be lowered with each release
+# Of its parts, each at about what it has; what one gains another one gives.
+PARTS = {
+    "backends": 8_800,
+    "compat": 10_600,
+    "shardkit": 1_950,  # the files right there
+    "shardkit/checkpoint": 7_350,
+    "shardkit/flattening": 900,
+    "shardkit/fsdp": 9_100,
+    "shardkit/integrations": 600,
+    "shardkit/launching": 560,
+    "shardkit/model_parallel": 1_650,
+    "shardkit/optimizer_state": 1_200,
+    "shardkit/optimizers": 430,
+    "shardkit/oss": 2_850,
+    "shardkit/pipeline": 1_800,
+    "shardkit/reduction": 1_150,
+    "shardkit/tools": 8_650,
+    "shardkit/torch_seams": 1_250,
+    "shardkit/tracing": 1_800,
+    "shardkit/training": 4_350,
+    "shardkit/wrapping": 900,
+}
 ANY = 160  # lines that name typing.Any; there were 1,162 when the limit was set
 
 
@@ -18,8 +41,17 @@ def _sources() -> Iterator[Path]:
                 yield path
 
 
+def _part(path: Path) -> str:
+    first, second, *below = path.relative_to(ROOT).parts
+    return f"{first}/{second}" if first == "shardkit" and below else first
+
+
 def test_the_sum_of_the_source_does_not_grow() -> None:
-    assert sum(path.read_text().count("\n") for path in _sources()) <= LINES
+    sums: Counter[str] = Counter()
+    for path in _sources():
+        sums[_part(path)] += path.read_text().count("\n")
+    assert sum(sums.values()) <= LINES
+    assert {part: lines for part, lines in sums.items() if lines > PARTS.get(part, 0)} == {}
 
 
 def test_types_are_named() -> None:
