@@ -53,6 +53,15 @@ def rank_pool(world_size: int, backend: str = "gloo") -> Pool:
     return pool
 
 
+def run_once(world_size: int, backend: str, fn: Callable[..., Any], *args: Any) -> list[Any]:
+    """On ranks that nobody needs afterwards, as they may be out of step or gone."""
+    pool = _make(world_size, backend)
+    try:
+        return pool.run(fn, *args)
+    finally:
+        pool.close()
+
+
 def _make_room() -> None:
     """Ends the pool that was asked for longest ago, where there are many."""
     with_processes = [key for key, pool in _pools.items() if not isinstance(pool, SimulatedPool)]
