@@ -13,7 +13,8 @@ import pytest
 import torch.distributed as dist
 from hypothesis import settings
 
-from tests.pools import DEVICE, XLA_FLAGS, close_pools
+from shardkit.backends.processes import RankPool
+from tests.pools import DEVICE, XLA_FLAGS, ForkedPool, close_pools
 
 # The same examples in every run, so that a change is judged and not its luck; ``make fuzz`` draws new ones.
 settings.register_profile(
@@ -54,6 +55,13 @@ def _pools() -> Iterator[None]:
     yield
     close_pools()
     assert not multiprocessing.active_children(), "rank processes are left over"
+
+
+@pytest.fixture(scope="module")
+def fresh() -> Iterator[RankPool]:
+    """A process that has not imported the real fairscale, as this one may have for other tests."""
+    with ForkedPool(1) as pool:
+        yield pool
 
 
 @pytest.fixture(autouse=True)

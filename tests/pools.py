@@ -5,12 +5,14 @@ from __future__ import annotations
 import ctypes
 import functools
 import gc
+import multiprocessing
 import os
 import signal
 import socket
 import sys
 from collections.abc import Callable
 from typing import Any, Protocol
+from unittest import mock
 
 from shardkit.backends.processes import RankPool, join_ranks
 
@@ -51,48 +53,54 @@ def rank_pool(world_size: int, backend: str = "gloo") -> Pool:
     return pool
 
 
+def run_once(world_size: int, backend: str, fn: Callable[..., Any], *args: Any) -> list[Any]:
+    """On ranks that nobody needs afterwards, as they may be out of step or gone."""
+    pool = _make(world_size, backend)
+    try:
+        return pool.run(fn, *args)
+    finally:
+        pool.close()
+
+
 def _make_room() -> None:
     """Ends the pool that was asked for longest ago, where there are many."""
     with_processes = [key for key, pool in _pools.items() if not isinstance(pool, SimulatedPool)]
     for key in with_processes[: max(0, len(with_processes) + 1 - MOST_POOLS)]:
-        _close(_pools.pop(key))
+        _pools.pop(key).close()
 
 
 def _make(world_size: int, backend: str) -> Pool:
-    environment = {"OMP_NUM_THREADS": "1"}
     if backend in ("xla", "xla without rules"):
         from shardkit.backends.xla.pool import ReplicaPool
 
-        if backend != "xla":
-            environment["SHARDKIT_XLA_RULES"] = ""
-        return ReplicaPool(world_size, environment=environment)
+        without = {} if backend == "xla" else {"SHARDKIT_XLA_RULES": ""}
+        return ReplicaPool(world_size, environment={"OMP_NUM_THREADS": "1"} | without)
     if backend in ("simulated", "streams"):
         return SimulatedPool(world_size, backend)
     if backend.startswith("one device over "):  # all ranks are on the first
         from tests.backends import cuda_programs
 
         start = getattr(cuda_programs, f"over_{backend.rpartition(' ')[2]}")
-        return PausedPool(world_size, "cuda", start=start, environment=environment)
+        return PausedPool(world_size, "cuda", start=start)
     if backend in ("late", "tpu"):  # a device of our own, see tests/late_device
         from tests.late_device import ranks
 
         start = getattr(ranks, f"start_{backend}")
-        return PausedPool(world_size, backend, start=start, environment=environment)
+        return ForkedPool(world_size, backend, start=start)
     if backend == "torch_tpu":  # see tests/torch_tpu
         from tests.torch_tpu import runtime
         from tests.torch_tpu.ranks import start
 
-        environment |= runtime.variables()
-        return PausedPool(world_size, "tpu", start=start, environment=environment)
+        return PausedPool(world_size, "tpu", start=start, environment=runtime.variables())
     if backend == "fairscale":
         from shardkit.tools.verify.fairscale_ranks import start_rank
 
-        return PausedPool(world_size, "gloo", start=start_rank, environment=environment)
+        return ForkedPool(world_size, start=start_rank)
     if backend != "gloo":
-        return PausedPool(world_size, backend, environment=environment)
+        return PausedPool(world_size, backend)
     if DEVICE["name"] == "streams":
-        return StreamsPool(world_size, backend, start=_start_with_streams, environment=environment)
-    return TidyPool(world_size, backend, environment=environment)
+        return StreamsPool(world_size, start=_start_with_streams)
+    return TidyPool(world_size)
 
 
 class PausedPool(RankPool):
@@ -104,11 +112,12 @@ class PausedPool(RankPool):
     def __init__(
         self,
         world_size: int,
-        backend: str,
+        backend: str = "gloo",
         *,
-        environment: dict[str, str],
+        environment: dict[str, str] | None = None,
         start: Callable[..., None] | None = None,
     ) -> None:
+        environment = {"OMP_NUM_THREADS": "1"} | (environment or {})
         super().__init__(world_size, backend, start=start, timeout=RANKS_SECONDS, environment=environment)
 
     def run(self, fn: Callable[..., Any], *args: Any) -> list[Any]:
@@ -117,6 +126,10 @@ class PausedPool(RankPool):
             return super().run(_ending_with_the_tests, fn, *args)
         finally:
             self._signal(signal.SIGSTOP)
+
+    def close(self, kill: bool = True) -> None:
+        """Who stands still can't end politely, and it is not worth the seconds."""
+        super().close(kill=True)
 
     def _signal(self, number: int) -> None:
         for process in self._processes:
@@ -141,7 +154,17 @@ def _ending_with_the_tests(rank: int, fn: Callable[..., Any], *args: Any) -> Any
     return fn(rank, *args)
 
 
-class TidyPool(PausedPool):
+class ForkedPool(PausedPool):
+    """Ranks that are forks of a process which has imported what each of them would take seconds to import."""
+
+    def _begin(self) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["tests.preloaded"])
+        with mock.patch("multiprocessing.get_context", return_value=context):
+            super()._begin()
+
+
+class TidyPool(ForkedPool):
     """Ends groups of ranks that tests leave behind: hundreds in a session, with a thread and connections each.
 
     It is done before the first call of another file, when no rank is inside of a collective any more, and no test comes
@@ -172,7 +195,7 @@ def _after_tidying(rank: int, fn: Callable[..., Any], *args: Any) -> Any:
     return fn(rank, *args)
 
 
-class StreamsPool(PausedPool):
+class StreamsPool(ForkedPool):
     """Ranks that have a simulated device each for the time of a call."""
 
     def run(self, fn: Callable[..., Any], *args: Any) -> list[Any]:
@@ -219,15 +242,8 @@ class SimulatedPool:
 def close_pools() -> None:
     """Ends all ranks."""
     for pool in _pools.values():
-        _close(pool)
-    _pools.clear()
-
-
-def _close(pool: Pool) -> None:
-    if isinstance(pool, RankPool):
-        pool.close(kill=True)  # not worth the seconds of a polite end
-    else:
         pool.close()
+    _pools.clear()
 
 
 def free_port() -> int:

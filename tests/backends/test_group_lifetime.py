@@ -19,7 +19,7 @@ import shardkit
 from shardkit.backend import get_backend
 from shardkit.backends.processes import RankPool
 from shardkit.errors import ConfigurationError, LifecycleError
-from tests.pools import free_port, rank_pool
+from tests.pools import ForkedPool, free_port, rank_pool
 from tests.started import output_of, program
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -34,7 +34,7 @@ def _held() -> tuple[int, int]:
 @pytest.fixture(scope="module")
 def two() -> Iterator[RankPool]:
     """Ranks whose default group these tests may end."""
-    with RankPool(2, timeout=400, environment={"OMP_NUM_THREADS": "1"}) as pool:
+    with ForkedPool(2) as pool:
         yield pool
 
 

@@ -14,13 +14,12 @@ from torch import nn
 
 from shardkit import FSDP
 from shardkit.backend import get_backend
-from shardkit.backends.processes import RankPool
 from shardkit.errors import OutOfStepError
 from tests.backends import cuda_programs as programs
 from tests.backends.environments import environments, family
 from tests.late_device import ranks
 from tests.late_device.build import missing
-from tests.pools import rank_pool
+from tests.pools import ForkedPool, rank_pool
 
 everywhere = pytest.mark.parametrize(
     ("backend", "world_size"), [e for e in environments("late", "tpu", "torch_tpu") if e.values[1] > 1]
@@ -63,8 +62,7 @@ def _in_another_order(rank: int, backend: str) -> str:
 @pytest.mark.skipif(bool(missing()), reason="the device can't be compiled")
 def test_roots_of_equal_shapes_in_another_order() -> None:
     """Nothing waits on the host here, where ranks could notice that they are in different calls."""
-    start, environment = ranks.start_late, {"OMP_NUM_THREADS": "1"}
-    pool = RankPool(2, "late", start=start, timeout=100.0, environment=environment)
+    pool = ForkedPool(2, "late", start=ranks.start_late)
     try:
         for end in pool.run(_in_another_order, "late"):
             assert {f"parameters 0 of the root, unit {number}" for number in (1, 2)} <= set(

@@ -16,9 +16,8 @@ import torch
 from torch import nn
 
 from shardkit import OSS, ShardedDDP
-from shardkit.backends.processes import RankPool
 from tests.border.strategies import loss_of, make_model, wrapped
-from tests.pools import rank_pool
+from tests.pools import ForkedPool, rank_pool
 
 WORLD = 3
 
@@ -79,7 +78,7 @@ def _program(rank: int, repeat: int) -> list[list[str]]:
 @pytest.mark.usefixtures("_busy_machine")
 def test_the_same_program_gives_the_same_bits() -> None:
     """On every rank, again and again in one set of processes, and in another one."""
-    other = RankPool(WORLD, "gloo", timeout=400, environment={"OMP_NUM_THREADS": "1"})
+    other = ForkedPool(WORLD)
     try:
         runs = [r for pool in (rank_pool(WORLD), other) for rank in pool.run(_program, 2) for r in rank]
     finally:

@@ -12,7 +12,6 @@ import shutil
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +26,6 @@ from shardkit.tools.cli import main
 from tests.started import program
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-@pytest.fixture(scope="module")
-def fresh() -> Iterator[RankPool]:
-    """A process that has not imported the real fairscale, as this one may have for other tests."""
-    pool = RankPool(1, timeout=400, environment={"OMP_NUM_THREADS": "1"})
-    yield pool
-    pool.close(kill=True)
 
 
 # ---------------------------------------------------------------- modules and names

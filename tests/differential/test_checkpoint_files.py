@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import importlib.util
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -152,14 +151,6 @@ def test_read_at_another_number_of_ranks(read: Any, written: Path) -> None:
 
 
 # ---------------------------------------------------------------- pickled modules
-@pytest.fixture
-def fresh() -> Iterator[RankPool]:
-    """A process that has not imported the real fairscale."""
-    pool = RankPool(1, timeout=400, environment={"OMP_NUM_THREADS": "1"})
-    yield pool
-    pool.close(kill=True)
-
-
 def read_module(rank: int, path: str) -> None:
     import shardkit.nn
 

@@ -218,21 +218,6 @@ def test_wrapper_config_that_is_no_dict(config: Any, how: str) -> None:
             getattr(library, how)(module)
 
 
-def test_nested_blocks_and_a_block_without_a_class() -> None:
-    for library in (Ours, Theirs):
-        with library.enable_wrap(wrapper_cls=Wrapper, a=1):
-            with pytest.raises(NotImplementedError):
-                with library.enable_wrap(wrapper_cls=Wrapper, a=2):
-                    pass
-            assert library.wrap(nn.ReLU()).kwargs == {"a": 1}
-        assert isinstance(library.wrap(nn.ReLU()), nn.ReLU)
-        with pytest.raises(AssertionError):
-            with library.enable_wrap():
-                pass
-    fairscale_wrap.ConfigAutoWrap.disable_autowrap_context()  # it would stay open there
-    assert not OurConfig.in_autowrap_context
-
-
 def test_attributes_of_config_auto_wrap() -> None:
     def policy(**_: Any) -> bool:
         return True

@@ -99,7 +99,7 @@ def run_case(case: Case, strategy: str, limit: float) -> list[Outcome]:
         limit: seconds after which a rank that said nothing hangs.
     """
     context: Any = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.faults.preloaded"])
+    context.set_forkserver_preload(["tests.preloaded"])
     ranks, connections = [], []
     with tempfile.TemporaryDirectory(prefix="shardkit-faults-") as folder:
         try:

@@ -12,7 +12,7 @@ from torch import nn
 import shardkit
 from shardkit.errors import RankMismatchError, ShardkitError
 from shardkit.policy import OffloadPolicy, PrecisionPolicy, ReducePolicy, ReshardPolicy
-from tests.pools import rank_pool
+from tests.pools import rank_pool, run_once
 
 # name -> options of rank 0 and of rank 1, the option's name and both values in the message
 FSDP_OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, str, str]]] = {
@@ -196,5 +196,5 @@ def test_a_learning_rate_that_one_rank_changes(strategy: str, when: int) -> None
 
 @pytest.mark.parametrize("strategy", ["oss", "dtensors"])
 def test_a_learning_rate_that_one_process_changes(strategy: str) -> None:
-    for end in shardkit.launch(_another_rate, 2, backend="gloo", args=(strategy, 2)):
+    for end in run_once(2, "gloo", _another_rate, strategy, 2):
         assert "a step with other options than before: lr of group 0 0.7" in end

@@ -11,12 +11,11 @@ import pytest
 import torch
 from torch import nn
 
-import shardkit
 from shardkit import FSDP, OSS, ShardedDDP, fully_shard, sharding_of
 from shardkit.errors import LifecycleError, OutOfStepError
 from shardkit.torch_fsdp import FullyShardedDataParallel as TorchFSDP
 from tests.fsdp_models import WIDTH, batch, build
-from tests.pools import rank_pool
+from tests.pools import rank_pool, run_once
 
 
 class Cut(nn.Module):
@@ -233,7 +232,7 @@ def test_roots_of_equal_shapes_in_another_order(program: Callable[..., None], ba
 
 
 def test_roots_in_another_order_on_processes() -> None:
-    for ends in shardkit.launch(_in_other_orders, 2, backend="gloo", args=(_goes_back, ["dtensors"])):
+    for ends in run_once(2, "gloo", _in_other_orders, _goes_back, ["dtensors"]):
         assert set(re.findall("backward through parameters 0 of the root, unit .", ends[0])) == {
             f"backward through parameters 0 of the root, unit {number}" for number in (3, 4)
         }

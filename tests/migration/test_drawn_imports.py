@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import ast
 import sys
-from collections.abc import Iterator
 from typing import Any
 
-import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -167,14 +165,6 @@ def both(rank: int, before: str, after: str) -> list[str]:
     if [renamed(v) for v in seen] != also_seen or ended != also_ended:
         differences.append(f"{ended} {seen}, {also_ended} {also_seen}")
     return differences + [m for m in sys.modules if m.startswith("fairscale")]
-
-
-@pytest.fixture(scope="module")
-def fresh() -> Iterator[RankPool]:
-    """A process that has not imported the real fairscale."""
-    pool = RankPool(1, timeout=400, environment={"OMP_NUM_THREADS": "1"})
-    yield pool
-    pool.close(kill=True)
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))

@@ -15,7 +15,7 @@ from shardkit.backend import get_backend
 from shardkit.errors import ConfigurationError, OutOfStepError, RankMismatchError
 from shardkit.model_parallel.moe import top2gating
 from shardkit.nn.moe import MOELayer, Top2Gate
-from tests.pools import rank_pool
+from tests.pools import rank_pool, run_once
 
 
 def expert_of(number: int, dim: int, dtype: torch.dtype) -> nn.Module:
@@ -300,7 +300,7 @@ def _only_one_changes(rank: int) -> str:
 
 
 def test_inputs_that_change_on_one_rank() -> None:
-    for message in get_backend("gloo").launch(_only_one_changes, 2, timeout=400):
+    for message in run_once(2, "gloo", _only_one_changes):
         assert "inputs of a mixture of experts (all ranks need equally many tokens" in message
         assert "tokens of experts" in message
 

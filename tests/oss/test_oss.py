@@ -11,10 +11,9 @@ import pytest
 import torch
 from torch import nn
 
-import shardkit
 from shardkit.errors import OutOfStepError, RankMismatchError
 from shardkit.optim.oss import OSS
-from tests.pools import rank_pool
+from tests.pools import rank_pool, run_once
 from tests.scenarios import assert_same_parameters, batch
 
 OPTIMIZERS: list[tuple[str, dict[str, Any]]] = [
@@ -421,6 +420,6 @@ def test_gradients_that_one_rank_clears(world: tuple[int, str]) -> None:
         for ends in rank_pool(*world).run(_cleared_alone, world[0], how):
             assert ends == []
     for how in ("one", "one, always"):
-        for ends in shardkit.launch(_cleared_alone, world[0], backend=world[1], args=(world[0], how)):
+        for ends in run_once(*world, _cleared_alone, world[0], how):
             assert ends, how
             assert all("a step with gradients: without those of parameters 2" in end for end in ends)

@@ -17,7 +17,7 @@ from torch import nn
 
 import shardkit
 from shardkit.errors import OutOfStepError
-from tests.pools import rank_pool
+from tests.pools import rank_pool, run_once
 from tests.scenarios import assert_same_parameters, batch, batch_for, compare, square_loss
 
 pytestmark = pytest.mark.parametrize("world_size", [2, 3])
@@ -440,5 +440,5 @@ def test_several_modules(world_size: int, backend: str) -> None:
     """Their gradients take the same way, and have equal shapes."""
     for how in ("two backwards", "one backward"):
         rank_pool(world_size, backend).run(_two, world_size, how)
-    for end in shardkit.launch(_two_out_of_order, world_size, backend=backend, args=(world_size,)):
+    for end in run_once(world_size, backend, _two_out_of_order, world_size):
         assert re.search(r"the end of backward of Sequential \d", end), end

@@ -5,7 +5,8 @@ import sys
 import torch
 import torch.distributed as dist
 from torch import nn
-import shardkit
+import shardkit.fsdp
+import torch._dynamo  # which optimizers import: once here, not in each of the forks
 
 torch.set_num_threads(1)
 sizes, path = [int(n) for n in sys.argv[1].split(",")], sys.argv[2]

@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import random
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +16,8 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import Dataset
 
 import shardkit
-from tests.pools import rank_pool
+from shardkit.errors import RankFailedError
+from tests.pools import ForkedPool, rank_pool
 
 ROOT = Path(__file__).parents[2]
 
@@ -134,7 +133,7 @@ def test_to_the_bit(strategy: str, workers: int, tmp_path: Path) -> None:
 
 
 def _killed(rank: int, folder: str, phase: str) -> None:
-    """In processes of their own, which may have children: workers load the data, and a kill is a kill."""
+    """Workers load the data, and a kill is a kill."""
     training = Training("fsdp", workers=2)
     if phase == "first":
         training.run(20, folder, save_at=17)
@@ -148,16 +147,10 @@ def _killed(rank: int, folder: str, phase: str) -> None:
 
 def test_killed_with_workers(tmp_path: Path) -> None:
     whole = rank_pool(2).run(_straight, "fsdp", str(tmp_path))
-    call = "import sys, shardkit; from tests.training_checkpoints.test_resume import _killed; "
-    for phase in ("first", "second"):
-        program = f"if __name__ == '__main__': {call}shardkit.launch(_killed, 2, args=({str(tmp_path)!r}, {phase!r}))"
-        with open(
-            tmp_path / "said", "w"
-        ) as said:  # no pipe: workers of killed ranks hold it for some seconds
-            code = subprocess.call(
-                [sys.executable, "-c", program], cwd=ROOT, stdout=said, stderr=said, timeout=400
-            )
-        assert (code == 0) == (phase == "second"), (tmp_path / "said").read_text()
+    with ForkedPool(2) as pool:
+        with pytest.raises(RankFailedError, match="SIGKILL"):
+            pool.run(_killed, str(tmp_path), "first")
+        pool.run(_killed, str(tmp_path), "second")
     for rank, (losses, _, weights) in enumerate(whole):
         second, found_weights = torch.load(tmp_path / f"result{rank}.pt")
         assert second == losses[17:]

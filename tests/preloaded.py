@@ -1,9 +1,12 @@
 """Imported once by the process that ranks are forked from: importing torch takes each of them seconds otherwise."""
 
-__all__ = ["programs", "torch"]
+__all__ = ["hypothesis", "programs", "pytest", "shardkit", "torch"]
 
+import hypothesis
+import pytest
 import torch._dynamo  # by the first optimizer
-import torch.distributed
 import torch.distributed.fsdp
 
+import shardkit.fsdp
+import shardkit.oss
 from tests.faults import programs
