@@ -64,6 +64,11 @@ def is_dtensor(value: object) -> TypeGuard[DTensor]:
     return loaded is not None and isinstance(value, loaded.DTensor)
 
 
+def rows(value: torch.Tensor) -> torch.Tensor:
+    """What this rank has of a tensor: the local tensor of a DTensor, else the tensor itself."""
+    return value._local_tensor if is_dtensor(value) else value
+
+
 def is_cut(value: object) -> bool:
     """Whether it is a DTensor, or a ShardedTensor."""
     return hasattr(value, "full_tensor") or hasattr(value, "local_shards")
