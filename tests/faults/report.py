@@ -56,7 +56,7 @@ What is not covered:
   group's timeout. Gathers in another order are noticed, by the rank that leaves the order; the other ranks hear of it
   when they gather or reduce next, or a few seconds after their host began to wait for the device.
 - TPUs: nothing compares what the chips run. On XLA replicas on a CPU these are refused on all ranks: units or modules
-  in another order, another learning rate, and with an `OSS` a gradient that one rank clears (not with FSDP).
+  in another order, another learning rate, and a gradient that one rank clears (with FSDP, and with an `OSS` alone).
 - A learning rate that changes in every step costs one agreement through the job's store a step, 0.4 ms at 2 ranks and
   1.1 ms at 8 here, a barrier of gloo's 0.4 and 2.9 ms.
 - `ShardedDDP` with `OSS`: a gradient counts where its owner has it. One that another rank clears is not missed, and all

@@ -68,6 +68,45 @@ def test_units_that_backward_reaches_on_other_ranks_only() -> None:
             rank_pool(world_size).run(_cut_short, world_size, cut_on)
 
 
+class Spared(nn.Module):
+    """A unit, and a layer of the root's own that one rank does not use, or behind which its backward ends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unit, self.spare = (nn.Linear(WIDTH, WIDTH) for _ in range(2))
+
+    def forward(self, x: torch.Tensor, how: str) -> torch.Tensor:
+        x = self.unit(x if how == "spared" else self.spare(x))
+        return x.detach() + self.spare(x.detach()) if how == "cut" else torch.tanh(x)
+
+
+def _roots_of_one_backward(rank: int, world_size: int) -> None:
+    for door in (FSDP, fully_shard):
+        for how in ("spared", "cut"):
+            plain = nn.ModuleList([build(Spared) for _ in range(3)])
+            roots = copy.deepcopy(plain)
+            for k, root in enumerate(roots):
+                root.unit = door(root.unit)
+                roots[k] = door(root)
+            optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (plain, roots)]
+            for step in range(3):
+                xs = batch(step, world_size)
+                for r, models in [*((r, plain) for r in range(world_size)), (rank, roots)]:
+                    outs = [m(xs[r], how if r == 0 else "") for m in models]
+                    loss = sum(out.square().mean() for out in outs)
+                    (loss / world_size if models is plain else loss).backward()  # type: ignore[union-attr]
+                for optimizer in optimizers:
+                    optimizer.step()
+                    optimizer.zero_grad()
+            _same(roots, plain)
+
+
+def test_roots_of_which_one_rank_lacks_gradients() -> None:
+    """What is left of a root's order comes before the next root's, or ranks would send in other orders."""
+    for world_size in (2, 3):
+        rank_pool(world_size, "simulated").run(_roots_of_one_backward, world_size)
+
+
 def _dropped(rank: int, world_size: int) -> None:
     plain, model = build(Cut), _units(build(Cut))
     first, second = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (plain, model))
