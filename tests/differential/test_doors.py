@@ -1,7 +1,7 @@
 """Drawn training loops through every door beside the same loop in one process.
 
 A loop has what users' loops have: several roots in any order, weights tied across units and averaged copies, steps that
-are skipped for a NaN, micro-batches in half precision, decay by dimensions, layers that sit out, integer parameters. One
+are skipped for a NaN, micro-batches in half precision, decay by dimensions, layers that sit out, integer parameters. A
 rank may call the roots in another order: that is refused on all.
 """
 
@@ -345,7 +345,7 @@ def loops(draw: st.DrawFn, doors: tuple[str, ...] = DOORS, most: int = 6) -> Loo
         traits -= {"mixed", *(("half",) if door == "sharded_ddp" else ())}
     if door not in LISTS_ROWS and "momentum" not in traits:
         traits |= {"spare unit"}  # a flat parameter has one count of steps
-    spares = ["all", "none"] if ("spare unit" in traits and door != "sharded_ddp") or roots > 1 else ["all", "some", "none"]
+    spares = ["all", "none"] if "spare unit" in traits and door != "sharded_ddp" else ["all", "some", "none"]
     skips = {"clips", "torch clips"} & traits
     turns = st.builds(
         Turn, st.booleans(), st.sampled_from(spares), st.integers(1, 3),
