@@ -21,7 +21,7 @@ from shardkit.errors import ConfigurationError, LifecycleError
 from shardkit.oss import OSS
 from tests.pools import rank_pool
 
-WORLDS = [(1, "gloo"), (2, "gloo"), (3, "gloo"), (2, "simulated")]
+WORLDS = [(1, "gloo"), (2, "gloo"), (3, "simulated")]
 
 
 class Block(nn.Module):
