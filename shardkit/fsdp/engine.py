@@ -337,11 +337,6 @@ class FrozenUnits:
 _version_of = attrgetter("_version")
 
 
-class _Roots(list["weakref.ref[Engine]"]):
-    """Those of one backward, in the order in which it has reached them."""
-
-
-_roots_of: weakref.WeakValueDictionary[int, _Roots] = weakref.WeakValueDictionary()  # by id of the backward
 _moments = itertools.count(1)
 
 
@@ -414,7 +409,6 @@ class Engine:
         self._frozen = FrozenUnits()
         self._began = self._ended = 0  # when it did, among those of all roots
         # of the backward in progress:
-        self._roots = _Roots()
         self._is_planned = True  # it goes through one forward: see the note
         self._passed = -1  # position up to which it has come
         self._next_gather = 0
@@ -584,7 +578,10 @@ class Engine:
         if self._creates_graph and self.is_lazy:
             self._refuse_graph(self.units)
         self.state.begin()
-        self._finish_later_roots()
+        for state in self.state.before:  # see [Note: several roots]
+            other = state.owner
+            if isinstance(other, Engine) and other._began > self._ended and other._is_planned:
+                other._finish_plan()
         for flat in self._held:
             if flat.held_at not in (None, flat.version):
                 raise changed_since_forward(flat)
@@ -600,20 +597,6 @@ class Engine:
         for unit in self.units:
             if unit.keeps_local:
                 unit.forget_if_cleared()
-
-    def _finish_later_roots(self) -> None:
-        """See [Note: several roots]."""
-        self._roots = roots = _roots_of.setdefault(self.state.task, _Roots())
-        for ref in roots:
-            other = ref()
-            if (
-                other is not None
-                and other._began > self._ended
-                and other._is_planned
-                and not other._creates_graph
-            ):
-                other._finish_plan()
-        roots.append(weakref.ref(self))
 
     @not_compiled
     def reach(self, unit: Unit, gradient: torch.Tensor) -> None:
@@ -753,7 +736,7 @@ class Engine:
             raise
         finally:
             self.after = self._last_reduced = []
-            self.entered, self._roots = [], _Roots()
+            self.entered = []
             if self._held:
                 self._lock(self._held)
         for unit in self.units:
@@ -769,6 +752,8 @@ class Engine:
                 raise backward_with_graph(flat)
 
     def _finish_plan(self) -> None:
+        if self._creates_graph:
+            self._refuse_graph(self.units)
         gathers = self._plan.gathers
         while self._passed + 1 < len(gathers):  # other ranks may have reached them
             self._pass()
@@ -784,8 +769,6 @@ class Engine:
                 self._send(unit)
 
     def _finish_backward(self) -> None:
-        if self._creates_graph:
-            self._refuse_graph(self.units)
         self._finish_plan()
         if self.state.accumulating:
             for unit in self.units:

@@ -51,7 +51,7 @@ class Turn(Short):
 
     Attributes:
         to_none: how gradients are cleared before it.
-        spares: which ranks use the spare layer: "all", "none", or "some" (the first).
+        spares: which ranks use the spare layer: "all", "none", or "some" (every second, others for the next root).
         micros: backwards, but for the last one under no_sync.
         nan: whose loss is NaN: "nobody", "all" or "some" (the first).
         turned: roots are called from the last to the first.
@@ -261,8 +261,7 @@ class Course:
     def _loss(self, models: Any, rank: int, step: int, micro: int, turned: bool) -> torch.Tensor | None:
         """Of all roots; None where gradients have been made already, of casts of one process's parameters."""
         turn, places = self.loop.turns[step], range(self.loop.roots)
-        own = {"all": True, "some": rank == 0}
-        factor = float("nan") if own.get(turn.nan) else 1.0
+        factor = float("nan") if {"all": True, "some": rank == 0}.get(turn.nan) else 1.0
         total: Any = 0.0
         for k in reversed(places) if turned else places:
             seed = torch.Generator().manual_seed(100 * step + 10 * micro + rank + 1000 * k)
@@ -272,7 +271,7 @@ class Course:
                 named = {n: p for n, p in models[k].named_parameters() if p.is_floating_point()}
                 casts = {n: p.detach().to(NARROW).requires_grad_(p.requires_grad) for n, p in named.items()}
                 call = partial(torch.func.functional_call, models[k], casts)
-            arguments = (tokens, own.get(turn.spares, False))
+            arguments = (tokens, {"all": True, "some": (rank + k) % 2 == 0}.get(turn.spares, False))
             out = call(arguments) if casts else call(*arguments)
             total = total + (factor * (k + 1)) * out.to(self.plain[0].scale).square().mean()
             if casts:
