@@ -65,10 +65,10 @@ $(XLA)/.ready: pyproject.toml
 
 
 demo: $(CORE)/.ready
-	@$(CORE)/bin/python -m shardkit.examples.digits
+	@$(CORE)/bin/python examples/digits.py
 
 demo-xla: $(XLA)/.ready
-	@$(XLA)/bin/python -m shardkit.examples.digits --backend xla
+	@$(XLA)/bin/python examples/digits.py --backend xla
 
 # Two runs at once, for half of each is waiting. Both are reported, whatever they give; the second one's report comes from
 # a file, when both are through.

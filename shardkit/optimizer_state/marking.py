@@ -19,7 +19,7 @@ from ..errors import ConfigurationError
 from ..optimizers.elementwise import KNOWN
 from ..optimizers.shards import listing_of, refuse_stand_ins, shard_behind
 from ..torch_seams.distributed_checkpoint import OwnOfRank, Request, current_request
-from ..torch_seams.dtensors import rows
+from ..torch_seams.dtensors import local_of
 from ..torch_seams.module_versions import versions_of
 from ..types import ParamGroup, SavedState, StateDict, Tree
 from .kinds import is_elementwise
@@ -50,8 +50,6 @@ class StateOfShard(OwnOfRank):
 
 
 class LocalShard(OwnOfRank):
-    """A shard of parameters."""
-
     remedy = (
         "this local_state_dict() has FSDP's shards, another part on each rank, and torch.distributed.checkpoint would "
         "keep one rank's for all. Save FSDP.state_dict(), which is full on every rank, or local_state_dict() with "
@@ -126,9 +124,6 @@ def check_loaded(optimizer: Optimizer, flats: Iterable[Tree]) -> None:
     """Refuses state of other shards on all ranks, before it steps (collective).
 
     Torch loads what it is given, and has no hook for optimizers that never stepped. It keeps what groups hold.
-
-    Raises:
-        ConfigurationError: names the rank, and what its state is of.
     """
     mine = _wrong_shards(optimizer) or _wrong_shapes(optimizer)
     for group in {f.group.ranks: f.group for f in flats}.values():
@@ -176,8 +171,12 @@ def _wrong_shapes(optimizer: Optimizer) -> str | None:
     for param, state in optimizer.state.items():
         flat = listing_of(param) if isinstance(param, torch.Tensor) else None
         for key, value in state.items() if flat is not None else ():
-            if isinstance(value, torch.Tensor) and value.dim() > 0 and rows(value).shape != rows(param).shape:
-                names, found, own = flat.names, tuple(rows(value).shape), tuple(rows(param).shape)
+            if (
+                isinstance(value, torch.Tensor)
+                and value.dim() > 0
+                and local_of(value).shape != local_of(param).shape
+            ):
+                names, found, own = flat.names, tuple(local_of(value).shape), tuple(local_of(param).shape)
                 return f"{key!r} of shape {found} for a shard of {names} of shape {own}"
     return None
 
@@ -206,9 +205,6 @@ def check_request(flats: Callable[[], Iterable[Tree]], keeps_names: bool = False
     Args:
         flats: gives all flat parameters of the module that is asked.
         keeps_names: shards are listed under the parameters' names.
-
-    Raises:
-        ConfigurationError: on every rank alike, before anything is sent or changed.
     """
     request = current_request()
     if request is None:
