@@ -359,13 +359,13 @@ def loops(draw: st.DrawFn, doors: tuple[str, ...] = DOORS, most: int = 6) -> Loo
     )  # fmt: skip
 
 
-@examples(60)
+@examples(30)
 @given(loops())
 def test_any_loop_through_any_door(loop: Loop) -> None:
     check_loop(loop)
 
 
-@examples(12)
+@examples(6)
 @given(loops(("dtensors",), 3))
 def test_any_loop_over_dtensors(loop: Loop) -> None:
     check_loop(loop)
