@@ -31,6 +31,10 @@ nothing. Then gathers keep their order and so do reductions, but a unit is reduc
 for a reduction before the end of backward: waiting for it in between could be for a rank that waits for a gather. Where
 collectives of all channels need one order, none is issued before the end either.
 
+[Note: several roots] One backward may go through several roots, whose orders meet. When one has come to its end may
+differ between ranks: one may lack a gradient of it until the end of backward. So where backward reaches another root,
+whose forward came before, the rest of the first one's order is issued.
+
 [Note: graphs of gradients] A backward with ``create_graph=True`` (a penalty on gradients of inputs, forces) leaves a
 graph that needs parameters, and no hook tells when a later backward comes to it. So the units that it went through stay
 gathered from then on, through any number of backwards and forwards, until the shards change: until the step.
@@ -51,6 +55,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import sys
 import threading
 import weakref
@@ -332,6 +337,9 @@ class FrozenUnits:
 _version_of = attrgetter("_version")
 
 
+_moments = itertools.count(1)
+
+
 class ForwardGraph:
     """Watches the outputs of one forward of the root, and ends with what autograd keeps of it.
 
@@ -399,6 +407,7 @@ class Engine:
         self._checkpoints: list[int] = []  # of each call the checkpoint around it, by number; -1 for none
         self._plan = BackwardPlan((), (), (), (), ())
         self._frozen = FrozenUnits()
+        self._began = self._ended = 0  # when it did, among those of all roots
         # of the backward in progress:
         self._is_planned = True  # it goes through one forward: see the note
         self._passed = -1  # position up to which it has come
@@ -436,6 +445,7 @@ class Engine:
             self._held = [f for f in self._held if f.held_at is not None]
         self.recording = torch.is_grad_enabled()
         if self.recording:
+            self._began = next(_moments)
             self._calls, self._ends, self._around = [], [], []
             is_first = not self.pending
             if is_first:
@@ -505,6 +515,7 @@ class Engine:
         """The root's forward is through."""
         self.after = []
         if self.recording:
+            self._ended = next(_moments)
             self.recording = False
             self.state.is_due = not self.state.accumulating
             checkpoints = _numbered(self._around)
@@ -576,6 +587,10 @@ class Engine:
         if self._creates_graph and self.is_lazy:
             self._refuse_graph(self.units)
         self.state.begin()
+        for state in self.state.before:  # see [Note: several roots]
+            other = state.owner
+            if isinstance(other, Engine) and other._began > self._ended and other._is_planned:
+                other._finish_plan()
         for flat in self._held:
             if flat.held_at not in (None, flat.version):
                 raise changed_since_forward(flat)
@@ -747,7 +762,7 @@ class Engine:
             if not flat.store.is_whole:
                 raise backward_with_graph(flat)
 
-    def _finish_backward(self) -> None:
+    def _finish_plan(self) -> None:
         if self._creates_graph:
             self._refuse_graph(self.units)
         gathers = self._plan.gathers
@@ -758,12 +773,18 @@ class Engine:
             if unit.is_held:
                 unit.release()
         self._release_kept()
+        if not self.state.accumulating:
+            rest = self._plan.reductions[self._next_reduction :]
+            self._next_reduction += len(rest)
+            for unit in rest:
+                self._send(unit)
+
+    def _finish_backward(self) -> None:
+        self._finish_plan()
         if self.state.accumulating:
             for unit in self.units:
                 unit.note_local_gradients()
             return
-        for unit in self._plan.reductions[self._next_reduction :]:
-            self._send(unit)
         for unit in self.units:  # called outside of the root's forward, or twice in nested backwards
             if unit.has_local_gradients():
                 self._send(unit)

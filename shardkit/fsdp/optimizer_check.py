@@ -217,15 +217,16 @@ class _FirstSteps:
 def _look_at(optimizer: Optimizer, looked: _Looked) -> None:
     params = [p for g in optimizer.param_groups for p in g["params"]]
     listed = [listing for listing in map(listing_of, params) if listing is not None]
-    shards = [listing for listing in listed if shard_behind(listing.param) is not None]  # no DTensors
-    is_new = not looked.is_judged and any(map(_is_cut, shards))
+    cut = [*filter(_is_cut, listed)]
+    is_new = not looked.is_judged and bool(cut)
     if is_new or looked.has_loaded:
-        check_loaded(optimizer, shards)
+        check_loaded(optimizer, listed)
         looked.has_loaded = False
     if listed and not looked.flats:
         _refuse_differences(optimizer, listed)
     if is_new:
-        _refuse_coupled(optimizer)
+        if any(shard_behind(listing.param) is not None for listing in cut):  # no DTensors
+            _refuse_coupled(optimizer)
         _warn_of_groups_by_dimension(optimizer)
         mark_state_dicts(optimizer, looked.look_again)
         looked.is_judged = True

@@ -471,6 +471,7 @@ class Unused:
 
     def note_elements(self, used: torch.Tensor | None, is_new: bool) -> None:
         """The same for elements, [S]; None if all have got one."""
+        self.is_noted = True
         self.originals = [False] * len(self.originals)
         if is_new:
             self.used = used

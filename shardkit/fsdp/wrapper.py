@@ -78,6 +78,12 @@ class UnitModule(FlattenParamsWrapper):
         """What torch.distributed.checkpoint leaves out of names."""
         return {"": "_fpw_module"}
 
+    def __setattr__(self, name: str, value: Tree) -> None:
+        """As of any module, but under names that torch_fsdp lists shards under, where forward would not look."""
+        if name.startswith("_flat_param") and all(value is not p for p in self.flat_params):
+            raise put_into_wrapper(name)
+        super().__setattr__(name, value)
+
     # What the standalone wrapper does about views and state dicts, the FSDP module does here.
     def forward(self, *inputs: object, **kwinputs: object) -> Tree:
         """The wrapped module's forward."""

@@ -17,8 +17,9 @@ from torch.optim import Optimizer
 from ..checks import all_gather_facts
 from ..errors import ConfigurationError
 from ..optimizers.elementwise import KNOWN
-from ..optimizers.shards import refuse_stand_ins, shard_behind
+from ..optimizers.shards import listing_of, refuse_stand_ins, shard_behind
 from ..torch_seams.distributed_checkpoint import OwnOfRank, Request, current_request
+from ..torch_seams.dtensors import local_of
 from ..torch_seams.module_versions import versions_of
 from ..types import ParamGroup, SavedState, StateDict, Tree
 from .kinds import is_elementwise
@@ -72,7 +73,7 @@ def mark_state_dicts(optimizer: Optimizer, on_load: Callable[[Optimizer], None])
 
     def unmarked(optimizer: Optimizer, state_dict: StateDict) -> StateDict:
         on_load(optimizer)
-        if _whole_states and current_request() is not None:
+        if _whole_states and _is_asked_for_whole(optimizer):
             return _whole_states[0][1](optimizer, state_dict)
         return _unmarked(state_dict)
 
@@ -80,8 +81,14 @@ def mark_state_dicts(optimizer: Optimizer, on_load: Callable[[Optimizer], None])
     optimizer.register_load_state_dict_pre_hook(unmarked)
 
 
+def _is_asked_for_whole(optimizer: Optimizer) -> bool:
+    """Whether torch's functions ask, who know nothing of shards; DTensors say themselves what they are."""
+    params = (p for g in optimizer.param_groups for p in g["params"])
+    return current_request() is not None and any(shard_behind(p) is not None for p in params)
+
+
 def _marked(optimizer: Optimizer, state_dict: StateDict) -> StateDict:
-    if _whole_states and current_request() is not None:
+    if _whole_states and _is_asked_for_whole(optimizer):
         return _whole_states[0][0](optimizer, state_dict)
     params = [p for g in optimizer.param_groups for p in g["params"]]
     state = dict(state_dict["state"])
@@ -108,7 +115,7 @@ def options_in(group: ParamGroup) -> ParamGroup:
 
 def _note(params: Iterable[torch.Tensor]) -> list[list[object]]:
     """Describes each flat parameter of a group: the rank, the world size, names and places of its originals."""
-    flats = [f for f in map(shard_behind, params) if f is not None]
+    flats = [f for f in map(listing_of, params) if f is not None]
     return [[f.group.rank, f.group.world_size, list(f.names), f.layout.described()] for f in flats]
 
 
@@ -162,11 +169,15 @@ def _wrong_shapes(optimizer: Optimizer) -> str | None:
     if type(optimizer) not in KNOWN:
         return None
     for param, state in optimizer.state.items():
-        flat = shard_behind(param) if isinstance(param, torch.Tensor) else None
+        flat = listing_of(param) if isinstance(param, torch.Tensor) else None
         for key, value in state.items() if flat is not None else ():
-            if isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape != param.shape:
-                names = flat.names if flat is not None else []
-                return f"{key!r} of shape {tuple(value.shape)} for a shard of {names} of shape {tuple(param.shape)}"
+            if (
+                isinstance(value, torch.Tensor)
+                and value.dim() > 0
+                and local_of(value).shape != local_of(param).shape
+            ):
+                names, found, own = flat.names, tuple(local_of(value).shape), tuple(local_of(param).shape)
+                return f"{key!r} of shape {found} for a shard of {names} of shape {own}"
     return None
 
 

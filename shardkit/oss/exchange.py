@@ -5,11 +5,12 @@ or to everybody where no optimizer owns them), starts over when parameters are f
 the optimizers from stepping on unfinished gradients.
 
 [Note: several modules] Gradients of all modules that the same ranks train go through one channel, and those of equal
-shapes would be added to each other's if ranks went back through the modules in another order. So from the second module
-on, ranks agree at the end of a backward on whose it was, before anything of it is used, in the channel that keeps an
-order: a comparison, in a step like the last. Not before: buckets are sent when a rank has their gradients, in the
-course of backward on one rank and at its end on another, which would agree while the first waits for what is still
-to be sent.
+shapes would be added to each other's if ranks sent in another order. So where one backward goes through several
+modules, a later one waits until all buckets of those before it are sent. A rank may lack a gradient of these; then that
+is at the end of backward. What else is sent at the end comes after all modules' buckets. From the second module on,
+ranks agree on whose backward has ended, before anything of it is used, in the channel that keeps an order: a
+comparison, in a step like the last. That is after all modules' sending: a rank may send in the course of backward, and
+wait for, what another one sends at its end.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from ..torch_seams.hooks import (
     BackwardState,
     GradientHook,
     GradientHooks,
+    after_backward,
     check_asked_gradients,
     current_backward,
     tensors_of,
@@ -160,7 +162,9 @@ class GradientExchange:
             owners = [owner[p] for p in dense]
             kept = [p for p in dense if owner[p] == self.group.rank]
             reduced = gradient_class(self.group, "OSS.clip_grad_norm", False, kept)
-            parts.append(Reducer(dense, owners, self._channel, self.policy, self.state, reduced))
+            parts.append(
+                Reducer(dense, owners, self._channel, self.policy, self.state, reduced, self._may_send)
+            )
         rows = [p for p in trainable if p in owner and p in sparse]
         if rows:
             parts.append(SparseReducer(rows, [owner[p] for p in rows], self._channel, self.state))
@@ -271,11 +275,28 @@ class GradientExchange:
             part.abandon()
         self._buffers.changed = False
 
+    def _may_send(self) -> bool:
+        others = [state.owner for state in self.state.before]
+        parts = [part for other in others if isinstance(other, GradientExchange) for part in other._parts]
+        return all(part.has_sent for part in parts if isinstance(part, Reducer))
+
     def _end_of_backward(self) -> None:
         with self.ranges.finish():
             for part in self._parts:
-                part.finish()
-        if are_several(self.group):  # see [Note: several modules]
+                if isinstance(part, Reducer):
+                    part.finish()
+        if current_backward() != NO_BACKWARD and are_several(self.group):  # see [Note: several modules]
+            after_backward(self._end_of_all)
+        else:
+            self._end_of_all()
+
+    @not_compiled
+    def _end_of_all(self) -> None:
+        with self.ranges.finish():
+            for part in self._parts:
+                if not isinstance(part, Reducer):
+                    part.finish()
+        if are_several(self.group):
             self._order.agree(f"the end of backward of {self._name}")
         self.state.unreduced = False
         self._buffers.sync_if_changed()

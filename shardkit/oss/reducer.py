@@ -21,7 +21,7 @@ unscale gradients works.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -143,13 +143,14 @@ class Reducer:
         policy: bucket size and dtype on the wire.
         state: shared with the other hooks of the wrapped module.
         reduced: class of what owners get (see ``shard_gradients.py``).
+        may_send: whether those that this backward has come to before have sent all.
     """
 
     def __init__(
         self, params: Sequence[nn.Parameter], owners: Sequence[int], group: Group, policy: ReducePolicy,
-        state: BackwardState, reduced: type[torch.Tensor],
+        state: BackwardState, reduced: type[torch.Tensor], may_send: Callable[[], bool] = lambda: True,
     ) -> None:  # fmt: skip
-        self._reduced = reduced
+        self._reduced, self._may_send = reduced, may_send
         self._params = list(params)
         self._owned = [owner == group.rank for owner in owners]
         self._group = group
@@ -208,7 +209,9 @@ class Reducer:
             fired[index] = True
             bucket.waiting -= 1
             # inside a nested backward more may follow for the same parameter: wait for the end
-            if bucket.waiting == 0 and current_backward() == state.task:
+            if bucket.waiting or current_backward() != state.task:
+                return
+            if not state.before or self._may_send():
                 self._send_ready()
 
         return after
@@ -228,6 +231,11 @@ class Reducer:
         """Takes over what an earlier reducer had reduced."""
         for i, p in enumerate(self._params):
             self._is_mean[i] = p in means
+
+    @property
+    def has_sent(self) -> bool:
+        """Whether all is on its way in this backward."""
+        return self._next == len(self.buckets)
 
     # ------------------------------------------------------------ sending
     def _send_ready(self) -> None:

@@ -42,6 +42,13 @@ DROPPED = "a backward that raised an error is dropped"  # on all ranks, or they 
 current_backward: Callable[[], int] = torch._C._current_graph_task_id
 
 GradientHook = Callable[[torch.Tensor], None]
+# Of each backward in progress, by id, what it has come to.
+_reached: dict[int, list[weakref.ref[BackwardState]]] = {}
+
+
+def after_backward(call: Callable[[], None]) -> None:
+    """Calls this when the running backward is through, and after what was asked for before."""
+    Variable._execution_engine.queue_callback(call)  # type: ignore[attr-defined]
 
 
 class BackwardState:
@@ -55,13 +62,15 @@ class BackwardState:
         asked: gradients are handed out, and ``.grad`` stays what it is.
         is_due: a forward has ended whose backward has not begun.
         raised: the error of the last forward, if it raised one; else "".
+        before: those that this backward has come to before.
     """
 
     __slots__ = (
-        "__weakref__", "_on_end", "accumulating", "asked", "is_due", "raised", "task", "thread", "unreduced"
+        "__weakref__", "_on_end", "accumulating", "asked", "before", "is_due", "raised", "task", "thread", "unreduced"
     )  # fmt: skip
 
     def __init__(self, on_end: Callable[[], None]) -> None:
+        self.before: Sequence[BackwardState] = ()
         self.task = NO_BACKWARD
         self.thread = 0
         self.accumulating = False
@@ -92,6 +101,17 @@ class BackwardState:
         self.is_due = False
         self.thread = threading.get_ident()
         Variable._execution_engine.queue_callback(self._end)  # type: ignore[attr-defined]
+        reached = _reached.get(self.task)
+        if reached is None:
+            _reached[self.task] = [weakref.ref(self)]
+        else:
+            self.before = [state for ref in reached if (state := ref()) is not None]
+            reached.append(weakref.ref(self))
+
+    @property
+    def owner(self) -> Tree:
+        """Whose method it calls at the end."""
+        return self._on_end.__self__  # type: ignore[attr-defined]
 
     def leave(self) -> None:
         """The step has ended here, wherever it was."""
@@ -107,7 +127,8 @@ class BackwardState:
 
     @not_compiled
     def _end(self) -> None:
-        self.task = NO_BACKWARD
+        _reached.pop(self.task, None)
+        self.task, self.before = NO_BACKWARD, ()
         self._on_end()
 
 

@@ -11,8 +11,9 @@ from torch import nn
 from torch.nn.utils import clip_grad
 
 from shardkit import FSDP, OSS, ShardedDDP, sharding_of
-from shardkit.errors import ConfigurationError
+from shardkit.errors import ConfigurationError, OutOfStepError
 from tests.border.strategies import GLOO, STRATEGIES, WORLDS, Twins, run, twins, wrapped
+from tests.pools import rank_pool
 
 MAX_NORM = 0.1
 
@@ -200,6 +201,25 @@ def _by_layer(rank: int, world_size: int) -> None:
     own = next(layer for layer in model if layer.weight.grad is not None)
     with pytest.raises(ConfigurationError, match=r"norm of 1 of the 2 gradients .*OSS\.clip_grad_norm"):
         clip_grad.clip_grad_norm_(own.parameters(), MAX_NORM)
+
+
+def _nothing_here(rank: int) -> str:
+    """torch's function has no gradient to ask on a rank that owns none, and goes on with 0; ours asks all ranks."""
+    model = nn.Linear(6, 6, bias=False)
+    optimizer = OSS(model.parameters(), torch.optim.SGD, lr=0.1)
+    ShardedDDP(model, optimizer)(torch.ones(3, 6)).square().sum().backward()
+    assert optimizer.clip_grad_norm(MAX_NORM) > MAX_NORM
+    try:
+        clip_grad.clip_grad_norm_(model.parameters(), MAX_NORM)
+        optimizer.step()
+    except OutOfStepError as error:
+        return str(error)
+    return ""
+
+
+def test_a_rank_that_owns_no_gradient_is_out_of_step() -> None:
+    for end in rank_pool(2, "simulated").run(_nothing_here):
+        assert "norm of gradients, for torch.nn.utils" in end
 
 
 def _order_0(rank: int, world_size: int) -> None:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import copy
 import io
+import pickle
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from shardkit import FSDP, OSS, ShardedGradScaler, sharding_of
+from shardkit import FSDP, OSS, ShardedGradScaler, fully_shard, sharding_of
 from shardkit.errors import ConfigurationError, RankMismatchError
-from tests.border.strategies import STRATEGIES, run, twins
+from tests.border.strategies import STRATEGIES, batch, run, twins
 
 SHARDS = [s for s in STRATEGIES if s != "sharded_ddp"]
 
@@ -89,6 +90,35 @@ def _shards(rank: int, world_size: int, strategy: str) -> None:
 @pytest.mark.parametrize("strategy", SHARDS)
 def test_state_of_other_shards(strategy: str) -> None:
     run((2, "gloo"), _shards, strategy)
+
+
+def _dtensors(rank: int, world_size: int) -> None:
+    """Rows of the same number on all ranks would be taken as they are; of others, one rank would fail alone."""
+    for width in (8, 7):
+        model = fully_shard(torch.nn.Linear(5, width), dtensors=True)
+        optimizers = [torch.optim.AdamW(model.parameters(), lr=0.01) for _ in range(2)]
+        model(batch(rank)).sum().backward()
+        optimizers[0].step()
+        own, unmarked = pickle.dumps(optimizers[0].state_dict()), optimizers[0].state_dict()
+        if rank == 1 and width == 7:
+            unmarked["state"][0]["exp_avg"] = unmarked["state"][1]["exp_avg"]
+        del unmarked["param_groups"][0]._metadata
+        states = [(_everybodys(own, world_size)[0], "rank 1 has loaded optimizer state of rank 0")]
+        if width == 7:
+            states.append((pickle.dumps(unmarked), r"rank 1 has loaded .*'exp_avg' of shape \(3,\)"))
+        for optimizer in optimizers:
+            before = [p.full_tensor() for p in model.parameters()]  # type: ignore[attr-defined]
+            for state, words in states:
+                optimizer.load_state_dict(pickle.loads(state))
+                with pytest.raises(ConfigurationError, match=words):
+                    optimizer.step()
+            assert all(map(torch.equal, before, [p.full_tensor() for p in model.parameters()]))  # type: ignore[attr-defined]
+            optimizer.load_state_dict(pickle.loads(own))
+            optimizer.step()
+
+
+def test_state_of_other_ranks_dtensors() -> None:
+    run((2, "gloo"), _dtensors)
 
 
 def _oss(rank: int, world_size: int) -> None:

@@ -39,6 +39,7 @@ from tests.compat.torch_fsdp_programs import (
     TORCHS,
     Net,
     adam,
+    batch,
     loss_of,
     net,
     one_process,
@@ -414,6 +415,11 @@ def _others(rank: int) -> None:
     assert scaler.get_scale() == 2.0**3
     assert scaler.scale(torch.ones((), dtype=torch.float16)).dtype is torch.float16
     assert (model.check_is_root(), model.module.inner.check_is_root()) == (True, False)
+    own = dict(model.named_parameters())
+    torch.func.functional_call(model, own, (batch(rank, 0),))
+    with pytest.raises(LifecycleError, match=r"'_flat_param' .*functional_call does this"):
+        torch.func.functional_call(model, {n: p.detach() * 2 for n, p in own.items()}, (batch(rank, 0),))
+    assert dict(model.named_parameters()).keys() == own.keys()
     with pytest.raises(LifecycleError, match="outermost"):
         model.module.inner.clip_grad_norm_(1.0)
 

@@ -38,14 +38,14 @@ def model(options: Unit, dtype: str = "float64") -> ModelSpec:
     return ModelSpec((Node("linear", unit=inner), block, Node("odd"), Node("no_bias", unit=inner)), 3, dtype)
 
 
-@examples(50)
+@examples(40)
 @given(unit_programs())
 def test_any_program_on_two_ranks(program: Program) -> None:
     check_against_truth(program, 2)
 
 
 @pytest.mark.parametrize("world_size", [1, 3, 4])
-@examples(25)
+@examples(18)
 @given(program=unit_programs())
 def test_any_program_on_other_numbers_of_ranks(world_size: int, program: Program) -> None:
     check_against_truth(program, world_size)

@@ -56,11 +56,12 @@ What is not covered:
   group's timeout. Gathers in another order are noticed, by the rank that leaves the order; the other ranks hear of it
   when they gather or reduce next, or a few seconds after their host began to wait for the device.
 - TPUs: nothing compares what the chips run. On XLA replicas on a CPU these are refused on all ranks: units or modules
-  in another order, another learning rate, and with an `OSS` a gradient that one rank clears (not with FSDP).
+  in another order, another learning rate, and a gradient that one rank clears (with FSDP, and with an `OSS` alone).
 - A learning rate that changes in every step costs one agreement through the job's store a step, 0.4 ms at 2 ranks and
   1.1 ms at 8 here, a barrier of gloo's 0.4 and 2.9 ms.
 - `ShardedDDP` with `OSS`: a gradient counts where its owner has it. One that another rank clears is not missed, and all
-  ranks get the owner's result.
+  ranks get the owner's result. A rank that owns no gradient at all (there are more ranks than parameters) takes no part
+  in `torch.nn.utils.clip_grad_norm_`: all raise OutOfStepError; `OSS.clip_grad_norm` asks all ranks.
 - Adam and other optimizers that count steps, over flat parameters (`FSDP`, `torch_fsdp` with `use_orig_params=False`):
   a parameter that sits out a step and takes part again (layer drop, freezing for a while) gets the count of the others
   in its flat parameter, so that its bias correction is another than in one process. All ranks say so once, in the log,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import inspect
 import io
@@ -13,8 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.utils.checkpoint import checkpoint
@@ -573,133 +570,3 @@ def _narrow_micro_batches(rank: int, ranks: int, dtensors: bool) -> None:
 @pytest.mark.parametrize("dtensors", [False, True])
 def test_unsynchronised_gradients_add_up_in_the_dtype_in_which_they_travel(dtensors: bool) -> None:
     rank_pool(2, "gloo" if dtensors else "simulated").run(_narrow_micro_batches, 2, dtensors)
-
-
-class Drawn(nn.Module):
-    """A model with the traits that are named: see :func:`drawn`."""
-
-    def __init__(self, width: int, hidden: int, vocabulary: int, traits: frozenset[str]) -> None:
-        super().__init__()
-        self.traits = traits
-        self.words = nn.Embedding(vocabulary, width)
-        self.blocks = nn.ModuleList(
-            [nn.Sequential(nn.Linear(width, n), nn.Tanh(), nn.Linear(n, width)) for n in (hidden, 1)]
-        )
-        self.head = nn.Linear(width, vocabulary, bias=False)
-        self.scale = nn.Parameter(torch.ones(()))
-        self.low, self.rank = nn.Parameter(torch.randn(2, 1, width)), nn.Parameter(torch.empty(0, width))
-        self.offsets = nn.Parameter(torch.zeros(width, dtype=torch.long), requires_grad=False)
-        self.spare = nn.Linear(width, width)
-        self.register_buffer("mask", torch.ones(width, dtype=torch.bool))
-        self.double()
-        if "mixed" in traits:
-            self.spare.float()
-        if "frozen" in traits:
-            self.blocks[0][0].requires_grad_(False)  # type: ignore[index]
-        if "tied" in traits:
-            self.blocks[1][2].bias = self.blocks[0][2].bias  # type: ignore[index]
-            self.head.weight = self.words.weight
-
-    def forward(self, tokens: torch.Tensor, spares: bool) -> torch.Tensor:
-        x = self.words(tokens)
-        for block in self.blocks:
-            x = x + block(x)
-        x = torch.where(self.mask, x * self.scale + self.low.sum((0, 1)), x) + self.offsets + self.rank.sum()
-        return self.head(x + self.spare(x.to(self.spare.weight.dtype)) if spares else x)
-
-
-@st.composite
-def drawn(draw: st.DrawFn) -> dict[str, Any]:
-    traits = st.sets(
-        st.sampled_from(["mixed", "frozen", "tied", "keeps", "clips", "own no_sync", "freezes", "data"])
-    )
-    return {
-        "sizes": draw(st.tuples(st.integers(2, 5), st.integers(1, 6), st.integers(2, 7))),
-        "traits": draw(traits), "ranks": draw(st.integers(1, 6)), "later": draw(st.integers(1, 5)),
-        "to_none": draw(st.lists(st.booleans(), min_size=4, max_size=4)),
-        "spares": draw(st.lists(st.sampled_from(["all", "some", "none"]), min_size=4, max_size=4)),
-        "align": draw(st.sampled_from([None, 2])),
-    }  # fmt: skip
-
-
-def _drawn_step(
-    step: int, rank: int, ranks: int, program: dict[str, Any], models: tuple[Drawn, Drawn],
-    optimizers: list[torch.optim.Optimizer], dtensors: bool,
-) -> None:  # fmt: skip
-    (plain, model), traits, api = models, program["traits"], sharding_of(models[1])
-    for m, optimizer in zip((plain, model), optimizers, strict=True):
-        optimizer.zero_grad(set_to_none=program["to_none"][step])
-        listed = dict(m.named_parameters())["low"]
-        listed.requires_grad_("freezes" not in traits or step != 1)
-        if "data" in traits and step == 1 and not dtensors:
-            listed.data = listed.data * 0.5
-    for micro in range(2):
-        waits = micro == 0 and "own no_sync" in traits
-        with api.no_sync() if waits else contextlib.nullcontext():
-            for r, m in [*((r, plain) for r in range(ranks)), (rank, model)]:
-                tokens = torch.randint(
-                    0, program["sizes"][2], (3,), generator=torch.Generator().manual_seed(9 * step + r)
-                )
-                spares = {"all": True, "none": False, "some": r == 0}[program["spares"][step]]
-                loss = m(tokens, spares).square().mean()
-                (loss / ranks if m is plain else loss).backward()
-    if "clips" in traits:
-        api.clip_grad_norm_(0.1)
-        nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
-    for optimizer in optimizers:
-        optimizer.step()
-
-
-def _trained_as_drawn(
-    rank: int, ranks: int, program: dict[str, Any], steps: range, start: Any, dtensors: bool
-) -> Any:
-    """Trains beside one process from what other ranks left; returns what the next ones start from."""
-    traits, (width, hidden, vocabulary) = program["traits"], program["sizes"]
-
-    def made(seed: int) -> Drawn:
-        torch.manual_seed(seed)
-        return Drawn(width, hidden, vocabulary, frozenset(traits | ({"dtensors"} if dtensors else set())))
-
-    plain, model = made(0), made(0)
-    options: dict[str, Any] = {
-        "reshard": ReshardPolicy(after_forward="keeps" not in traits),
-        "dtensors": dtensors,
-    }
-    for unit in (*model.blocks, model):
-        fully_shard(unit, align=None if dtensors else program["align"], **options)
-
-    def optimizer_of(m: nn.Module) -> torch.optim.Optimizer:
-        params = [p for p in m.parameters() if p.is_floating_point()]
-        sides = [[p for p in params if p.ndim >= 2], [p for p in params if p.ndim < 2]]
-        return torch.optim.AdamW([{"params": sides[0]}, {"params": sides[1], "weight_decay": 0.3}], lr=0.02)
-
-    optimizers = [optimizer_of(m) for m in (plain, model)]
-    api = sharding_of(model)
-    if start is not None:
-        values, states, plain_states = copy.deepcopy(start)
-        for m in (plain, model):
-            m.load_state_dict(values)
-        optimizers[0].load_state_dict(plain_states)
-        optimizers[1].load_state_dict(api.get_shard_from_optim_state_dict(states))
-    for step in steps:
-        _drawn_step(step, rank, ranks, program, (plain, model), optimizers, dtensors)
-    found = {k: v.clone() for k, v in whole(model.state_dict()).items()}
-    torch.testing.assert_close(found, dict(plain.state_dict()), rtol=1e-5, atol=1e-5)
-    made(1).load_state_dict(found)
-    if dtensors:
-        return None
-    return found, api.gather_full_optim_state_dict(optimizers[1]), copy.deepcopy(optimizers[0].state_dict())
-
-
-@settings(max_examples=25)
-@given(drawn())
-def test_drawn_models_go_on_with_other_numbers_of_ranks(program: dict[str, Any]) -> None:
-    first, later = program["ranks"], program["later"]
-    start = rank_pool(first, "simulated").run(_trained_as_drawn, first, program, range(2), None, False)[0]
-    rank_pool(later, "simulated").run(_trained_as_drawn, later, program, range(2, 4), start, False)
-
-
-@settings(max_examples=10)
-@given(drawn(), st.integers(2, 3))
-def test_drawn_models_as_dtensors(program: dict[str, Any], ranks: int) -> None:
-    rank_pool(ranks).run(_trained_as_drawn, ranks, program, range(4), None, True)

@@ -67,6 +67,53 @@ def test_units_that_backward_reaches_on_other_ranks_only() -> None:
             rank_pool(world_size).run(_cut_short, world_size, cut_on)
 
 
+class Spared(nn.Module):
+    """A unit, and a layer of the root's own that one rank does not use, or behind which its backward ends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unit, self.spare = (nn.Linear(WIDTH, WIDTH) for _ in range(2))
+
+    def forward(self, x: torch.Tensor, how: str) -> torch.Tensor:
+        x = self.unit(x if how == "spared" else self.spare(x))
+        return x.detach() + self.spare(x.detach()) if how == "cut" else torch.tanh(x)
+
+
+def _roots_of_one_backward(
+    rank: int, world_size: int, door: Callable[..., nn.Module] | None, how: str
+) -> None:
+    plain = nn.ModuleList([build(Spared) for _ in range(3)])
+    roots = copy.deepcopy(plain)
+    optimizers: list[torch.optim.Optimizer] = [torch.optim.SGD(plain.parameters(), lr=0.1)]
+    for k, root in enumerate(roots):
+        if door is None:
+            optimizers.append(OSS(root.parameters(), torch.optim.SGD, lr=0.1))
+            roots[k] = ShardedDDP(root, optimizers[-1])  # type: ignore[arg-type]
+        else:
+            root.unit = door(root.unit)
+            roots[k] = door(root)
+            optimizers.append(torch.optim.SGD(roots[k].parameters(), lr=0.1))
+    for step in range(3):
+        xs = batch(step, world_size)
+        for r, models in [*((r, plain) for r in range(world_size)), (rank, roots)]:
+            outs = [m(xs[r], how if (r + k) % 2 else "") for k, m in enumerate(models)]
+            loss: torch.Tensor = sum(out.square().mean() * (k + 1) for k, out in enumerate(outs))  # type: ignore[assignment]
+            (loss / world_size if models is plain else loss).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for mine, truth in zip(roots, plain, strict=True):
+        _same(mine, truth)
+
+
+def test_roots_of_which_one_rank_lacks_gradients() -> None:
+    """What is left of a root's order comes before the next root's, or ranks would send in other orders."""
+    for door in (FSDP, fully_shard, None):
+        for how in ("spared", "cut"):
+            for world_size in (2, 3):
+                rank_pool(world_size, "simulated").run(_roots_of_one_backward, world_size, door, how)
+
+
 def _dropped(rank: int, world_size: int) -> None:
     plain, model = build(Cut), _units(build(Cut))
     first, second = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (plain, model))

@@ -207,6 +207,9 @@ FULLY_SHARDED: dict[str, Callable[[Program, Units, int], bool]] = {
         any(isinstance(s, Reload) and s.optimizer == "full" for s in p.steps)
         and any(params and not any(x.requires_grad for x in params.values()) for params in u.params.values())
     ),
+    "loading full optimizer state that there is none of": lambda p, u, w: (
+        p.optimizer.name == "sgd" and any(isinstance(s, Reload) and s.optimizer == "full" for s in p.steps)
+    ),
     "loading full optimizer state of single numbers": lambda p, u, w: (
         any(isinstance(s, Reload) and s.optimizer == "full" for s in p.steps)
         and any(x.dim() == 0 for params in u.params.values() for x in params.values())

@@ -208,6 +208,7 @@ def _does(rank: int, what: str, kind: str) -> str:
         ("lr", FSDP, "agreement on a step with other options than before: lr of group 0 0.2"),
         ("lr", OSS, "agreement on a step with other options than before: lr of group 0 0.2"),
         ("cleared", OSS, "agreement on a step with gradients: without those of parameters 0"),
+        ("cleared", FSDP, "agreement on a step without the gradients of parameters 0 of"),
     ],
 )  # fmt: skip
 def test_what_one_rank_does_alone(what: str, kind: str, named: str) -> None:
