@@ -43,6 +43,7 @@ from ..reduction.compression import check_compressible
 from ..torch_seams.dtensors import check_within, is_dtensor, mesh_over, rows_here
 from ..torch_seams.strided_views import memory_of
 from ..types import Facts, Memo, ProcessGroup
+from .extended import ExtendedParameter, is_extended, no_values
 from .flat_param import FlatParam
 from .flat_values import own_shard, put_together, report_padding
 from .optimizer_check import step_locally
@@ -107,7 +108,7 @@ def _shard(units: Sequence[Found]) -> None:
         state = found.state
         _connect_mesh(state)
         for part in alike(found.originals, found.state):
-            state.flats.append(_listed(found, part, _cut(found, part), mesh))
+            state.flats.append(_listed(found, part, _cut(found, part, mesh), mesh))
         borrowed = _borrow(found)
         name_flats(state)
         state.shared_paths = [
@@ -187,9 +188,7 @@ def find(state: ShardingState, claimed: set[int]) -> Found:
                 found.borrowed.append((p, place))
             else:
                 by_param[id(p)] = len(found.originals)
-                found.originals.append(
-                    SplitParameter(p, place) if is_dtensor(p) else OriginalParameter(p, place)
-                )
+                found.originals.append(_original(p, place))
                 found.names.append(f"{path}.{name}" if path else name)
                 found.infos.append((path, m, name))
                 if is_lazy(p):
@@ -198,16 +197,23 @@ def find(state: ShardingState, claimed: set[int]) -> Found:
     return found
 
 
+def _original(param: nn.Parameter, place: Place) -> OriginalParameter:
+    if is_dtensor(param):
+        return SplitParameter(param, place)
+    kind = ExtendedParameter if is_extended(param) else OriginalParameter
+    return kind(param, place)
+
+
 def alike(originals: Sequence[OriginalParameter], state: ShardingState) -> list[list[int]]:
     """Numbers of parameters that make one flat parameter: of one dtype, kind and mesh, in order of first appearance."""
     options = state.options
     if not options.flatten and not state.group.backend.has_storage:
         # where a compiler decides on memory, views of one shard would be copied anew in each step
         return [[k] for k in range(len(originals))]
-    groups: dict[tuple[torch.dtype, bool, DeviceMesh | None], list[int]] = {}
+    groups: dict[tuple[object, ...], list[int]] = {}
     for k, original in enumerate(originals):
-        mesh = mesh_of([original]) or mesh_of(originals)
-        groups.setdefault((original.param.dtype, original.param.requires_grad, mesh), []).append(k)
+        kind = original.store, mesh_of([original]) or mesh_of(originals)
+        groups.setdefault((original.param.dtype, original.param.requires_grad, *kind), []).append(k)
     return list(groups.values())
 
 
@@ -407,7 +413,10 @@ def _mesh_of_dtensors(found: Found) -> DeviceMesh:
     backend = found.state.group.backend
     mesh = mesh_over(ranks, backend.device_type)
     if not backend.has_storage:
-        refuse_split(found.originals, backend.name, "Its compiler has ways of its own to cut parameters.")
+        refuse_split(found.originals, backend.name, "Its compiler has ways of its own to cut parameters")
+    if options.offload.parameters:
+        apart = [o for o in found.originals if o.store is not None]
+        refuse_split(apart, "offloading", "Leave offload out")
     for name, original in zip(found.names, found.originals, strict=True):
         if isinstance(original, SplitParameter):
             check_within(name, original.param, mesh)
@@ -415,7 +424,7 @@ def _mesh_of_dtensors(found: Found) -> DeviceMesh:
 
 
 # ------------------------------------------------------------ cut
-def _cut(found: Found, part: list[int]) -> tuple[ShardLayout, torch.Tensor]:
+def _cut(found: Found, part: list[int], mesh: DeviceMesh | None) -> tuple[ShardLayout, torch.Tensor]:
     """How some parameters are cut, and this rank's shard of them, where it is to be (collective)."""
     options, group, replicas = found.state.options, found.state.group, found.state.replicas
     originals = [found.originals[k] for k in part]
@@ -425,14 +434,28 @@ def _cut(found: Found, part: list[int]) -> tuple[ShardLayout, torch.Tensor]:
             layout.numels, group.world_size
         )  # all ranks run one program: parts are of one size
     report_padding(layout, f"{found.names[part[0]]!r} and {len(part) - 1} more parameters", group.rank)
-    shard = shard_of(
-        originals, layout, group, options.device or originals[0].param.device, options.sync_module_states
-    )
+    device = options.device or originals[0].param.device
+    if originals[0].store is not None and mesh is not None:
+        _cut_extended(found, part, device, mesh)
+        return layout, no_values(layout.shard_numel, originals[0].param)
+    shard = shard_of(originals, layout, group, device, options.sync_module_states)
     if shard.is_meta:
         return layout, shard
     if replicas is not None and options.sync_module_states:
         replicas.channel("buffers").broadcast(shard, 0, label="parameters of the first replica")
     return layout, group.backend.pin(shard.cpu()) if options.offload.parameters else shard
+
+
+def _cut_extended(found: Found, part: list[int], device: torch.device, mesh: DeviceMesh) -> None:
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    state, options = found.state, found.state.options
+    policy = MixedPrecisionPolicy(options.precision.compute, options.reduce.dtype)
+    senders = [g for g in (state.group, state.replicas) if g is not None and options.sync_module_states]
+    over = mesh if mesh.ndim == 1 else mesh[(mesh.mesh_dim_names or ())[-1]]
+    for original in [found.originals[k] for k in part]:
+        if isinstance(original, ExtendedParameter):
+            original.cut(state.group, senders, device, over, policy)
 
 
 @torch.no_grad()

@@ -28,7 +28,6 @@ from ..reduction.compression import BlockFormat, format_for
 from ..torch_seams.hooks import NO_BACKWARD, current_backward
 from ..tracing.ranges import UNNAMED, UnitRanges
 from ..types import StateDict
-from .flat_values import own_shard
 from .optimizer_check import check_first_steps
 from .originals import (
     Listing,
@@ -276,7 +275,7 @@ class FlatParam:
             yield
         finally:
             if writeback:
-                self._keep(full)
+                self.store.keep(full)
             for k, p in enumerate(params):
                 versions[k] = versions[k] if p._version == versions[k] + 1 else p._version + 1
             self.adopt()
@@ -299,12 +298,6 @@ class FlatParam:
             yield
         finally:
             store.show(full)
-
-    @torch.no_grad()
-    def _keep(self, full: torch.Tensor) -> None:
-        """Takes this rank's part from original parameters: views of ``full`` unless somebody replaced them."""
-        self.store.collect(full)
-        self.param.data.view(-1).copy_(own_shard(full, self.layout, self.group))
 
     # ------------------------------------------------------------ being copied
     def __getstate__(self) -> StateDict:

@@ -34,6 +34,7 @@ from torch.utils._pytree import tree_map_only
 
 from ..errors import LifecycleError
 from ..torch_seams.compiling import callees_compiled, not_compiled
+from ..torch_seams.dtensors import local_of
 from ..torch_seams.hooks import NO_BACKWARD, current_backward, tensors_in, tensors_of, watch_outputs
 from ..tracing.ranges import Range
 from ..tracing.ranges import leave as leave_range
@@ -109,7 +110,7 @@ def lends_memory(unit: Unit, tensors: Sequence[torch.Tensor]) -> bool:
     """Whether one of these is a view of an original parameter (or one itself), so that its memory is about to go."""
     for tensor in tensors:
         for flat in unit.needs:
-            memory = flat.store.memory
+            memory, tensor = flat.store.memory, local_of(tensor)
             if memory and torch._C._has_storage(tensor) and tensor.untyped_storage()._cdata == memory:
                 return True
     return False

@@ -28,6 +28,7 @@ from ..torch_seams.dtensors import cut, is_dtensor
 from ..torch_seams.other_wrappers import AccelerateAsks, check_wrappable
 from ..types import Args, IncompatibleKeys, Kwargs, Memo, ProcessGroup, StateDict, Tree
 from .construct import begin_move, check_copied, check_pickled, end_move, shard, wake
+from .extended import is_extended
 from .flat_values import AlignedLayout, EachAlone, RowsLayout
 from .forward import (
     Entered,
@@ -129,8 +130,12 @@ def _check(module: nn.Module, dtensors: bool) -> None:
         "fully_shard",
         may_hold=Door,
         without=listing_dtensors,
-        may_list=is_dtensor if dtensors else None,
+        may_list=_may_list if dtensors else None,
     )
+
+
+def _may_list(param: nn.Parameter) -> bool:
+    return is_dtensor(param) or is_extended(param)
 
 
 class _Call(NamedTuple):

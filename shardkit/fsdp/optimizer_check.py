@@ -398,7 +398,8 @@ class _LocalSteps:
         one_of_each = {type(p): p for g in groups for p in g["params"]}
         if not any(map(is_dtensor, one_of_each.values())):
             return
-        ours = {listing_of(p) is not None for g in groups for p in g["params"] if is_dtensor(p)}
+        listed = [p for g in groups for p in g["params"] if is_dtensor(p)]
+        ours = {listing_of(p) is not None for p in listed}
         if True not in ours:
             return
         name = type(optimizer).__name__
@@ -410,6 +411,8 @@ class _LocalSteps:
             )
         if False in ours or not is_known_elementwise(type(optimizer)):
             return  # gradients of others' DTensors may be sums that are not made yet
+        if any(hasattr(p._local_tensor, "fsdp_pre_all_gather") for p in listed):
+            return  # their classes compute with DTensors as FSDP2 does
         self._lists[optimizer] = [g["params"] for g in groups]
         lent = self._lent[optimizer] = []
         made = self._locals.setdefault(optimizer, {})

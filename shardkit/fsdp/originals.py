@@ -15,12 +15,13 @@ import weakref
 from collections.abc import Sequence
 from itertools import islice
 from operator import not_
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol, SupportsIndex
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, SupportsIndex
 
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.overrides import resolve_name
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -30,13 +31,14 @@ from ..layout import ShardLayout
 from ..torch_seams.callers import callers
 from ..torch_seams.dtensors import as_parameter, is_dtensor, like_dtensor
 from ..torch_seams.tensor_facts import ALIKE, FACTS, SHAPE, name_of
-from ..types import AnyCallable, Args, Kwargs, Memo, Tree
+from ..types import AnyCallable, Args, Kwargs, Memo, StateDict, Tree
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
 
     from .flat_param import FlatParam
+    from .store import Store
 
 # A context in which released original parameters are taken for what they are, tensors, and nothing is called for them.
 as_tensors = torch._C.DisableTorchFunctionSubclass
@@ -135,7 +137,12 @@ class OriginalParameter:
         kind: its class while it has values: a user's own, torch's, or ours.
         released: its class while it has none.
         of_shard: its class between uses where this rank's shard has all of it.
+        beside: what it is beside values that lie in a shard, and data divides alone; for errors.
+        store: where its values are, if they are in no shard.
     """
+
+    beside = ""
+    store: type[Store] | None = None
 
     released: type[ReleasedParameter] = ReleasedParameter
     of_shard: type[ViewOfShard] = ViewOfShard
@@ -152,6 +159,10 @@ class OriginalParameter:
         """Those that lie in the flat parameter."""
         return self.param.data
 
+    def listed(self, part: torch.Tensor) -> torch.Tensor:
+        """What modules list of it where this is its part of the shard."""
+        return part
+
     def assign(self, values: torch.Tensor) -> None:
         """Its values are these from now on, [numel]: a view."""
         # a view less: where execution is lazy, this runs in each step
@@ -161,6 +172,10 @@ class OriginalParameter:
         """It becomes another object, of the dtype and device of this one."""
         self.param = nn.Parameter(empty.clone(), requires_grad=self.param.requires_grad)
 
+    def __getstate__(self) -> StateDict:
+        refuse_split([self], "a copy or a pickle", "Save state_dict(), and load it into another model")
+        return self.__dict__
+
 
 class SplitParameter(OriginalParameter):
     """One that tensor parallelism has cut: a DTensor, whose local tensor lies in the flat parameter.
@@ -169,6 +184,7 @@ class SplitParameter(OriginalParameter):
         mesh: over which it is cut.
     """
 
+    beside = "is cut over further ranks by tensor parallelism"
     param: Any
 
     def __init__(self, param: DTensor, place: Place) -> None:
@@ -200,14 +216,11 @@ class SplitParameter(OriginalParameter):
             gradient = gradient.redistribute(placements=placements)
         return gradient.to_local()
 
-    def __getstate__(self) -> NoReturn:
-        refuse_split([self], "a copy or a pickle", "Save state_dict(), and load it into another model")
-        raise LifecycleError(_refusal(self.param, "a copy"))
-
 
 def without_values(kind: type[torch.Tensor], tensor: torch.Tensor) -> Tree:
-    """The class of a tensor that becomes one of these; of a DTensor a class that is both."""
-    return _both(kind, type(tensor)) if is_dtensor(tensor) else kind
+    """The class of a tensor that becomes one of these; of one that wraps others a class that is both."""
+    is_wrapper = is_dtensor(tensor) or is_traceable_wrapper_subclass(tensor)
+    return _both(kind, type(tensor)) if is_wrapper else kind
 
 
 @functools.cache
@@ -221,12 +234,13 @@ def mesh_of(originals: Sequence[OriginalParameter]) -> DeviceMesh | None:
 
 
 def refuse_split(originals: Sequence[OriginalParameter], what: str, instead: str) -> None:
-    """Raises ConfigurationError if tensor parallelism has cut any of these."""
-    if mesh_of(originals) is not None:
-        raise ConfigurationError(
-            f"{what} knows the ranks that data are divided over, and parameters of this model are cut over others too, "
-            f"by tensor parallelism (over {mesh_of(originals)}). {instead}"
-        )
+    """Raises ConfigurationError if any of these is more than values that data divides."""
+    for original in originals:
+        if original.beside:
+            raise ConfigurationError(
+                f"{what} is for plain parameters, divided over the ranks of data alone, and one of this model's, a "
+                f"{type(original.param).__name__}, {original.beside}. {instead}"
+            )
 
 
 class Listing(Protocol):

@@ -39,6 +39,7 @@ from ..torch_seams.dtensors import as_parameter, at_offset_0, dtensor_of, is_dte
 from ..torch_seams.hooks import check_asked_gradients
 from ..torch_seams.marked_tensors import as_plain
 from ..types import StateDict
+from .extended import ExtendedParameter, no_values
 from .originals import Listing, OriginalParameter, Place, as_tensors, mesh_of
 
 if TYPE_CHECKING:
@@ -107,7 +108,7 @@ class RegisteredShard:
         self.layout, self.offset, self.shape = listed
         self.numel = numel = math.prod(self.shape)
         self.spec = spec
-        part = values[self.offset : self.offset + numel].view(self.shape)
+        part = original.listed(values[self.offset : self.offset + numel].view(self.shape))
         with as_tensors():
             trains = original.param.requires_grad
         self.param = (
@@ -202,6 +203,7 @@ class RegisteredShards:
             if r.numel == 0:
                 self._parts[k] = len(self._split) - 2, r.shape
         self._are_dtensors = any(r.spec is not None for r in self.each)
+        self._are_apart = any(isinstance(r.original, ExtendedParameter) for r in self.each)
         self.has_copies = any(r.layout.copies for r in self.each) or (
             mesh_of([r.original for r in self.each]) is not None
         )
@@ -220,7 +222,7 @@ class RegisteredShards:
         self.params = [r.param for r in self.each]
         self._locals = [r.local(r.param) for r in self.each]
         self.versioned = [*self.params, *self._locals, shard] if self._are_dtensors else self.params
-        self._addresses = [] if shard.is_meta else list(map(_address_of, self._locals))
+        self._addresses = [] if shard.is_meta or self._are_apart else list(map(_address_of, self._locals))
 
     # ------------------------------------------------------------ values
     def are_views(self) -> bool:
@@ -238,8 +240,11 @@ class RegisteredShards:
                 for place in r.places:
                     register(place, now)
         values = [r.local(r.param.detach()) for r in self.each]
-        shard = values[0].new_zeros(numel)
+        shard = no_values(numel, values[0]) if self._are_apart else values[0].new_zeros(numel)
         for r, value in zip(self.each, values, strict=True):
+            if isinstance(r.original, ExtendedParameter):
+                r.original.part, r.spec = r.local(r.param), r.param._spec  # type: ignore[attr-defined]
+                continue
             part = r.part(shard)
             if not shard.is_meta:
                 part.copy_(value)

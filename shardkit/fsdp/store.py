@@ -53,7 +53,7 @@ from ..reduction.compression import CompressedGather
 from ..torch_seams.dtensors import local_of
 from ..torch_seams.hooks import NO_BACKWARD, current_backward
 from ..types import Tree
-from .flat_values import Unpacking, own_part, taken_apart, unpacked
+from .flat_values import Unpacking, own_part, own_shard, taken_apart, unpacked
 from .originals import (
     OriginalParameter,
     ReleasedParameter,
@@ -236,6 +236,12 @@ class Store(ABC):
             mine = values[start : start + original.shape.numel()]
             if not self._backend.has_storage or data.data_ptr() != mine.data_ptr():
                 mine.copy_(data.reshape(-1))
+
+    @torch.no_grad()
+    def keep(self, values: torch.Tensor) -> None:
+        """Takes this rank's part from original parameters: views of ``values`` unless somebody replaced them."""
+        self.collect(values)
+        self._flat.param.data.view(-1).copy_(own_shard(values, self._layout, self._group))
 
 
 _holders_of = torch._C._storage_Use_Count  # how many tensors look at a storage
@@ -687,6 +693,8 @@ def _kind_for(flat: FlatParam) -> type[Store]:
     backend = flat.group.backend
     if flat.param.is_meta and backend.device_type != "meta":  # a backend that counts serves meta tensors
         return Deferred
+    if flat.originals[0].store is not None:
+        return flat.originals[0].store
     if is_whole(flat):
         return Whole
     return Stored if backend.has_storage else Lazy

@@ -171,6 +171,8 @@ def at_offset_0(view: torch.Tensor) -> torch.Tensor:
     A DTensor repeats its local tensor's offset in memory as if it had memory itself. torch copies and pickles only
     those with offset 0, and torch.compile takes only those with the offset of their local tensor: so that has to be 0.
     """
+    if hasattr(view, "fsdp_pre_all_gather"):
+        return view  # its memory is its class's
     if view.is_meta:
         return torch.empty_like(view)
     if view.dtype.itemsize == 1:  # torch 2.9 has no float8 in DLPack

@@ -1,0 +1,289 @@
+"""Parameters whose class says what is gathered of them (torch's extensions of the all-gather), beside FSDP2."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import fully_shard as fsdp2
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map_only
+
+import shardkit
+from shardkit import fully_shard, sharding_of
+from shardkit.errors import ConfigurationError, LifecycleError, RankMismatchError
+from tests.pools import rank_pool
+
+aten = torch.ops.aten
+_SAME_CLASS = (
+    aten.detach.default, aten.view.default, aten.as_strided.default, aten.slice.Tensor, aten.split.Tensor,
+    aten.new_zeros.default, aten.clone.default, aten._to_copy.default, aten.empty_like.default,
+)  # fmt: skip
+
+
+class Wrapping(torch.Tensor):
+    """Holds a tensor, and runs every operation on it."""
+
+    pads = True
+
+    @staticmethod
+    def __new__(cls, data: torch.Tensor) -> Any:
+        return torch.Tensor._make_wrapper_subclass(
+            cls, data.shape, data.stride(), data.storage_offset(), dtype=data.dtype, device=data.device
+        )
+
+    def __init__(self, data: torch.Tensor) -> None:
+        self._data = data
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["_data"], None
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner: Any, *_: object) -> Any:
+        return cls(inner["_data"])
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(
+            *tree_map_only(Wrapping, lambda t: t._data, args),
+            **tree_map_only(Wrapping, lambda t: t._data, kwargs or {}),
+        )
+        if func not in _SAME_CLASS:
+            return (
+                args[0]
+                if func.__name__.split(".")[0].endswith("_") and isinstance(args[0], Wrapping)
+                else out
+            )
+        return tree_map_only(torch.Tensor, cls, out)
+
+    def padded(self, mesh: Any, rows: int) -> torch.Tensor:
+        full = self._data.new_zeros(
+            -(-rows // mesh.size()) if self.pads else len(self._data), *self._data.shape[1:]
+        )
+        full[: len(self._data)] = self._data
+        return full
+
+
+class InHalf(Wrapping):
+    """Travels in bfloat16."""
+
+    def fsdp_pre_all_gather(
+        self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
+    ) -> Any:
+        assert mesh.ndim == 1
+        assert outer_stride == (outer_size[1], 1)
+        assert isinstance(module, nn.Linear)
+        assert isinstance(mp_policy, MixedPrecisionPolicy)
+        return (self.padded(mesh, outer_size[0]).bfloat16(),), None
+
+    def fsdp_post_all_gather(self, outputs: Any, metadata: Any, param_dtype: Any, *, out: Any = None) -> Any:
+        (tensor,) = outputs
+        assert tensor.dtype == torch.bfloat16
+        assert metadata is None
+        if out is None:
+            upcast = tensor.to(param_dtype)
+            return upcast, (tensor, upcast)
+        if param_dtype == tensor.dtype:
+            assert out.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
+        else:
+            with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(out):
+                out.copy_(tensor[: len(out)])
+        return None
+
+
+class Unpadded(InHalf):
+    """Says what it has, and not what all ranks have room for."""
+
+    pads = False
+
+
+class Quantized(Wrapping):
+    """Travels as codes of one byte with a scale for each row, and computes as a class of its own; the first form."""
+
+    def fsdp_pre_all_gather(self, mesh: Any) -> Any:
+        scale = self._data.abs().amax(1, keepdim=True) / 127
+        return ((self._data / scale).round().to(torch.int8), scale), (self._data.dtype,)
+
+    def fsdp_post_all_gather(self, outputs: Any, metadata: Any, param_dtype: Any, *, out: Any = None) -> Any:
+        assert metadata == (param_dtype,)
+        codes, scale = outputs
+        if out is None:
+            values = codes * scale
+            return Wrapping(values), (codes, scale, values)
+        assert isinstance(out, Wrapping)
+        torch.mul(codes, scale, out=out._data)
+        return None
+
+
+class Net(nn.Module):
+    """Linear layers of rows that two ranks divide, or not; some of another class."""
+
+    def __init__(self, kind: Any, hidden: int = 8) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(nn.Linear(6, hidden), nn.Tanh(), nn.Linear(hidden, 6))
+        self.head = nn.Linear(6, 4)
+        if kind is not None:
+            for layer in self.layers[::2]:
+                layer.weight = nn.Parameter(kind(layer.weight.detach()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.layers(x))
+
+
+def _batch(step: int, rank: int) -> torch.Tensor:
+    return torch.randn(5, 6, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def _plain(model: nn.Module) -> dict[str, torch.Tensor]:
+    locals_ = {n: p.to_local() if isinstance(p, DTensor) else p for n, p in model.named_parameters()}
+    return {n: (t._data if isinstance(t, Wrapping) else t).detach() for n, t in locals_.items()}
+
+
+def _trained(by: Any, rank: int, kind: Any, hidden: int, policy: Any, mesh: Any) -> tuple[Net, list[float]]:
+    model, losses = Net(kind, hidden), []
+    for part in (model.layers, model):
+        by(part, mp_policy=policy, mesh=mesh, **({"dtensors": True} if by is fully_shard else {}))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, foreach=True)
+    for step in range(3):
+        optimizer.zero_grad()
+        loss = model(_batch(step, rank)).square().mean()
+        loss.backward()
+        losses.append(loss.item())
+        optimizer.step()
+    return model, losses
+
+
+def _beside(rank: int, kind: Any, hidden: int, policy: Any, mesh: Any) -> Net:
+    (ours, losses), (theirs, wanted) = (
+        _trained(by, rank, kind, hidden, policy, mesh) for by in (fully_shard, fsdp2)
+    )
+    assert losses == pytest.approx(wanted, rel=1e-6)
+    for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert type(p.to_local()) is type(q.to_local())  # type: ignore[attr-defined]
+        assert p.placements == q.placements  # type: ignore[attr-defined]
+    torch.testing.assert_close(_plain(ours), _plain(theirs))
+    return ours
+
+
+class Codes(nn.Parameter):
+    """As bitsandbytes has them: how to read the numbers is an attribute."""
+
+    quant_state: tuple[str, float]
+
+
+def _metadata(rank: int) -> None:
+    model = Net(None)
+    codes = Codes(model.head.weight.detach(), requires_grad=False)
+    codes.quant_state = ("nf4", 0.5)
+    model.head.weight = codes
+    seen = []
+    model.head.register_forward_pre_hook(lambda m, _: seen.append((type(m.weight), m.weight.quant_state)))
+    fully_shard(model, dtensors=True)
+    for _ in range(2):
+        model(_batch(0, rank)).sum().backward()
+    assert seen == [(Codes, ("nf4", 0.5))] * 2
+
+
+def _in_other_ways(rank: int, ranks: int = 2) -> None:
+    """Values of rank 0, gradients that add up, state dicts, summoned values, dtypes, the meta device."""
+    model, one = Net(InHalf), Net(None)
+    if rank:
+        nn.init.ones_(model.layers[0].weight._data)
+    fully_shard(model, dtensors=True)
+    with torch.no_grad():
+        for layer in one.layers[::2]:
+            layer.weight.copy_(layer.weight.bfloat16())
+    with sharding_of(model).no_sync():
+        model(_batch(0, rank)).sum().backward()
+    model(_batch(1, rank)).sum().backward()
+    for step in range(2):
+        for part in range(ranks):
+            (one(_batch(step, part)).sum() / ranks).backward()
+    for p, q in zip(model.parameters(), one.parameters(), strict=True):
+        torch.testing.assert_close(p.grad.full_tensor(), q.grad)  # type: ignore[union-attr]
+    again = fully_shard(Net(InHalf), dtensors=True)
+    for p in again.parameters():
+        nn.init.zeros_(p.to_local())  # type: ignore[attr-defined]
+    again.load_state_dict(model.state_dict())
+    torch.testing.assert_close(again(_batch(0, rank)), one(_batch(0, rank)))
+    with sharding_of(again).summon_full_params():
+        torch.testing.assert_close(again.layers[0].weight.detach(), one.layers[0].weight.detach())
+    with (
+        pytest.raises(LifecycleError, match=r"'layers\.0\.weight' was written to"),
+        sharding_of(again).summon_full_params(),
+    ):
+        again.layers[0].weight.detach().zero_()
+    torch.testing.assert_close(again(_batch(0, rank)), one(_batch(0, rank)))
+    with torch.device("meta"):
+        empty = fully_shard(Net(InHalf), dtensors=True)
+    empty.to_empty(device="cpu")
+    empty.load_state_dict(model.state_dict())
+    torch.testing.assert_close(empty(_batch(0, rank)), one(_batch(0, rank)))
+
+
+def _refused(rank: int) -> None:
+    with pytest.raises(ConfigurationError, match=r"'layers\.0\.weight' is a InHalf"):
+        fully_shard(Net(InHalf))
+    with pytest.raises(RankMismatchError, match="fsdp_pre_all_gather"):
+        fully_shard(Net(Unpadded, 7), dtensors=True)(_batch(0, rank))
+    with pytest.raises(ConfigurationError, match="offloading is for plain parameters"):
+        fully_shard(Net(InHalf), dtensors=True, offload=shardkit.OffloadPolicy(parameters=True))
+    model = fully_shard(Net(InHalf), dtensors=True)
+    for refused in (
+        lambda: copy.deepcopy(model),
+        lambda: shardkit.save_training("nowhere", step=0, model=model),
+    ):
+        with pytest.raises(ConfigurationError, match="has a class with fsdp_pre_all_gather"):
+            refused()
+
+
+def _torchaos(rank: int, ranks: int = 2) -> None:
+    """Its NF4 (frozen, of several tensors) and its weights of int8 that train; both compute as before."""
+    if importlib.util.find_spec("torchao") is None:
+        return  # where torch is older
+    torchao = importlib.import_module("torchao")
+    nf4 = importlib.import_module("torchao.quantization.quantize_.workflows.nf4.nf4_tensor")
+    int8 = importlib.import_module("torchao.prototype.quantized_training")
+    torch.manual_seed(0)
+    frozen = nn.Linear(256, 256 * ranks, bias=False)
+    frozen.weight = nn.Parameter(nf4.to_nf4(frozen.weight.detach()), requires_grad=False)
+    frozen.forward = lambda x: nf4.linear_nf4(x, frozen.weight)
+    model = nn.Sequential(nn.Linear(6, 256), frozen, nn.Linear(256 * ranks, 8, bias=False))
+    torchao.quantize_(model, int8.int8_weight_only_quantized_training(), lambda _, name: name == "2")
+    one, x = copy.deepcopy(model), _batch(0, 0)
+    one[1].forward = lambda x: nf4.linear_nf4(x, one[1].weight)
+    one(x).sum().backward()
+    fully_shard(model, dtensors=True)
+    for _ in range(2):
+        model.zero_grad()
+        out = model(x)
+        torch.testing.assert_close(out, one(x))
+        out.sum().backward()
+    for p, q in zip(model.parameters(), one.parameters(), strict=True):
+        assert type(p.to_local()) is type(q) or type(q) is nn.Parameter  # type: ignore[attr-defined]
+        if q.grad is not None:
+            torch.testing.assert_close(p.grad.full_tensor(), q.grad)  # type: ignore[union-attr]
+
+
+def _all(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    half = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    _beside(rank, InHalf, 7, half, mesh)
+    model = _beside(rank, InHalf, 8, MixedPrecisionPolicy(), mesh)
+    weight = model.layers[0].weight
+    with pytest.raises(LifecycleError, match=r"layers\.0\.weight"):
+        weight + 1
+    _beside(rank, Quantized, 8, MixedPrecisionPolicy(), mesh)
+    for part in (_metadata, _in_other_ways, _torchaos, _refused):
+        part(rank)
+
+
+def test_training_beside_fsdp2() -> None:
+    rank_pool(2).run(_all)
