@@ -22,6 +22,9 @@ where its first call began. So on entering the unit at ``position``, backward
 [Note: prefetch] While a unit computes, the next one is gathered: the next of the last forward's order, or in backward
 the one before. So two units' parameters are full at a time, besides those that stay so.
 
+[Note: small units] A message costs the same whether it brings 4 KiB or 64. So units that follow each other, and are
+small together, are gathered together when the first of them is asked for.
+
 [Note: what stays gathered] The root (by option) and the unit that was called last: backward begins with it. They are
 gathered anew in each forward, for between forwards the shards change.
 
@@ -57,6 +60,7 @@ import weakref
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from itertools import accumulate
 from operator import attrgetter
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
@@ -78,7 +82,7 @@ from ..torch_seams.hooks import (
 )
 from .flat_param import FlatParam
 from .originals import backward_with_graph, changed_since_forward, written_original
-from .store import GATHERING, LOCKED
+from .store import GATHERING, LOCKED, Store, start_together
 from .unit import Unit, UnitCall
 
 if TYPE_CHECKING:
@@ -243,7 +247,7 @@ def plan_backward(
     due = [bisect_left(times, entered[unit]) for unit in gathers]
     together = _computed_together(gathers, calls, recomputed)
     again = [min(positions, default=-1) for positions in together]
-    return BackwardPlan(gathers, reductions, due, _until(together, prefetch), again)
+    return BackwardPlan(gathers, reductions, due, _until(together, gathers, prefetch), again)
 
 
 def _times_of_reductions(units: Iterable[Unit], left: dict[Unit, int]) -> dict[Unit, int]:
@@ -277,13 +281,32 @@ def _computed_together(
     return together
 
 
-def _until(together: Sequence[set[int]], prefetch: int) -> list[int]:
+def _until(together: Sequence[set[int]], units: Sequence[Unit], prefetch: int) -> list[int]:
+    """For each position up to where units are gathered on entering it (exclusive): whole rows of small ones."""
     until: list[int] = []
-    furthest = 0
+    furthest, end_of = 0, _ends_of_rows(units)
     for k, positions in enumerate(together):
         furthest = max(furthest, k, *positions)
-        until.append(min(furthest + 1 + prefetch, len(together)))
+        until.append(end_of[min(furthest + prefetch, len(units) - 1)])
     return until
+
+
+_ROW = 2**16  # bytes, gathered, that one message brings for several units
+
+
+def _ends_of_rows(units: Sequence[Unit]) -> list[int]:
+    """For each position where the row of small units that it is in ends (exclusive)."""
+    rows: list[list[Unit]] = []
+    room = 0
+    for unit in units:
+        size = unit.small_bytes
+        if not rows or size < 0 or size > room:
+            rows.append([])
+            room = _ROW if size >= 0 else 0
+        rows[-1].append(unit)
+        room -= size
+    ends = list(accumulate(map(len, rows)))
+    return [end for end, row in zip(ends, rows, strict=True) for _ in row]
 
 
 class _Asked(NamedTuple):
@@ -395,6 +418,7 @@ class Engine:
         self._replan = False
         # of the last complete training forward:
         self._order: list[Unit] = []  # calls as they began
+        self._ahead: list[int] = []  # for each, up to where units are gathered then (exclusive)
         self._order_of_ends: list[tuple[Unit, int]] = []
         self._checkpoints: list[int] = []  # of each call the checkpoint around it, by number; -1 for none
         self._plan = BackwardPlan((), (), (), (), ())
@@ -479,9 +503,14 @@ class Engine:
             unit.is_reached = True
         order = self._order
         if position < len(order) and order[position] is unit:
-            for following in order[position + 1 : position + 1 + self._prefetch]:
+            ahead = []
+            for following in order[position + 1 : self._ahead[position]]:
                 if not following.is_held:
-                    following.start_gather()
+                    ahead.append(following)
+            if len(ahead) == 1:
+                ahead[0].start_gather()
+            elif ahead:
+                self._gather_together(ahead)
 
     @not_compiled
     def after_forward(self, unit: Unit) -> None:
@@ -544,6 +573,9 @@ class Engine:
         )
         for k, unit in enumerate(self._plan.gathers):
             unit.position = k
+        ends = _ends_of_rows(self._order)
+        last = len(ends) - 1
+        self._ahead = [ends[min(k + self._prefetch, last)] for k in range(len(ends))]
         self._frozen.settle()
         self._frozen = FrozenUnits([] if self.is_lazy else frozen_behind_trainable(self._order))
 
@@ -636,6 +668,13 @@ class Engine:
                 flat.start_gather()
                 self._kept.append(flat)
 
+    def _gather_together(self, units: Sequence[Unit]) -> None:
+        stores: list[Store] = []
+        for unit in units:
+            unit.start_gather(None if self.is_lazy else stores)
+        with units[0].ranges.gather():
+            start_together(stores, self.after)
+
     def leave(self, unit: Unit) -> None:
         """Backward has left a call of a unit whose gradients, if any, are there."""
         if self._is_planned and self._order.count(unit) == 1:  # else it may come back on some ranks
@@ -653,9 +692,15 @@ class Engine:
         self._gather_until(self._plan.until[self._passed])
 
     def _gather_until(self, position: int) -> None:
-        for unit in self._plan.gathers[self._next_gather : position]:
+        units, ahead = self._plan.gathers[self._next_gather : position], []
+        for unit in units:
             if unit.is_undecided:
                 self._frozen.settle()
+            if unit.goes_backward and not unit.is_held:
+                ahead.append(unit)
+        if len(ahead) > 1:
+            self._gather_together(ahead)
+        for unit in units:
             if unit.goes_backward:
                 self._gather(unit)
         self._next_gather = max(self._next_gather, position)

@@ -24,7 +24,7 @@ from ..tracing.ranges import UNNAMED, UnitRanges
 from .flat_param import FlatParam
 from .gradients import GradientPack, Replicas, packed_dtype, way_for
 from .originals import Listing, as_tensors, backward_when_summoned, unknown_root, written_original
-from .store import KEPT, SUMMONED, start_together
+from .store import KEPT, SUMMONED, Store, start_together
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -297,17 +297,23 @@ class Unit:
         return after
 
     # ------------------------------------------------------------ memory
-    def start_gather(self) -> None:
-        """Asks for the values of everything that the module needs."""
-        if not self.is_held:
-            self.is_held = True
+    def start_gather(self, together: list[Store] | None = None) -> None:
+        """Asks for the values of everything that the module needs.
+
+        Args:
+            together: gets the stores that are to be started, with those of other units; else they are started.
+        """
+        if self.is_held:
+            return
+        self.is_held = True
+        asked: list[Store] = [] if together is None else together
+        for flat in self.needs:
+            store = flat.use()
+            if store is not None:
+                asked.append(store)
+        if together is None:
             after = self.engine.after if self.engine is not None else ()
             with self.ranges.gather():
-                asked = []
-                for flat in self.needs:
-                    store = flat.use()
-                    if store is not None:
-                        asked.append(store)
                 if len(asked) == 1 and not self._is_lazy:
                     asked[0].start(after)
                 else:
@@ -363,6 +369,13 @@ class Unit:
         self.open_calls -= 1
         if self.open_calls == 0 and (self.waiting == 0 or self.reduced) and self.engine is not None:
             self.engine.leave(self)
+
+    @property
+    def small_bytes(self) -> int:
+        """Bytes of its values, gathered, where they can travel with those of other units; else -1."""
+        if any(flat.store.joins is None or flat.is_borrowed or flat.hears for flat in self.needs):
+            return -1
+        return sum(flat.layout.padded_numel * flat.compute_dtype.itemsize for flat in self.needs)
 
     @property
     def group(self) -> Group | None:

@@ -149,10 +149,10 @@ def _adapted(rank: int, how: str) -> tuple[Counter[str], float]:
 
 
 @pytest.mark.parametrize("implementation", DOORS)
-def test_frozen_and_trainable_parameters_of_a_unit_are_one_message(implementation: str) -> None:
-    """Eight units: 8 gathers in forward, 7 in backward and 8 reductions."""
+def test_small_units_are_one_message_with_their_frozen_and_trainable_parameters(implementation: str) -> None:
+    """Eight units: all together once in forward, all but the last in backward, and 8 reductions."""
     for messages, difference in rank_pool(2).run(_adapted, implementation):
-        assert messages == {"alltoall_base_": 8 + 7 + 8}
+        assert messages == {"alltoall_base_": 1 + 1 + 8}
         assert difference <= 1e-5
     for _, difference in rank_pool(3).run(_adapted, implementation):
         assert difference <= 1e-5
