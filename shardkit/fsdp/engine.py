@@ -23,7 +23,7 @@ where its first call began. So on entering the unit at ``position``, backward
 the one before. So two units' parameters are full at a time, besides those that stay so.
 
 [Note: small units] A message costs the same whether it brings 4 KiB or 64. So units that follow each other, and are
-small together, are gathered together when the first of them is asked for.
+small together, are gathered together when the first of them is asked for, and reduced together when the last is due.
 
 [Note: what stays gathered] The root (by option) and the unit that was called last: backward begins with it. They are
 gathered anew in each forward, for between forwards the shards change.
@@ -57,7 +57,7 @@ import functools
 import sys
 import threading
 import weakref
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import accumulate
@@ -83,7 +83,7 @@ from ..torch_seams.hooks import (
 from .flat_param import FlatParam
 from .originals import backward_with_graph, changed_since_forward, written_original
 from .store import GATHERING, LOCKED, Store, start_together
-from .unit import Unit, UnitCall
+from .unit import ROW, SmallUnits, Unit, UnitCall, rows_of_small
 
 if TYPE_CHECKING:
     from .unit import Unit
@@ -291,9 +291,6 @@ def _until(together: Sequence[set[int]], units: Sequence[Unit], prefetch: int) -
     return until
 
 
-_ROW = 2**16  # bytes, gathered, that one message brings for several units
-
-
 def _ends_of_rows(units: Sequence[Unit]) -> list[int]:
     """For each position where the row of small units that it is in ends (exclusive)."""
     rows: list[list[Unit]] = []
@@ -302,7 +299,7 @@ def _ends_of_rows(units: Sequence[Unit]) -> list[int]:
         size = unit.small_bytes
         if not rows or size < 0 or size > room:
             rows.append([])
-            room = _ROW if size >= 0 else 0
+            room = ROW if size >= 0 else 0
         rows[-1].append(unit)
         room -= size
     ends = list(accumulate(map(len, rows)))
@@ -422,13 +419,15 @@ class Engine:
         self._order_of_ends: list[tuple[Unit, int]] = []
         self._checkpoints: list[int] = []  # of each call the checkpoint around it, by number; -1 for none
         self._plan = BackwardPlan((), (), (), (), ())
+        self._reductions: list[Unit | SmallUnits] = []  # of the plan, small ones in rows
+        self._due: list[int] = []  # of these, as the plan's
         self._frozen = FrozenUnits()
         # of the backward in progress:
         self._is_planned = True  # it goes through one forward: see the note
         self._passed = -1  # position up to which it has come
         self._next_gather = 0
         self._next_reduction = 0
-        self._in_flight: list[Unit] = []
+        self._in_flight: list[Unit | SmallUnits] = []
         self._deferred: list[Unit] = []  # complete, as far as re-entrant checkpoints inside of them let know
         self._kept: list[FlatParam] = []  # gathered until backward ends
         self._creates_graph = False
@@ -573,6 +572,10 @@ class Engine:
         )
         for k, unit in enumerate(self._plan.gathers):
             unit.position = k
+        self._reductions = rows_of_small(self._plan.reductions)
+        sizes = [len(row.units) if isinstance(row, SmallUnits) else 1 for row in self._reductions]
+        ends = list(accumulate(sizes))
+        self._due = [bisect_right(ends, due) for due in self._plan.due]  # rows that backward has left
         ends = _ends_of_rows(self._order)
         last = len(ends) - 1
         self._ahead = [ends[min(k + self._prefetch, last)] for k in range(len(ends))]
@@ -684,11 +687,12 @@ class Engine:
         """Backward enters the next unit of the plan, or passes it by."""
         self._passed += 1
         if self._is_planned and not self.state.accumulating:
-            for unit in self._plan.reductions[self._next_reduction : self._plan.due[self._passed]]:
+            for row in self._reductions[self._next_reduction : self._due[self._passed]]:
                 self._next_reduction += 1
-                self._send(unit)
-                if unit.waiting and not unit.open_calls:
-                    unit.release()
+                self._send(row)
+                for unit in row.units if isinstance(row, SmallUnits) else (row,):
+                    if unit.waiting and not unit.open_calls:
+                        unit.release()
         self._gather_until(self._plan.until[self._passed])
 
     def _gather_until(self, position: int) -> None:
@@ -726,7 +730,7 @@ class Engine:
             return
         if not self._is_planned and self._needs_one_order:
             return
-        order, due, following = self._plan.reductions, self._plan.due, self._passed + 1
+        order, due, following = self._reductions, self._due, self._passed + 1
         limit = due[following] if self._is_planned and following < len(due) else len(order)
         while self._next_reduction < limit:
             ready = order[self._next_reduction]
@@ -748,7 +752,7 @@ class Engine:
             else:
                 self.complete(unit)
 
-    def _send(self, unit: Unit) -> None:
+    def _send(self, unit: Unit | SmallUnits) -> None:
         if torch.is_grad_enabled():  # backward(create_graph=True)
             with torch.no_grad():
                 self._send(unit)
@@ -807,8 +811,8 @@ class Engine:
             for unit in self.units:
                 unit.note_local_gradients()
             return
-        for unit in self._plan.reductions[self._next_reduction :]:
-            self._send(unit)
+        for row in self._reductions[self._next_reduction :]:
+            self._send(row)
         for unit in self.units:  # called outside of the root's forward, or twice in nested backwards
             if unit.has_local_gradients():
                 self._send(unit)
