@@ -675,8 +675,7 @@ class Engine:
         stores: list[Store] = []
         for unit in units:
             unit.start_gather(None if self.is_lazy else stores)
-        with units[0].ranges.gather():
-            start_together(stores, self.after)
+        start_together(stores, self.after)
 
     def leave(self, unit: Unit) -> None:
         """Backward has left a call of a unit whose gradients, if any, are there."""

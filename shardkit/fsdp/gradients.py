@@ -78,7 +78,7 @@ class GradientPack(ABC):
         self._op = ReduceOp.AVG if is_mean else ReduceOp.SUM
         self._before, self._after = (1.0, 1.0) if is_mean else (before, after)
         self._gradient_class = gradient_class(flat.group, "the FSDP root's clip_grad_norm_", True)
-        self._in_flight: Reduction | None = None
+        self.in_flight: Reduction | None = None
         with as_tensors():
             self.trainable = [m.param.requires_grad for m in flat.originals]
         pieces = [p for p in flat.layout.pieces() if self.trainable[p.item]]
@@ -102,10 +102,6 @@ class GradientPack(ABC):
         """Makes what packs gradients in this form."""
 
     # ------------------------------------------------------------ sending
-    def send(self, kept: Mapping[int, torch.Tensor]) -> None:
-        """Takes the original parameters' gradients and starts their reduction (collective); see :meth:`take`."""
-        self._in_flight = self._reduce(self.take(kept))
-
     def take(self, kept: Mapping[int, torch.Tensor]) -> list[torch.Tensor | None]:
         """The original parameters' gradients, which these have no longer.
 
@@ -122,8 +118,8 @@ class GradientPack(ABC):
         return gradients
 
     @abstractmethod
-    def _reduce(self, gradients: list[torch.Tensor | None]) -> Reduction | None:
-        """Starts; gives the gradients' own memory back before anything else is allocated. None: nothing to do."""
+    def reduce(self, gradients: list[torch.Tensor | None]) -> Reduction | None:
+        """Starts their reduction (collective); first gives their own memory back. None: nothing to do."""
 
     def _scatter(self, packed: torch.Tensor, had: list[bool], had_all: bool, label: str = "") -> Reduction:
         result = packed.new_empty(packed.numel() // self._group.world_size)
@@ -138,7 +134,7 @@ class GradientPack(ABC):
     # ------------------------------------------------------------ receiving
     def is_done(self) -> bool:
         """Whether :meth:`receive` would not wait."""
-        return self._in_flight is None or (work := self._in_flight[3]) is None or work.is_done()
+        return self.in_flight is None or (work := self.in_flight[3]) is None or work.is_done()
 
     def receive(self, replicas: Replicas | None) -> None:
         """Waits for the reduction, and adds the result to the shard's gradient.
@@ -146,11 +142,11 @@ class GradientPack(ABC):
         Args:
             replicas: ranks that hold the same shard; the result is averaged over them too.
         """
-        if self._in_flight is None:
+        if self.in_flight is None:
             self._forget_zeros(self._flat.unused.originals)
             return
-        had, had_all, result, work = self._in_flight
-        self._in_flight = None
+        had, had_all, result, work = self.in_flight
+        self.in_flight = None
         if work is not None:
             with self._flat.ranges.reduce_wait():
                 work.wait()
@@ -161,7 +157,8 @@ class GradientPack(ABC):
             result.mul_(1.0 / self._after)
         if not had_all:
             had = self._anywhere(had, result)
-        self.arrive(had, result, had_all)
+        if self._note(had, had_all, result):  # as :meth:`arrive`, which would be a call
+            self._hand_over(self._own(result))
 
     def arrive(self, had: list[bool], result: torch.Tensor, had_all: bool) -> None:
         """The shard gets the mean, the first [S] of this; some rank ``had`` these gradients, as far as is known."""
@@ -170,7 +167,7 @@ class GradientPack(ABC):
 
     def forget(self) -> None:
         """Waits for the reduction of a backward that died, and forgets the result."""
-        reduction, self._in_flight = self._in_flight, None
+        reduction, self.in_flight = self.in_flight, None
         if reduction is not None and (work := reduction[3]) is not None:
             work.wait()
             self._arrived()
@@ -256,7 +253,7 @@ class StoredPack(GradientPack):
         self._pack = WrittenPack(self._form, self._packed, [m.shape for m in flat.originals])
         self._group.backend.release_storage(self._packed)
 
-    def _reduce(self, gradients: list[torch.Tensor | None]) -> Reduction:
+    def reduce(self, gradients: list[torch.Tensor | None]) -> Reduction:
         had = list(map(is_not, gradients, repeat(None)))
         self._group.backend.take_storage(self._packed)
         had_all = False not in compress(had, self.trainable)
@@ -322,7 +319,7 @@ class JoinedReduction:
         self._packed = torch.empty(self._form.starts[-1], dtype=first._dtype, device=first._device)
         self._written = WrittenPack(self._form, self._packed, shapes)
         self._backend.release_storage(self._packed)
-        self._in_flight: Reduction | None = None
+        self.in_flight: Reduction | None = None
 
     def send(self, gradients: list[torch.Tensor | None]) -> None:
         """Starts (collective); takes the gradients, pack by pack."""
@@ -332,31 +329,31 @@ class JoinedReduction:
         self._written.write(gradients, None if had_all else had)
         gradients.clear()
         label = f"gradients of {self._first._flat.label} and {len(self.packs) - 1} more"
-        self._in_flight = self._first._scatter(self._packed, had, had_all, label)
+        self.in_flight = self._first._scatter(self._packed, had, had_all, label)
 
     def is_done(self) -> bool:
         """Whether :meth:`receive` would not wait."""
-        return self._in_flight is None or (work := self._in_flight[3]) is None or work.is_done()
+        return self.in_flight is None or (work := self.in_flight[3]) is None or work.is_done()
 
     def forget_reduction(self) -> None:
         """Waits; shards get nothing."""
-        reduction, self._in_flight = self._in_flight, None
+        reduction, self.in_flight = self.in_flight, None
         if reduction is not None:
-            self._wait(reduction)
+            self._wait(reduction[3])
 
-    def _wait(self, reduction: Reduction) -> None:
-        if (work := reduction[3]) is not None:
-            with self._first._flat.ranges.reduce_wait():
-                work.wait()
+    def _wait(self, work: Work | None) -> None:
+        for pack in self.packs:  # the first one waits; traces show the others, too
+            with pack._flat.ranges.reduce_wait():
+                (work or DONE).wait()
         self._backend.release_storage(self._packed)
 
     def receive(self) -> None:
         """Waits; shards get their gradients."""
-        reduction, self._in_flight = self._in_flight, None
+        reduction, self.in_flight = self.in_flight, None
         if reduction is None:
             return
-        self._wait(reduction)
-        had, had_all, result, _ = reduction
+        had, had_all, result, work = reduction
+        self._wait(work)
         if self._first._after != 1.0:
             result.mul_(1.0 / self._first._after)
         if not had_all:
@@ -402,7 +399,7 @@ class LazyPack(GradientPack):
     def _lay_out(self) -> None:
         self._pack = JoinedPack(self._form, self._flat.layout.numels)
 
-    def _reduce(self, gradients: list[torch.Tensor | None]) -> Reduction | None:
+    def reduce(self, gradients: list[torch.Tensor | None]) -> Reduction | None:
         had = list(map(is_not, gradients, repeat(None)))
         if True not in had:  # on no rank, or they are out of step
             return None
@@ -441,7 +438,7 @@ class WholePack(GradientPack):
         self._pack = JoinedPack(self._form, self._flat.layout.numels)
         self.part_numel = sum(self._form.first_flag)  # no flags are sent
 
-    def _reduce(self, gradients: list[torch.Tensor | None]) -> Reduction:
+    def reduce(self, gradients: list[torch.Tensor | None]) -> Reduction:
         had = list(map(is_not, gradients, repeat(None)))
         had_all = False not in compress(had, self.trainable)
         return had, had_all, self._pack.join(gradients, None, self._like), None

@@ -308,17 +308,18 @@ class Unit:
             return
         self.is_held = True
         asked: list[Store] = [] if together is None else together
-        for flat in self.needs:
-            store = flat.use()
-            if store is not None:
-                asked.append(store)
-        if together is None:
-            after = self.engine.after if self.engine is not None else ()
-            with self.ranges.gather():
-                if len(asked) == 1 and not self._is_lazy:
-                    asked[0].start(after)
-                else:
-                    start_together(asked, after)
+        after = self.engine.after if self.engine is not None else ()
+        with self.ranges.gather():
+            for flat in self.needs:
+                store = flat.use()
+                if store is not None:
+                    asked.append(store)
+            if together is not None:
+                return
+            if len(asked) == 1 and not self._is_lazy:
+                asked[0].start(after)
+            else:
+                start_together(asked, after)
 
     def release(self, until_backward: bool = False) -> None:
         """The module does not need its values any more, or only in backward.
@@ -406,10 +407,11 @@ class Unit:
                     kept: dict[int, torch.Tensor] = {}
                     for one in self._local[k] if self.keeps_local else ():
                         kept.update(one.take())
+                    gradients = pack.take(kept)
                     if together is None:
-                        pack.send(kept)
+                        pack.in_flight = pack.reduce(gradients)
                     else:
-                        together += pack.take(kept)
+                        together += gradients
         self.keeps_local = False
 
     def is_reduced(self) -> bool:
