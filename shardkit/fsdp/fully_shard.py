@@ -24,7 +24,7 @@ from ..policy import OffloadPolicy, PrecisionPolicy, ReducePolicy, ReshardPolicy
 from ..progress import noting_errors
 from ..torch_seams.compiling import not_compiled
 from ..torch_seams.device_mesh import shards_and_replicas_of
-from ..torch_seams.dtensors import cut_rows, is_dtensor
+from ..torch_seams.dtensors import cut, is_dtensor
 from ..torch_seams.other_wrappers import AccelerateAsks, check_wrappable
 from ..types import Args, IncompatibleKeys, Kwargs, Memo, ProcessGroup, StateDict, Tree
 from .construct import begin_move, check_copied, check_pickled, end_move, shard, wake
@@ -88,7 +88,8 @@ def fully_shard(
     (:func:`~shardkit.layout.rows_layout`). ``state_dict()`` is full, and ``load_state_dict()`` takes a full one (both
     collective). What wrappers have as methods, ``sharding_of(module)`` has. With ``dtensors=True`` they list DTensors,
     cut by rows as FSDP2 cuts, and ``state_dict()`` has these, so that torch's own functions know what to do with them;
-    each gather costs a copy then. Where execution is lazy (XLA), parts are 1-D and even, and are reduced one by one.
+    each gather costs a copy then. Parameters that are DTensors already, by tensor parallelism, need this and ``mesh=``.
+    Where execution is lazy (XLA), parts are 1-D and even, and are reduced one by one.
     ``align=n`` keeps n rows together.
 
     Arguments are those of :class:`~shardkit.FSDP`, or those of torch's ``fully_shard`` (FSDP2) with torch's policies:
@@ -108,7 +109,7 @@ def fully_shard(
     )  # fmt: skip
     states: list[ShardingState] = []
     for each in modules_of(module):
-        _check(each)
+        _check(each, dtensors)
         states.append(ShardingState(each, each, options))
     shard(states)
     for state in states:
@@ -117,13 +118,19 @@ def fully_shard(
     return module
 
 
-def _check(module: nn.Module) -> None:
+def _check(module: nn.Module, dtensors: bool) -> None:
     if state_of(module) is not None:
         raise ConfigurationError(
             f"this {type(module).__name__} is sharded already; call fully_shard once for each"
         )
     listing_dtensors = [m for m in module.modules() if (s := state_of(m)) is not None and s.options.dtensors]
-    check_wrappable(module, "fully_shard", may_hold=Door, without=listing_dtensors)
+    check_wrappable(
+        module,
+        "fully_shard",
+        may_hold=Door,
+        without=listing_dtensors,
+        may_list=is_dtensor if dtensors else None,
+    )
 
 
 class _Call(NamedTuple):
@@ -266,7 +273,7 @@ class _InPlace:
                 key = f"{path}.{name}" if path else name
                 value = state_dict.get(key)
                 if is_dtensor(p) and isinstance(value, torch.Tensor) and not is_dtensor(value):
-                    state_dict[key] = cut_rows(value.to(p._local_tensor.device), p.device_mesh)
+                    state_dict[key] = cut(value.to(p._local_tensor.device), p.device_mesh, p.placements)
 
     def _end_load(self, module: nn.Module, incompatible: IncompatibleKeys) -> None:
         collect_in_place(-1)
