@@ -22,6 +22,9 @@ where its first call began. So on entering the unit at ``position``, backward
 [Note: prefetch] While a unit computes, the next one is gathered: the next of the last forward's order, or in backward
 the one before. So two units' parameters are full at a time, besides those that stay so.
 
+[Note: small units] A message costs the same whether it brings 4 KiB or 64. So units that follow each other, and are
+small together, are gathered together when the first of them is asked for, and reduced together when the last is due.
+
 [Note: what stays gathered] The root (by option) and the unit that was called last: backward begins with it. They are
 gathered anew in each forward, for between forwards the shards change.
 
@@ -59,9 +62,10 @@ import itertools
 import sys
 import threading
 import weakref
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from itertools import accumulate
 from operator import attrgetter
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
@@ -83,8 +87,8 @@ from ..torch_seams.hooks import (
 )
 from .flat_param import FlatParam
 from .originals import backward_with_graph, changed_since_forward, written_original
-from .store import GATHERING, LOCKED
-from .unit import Unit, UnitCall
+from .store import GATHERING, LOCKED, Store, start_together
+from .unit import ROW, SmallUnits, Unit, UnitCall, rows_of_small
 
 if TYPE_CHECKING:
     from .unit import Unit
@@ -248,7 +252,7 @@ def plan_backward(
     due = [bisect_left(times, entered[unit]) for unit in gathers]
     together = _computed_together(gathers, calls, recomputed)
     again = [min(positions, default=-1) for positions in together]
-    return BackwardPlan(gathers, reductions, due, _until(together, prefetch), again)
+    return BackwardPlan(gathers, reductions, due, _until(together, gathers, prefetch), again)
 
 
 def _times_of_reductions(units: Iterable[Unit], left: dict[Unit, int]) -> dict[Unit, int]:
@@ -282,13 +286,29 @@ def _computed_together(
     return together
 
 
-def _until(together: Sequence[set[int]], prefetch: int) -> list[int]:
+def _until(together: Sequence[set[int]], units: Sequence[Unit], prefetch: int) -> list[int]:
+    """For each position up to where units are gathered on entering it (exclusive): whole rows of small ones."""
     until: list[int] = []
-    furthest = 0
+    furthest, end_of = 0, _ends_of_rows(units)
     for k, positions in enumerate(together):
         furthest = max(furthest, k, *positions)
-        until.append(min(furthest + 1 + prefetch, len(together)))
+        until.append(end_of[min(furthest + prefetch, len(units) - 1)])
     return until
+
+
+def _ends_of_rows(units: Sequence[Unit]) -> list[int]:
+    """For each position where the row of small units that it is in ends (exclusive)."""
+    rows: list[list[Unit]] = []
+    room = 0
+    for unit in units:
+        size = unit.small_bytes
+        if not rows or size < 0 or size > room:
+            rows.append([])
+            room = ROW if size >= 0 else 0
+        rows[-1].append(unit)
+        room -= size
+    ends = list(accumulate(map(len, rows)))
+    return [end for end, row in zip(ends, rows, strict=True) for _ in row]
 
 
 class _Asked(NamedTuple):
@@ -403,9 +423,12 @@ class Engine:
         self._replan = False
         # of the last complete training forward:
         self._order: list[Unit] = []  # calls as they began
+        self._ahead: list[int] = []  # for each, up to where units are gathered then (exclusive)
         self._order_of_ends: list[tuple[Unit, int]] = []
         self._checkpoints: list[int] = []  # of each call the checkpoint around it, by number; -1 for none
         self._plan = BackwardPlan((), (), (), (), ())
+        self._reductions: list[Unit | SmallUnits] = []  # of the plan, small ones in rows
+        self._due: list[int] = []  # of these, as the plan's
         self._frozen = FrozenUnits()
         self._began = self._ended = 0  # when it did, among those of all roots
         # of the backward in progress:
@@ -413,7 +436,7 @@ class Engine:
         self._passed = -1  # position up to which it has come
         self._next_gather = 0
         self._next_reduction = 0
-        self._in_flight: list[Unit] = []
+        self._in_flight: list[Unit | SmallUnits] = []
         self._deferred: list[Unit] = []  # complete, as far as re-entrant checkpoints inside of them let know
         self._kept: list[FlatParam] = []  # gathered until backward ends
         self._creates_graph = False
@@ -489,9 +512,14 @@ class Engine:
             unit.is_reached = True
         order = self._order
         if position < len(order) and order[position] is unit:
-            for following in order[position + 1 : position + 1 + self._prefetch]:
+            ahead = []
+            for following in order[position + 1 : self._ahead[position]]:
                 if not following.is_held:
-                    following.start_gather()
+                    ahead.append(following)
+            if len(ahead) == 1:
+                ahead[0].start_gather()
+            elif ahead:
+                self._gather_together(ahead)
 
     @not_compiled
     def after_forward(self, unit: Unit) -> None:
@@ -555,6 +583,13 @@ class Engine:
         )
         for k, unit in enumerate(self._plan.gathers):
             unit.position = k
+        self._reductions = rows_of_small(self._plan.reductions)
+        sizes = [len(row.units) if isinstance(row, SmallUnits) else 1 for row in self._reductions]
+        ends = list(accumulate(sizes))
+        self._due = [bisect_right(ends, due) for due in self._plan.due]  # rows that backward has left
+        ends = _ends_of_rows(self._order)
+        last = len(ends) - 1
+        self._ahead = [ends[min(k + self._prefetch, last)] for k in range(len(ends))]
         self._frozen.settle()
         self._frozen = FrozenUnits([] if self.is_lazy else frozen_behind_trainable(self._order))
 
@@ -651,6 +686,12 @@ class Engine:
                 flat.start_gather()
                 self._kept.append(flat)
 
+    def _gather_together(self, units: Sequence[Unit]) -> None:
+        stores: list[Store] = []
+        for unit in units:
+            unit.start_gather(None if self.is_lazy else stores)
+        start_together(stores, self.after)
+
     def leave(self, unit: Unit) -> None:
         """Backward has left a call of a unit whose gradients, if any, are there."""
         if self._is_planned and self._order.count(unit) == 1:  # else it may come back on some ranks
@@ -660,17 +701,24 @@ class Engine:
         """Backward enters the next unit of the plan, or passes it by."""
         self._passed += 1
         if self._is_planned and not self.state.accumulating:
-            for unit in self._plan.reductions[self._next_reduction : self._plan.due[self._passed]]:
+            for row in self._reductions[self._next_reduction : self._due[self._passed]]:
                 self._next_reduction += 1
-                self._send(unit)
-                if unit.waiting and not unit.open_calls:
-                    unit.release()
+                self._send(row)
+                for unit in row.units if isinstance(row, SmallUnits) else (row,):
+                    if unit.waiting and not unit.open_calls:
+                        unit.release()
         self._gather_until(self._plan.until[self._passed])
 
     def _gather_until(self, position: int) -> None:
-        for unit in self._plan.gathers[self._next_gather : position]:
+        units, ahead = self._plan.gathers[self._next_gather : position], []
+        for unit in units:
             if unit.is_undecided:
                 self._frozen.settle()
+            if unit.goes_backward and not unit.is_held:
+                ahead.append(unit)
+        if len(ahead) > 1:
+            self._gather_together(ahead)
+        for unit in units:
             if unit.goes_backward:
                 self._gather(unit)
         self._next_gather = max(self._next_gather, position)
@@ -696,7 +744,7 @@ class Engine:
             return
         if not self._is_planned and self._needs_one_order:
             return
-        order, due, following = self._plan.reductions, self._plan.due, self._passed + 1
+        order, due, following = self._reductions, self._due, self._passed + 1
         limit = due[following] if self._is_planned and following < len(due) else len(order)
         while self._next_reduction < limit:
             ready = order[self._next_reduction]
@@ -718,7 +766,7 @@ class Engine:
             else:
                 self.complete(unit)
 
-    def _send(self, unit: Unit) -> None:
+    def _send(self, unit: Unit | SmallUnits) -> None:
         if torch.is_grad_enabled():  # backward(create_graph=True)
             with torch.no_grad():
                 self._send(unit)
@@ -774,10 +822,10 @@ class Engine:
                 unit.release()
         self._release_kept()
         if not self.state.accumulating:
-            rest = self._plan.reductions[self._next_reduction :]
+            rest = self._reductions[self._next_reduction :]
             self._next_reduction += len(rest)
-            for unit in rest:
-                self._send(unit)
+            for row in rest:
+                self._send(row)
 
     def _finish_backward(self) -> None:
         self._finish_plan()

@@ -19,7 +19,7 @@ from typing import NamedTuple, Protocol, final
 import torch
 
 from ..backend import DONE, Group, ReduceOp, Work
-from ..layout import alignment, rounded_up
+from ..layout import Piece, alignment, rounded_up
 from ..policy import ReducePolicy
 from ..reduction.compression import BlockFormat, CompressedAllReduce, CompressedReduceScatter, format_for
 from ..reduction.packing import JoinedPack, PackedForm, WrittenPack, has_mean
@@ -79,7 +79,7 @@ class GradientPack(ABC):
         self._op = ReduceOp.AVG if is_mean else ReduceOp.SUM
         self._before, self._after = (1.0, 1.0) if is_mean else (before, after)
         self._gradient_class = gradient_class(flat.group, "the FSDP root's clip_grad_norm_", True)
-        self._in_flight: Reduction | None = None
+        self.in_flight: Reduction | None = None
         with as_tensors():
             self.trainable = [m.param.requires_grad for m in flat.originals]
         self._split = [(k, m) for k, m in enumerate(flat.originals) if isinstance(m, SplitParameter)]
@@ -90,8 +90,10 @@ class GradientPack(ABC):
             step = blocks.numel
             size = rounded_up(size, step)
         # where each is listed by itself, all ranks have to know which ones have a gradient, not only those with a part
-        flagged = [k for k, trains in enumerate(self.trainable) if trains and flat.shards is not None]
-        self._form = PackedForm(pieces, [size] * group.world_size, even=True, step=step, flagged=flagged)
+        self._flagged = [k for k, trains in enumerate(self.trainable) if trains and flat.shards is not None]
+        self._form = PackedForm(
+            pieces, [size] * group.world_size, even=True, step=step, flagged=self._flagged
+        )
         self.part_numel = self._form.sizes[group.rank]
         self._here = self._form.items[group.rank]
         self._like = torch.empty(0, dtype=self._dtype, device=self._device)
@@ -102,8 +104,8 @@ class GradientPack(ABC):
         """Makes what packs gradients in this form."""
 
     # ------------------------------------------------------------ sending
-    def send(self, kept: Mapping[int, torch.Tensor]) -> None:
-        """Takes the original parameters' gradients and starts their reduction (collective).
+    def take(self, kept: Mapping[int, torch.Tensor]) -> list[torch.Tensor | None]:
+        """The original parameters' gradients, which these have no longer.
 
         Args:
             kept: those of earlier backwards that are kept elsewhere, by number of the original parameter.
@@ -118,27 +120,26 @@ class GradientPack(ABC):
         for number, original in self._split:
             gradient: Tree = gradients[number]
             gradients[number] = None if gradient is None else original.local_gradient(gradient)
-        self._in_flight = self._reduce(gradients)
+        return gradients
 
     @abstractmethod
-    def _reduce(self, gradients: list[torch.Tensor | None]) -> Reduction | None:
-        """Starts; gives the gradients' own memory back before anything else is allocated. None: nothing to do."""
+    def reduce(self, gradients: list[torch.Tensor | None]) -> Reduction | None:
+        """Starts their reduction (collective); first gives their own memory back. None: nothing to do."""
 
-    def _scatter(self, packed: torch.Tensor, had: list[bool], had_all: bool) -> Reduction:
+    def _scatter(self, packed: torch.Tensor, had: list[bool], had_all: bool, label: str = "") -> Reduction:
         result = packed.new_empty(packed.numel() // self._group.world_size)
         if self._before != 1.0:
             packed.mul_(1.0 / self._before)
         if self._group.world_size == 1:  # it is for replicas
             return had, had_all, result.copy_(packed), DONE
-        work = self._group.reduce_scatter_into(
-            result, packed, op=self._op, async_op=True, label=f"gradients of {self._flat.label}"
-        )
+        label = label or f"gradients of {self._flat.label}"
+        work = self._group.reduce_scatter_into(result, packed, op=self._op, async_op=True, label=label)
         return had, had_all, result, work
 
     # ------------------------------------------------------------ receiving
     def is_done(self) -> bool:
         """Whether :meth:`receive` would not wait."""
-        return self._in_flight is None or (work := self._in_flight[3]) is None or work.is_done()
+        return self.in_flight is None or (work := self.in_flight[3]) is None or work.is_done()
 
     def receive(self, replicas: Replicas | None) -> None:
         """Waits for the reduction, and adds the result to the shard's gradient.
@@ -146,11 +147,11 @@ class GradientPack(ABC):
         Args:
             replicas: ranks that hold the same shard; the result is averaged over them too.
         """
-        if self._in_flight is None:
+        if self.in_flight is None:
             self._forget_zeros(self._flat.unused.originals)
             return
-        had, had_all, result, work = self._in_flight
-        self._in_flight = None
+        had, had_all, result, work = self.in_flight
+        self.in_flight = None
         if work is not None:
             with self._flat.ranges.reduce_wait():
                 work.wait()
@@ -159,12 +160,19 @@ class GradientPack(ABC):
             self._average(result, replicas)
         if self._after != 1.0:
             result.mul_(1.0 / self._after)
+        if not had_all:
+            had = self._anywhere(had, result)
+        if self._note(had, had_all, result):  # as :meth:`arrive`, which would be a call
+            self._hand_over(self._own(result))
+
+    def arrive(self, had: list[bool], result: torch.Tensor, had_all: bool) -> None:
+        """The shard gets the mean, the first [S] of this; some rank ``had`` these gradients, as far as is known."""
         if self._note(had, had_all, result):
             self._hand_over(self._own(result))
 
     def forget(self) -> None:
         """Waits for the reduction of a backward that died, and forgets the result."""
-        reduction, self._in_flight = self._in_flight, None
+        reduction, self.in_flight = self.in_flight, None
         if reduction is not None and (work := reduction[3]) is not None:
             work.wait()
             self._arrived()
@@ -176,8 +184,6 @@ class GradientPack(ABC):
     def _note(self, had: list[bool], had_all: bool, result: torch.Tensor) -> bool:
         """Notes which original parameters had no gradient on any rank; whether any with a part here had one."""
         flat, here = self._flat, self._here or range(len(had))
-        if not had_all:
-            had = self._anywhere(had, result)
         if flat.shards is not None:
             flat.shards.hand_over(self._own(result), had, self._gradient_class)
             return False
@@ -252,7 +258,7 @@ class StoredPack(GradientPack):
         self._pack = WrittenPack(self._form, self._packed, [m.shape for m in flat.originals])
         self._group.backend.release_storage(self._packed)
 
-    def _reduce(self, gradients: list[torch.Tensor | None]) -> Reduction:
+    def reduce(self, gradients: list[torch.Tensor | None]) -> Reduction:
         had = list(map(is_not, gradients, repeat(None)))
         self._group.backend.take_storage(self._packed)
         had_all = False not in compress(had, self.trainable)
@@ -266,6 +272,101 @@ class StoredPack(GradientPack):
     def _anywhere(self, had: list[bool], result: torch.Tensor) -> list[bool]:
         return self._form.anywhere(had, result, self._group.rank)
 
+    @property
+    def nbytes(self) -> int:
+        """What is sent, and kept, by all ranks."""
+        return self._form.starts[-1] * self._dtype.itemsize
+
+    @property
+    def joins(self) -> object:
+        """Equal for packs that can travel as one message."""
+        kind, flat = type(self), self._flat
+        return (
+            kind,
+            self._group,
+            self._dtype,
+            self._device,
+            self._op,
+            self._before,
+            self._after,
+            flat.shards is None,
+        )
+
+
+class JoinedReduction:
+    """The gradients of several flat parameters as one message: for each rank its parts one after the other, and flags.
+
+    Args:
+        packs: that would reduce them one by one; their ``joins`` are equal.
+    """
+
+    def __init__(self, packs: Sequence[StoredPack]) -> None:
+        first, self.packs = packs[0], packs
+        self._first, self._backend = first, first._group.backend
+        step, size, base = alignment(first._dtype.itemsize), 0, 0
+        pieces: list[Piece] = []
+        flagged: list[int] = []
+        self._places: list[
+            tuple[int, int]
+        ] = []  # of each: number of its first gradient, start in a rank's part
+        shapes: list[torch.Size] = []
+        for pack in packs:
+            self._places.append((base, size))
+            for p in pack._form.pieces:
+                pieces.append(p._replace(item=p.item + base, offset=p.offset + size))
+            flagged += [base + k for k in pack._flagged]
+            shapes += [original.shape for original in pack._flat.originals]
+            base, size = len(shapes), rounded_up(size + pack._size, step)
+        self._form = PackedForm(
+            pieces, [size] * first._group.world_size, even=True, step=step, flagged=flagged
+        )
+        self._trainable = [trains for pack in packs for trains in pack.trainable]
+        self._packed = torch.empty(self._form.starts[-1], dtype=first._dtype, device=first._device)
+        self._written = WrittenPack(self._form, self._packed, shapes)
+        self._backend.release_storage(self._packed)
+        self.in_flight: Reduction | None = None
+
+    def send(self, gradients: list[torch.Tensor | None]) -> None:
+        """Starts (collective); takes the gradients, pack by pack."""
+        had = list(map(is_not, gradients, repeat(None)))
+        had_all = False not in compress(had, self._trainable)
+        self._backend.take_storage(self._packed)
+        self._written.write(gradients, None if had_all else had)
+        gradients.clear()
+        label = f"gradients of {self._first._flat.label} and {len(self.packs) - 1} more"
+        self.in_flight = self._first._scatter(self._packed, had, had_all, label)
+
+    def is_done(self) -> bool:
+        """Whether :meth:`receive` would not wait."""
+        return self.in_flight is None or (work := self.in_flight[3]) is None or work.is_done()
+
+    def forget_reduction(self) -> None:
+        """Waits; shards get nothing."""
+        reduction, self.in_flight = self.in_flight, None
+        if reduction is not None:
+            self._wait(reduction[3])
+
+    def _wait(self, work: Work | None) -> None:
+        for pack in self.packs:  # the first one waits; traces show the others, too
+            with pack._flat.ranges.reduce_wait():
+                (work or DONE).wait()
+        self._backend.release_storage(self._packed)
+
+    def receive(self) -> None:
+        """Waits; shards get their gradients."""
+        reduction, self.in_flight = self.in_flight, None
+        if reduction is None:
+            return
+        had, had_all, result, work = reduction
+        self._wait(work)
+        if self._first._after != 1.0:
+            result.mul_(1.0 / self._first._after)
+        if not had_all:
+            had = self._form.anywhere(had, result, self._first._group.rank)
+        for pack, (number, start) in zip(self.packs, self._places, strict=True):
+            here = had[number : number + len(pack.trainable)]
+            pack.arrive(here, result[start : start + pack._size], had_all)
+
 
 @final
 class CompressedPack(StoredPack):
@@ -278,8 +379,8 @@ class CompressedPack(StoredPack):
         self._after = divisors[0] * divisors[1]  # sums are of fp32
         self._exchange = CompressedReduceScatter(group, blocks, self._form.sizes, reduce.error_feedback)
 
-    def _scatter(self, packed: torch.Tensor, had: list[bool], had_all: bool) -> Reduction:
-        label = f"gradients of {self._flat.label}"
+    def _scatter(self, packed: torch.Tensor, had: list[bool], had_all: bool, label: str = "") -> Reduction:
+        label = label or f"gradients of {self._flat.label}"
         result, work = self._exchange.start(packed, label, complete=had_all)
         self._group.backend.release_storage(packed)
         return had, had_all, result, work
@@ -303,7 +404,7 @@ class LazyPack(GradientPack):
     def _lay_out(self) -> None:
         self._pack = JoinedPack(self._form, self._flat.layout.numels)
 
-    def _reduce(self, gradients: list[torch.Tensor | None]) -> Reduction | None:
+    def reduce(self, gradients: list[torch.Tensor | None]) -> Reduction | None:
         had = list(map(is_not, gradients, repeat(None)))
         if True not in had:  # on no rank, or they are out of step
             return None
@@ -342,7 +443,7 @@ class WholePack(GradientPack):
         self._pack = JoinedPack(self._form, self._flat.layout.numels)
         self.part_numel = sum(self._form.first_flag)  # no flags are sent
 
-    def _reduce(self, gradients: list[torch.Tensor | None]) -> Reduction:
+    def reduce(self, gradients: list[torch.Tensor | None]) -> Reduction:
         had = list(map(is_not, gradients, repeat(None)))
         had_all = False not in compress(had, self.trainable)
         return had, had_all, self._pack.join(gradients, None, self._like), None

@@ -334,7 +334,7 @@ class Stored(Store):
         self._mesh = flat.post_forward_mesh
         self._kept: torch.Tensor | None = None  # this rank's part of what the mesh keeps
         self._shard: torch.Tensor | None = None  # what is sent: the shard's memory, [S]
-        self.joined: dict[tuple[Stored, ...], Joined] = {}  # of this one and others
+        self._joined: dict[tuple[Stored, ...], Joined] = {}  # messages that begin with this one
         self.arrives_in: Joined | None = None
         blocks = flat.blocks
         self._compressed = None if blocks is None else CompressedGather(self._group, blocks)
@@ -381,23 +381,33 @@ class Stored(Store):
             work = mesh.all_gather_into(full, kept, async_op=True, label=flat.label)
             self.in_flight = work, full
             return
-        own = self._own
-        if self._unpacking is not None:
-            full = torch.empty_like(full)
-            own = own_part(full, self._group)
-        else:
-            self._backend.take_storage(full)
+        if self._unpacking is not None and self._compressed is None:
+            self.joined(self).start()
+            return
         if self._compressed is not None:
+            if self._unpacking is None:
+                self._backend.take_storage(full)
+            else:
+                full = torch.empty_like(full)
             shard = flat.param.data.view(-1).to(self._device)
             work = self._compressed.start(self._gather, full, shard, flat.label)
         else:
-            own.copy_(self.sent())  # casts, and comes from the host
+            self._backend.take_storage(full)
+            self._own.copy_(self.sent())  # casts, and comes from the host
             if self._group.world_size == 1:
                 work = DONE
             else:
                 gather = self._channel.all_gather_into if flat.hears is None else self._gather  # a call less
-                work = gather(full, own, async_op=True, label=flat.label)
+                work = gather(full, self._own, async_op=True, label=flat.label)
         self.in_flight = work, full
+
+    def joined(self, *stores: Stored) -> Joined:
+        """The message of these stores, of which this one is the first; made once."""
+        if stores not in self._joined:
+            if len(self._joined) == _MOST:
+                self._joined.clear()
+            self._joined[stores] = Joined(stores)
+        return self._joined[stores]
 
     def sent(self) -> torch.Tensor:
         """The shard's memory, [S]."""
@@ -520,6 +530,7 @@ class Lazy(Store):
 
 
 _SMALL = 2**20  # bytes, gathered, up to which a copy costs less than a message
+_MOST = 8  # kept for one store; forwards may differ
 
 
 def start_together(stores: Sequence[Store], after: Sequence[torch.Tensor]) -> None:
@@ -535,10 +546,7 @@ def start_together(stores: Sequence[Store], after: Sequence[torch.Tensor]) -> No
     for alike in joined.values():
         numel = sum([store._layout.padded_numel for store in alike])
         if len(alike) > 1 and numel * alike[0]._dtype.itemsize <= _SMALL:
-            together, known = tuple(alike), alike[0].joined
-            if together not in known:
-                known[together] = Joined(together)
-            known[together].start()
+            alike[0].joined(*alike).start()
         else:
             for store in alike:
                 store.start()
@@ -546,7 +554,7 @@ def start_together(stores: Sequence[Store], after: Sequence[torch.Tensor]) -> No
 
 
 class Joined:
-    """The shards of several stores, which can travel as one message: [W, sum of S]."""
+    """The shards of one or more stores as one message, [W, sum of S], of which each store copies its part."""
 
     def __init__(self, stores: tuple[Stored, ...]) -> None:
         first, sizes = stores[0], [store._layout.shard_numel for store in stores]
@@ -564,9 +572,14 @@ class Joined:
             store.state = GATHERING
         self._backend.take_storage(self._full)
         self._waiting = len(stores)
-        torch.cat([store.sent() for store in stores], out=self._own)  # casts
-        label = f"{first._flat.label} and {len(stores) - 1} more"
-        work = first._channel.all_gather_into(self._full, self._own, async_op=True, label=label)
+        label = first._flat.label
+        gather = first._channel.all_gather_into if first._flat.hears is None else first._gather
+        if len(stores) == 1:
+            self._own.copy_(first.sent())  # casts, and comes from the host
+        else:
+            torch.cat([store.sent() for store in stores], out=self._own)  # casts
+            label = f"{label} and {len(stores) - 1} more"
+        work = gather(self._full, self._own, async_op=True, label=label)
         for store, part in zip(stores, self._parts, strict=True):
             store.in_flight, store.arrives_in = (work, part), self
 

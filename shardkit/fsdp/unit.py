@@ -22,9 +22,9 @@ from ..torch_seams.compiling import not_compiled
 from ..torch_seams.hooks import NO_BACKWARD, GradientHooks, current_backward
 from ..tracing.ranges import UNNAMED, UnitRanges
 from .flat_param import FlatParam
-from .gradients import GradientPack, Replicas, packed_dtype, way_for
+from .gradients import GradientPack, JoinedReduction, Replicas, StoredPack, packed_dtype, way_for
 from .originals import Listing, as_tensors, backward_when_summoned, unknown_root, written_original
-from .store import KEPT, SUMMONED, start_together
+from .store import KEPT, SUMMONED, Store, start_together
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -172,6 +172,7 @@ class Unit:
         enter_backward: called where backward reaches an output of the module, with the gradient.
         is_held: gathered on behalf of this unit.
         reduced: its gradients were sent in this backward.
+        packs: reduce the gradients of each of its flat parameters.
         position: place in the order of backward; -1 where it has none.
         is_reached: backward may go through its last forward on this rank, as far as forward tells.
         goes_backward: it may on some rank: the unit is gathered for backward.
@@ -215,7 +216,7 @@ class Unit:
             "sharded: it keeps no gradient of its own. Register it on the shards that the FSDP module's parameters() "
             "lists, whose gradients are the mean over ranks"
         )
-        self._packs: list[GradientPack] = []
+        self.packs: list[GradientPack] = []
         self._replicas: list[Replicas | None] = []  # of each
         self._local: list[list[LocalGradients]] = []  # of each, as soon as there are any
         self.keeps_local = False
@@ -232,17 +233,17 @@ class Unit:
         """Listens to the gradients of the original parameters that are trainable now."""
         self._hooks.remove()
         ways = [way_for(f, self.replicas, self.reduce, self.divisors) for f in self.flats]
-        self._packs = [way.pack for way in ways]
+        self.packs = [way.pack for way in ways]
         self._replicas = [way.replicas for way in ways]
-        self._fired = [False] * sum(sum(p.trainable) for p in self._packs)
-        for flat, pack in zip(self.flats, self._packs, strict=True):
+        self._fired = [False] * sum(sum(p.trainable) for p in self.packs)
+        for flat, pack in zip(self.flats, self.packs, strict=True):
             flat.trains = any(pack.trainable)
         self.waiting = len(self._fired)
-        self.has_frozen = any(not all(p.trainable) for p in self._packs) or any(
+        self.has_frozen = any(not all(p.trainable) for p in self.packs) or any(
             not m.param.requires_grad for f in self.borrowed for m in f.originals
         )
         index = 0
-        for flat, pack in zip(self.flats, self._packs, strict=True):
+        for flat, pack in zip(self.flats, self.packs, strict=True):
             for number, (original, is_trainable) in enumerate(
                 zip(flat.originals, pack.trainable, strict=True)
             ):
@@ -254,7 +255,7 @@ class Unit:
     def notice_trainable(self) -> bool:
         """Follows what was frozen or unfrozen, in the listed parameters or the original ones; whether any was."""
         changed = False
-        for flat, pack, trained in zip(self.flats, self._packs, self._trained, strict=True):
+        for flat, pack, trained in zip(self.flats, self.packs, self._trained, strict=True):
             now = list(map(_requires_grad, flat.listings))
             if now != trained:
                 for listing, listed, before in zip(flat.listings, now, trained, strict=True):
@@ -297,21 +298,28 @@ class Unit:
         return after
 
     # ------------------------------------------------------------ memory
-    def start_gather(self) -> None:
-        """Asks for the values of everything that the module needs."""
-        if not self.is_held:
-            self.is_held = True
-            after = self.engine.after if self.engine is not None else ()
-            with self.ranges.gather():
-                asked = []
-                for flat in self.needs:
-                    store = flat.use()
-                    if store is not None:
-                        asked.append(store)
-                if len(asked) == 1 and not self._is_lazy:
-                    asked[0].start(after)
-                else:
-                    start_together(asked, after)
+    def start_gather(self, together: list[Store] | None = None) -> None:
+        """Asks for the values of everything that the module needs.
+
+        Args:
+            together: gets the stores that are to be started, with those of other units; else they are started.
+        """
+        if self.is_held:
+            return
+        self.is_held = True
+        asked: list[Store] = [] if together is None else together
+        after = self.engine.after if self.engine is not None else ()
+        with self.ranges.gather():
+            for flat in self.needs:
+                store = flat.use()
+                if store is not None:
+                    asked.append(store)
+            if together is not None:
+                return
+            if len(asked) == 1 and not self._is_lazy:
+                asked[0].start(after)
+            else:
+                start_together(asked, after)
 
     def release(self, until_backward: bool = False) -> None:
         """The module does not need its values any more, or only in backward.
@@ -345,7 +353,7 @@ class Unit:
         values = sum(f.layout.padded_numel * f.compute_dtype.itemsize for f in self.flats)
         gradients = sum(
             p.part_numel * f.group.world_size * packed_dtype(f, self.reduce).itemsize
-            for f, p in zip(self.flats, self._packs, strict=True)
+            for f, p in zip(self.flats, self.packs, strict=True)
             if any(p.trainable)
         )
         self.ranges = UnitRanges(
@@ -365,6 +373,13 @@ class Unit:
             self.engine.leave(self)
 
     @property
+    def small_bytes(self) -> int:
+        """Bytes of its values, gathered, where they can travel with those of other units; else -1."""
+        if any(flat.store.joins is None or flat.is_borrowed or flat.hears for flat in self.needs):
+            return -1
+        return sum(flat.layout.padded_numel * flat.compute_dtype.itemsize for flat in self.needs)
+
+    @property
     def group(self) -> Group | None:
         """Ranks among which it is sharded; None where it needs no parameters."""
         return self.needs[0].group if self.needs else None
@@ -379,38 +394,46 @@ class Unit:
         """Whether the backward in progress has given it a gradient."""
         return self.waiting < len(self._fired)
 
-    def send(self) -> None:
-        """Starts the reduction of its gradients."""
+    def send(self, together: list[torch.Tensor | None] | None = None) -> None:
+        """Starts the reduction of its gradients.
+
+        Args:
+            together: gets them, to be sent with those of other units; else they are sent.
+        """
         self.reduced = True
         with self.ranges.reduce():
-            for k, pack in enumerate(self._packs):
+            for k, pack in enumerate(self.packs):
                 if any(pack.trainable):
                     kept: dict[int, torch.Tensor] = {}
                     for one in self._local[k] if self.keeps_local else ():
                         kept.update(one.take())
-                    pack.send(kept)
+                    gradients = pack.take(kept)
+                    if together is None:
+                        pack.in_flight = pack.reduce(gradients)
+                    else:
+                        together += gradients
         self.keeps_local = False
 
     def is_reduced(self) -> bool:
         """Whether :meth:`receive` would not wait."""
-        return all(pack.is_done() for pack in self._packs if any(pack.trainable))
+        return all(pack.is_done() for pack in self.packs if any(pack.trainable))
 
     def receive(self) -> None:
         """Waits for the reduction; the shards have their gradients then."""
-        for pack, replicas in zip(self._packs, self._replicas, strict=True):
+        for pack, replicas in zip(self.packs, self._replicas, strict=True):
             if any(pack.trainable):
                 pack.receive(replicas)
 
     def forget_errors(self) -> None:
         """What compression has left out of gradients so far is not added to those that come."""
-        for pack, replicas in zip(self._packs, self._replicas, strict=True):
+        for pack, replicas in zip(self.packs, self._replicas, strict=True):
             pack.forget_errors()
             if isinstance(replicas, CompressedAllReduce):
                 replicas.forget_errors()
 
     def forget_reduction(self) -> None:
         """Waits for the reduction; the shards get nothing of it."""
-        for pack in self._packs:
+        for pack in self.packs:
             pack.forget()
 
     def note_local_gradients(self) -> None:
@@ -429,7 +452,7 @@ class Unit:
         self.keeps_local = True
         if not self._local:
             self._local = [[LocalGradients(listing) for listing in f.listings] for f in self.flats]
-        return zip(self._local, self._packs, strict=True)
+        return zip(self._local, self.packs, strict=True)
 
     def forget_if_cleared(self) -> None:
         """Before a backward adds to what ``no_sync`` keeps: discards what was cleared meanwhile."""
@@ -471,6 +494,79 @@ class Unit:
         count = len(self._fired)
         self._fired[:] = [False] * count
         self.waiting = count
+
+
+ROW = 2**16  # bytes that one message brings for several units
+
+
+class SmallUnits:
+    """Units in a row whose gradients travel as one message; of them as of a :class:`Unit`, what the engine asks."""
+
+    def __init__(self, units: Sequence[Unit]) -> None:
+        self.units = list(units)
+        self.flats = [flat for unit in units for flat in unit.flats]
+        self._packs: list[GradientPack] = []  # of which this is made
+        self._joined: JoinedReduction | None = None
+
+    @property
+    def waiting(self) -> int:
+        """How many gradients are missing."""
+        return sum([unit.waiting for unit in self.units])
+
+    def send(self) -> None:
+        """Starts the reduction of their gradients."""
+        packs = [pack for unit in self.units for pack in unit.packs]
+        if packs != self._packs:
+            stored, kinds, _ = joinable(self.units)
+            self._packs, self._joined = packs, JoinedReduction(stored) if len(kinds) == 1 else None
+        if self._joined is None:  # one of them has got another kind since the plan was made
+            for unit in self.units:
+                unit.send()
+            return
+        gradients: list[torch.Tensor | None] = []
+        for unit in self.units:
+            unit.send(gradients)
+        self._joined.send(gradients)
+
+    def is_reduced(self) -> bool:
+        """Whether :meth:`receive` would not wait."""
+        if self._joined is not None:
+            return self._joined.is_done()
+        return all(unit.is_reduced() for unit in self.units)
+
+    def receive(self) -> None:
+        """Waits for the reduction; the shards have their gradients then."""
+        for each in self.units if self._joined is None else (self._joined,):
+            each.receive()
+
+    def forget_reduction(self) -> None:
+        """Waits for the reduction; the shards get nothing of it."""
+        for each in self.units if self._joined is None else (self._joined,):
+            each.forget_reduction()
+
+
+def joinable(units: Sequence[Unit]) -> tuple[list[StoredPack], set[object], int]:
+    """What reduces the gradients of these units, of which kinds (one, if they can travel together), and bytes."""
+    packs = [pack for unit in units for pack in unit.packs if any(pack.trainable)]
+    stored = [pack for pack in packs if type(pack) is StoredPack]
+    alone = len(stored) < len(packs) or any(unit.replicas is not None for unit in units)
+    kinds = set() if alone else {pack.joins for pack in stored}
+    return stored, kinds, sum([pack.nbytes for pack in stored])
+
+
+def rows_of_small(units: Sequence[Unit]) -> list[Unit | SmallUnits]:
+    """Units in order, those together whose gradients are small and can travel as one message."""
+    rows: list[list[Unit]] = []
+    room, last = -1, set[object]()
+    for unit in units:
+        _, kinds, size = joinable([unit])
+        if len(kinds) == 1 and kinds == last and size <= room:
+            rows[-1].append(unit)
+            room -= size
+        else:
+            rows.append([unit])
+            room, last = ROW - size, kinds
+    return [row[0] if len(row) == 1 else SmallUnits(row) for row in rows]
 
 
 class UnitCall:

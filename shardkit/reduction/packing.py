@@ -107,7 +107,8 @@ class WrittenPack:
         self._packed = packed
         self._whole: list[int] = []  # gradients that lie in one part
         self._targets: list[torch.Tensor] = []
-        self._cut: list[tuple[Piece, torch.Tensor]] = []
+        self._cut: dict[int, list[int]] = {}  # of those that lie in several, in order: numel of each piece
+        cut: dict[int, list[torch.Tensor]] = {}
         filled = []
         for p in form.pieces:
             at = form.starts[p.rank] + p.offset
@@ -120,7 +121,8 @@ class WrittenPack:
                     view.view(shape) if strides is None else view.as_strided(shape, strides[p.item])
                 )
             else:
-                self._cut.append((p, view))
+                self._cut.setdefault(p.item, []).append(p.numel)
+                cut.setdefault(p.item, []).append(view)
         self._flags: list[tuple[list[int], torch.Tensor]] = []
         for rank, items in enumerate(form.items):
             at = form.starts[rank] + form.first_flag[rank]
@@ -130,7 +132,9 @@ class WrittenPack:
             if items:
                 self._flags.append((items, packed[at : at + len(items)]))
         self.whole = self._targets.copy()
-        self._targets += [view for _, view in self._cut] + [view for _, view in self._flags]
+        self._targets += [view for views in cut.values() for view in views] + [
+            view for _, view in self._flags
+        ]
         self._ones = [torch.ones_like(view) for _, view in self._flags]
         gaps = gaps_between(filled, form.starts[-1])
         self._gaps = [packed[start : start + numel] for start, numel in gaps]
@@ -146,15 +150,12 @@ class WrittenPack:
         for k, g in enumerate(sources):
             if g is not None and g.layout is torch.sparse_coo:
                 sources[k] = g.to_dense()
-        rows: dict[int, torch.Tensor] = {}
-        for piece, _ in self._cut:
-            g = gradients[piece.item]
+        for item, numels in self._cut.items():
+            g = gradients[item]
             if g is None:
-                sources.append(None)
-                continue
-            if piece.item not in rows:
-                rows[piece.item] = (g.to_dense() if g.layout is torch.sparse_coo else g).reshape(-1)
-            sources.append(rows[piece.item][piece.start : piece.start + piece.numel])
+                sources += [None] * len(numels)
+            else:
+                sources += torch.split_with_sizes(_row(g, g.dtype), numels)
         if not self._targets:
             return  # gradients without elements
         if had is None:

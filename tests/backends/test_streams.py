@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from shardkit import FSDP, OSS, ReducePolicy, ShardedDDP
 from shardkit.backend import DONE, get_backend
 from shardkit.backends.streams import SimulatedDevice, StreamsBackend, StreamsGroup, current_device
 from shardkit.errors import OutOfStepError, RaceError, RankFailedError
-from shardkit.fsdp.gradients import GradientPack, StoredPack
+from shardkit.fsdp.gradients import GradientPack, JoinedReduction, StoredPack
 from shardkit.fsdp.store import Stored
 from shardkit.oss.placement import FlatParameters
 from shardkit.oss.reducer import Reducer
@@ -155,9 +156,9 @@ def test_what_costs_time() -> None:
 
 
 # ------------------------------------------------------------------ faults planted into the core
-def _units(shared: bool = False) -> nn.Sequential:
+def _units(shared: bool = False, width: int = 8) -> nn.Sequential:
     torch.manual_seed(0)
-    blocks = [nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8)) for _ in range(4)]
+    blocks = [nn.Sequential(nn.Linear(8, width), nn.GELU(), nn.Linear(width, 8)) for _ in range(4)]
     if shared:
         blocks[2] = blocks[1]
     return nn.Sequential(*blocks)
@@ -178,9 +179,12 @@ def _losses(
     return losses
 
 
-def fsdp(rank: int) -> list[float]:
-    model = FSDP(nn.Sequential(*(FSDP(block) for block in _units())))
+def fsdp(rank: int, width: int = 8) -> list[float]:
+    model = FSDP(nn.Sequential(*(FSDP(block) for block in _units(width=width))))
     return _losses(rank, model, torch.optim.SGD(model.parameters(), lr=0.1), model.clip_grad_norm_)
+
+
+wide = partial(fsdp, width=1000)  # units do not travel together
 
 
 def sharded_ddp(rank: int) -> list[float]:
@@ -239,9 +243,20 @@ def _packed_memory_given_back(self: StoredPack, gradients: Any) -> Any:
 
 
 def _reduction_without_wait(self: GradientPack, replicas: Any) -> None:
-    if self._in_flight is not None:
-        self._in_flight = (*self._in_flight[:3], None)
+    if self.in_flight is not None:
+        self.in_flight = (*self.in_flight[:3], None)
     _receive(self, replicas)
+
+
+def _joined_memory_given_back(self: JoinedReduction, gradients: Any) -> None:
+    _send_joined(self, gradients)
+    self._backend.release_storage(self._packed)
+
+
+def _joined_without_wait(self: JoinedReduction) -> None:
+    if self.in_flight is not None:
+        self.in_flight = (*self.in_flight[:3], None)
+    _receive_joined(self)
 
 
 def _slot_packed_again(self: Reducer, bucket: Any) -> None:
@@ -267,13 +282,16 @@ def _publish_without_wait(self: FlatParameters, wire_dtype: Any) -> None:
     _publish(self, wire_dtype)
 
 
-_start, _finish, _reduce, _receive = Stored.start, Stored.finish, StoredPack._reduce, GradientPack.receive
+_start, _finish, _reduce, _receive = Stored.start, Stored.finish, StoredPack.reduce, GradientPack.receive
+_send_joined, _receive_joined = JoinedReduction.send, JoinedReduction.receive
 _send, _receive_bucket, _publish = Reducer._send, Reducer._receive, FlatParameters.publish
 FAULTS: list[tuple[type, str, Callable[..., Any], Callable[[int], list[float]]]] = [
     (Stored, "finish", _gather_without_wait, fsdp),
     (Stored, "start", _released_in_flight, fsdp),
-    (StoredPack, "_reduce", _packed_memory_given_back, fsdp),
-    (GradientPack, "receive", _reduction_without_wait, fsdp),
+    (StoredPack, "reduce", _packed_memory_given_back, wide),
+    (GradientPack, "receive", _reduction_without_wait, wide),
+    (JoinedReduction, "send", _joined_memory_given_back, fsdp),
+    (JoinedReduction, "receive", _joined_without_wait, fsdp),
     (Reducer, "_send", _slot_packed_again, sharded_ddp),
     (Reducer, "_send", _slot_given_back, sharded_ddp),
     (Reducer, "_receive", _bucket_without_wait, sharded_ddp),

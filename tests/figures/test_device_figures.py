@@ -19,7 +19,7 @@ from shardkit.backend import get_backend
 from shardkit.backends.streams import StreamsBackend, current_device
 from tests.figures.counters import PACKAGE
 
-UNITS, WIDTH = 5, 16
+UNITS, WIDTH = 5, 96  # not so small as to travel together
 STEPS = 3
 Parts = tuple[Any, Any, Any, Any]  # what is called, its no_sync, the optimizer, and what clips
 READS = {"tolist", "numpy", "cpu", "item"}  # the others are operations of torch's, which the device counts
@@ -103,7 +103,7 @@ def in_place(net: nn.Module, **options: Any) -> Parts:
 
 def sharded_ddp(net: nn.Module) -> Parts:
     optimizer = OSS(net.parameters(), torch.optim.SGD, lr=0.1)
-    model = ShardedDDP(net, optimizer, reduce=ReducePolicy(bucket_numel=600))
+    model = ShardedDDP(net, optimizer, reduce=ReducePolicy(bucket_numel=2 * (WIDTH + 1) * WIDTH + 56))
     return model, model.no_sync, optimizer, optimizer.clip_grad_norm
 
 

@@ -20,6 +20,7 @@ class FakeUnit:
     is_trainable: bool = True
     flats: list[object] = field(default_factory=lambda: [object()])
     borrowed: list[object] = field(default_factory=list)
+    small_bytes: int = -1
 
 
 # A forward: calls of units, and in each the calls that it makes.

@@ -130,8 +130,8 @@ def test_any_number_of_ranks_reads_what_three_wrote(wrap: Wrap, align: Align, tm
 def test_what_fsdp2_and_replicas_wrote(tmp_path: Path) -> None:
     rank_pool(2).run(_write_by_fsdp2, 2, str(tmp_path / "fsdp2"))
     rank_pool(4).run(_write, str(tmp_path / "replicas"), by_wrappers, None, True)
-    for folder in ("fsdp2", "replicas"):
-        rank_pool(3).run(_read, str(tmp_path / folder), by_wrappers, None)
+    for folder, wrap in (("fsdp2", in_place), ("replicas", by_wrappers)):
+        rank_pool(3).run(_read, str(tmp_path / folder), wrap, None)
 
 
 def _no_values(rank: int) -> None:

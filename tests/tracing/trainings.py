@@ -40,10 +40,13 @@ class Muon(torch.optim.Muon):
         return super().step(closure)
 
 
+WIDTH = 128  # of units that are not so small as to travel with others
+
+
 class Layer(nn.Module):
     def __init__(self, forward: float, backward: float) -> None:
         super().__init__()
-        self.linear = nn.Linear(16, 16)
+        self.linear = nn.Linear(WIDTH, WIDTH)
         self._slow = forward, backward
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -53,12 +56,12 @@ class Layer(nn.Module):
 class Model(nn.Module):
     def __init__(self, slow: str) -> None:
         super().__init__()
-        self.first = nn.Linear(8, 16)
+        self.first = nn.Linear(8, WIDTH)
         self.layers = nn.ModuleList(
             Layer(SLOW * (slow == "forward" and k == 2), SLOW * (slow == "backward" and k == 2))
             for k in range(4)
         )
-        self.last = nn.Linear(16, 1)
+        self.last = nn.Linear(WIDTH, 1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.first(x)

@@ -21,7 +21,7 @@ WRITERS = [
 ]
 READERS = {
     "plain": [("fsdp", 2), ("ddp", 2)],
-    "fsdp": [("fsdp", 4), ("oss", 3), ("fsdp2", 2), ("plain", 1)],
+    "fsdp": [("fsdp", 4), ("oss", 3), ("fsdp2", 2), ("fully_shard", 3)],
     "fully_shard": [("fully_shard", 3), ("whole", 2), ("dtensors", 2), ("plain", 1)],
     "oss": [("oss", 4), ("oss", 1), ("fairscale", 2), ("fsdp2", 2)],
     "hybrid": [("fsdp", 2), ("hybrid", 4)],
