@@ -128,10 +128,11 @@ class OriginalParameter:
         places: where it is found.
         shape: of all of it.
         kind: its class while it has values: a user's own, or ours.
+        home: number of the module that its name is of, where several modules are one unit.
     """
 
-    def __init__(self, param: nn.Parameter, place: Place) -> None:
-        self.param, self.places = param, [place]
+    def __init__(self, param: nn.Parameter, place: Place, home: int = 0) -> None:
+        self.param, self.places, self.home = param, [place], home
         self.shape = torch.Size() if is_lazy(param) else param.shape
         self.kind = GatheredParameter if type(param) is nn.Parameter else type(param)
 
@@ -266,8 +267,8 @@ def _name(param: torch.Tensor) -> str:
 
 
 def _name_in(owner: Owner) -> str:
-    name = owner.flat.names[owner.number]
-    return f"{owner.flat.path}.{name}" if owner.flat.path else name
+    name, path = owner.flat.names[owner.number], owner.flat.path_of(owner.number)
+    return f"{path}.{name}" if path else name
 
 
 def _described(param: ReleasedParameter | ReleasedView) -> str:

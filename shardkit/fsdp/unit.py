@@ -168,6 +168,11 @@ class Unit:
         needs: both.
         keeps_between: a mesh of ranks keeps its values from forward to backward.
         keep_after_forward: stays gathered between forward and backward.
+        keep_after_backward: stays gathered between backward and the next forward, unless shards change.
+        accumulates: its gradients stay this rank's own, as in ``no_sync``.
+        doors: how many modules are called, which are one unit together.
+        left: of these, calls that the forward in progress has left.
+        gathered_at: version of the shards whose values may be used longer than for a step; None where none may.
         engine: runs the unit; the root's.
         enter_backward: called where backward reaches an output of the module, with the gradient.
         is_held: gathered on behalf of this unit.
@@ -197,6 +202,9 @@ class Unit:
         self.flats = list(flats)
         self.borrowed = list(borrowed)
         self.keep_after_forward = keep_after_forward
+        self.keep_after_backward = self.accumulates = False
+        self.doors, self.left = 1, 0
+        self.gathered_at: int | None = None
         self.reduce = reduce
         self.divisors = divisors
         self.replicas = replicas
@@ -301,6 +309,7 @@ class Unit:
         """Asks for the values of everything that the module needs."""
         if not self.is_held:
             self.is_held = True
+            self.gathered_at = self._version() if self.keep_after_backward or self.doors > 1 else None
             after = self.engine.after if self.engine is not None else ()
             with self.ranges.gather():
                 for flat in self.needs:
@@ -332,6 +341,15 @@ class Unit:
                 if flat.written:
                     raise written_original(flat)
 
+    def is_current(self) -> bool:
+        """Whether what it holds is what the shards have."""
+        return self.gathered_at == self._version() and all(
+            flat.shards is None or flat.shards.are_views() for flat in self.needs
+        )
+
+    def _version(self) -> int:
+        return sum(flat.version for flat in self.needs)
+
     def forget_between(self) -> None:
         """Nothing is kept between forward and backward any more."""
         for flat in self.flats:
@@ -339,9 +357,9 @@ class Unit:
                 flat.store.forget_kept()
 
     # ------------------------------------------------------------ backward
-    def rename(self, name: str) -> None:
-        """Its path in the root module is known."""
-        self.name = name
+    def rename(self, paths: Sequence[str]) -> None:
+        """The paths of its modules in the root module are known."""
+        self.name = name = paths[0]
         group = self.group
         values = sum(f.layout.padded_numel * f.compute_dtype.itemsize for f in self.flats)
         gradients = sum(
@@ -353,7 +371,7 @@ class Unit:
             name or "root", () if group is None else group.ranks, gather=values, reduce=gradients
         )
         for flat in self.flats:
-            flat.ranges, flat.path = self.ranges, name
+            flat.ranges, flat.paths = self.ranges, list(paths)
 
     def open_call(self) -> None:
         """Backward is inside of one call of the module."""
@@ -462,7 +480,7 @@ class Unit:
 
     def end_backward(self) -> None:
         """Ready for the next one."""
-        if self.is_held:
+        if self.is_held and not self.keep_after_backward:
             self.release()
         if self.keeps_between:
             self.forget_between()

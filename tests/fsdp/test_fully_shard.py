@@ -16,7 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
 from torch.utils.checkpoint import checkpoint
 
 from shardkit import FSDP, PrecisionPolicy, ReshardPolicy, ShardedDDP, fully_shard, sharding_of
@@ -439,7 +439,8 @@ def twins(rank: int, ranks: int, **options: Any) -> None:
         for p in model.parameters():
             p.zero_()
     for twin in copies:
-        assert type(twin) is nn.Sequential
+        assert type(twin) is type(model)
+        assert isinstance(twin, FSDPModule) == bool(options.get("dtensors"))
         assert all(p.grad is None for p in twin.parameters())
         truth = copy.deepcopy(plain)
         for m, steps in ((twin, [rank]), (truth, list(range(ranks)))):
