@@ -65,10 +65,10 @@ $(XLA)/.ready: pyproject.toml
 
 
 demo: $(CORE)/.ready
-	@$(CORE)/bin/python -m shardkit.examples.digits
+	@$(CORE)/bin/python examples/digits.py
 
 demo-xla: $(XLA)/.ready
-	@$(XLA)/bin/python -m shardkit.examples.digits --backend xla
+	@$(XLA)/bin/python examples/digits.py --backend xla
 
 # Two runs at once, for half of each is waiting. Both are reported, whatever they give; the second one's report comes from
 # a file, when both are through.
@@ -109,7 +109,7 @@ NEWEST_ONLY := $(addprefix tests/,estimate doctor differential figures gpu cli m
   checkpoint/test_files.py clients/test_torchrun.py $(addprefix running/test_,run.py started.py) \
   $(addprefix rehearsal/test_,hangs.py scripts.py trainings.py) $(addprefix tracing/test_,run.py command.py metrics.py) \
   $(addprefix training_checkpoints/test_,whole_or_not.py resume.py) $(addprefix fsdp/test_,align.py fairscale_faults.py large.py one_order.py) \
-  $(addprefix backends/test_,lifetimes.py out_of_step.py) $(addprefix border/test_,libraries.py same_bits.py trainers.py) \
+  backends/test_lifetimes.py $(addprefix border/test_,libraries.py same_bits.py) \
   $(addprefix whole_parameters/test_,costs.py oss.py plan.py rules.py state.py) \
   $(addprefix pages/test_,api_page.py errors_page.py notebooks.py pictures.py support.py tutorials.py) \
   $(addprefix test_,deliberate_faults.py docs.py launch.py house.py logging.py packaging.py summary.py))

@@ -33,7 +33,14 @@ class CheckedGroup(Group):
         async_op: bool = False,
         label: str = "",
     ) -> Work:
-        parts = check_parts(self, "all_gather_into", output, shard, sizes)
+        own, world_size = shard.numel(), self.world_size
+        if (  # as check_parts, which costs a call
+            sizes is None and output.numel() == own * world_size and shard.dtype == output.dtype
+            and output.dim() == shard.dim() == 1 and output.is_contiguous() and shard.is_contiguous()
+        ):  # fmt: skip
+            parts = [own] * world_size
+        else:
+            parts = check_parts(self, "all_gather_into", output, shard, sizes)
         return self._all_gather(output, shard, parts, async_op, label)
 
     def reduce_scatter_into(
@@ -46,8 +53,16 @@ class CheckedGroup(Group):
         async_op: bool = False,
         label: str = "",
     ) -> Work:
-        parts = check_parts(self, "reduce_scatter_into", input, shard, sizes)
-        self._check_op("reduce_scatter_into", op, input.dtype)
+        own, world_size = shard.numel(), self.world_size
+        if (
+            sizes is None and input.numel() == own * world_size and shard.dtype == input.dtype
+            and input.dim() == shard.dim() == 1 and input.is_contiguous() and shard.is_contiguous()
+        ):  # fmt: skip
+            parts = [own] * world_size
+        else:
+            parts = check_parts(self, "reduce_scatter_into", input, shard, sizes)
+        if op is ReduceOp.AVG and not input.is_floating_point():
+            self._check_op("reduce_scatter_into", op, input.dtype)
         return self._reduce_scatter(shard, input, parts, op, async_op, label)
 
     def all_to_all(
@@ -153,11 +168,7 @@ class CheckedGroup(Group):
 def check_parts(
     group: Group, operation: str, whole: Tensor, shard: Tensor, sizes: Sequence[int] | None
 ) -> list[int]:
-    """Each rank's numel in ``whole`` [N], of which ``shard`` [S] is this rank's.
-
-    Raises:
-        ConfigurationError: they don't fit together, or a tensor is not 1-D and contiguous.
-    """
+    """Each rank's numel in ``whole`` [N], of which ``shard`` [S] is this rank's."""
     own, rank, world_size = shard.numel(), group.rank, group.world_size
     parts = [own] * world_size if sizes is None else list(sizes)
     fit = len(parts) == world_size and parts[rank] == own and sum(parts) == whole.numel()
@@ -195,11 +206,7 @@ def check_member(group: Group, operation: str, other: int) -> None:
 
 
 def check_members(group: Group, ranks: Sequence[int]) -> list[int]:
-    """The group ranks of a sub-group, in ascending order.
-
-    Raises:
-        ConfigurationError: none, a rank twice, or one that is not in the group.
-    """
+    """The group ranks of a sub-group, in ascending order."""
     chosen, world_size = sorted(ranks), group.world_size
     if not chosen or len(set(chosen)) != len(chosen) or chosen[0] < 0 or chosen[-1] >= world_size:
         raise ConfigurationError(

@@ -1,4 +1,4 @@
-"""What is the same for every device family whose tensors own memory and whose operations run as they are called."""
+"""Common parts of every device family whose tensors own memory and whose operations run as they are called."""
 
 from __future__ import annotations
 

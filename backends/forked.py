@@ -1,4 +1,4 @@
-"""What a process that was forked from a rank (a worker of a DataLoader) has of the rank's groups: a refusal.
+"""Refuses the groups of a rank in a process that was forked from it (a worker of a DataLoader).
 
 Threads don't survive a fork, among them those that move what is sent, so that a collective would never end. The
 connections are the parent's, and a word to the job's store would get in between its own. So nothing is sent.

@@ -123,11 +123,9 @@ class RanksInName:
     count: int
 
     def rank(self) -> int:
-        """This rank."""
         return self.own_rank
 
     def size(self) -> int:
-        """How many there are."""
         return self.count
 
 

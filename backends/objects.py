@@ -47,7 +47,6 @@ class ObjectsOverTensors(CheckedGroup):
         return [pickle.loads(part) for part in _parts(buffer, everything, sizes)] if here else None
 
     def broadcast_object(self, obj: T, src: int, *, label: str = "") -> T:
-        """On ``src`` the very object."""
         check_member(self, "broadcast_object", src)
         if self.process_group is None:
             return obj
@@ -57,13 +56,11 @@ class ObjectsOverTensors(CheckedGroup):
         return obj if here else pickle.loads(received)
 
     def _gathered(self, data: bytearray, sizes: Sequence[int], label: str) -> list[memoryview]:
-        """Each rank's bytes."""
         own, (buffer, everything) = as_tensor(data).to(self.backend.device()), _buffer(self, sum(sizes))
         self.all_gather_into(everything, own, sizes, label=label)
         return _parts(buffer, everything, sizes)
 
     def _spread(self, data: bytearray, size: int, src: int, label: str) -> memoryview:
-        """The bytes of ``src``."""
         if self.rank == src:
             self.broadcast(as_tensor(data).to(self.backend.device()), src, label=label)
             return memoryview(data)
@@ -73,11 +70,7 @@ class ObjectsOverTensors(CheckedGroup):
 
 
 def announce(group: Group, obj: object, sends: bool, label: str) -> tuple[bytearray, list[int]]:
-    """The pickled object, and the number of bytes on every rank.
-
-    Raises:
-        ConfigurationError: on all ranks, if an object of any rank can't be pickled.
-    """
+    """The pickled object, and the number of bytes on every rank."""
     problem: Exception | None = None
     data = bytearray()
     if sends:
@@ -96,7 +89,6 @@ def announce(group: Group, obj: object, sends: bool, label: str) -> tuple[bytear
 
 
 def sizes_of(group: Group, size: int, label: str) -> list[int]:
-    """Each rank's number of bytes."""
     sizes = torch.zeros(group.world_size, dtype=torch.int64, device=group.backend.device())
     own = sizes[group.rank : group.rank + 1]
     own.fill_(size)

@@ -170,10 +170,6 @@ class RankPool:
         Args:
             fn: an importable function (it travels by name).
             *args: picklable.
-
-        Raises:
-            RankFailedError: a rank raised, died, or took longer than the timeout; the others have been ended.
-            ConfigurationError: the function or an argument can't be sent to another process.
         """
         call = _packed(fn, args)
         if not self._processes or any(p.exitcode is not None for p in self._processes):
@@ -285,7 +281,6 @@ class RankPool:
         return min(waiting), "TimeoutError", f"{what}: ranks {sorted(waiting)}. They are here:\n{stacks}"
 
     def close(self, kill: bool = False) -> None:
-        """Ends the ranks."""
         for connection in self._connections:
             connection.close()
         for process in self._processes:
@@ -318,11 +313,7 @@ def _close_pools() -> None:
 
 
 def _packed(fn: AnyCallable, args: Args) -> bytes:
-    """Pickles a call for a rank.
-
-    Raises:
-        ConfigurationError: it can't be.
-    """
+    """Pickles a call for a rank."""
     main = sys.modules.get("__main__")
     name = getattr(fn, "__qualname__", repr(fn))
     if getattr(fn, "__module__", "") == "__main__" and not hasattr(main, "__file__"):
@@ -372,7 +363,6 @@ def launch_processes(
     start_timeout: float | None,
     environment: dict[str, str] | None = None,
 ) -> list[T]:
-    """Starts ranks for one call."""
     with RankPool(
         world_size, backend, timeout=timeout, start_timeout=start_timeout, environment=environment
     ) as pool:

@@ -75,7 +75,6 @@ class Name(str):
         return eval, (_SETUP_AT_DEATH if self._at_death else _SETUP, scope)
 
     def stacks(self, pid: int | None) -> str:
-        """Where the process stands."""
         if pid is None or not hasattr(signal, "SIGUSR1"):
             return ""
         with contextlib.suppress(ProcessLookupError):
@@ -90,7 +89,6 @@ class Name(str):
         return written.decode(errors="replace").partition("\nExtension modules: ")[0]
 
     def close(self) -> None:
-        """The process has ended."""
         self.file.close()
 
 

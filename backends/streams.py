@@ -111,11 +111,7 @@ class SimulatedDevice:
 
     # ------------------------------------------------------------ collectives
     def issue(self, flight: Flight, key: Issued) -> None:
-        """A collective was given to its communicator's stream; it starts as late as possible.
-
-        Raises:
-            RaceError: one of another communicator uses the same memory.
-        """
+        """A collective was given to its communicator's stream; it starts as late as possible."""
         self.issued.append(key)
         for writes, tensors in ((False, flight.reads), (True, flight.writes)):
             for tensor in tensors:
@@ -152,11 +148,7 @@ class SimulatedDevice:
 
     # ------------------------------------------------------------ memory
     def access(self, tensor: torch.Tensor, writes: bool, what: str) -> None:
-        """The current stream reads or writes a tensor.
-
-        Raises:
-            RaceError: a collective does so at the same time, or its memory was given back.
-        """
+        """The current stream reads or writes a tensor."""
         if tensor.layout is not torch.strided or tensor.is_meta or not tensor.numel():
             return
         storage = tensor.untyped_storage()
@@ -165,11 +157,7 @@ class SimulatedDevice:
         self._check(tensor, writes, what, None)
 
     def release(self, tensor: torch.Tensor) -> None:
-        """A tensor's whole memory is given back.
-
-        Raises:
-            RaceError: a collective still uses it.
-        """
+        """A tensor's whole memory is given back."""
         storage = tensor.untyped_storage()
         if self._storages[storage._cdata] and storage.nbytes():
             self._report_conflict(0, storage.nbytes(), storage._cdata, True, "giving memory back", None)
@@ -626,9 +614,6 @@ def check_order(issued: Sequence[Sequence[Issued]]) -> None:
 
     Args:
         issued: what each rank has issued.
-
-    Raises:
-        OutOfStepError: they don't: NCCL may run them in any order and wait for ever.
     """
     for one, other in combinations(range(len(issued)), 2):
         both = {call.communicator for call in issued[one]} & {call.communicator for call in issued[other]}

@@ -90,11 +90,7 @@ class TpuBackend(AcceleratorBackend):
         self._generator().set_state(state)
 
     def _environment_of_ranks(self, world_size: int) -> dict[str, str]:
-        """See [Note: a process's chip].
-
-        Raises:
-            BackendError: TorchTPU has no arrangement of that many chips.
-        """
+        """See [Note: a process's chip]."""
         told = subprocess.run(
             [sys.executable, "-c", _ASK, str(world_size)],
             capture_output=True,

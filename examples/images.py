@@ -26,10 +26,10 @@ import torch
 import torch.nn.functional as F
 from torch.utils.data import Dataset, TensorDataset
 
+import digits
 from shardkit.backend import Group
 from shardkit.checks import all_gather_facts
 from shardkit.errors import ConfigurationError, DamagedFileError, ShardkitError
-from shardkit.examples import digits
 
 if TYPE_CHECKING:
     from PIL.Image import Image

@@ -33,11 +33,11 @@ from torch.utils.data import DataLoader, Dataset
 import images
 import shardkit
 import training
+from digits import average_gradients, train_epoch
 from images import Data, Sample
 from shardkit.backend import Backend, Group, ReduceOp, get_backend
 from shardkit.checks import all_gather_facts, check_one_save
 from shardkit.errors import ConfigurationError, ShardkitError
-from shardkit.examples.digits import average_gradients, train_epoch
 from shardkit.training.data import ResumableLoader
 from shardkit.types import Kwargs, StateDict, Tree
 from shardkit.xla.fsdp import XlaFullyShardedDataParallel, checkpoint_module

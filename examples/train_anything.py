@@ -1,6 +1,6 @@
 """A training that survives what happens to jobs: put your own model and data into the first two functions.
 
-shardkit run --ranks 4 --restarts 3 --min-ranks 2 shardkit/examples/train_anything.py --checkpoints saved
+shardkit run --ranks 4 --restarts 3 --min-ranks 2 examples/train_anything.py --checkpoints saved
 shardkit run --ranks 8 --nodes 1:3 --rdzv node0:29400 --id job17 --restarts 3 train_anything.py   # on each machine
 
 Killed, out of memory, on fewer machines than before: the same line goes on from the last checkpoint, every sample once.

@@ -2,7 +2,7 @@
 
 A script says what is trained (:class:`Task`) and calls :func:`run`. The ranks train, test what they have and save it;
 then their checkpoints are put together, and the calling process tests the result by itself. The loop is
-:func:`shardkit.examples.digits.train_epoch`.
+:func:`digits.train_epoch`.
 """
 
 from __future__ import annotations
@@ -34,13 +34,12 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader, Dataset
 
 import shardkit
+from digits import Progress, average_gradients, train_epoch
 from images import Data, Images, Sample, SharedEvenly, load_everywhere
 from shardkit.backend import Backend, ReduceOp, get_backend
 from shardkit.errors import BackendError, ConfigurationError, DamagedFileError, RankFailedError, ShardkitError
-from shardkit.examples.digits import Progress, average_gradients, train_epoch
 from shardkit.fsdp.state_dict import consolidate
-from shardkit.tracing.metrics import Sink
-from shardkit.tracing.sinks import JsonLines, TensorBoard
+from shardkit.tracing.metrics import JsonLines, Sink, TensorBoard
 from shardkit.training.data import ResumableLoader
 from shardkit.types import Kwargs, StateDict, Tree
 from shardkit.wrapping.activations import checkpoint_wrapper

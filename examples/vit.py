@@ -17,8 +17,8 @@ from torch import nn
 
 import images
 import training
+from digits import Block
 from shardkit import wrap
-from shardkit.examples.digits import Block
 from shardkit.tools.estimate import Subject, estimate
 from shardkit.tools.estimate.report import as_text
 

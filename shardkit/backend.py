@@ -1,4 +1,4 @@
-"""What the core asks of a device family: :class:`Backend`, :class:`Group` and :class:`Work`, and the registry.
+"""The core's interface to a device family: :class:`Backend`, :class:`Group` and :class:`Work`, and the registry.
 
 Legend of shapes: W world size, S one rank's shard numel, N = sum of all shards' numel.
 
@@ -120,7 +120,7 @@ class _Done(Work):
 
 
 DONE: Work = _Done()
-"""What needs no waiting."""
+"""A work that needs no waiting."""
 
 
 class Group(OutsideGraphs, abc.ABC):

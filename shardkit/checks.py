@@ -1,4 +1,4 @@
-"""What ranks tell each other, and compare before it matters: names, shapes, options, and of which run a file is.
+"""Comparisons between ranks before it matters: names, shapes, options, and of which run a file is.
 
 [Note: facts] A pickle can hold calls of any function, and whoever can write to a rank's connection could send one. What
 ranks tell each other is JSON with a tag where JSON has no type, and nothing else is understood.
@@ -43,10 +43,6 @@ def all_gather_facts(group: Group, value: T, *, label: str = "") -> list[T]:
         value: None, bool, int, float, str, bytes, torch.dtype, and tuples, lists and dicts of them; torch.Size arrives
             as a tuple.
         label: names the call in errors.
-
-    Raises:
-        ConfigurationError: it is something else.
-        BackendError: what another rank sent is no fact.
     """
     return [decode(data) for data in group.all_gather_bytes(encode(value), label=label)]
 
@@ -64,20 +60,12 @@ def all_gather_facts_or_objects(group: Group, value: T, *, label: str = "") -> l
 
 
 def encode(value: object) -> bytes:
-    """A value as bytes.
-
-    Raises:
-        ConfigurationError: it is no fact.
-    """
+    """A value as bytes."""
     return json.dumps(_tagged(value), separators=(",", ":")).encode()
 
 
 def decode(data: bytes) -> Tree:
-    """The value of some bytes.
-
-    Raises:
-        BackendError: they are no fact.
-    """
+    """The value of some bytes."""
     try:
         return _untagged(json.loads(data))
     except (ValueError, TypeError, LookupError, RecursionError) as error:
@@ -181,9 +169,6 @@ def check_one_save(names: Sequence[str], facts: Sequence[Mapping[str, object] | 
     Args:
         names: of the files, for the message.
         facts: what each holds of :func:`stamp`; those of other libraries have nothing.
-
-    Raises:
-        ConfigurationError: they differ; the message names the files.
     """
     by_run: dict[str, list[str]] = {}
     for name, fact in zip(names, facts, strict=True):
@@ -214,9 +199,6 @@ def check_same_everywhere(group: Group, facts: Facts, what: str, aside: Tree = N
 
     Returns:
         What each rank told aside.
-
-    Raises:
-        RankMismatchError: names the first differing fact and each rank's value.
     """
     if group.world_size == 1:
         return [aside]
@@ -337,11 +319,7 @@ class AgreedOptions:
         self._known = _snapshot(groups)
 
     def check(self, group: Group, groups: Sequence[ParamGroup]) -> None:
-        """Before a step.
-
-        Raises:
-            OutOfStepError: another rank steps with other options.
-        """
+        """Before a step."""
         now, known = _snapshot(groups), self._known
         if known is None or now == known or group.world_size == 1:
             return
@@ -372,9 +350,6 @@ class AgreedGradients:
             group: the ranks.
             params: all of them.
             owned: which of them this rank updates.
-
-        Raises:
-            OutOfStepError: another rank has other gradients.
         """
         there = [g is not None for g in map(_grad_of, params)]
         if there == self._there or group.world_size == 1:

@@ -92,7 +92,6 @@ class SegmentLayout:
         return sum(self.sizes)
 
     def start(self, rank: int) -> int:
-        """Offset of a rank's segment."""
         return sum(self.sizes[:rank])
 
     def items_of(self, rank: int) -> list[int]:
@@ -174,7 +173,6 @@ class ShardLayout:
 
     @functools.cached_property
     def shard_numel(self) -> int:
-        """S."""
         return -(-self.numel // (self.world_size * self.multiple)) * self.multiple
 
     @functools.cached_property
@@ -271,7 +269,6 @@ class PackedLayout(ShardLayout):
 
     @functools.cached_property
     def shard_numel(self) -> int:
-        """S."""
         return sum(one.shard_numel for one in self.each)
 
     @property
@@ -445,7 +442,7 @@ def local_shape(shape: Sequence[int], grain: int, numel: int) -> tuple[int, ...]
 
 
 def gaps_between(filled: Sequence[tuple[int, int]], numel: int) -> list[tuple[int, int]]:
-    """What these parts, as (start, numel), leave free of a buffer, in the same form and in order."""
+    """Lists what these parts, as (start, numel), leave free of a buffer, in the same form and in order."""
     gaps, end = [], 0
     for start, length in [*sorted(filled), (numel, 0)]:
         if start > end:
@@ -469,7 +466,6 @@ class Box(NamedTuple):
 
     @property
     def numel(self) -> int:
-        """How many elements it has."""
         return math.prod(self.sizes)
 
     def meet(self, other: Box) -> Box | None:

@@ -127,7 +127,7 @@ class ReshardPolicy:
 
 @dataclass(frozen=True)
 class OffloadPolicy:
-    """What an FSDP unit keeps in host memory.
+    """Says what an FSDP unit keeps in host memory.
 
     Attributes:
         parameters: the shards, so that the optimizer runs on the host.

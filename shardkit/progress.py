@@ -1,4 +1,4 @@
-"""What this process has begun and not brought to its end, for whoever asks why others wait for it."""
+"""Tells what this process has begun and not brought to its end, for whoever asks why others wait for it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Unfinished(Protocol):
     thread: int
 
     def unfinished(self, in_backward: bool) -> str:
-        """What was begun and has not ended; "" for nothing.
+        """Names what was begun and has not ended; "" for nothing.
 
         Args:
             in_backward: autograd runs now, so that a backward in progress is no sign of anything.

@@ -27,25 +27,25 @@ Kwargs: TypeAlias = dict[str, Any]
 """Keyword arguments that are passed on, and attributes of an object."""
 
 Memo: TypeAlias = dict[int, Any]
-"""What ``copy.deepcopy`` has copied so far, by id."""
+"""Copies that ``copy.deepcopy`` has made so far, by id."""
 
 AnyCallable: TypeAlias = Callable[..., Any]
 """A user's function, or one of torch's, that is called with arguments that are passed on."""
 
 Tree: TypeAlias = Any
-"""What modules, closures and functions of torch take and return: tensors, or containers of them and of other values."""
+"""Values that modules and functions of torch take and return: tensors, or containers of them and of other values."""
 
 Framework: TypeAlias = Any
 """An object of a framework that need not be installed."""
 
 IncompatibleKeys: TypeAlias = _IncompatibleKeys
-"""What loading a module's state returns."""
+"""The result of loading a module's state."""
 
 ProcessGroup: TypeAlias = object
-"""What ``Backend.group`` takes: a Group, a process group of torch's, one with ``rank()`` and ``size()``, or None."""
+"""Argument of ``Backend.group``: a Group, a process group of torch's, one with ``rank()`` and ``size()``, or None."""
 
 Facts: TypeAlias = Sequence[tuple[str, object]]
-"""What ranks have to agree on: (what it is, its value)."""
+"""A term that ranks have to agree on: (what it is, its value)."""
 
 
 class Timer(Protocol):

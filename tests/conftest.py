@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import threading
@@ -40,6 +41,12 @@ def pytest_configure(config: pytest.Config) -> None:
         from tests.support.recording import Recorder
 
         config.pluginmanager.register(Recorder(Path(config.getoption("--support"))))
+
+
+def pytest_collection_finish() -> None:
+    """Collections of garbage in tests look at what tests made, not at thousands of tests and at imported modules."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -17,7 +17,9 @@ import torch
 import torch.multiprocessing
 
 import shardkit
+from shardkit.backend import get_backend
 from shardkit.backends.processes import RankPool
+from shardkit.errors import OutOfStepError
 from shardkit.launching import _of_machine
 from shardkit.optim.oss import OSS
 
@@ -318,3 +320,18 @@ def test_the_backend_of_the_machine(
     with pytest.warns(UserWarning, match="2 ranks are on the host") if few else contextlib.nullcontext():
         chosen = _of_machine(ranks)
     assert (chosen if isinstance(chosen, str) else chosen.name) == expected
+
+
+def _returns_early(rank: int) -> None:
+    if rank == 1:
+        get_backend("gloo").group().all_reduce(torch.ones(4), label="loss")
+
+
+def test_a_rank_that_returns_early() -> None:
+    began = time.monotonic()
+    with pytest.raises(shardkit.RankFailedError, match="rank 0 has returned from its function") as caught:
+        shardkit.launch(_returns_early, 2)
+    assert time.monotonic() - began < 30
+    assert caught.value.rank == 1
+    assert caught.value.remote_type == OutOfStepError.__name__
+    assert "(loss)" in str(caught.value)

@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from shardkit.training import scaling
+from shardkit.training import grad_scaler as scaling
 
 
 def test_scale_over_many_steps() -> None:

@@ -91,9 +91,6 @@ class Agreement:
         number: counts the channel's agreements.
         key: what this rank is about to do.
         timeout: of the group.
-
-    Raises:
-        NoAnswer: the store has not answered by then.
     """
 
     def __init__(

@@ -292,15 +292,18 @@ class C10dGroup(ObjectsOverTensors):
         if output.is_complex():
             pieces = tuple(as_real(p) for p in pieces)
         group = self.process_group
-        if 0 in parts:
-            works = [group.broadcast(piece, r) for r, piece in enumerate(pieces) if parts[r]]
-        elif self.world_size == 2:
-            other = 1 - self.rank
-            send, receive = [0, 0], [0, 0]
-            send[other], receive[other] = pieces[self.rank].numel(), pieces[other].numel()
-            works = [self._start(group.alltoall_base, pieces[other], pieces[self.rank], receive, send)]
-        else:  # without a call of Python's for each
-            works = list(map(group.broadcast, pieces, range(self.world_size)))
+        try:
+            if self.world_size == 2 and 0 not in parts:
+                other = 1 - self.rank
+                send, receive = [0, 0], [0, 0]
+                send[other], receive[other] = pieces[self.rank].numel(), pieces[other].numel()
+                works = [group.alltoall_base(pieces[other], pieces[self.rank], receive, send)]
+            elif 0 in parts:
+                works = [group.broadcast(piece, r) for r, piece in enumerate(pieces) if parts[r]]
+            else:  # without a call of Python's for each
+                works = list(map(group.broadcast, pieces, range(self.world_size)))
+        except RuntimeError as error:
+            self._raise(error, Call(self._name, self._sequence + 1, "all_gather_into", output.numel(), label))
         return self._issue(works, "all_gather_into", output.numel(), label, async_op)
 
     def _reduce_scatter(
@@ -525,11 +528,7 @@ class KnownGroups:
         self._known: dict[int, tuple[weakref.ref[Store], C10dGroup]] = {}  # by id of the process group
 
     def of(self, process_group: ProcessGroup) -> C10dGroup | GroupInName:
-        """The group for what a user passes.
-
-        Raises:
-            ConfigurationError: there is no process group yet, or it was destroyed, or this rank is no member.
-        """
+        """The group for what a user passes."""
         if isinstance(process_group, C10dGroup):
             return process_group
         if isinstance(process_group, dist.ProcessGroup) or process_group is None:

@@ -21,7 +21,7 @@ NUMBERS = frozenset(
         torch.int8,
     }
 )
-"""What every library knows by name; everything else (int16, unsigned 16 to 64 bits, float8, complex numbers) travels as
+"""Dtypes that every library knows; everything else (int16, unsigned 16 to 64 bits, float8, complex numbers) travels as
 bytes."""
 
 

@@ -204,11 +204,7 @@ def _connected(
     global_ranks: Sequence[int],
     name: str,
 ) -> tuple[dist.ProcessGroup.BackendType, Connected]:
-    """Connects the ranks that call this alone, as torch.distributed.new_group does it for all.
-
-    Raises:
-        ConfigurationError: it can't be made so.
-    """
+    """Connects the ranks that call this alone, as torch.distributed.new_group does it for all."""
     plugin = dist.Backend._plugins.get(library.upper())
     if plugin is None:
         kind = getattr(dist.ProcessGroup.BackendType, library.upper(), None)

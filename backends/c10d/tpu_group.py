@@ -39,11 +39,7 @@ class TpuGroup(StreamGroup):
 
     # ------------------------------------------------------------ groups
     def new_group(self, ranks: Sequence[int]) -> TpuGroup | None:
-        """A sub-group of these group ranks; None on the others, which make groups of that size among themselves.
-
-        Raises:
-            ConfigurationError: on all ranks: ranks can't be partitioned so.
-        """
+        """A sub-group of these group ranks; None on the others, which make groups of that size among themselves."""
         members = check_members(self, ranks)
         if self.process_group is not None and len(members) < self.world_size:
             self._check_partition(members)

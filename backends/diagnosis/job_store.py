@@ -57,9 +57,6 @@ class StoreThread:
 
         Args:
             patient: wait, though an earlier call is overdue.
-
-        Raises:
-            NoAnswer: it takes longer.
         """
         asked = _StoreRequest(call)
         overdue = self._overdue
@@ -164,11 +161,7 @@ class Board:
             return 0
 
     def asked(self) -> int:
-        """How many questions there were.
-
-        Raises:
-            NoAnswer, RuntimeError: the store does not say.
-        """
+        """How many questions there were."""
         store = self._store
         if store is None:
             return 0

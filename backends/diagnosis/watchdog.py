@@ -115,12 +115,7 @@ class Watch:
             _publish_uncaught_errors()
 
     def look(self, call: Call) -> None:
-        """Publishes that this rank still waits in ``call``, and looks where the others are.
-
-        Raises:
-            OutOfStepError: another rank can't come to this call, or gave up.
-            RankLostError: another rank has lost the connection to a third one.
-        """
+        """Publishes that this rank still waits in ``call``, and looks where the others are."""
         self.thread = threading.get_ident()
         self._report(call)
         question = self._board.ask()

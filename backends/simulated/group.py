@@ -116,7 +116,6 @@ class SimulatedGroup(ObjectsOverBytes):
 
     @property
     def issued(self) -> int:
-        """How many calls there were."""
         return self._sequence
 
     # ------------------------------------------------------------ groups

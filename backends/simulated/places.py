@@ -20,8 +20,6 @@ _SITE = os.sep + "site-packages" + os.sep
 
 
 class SourceLine(NamedTuple):
-    """A line of a program."""
-
     file: str
     line: int
     function: str

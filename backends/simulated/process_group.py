@@ -268,7 +268,6 @@ class ProcessGroupOfThreads(_Base):  # type: ignore[misc]
         return self._between("recv", int(src), self.below.rank, int(tag), _listed(tensors))
 
     def recv_anysource(self, tensors: Given, tag: int) -> ThreadWork:
-        """Simulated ranks name the sender."""
         raise ConfigurationError(
             f"rank {self.below.rank}: simulated ranks can't receive from any rank; name the sender, as in "
             "recv(tensor, src=0)"
@@ -318,7 +317,6 @@ class ProcessGroupOfThreads(_Base):  # type: ignore[misc]
         return ThreadWork([work], outputs)
 
     def _cut(self, whole: Tensor) -> list[Tensor]:
-        """Each rank's part."""
         world_size = self.below.world_size
         if whole.numel() % world_size or not whole.is_contiguous():
             raise ConfigurationError(

@@ -125,7 +125,6 @@ class Meeting:
         return f"{self._calls[rank].describe()} at {self._places[rank]}"
 
     def first(self) -> int:
-        """The rank that came first."""
         return next(iter(self._calls))
 
     def arrive(
@@ -265,12 +264,7 @@ class RankThreads:
 
     # ------------------------------------------------------------ from the thread that starts them
     def run(self, fn: Callable[..., T], args: Args, timeout: float | None) -> list[T]:
-        """``fn(rank, *args)`` on every rank, each with a copy of ``args``; the results in rank order.
-
-        Raises:
-            RankFailedError: a rank raised, or the time is over. A rank that computes for ever stays a thread in the
-                background then: threads can't be ended from outside.
-        """
+        """``fn(rank, *args)`` on every rank, each with a copy of ``args``; the results in rank order."""
         results: dict[int, T] = {}
         before = host_random_states()
         self._threads = [
@@ -366,7 +360,6 @@ class RankThreads:
     # ------------------------------------------------------------ from a rank
     @property
     def left(self) -> set[int]:
-        """Ranks that have not finished."""
         return set(range(self.world_size)) - self._finished
 
     def arrive(
@@ -379,12 +372,7 @@ class RankThreads:
         finish: Finish,
         size: int = 0,
     ) -> None:
-        """``rank`` issues its part of a collective over ``size`` bytes.
-
-        Raises:
-            RankLostError: another rank failed.
-            ConfigurationError: this is not the rank's thread.
-        """
+        """``rank`` issues its part of a collective over ``size`` bytes."""
         if self._threads and threading.current_thread() is not self._threads[rank]:
             raise ConfigurationError(
                 f"rank {rank}: {call.describe()} was called from {threading.current_thread().name!r}; only the thread "
@@ -413,12 +401,7 @@ class RankThreads:
             self._note_hang(meeting.error[1], {rank: f"is in {meeting.describe(rank)}"})
 
     def wait(self, rank: int, meeting: Awaited, call: Call) -> None:
-        """Returns when all have arrived.
-
-        Raises:
-            OutOfStepError: they are in different calls, or can't come any more.
-            RankLostError: another rank failed.
-        """
+        """Returns when all have arrived."""
         if not meeting.over:
             self._check_alive(rank, call)
             self._waits[rank] = meeting

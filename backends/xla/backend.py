@@ -65,12 +65,7 @@ class XlaBackend(Backend):
         self.mark_step(wait=True)
 
     def mark_step(self, *, wait: bool = False) -> None:
-        """Runs what was recorded so far on this rank's device.
-
-        Raises:
-            OutOfStepError: replicas on a CPU issued different collectives since their last step (a TPU can't
-                tell: it waits).
-        """
+        """Runs what was recorded so far on this rank's device."""
         import torch_xla
 
         torch_xla.sync(wait=wait)

@@ -58,11 +58,7 @@ class Rules:
 
 
 def rules_here(world_size: int) -> Rules:
-    """Reads the rules from the environment.
-
-    Raises:
-        ConfigurationError: unknown rules, or ranks that can't be divided so.
-    """
+    """Reads the rules from the environment."""
     rules = os.environ.get(_RULES, "")
     if rules not in ("", "tpu"):
         raise ConfigurationError(f"{_RULES}={rules}: there are the rules of a 'tpu', or none (unset)")
@@ -166,8 +162,6 @@ class ReplicaState(RuntimeHost):
 
 
 class World:
-    """All replicas of this process."""
-
     def __init__(self, size: int) -> None:
         from torch_xla._internal import pjrt
 

@@ -96,12 +96,7 @@ class ReplicaMeeting:
     def arrive(
         self, rank: int, where: str, calls: Sequence[ReplicaCall], payload: bytes = b""
     ) -> dict[int, bytes]:
-        """Waits for every replica that the calls' groups connect; returns their payloads by rank.
-
-        Raises:
-            OutOfStepError: they brought different calls, or can't come any more.
-            RankLostError: one of them failed.
-        """
+        """Waits for every replica that the calls' groups connect; returns their payloads by rank."""
         arrival = _Arrival(where, tuple(calls), payload)
         with self._changed:
             self._here[rank] = arrival

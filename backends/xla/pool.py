@@ -249,13 +249,7 @@ class ReplicaPool:
         _pools.add(self)
 
     def run(self, fn: Callable[..., T], *args: object) -> list[T]:
-        """``fn(rank, *args)`` on every replica; the results in rank order, their XLA tensors on the CPU.
-
-        Raises:
-            RankFailedError: the first error of a replica. Its type is "TimeoutError" when the time is over (with all
-                Python stacks), and "ProcessExited" or a signal's name when the process died (rank 0 stands for
-                all of them then).
-        """
+        """``fn(rank, *args)`` on every replica; the results in rank order, their XLA tensors on the CPU."""
         job = pickle.dumps((fn, args))
         connection = self._connected()
         try:
@@ -266,7 +260,6 @@ class ReplicaPool:
             raise
 
     def close(self, kill: bool = False) -> None:
-        """Ends the replicas."""
         self._end(graceful=not kill)
 
     def __enter__(self) -> ReplicaPool:

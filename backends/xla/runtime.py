@@ -78,12 +78,7 @@ def read(data: bytes) -> Row:
 
 
 def partition(rows: Sequence[Row]) -> list[list[int]]:
-    """The groups of all ranks, in the order of their smallest members.
-
-    Raises:
-        OutOfStepError: they do different things, or their groups don't divide the ranks.
-        ConfigurationError: the groups are not of one size.
-    """
+    """The groups of all ranks, in the order of their smallest members."""
     if len({row.call for row in rows}) > 1:
         raise OutOfStepError(_differ("ranks are out of step; all must exchange at the same point:", rows))
     groups: dict[int, list[int]] = {}
@@ -111,7 +106,6 @@ def partition(rows: Sequence[Row]) -> list[list[int]]:
 
 
 def _differ(begin: str, rows: Sequence[Row]) -> str:
-    """One rank of each kind."""
     kinds: dict[tuple[object, ...], int] = {}
     for rank, row in enumerate(rows):
         kinds.setdefault((row.call, row.members), rank)

@@ -1,1 +1,3 @@
 """fairscale.fair_dev: helpers for tests."""
+
+DATASET_CACHE_ROOT = "cached_datasets"

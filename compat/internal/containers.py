@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import pickle
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import TypedDict
 
 import torch
+from torch import nn
 from torch.nn.utils.rnn import PackedSequence
 
 from shardkit.errors import ConfigurationError
-from shardkit.types import Args, Kwargs, Tree
+from shardkit.flattening.keys import rename_prefix
+from shardkit.types import Args, Kwargs, StateDict, Tree
 
 
 class NonTensors(TypedDict):
-    """What is left of a tuple without its tensors."""
+    """Holds what is left of a tuple without its tensors."""
 
     is_tensor: list[bool]
     objects: list[object]
@@ -48,7 +51,6 @@ def apply_to_type(type_fn: Callable[[Tree], bool], fn: Callable[[Tree], Tree], c
 
 
 def apply_to_tensors(fn: Callable[[torch.Tensor], Tree], container: Tree) -> Tree:
-    """:func:`apply_to_type` for tensors."""
     return apply_to_type(torch.is_tensor, fn, container)
 
 
@@ -69,7 +71,6 @@ def recursive_copy_to_device(value: Tree, non_blocking: bool, device: torch.devi
 
 
 def to_np(tensor_or_container: Tree) -> Tree:
-    """Tensors as numpy arrays."""
     return apply_to_tensors(lambda t: t.detach().cpu().numpy(), tensor_or_container)
 
 
@@ -134,3 +135,49 @@ def unpack_non_tensors(tensors: tuple[torch.Tensor, ...], packed_non_tensors: No
         )
     next_tensor, next_object = iter(tensors), iter(objects)
     return tuple(next(next_tensor if t else next_object) for t in is_tensor)
+
+
+# ------------------------------------------------------------ objects as bytes
+def pyobject_to_tensor(obj: object, fixed_buffer_size: int = 0) -> torch.Tensor:
+    """The pickled object as a uint8 tensor [numel], zeros up to ``fixed_buffer_size`` if that is given.
+
+    Raises:
+        ConfigurationError: it is longer than ``fixed_buffer_size``.
+    """
+    pickled = torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8)
+    missing = fixed_buffer_size - pickled.numel()
+    if not fixed_buffer_size:
+        return pickled
+    if missing < 0:
+        raise ConfigurationError(
+            f"the pickled object has {pickled.numel()} bytes; increase fixed_buffer_size ({fixed_buffer_size})"
+        )
+    return torch.nn.functional.pad(pickled, (0, missing))
+
+
+def tensor_to_pyobject(tensor: torch.Tensor) -> Tree:
+    """Unpickles the object of :func:`pyobject_to_tensor`, running what it says: only for tensors of own ranks."""
+    return pickle.loads(bytes(tensor.cpu().tolist()))
+
+
+# ------------------------------------------------------------ keys of state dicts
+def find_module_instances(module: nn.Module, search_class: type[nn.Module]) -> list[tuple[str, nn.Module]]:
+    """All modules of a class in the tree, with their prefixes in a state dict (``"0.linear."``).
+
+    A module that has several names within its parent is listed once there.
+    """
+    found = [("", module)] if isinstance(module, search_class) else []
+    for name, child in module.named_children():
+        found += [(f"{name}.{prefix}", m) for prefix, m in find_module_instances(child, search_class)]
+    return found
+
+
+def replace_by_prefix_(state_dict: StateDict, old_prefix: str, new_prefix: str) -> None:
+    """Keys that begin with ``old_prefix`` begin with ``new_prefix`` afterwards, in place.
+
+    Raises:
+        ConfigurationError: the prefixes are equal.
+    """
+    if old_prefix == new_prefix:
+        raise ConfigurationError(f"old_prefix and new_prefix are both {old_prefix!r}; they have to differ")
+    rename_prefix(state_dict, old_prefix, new_prefix)

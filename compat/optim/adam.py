@@ -28,7 +28,7 @@ _TOP_SCALE = 2.0**16
 
 
 class Precision(enum.Enum):
-    """What is kept in half precision.
+    """Says what is kept in half precision.
 
     FULL_PRECISION: nothing. MIXED_PRECISION: parameters, of which the optimizer keeps fp32 copies that it updates.
     MEMORY_EFFICIENT_MIXED_PRECISION: parameters, without copies. PURE_FP16: parameters and state, the latter scaled.

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def numpy_globals() -> list[Any]:
-    """What ``torch.load(..., weights_only=True)`` has to be allowed for the numpy arrays in an AdaScale state dict.
+    """Lists what ``torch.load(weights_only=True)`` has to be allowed for the numpy arrays in an AdaScale state dict.
 
     ::
 

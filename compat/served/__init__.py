@@ -65,7 +65,6 @@ def uninstall() -> None:
 
 
 def is_installed() -> bool:
-    """Whether ``import fairscale`` gives shardkit."""
     return _FINDER in sys.meta_path
 
 
@@ -83,8 +82,6 @@ def installed() -> Iterator[None]:
 
 # ---------------------------------------------------------------- modules
 class _Finder(MetaPathFinder):
-    """Finds everything under ``fairscale``."""
-
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
@@ -107,7 +104,6 @@ class _Finder(MetaPathFinder):
     def find_distributions(
         self, context: importlib.metadata.DistributionFinder.Context
     ) -> Iterable[importlib.metadata.Distribution]:
-        """For ``importlib.metadata``."""
         return [_Distribution()] if context.name in (None, "fairscale") else []
 
 
@@ -131,7 +127,7 @@ class _Loader(Loader):
 
 
 def _name_all_twice() -> None:
-    """What shardkit has loaded gets its second name at once, and is never imported under it.
+    """Gives what shardkit has loaded its second name at once, and is never imported under it.
 
     Importing a module sets an attribute of its package. Where a function has taken the name of its module
     (``nn.auto_wrap``), this would undo it.
@@ -143,15 +139,12 @@ def _name_all_twice() -> None:
 
 
 def _part(name: str) -> ModuleType:
-    """``fairscale.optim`` after ``import fairscale`` alone."""
     if name in PARTS or name == "version":
         return importlib.import_module(f"fairscale.{name}")
     raise AttributeError(f"module 'fairscale' has no attribute {name!r}")
 
 
 class _Distribution(importlib.metadata.Distribution):
-    """What ``importlib.metadata.version("fairscale")`` reads."""
-
     def read_text(self, filename: str) -> str | None:
         return {"METADATA": _METADATA, "top_level.txt": "fairscale\n"}.get(filename)
 
@@ -191,6 +184,6 @@ _original_preparation_data = multiprocessing.spawn.get_preparation_data
 
 
 def _preparation_data(name: str) -> dict[str, object]:
-    """What multiprocessing tells a process that it spawns, and an entry of ours, which it ignores."""
+    """Returns what multiprocessing tells a process that it spawns, and an entry of ours, which it ignores."""
     data = _original_preparation_data(name)
     return {**data, "shardkit.compat": _InChild(data["sys_path"], list(_doors))}

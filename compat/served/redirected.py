@@ -105,6 +105,8 @@ def redirected_names(module: str) -> Callable[[str], Tree]:
     def get(name: str) -> Tree:
         if name == "__all__":  # "import *" asks for it
             return sorted({n for n in names if not n.startswith("_")} | _defined_in(sys.modules[module]))
+        if name not in names and f"{module}.{name}" in _SERVED:
+            return importlib.import_module(f"{module}.{name}")
         if name not in names:
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
         return names[name]()
@@ -118,7 +120,7 @@ def _defined_in(module: ModuleType) -> set[str]:
 
 
 def _names_of(path: str) -> dict[str, Callable[[], Tree]]:
-    """What the table has for a module: each name, and what makes it."""
+    """Returns what the table has for a module: each name, and what makes it."""
     found: dict[str, Callable[[], Tree]] = {}
     for names, instead, why in REDIRECTED.get(path, ()):
         for name in names.split():

@@ -29,6 +29,7 @@ MOVED = {
     "rehearsal": "tools.rehearsal",
     "testing": "tools.verify",
     "torch_fsdp2": "torch_fsdp.fsdp2",
+    "utils.testing": "fair_dev.testing.testing",
     "whole_parameters": "training.whole_parameters",
 }
 
@@ -60,7 +61,7 @@ REEXPORTED: dict[str, dict[str, str]] = {
     "experimental.nn.data_parallel.gossip.distributed": {
         "experimental.nn.data_parallel.gossip.utils.cuda_metering": "EventRecorder, create_event_recorder",
         "experimental.nn.data_parallel.gossip.utils.helpers":
-        "create_process_group, make_logger, communicate, flatten_tensors, group_by_dtype, unflatten_tensors",
+        "communicate, create_process_group, flatten_tensors, group_by_dtype, make_logger, unflatten_tensors",
         "experimental.nn.data_parallel.gossip.gossiper": "Gossiper, PushPull, PushSum",
         "experimental.nn.data_parallel.gossip.graph_manager": "NPeerDynamicDirectedExponentialGraph as NPDDEGraph",
         "experimental.nn.data_parallel.gossip.mixing_manager": "UniformMixing",
@@ -70,12 +71,21 @@ REEXPORTED: dict[str, dict[str, str]] = {
         "experimental.nn.data_parallel.gossip.mixing_manager": "MixingManager, UniformMixing",
     },
     "experimental.nn.data_parallel.gossip.mixing_manager": {
-        "experimental.nn.data_parallel.gossip.graph_manager": "GraphManager",
+        "experimental.nn.data_parallel.gossip.graph_manager": "GraphManager, MixingManager, UniformMixing",
     },
     "experimental.nn.data_parallel.gossip.utils": {
         "experimental.nn.data_parallel.gossip.utils.helpers":
-        "MultiProcessAdapter, create_process_group, make_logger, communicate, flatten_tensors, group_by_dtype, "
+        "MultiProcessAdapter, communicate, create_process_group, flatten_tensors, group_by_dtype, make_logger, "
         "unflatten_tensors",
+    },
+    "experimental.nn.data_parallel.gossip.utils.cuda_metering": {
+        "experimental.nn.data_parallel.gossip.utils":
+        "DummyCudaEventRecorder, EventRecorder, MAX_LEN_DEQUEUE, create_event_recorder, deque_with_max_len_fixed",
+    },
+    "experimental.nn.data_parallel.gossip.utils.helpers": {
+        "experimental.nn.data_parallel.gossip.utils":
+        "HANDLER_AND_LEVEL_SET, MultiProcessAdapter, communicate, create_process_group, flatten_tensors, "
+        "group_by_dtype, make_logger, unflatten_tensors",
     },
     "experimental.nn.distributed_pipeline": {
         "experimental.nn.distributed_pipeline.graph": "PipelineModulesGraph",
@@ -106,12 +116,14 @@ REEXPORTED: dict[str, dict[str, str]] = {
         "wrapping.activations": "is_checkpointing, is_recomputing",
         "internal.version": "torch_version",
     },
+    "experimental.optim.dynamic_loss_scaler": {
+        "experimental.optim": "DynamicLossScaler, OptState, _all_finite, _gradients",
+    },
     "experimental.tooling.layer_memory_tracker": {
         "experimental.tooling.memory_tracker":
-        "LayerMemoryTrace, LayerwiseMemoryTracker, LayerwiseMemoryTrackerSummary, "
-        "ProcessGroupTracker, ProcessGroupTrackingEvent, SuggestedCheckpoints, "
-        "TraceBackwardEvent, TraceForwardEvent, compare_memory_traces_in_plot, "
-        "find_best_reset_points, matplotlib_figure_to_image, "
+        "LayerMemoryTrace, LayerwiseMemoryTracker, LayerwiseMemoryTrackerSummary, ProcessGroupTracker, "
+        "ProcessGroupTrackingEvent, SuggestedCheckpoints, TraceBackwardEvent, TraceForwardEvent, "
+        "compare_memory_traces_in_plot, find_best_reset_points, matplotlib_figure_to_image, null_context, "
         "suggest_checkpoint_location",
         "nn.data_parallel": "FullyShardedDataParallel",
     },
@@ -134,31 +146,48 @@ REEXPORTED: dict[str, dict[str, str]] = {
         "internal.containers": "from_np, to_np",
     },
     "experimental.wgit.signal_sparsity": {"experimental.wgit.utils": "Algo"},
+    "experimental.wgit.utils": {"experimental.wgit": "Algo, ExitCode, RepoStatus"},
+    "experimental.wgit.version": {"experimental.wgit": "__version_tuple__"},
+    "fair_dev.common_paths": {"fair_dev": "DATASET_CACHE_ROOT"},
+    "fair_dev.testing.spawning": {
+        "fair_dev.testing.testing":
+        "dist_init, get_worker_map, get_world_sizes, make_cudnn_deterministic, rmf, spawn_for_all_world_sizes, "
+        "teardown, temp_files_ctx, test_runner, torch_spawn, worker_process",
+    },
     "fair_dev.testing.testing": {
-        "fair_dev.testing.models": "GPT2, DeviceAndTypeCheckModule, IdentityLayer",
-        "fair_dev.testing.spawning": "dist_init, get_worker_map, get_world_sizes, make_cudnn_deterministic, rmf, "
-        "teardown, temp_files_ctx, spawn_for_all_world_sizes, test_runner, torch_spawn, "
-        "worker_process",
+        "fair_dev.testing.models": "DeviceAndTypeCheckModule, GPT2, IdentityLayer",
+        "fair_dev.testing.spawning":
+        "dist_init, get_worker_map, get_world_sizes, make_cudnn_deterministic, rmf, spawn_for_all_world_sizes, "
+        "teardown, temp_files_ctx, test_runner, torch_spawn, worker_process",
         "internal.version": "torch_version",
         "nn.model_parallel.initialize": "destroy_model_parallel, initialize_model_parallel",
     },
+    "fair_dev.testing.testing_memory": {"fair_dev.testing.testing": "find_tensor_by_shape"},
+    "internal.object": {"internal.containers": "pyobject_to_tensor, tensor_to_pyobject"},
     "internal.params": {"internal.containers": "recursive_copy_to_device"},
+    "internal.state_dict": {"internal.containers": "find_module_instances, replace_by_prefix_"},
+    "internal.version": {"internal": "torch_version"},
     "nn.auto_wrap": {
         "nn.wrap.auto_wrap": "ConfigAutoWrap, default_auto_wrap_policy, enable_wrap",
         "wrapping.context": "auto_wrap, wrap",
         "wrapping.policies": "config_auto_wrap_policy",
     },
     "nn.checkpoint.checkpoint_activations": {
-        "wrapping.activations": "CheckpointFunction, ThreadLocalCheckpointingState, disable_checkpointing, "
-        "enable_checkpointing, enable_recomputing, is_checkpointing, is_recomputing, "
-        "patch_batchnorm, thread_local",
+        "wrapping.activations":
+        "CheckpointFunction, ThreadLocalCheckpointingState, disable_checkpointing, enable_checkpointing, "
+        "enable_recomputing, is_checkpointing, is_recomputing, patch_batchnorm, thread_local",
         "internal.containers": "pack_kwargs, split_non_tensors, unpack_kwargs, unpack_non_tensors",
+        "nn.checkpoint":
+        "_accelerator, autocast, checkpoint_wrapper, get_rng_state, is_autocast_enabled, set_rng_state",
     },
     "nn.checkpoint.checkpoint_utils": {"wrapping.activations": "patch_batchnorm"},
-    "nn.data_parallel.fsdp_optim_utils": {"flattening.wrapper": "FlattenParamsWrapper"},
+    "nn.data_parallel.fsdp_optim_utils": {
+        "flattening.wrapper": "FlattenParamsWrapper",
+        "nn.data_parallel.fsdp_facts": "check_param_counts_before_sharding, is_singleton_tensor",
+    },
     "nn.data_parallel.fully_sharded_data_parallel": {
         "internal.containers": "apply_to_tensors, recursive_copy_to_device",
-        "internal.parallel": "chunk_and_pad, validate_process_group, enable_pytorch_sync_bn",
+        "internal.parallel": "chunk_and_pad, enable_pytorch_sync_bn, validate_process_group",
         "internal.reduce_scatter_bucketer": "ReduceScatterBucketer, enable_nccl_base_collectives",
         "flattening.keys": "no_key_translation as no_pre_load_state_dict_hook",
         "flattening.wrapper": "FlattenParamsWrapper",
@@ -172,24 +201,59 @@ REEXPORTED: dict[str, dict[str, str]] = {
         "internal.params": "Workhandle, get_global_rank",
     },
     "nn.misc.checkpoint_activations": {
-        "wrapping.activations": "CheckpointFunction, disable_checkpointing, enable_checkpointing, "
-        "enable_recomputing, is_checkpointing, is_recomputing, patch_batchnorm",
+        "wrapping.activations":
+        "CheckpointFunction, disable_checkpointing, enable_checkpointing, enable_recomputing, is_checkpointing, "
+        "is_recomputing, patch_batchnorm",
         "nn.checkpoint.checkpoint_activations": "checkpoint_wrapper",
     },
     "nn.misc.flatten_params_wrapper": {
         "flattening.flat_parameter": "FlatParameter, ParamGroups",
         "flattening.wrapper": "FlattenParamsWrapper",
         "internal.state_dict": "replace_by_prefix_",
+        "nn.misc": "_post_state_dict_hook, _pre_load_state_dict_hook",
+        "flattening.keys": "WRAPPED",
     },
     "nn.misc.param_bucket": {"flattening.bucket": "Bucket, GradBucket, ParamBucket"},
-    "nn.moe.moe_layer": {"model_parallel.moe": "AllToAll as _AllToAll"},
-    "nn.moe.top2gate": {"model_parallel.moe": "Top2Gate, gumbel_rsample, one_hot, top2gating"},
+    "nn.model_parallel.cross_entropy": {
+        "model_parallel.regions": "vocab_parallel_cross_entropy",
+        "nn.model_parallel.initialize":
+        "get_model_parallel_group, get_model_parallel_rank, get_model_parallel_world_size",
+        "nn.model_parallel.utils": "VocabUtility",
+    },
     "nn.model_parallel.layers": {
-        "model_parallel.layers": "initialize_affine_weight as _initialize_affine_weight",
+        "model_parallel.layers":
+        "ColumnParallelLinear, ParallelEmbedding, RowParallelLinear, VocabParallelEmbedding, "
+        "initialize_affine_weight as _initialize_affine_weight",
         "nn.model_parallel.initialize": "get_model_parallel_rank, get_model_parallel_world_size",
-        "nn.model_parallel.mappings": "copy_to_model_parallel_region, gather_from_model_parallel_region, "
-        "reduce_from_model_parallel_region, scatter_to_model_parallel_region",
+        "nn.model_parallel.mappings":
+        "copy_to_model_parallel_region, gather_from_model_parallel_region, reduce_from_model_parallel_region, "
+        "scatter_to_model_parallel_region",
         "nn.model_parallel.utils": "VocabUtility, divide_and_check_no_remainder",
+    },
+    "nn.model_parallel.mappings": {
+        "model_parallel.regions":
+        "copy_to_model_parallel_region, gather_from_model_parallel_region, reduce_from_model_parallel_region, "
+        "scatter_to_model_parallel_region",
+        "nn.model_parallel.initialize": "get_model_parallel_group",
+        "nn.model_parallel.utils": "split_tensor_along_last_dim",
+    },
+    "nn.model_parallel.random": {
+        "model_parallel.random":
+        "CheckpointFunction, CudaRNGStatesTracker, checkpoint, get_cuda_rng_tracker, "
+        "model_parallel_cuda_manual_seed",
+        "nn.model_parallel.initialize": "get_data_parallel_rank, get_model_parallel_rank",
+    },
+    "nn.model_parallel.utils": {
+        "model_parallel.groups":
+        "VocabUtility, divide_and_check_no_remainder, ensure_divisibility, split_tensor_along_last_dim",
+    },
+    "nn.moe.moe_layer": {
+        "model_parallel.moe": "AllToAll as _AllToAll",
+        "nn.moe": "MOELayer",
+    },
+    "nn.moe.top2gate": {
+        "model_parallel.moe": "Top2Gate, gumbel_rsample, one_hot, top2gating",
+        "nn.moe": "gumbel_map",
     },
     "nn.pipe.async_pipe": {
         "nn.model_parallel.initialize": "get_pipeline_parallel_group",
@@ -203,6 +267,7 @@ REEXPORTED: dict[str, dict[str, str]] = {
         "pipeline.batch_norm": "DeferredBatchNorm",
         "pipeline.microbatch": "Value as TensorOrTensors",
         "pipeline.pipe": "MOVING_DENIED",
+        "nn.pipe.parts": "LazyModule, check_balance, verify_module",
     },
     "nn.pipe.async_pipeline": {
         "nn.pipe.async_schedule": "AsyncEventLoop, ModuleWrapper",
@@ -220,21 +285,31 @@ REEXPORTED: dict[str, dict[str, str]] = {
         "nn.pipe.types": "PipeMessage",
         "nn.pipe.worker": "Task",
     },
+    "nn.pipe.balance": {
+        "nn.pipe.parts": "TensorOrTensors, Tensors, balance_by_size, balance_by_time",
+        "pipeline.pipe": "Device",
+        "pipeline.balance": "profile_sizes, profile_times",
+    },
     "nn.pipe.balance.blockpartition": {"pipeline.balance": "solve"},
     "nn.pipe.balance.profile": {
         "nn.pipe.types": "Tensors",
         "pipeline.balance": "layerwise_sandbox, profile_sizes, profile_times",
-        "pipeline.microbatch": "Value as TensorOrTensors",
+        "pipeline.microbatch": "Batch, Value as TensorOrTensors",
+        "nn.pipe.parts": "detach",
+        "pipeline.pipe": "Device",
     },
     "nn.pipe.batchnorm": {
         "wrapping.activations": "is_recomputing",
         "pipeline.batch_norm": "DeferredBatchNorm, TModule",
     },
     "nn.pipe.checkpoint": {
-        "wrapping.activations": "ThreadLocalCheckpointingState as ThreadLocal, enable_checkpointing, "
-        "enable_recomputing, is_checkpointing, is_recomputing, thread_local",
+        "wrapping.activations":
+        "ThreadLocalCheckpointingState as ThreadLocal, enable_checkpointing, enable_recomputing, "
+        "is_checkpointing, is_recomputing, thread_local",
         "nn.pipe.dependency": "fork, get_phony, join",
         "nn.pipe.types": "Tensors",
+        "nn.pipe.parts": "Checkpointing, Function, TensorOrTensors, _UNKNOWN",
+        "pipeline.microbatch": "Batch",
     },
     "nn.pipe.copy": {
         "nn.pipe.stream": "current_stream, get_device, record_stream, use_stream, wait_stream",
@@ -247,7 +322,8 @@ REEXPORTED: dict[str, dict[str, str]] = {
     },
     "nn.pipe.microbatch": {
         "nn.pipe.types": "Tensors",
-        "pipeline.microbatch": "check",
+        "pipeline.microbatch": "Batch, check",
+        "nn.pipe.parts": "BatchFunction as Function, TensorOrTensors, gather, scatter",
     },
     "nn.pipe.phony": {
         "nn.pipe.dependency": "get_phony",
@@ -263,7 +339,8 @@ REEXPORTED: dict[str, dict[str, str]] = {
         "pipeline.batch_norm": "DeferredBatchNorm",
         "pipeline.partition": "BalanceError, verify_module",
         "pipeline.microbatch": "Value as TensorOrTensors",
-        "pipeline.pipe": "MOVING_DENIED, Pipe",
+        "pipeline.pipe": "Device, MOVING_DENIED, Pipe",
+        "nn.pipe.parts": "Devices, Module, recommend_auto_balance, split_module, verify_splitting",
     },
     "nn.pipe.pipeline": {
         "nn.pipe.checkpoint": "Checkpointing",
@@ -283,7 +360,7 @@ REEXPORTED: dict[str, dict[str, str]] = {
         "pipeline.async_pipe": "AsyncPipe, PipeRPCWrapper",
         "pipeline.microbatch": "Value as TensorOrTensors",
     },
-    "nn.pipe.skip.layout": {"pipeline.skip": "SkipLayout, inspect_skip_layout, Namespace"},
+    "nn.pipe.skip.layout": {"pipeline.skip": "Namespace, SkipLayout, inspect_skip_layout"},
     "nn.pipe.skip.namespace": {"pipeline.skip": "Namespace"},
     "nn.pipe.skip.portal": {
         "nn.pipe.copy": "Context as CopyContext, Copy",
@@ -308,10 +385,16 @@ REEXPORTED: dict[str, dict[str, str]] = {
     "nn.pipe.types": {
         "pipeline.async_pipe": "LazyModule",
         "pipeline.microbatch": "Value as TensorOrTensors",
+        "nn.pipe.parts": "InputDevice, Tensors",
     },
     "nn.pipe.worker": {
         "nn.pipe.microbatch": "Batch",
         "nn.pipe.stream": "use_device, use_stream",
+    },
+    "optim.grad_scaler": {
+        "internal.version": "torch_version",
+        "optim": "OptState",
+        "training.grad_scaler": "GradScaler, ShardedGradScaler",
     },
     "optim.oss": {
         "internal.containers": "recursive_copy_to_device",
@@ -322,13 +405,15 @@ REEXPORTED: dict[str, dict[str, str]] = {
     "training_checkpoints.handles": {"checkpoint.background": "Handle"},
     "training_checkpoints.rank_states": {"checkpoint.rank_states": "TakesRankStates"},
     "utils.containers": {
-        "internal.containers": "apply_to_tensors, apply_to_type, from_np, pack_kwargs, split_non_tensors, to_np, "
-        "unpack_kwargs, unpack_non_tensors",
+        "internal.containers":
+        "apply_to_tensors, apply_to_type, from_np, pack_kwargs, split_non_tensors, to_np, unpack_kwargs, "
+        "unpack_non_tensors",
     },
     "utils.object": {"internal.object": "pyobject_to_tensor, tensor_to_pyobject"},
     "utils.parallel": {
-        "internal.parallel": "ProcessGroupName, chunk_and_pad, get_process_group_cached, validate_process_group, "
-        "enable_pytorch_sync_bn",
+        "internal.parallel":
+        "ProcessGroupName, chunk_and_pad, enable_pytorch_sync_bn, get_process_group_cached, "
+        "validate_process_group",
     },
     "utils.params": {
         "internal.containers": "recursive_copy_to_device",

@@ -1,4 +1,4 @@
-"""What a module here has not: it is torch_xla's own."""
+"""Names that a module here has not: it is torch_xla's own."""
 
 from __future__ import annotations
 

@@ -39,12 +39,10 @@ def is_master_ordinal(local: bool = True) -> bool:
 
 
 def xla_device(n: int | None = None, devkind: str | None = None) -> torch.device:
-    """This rank's device."""
     return current_backend().device()
 
 
 def mark_step(wait: bool = False, reset_scope: bool = True) -> None:
-    """Runs what was recorded."""
     current_backend().mark_step(wait=wait)
 
 

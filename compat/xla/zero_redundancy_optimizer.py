@@ -151,22 +151,18 @@ class ZeroRedundancyOptimizer(ReducingOSS):
 
     @property
     def global_world_size(self) -> int:
-        """Number of all ranks."""
         return rank_and_world_size()[1]
 
     @property
     def global_rank(self) -> int:
-        """This one among them."""
         return rank_and_world_size()[0]
 
     @property
     def local_world_size(self) -> int:
-        """Ranks that share the state."""
         return self.world_size
 
     @property
     def local_rank(self) -> int:
-        """This one among them."""
         return self.rank
 
     # ------------------------------------------------------------ steps

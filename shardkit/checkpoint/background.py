@@ -1,4 +1,4 @@
-"""What happened on each rank, told to all: where ranks meet, and in the background by files in a folder."""
+"""Tells all ranks what happened on each: where ranks meet, and in the background by files in a folder."""
 
 from __future__ import annotations
 
@@ -37,9 +37,6 @@ def agree(ranks: Ranks, problem: Exception | None, what: str, fact: object = Non
         problem: what went wrong on this rank.
         what: was done, for messages: "saving step 17".
         fact: see :func:`all_gather_facts`.
-
-    Raises:
-        ShardkitError: on all ranks, the class and message of the first rank with a problem.
     """
     mine = None if problem is None else described(problem)
     if ranks.group is None:
@@ -149,11 +146,7 @@ def wait_for_earlier(rank: int) -> None:
 
 
 def join_earlier(rank: int) -> None:
-    """Waits for this rank's earlier save.
-
-    Raises:
-        ShardkitError: it failed, and nobody was told yet.
-    """
+    """Waits for this rank's earlier save."""
     handle = _running.pop(rank, None)
     if handle is not None:
         handle.wait()
@@ -177,11 +170,7 @@ class Background:
         self._temporary, self._target, self._ranks, self._what = temporary, target, ranks, what
 
     def run(self, write_own: Callable[[], None], complete: Callable[[], None]) -> None:
-        """Writes, and waits until the checkpoint is complete.
-
-        Raises:
-            ShardkitError: it is not, and will not be.
-        """
+        """Writes, and waits until the checkpoint is complete."""
         try:
             write_own()
             if self._ranks.rank == 0:

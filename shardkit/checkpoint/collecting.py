@@ -100,11 +100,7 @@ def check_names(entries: Iterable[Entry]) -> None:
 
 # ------------------------------------------------------------ who writes what
 def parts_of_rank(entries: Iterable[Entry], rank: int) -> list[RecordPart]:
-    """Lists what this rank writes; see [Note: copies]. Objects become bytes here.
-
-    Raises:
-        ConfigurationError: an object is more than data.
-    """
+    """Lists what this rank writes; see [Note: copies]. Objects become bytes here."""
     loads: dict[tuple[int, ...], list[int]] = {}
     mine: list[RecordPart] = []
     for entry in entries:
@@ -178,7 +174,6 @@ class Parts:
 
     @property
     def optimizers(self) -> list[Optimizer]:
-        """One or several."""
         given = self.optimizer
         if given is None or isinstance(given, Sequence):
             return list(given or ())
@@ -186,7 +181,6 @@ class Parts:
 
     @property
     def schedulers(self) -> Stateful | None:
-        """The schedulers as one object."""
         given = self.scheduler
         return Schedulers(given) if isinstance(given, Sequence) else given
 
@@ -230,7 +224,6 @@ def has_torchs_ranks() -> bool:
 
 
 def module_entries(part: str, module: ModelState) -> Iterator[Entry]:
-    """Yields parameters and buffers."""
     for name, value in module.leaves().items():
         yield Entry((part, name), value)
 
@@ -285,11 +278,7 @@ class Collected:
 def collect(
     parts: Parts, step: int, extra: Mapping[str, object] | None, backend: Backend, ranks: Ranks
 ) -> Collected:
-    """Collects a training's objects as entries.
-
-    Raises:
-        ConfigurationError: something can't be kept in a checkpoint.
-    """
+    """Collects a training's objects as entries."""
     parts.check()
     entries: list[Entry] = []
     holder, slots = None, []

@@ -91,7 +91,6 @@ class Hashed(io.RawIOBase):
         self.failed: OSError | None = None
 
     def begin(self) -> None:
-        """Another record."""
         self._record = new_hasher(self._kind)
 
     def digests(self) -> tuple[str, str]:
@@ -123,9 +122,6 @@ def write_parts(
     Args:
         kind: of checksums.
         values: of each part its tensor on the host; None for objects.
-
-    Raises:
-        OSError: the disk is full, or the folder is not there.
     """
     records: list[Written] = []
     size, digest = 0, ""
@@ -171,12 +167,7 @@ def write_index(folder: str, rank: int, index: Index) -> None:
 
 
 def read_index(folder: str, rank: int) -> Index:
-    """Reads a rank's index.
-
-    Raises:
-        OSError: it has not, or the folder is not there.
-        ValueError: other bytes were read than it has written.
-    """
+    """Reads a rank's index."""
     with open(os.path.join(folder, index_of(rank))) as file:
         text = file.read()
     text, digest = text[:-64], text[-64:]
@@ -235,10 +226,6 @@ def compose(folder: str, world_size: int, step: int, run: str, kind: str) -> Non
 
     Args:
         kind: of checksums.
-
-    Raises:
-        IncompleteError: a tensor is there in part, or twice.
-        OSError: the disk is full, or a rank's file can't be read.
     """
     indices = [read_index(folder, rank) for rank in range(world_size)]
     for rank in range(world_size):
@@ -254,9 +241,6 @@ def describe(folder: str, records: Mapping[str, Sequence[Written]], manifest: Ma
     Args:
         records: of each data file.
         manifest: of the data files.
-
-    Raises:
-        IncompleteError, OSError: see :func:`compose`.
     """
     metadata = pickle.dumps(metadata_of(records))
     with write_atomically(os.path.join(folder, METADATA)) as file:
@@ -271,11 +255,7 @@ def _stored(index: Index) -> StoredFile:
 
 
 def metadata_of(records: Mapping[str, Sequence[Written]]) -> Metadata:
-    """Makes DCP's table of contents of the records in each file.
-
-    Raises:
-        IncompleteError: see :func:`compose`.
-    """
+    """Makes DCP's table of contents of the records in each file."""
     # torch's part takes long to import
     from torch.distributed.checkpoint import filesystem, metadata
 

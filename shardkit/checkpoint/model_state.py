@@ -35,11 +35,6 @@ class ModelState:
         module: the model without what averages its gradients.
         is_sharded: some of it lies in flat parameters.
         same: ranks that write what every rank has as a whole.
-
-    Raises:
-        ConfigurationError: what it is sharded over is neither all of the ranks nor replicated over them; or it has no
-            values yet.
-        LifecycleError: parameters are summoned.
     """
 
     def __init__(self, model: nn.Module, ranks: Ranks) -> None:

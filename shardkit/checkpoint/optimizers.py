@@ -68,7 +68,6 @@ class Holder(abc.ABC):
         return (0,)
 
     def others(self) -> StateDict:
-        """Entries beside state and groups."""
         return {}
 
     def unclaimed(self, others: Iterable[str], named: Iterable[str]) -> set[str]:
@@ -81,7 +80,6 @@ class Holder(abc.ABC):
         return {k: copy.deepcopy(v) for k, v in state.items() if isinstance(k, str)}
 
     def load_named(self, found: Mapping[str, object]) -> None:
-        """Puts :meth:`named` back."""
         state: Tree = self.optimizer.state
         state.update(found)
 
@@ -248,9 +246,6 @@ def check_schedulers(given: Stateful | Sequence[Stateful], saved: StateDict, fol
         given: what is to be restored.
         saved: the state of one, or what :class:`Schedulers` has made of several.
         folder: of the checkpoint.
-
-    Raises:
-        ConfigurationError: see above; nothing was changed.
     """
     is_list = isinstance(given, Sequence)
     was_list = list(saved) == [str(k) for k in range(len(saved))]  # a scheduler's own state has names
@@ -434,11 +429,7 @@ class WholeHolder(Holder):
 
 
 def holder_of(optimizer: Optimizer, names: ParameterNames) -> Holder:
-    """Makes the adapter of an optimizer, without what wraps that.
-
-    Raises:
-        ConfigurationError: it is of a kind whose state is not known here.
-    """
+    """Makes the adapter of an optimizer, without what wraps that."""
     inner = optimizer
     while isinstance(inner, AdaScale) or type(inner).__module__.partition(".")[0] in (
         "accelerate",

@@ -1,4 +1,4 @@
-"""What each rank has of its own: generators of random numbers, and its place in the data.
+"""State that each rank has of its own: generators of random numbers, and its place in the data.
 
 [Note: another world size] Where a checkpoint is restored by another number of ranks than wrote it (W), rank r takes
 the random states of rank r % W: the first W ranks go on as they were, and further ones begin where others do, so that
@@ -71,9 +71,6 @@ def load_loader(loader: Stateful, states: Sequence[StateDict | None], world_size
     Args:
         states: of all ranks that wrote the checkpoint; or its own alone.
         world_size: of those that restore; None: its own state is given.
-
-    Raises:
-        ConfigurationError: a checkpoint of another world size has different states, which this loader can't divide.
     """
     there = [state for state in states if state is not None]
     if len(there) != len(states):

@@ -57,9 +57,6 @@ class Reads:
 
     Args:
         wanted: all of it.
-
-    Raises:
-        ConfigurationError: a tensor has another shape in the checkpoint, or is not in it.
     """
 
     def __init__(self, stored: StoredCheckpoint, wanted: Iterable[Wanted]) -> None:
@@ -80,7 +77,6 @@ class Reads:
 
     @property
     def records(self) -> Iterator[Record]:
-        """The records that are read."""
         return iter(self._copies)
 
     @torch.no_grad()
@@ -114,11 +110,7 @@ class _Number(NamedTuple):
 
 
 class OptimizerReads:
-    """The state that an optimizer needs of a checkpoint.
-
-    Raises:
-        ConfigurationError: it is of other parameters, or its state can't be cut as this optimizer's is.
-    """
+    """The state that an optimizer needs of a checkpoint."""
 
     def __init__(self, holder: Holder, stored: StoredCheckpoint) -> None:
         self._holder, self._stored = holder, stored
@@ -236,11 +228,7 @@ class OptimizerReads:
         self._numbers.append(_Number(state, key, read))
 
     def finish(self) -> None:
-        """All that was wanted is there: the optimizer takes it.
-
-        Raises:
-            ConfigurationError: parameters of one shard were updated for other numbers of steps.
-        """
+        """All that was wanted is there: the optimizer takes it."""
         for state, key, read in self._numbers:
             (first, value), *others = read
             for name, other in others:
@@ -422,7 +410,6 @@ class _Restoring:
 
     # ------------------------------------------------------------ changing things
     def run(self) -> None:
-        """Restores everything."""
         self._reads.run()
         for part, module in self._modules.items():
             module.loaded({k: self._stored.object(name) for k, name in self._objects[part].items()})

@@ -114,11 +114,7 @@ class Save:
 
     # ------------------------------------------------------------ before anything is written
     def begin(self, collect: Callable[[], Collected]) -> None:
-        """Finds out what there is to write, and that all ranks are in this (collective).
-
-        Raises:
-            ShardkitError: on all ranks; nothing was written.
-        """
+        """Finds out what there is to write, and that all ranks are in this (collective)."""
         _, earlier = attempt(lambda: join_earlier(self.ranks.rank))
         collected, problem = attempt(lambda: self._collect(collect)) if earlier is None else (None, None)
         digest = "" if collected is None else _digest(collected, self.ranks)
@@ -168,11 +164,7 @@ class Save:
 
     # ------------------------------------------------------------ writing
     def write(self) -> Handle:
-        """Writes everything, and returns when the checkpoint is complete (collective).
-
-        Raises:
-            ShardkitError: on all ranks; there is no such checkpoint, and earlier ones are whole.
-        """
+        """Writes everything, and returns when the checkpoint is complete (collective)."""
         _, problem = attempt(self.write_own)
         try:
             agree(self.ranks, problem, self.what)
@@ -185,7 +177,6 @@ class Save:
         return Handle(self.target)
 
     def write_own(self) -> None:
-        """This rank's files."""
         if not folders.is_there(self.temporary):
             raise ConfigurationError(
                 f"rank {self.ranks.world[self.ranks.rank]} does not see {self.temporary}, which rank "
@@ -207,7 +198,6 @@ class Save:
 
     # ------------------------------------------------------------ in the background
     def in_background(self) -> Handle:
-        """Begins to write."""
         handle = Handle(self.target)
         work = Background(self.temporary, self.target, self.ranks, self.what)
         handle.start(self.ranks.rank, lambda: work.run(self.write_own, self.complete))

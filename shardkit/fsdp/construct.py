@@ -575,6 +575,7 @@ def _wake(state: ShardingState) -> None:
     if any(flat.is_asleep for flat in state.__dict__["borrowed"]):
         return  # the unit that has them is not copied yet; what is around both wakes this one
     borrowed, divisors = state.__dict__.pop("borrowed"), state.__dict__.pop("divided")
+    state.is_asleep = False
     connect(state, state.flats[0].listings[0].param if state.flats else None, borrowed)
     for flat in [
         f for f in state.flats if f.is_asleep

@@ -78,7 +78,7 @@ from ..torch_seams.hooks import (
 )
 from .flat_param import FlatParam
 from .originals import backward_with_graph, changed_since_forward, written_original
-from .store import LOCKED
+from .store import GATHERING, LOCKED
 from .unit import Unit, UnitCall
 
 if TYPE_CHECKING:
@@ -464,17 +464,26 @@ class Engine:
         elif not unit.is_held:
             unit.start_gather()
         if self.recording and not in_backward:
-            position = len(self._calls)
-            self._calls.append(unit)
+            self._record(unit)
+        for flat in unit.needs:
+            if flat.store.state is GATHERING:
+                flat.store.finish()
+
+    def _record(self, unit: Unit) -> None:
+        """Notes a call of a training forward, and asks for what followed it the last time."""
+        position = len(self._calls)
+        self._calls.append(unit)
+        checkpoint = None
+        if not torch.is_grad_enabled() or torch._C._autograd._top_saved_tensors_default_hooks(True):
             checkpoint = surrounding_checkpoint()
-            self._around.append(checkpoint)
-            if checkpoint is not None:
-                unit.is_reached = True
-            order = self._order
-            if position < len(order) and order[position] is unit:
-                for following in order[position + 1 : position + 1 + self._prefetch]:
+        self._around.append(checkpoint)
+        if checkpoint is not None:
+            unit.is_reached = True
+        order = self._order
+        if position < len(order) and order[position] is unit:
+            for following in order[position + 1 : position + 1 + self._prefetch]:
+                if not following.is_held:
                     following.start_gather()
-        unit.finish_gather()
 
     @not_compiled
     def after_forward(self, unit: Unit) -> None:
@@ -610,7 +619,9 @@ class Engine:
         while self._passed < unit.position:
             self._pass()
         self._gather(unit)
-        unit.finish_gather()
+        for flat in unit.needs:
+            if flat.store.state is GATHERING:
+                flat.store.finish()
 
     def _gather(self, unit: Unit) -> None:
         """Gathers a unit for backward, if it is not.

@@ -186,7 +186,7 @@ class FlatParam:
 
     @property
     def is_full(self) -> bool:
-        """Original parameters have their values, or will have after :meth:`finish_gather`."""
+        """Original parameters have their values, or will have after the store's ``finish``."""
         return self.store.state in FULL
 
     @property
@@ -228,27 +228,29 @@ class FlatParam:
         return replaced
 
     # ------------------------------------------------------------ gathering
-    def start_gather(self, after: Sequence[torch.Tensor] = ()) -> None:
-        """Asks for all ranks' shards on behalf of one more unit; call ``store.finish`` before use.
-
-        Args:
-            after: where execution is lazy: gathers once these are computed (see ``forward.py``).
-        """
+    def use(self) -> Store | None:
+        """Counts one more unit that needs the values; returns the store if it is to be started, and finished."""
         store = self.store
         if store.state is SUMMONED:
             if current_backward() != NO_BACKWARD:
                 raise backward_when_summoned(self)
-            return  # original parameters have their values
+            return None  # original parameters have their values
         if store.state in FULL:
             store.users += 1
-            return
+            return None
         if self.shards is not None and not self.shards.are_views():
             self.collect()
             self.adopt()
         elif self._seen != (self.param.dtype, self.param.device):
             self.adopt()
         self.store.users += 1
-        self.store.start(after)
+        return self.store
+
+    def start_gather(self) -> None:
+        """Asks for all ranks' shards on behalf of one more unit; call ``store.finish`` before use."""
+        store = self.use()
+        if store is not None:
+            store.start()
 
     def hold(self) -> None:
         """Original parameters keep their values for a graph that a backward has built, until :meth:`drop`."""

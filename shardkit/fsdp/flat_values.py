@@ -133,8 +133,8 @@ class Unpacking:
         self._world_size = world_size
 
     def unpack(self, gathered: torch.Tensor) -> None:
-        """Copies what was gathered, [W * S] rank by rank: one operation."""
-        rows = gathered.view(self._world_size, -1)
+        """Copies what was gathered, [W, S] or [W * S] rank by rank: one operation."""
+        rows = gathered if gathered.dim() == 2 else gathered.view(self._world_size, -1)
         torch.split_with_sizes_copy(rows, self._sizes, dim=1, out=self._places)
 
 

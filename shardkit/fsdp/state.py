@@ -141,6 +141,7 @@ class ShardingState:
         is_loading: a state dict is being loaded or made, and what is summoned is so because of that.
         state_is_local: state dicts hold shards.
         is_unsharded: summoned until the next forward.
+        is_asleep: it was copied, and has no groups yet.
         is_computing: inside of a forward of a module sharded in place, or of another method of it.
         buffer_dtypes: own dtypes of buffers that were cast, by module and name.
         uncollected: optimizer state that is this rank's alone.
@@ -167,7 +168,7 @@ class ShardingState:
         self.is_root: bool | None = None
         self.summoned: contextlib.ExitStack | None = None
         self.is_loading = self.state_is_local = self.buffers_cast = self.is_unsharded = False
-        self.is_computing = False
+        self.is_computing = self.is_asleep = False
         self.buffer_dtypes: dict[tuple[nn.Module, str], torch.dtype] = {}
         self.uncollected: dict[int, StateDict] = {}
         self.run_id = ""
@@ -186,6 +187,7 @@ class ShardingState:
 
     def __setstate__(self, state: StateDict) -> None:
         self.__dict__.update(state)
+        self.is_asleep = True
         note_state(self)
 
     def __deepcopy__(self, memo: Memo) -> ShardingState:
@@ -197,11 +199,6 @@ class ShardingState:
         run_id = f"{self.run_id}-copy{backwards}.{len(self.copies)}"
         made.__setstate__({**copied, "options": self.options, "run_id": run_id, "copies": ()})
         return made
-
-    @property
-    def is_asleep(self) -> bool:
-        """It was copied, and has no groups yet."""
-        return "borrowed" in self.__dict__
 
     @property
     def divisors(self) -> tuple[float, float]:

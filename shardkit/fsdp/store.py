@@ -25,9 +25,13 @@ attributes of the unit's modules are looked through.
 of all of them rank by rank, and one operation copies these to where original parameters are views. The memory that was
 gathered into exists from the all-gather to the copy. Other layouts need no copy: they are gathered in their places.
 
-[Note: one gather a unit] All collectives of a program are in one order, so that each is needed by the next, and the
-compiler drops none: a bias that backward never reads would be gathered again, too. So what a unit asks for at a time
-travels together.
+[Note: joined gathers] What is needed at a time travels as one message: a unit's frozen and its trainable parameters,
+say. Where it is small, shards are put together and copied to their places after the gather, which costs less than a
+message more; where it is large, a message more is nothing beside its bytes, and a copy would be.
+
+[Note: one gather a unit] Where execution is lazy, all collectives of a program are in one order, so that each is needed
+by the next, and the compiler drops none: a bias that backward never reads would be gathered again, too. So what a unit
+asks for at a time travels together.
 """
 
 from __future__ import annotations
@@ -108,9 +112,11 @@ class Store(ABC):
         keeps_shapes: original parameters have their shapes while they have no values.
         is_whole: this rank's shard has all values, as they are computed with.
         summoned: all values in full precision, [W * S], while they are what original parameters are views of.
+        joins: equal where shards can travel as one message; None where they travel alone.
     """
 
     keeps_shapes = True
+    joins: object = None
 
     def __init__(self, flat: FlatParam) -> None:
         self._flat = flat
@@ -333,13 +339,18 @@ class Stored(Store):
         self._mesh = flat.post_forward_mesh
         self._kept: torch.Tensor | None = None  # this rank's part of what the mesh keeps
         self._shard: torch.Tensor | None = None  # what is sent: the shard's memory, [S]
+        self.joined: dict[tuple[Stored, ...], Joined] = {}  # of this one and others
+        self.arrives_in: Joined | None = None
         blocks = flat.blocks
         self._compressed = None if blocks is None else CompressedGather(self._group, blocks)
+        if self._mesh is None and blocks is None and self._group.world_size > 1:
+            self.joins = self._channel, self._dtype, self._device
         self._look_at(torch.empty(self._layout.padded_numel, dtype=self._dtype, device=self._device))
 
     def _look_at(self, full: torch.Tensor) -> None:
         self._full = full  # [W * S]
         self._own = own_part(full, self._group)  # [S]
+        self._rows = full.view(self._group.world_size, -1)  # [W, S]
         is_packed = self._group.world_size > 1 and len(self._layout.blocks) > 1
         self._unpacking = Unpacking(self._layout, full) if is_packed else None
         self.memory = full.untyped_storage()._cdata
@@ -385,16 +396,20 @@ class Stored(Store):
             shard = flat.param.data.view(-1).to(self._device)
             work = self._compressed.start(self._gather, full, shard, flat.label)
         else:
-            sent = self._shard
-            if sent is None or sent.data_ptr() != flat.param.data_ptr():  # else two operations less
-                sent = self._shard = flat.param.data.view(-1)
-            own.copy_(sent)  # casts, and comes from the host
+            own.copy_(self.sent())  # casts, and comes from the host
             if self._group.world_size == 1:
                 work = DONE
             else:
                 gather = self._channel.all_gather_into if flat.hears is None else self._gather  # a call less
                 work = gather(full, own, async_op=True, label=flat.label)
         self.in_flight = work, full
+
+    def sent(self) -> torch.Tensor:
+        """The shard's memory, [S]."""
+        shard = self._shard
+        if shard is None or shard.data_ptr() != self._flat.param.data_ptr():  # else two operations less
+            shard = self._shard = self._flat.param.data.view(-1)
+        return shard
 
     def finish(self) -> None:
         if self.in_flight is None:
@@ -403,10 +418,16 @@ class Stored(Store):
         with self._flat.ranges.gather_wait():
             work.wait()
         self.state = GATHERED
-        if self._unpacking is not None and values is not self._full:
+        if values is not self._full:
             self._backend.take_storage(self._full)
-            with torch.no_grad():
-                self._unpacking.unpack(values)
+            if self._unpacking is None:
+                self._rows.copy_(values)
+            else:
+                with torch.no_grad():
+                    self._unpacking.unpack(values)
+            if self.arrives_in is not None:
+                self.arrives_in.leave()
+                self.arrives_in = None
         self._reveal()
         if self._kept_views.found:
             self._kept_views.reveal()
@@ -501,6 +522,64 @@ class Lazy(Store):
             original.param.__class__ = original.kind  # a released one can't be changed
             original.param.data = self._nothing
             original.param.__class__ = ReleasedParameter
+
+
+_SMALL = 2**20  # bytes, gathered, up to which a copy costs less than a message
+
+
+def start_together(stores: Sequence[Store], after: Sequence[torch.Tensor]) -> None:
+    """Starts several (collective); what can be travels as one message, see [Note: joined gathers]."""
+    joined: dict[object, list[Stored]] = {}
+    for store in stores:
+        flat = store._flat
+        is_here = flat.hears is None and flat.param.device == store._device
+        if isinstance(store, Stored) and store.joins is not None and is_here:
+            joined.setdefault(store.joins, []).append(store)
+        else:
+            store.start(after)
+    for alike in joined.values():
+        numel = sum([store._layout.padded_numel for store in alike])
+        if len(alike) > 1 and numel * alike[0]._dtype.itemsize <= _SMALL:
+            together, known = tuple(alike), alike[0].joined
+            if together not in known:
+                known[together] = Joined(together)
+            known[together].start()
+        else:
+            for store in alike:
+                store.start()
+    gather_together(stores)
+
+
+class Joined:
+    """The shards of several stores, which can travel as one message: [W, sum of S]."""
+
+    def __init__(self, stores: tuple[Stored, ...]) -> None:
+        first, sizes = stores[0], [store._layout.shard_numel for store in stores]
+        self._stores, self._backend, self._waiting = stores, first._backend, 0
+        world_size = first._group.world_size
+        self._full = torch.empty(world_size * sum(sizes), dtype=first._dtype, device=first._device)
+        self._own = own_part(self._full, first._group)
+        self._parts = torch.split_with_sizes(self._full.view(world_size, -1), sizes, dim=1)
+        self._backend.release_storage(self._full)
+
+    def start(self) -> None:
+        """One gather for all (collective)."""
+        stores, first = self._stores, self._stores[0]
+        for store in stores:
+            store.state = GATHERING
+        self._backend.take_storage(self._full)
+        self._waiting = len(stores)
+        torch.cat([store.sent() for store in stores], out=self._own)  # casts
+        label = f"{first._flat.label} and {len(stores) - 1} more"
+        work = first._channel.all_gather_into(self._full, self._own, async_op=True, label=label)
+        for store, part in zip(stores, self._parts, strict=True):
+            store.in_flight, store.arrives_in = (work, part), self
+
+    def leave(self) -> None:
+        """One of them has copied its part."""
+        self._waiting -= 1
+        if not self._waiting:
+            self._backend.release_storage(self._full)
 
 
 def gather_together(stores: Sequence[Store]) -> None:

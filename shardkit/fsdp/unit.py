@@ -24,7 +24,7 @@ from ..tracing.ranges import UNNAMED, UnitRanges
 from .flat_param import FlatParam
 from .gradients import GradientPack, Replicas, packed_dtype, way_for
 from .originals import Listing, as_tensors, backward_when_summoned, unknown_root, written_original
-from .store import GATHERING, KEPT, SUMMONED, gather_together
+from .store import KEPT, SUMMONED, start_together
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -312,16 +312,15 @@ class Unit:
             self.gathered_at = self._version() if self.keep_after_backward or self.doors > 1 else None
             after = self.engine.after if self.engine is not None else ()
             with self.ranges.gather():
+                asked = []
                 for flat in self.needs:
-                    flat.start_gather(after)
-                if self._is_lazy:
-                    gather_together([flat.store for flat in self.needs])
-
-    def finish_gather(self) -> None:
-        """Waits for them."""
-        for flat in self.needs:
-            if flat.store.state is GATHERING:
-                flat.store.finish()
+                    store = flat.use()
+                    if store is not None:
+                        asked.append(store)
+                if len(asked) == 1 and not self._is_lazy:
+                    asked[0].start(after)
+                else:
+                    start_together(asked, after)
 
     def release(self, until_backward: bool = False) -> None:
         """The module does not need its values any more, or only in backward.

@@ -60,7 +60,7 @@ class ShardkitPlugin(Sharding):
 
 
 class _Attached:
-    """What an accelerator does otherwise."""
+    """Replaced methods of an accelerator."""
 
     def __init__(self, plugin: ShardkitPlugin, accelerator: Accelerator) -> None:
         self._plugin, self._accelerator = plugin, accelerator

@@ -1,4 +1,4 @@
-"""What is common to the doors: which parts of a model become units, and state as one process has it."""
+"""Common parts of the doors: which parts of a model become units, and state as one process has it."""
 
 from __future__ import annotations
 

@@ -122,11 +122,7 @@ def _run_as_started_rank(
 
 
 def _meet(backend: Backend, started: StartedRank, start_timeout: float | None) -> None:
-    """Makes the process group.
-
-    Raises:
-        BackendError: the ranks do not meet.
-    """
+    """Makes the process group."""
     import torch.distributed as dist
 
     if started.is_elastic:

@@ -62,7 +62,7 @@ class StartedRank:
 
 
 def started_rank(environment: Mapping[str, str] = os.environ) -> StartedRank | None:
-    """What this process was started as; None if it is on its own."""
+    """Returns what this process was started as; None if it is on its own."""
     process, _, facts = environment.get(_NOTE, "").partition(" ")
     if process and process != str(os.getpid()) and facts == _facts(environment):
         return None

@@ -25,7 +25,7 @@ _GROWTH = 4  # of the number of calls, from exchange to exchange
 
 
 class _Stopping:
-    """What one process knows. Ranks that are threads share the request, and count calls each for itself."""
+    """State of one process. Ranks that are threads share the request, and count calls each for itself."""
 
     def __init__(self) -> None:
         self.is_asked = False

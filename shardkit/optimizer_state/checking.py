@@ -32,9 +32,6 @@ def check_state(
         states: of each parameter its name, its shape, and its saved state.
         own: the state that the optimizer has of each, in the same order; None for none.
         is_elementwise: whether each tensor of state but :data:`NUMBERS` has one element for each of the parameter's.
-
-    Raises:
-        ConfigurationError: a shape differs from the parameter's, or from that of the state that is to be replaced.
     """
     mine_of = iter(own) if own is not None else itertools.repeat({})
     for (name, shape, saved), mine in zip(states, mine_of, strict=False):
@@ -66,10 +63,6 @@ def check_same_state(group: Group, state_dict: StateDict, problem: Configuration
         group: the ranks.
         state_dict: torch's form; parameters may have no state on some ranks.
         problem: what this rank has found wrong with it.
-
-    Raises:
-        ConfigurationError: a rank has found something wrong.
-        RankMismatchError: two ranks have different state of a parameter, or different options.
     """
     if group.world_size == 1:
         if problem is not None:

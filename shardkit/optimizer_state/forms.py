@@ -136,11 +136,7 @@ def _keep_uncollected(state: StateDict, keys: Sequence[Tree], slot: Slot, own: S
 
 
 def shard_by_id(slots: Sequence[Slot], full: StateDict) -> StateDict:
-    """Cuts this rank's part of a full state dict, for ``optimizer.load_state_dict``; the argument is not changed.
-
-    Raises:
-        ConfigurationError: it belongs to another model.
-    """
+    """Cuts this rank's part of a full state dict, for ``optimizer.load_state_dict``; the argument is not changed."""
     held = _by_id(slots)
     count = sum(len(h.keys) for h in held)
     id_map: dict[int, int | None] = full.get("param_id_map") or {}
@@ -190,11 +186,7 @@ def gather_by_index(slots: Sequence[Slot | None], saved: StateDict, keep_on: boo
 
 
 def shard_by_index(slots: Sequence[Slot | None], full: StateDict) -> StateDict:
-    """Cuts this rank's part of such a state, for ``optimizer.load_state_dict``; the argument is not changed.
-
-    Raises:
-        ConfigurationError: it is of another model.
-    """
+    """Cuts this rank's part of such a state, for ``optimizer.load_state_dict``; the argument is not changed."""
     ids = [i for g in full["param_groups"] for i in g["params"]]
     if len(ids) != len(slots):
         raise ConfigurationError(
@@ -249,9 +241,6 @@ def shard_by_name(
         groups: the ``param_groups`` that were saved. Options go to the optimizer's groups by the parameters in them.
             Without any, nothing was saved of them, and they stay.
         source: asked for each parameter of the model, in one order on all ranks.
-
-    Raises:
-        ConfigurationError: the state is of other parameters, or of other groups.
     """
     group_of: dict[str, ParamGroup] = {}
     for group in groups:

@@ -38,9 +38,6 @@ def gather_states(
         keep: whether this rank returns any.
         form: what becomes of a state with one element for each of a parameter's.
         number: what becomes of all else.
-
-    Raises:
-        ConfigurationError: on all ranks, if one lacks state that others have, or has another order.
     """
     found: list[list[StateDict]] = []
     for slot, own, everybody in zip(slots, states, _kinds_everywhere(slots, states), strict=True):

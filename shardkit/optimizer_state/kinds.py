@@ -1,4 +1,4 @@
-"""What a state of an optimizer is: one element for each of a parameter's, or anything else, such as a number."""
+"""Kinds of states of an optimizer: one element for each of a parameter's, or anything else, such as a number."""
 
 from __future__ import annotations
 

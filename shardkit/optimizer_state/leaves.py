@@ -78,12 +78,10 @@ class Ranks:
 
     @classmethod
     def of(cls, group: Group | None) -> Ranks:
-        """Takes a group's ranks."""
         return cls(None, 0, (0,)) if group is None else cls(group, group.rank, group.ranks)
 
     @property
     def size(self) -> int:
-        """How many ranks there are."""
         return len(self.world)
 
     @property
@@ -93,7 +91,6 @@ class Ranks:
 
     @property
     def alone(self) -> tuple[int, ...]:
-        """The place of this one."""
         return (self.rank,)
 
     def places(self, ranks: Sequence[int]) -> tuple[int, ...]:
@@ -102,11 +99,7 @@ class Ranks:
         return tuple(sorted(place[rank] for rank in ranks if rank in place))
 
     def refuse_others(self, name: str, ranks: Sequence[int]) -> None:
-        """Raises where a tensor is spread over other ranks than these.
-
-        Raises:
-            ConfigurationError: some of these have none of it, and nothing says what they have under its name.
-        """
+        """Raises where a tensor is spread over other ranks than these."""
         if set(ranks) == set(self.world):
             return
         raise ConfigurationError(
@@ -136,11 +129,7 @@ def piece_of(shape: torch.Size, shard: torch.Tensor, piece: Piece | None, copies
 
 
 def of_dtensor(name: str, tensor: DTensor, ranks: Ranks) -> Leaf:
-    """This rank's part of a DTensor.
-
-    Raises:
-        ConfigurationError: it is over other ranks, or holds sums that were not made yet.
-    """
+    """This rank's part of a DTensor."""
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     mesh, values = tensor.device_mesh, tensor.to_local().detach()

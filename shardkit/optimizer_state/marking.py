@@ -49,8 +49,6 @@ class StateOfShard(OwnOfRank):
 
 
 class LocalShard(OwnOfRank):
-    """A shard of parameters."""
-
     remedy = (
         "this local_state_dict() has FSDP's shards, another part on each rank, and torch.distributed.checkpoint would "
         "keep one rank's for all. Save FSDP.state_dict(), which is full on every rank, or local_state_dict() with "
@@ -119,9 +117,6 @@ def check_loaded(optimizer: Optimizer, flats: Iterable[Tree]) -> None:
     """Refuses state of other shards on all ranks, before it steps (collective).
 
     Torch loads what it is given, and has no hook for optimizers that never stepped. It keeps what groups hold.
-
-    Raises:
-        ConfigurationError: names the rank, and what its state is of.
     """
     mine = _wrong_shards(optimizer) or _wrong_shapes(optimizer)
     for group in {f.group.ranks: f.group for f in flats}.values():
@@ -199,9 +194,6 @@ def check_request(flats: Callable[[], Iterable[Tree]], keeps_names: bool = False
     Args:
         flats: gives all flat parameters of the module that is asked.
         keeps_names: shards are listed under the parameters' names.
-
-    Raises:
-        ConfigurationError: on every rank alike, before anything is sent or changed.
     """
     request = current_request()
     if request is None:

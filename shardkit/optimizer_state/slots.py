@@ -1,4 +1,4 @@
-"""What one parameter of a torch optimizer stands for: which of the model's parameters, and which elements of them.
+"""Maps an optimizer's parameter to what it stands for: which of the model's parameters, and which elements of them.
 
 An optimizer over flat shards has state that is laid out as the shard: of each parameter in it a piece. Everything else
 that an optimizer keeps is a parameter's as a whole.
@@ -75,11 +75,7 @@ class Slot:
 
     # ------------------------------------------------------------ whole states
     def cut(self, have: Mapping[str, SavedState]) -> StateDict:
-        """Cuts this slot's state out of whole parameters' states, by name; where one has none, zeros.
-
-        Raises:
-            ConfigurationError: a state has another shape than its parameter, or is not of the same kind for all.
-        """
+        """Cuts this slot's state out of whole parameters' states, by name; where one has none, zeros."""
         if not self.is_shard:
             return copy.deepcopy(dict(have[self.spans[0].name]))
         there = [(span, have[span.name]) for span in self.spans if have.get(span.name)]
@@ -114,11 +110,7 @@ class Slot:
 
     # ------------------------------------------------------------ what is there
     def leaves(self, state: StateDict, ranks: Ranks) -> dict[str, dict[str, Leaf | Fixed]]:
-        """A state by the parameters' names.
-
-        Raises:
-            ConfigurationError: a state of a shard is neither laid out as the shard nor one number.
-        """
+        """A state by the parameters' names."""
         found: dict[str, dict[str, Leaf | Fixed]] = {span.name: {} for span in self.spans}
         for key, value in state.items():
             if isinstance(value, MarkedTensor):
@@ -167,7 +159,6 @@ class Slot:
         return shape == span.shape and is_elementwise(key, torch.empty(shape, device="meta"), span.shape)
 
     def zeros(self, dtype: torch.dtype | None) -> torch.Tensor:
-        """Room for such a state."""
         return torch.zeros_like(self.param.detach(), dtype=dtype)
 
     def wanted(self, span: Span, value: torch.Tensor, ranks: Ranks) -> Leaf:

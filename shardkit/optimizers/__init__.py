@@ -1,1 +1,1 @@
-"""What holds for any torch optimizer over sharded parameters, whoever shards them."""
+"""Rules for any torch optimizer over sharded parameters, whoever shards them."""

@@ -40,8 +40,6 @@ _declared: set[type] = set()
 
 
 class Verdict(enum.Enum):
-    """Judgement of an optimizer."""
-
     ELEMENTWISE = "every element is updated by itself"
     COUPLED = "an element's update depends on others"
     UNKNOWN = "it could not be tried"
@@ -63,7 +61,6 @@ def is_known_elementwise(optimizer_class: object) -> bool:
 
 
 def names_of_elementwise() -> str:
-    """For messages."""
     return ", ".join([c.__name__ for c in KNOWN] + sorted(c.__name__ for c in _declared))
 
 

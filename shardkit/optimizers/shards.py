@@ -34,7 +34,7 @@ def _forget(key: int, gone: object) -> None:
 
 
 def listing_of(param: torch.Tensor) -> Tree:
-    """What a registered parameter, a DTensor maybe, is listed for: a flat parameter, or a part of one; else None."""
+    """Finds what a registered parameter or DTensor is listed for: a flat parameter, or a part of one; else None."""
     found = _listings.get(id(param))
     listing = None if found is None else found()
     return listing if listing is not None and listing.param is param else None

@@ -1,4 +1,4 @@
-"""What happens around the update of any optimizer: at its beginning, after each of its closures, and at its end.
+"""Hooks around the update of any optimizer: at its beginning, after each of its closures, and at its end.
 
 torch calls hooks before and after ``step``. With a closure, gradients come in between: then what concerns them ends
 before the closure runs, and begins anew after it.

@@ -119,7 +119,7 @@ class GradientExchange:
 
     @property
     def depends_on_data(self) -> bool:
-        """What is sent depends on the batch: rows of sparse gradients."""
+        """Sends what depends on the batch: rows of sparse gradients."""
         return any(isinstance(part, SparseReducer) for part in self._parts)
 
     @property
@@ -221,7 +221,6 @@ class GradientExchange:
     # ------------------------------------------------------------ a step's course
     @not_compiled
     def begin_forward(self) -> None:
-        """Before a training forward."""
         self.recover()
         if self._is_new:
             self._is_new = False
@@ -284,11 +283,7 @@ class GradientExchange:
 
     @not_compiled
     def reduce_now(self) -> None:
-        """Reduces what was accumulated under ``no_sync``.
-
-        Raises:
-            LifecycleError: nothing was accumulated since the last reduction.
-        """
+        """Reduces what was accumulated under ``no_sync``."""
         if not self.state.unreduced:
             raise LifecycleError(
                 "No gradients wait to be reduced: reduce() was called twice, or there was no backward inside no_sync() "
@@ -383,7 +378,6 @@ class EverywhereReducer(GradientPart):
 
 
 def sparse_parameters(module: nn.Module) -> set[nn.Parameter]:
-    """Parameters whose gradients come sparse."""
     return {
         m.weight
         for m in module.modules()

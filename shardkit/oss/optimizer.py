@@ -508,9 +508,6 @@ def make_inner(
         groups: this rank's part.
         defaults: the other arguments.
         splits: other ranks have other parameters.
-
-    Raises:
-        ConfigurationError: what it makes is no optimizer, or updates parameters together though ranks split them.
     """
     accepted = inspect.signature(optim).parameters.values()
     takes_any = any(p.kind is p.VAR_KEYWORD for p in accepted)

@@ -94,11 +94,7 @@ class Placement(ABC):
     def to_clip(
         self, optimizer: Optimizer, params: Iterable[nn.Parameter], norm_type: float
     ) -> tuple[Portion, list[torch.Tensor]]:
-        """The gradients whose norm counts, and those that are scaled by it.
-
-        Raises:
-            ConfigurationError: a norm of that order can't be taken here.
-        """
+        """The gradients whose norm counts, and those that are scaled by it."""
 
     # ------------------------------------------------------------ state
     @abstractmethod
@@ -322,7 +318,6 @@ class OnEveryRank(OfParameters):
         return True
 
     def state_of_all(self, optimizer: Optimizer, is_kept: bool) -> dict[nn.Parameter, State]:
-        """Each rank has it."""
         self.group.backend.mark_step(
             wait=True
         )  # where that is a collective, ranks that do not read take part
@@ -359,7 +354,7 @@ def gathered_state(
 
 @torch.no_grad()
 def gathered(segment: FlatSegment, own: torch.Tensor, is_kept: bool) -> list[torch.Tensor]:
-    """What each rank has for its segment, [S], of each parameter, on the CPU where it ``is_kept`` (collective)."""
+    """Gathers what ranks have, [S], of each parameter, on the CPU where it ``is_kept`` (collective)."""
     group, full = segment.group, own
     if group.world_size > 1:
         full = own.new_empty(segment.layout.numel)
@@ -536,9 +531,6 @@ def placement_for(
         even_shards_only: all ranks run one compiled graph.
         update_dtype: another one than the parameters', in which they are updated.
         kind: of segments, where there are any.
-
-    Raises:
-        ConfigurationError: ``update_dtype`` for an optimizer that is not known to be element-wise.
     """
     plain = optimizer_class.func if isinstance(optimizer_class, functools.partial) else optimizer_class
     if update_dtype is not None:

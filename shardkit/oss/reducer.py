@@ -57,7 +57,6 @@ class BucketPlan(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Of the packed form."""
         return self.form.starts[-1] * self.wire.itemsize
 
 
@@ -132,8 +131,6 @@ class Bucket:
 
 
 class InFlight(NamedTuple):
-    """A bucket on its way."""
-
     bucket: Bucket
     work: Work
     shard: torch.Tensor  # [S], this rank's part of the result
@@ -255,7 +252,6 @@ class Reducer:
         self.abandon()
 
     def abandon(self) -> None:
-        """Forgets the backward in progress."""
         if self._in_flight is not None:  # its memory is in use until it is through, or has failed
             with contextlib.suppress(RuntimeError):
                 self._in_flight.work.wait()

@@ -139,7 +139,6 @@ class FlatSegment:
         self._standing.forget()
 
     def clear_gradient(self) -> None:
-        """As ``zero_grad``."""
         self.own.grad = None
         self._flags = None
         self._is_used_up = True

@@ -158,7 +158,7 @@ class ShardedDDP(PreparedForAccelerate, nn.Module):
 
     @not_compiled
     def _entered(self) -> GradientExchange | None:
-        """What listens to the forward that begins; None where none of its gradients will be reduced."""
+        """Returns what listens to the forward that begins; None where none of its gradients will be reduced."""
         if torch._C._functorch.maybe_current_level() is not None:
             self._refuse_transforms()
         if not self.training or not torch.is_grad_enabled():
@@ -242,7 +242,7 @@ class ShardedDDP(PreparedForAccelerate, nn.Module):
             self._exchange.recover()
 
     def __getstate__(self) -> StateDict:
-        """What copies and pickles hold: the module. Ranks and optimizers are this process's; see :meth:`_connected`."""
+        """Keeps the module alone: ranks and optimizers are this process's; see :meth:`_connected`."""
         state = self.__dict__.copy()
         state.update(
             dict.fromkeys(("_exchange", "_buffers_sync", "_group", "_backend")), _sharded_optimizers=[]

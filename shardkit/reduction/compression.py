@@ -50,7 +50,6 @@ class BlockFormat:
         self._largest = _LARGEST[dtype]
 
     def blocks_of(self, numel: int) -> int:
-        """K of so many numbers."""
         return -(-numel // self.numel)
 
     def empty(self, blocks: int, like: torch.Tensor) -> torch.Tensor:
@@ -223,7 +222,6 @@ class Feedback:
         self._format.encode(values, blocks, self.error, complete=complete)
 
     def forget(self) -> None:
-        """Nothing was left out."""
         self.error = None
 
 

@@ -219,7 +219,6 @@ class PlainInSteps:
         )
 
     def before(self, optimizer: Optimizer) -> None:
-        """The update comes next."""
         shown: list[tuple[torch.Tensor, type]] = []
         with as_plain():  # parameters may refuse to show theirs
             for group in optimizer.param_groups:
@@ -232,7 +231,6 @@ class PlainInSteps:
             self._shown[optimizer] = shown
 
     def after(self, optimizer: Optimizer) -> None:
-        """The update is through."""
         if optimizer in self._shown:
             for gradient, its_class in self._shown.pop(optimizer):
                 gradient.__class__ = its_class  # type: ignore[assignment]

@@ -25,11 +25,9 @@ class UnusedRanges(NamedTuple):
     ranges: Sequence[tuple[int, int]]
 
     def saved(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """A copy of each range."""
         return [flat.view(-1)[a:b].clone() for a, b in self.ranges]
 
     def put_back(self, flat: torch.Tensor, saved: list[torch.Tensor] | None) -> None:
-        """Writes each range."""
         for k, (a, b) in enumerate(self.ranges):
             now = flat.view(-1)[a:b]
             if saved is None:
@@ -48,7 +46,6 @@ class UsedMask(NamedTuple):
         return flat.view(-1).clone()
 
     def put_back(self, flat: torch.Tensor, saved: torch.Tensor | None) -> None:
-        """Writes what the mask says."""
         now = flat.view(-1)
         before = torch.zeros_like(now) if saved is None else saved
         flat.copy_(torch.where(self.used, now, before).view(flat.shape))
@@ -58,7 +55,7 @@ Unused = UnusedRanges | UsedMask
 
 
 class PutAside:
-    """What was put aside of one flat tensor before a step.
+    """Holds what was put aside of one flat tensor before a step.
 
     Args:
         flat: the values that the step is going to change.
@@ -82,5 +79,5 @@ class PutAside:
 
 
 def state_by_element(flat: torch.Tensor, state: SavedState) -> dict[str, torch.Tensor]:
-    """What of an optimizer's state has one element for each of the tensor's."""
+    """Returns what of an optimizer's state has one element for each of the tensor's."""
     return {k: v for k, v in state.items() if is_elementwise(k, v, flat.shape)}

@@ -1,4 +1,4 @@
-"""What of a model was sharded, and what each part takes: ``print(shardkit.summary(model))``."""
+"""Summaries of a sharded model, and what each part takes: ``print(shardkit.summary(model))``."""
 
 from __future__ import annotations
 

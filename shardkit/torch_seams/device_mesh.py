@@ -12,11 +12,7 @@ if TYPE_CHECKING:
 
 
 def group_of(mesh: DeviceMesh | None, group: ProcessGroup = None) -> ProcessGroup:
-    """All ranks of a mesh, of any number of dimensions; the group that was passed where there is no mesh.
-
-    Raises:
-        ConfigurationError: both were passed, or what is no mesh.
-    """
+    """All ranks of a mesh, of any number of dimensions; the group that was passed where there is no mesh."""
     if mesh is None:
         return group
     _check(mesh, group)
@@ -29,9 +25,6 @@ def shards_and_replicas_of(
     """Ranks that share one copy of the model, and ranks that hold the same shard of it.
 
     A mesh of one dimension has the former; of one with two they are the last dimension, and replicas the first.
-
-    Raises:
-        ConfigurationError: a mesh of more dimensions; a mesh and a group were passed, or what is no mesh.
     """
     if mesh is None:
         return group, replicas

@@ -1,4 +1,4 @@
-"""What torch.distributed.checkpoint finds here: tensors that are one rank's alone, and who is asking for a state dict.
+"""Answers to torch.distributed.checkpoint: tensors that are one rank's alone, and who is asking for a state dict.
 
 It takes plain tensors for the same on all ranks, and would keep one rank's. So what is a rank's own has a class of its
 own in state dicts, which refuses that and is a plain tensor in all other respects; what is pickled is one.
@@ -79,7 +79,7 @@ class Request:
 
 
 def current_request() -> Request | None:
-    """What torch is being asked for at this moment; see [Note: requests]."""
+    """Tells what torch is being asked for at this moment; see [Note: requests]."""
     for frame in callers():
         name = frame.f_code.co_name
         if frame.f_globals.get("__name__") == _TORCHS and name in _OF_MODELS + _OF_OPTIMIZERS:

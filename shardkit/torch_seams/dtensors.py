@@ -24,9 +24,6 @@ def mesh_over(ranks: ProcessGroup | DeviceMesh, device_type: str) -> DeviceMesh:
     Args:
         ranks: a mesh, a process group, or (ranks to shard over, replicas); None for all.
         device_type: of the tensors that are to be cut.
-
-    Raises:
-        ConfigurationError: torch does not know the ranks.
     """
     from torch.distributed.device_mesh import DeviceMesh
 

@@ -45,7 +45,7 @@ GradientHook = Callable[[torch.Tensor], None]
 
 
 class BackwardState:
-    """What hooks need to know at every gradient.
+    """Knows what hooks ask at every gradient.
 
     Attributes:
         task: id of the backward in progress, NO_BACKWARD between backwards.
@@ -72,7 +72,6 @@ class BackwardState:
         observe(self)
 
     def unfinished(self, in_backward: bool) -> str:
-        """See :class:`shardkit.progress.Unfinished`."""
         if self.task != NO_BACKWARD:
             return "" if in_backward else "a backward that raised an error"
         if self.raised:
@@ -80,11 +79,7 @@ class BackwardState:
         return "a step whose backward has not begun" if self.is_due and not in_backward else ""
 
     def begin(self) -> None:
-        """Marks the running backward as the one whose end counts; called from inside of it.
-
-        Raises:
-            LifecycleError: it is compiled; its end would never come, and what is sent in it is no part of a graph.
-        """
+        """Marks the running backward as the one whose end counts; called from inside of it."""
         compiled: Any = sys.modules.get("torch._dynamo.compiled_autograd")
         if compiled is not None and (
             compiled.compiled_autograd_enabled or compiled.in_compiled_autograd_region

@@ -11,8 +11,6 @@ as_plain = torch._C.DisableTorchFunctionSubclass  # a context in which tensors a
 
 
 class MarkedTensor(torch.Tensor):
-    """What is pickled of it is a plain tensor."""
-
     def __reduce_ex__(self, protocol: SupportsIndex) -> str | tuple[object, ...]:
         with as_plain():
             return self.as_subclass(torch.Tensor).__reduce_ex__(protocol)

@@ -6,7 +6,7 @@ from ..types import SavedState, StateDict
 
 
 def versions_of(state_dict: SavedState) -> StateDict | None:
-    """What torch noted, by path; None in dicts that were copied without the attribute."""
+    """Returns what torch noted, by path; None in dicts that were copied without the attribute."""
     try:
         return state_dict._metadata  # type: ignore[attr-defined]
     except AttributeError:

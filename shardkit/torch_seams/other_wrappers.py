@@ -79,9 +79,6 @@ def check_wrappable(
         who: name of the wrapper, for the message.
         may_hold: wrappers of this class inside are fine.
         without: parts that the wrapper leaves alone.
-
-    Raises:
-        ConfigurationError: with the place of what was found; nothing was changed.
     """
     wrappers = dict(_wrappers())
     kinds = tuple(wrappers)
@@ -103,7 +100,7 @@ def check_wrappable(
 
 
 def name_of_torchs(module: nn.Module) -> str:
-    """What a wrapper of torch's is called; "" for all other modules."""
+    """Names a wrapper of torch's; "" for all other modules."""
     return next((name for kind, name in _of_torch() if isinstance(module, kind)), "")
 
 

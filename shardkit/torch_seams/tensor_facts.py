@@ -1,4 +1,4 @@
-"""What code may ask of a tensor without its values: for classes of tensors that have none, and have to say so.
+"""Facts of a tensor without its values: for classes of tensors that have none, and have to say so.
 
 Names are those under which torch announces a call to ``__torch_function__``; attributes are read (get) or set.
 """

@@ -45,7 +45,6 @@ class What(NamedTuple):
 
     @property
     def name(self) -> str:
-        """In traces."""
         return f"shardkit.{self.kind}({self.unit})"
 
 
@@ -193,7 +192,6 @@ class Ranges:
             self.bind()
 
     def bind(self) -> None:
-        """Attributes follow whether anybody listens."""
         heard = bool(_listeners)
         for attribute, what in self._whats.items():
             opens = functools.partial(Heard, what) if heard else functools.partial(Phase, what.name)

@@ -1,4 +1,4 @@
-"""What one rank records, the form in which it travels (a part), and how far the clocks of ranks are apart.
+"""Records of one rank, the form in which it travels (a part), and how far the clocks of ranks are apart.
 
 [Note: clocks of ranks] A message can't arrive before it was sent. Every rank says its time to all others, several
 times; what it reads on its own clock when the others' times are there is an upper bound of the difference, in both
@@ -141,11 +141,9 @@ class Recorder:
         self.events.append(_Event(what, start, end, threading.get_ident(), marks))
 
     def note_step(self, number: int) -> None:
-        """A step has ended."""
         self.steps.append((number, now()))
 
     def stop(self) -> None:
-        """Nothing more comes."""
         self.ended = now()
 
     def on_number(self, name: str, value: torch.Tensor) -> None:
@@ -196,12 +194,10 @@ class Recorder:
 
 
 def packed(part: TracePart) -> bytes:
-    """To be sent."""
     return zlib.compress(json.dumps(part).encode(), 1)
 
 
 def unpacked(data: bytes) -> TracePart:
-    """Unpacks what was sent."""
     found: TracePart = json.loads(zlib.decompress(data))
     return found
 
@@ -212,11 +208,7 @@ def part_path(path: Path, rank: int) -> Path:
 
 
 def read_part(path: Path) -> TracePart:
-    """A part from its file.
-
-    Raises:
-        DamagedFileError: the file is something else.
-    """
+    """A part from its file."""
     try:
         found = json.loads(path.read_text())
     except (OSError, ValueError) as error:

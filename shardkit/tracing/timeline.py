@@ -41,7 +41,6 @@ class Slice(NamedTuple):
 
 
 def merged(parts: Sequence[TracePart]) -> Json:
-    """One trace of these parts."""
     parts = [_on_one_clock(part, parts[0]["host"]) for part in parts]
     starts = [_clock(part, 0.0)(start) for part in parts for _, start, *_ in part["events"]]
     origin = min(starts, default=0.0)
@@ -303,11 +302,7 @@ class Trace:
 
 
 def read_events(paths: Sequence[str | Path]) -> Kwargs:
-    """Reads a trace that was put together, or parts that were not: files, or the folder they are in.
-
-    Raises:
-        DamagedFileError: a file is no trace of shardkit's.
-    """
+    """Reads a trace that was put together, or parts that were not: files, or the folder they are in."""
     files = [file for path in paths for file in _files(Path(path))]
     if len(files) == 1 and ".rank-" not in files[0].name:
         try:

@@ -80,7 +80,6 @@ class StepWatch:
             _follow()
 
     def close(self) -> None:
-        """Counts no more."""
         self._counted = None
         with _lock:
             left = tuple(watch for watch in _watches.pop(self._thread, ()) if watch is not self)
@@ -89,14 +88,12 @@ class StepWatch:
             _follow()
 
     def before(self, optimizer: Optimizer) -> None:
-        """An optimizer's step begins."""
         self._leave(optimizer)  # it raised, the last time
         inside = Heard(What("step", type(optimizer).__name__))
         inside.__enter__()
         self._inside.append((optimizer, inside))
 
     def after(self, optimizer: Optimizer) -> None:
-        """An optimizer's step ends."""
         self._leave(optimizer)
         if self._inside:
             return
@@ -177,13 +174,11 @@ class LayerWatch:
         _layer_watches.append(self)
 
     def watch(self, module: nn.Module) -> None:
-        """This one too."""
         if _models[module] == self._thread:
             for name, layer in layers_of(module):
                 self._attach(name, layer)
 
     def close(self) -> None:
-        """Leaves models alone."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -403,11 +398,7 @@ _of_environment: dict[int, Tracer] = {}  # by thread: ranks may be threads of on
 
 
 def training_begins(group: Group) -> None:
-    """Something is sharded by the calling rank: what ``SHARDKIT_TRACE`` asks for begins.
-
-    Raises:
-        ConfigurationError: the variable can't be read.
-    """
+    """Something is sharded by the calling rank: what ``SHARDKIT_TRACE`` asks for begins."""
     asked = os.environ.get(VARIABLE)
     if not asked:
         return
@@ -425,9 +416,6 @@ def read_plan(text: str, where: str = VARIABLE) -> tuple[range, Path]:
 
     Args:
         where: it was asked for, as errors name it.
-
-    Raises:
-        ConfigurationError: it is something else.
     """
     found = re.fullmatch(r"steps=(\d+):(\d+)(?:,dir=(.+))?", text.strip())
     if found is None or int(found[1]) > int(found[2]):

@@ -1,1 +1,1 @@
-"""What a training uses beside wrappers: loss scaling, AdaScale, whole parameters, data, evaluation, out of memory."""
+"""Helpers of a training beside wrappers: loss scaling, AdaScale, whole parameters, data, evaluation, out of memory."""

@@ -110,9 +110,6 @@ def loaded(data: StateDict, groups: int) -> State:
     Args:
         data: of this class (tensors), of fairscale's (numpy arrays), or of an optimizer without AdaScale.
         groups: G.
-
-    Raises:
-        ConfigurationError: they are of another number of groups.
     """
     saved = data["state"].get(KEY)
     if saved is None:
@@ -166,7 +163,6 @@ class GradientMeter:
         self.reset()
 
     def reset(self) -> None:
-        """Starts a new step."""
         self._ended = 0
         self._fired: Counter[int] = Counter()
         self._norms: list[tuple[int, torch.Tensor]] = []  # of the running backward: group, norm
@@ -202,7 +198,6 @@ class GradientMeter:
 
     @property
     def was_interrupted(self) -> bool:
-        """Whether the last backward raised."""
         return self._task != NO_BACKWARD and current_backward() == NO_BACKWARD
 
     def sums(self) -> torch.Tensor:
@@ -292,10 +287,6 @@ class Averaging:
         world_size: number of ranks; None for the group's, 1 without one.
         group: ranks; None for those of an OSS, else all.
         backend: as :class:`~shardkit.AdaScale`.
-
-    Raises:
-        AdaScaleArgumentError: the group has another number of ranks.
-        ConfigurationError: the parameters are FSDP's.
     """
 
     def __init__(
@@ -306,7 +297,6 @@ class Averaging:
         self.world_size = self._find_world_size(world_size)
 
     def parameters(self) -> list[nn.Parameter]:
-        """Those of all groups."""
         return [p for g in self._optimizer.param_groups for p in g["params"]]
 
     def note_parameters(self) -> None:
@@ -394,7 +384,6 @@ class Averaging:
         return torch.stack(parts).sum() if parts else torch.zeros_like(like)
 
     def divide_gradients(self, by: int) -> None:
-        """Divides all gradients in place."""
         gradients = {id(g): g for g in _gradients(self.parameters())}
         if isinstance(self._optimizer, OSS):
             gradients |= {id(g): g for g in self._optimizer.gradients()}

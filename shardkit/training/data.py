@@ -32,8 +32,6 @@ __all__ = ["GlobalBatchSampler", "ResumableLoader"]
 
 
 class RankOfJob(NamedTuple):
-    """Rank r of W."""
-
     rank: int
     world_size: int
 
@@ -41,12 +39,7 @@ class RankOfJob(NamedTuple):
 def rank_of_job(
     rank: int | None = None, world_size: int | None = None, backend: str | Backend | None = None
 ) -> RankOfJob:
-    """Returns what is given, and the calling rank's for what is not; a process that is on its own is rank 0 of 1.
-
-    Raises:
-        ConfigurationError: ``rank`` is not below ``world_size``; or this process was started as one of several ranks,
-            and they have not met yet.
-    """
+    """Returns what is given, and the calling rank's for what is not; a process that is on its own is rank 0 of 1."""
     if rank is None or world_size is None:
         found = _here(backend)
         rank = found.rank if rank is None else rank
@@ -98,11 +91,7 @@ class GlobalOrder:
         return start + (left - left % self.batch if self.drop_last else left)
 
     def check_even(self, ranks: int, start: int = 0) -> None:
-        """Every rank gets as many samples of each batch as any other.
-
-        Raises:
-            ConfigurationError: it can't: a mean over ranks would not be the mean over samples.
-        """
+        """Every rank gets as many samples of each batch as any other."""
         if self.batch % ranks:
             raise ConfigurationError(
                 f"a batch of {self.batch} samples can't be shared evenly by {ranks} ranks, and the mean over ranks "

@@ -440,7 +440,6 @@ class SkipOutOfMemory:
         return bool(has_stepped)
 
     def _learn(self) -> None:
-        """The step was whole."""
         self._in_a_row = 0
         calls, last = self._calls, self._last
         if calls.other or last is None or last.calls != calls.calls:

@@ -37,7 +37,7 @@ _T = TypeVar("_T")
 # ------------------------------------------------------------------------------------------ state
 @dataclasses.dataclass
 class ThreadLocalCheckpointingState(threading.local):
-    """What this thread is doing.
+    """Tells what this thread is doing.
 
     Attributes:
         is_checkpointing: the first run, without a graph.
@@ -93,7 +93,7 @@ def is_recomputing() -> bool:
 
 
 def once(compute: Callable[[], _T]) -> _T:
-    """What ``compute()`` returns; in the second run of a checkpointed forward what it returned in the first.
+    """Returns what ``compute()`` does; in the second run of a checkpointed forward what it returned in the first.
 
     For layers that talk to other ranks. Calls of one forward are told apart by their order, as random numbers are;
     tensors in the result must not carry a graph.

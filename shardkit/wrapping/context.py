@@ -35,7 +35,7 @@ class NestedWrapError(LifecycleError, NotImplementedError):
 
 @dataclass(frozen=True)
 class WrapContext:
-    """What an ``enable_wrap`` block says.
+    """Settings of an ``enable_wrap`` block.
 
     Attributes:
         wrapper_cls: makes the wrapper: ``wrapper_cls(module, **kwargs)``.
@@ -157,7 +157,7 @@ def wrap_tree(
     module_is_root: bool = True,
     context: WrapContext | None = None,
 ) -> tuple[nn.Module, int]:
-    """What :func:`auto_wrap` does, and the numel of all parameters that are within a wrapper afterwards.
+    """Does what :func:`auto_wrap` does; also returns the numel of all parameters that are within a wrapper afterwards.
 
     Args: those of :func:`auto_wrap`; ``context`` takes the place of the enclosing block.
 
@@ -232,7 +232,7 @@ class _Tree:
         return sum(self._numel[p] for p in params)
 
     def visit(self, module: nn.Module, is_root: bool) -> tuple[nn.Module, frozenset[nn.Parameter]]:
-        """What takes the place of ``module``, and which parameters are within a wrapper then."""
+        """Returns what takes the place of ``module``, and which parameters are within a wrapper then."""
         if module not in self._done:
             self._done[module] = self._visit(module, is_root)
         return self._done[module]

@@ -254,32 +254,6 @@ def _ends(process: int) -> bool:
     return False
 
 
-def test_programs_that_know_only_torch_xla(four: Pool) -> None:
-    x = torch.stack([torch.arange(8.0).view(2, 4) + 10 * rank for rank in range(4)])
-    for rank, result in enumerate(four.run(programs.plain_torch_xla)):
-        assert torch.equal(result["all_reduce"], x.amax(0))
-        assert torch.equal(result["list"][0], x.sum(0) * 0.5)
-        assert torch.equal(result["list"][1], x.sum(0)[0] * 0.5)
-        assert torch.equal(result["all_gather"], torch.cat(list(x), 1))
-        assert torch.equal(result["reduce_scatter"], x.sum(0)[:, rank : rank + 1])
-        assert torch.equal(result["all_to_all"], x[:, :, rank : rank + 1].reshape(8, 1))
-        assert torch.equal(result["permute"], x[(rank - 1) % 4])
-        assert result["mean"] == 1.5
-
-
-def test_process_groups_of_torch_distributed(pool: Pool) -> None:
-    expected = programs.ddp_single()
-    for _ in range(2):
-        results = pool.run(programs.process_groups)
-        size = len(results)
-        for rank, result in enumerate(results):
-            assert result["rank"] == (rank, rank)
-            assert result["size"] == (size, size)
-            assert result["ranks"] == tuple(range(size))
-            assert result["value"].tolist() == [float(sum(range(size)))] * 2
-            torch.testing.assert_close([p.detach() for p in result["parameters"]], expected)
-
-
 def test_the_launch_of_a_tpu() -> None:
     code = (
         "from tests.backends import xla_programs\n"

@@ -17,14 +17,15 @@ from statistics import mean, stdev
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 
 import torch
 from torch import nn
 from torch.nn import functional
 
+import digits as handwritten
 from shardkit import FSDP, Compression, PrecisionPolicy, ReducePolicy
 from shardkit.backends.processes import RankPool
-from shardkit.examples import digits as handwritten
 from tests.figures.gpt import GPT
 
 WORLD_SIZE = 2

@@ -12,7 +12,7 @@ from shardkit.backends.processes import RankPool
 from tests.benchmarks import ranks
 from tests.benchmarks.machine import Foreign, Patience
 from tests.benchmarks.ratios import Timing
-from tests.figures.measure import count_step
+from tests.figures.measure import count_step, ranks_of
 
 _PATIENCE_SECONDS = 120.0
 _NEEDS = {
@@ -53,17 +53,10 @@ class Contest:
 
     def __enter__(self) -> Contest:
         for name, implementation in self._entries.items():
-            self._pools[name] = self._closing.enter_context(self._pool(implementation))
+            self._pools[name] = self._closing.enter_context(
+                ranks_of(implementation, self._world_size, 600, PYTHONWARNINGS="ignore")
+            )
         return self
-
-    def _pool(self, implementation: str) -> RankPool:
-        environment = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-        start = None
-        if implementation.startswith("fairscale_fsdp"):  # it insists on CUDA
-            from shardkit.tools.verify.fairscale_ranks import start_rank as start
-        elif implementation.startswith("deepspeed"):
-            environment["DS_ACCELERATOR"] = "cpu"
-        return RankPool(self._world_size, timeout=600, start=start, environment=environment)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 
 import torch
 import torch.distributed as dist
@@ -27,48 +28,15 @@ from torch import nn
 from torch.nn import functional
 
 from tests.figures.counters import OperationCounter
+from vit import Config, VisionTransformer
 
-WIDTH, DEPTH, HEADS, PATCH, IMAGE, CLASSES, BATCH = 5120, 32, 32, 14, 224, 1000, 8
-TOKENS = (IMAGE // PATCH) ** 2
+IMAGE, DEPTH, BATCH = 224, 32, 8
 STEPS = 3  # the last one is counted: the order of units is known then
 
 
-class Block(nn.Module):
-    """Pre-norm transformer block."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm1 = nn.LayerNorm(WIDTH)
-        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
-        self.proj = nn.Linear(WIDTH, WIDTH)
-        self.norm2 = nn.LayerNorm(WIDTH)
-        self.fc = nn.Linear(WIDTH, 4 * WIDTH)
-        self.out = nn.Linear(4 * WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        b, t, _ = x.shape
-        qkv = self.qkv(self.norm1(x)).view(b, t, 3, HEADS, WIDTH // HEADS).permute(2, 0, 3, 1, 4)
-        y = functional.scaled_dot_product_attention(qkv[0], qkv[1], qkv[2])
-        x = x + self.proj(y.transpose(1, 2).reshape(b, t, WIDTH))
-        return x + self.out(functional.gelu(self.fc(self.norm2(x))))
-
-
-class VisionTransformer(nn.Module):
-    """10,077,917,160 parameters with 32 blocks: patches, positions, blocks, norm, mean over tokens, head."""
-
-    def __init__(self, depth: int) -> None:
-        super().__init__()
-        self.patches = nn.Conv2d(3, WIDTH, PATCH, PATCH)
-        self.positions = nn.Parameter(torch.zeros(1, TOKENS, WIDTH))
-        self.blocks = nn.ModuleList([Block() for _ in range(depth)])
-        self.norm = nn.LayerNorm(WIDTH)
-        self.head = nn.Linear(WIDTH, CLASSES)
-
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
-        x = self.patches(images).flatten(2).transpose(1, 2) + self.positions
-        for block in self.blocks:
-            x = block(x)
-        return self.head(self.norm(x).mean(dim=1))
+def transformer(depth: int) -> VisionTransformer:
+    """10,077,917,160 parameters with 32 blocks."""
+    return VisionTransformer(Config(num_blocks=depth))
 
 
 class Cost(NamedTuple):
@@ -123,7 +91,7 @@ def shardkit_cost(world_size: int, depth: int) -> Cost:
         return found
 
     with torch.device("meta"):
-        model = VisionTransformer(depth)
+        model = transformer(depth)
         for i, block in enumerate(model.blocks):
             model.blocks[i] = FSDP(block, backend=backend)
         wrapped = FSDP(model, backend=backend)
@@ -142,7 +110,7 @@ def torch_cost(world_size: int, depth: int) -> Cost:
     with _imagined_ranks(world_size):
         mesh = init_device_mesh("cpu", (world_size,))
         with FakeTensorMode():
-            model = VisionTransformer(depth)
+            model = transformer(depth)
             for block in model.blocks:
                 fully_shard(block, mesh=mesh)
             fully_shard(model, mesh=mesh)
@@ -164,7 +132,7 @@ def _imagined_ranks(world_size: int) -> Iterator[None]:
 def least_cost(world_size: int, depth: int) -> Cost:
     """Without padding, every collective as large as it has to be; nothing of the root or the last block twice."""
     with torch.device("meta"):
-        model = VisionTransformer(depth)
+        model = transformer(depth)
     whole, block = _bytes(model.parameters()), _bytes(model.blocks[0].parameters())
     again = (depth - 1) * block
     part = -(-whole // world_size)

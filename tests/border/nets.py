@@ -44,9 +44,8 @@ def wrap(model: Any, **options: Any) -> Any:
 
 
 def everywhere(program: Callable[..., None], *args: Any) -> None:
-    for backend, worlds in (("gloo", (1, 2, 3)), ("simulated", (2,))):
-        for world_size in worlds:
-            rank_pool(world_size, backend).run(program, *args)
+    for world_size, backend in ((1, "gloo"), (2, "gloo"), (3, "simulated")):
+        rank_pool(world_size, backend).run(program, *args)
 
 
 def same(sharded: Any, plain: nn.Module) -> None:

@@ -23,7 +23,7 @@ from tests.pools import rank_pool
 
 STRATEGIES = ["fsdp", "units", "unflattened", "in_place", "sharded_ddp"]
 GLOO = [(n, "gloo") for n in (1, 2, 3)]
-WORLDS = [*GLOO, (2, "simulated")]
+WORLDS = [(1, "gloo"), (2, "gloo"), (3, "simulated")]
 needs_xla = pytest.mark.skipif(find_spec("torch_xla") is None, reason="needs torch_xla")
 
 

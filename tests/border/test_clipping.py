@@ -191,20 +191,6 @@ def test_gradients_are_copied_and_saved_as_plain_tensors() -> None:
     run((2, "gloo"), _copies)
 
 
-def _whole(rank: int, world_size: int) -> None:
-    """Where every rank runs the whole update, gradients are whole too."""
-    t = twins(rank, world_size, "sharded_ddp", torch.optim.LBFGS, lr=0.1)
-    assert isinstance(t.model, ShardedDDP)
-    t.backward()
-    truth = nn.utils.get_total_norm([p.grad for p in t.plain.parameters()])
-    torch.testing.assert_close(_own_clip(t, 2.0), truth, rtol=1e-5, atol=0)
-
-
-@pytest.mark.parametrize("world", GLOO, ids=str)
-def test_an_optimizer_that_every_rank_runs_whole(world: tuple[int, str]) -> None:
-    run(world, _whole)
-
-
 def _by_layer(rank: int, world_size: int) -> None:
     """Which rank has a layer's gradients, no other knows: rank 0's first layer would meet rank 1's second."""
     torch.manual_seed(0)

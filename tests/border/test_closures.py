@@ -11,9 +11,7 @@ from torch.nn.functional import mse_loss
 
 from shardkit import FSDP, OSS
 from shardkit.backend import get_backend
-from tests.border.strategies import STRATEGIES, Twins, batch, needs_xla, run, twins
-
-WORLDS = [(1, "gloo"), (2, "gloo"), (3, "gloo"), (2, "simulated")]
+from tests.border.strategies import STRATEGIES, WORLDS, Twins, batch, needs_xla, run, twins
 
 
 class Branches(nn.Sequential):
@@ -100,60 +98,36 @@ def test_a_closure_that_is_evaluated_twice(strategy: str) -> None:
     run((2, "gloo"), _step, strategy, Twice, options, False)
 
 
-def _on_segments(rank: int, world_size: int, backend: str) -> None:
-    """Where all ranks run one program, OSS steps over flat segments."""
-    device = get_backend(backend).device()
-    plain, inner = make_branches(), make_branches().to(device)
+def _on_xla(rank: int, world_size: int, by_owners: bool) -> None:
+    """Where all ranks run one program, OSS steps over flat segments, and FSDP gathers as data say."""
+    backend = get_backend("xla")
+    device = backend.device()
+    plain, model = make_branches(), make_branches().to(device)
     options = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1}
-    optimizer, plain_optimizer = (
-        OSS(inner.parameters(), torch.optim.SGD, **options),
-        torch.optim.SGD(plain.parameters(), **options),
-    )
+    wrapped: nn.Module = model if by_owners else FSDP(model)
+    if by_owners:
+        optimizer: Any = OSS(model.parameters(), torch.optim.SGD, **options)
+    else:
+        optimizer = torch.optim.SGD(wrapped.parameters(), **options)
+    truth = torch.optim.SGD(plain.parameters(), **options)
     for step in range(4):
-        for model, o, where in ((inner, optimizer, device), (plain, plain_optimizer, "cpu")):
-
-            def closure(model: nn.Module = model, o: Any = o, where: Any = where, step: int = step) -> Any:
-                o.zero_grad()
-                x = batch(0, step).to(where)
-                loss = mse_loss(model(x, _alternating(step)), torch.ones(6, 5, device=where))
-                loss.backward()
-                return loss
-
-            o.step(closure)
-        get_backend(backend).mark_step()
-        for a, b in zip(inner.parameters(), plain.parameters(), strict=True):
-            torch.testing.assert_close(a.detach().cpu(), b.detach(), rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.xla
-@needs_xla
-def test_closures_on_segments() -> None:
-    run((2, "xla"), _on_segments, "xla")
-
-
-def _fsdp_on_xla(rank: int, world_size: int) -> None:
-    device = get_backend("xla").device()
-    plain, model = make_branches(), FSDP(make_branches().to(device))
-    options = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1}
-    optimizers = [torch.optim.SGD(m.parameters(), **options) for m in (model, plain)]
-    for step in range(4):
-        for m, o, where in zip((model, plain), optimizers, (device, "cpu"), strict=True):
+        for m, o, where in ((wrapped, optimizer, device), (plain, truth, "cpu")):
 
             def closure(m: nn.Module = m, o: Any = o, where: Any = where, step: int = step) -> Any:
                 o.zero_grad()
-                loss = mse_loss(
-                    m(batch(0, step).to(where), _alternating(step)), torch.ones(6, 5, device=where)
-                )
+                x = batch(0, step).to(where)
+                loss = mse_loss(m(x, _alternating(step)), torch.ones(6, 5, device=where))
                 loss.backward()
                 return loss
 
             o.step(closure)
-        get_backend("xla").mark_step()
-    for name, value in model.state_dict().items():
+        backend.mark_step()
+    for name, value in wrapped.state_dict().items():
         torch.testing.assert_close(value.cpu(), plain.state_dict()[name], rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.xla
 @needs_xla
-def test_closures_with_fsdp_on_xla() -> None:
-    run((2, "xla"), _fsdp_on_xla)
+@pytest.mark.parametrize("by_owners", [True, False])
+def test_closures_on_xla(by_owners: bool) -> None:
+    run((2, "xla"), _on_xla, by_owners)

@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.utils import clip_grad
 
 from shardkit import FSDP, OSS, PrecisionPolicy, ReducePolicy, ShardedDDP
+from tests.border.strategies import WORLDS
 from tests.fsdp_models import build
 from tests.pools import rank_pool
 
@@ -97,9 +98,8 @@ def _clean(model: FSDP) -> list[tuple[str, nn.Parameter]]:
 
 @pytest.mark.parametrize("kind", ["flat", "unflattened", "predivide", "ddp"])
 def test_training(kind: str) -> None:
-    for backend, worlds in (("gloo", (1, 2, 3)), ("simulated", (2,))):
-        for world_size in worlds:
-            rank_pool(world_size, backend).run(_trains, world_size, kind)
+    for world_size, backend in WORLDS:
+        rank_pool(world_size, backend).run(_trains, world_size, kind)
 
 
 class Counts(Net):

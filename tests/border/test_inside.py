@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -127,11 +126,6 @@ def _methods(rank: int, world: int, nested: bool, flatten: bool) -> None:
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_methods_through_the_wrapper(world: int, nested: bool, flatten: bool) -> None:
     rank_pool(world).run(_methods, world, nested, flatten)
-
-
-@pytest.mark.parametrize("nested", [True, False])
-def test_methods_on_simulated_ranks(nested: bool) -> None:
-    rank_pool(2, "simulated").run(_methods, 2, nested, True)
 
 
 def _method_fails(rank: int) -> None:
@@ -263,20 +257,6 @@ def _containers(rank: int) -> None:
 
 def test_containers() -> None:
     rank_pool(2).run(_containers)
-
-
-def _saved_whole(rank: int) -> None:
-    model, truth = units(), plain()
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    again = torch.load(file, weights_only=False)
-    train(again, truth, rank, 2, lambda m, x: m.encode(x))
-    assert gap(again, truth) <= 1e-6
-
-
-def test_a_model_saved_as_a_whole() -> None:
-    rank_pool(2).run(_saved_whole)
 
 
 def _copies_keep_groups(rank: int) -> None:

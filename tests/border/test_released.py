@@ -13,26 +13,12 @@ from torch import nn
 
 from shardkit import FSDP
 from shardkit.errors import LifecycleError
-from tests.fsdp_models import WIDTH, batch, build
-from tests.pools import rank_pool
-
-
-class Net(nn.Module):
-    """A unit within the root, a layer of the root's own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.block = nn.Sequential(nn.Linear(WIDTH, 5), nn.Tanh())
-        self.head = nn.Linear(5, 3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.block(x))
+from tests.border.nets import Net, everywhere, wrap
+from tests.fsdp_models import batch, build
 
 
 def _wrapped() -> FSDP:
-    model = build(Net)
-    model.block = FSDP(model.block)
-    return FSDP(model)
+    return wrap(build(Net)).eval()  # type: ignore[no-any-return]
 
 
 def _written(change: Callable[[torch.Tensor], Any]) -> Callable[[nn.Parameter], Any]:
@@ -104,12 +90,6 @@ def _tries(rank: int, name: str) -> None:
             assert torch.equal(value, before[key]), key
 
 
-def _everywhere(program: Callable[..., None], *args: Any) -> None:
-    for backend, worlds in (("gloo", (1, 2, 3)), ("simulated", (2,))):
-        for world_size in worlds:
-            rank_pool(world_size, backend).run(program, *args)
-
-
 def _inner(model: FSDP) -> nn.Module:
     """The wrapped module; what it wraps below is reached through its attributes."""
 
@@ -125,7 +105,7 @@ def _inner(model: FSDP) -> nn.Module:
 
 @pytest.mark.parametrize("name", IDIOMS)
 def test_values_outside_of_forward(name: str) -> None:
-    _everywhere(_tries, name)
+    everywhere(_tries, name)
 
 
 def _facts(rank: int) -> None:
@@ -183,7 +163,7 @@ def _facts(rank: int) -> None:
 
 
 def test_facts() -> None:
-    _everywhere(_facts)
+    everywhere(_facts)
 
 
 def _copies(rank: int) -> None:
@@ -218,4 +198,4 @@ def _copies(rank: int) -> None:
 
 
 def test_copies() -> None:
-    _everywhere(_copies)
+    everywhere(_copies)

@@ -81,7 +81,7 @@ def test_the_same_program_gives_the_same_bits() -> None:
     """On every rank, again and again in one set of processes, and in another one."""
     other = RankPool(WORLD, "gloo", timeout=400, environment={"OMP_NUM_THREADS": "1"})
     try:
-        runs = [r for pool in (rank_pool(WORLD), other) for rank in pool.run(_program, 4) for r in rank]
+        runs = [r for pool in (rank_pool(WORLD), other) for rank in pool.run(_program, 2) for r in rank]
     finally:
         other.close(kill=True)
     assert len({tuple(r) for r in runs}) == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -240,3 +241,36 @@ def _allowed(rank: int) -> float:
 
 def test_what_may_be_put_into_a_wrapped_module() -> None:
     assert max(rank_pool(2).run(_allowed)) <= 1e-6
+
+
+class Named(nn.Module):
+    """With parameters that have names, kinds and defaults."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(2, 2)
+
+    def forward(self, x: torch.Tensor, /, labels: int = 3, *, scale: float = 1.0) -> torch.Tensor:
+        outputs: torch.Tensor = self.inner(x) * scale + labels
+        return outputs
+
+
+def _signatures(rank: int) -> None:
+    truth = inspect.signature(Named().forward)
+    model = Named()
+    wrappers: list[Any] = [ShardedDDP(model, OSS(model.parameters(), lr=0.1)), FSDP(Named())]
+    model = Named()
+    model.inner = FSDP(model.inner)  # type: ignore[assignment]
+    wrappers.append(FSDP(model))
+    for wrapper in wrappers:
+        assert inspect.signature(wrapper.forward) == truth
+        assert inspect.signature(type(wrapper).forward) != truth  # of all of them
+        assert wrapper.forward.__self__ is wrapper
+        x = torch.ones(1, 2)
+        torch.testing.assert_close(wrapper.forward(x, scale=2.0), wrapper(x, 3, scale=2.0))
+        wrapper.forward = lambda *args, **kwargs: "mine"  # as libraries do that add to it
+        assert wrapper(x) == "mine"
+
+
+def test_forward_has_the_signature_of_the_wrapped_module() -> None:
+    rank_pool(2).run(_signatures)

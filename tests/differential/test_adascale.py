@@ -8,10 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import gc
 import inspect
-import math
-import weakref
 from typing import Any
 
 import pytest
@@ -22,7 +19,6 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Adam
-from torch.utils.checkpoint import checkpoint
 
 from shardkit.optim import OSS, AdaScale, AdaScaleWrapper
 from tests.pools import rank_pool
@@ -206,143 +202,6 @@ def test_state_dicts_both_ways(debias: bool) -> None:
             k: type(v) for k, v in results[0][2]["state"]["adascale"].items()
         }
         torch.testing.assert_close(result[:2], results[0][:2], rtol=1e-5, atol=1e-6)
-
-
-def test_fairscale_unused_and_frozen_parameters() -> None:
-    for kind, right in ((AdaScale, True), (real.AdaScale, False)):
-        model = nn.Sequential(nn.Linear(4, 2))
-        unused = nn.Linear(2, 2)
-        everything = [*model.parameters(), *unused.parameters()]
-        optimizer = kind(SGD(everything, lr=0.1), num_gradients_to_accumulate=2)
-        with contextlib.nullcontext() if right else pytest.raises(AttributeError):
-            steps(model, optimizer)
-        unused.requires_grad_(False)
-        with contextlib.nullcontext() if right else pytest.raises(RuntimeError):
-            kind(SGD(everything, lr=0.1), num_gradients_to_accumulate=2)
-
-
-def test_fairscale_groups_after_loading() -> None:
-    """A scheduler changes groups that nobody uses any more; a plain optimizer's state takes the averages away."""
-    for kind, right in ((AdaScale, True), (real.AdaScale, False)):
-        model, optimizer = small(kind)
-        optimizer.load_state_dict(optimizer.state_dict())
-        optimizer.param_groups[0]["lr"] = 0.5
-        assert (optimizer._optimizer.param_groups[0]["lr"] == 0.5) is right
-        optimizer.load_state_dict(SGD(_split(model), lr=0.1).state_dict())
-        with contextlib.nullcontext() if right else pytest.raises(KeyError):
-            optimizer.gain()
-
-
-def _split(model: nn.Sequential) -> list[dict[str, Any]]:
-    return [{"params": list(model[0].parameters())}, {"params": list(model[2].parameters())}]
-
-
-def test_fairscale_loaded_averages() -> None:
-    """Are shared with the caller; around an optimizer that has them already the variance is divided by the scale."""
-    for kind, right in ((AdaScale, True), (real.AdaScale, False)):
-        model, optimizer = small(kind)
-        steps(model, optimizer)
-        state = optimizer.state_dict()
-        before = state["state"]["adascale"]["grad_var_avg"].copy()
-        optimizer.set_scale(4.0)
-        assert (state["state"]["adascale"]["grad_var_avg"] == before).all() == right
-        gain = optimizer.gain()
-        again = kind(optimizer._optimizer, num_gradients_to_accumulate=2, scale=4.0)
-        assert (again.gain() == gain) is right
-
-
-def test_fairscale_tensor_learning_rate() -> None:
-    for kind, right in ((AdaScale, True), (real.AdaScale, False)):
-        model, optimizer = small(kind)
-        for group in optimizer.param_groups:
-            group["lr"] = torch.tensor(0.1)
-        steps(model, optimizer)
-        assert (float(optimizer.param_groups[0]["lr"]) == pytest.approx(0.1)) is right
-
-
-def test_fairscale_wrapper_debias() -> None:
-    for kind, right in ((AdaScaleWrapper, True), (real.AdaScaleWrapper, False)):
-        model, _ = small(AdaScale)
-        optimizer = kind(model.parameters(), num_gradients_to_accumulate=2, debias_ewma=False, lr=0.1)
-        assert (optimizer._debias_ewma, optimizer._is_scaled_loss) == (
-            (False, True) if right else (True, False)
-        )
-
-
-def test_fairscale_overflow() -> None:
-    """One step with an overflow, and every later gain is nan. Squares of fp16 gradients overflow by themselves."""
-    for kind, right in ((AdaScale, True), (real.AdaScale, False)):
-        model, optimizer = small(kind)
-        steps(model, optimizer)
-        for _ in range(2):
-            (model(torch.full((1, 4), math.inf)).sum() * 0).backward()
-        optimizer.zero_grad()
-        assert math.isfinite(steps(model, optimizer)[0]) is right
-        p = nn.Parameter(torch.ones(4, dtype=torch.float16))
-        optimizer = kind(SGD([p], lr=0.1), num_gradients_to_accumulate=2)
-        for factor in (1000.0, 3000.0):
-            (p * factor / 2).sum().backward()
-        assert math.isfinite(optimizer.gain()) is right
-
-
-def test_fairscale_nested_and_partial_backwards() -> None:
-    for kind, right in ((AdaScale, True), (real.AdaScale, False)):
-        gains = []
-        for nested in (False, True):
-            model, optimizer = small(kind)
-
-            def forward(x: torch.Tensor, model: Any = model, nested: bool = nested) -> torch.Tensor:
-                x.requires_grad_()
-                first = checkpoint(model[:2], x, use_reentrant=True) if nested else model[:2](x)
-                y: torch.Tensor = model[2](first)
-                return y
-
-            gains.append(steps(forward, optimizer)[0])
-        assert (gains[0] == pytest.approx(gains[1])) is right
-        model, optimizer = small(kind)
-        torch.autograd.grad(model(torch.ones(1, 4)).sum(), list(model.parameters()))
-        with contextlib.nullcontext() if right else pytest.raises(AssertionError):
-            assert steps(model, optimizer)[0] == pytest.approx(gains[0])
-
-
-def test_fairscale_added_group_without_debiasing() -> None:
-    for kind, right in ((AdaScale, True), (real.AdaScale, False)):
-        model, optimizer = small(kind, smoothing=0.9, debias_ewma=False)
-        steps(model, optimizer, 3)
-        extra = nn.Linear(2, 2)
-        optimizer.add_param_group({"params": list(extra.parameters())})
-        steps(nn.Sequential(model, extra), optimizer)
-        count = optimizer._state["grad_sqr_avg_count"]
-        assert (float(count[-1]) == 1.0) is right, "steps that the new group has seen"
-
-
-def test_fairscale_closure() -> None:
-    for kind, right in ((AdaScale, True), (real.AdaScale, False)):
-        model, optimizer = small(kind)
-        expected, plain = small(kind)
-        steps(expected, plain)
-
-        def closure(model: Any = model) -> None:
-            for k in range(2):
-                torch.manual_seed(k)
-                (model(torch.randn(3, 4)).pow(2).mean() / 2).backward()
-
-        optimizer.step(closure)
-        assert torch.equal(model[0].weight, expected[0].weight) is right
-
-
-def test_fairscale_is_kept_by_its_hooks() -> None:
-    for kind, right in ((AdaScale, True), (real.AdaScale, False)):
-        model, optimizer = small(kind)
-        alive = weakref.ref(optimizer)
-        gc.collect()
-        gc.disable()
-        try:
-            del optimizer
-            assert (alive() is None) is right
-            assert (not model[0].weight._backward_hooks) is right
-        finally:
-            gc.enable()
 
 
 def _checkpoint_of_oss(rank: int) -> None:

@@ -105,37 +105,3 @@ def check_scales(world_size: int, steps: list[Any], dtype: torch.dtype, options:
         ):
             assert (scale, tracker) == (their_scale, their_tracker)
             torch.testing.assert_close(params, their_params)
-
-
-def overflows_on_two_ranks(rank: int) -> tuple[float, float]:
-    def scale_after(scaler: Any) -> float:
-        p = nn.Parameter(torch.ones(2))
-        optimizer = torch.optim.SGD([p], lr=0.1)
-        scaler.scale(p.sum()).backward()
-        p.grad.fill_(math.inf)  # type: ignore[union-attr]
-        scaler.step(optimizer)
-        scaler.update()
-        return scaler.get_scale()
-
-    options = {"init_scale": 64.0, "growth_interval": 1}
-    with fairscale_on_cpu() as theirs:
-        return scale_after(ShardedGradScaler(**options)), scale_after(theirs(**options))
-
-
-def test_fairscale_grows_the_scale_when_two_ranks_overflow() -> None:
-    assert rank_pool(2, "gloo").run(overflows_on_two_ranks) == [(32.0, 128.0)] * 2
-
-
-def state_after_a_back_off(rank: int) -> bool:
-    with fairscale_on_cpu() as theirs:
-        scaler = theirs()
-        steps_of(rank, scaler, [(0, math.inf, False, None)], torch.float32)
-        try:
-            scaler.state_dict()
-        except AttributeError:
-            return True
-        return False
-
-
-def test_fairscale_state_dict_after_a_back_off() -> None:
-    assert all(rank_pool(2, "gloo").run(state_after_a_back_off))

@@ -17,7 +17,6 @@ import torch.nn.functional as F
 from shardkit import model_parallel as ours_core
 from shardkit.nn import model_parallel as ours
 from shardkit.nn.model_parallel import cross_entropy, initialize, layers, mappings, random, utils
-from tests.llama import ParallelLayers, PlainLayers, Size, Transformer, load_part
 from tests.pools import rank_pool
 
 pytest.importorskip("fairscale.nn.model_parallel")
@@ -217,40 +216,6 @@ def test_regions_and_loss(size: int) -> None:
     rank_pool(4).run(_regions_and_loss, size)
 
 
-def _llama(rank: int, size: int) -> None:
-    """A checkpoint's parts, two steps of training: the same logits and parameters, equal to the unsharded model's."""
-    _both(size)
-    try:
-        torch.manual_seed(4)
-        plain = Transformer(Size(), PlainLayers)
-        models = [Transformer(Size(), ParallelLayers(m), size) for m in (layers, theirs("layers"))]
-        for model in models:
-            load_part(model, plain, rank % size, size)
-        tokens = torch.randint(36, (2, 10))
-        with torch.no_grad():
-            torch.testing.assert_close(models[0](tokens), plain(tokens), rtol=1e-5, atol=1e-6)
-        for step in range(2):
-            logits = [model(tokens) for model in models]
-            _equal(*logits, where=step)
-            for model, y in zip(models, logits, strict=True):
-                model.zero_grad()
-                F.cross_entropy(y[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()).backward()
-                torch.optim.SGD(model.parameters(), 0.1).step()
-            for (name, p), q in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
-                _equal(p.grad, q.grad, name)
-                _equal(p, q, name)
-        # each loads what the other has saved
-        models[0].load_state_dict(models[1].state_dict())
-        models[1].load_state_dict(models[0].state_dict())
-    finally:
-        _end()
-
-
-@sizes
-def test_llama(size: int) -> None:
-    rank_pool(4).run(_llama, size)
-
-
 # fairscale's checkpoint asks CUDA for its random state: it runs where CUDA is pretended, in ranks of its own.
 def _checkpoint(rank: int, package: str) -> list[torch.Tensor]:
     module = importlib.import_module(f"{package}.nn.model_parallel")
@@ -280,36 +245,3 @@ def test_checkpoint() -> None:
     for rank in range(2):
         for i, (first, second) in enumerate(zip(own[rank], real[rank], strict=True)):
             _equal(first, second, i)
-
-
-def _faults(rank: int) -> None:
-    """Where fairscale's numbers are wrong; shardkit's are held to the unsharded modules in the core's tests."""
-    _both(2)
-    try:
-        part = rank % 2
-        for module, right in ((mappings, True), (theirs("mappings"), False)):
-            x = torch.ones(4, requires_grad=True)
-            (module.copy_to_model_parallel_region(x) + x).backward(torch.full((4,), part + 1.0))
-            # 1 + 2 from the region, and the rank's own 1 or 2 beside it; fairscale sums into the gradient of both
-            assert torch.equal(x.grad, torch.full((4,), 3.0 + part + 1)) is right
-            x = torch.ones(4)
-            module.reduce_from_model_parallel_region(x)
-            assert torch.equal(x, torch.ones(4)) is right
-        for loss, right in ((cross_entropy, True), (theirs("cross_entropy"), False)):
-            logits = torch.arange(8.0).view(2, 4)
-            loss.vocab_parallel_cross_entropy(logits, torch.tensor([0, 7]))
-            assert torch.equal(logits, torch.arange(8.0).view(2, 4)) is right
-        for module, right in ((layers, True), (theirs("layers"), False)):
-            embedding = module.VocabParallelEmbedding(8, 4, padding_idx=1, init_method=torch.nn.init.ones_)
-            embedding(torch.tensor([1, 5])).sum().backward()
-            rows = [4.0 * (row == 1) * (part == 1) for row in range(4)]  # of tokens 1 and 5 only 5 counts
-            assert (embedding.weight.grad.sum(1).tolist() == rows) is (right or part == 0)
-            embedding = module.ParallelEmbedding(8, 4, max_norm=1.0, init_method=lambda w: w.fill_(3))
-            norm = embedding(torch.tensor([3])).norm().item()
-            assert (abs(norm - 1) < 1e-5) is right
-    finally:
-        _end()
-
-
-def test_fairscale_faults() -> None:
-    rank_pool(4).run(_faults)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from shardkit.tools.cli import main
-from shardkit.tools.doctor import machine, network, variables
+from shardkit.tools.doctor import machine, network
 from shardkit.tools.doctor.examine import _names
 from shardkit.tools.doctor.findings import ERROR, NOTE, WARNING, Finding, in_order
 from shardkit.tools.doctor.links import Link, check_links, check_segments
@@ -77,7 +77,7 @@ def test_interfaces() -> None:
     ],
 )  # fmt: skip
 def test_variables(environment: dict[str, str], devices: int, says: str) -> None:
-    found = [f.what for f in variables.check_variables(environment, devices)]
+    found = [f.what for f in machine.check_variables(environment, devices)]
     assert len(found) == bool(says)
     assert all(says in what for what in found), found
 

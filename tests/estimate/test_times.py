@@ -108,8 +108,7 @@ def test_kernels_and_collectives_by_hand() -> None:
 
 def _recorded(name: str, ranks: int, compiled: bool = False) -> tuple[list[Event], Any]:
     """The real plan's step, and the model."""
-    from shardkit.tools.estimate.as_on_devices import as_on_devices
-    from shardkit.tools.estimate.stepping import _MetaTraining
+    from shardkit.tools.estimate.stepping import _MetaTraining, as_on_devices
 
     with torch.device("meta"), as_on_devices(False):
         rehearsal = _MetaTraining(SUBJECTS[name], "fsdp", ranks, 4, False)

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from shardkit.examples.digits import STRATEGIES, DigitTransformer
+from digits import STRATEGIES, DigitTransformer
 
 ROOT = Path(__file__).resolve().parents[2]
 pytest.importorskip("sklearn", reason="the example's images come with scikit-learn (extra: demo)")
@@ -21,7 +21,7 @@ pytest.importorskip("sklearn", reason="the example's images come with scikit-lea
 
 def run_digits(*args: str, timeout: int = 280) -> str:
     """The example's output; fails the test if it doesn't exit with 0."""
-    command = [sys.executable, "-m", "shardkit.examples.digits", *args]
+    command = [sys.executable, "examples/digits.py", *args]
     result = subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, timeout=timeout, stdin=subprocess.DEVNULL
     )
@@ -82,7 +82,7 @@ def test_all_strategies_on_four_ranks() -> None:
 def _under_torchrun(*args: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     return subprocess.run(
-        [*command, "-m", "shardkit.examples.digits", *args],
+        [*command, "examples/digits.py", *args],
         cwd=ROOT, capture_output=True, text=True, timeout=400, env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
 
@@ -116,7 +116,7 @@ def test_on_xla_replicas() -> None:
 
 
 def test_bad_arguments_are_refused() -> None:
-    command = [sys.executable, "-m", "shardkit.examples.digits", "--ranks", "3"]
+    command = [sys.executable, "examples/digits.py", "--ranks", "3"]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=400)
     assert result.returncode == 2
     assert "multiple of the ranks" in result.stderr

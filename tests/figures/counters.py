@@ -96,14 +96,14 @@ class OperationCounter(TorchDispatchMode):
 
     Attributes:
         operations: number of ATen operations.
-        collectives: name -> number, of all that move more than 1 KiB.
+        collectives: name -> number, of all that move more than ``least`` bytes.
         sent: ideal bytes of all collectives.
         moved: bytes that were written without computing anything new (see :func:`moved_bytes`).
     """
 
-    def __init__(self, world_size: int) -> None:
+    def __init__(self, world_size: int, least: int = 1024) -> None:
         super().__init__()
-        self._world_size = world_size
+        self._world_size, self._least = world_size, least
         self.operations = 0
         self.by_name: Counter[str] = Counter()
         self.collectives: Counter[str] = Counter()
@@ -117,7 +117,7 @@ class OperationCounter(TorchDispatchMode):
         if namespace == "c10d":
             sent = ideal_bytes(name, args, self._world_size)
             self.sent += sent
-            if sent > 1024 or self._world_size == 1:
+            if sent > self._least or self._world_size == 1:
                 self.collectives[name] += 1
             return func(*args, **(kwargs or {}))
         self.operations += 1

@@ -158,6 +158,25 @@ def growth(rank: int, implementation: str, steps: int) -> dict[str, int]:
     return {"bytes": after[0] - before[0], "objects": after[1] - before[1]}
 
 
+def ranks_of(implementation: str, world_size: int, timeout: float, **environment: str) -> Any:
+    """Rank processes in which it runs."""
+    from shardkit.backends.processes import RankPool
+
+    start = None
+    if implementation.startswith("fairscale_fsdp"):  # it insists on CUDA
+        from shardkit.tools.verify.fairscale_ranks import start_rank as start
+    elif implementation.startswith("deepspeed"):
+        environment["DS_ACCELERATOR"] = "cpu"
+    environment["OMP_NUM_THREADS"] = "1"
+    return RankPool(world_size, timeout=timeout, start=start, environment=environment)
+
+
+def _figures_of(pool: Any, name: str, model: str, wire: bool) -> list[dict[str, Any]]:
+    if name in MEMORY_ALONE:
+        return pool.run(memory_of_step, name, model)
+    return pool.run(count_step, name, model, wire, SHORT)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -168,16 +187,15 @@ def main() -> None:
     parser.add_argument("--extras", action="store_true", help="also wire bytes of collectives, and growth")
     options = parser.parse_args()
     no_wire = enter_private_network()
-    # only now: what is imported here may start threads
-    from shardkit.backends.processes import RankPool
-
     found: dict[str, Any] = {"no_wire": no_wire, "figures": {}}
-    with RankPool(options.world_size, timeout=300, environment={"OMP_NUM_THREADS": "1"}) as pool:
-        for name in options.implementations.split(","):
-            if name in MEMORY_ALONE:
-                found["figures"][name] = pool.run(memory_of_step, name, options.model)
-            else:
-                found["figures"][name] = pool.run(count_step, name, options.model, not no_wire, SHORT)
+    names = options.implementations.split(",")
+    for name in [n for n in names if n.startswith(("fairscale_fsdp", "deepspeed"))]:
+        names.remove(name)
+        with ranks_of(name, options.world_size, 300) as pool:  # of its own
+            found["figures"][name] = _figures_of(pool, name, options.model, not no_wire)
+    with ranks_of("", options.world_size, 300) as pool:
+        for name in names:
+            found["figures"][name] = _figures_of(pool, name, options.model, not no_wire)
         if options.extras:
             if options.world_size == 2:
                 found["growth"] = {name: pool.run(growth, name, 50) for name in ("shardkit", "fsdp")}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import io
 import itertools
-import pickle
 from typing import Any
 
 import pytest
@@ -223,71 +222,7 @@ def test_parameters_and_units_that_only_some_ranks_use() -> None:
     rank_pool(2).run(_rank_dependent)
 
 
-def _half(rank: int, dtype: torch.dtype) -> None:
-    plain, model = (build(lambda: linears(WIDTH, 7, 5, 1)) for _ in range(2))
-    sharded = wrapped(
-        model, precision=PrecisionPolicy(compute=dtype), reduce=ReducePolicy(dtype=torch.float32)
-    )
-    optimizer = torch.optim.SGD(sharded.parameters(), lr=0.1)
-    first = torch.optim.SGD(plain.parameters(), lr=0.1)
-    seen: list[torch.dtype] = []
-    model[0].register_forward_hook(lambda m, i, o: seen.append(m.weight.dtype))
-    for step in range(3):
-        xs = batch(step, 2)
-        for o in (optimizer, first):
-            o.zero_grad()
-        assert sharded(xs[rank]).dtype is dtype
-        sharded(xs[rank]).float().pow(2).mean().backward()
-        mean_loss(plain, xs).backward()
-        assert all(p.grad.dtype is torch.float32 for p in sharded.parameters() if p.grad is not None)
-        optimizer.step()
-        first.step()
-    assert set(seen) == {dtype}
-    for a, b in zip(sharded.state_dict().values(), plain.state_dict().values(), strict=True):
-        torch.testing.assert_close(a, b, rtol=0.05, atol=0.02)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_computes_and_full_precision_steps(dtype: torch.dtype) -> None:
-    rank_pool(2).run(_half, dtype)
-
-
 # ------------------------------------------------------------------------------------ between steps
-def _copies(rank: int) -> None:
-    model = wrapped(build(lambda: linears(WIDTH, 7, 5, 1)))
-    x = batch(0, 2)[rank]
-    model(x).sum().backward()
-    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert_equal_models(copied, model, "copy")
-        torch.testing.assert_close(copied(x), model(x))
-        copied(x).sum().backward()
-        torch.optim.SGD(copied.parameters(), lr=1.0).step()
-        with pytest.raises(AssertionError):
-            assert_equal_models(copied, model, "the copy has tensors of its own")
-
-
-def test_copies_and_pickles_are_models_of_their_own() -> None:
-    rank_pool(2).run(_copies)
-
-
-def _meta(rank: int) -> None:
-    truth = build(lambda: linears(WIDTH, 7, 5, 1))
-    with torch.device("meta"):
-        model = wrapped(linears(WIDTH, 7, 5, 1))
-    assert all(p.is_meta for p in model.parameters())
-    model.to_empty(device="cpu")
-    model.load_state_dict(truth.state_dict())
-    assert_equal_models(model, truth, "after to_empty and load")
-    x = batch(0, 2)[rank]
-    torch.testing.assert_close(model(x), truth(x))
-    model(x).sum().backward()
-    assert all(p.grad is not None for p in model.parameters())
-
-
-def test_construction_on_meta() -> None:
-    rank_pool(2).run(_meta)
-
-
 def _summon(rank: int) -> None:
     model = wrapped(build(lambda: linears(WIDTH, 7, 5, 1)))
     before = model.state_dict()
@@ -392,20 +327,6 @@ def test_local_state_dicts_consolidate_without_a_process_group() -> None:
     assert_equal_state(dict(sorted(full.items())), dict(sorted(parts[0][2].items())))
 
 
-def _hooks(rank: int) -> None:
-    plain, model = (build(lambda: linears(WIDTH, 7, 1)) for _ in range(2))
-    calls: list[torch.Size] = []
-    model[0].weight.register_hook(lambda g: calls.append(g.shape))
-    sharded = FSDP(model)
-    x = batch(0, 2)[rank]
-    sharded(x).sum().backward()
-    assert calls == [plain[0].weight.shape]
-
-
-def test_gradient_hooks_of_users_see_whole_gradients() -> None:
-    rank_pool(2).run(_hooks)
-
-
 def _shard_hooks(rank: int) -> None:
     """An optimizer that steps in backward, as soon as a shard has its gradient; and a hook that halves gradients."""
     plain, model = (build(lambda: linears(WIDTH, 7, 5, 1)) for _ in range(2))
@@ -446,28 +367,6 @@ ELEMENTWISE: dict[str, dict[str, Any]] = {
     "Rprop": {"lr": 0.01},
     "ASGD": {"lr": 0.05},
 }
-
-
-def _optimizer(rank: int, name: str) -> None:
-    plain, model = (build(lambda: linears(WIDTH, 7, 5, 1)) for _ in range(2))
-    sharded = wrapped(model)
-    first, second = (
-        getattr(torch.optim, name)(m.parameters(), **ELEMENTWISE[name]) for m in (plain, sharded)
-    )
-    for step in range(4):
-        xs = batch(step, 3)
-        for o in (first, second):
-            o.zero_grad()
-        mean_loss(plain, xs).backward()
-        sharded(xs[rank]).pow(2).mean().backward()
-        first.step()
-        second.step()
-    assert_equal_models(sharded, plain, name, tolerance=1e-5)
-
-
-@pytest.mark.parametrize("name", ELEMENTWISE)
-def test_optimizers_that_work_element_by_element(name: str) -> None:
-    rank_pool(3).run(_optimizer, name)
 
 
 class _UsedLater(nn.Module):
@@ -527,33 +426,6 @@ def _scaled(rank: int) -> None:
 
 def test_scaler_skips_on_all_ranks() -> None:
     rank_pool(2).run(_scaled)
-
-
-def _after_error(rank: int) -> None:
-    plain, model = (build(lambda: linears(WIDTH, 7, 5, 1)) for _ in range(2))
-    sharded = wrapped(model)
-    xs = batch(0, 2)
-
-    def fail(_: torch.Tensor) -> None:
-        raise ValueError("from a hook")
-
-    y = sharded(xs[rank])
-    handle = model[0].weight.register_hook(fail)
-    with pytest.raises(ValueError, match="from a hook"):
-        y.pow(2).mean().backward()
-    handle.remove()
-    with pytest.raises(RuntimeError):
-        sharded(torch.randn(2, WIDTH + 1))
-    sharded.zero_grad()
-    sharded(xs[rank]).pow(2).mean().backward()
-    mean_loss(plain, xs).backward()
-    for p in (sharded, plain):
-        torch.optim.SGD(p.parameters(), lr=0.1).step()
-    assert_equal_models(sharded, plain, "after errors")
-
-
-def test_training_goes_on_after_an_error_in_forward_or_backward() -> None:
-    rank_pool(2).run(_after_error)
 
 
 # ------------------------------------------------------------------------------------ what users do wrong

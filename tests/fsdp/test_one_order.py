@@ -196,18 +196,6 @@ def test_three_ranks(chain: Chain) -> None:
     check(3, chain)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_every_place_of_a_cut_on_processes(world_size: int) -> None:
-    """A block that takes its input without a graph on one rank only, among four to eight units."""
-    cases = [
-        Chain(("plain",) * units, cuts=frozenset({(rank, block)}))
-        for units in (4, 8)
-        for block in range(units)
-        for rank in (0, world_size - 1)
-    ]
-    rank_pool(world_size).run(train, world_size, cases)
-
-
 def test_several_forwards_on_processes() -> None:
     skips = frozenset({(0, 5), (1, 1)})
     cases = [

@@ -13,7 +13,7 @@ import pytest
 
 from shardkit.tools.migration import files, rewriting
 from shardkit.tools.migration.marks import Marked
-from shardkit.tools.migration.relevant import Relevant
+from shardkit.tools.migration.rewriting import Relevant
 
 WHOLE = '''# -*- coding: utf-8 -*-
 """Docs of é"""

@@ -6,7 +6,7 @@ import textwrap
 
 import pytest
 
-from shardkit.tools.migration import configuration
+from shardkit.tools.migration.files import rewrite_text
 from shardkit.tools.migration.rewriting import rewrite
 
 
@@ -150,16 +150,16 @@ def test_names_that_shardkit_lacks_or_redirects() -> None:
 def test_redirected_names_say_what_to_take(monkeypatch: pytest.MonkeyPatch) -> None:
     import shardkit.nn
     from shardkit.compat.redirected import redirected
-    from shardkit.tools.migration import served
+    from shardkit.tools.migration import interfaces
 
     monkeypatch.setattr(
         shardkit.nn, "Attic", redirected("nn.Attic", "torch.nn.New", why="torch has it"), raising=False
     )
-    served.objection.cache_clear()
+    interfaces.objection.cache_clear()
     expected = "fairscale.nn.Attic is not carried over: torch has it. Use torch.nn.New instead."
     assert said("from fairscale.nn import Attic") == [(1, expected)]
     assert said("import fairscale\nfairscale.nn.Attic()") == [(2, expected)]
-    served.objection.cache_clear()
+    interfaces.objection.cache_clear()
 
 
 STRINGS = '''
@@ -198,10 +198,10 @@ require: fairscale>=0.4
 
 
 def test_configuration_files() -> None:
-    result = configuration.rewrite(CONFIGURATION)
+    result = rewrite_text(CONFIGURATION)
     assert result.source == CONFIGURATION
     assert [n.line for n in result.notes] == [1, 1, 2, 3, 5]
-    result = configuration.rewrite(CONFIGURATION, strings=True)
+    result = rewrite_text(CONFIGURATION, strings=True)
     lines = CONFIGURATION.splitlines(keepends=True)
     assert result.source == "".join([line.replace("fairscale", "shardkit") for line in lines[:2]] + lines[2:])
     assert [n.line for n in result.notes] == [3, 5]

@@ -180,18 +180,6 @@ def test_fairscale_arguments_of_each_rank(world: tuple[int, str]) -> None:
     rank_pool(*world).run(_own_arguments, world[0])
 
 
-def _empty_group(rank: int) -> None:
-    model = mlp()
-    optimizer = OSS([{"params": []}, {"params": list(model.parameters()), "lr": 0.5}], lr=0.1)
-    averaged_backward(model, 2, 0)
-    optimizer.step()
-    assert [len(g["params"]) for g in optimizer.state_dict(all_ranks=True)["param_groups"]] == [0, 6]
-
-
-def test_fairscale_empty_group() -> None:
-    rank_pool(2, "gloo").run(_empty_group)
-
-
 def _schedulers(rank: int, world_size: int) -> None:
     def one_cycle(o: Any) -> Any:
         return torch.optim.lr_scheduler.OneCycleLR(o, max_lr=0.1, total_steps=10)
@@ -225,28 +213,6 @@ def _schedulers(rank: int, world_size: int) -> None:
 
 def test_fairscale_one_cycle_and_cyclic_schedules() -> None:
     rank_pool(2, "gloo").run(_schedulers, 2)
-
-
-def _add_group(rank: int, world_size: int) -> None:
-    torch.manual_seed(0)
-    model = mlp()
-    truth = copy.deepcopy(model)
-    plain = torch.optim.Adam(list(truth.parameters())[:4], lr=0.01)
-    sharded = OSS(list(model.parameters())[:4], torch.optim.Adam, lr=0.01)
-    for step in range(4):
-        if step == 2:
-            plain.add_param_group({"params": list(truth.parameters())[4:], "lr": 0.2})
-            sharded.add_param_group({"params": list(model.parameters())[4:], "lr": 0.2})
-        for m, o in ((truth, plain), (model, sharded)):
-            o.zero_grad()
-            averaged_backward(m, world_size, step)
-            o.step()
-        assert_same_parameters(model, truth, f"rank {rank} step {step}")
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_add_param_group_keeps_state(world_size: int) -> None:
-    rank_pool(world_size, "gloo").run(_add_group, world_size)
 
 
 # ------------------------------------------------------------------ checkpoints

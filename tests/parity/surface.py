@@ -140,6 +140,11 @@ def _in_class(where: str, facts: dict[str, Any], cls: Any) -> Iterator[Finding]:
             yield Finding(where, "base", f"is no subclass of {ours(base)}")
     if "init" in facts:
         yield from _signature(f"{where}.__init__", facts["init"], cls.__init__)
+    yield from _methods(where, facts, cls)
+    yield from _values(where, facts, cls)
+
+
+def _methods(where: str, facts: dict[str, Any], cls: type) -> Iterator[Finding]:
     for kind in ("methods", "staticmethods", "classmethods"):
         for name, expected in facts.get(kind, {}).items():
             if not hasattr(cls, name):
@@ -148,6 +153,9 @@ def _in_class(where: str, facts: dict[str, Any], cls: Any) -> Iterator[Finding]:
             if kind == "classmethods":  # looked up on the class, it has no first argument any more
                 expected = re.sub(r"^\(\w+(, )?", "(", expected)
             yield from _signature(f"{where}.{name}", expected, getattr(cls, name))
+
+
+def _values(where: str, facts: dict[str, Any], cls: type) -> Iterator[Finding]:
     for name, settable in facts.get("properties", {}).items():
         there = inspect.getattr_static(cls, name, None)
         if there is None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
 import pickle
 from typing import Any
 
@@ -12,10 +11,8 @@ import torch
 from torch import nn
 
 from shardkit.errors import ConfigurationError, LifecycleError
-from shardkit.nn.pipe import LazyModule, Pipe, is_checkpointing, is_recomputing
+from shardkit.nn.pipe import Pipe, is_checkpointing, is_recomputing
 from shardkit.nn.pipe.batchnorm import DeferredBatchNorm
-from shardkit.nn.pipe.checkpoint import Checkpointing
-from shardkit.nn.pipe.microbatch import Batch, check, gather, scatter
 from shardkit.nn.pipe.pipe import BalanceError, split_module
 from shardkit.nn.pipe.pipeline import clock_cycles
 from shardkit.nn.pipe.skip import Namespace, pop, skippable, stash, verify_skippables
@@ -175,20 +172,6 @@ def test_cells_run_in_clock_order_and_backward_in_reverse() -> None:
     assert sorted(backward) == sorted(cells)
     for stage in range(3):  # the last micro-batch first: it is the one that forward left last
         assert [i for i, j in backward if j == stage] == [2, 1, 0]
-
-
-def test_several_backwards_and_steps() -> None:
-    module = plain()
-    piped = Pipe(copy.deepcopy(module), [3, 3], devices=cpus(2), chunks=2)
-    optimizers = [torch.optim.Adam(m.parameters(), lr=0.1) for m in (module, piped)]
-    for _ in range(3):
-        x = torch.randn(6, 5)
-        for model, optimizer in zip((module, piped), optimizers, strict=True):
-            model(x).square().mean().backward()
-            model(x + 1).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    assert_close(list(piped.parameters()), list(module.parameters()))
 
 
 def test_frozen_parameters_and_inputs_without_gradients() -> None:
@@ -498,67 +481,6 @@ def test_errors_of_layers_come_out_and_leave_nothing() -> None:
     piped(torch.randn(4, 4)).sum().backward()
     with pytest.raises(LifecycleError, match="has not been stashed"):
         Pop()(torch.randn(2))
-
-
-# ------------------------------------------------------------------------------------------ small parts
-def test_batches() -> None:
-    a, b = torch.zeros(2), torch.ones(2)
-    single, pair = Batch(a, 0), Batch((a, b), 3)
-    assert single.atomic
-    assert not pair.atomic
-    assert (len(single), len(pair), single.index, pair.index) == (1, 2, 0, 3)
-    assert single[0] is a
-    assert single.tensor is a
-    assert [t is a for t in single] == [True]
-    assert pair[1] is b
-    assert pair.tensors[0] is a
-    pair[0] = b
-    assert pair.value[0] is b
-    pair[:] = (a, a)
-    single[:] = (b,)
-    assert single.tensor is b
-    assert pair.tensors == (a, a)
-    assert single.call(lambda t: (t, t)).tensors == (b, b)
-    for wrong, error in (
-        (lambda: single.tensors, AttributeError), (lambda: pair.tensor, AttributeError),
-        (lambda: single[1], IndexError),
-        (lambda: single.__setitem__(slice(None), (a, b)), IndexError),
-        (lambda: pair.__setitem__(slice(0, 1), (a,)), NotImplementedError),
-    ):  # fmt: skip
-        with pytest.raises(error):
-            wrong()
-
-
-@pytest.mark.parametrize(("rows", "chunks"), [*itertools.product([1, 5, 8], [1, 3, 4])])
-def test_scatter_and_gather(rows: int, chunks: int) -> None:
-    x, y = torch.randn(rows, 2), torch.arange(rows)
-    pieces = scatter(x, chunks)
-    assert [len(p.tensor) for p in pieces] == [len(p) for p in x.chunk(chunks)]
-    assert [p.index for p in pieces] == list(range(len(pieces)))
-    assert_close(gather(pieces), x)
-    assert_close(gather(scatter((x, y), chunks)), (x, y))
-    check((x, (y,)))
-
-
-def test_checkpointing_of_a_function() -> None:
-    calls = []
-
-    def function(x: torch.Tensor) -> torch.Tensor:
-        calls.append(is_recomputing())
-        return x.exp()
-
-    x = torch.ones(2, requires_grad=True)
-    work = Checkpointing(function, Batch(x, 1))
-    batch = work.checkpoint()
-    work.recompute(batch)
-    assert batch.index == 1
-    batch.tensor.sum().backward()
-    assert calls == [False, True]
-    assert_close(x.grad, x.detach().exp())
-
-
-def test_lazy_module() -> None:
-    assert isinstance(LazyModule(lambda: nn.Linear(1, 1))(), nn.Linear)
 
 
 # ------------------------------------------------------------------------------------------ devices

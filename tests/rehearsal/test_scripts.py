@@ -22,8 +22,10 @@ import torch.distributed as dist
 import shardkit
 from shardkit.errors import ConfigurationError
 from shardkit.tools.cli import main
-from shardkit.tools.rehearsal import patience, rehearse
+from shardkit.tools.rehearsal import rehearse, waiting
 from tests.started import program
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def written(folder: Path, text: str, name: str = "train.py") -> str:
@@ -225,7 +227,7 @@ def test_sixty_four_ranks_need_little(tmp_path: Path) -> None:
         """
         import torch
         import torch.distributed as dist
-        from shardkit.examples.digits import DigitTransformer, nested_fsdp
+        from digits import DigitTransformer, nested_fsdp
 
         dist.init_process_group("gloo")
         model = nested_fsdp(DigitTransformer())
@@ -240,7 +242,8 @@ def test_sixty_four_ranks_need_little(tmp_path: Path) -> None:
         "print('MiB', resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024); sys.exit(code)"
     )
     call = [sys.executable, "-c", program, "rehearse", "--ranks", "64", "--steps", "1", "--no-memory", script]
-    done = subprocess.run(call, capture_output=True, text=True, timeout=400, check=False)
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "examples")))}
+    done = subprocess.run(call, capture_output=True, text=True, timeout=400, check=False, env=env)
     assert done.returncode == 0, done.stdout + done.stderr
     assert int(done.stdout.split("MiB")[-1]) < 4096
 
@@ -314,7 +317,7 @@ def test_a_lock_that_another_rank_holds_is_told(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Ranks of a rehearsal share locks, where processes have one each: said, and ended by the timeout."""
-    monkeypatch.setattr(patience.noticing_stillness.__wrapped__, "__defaults__", (0.3,))  # type: ignore[attr-defined]
+    monkeypatch.setattr(waiting.noticing_stillness.__wrapped__, "__defaults__", (0.3,))  # type: ignore[attr-defined]
     lock = threading.Lock()
 
     def work(rank: int) -> None:

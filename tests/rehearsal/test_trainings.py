@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shardkit.examples import digits
+import digits
 from shardkit.tools.rehearsal import rehearse
 from tests.pools import rank_pool
 from tests.rehearsal import trainings

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import shardkit
-from shardkit.examples.digits import Job, Progress, Start, train
+from digits import Job, Progress, Start, train
 
 
 def digits(rank: int, strategies: tuple[str, ...], world_size: int, start: Start) -> list[list[float]]:

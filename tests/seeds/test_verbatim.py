@@ -6,8 +6,10 @@ leaves open is supplied as names. ``CANNOT`` has the lines that no Python runs a
 
 from __future__ import annotations
 
+import os
 import re
 import sys
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import FrameType
@@ -20,8 +22,7 @@ from torch import nn
 
 import shardkit
 from shardkit.tools.rehearsal import rehearse
-from tests.seeds import test_tutorial_snippets as tutorial
-from tests.seeds.extract import SNIPPETS
+from tests.seeds.extract import SNIPPETS, extract
 from tests.seeds.running import IMPORTS, awesome_model, batches, indented, run, trained_alone
 
 EPOCHS, RATE = 2, 1e-4
@@ -153,6 +154,51 @@ def mySuperFastDataloader():
 """
 
 
+OPEN_ENDS = """
+import os
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import DataLoader, Dataset
+
+epochs = range(2)
+
+class Your_Dataset(Dataset):
+    def __len__(self):
+        return 10
+
+    def __getitem__(self, i):
+        generator = torch.Generator().manual_seed(i)
+        return {"image": torch.randn(5, generator=generator), "label": torch.randn(3, generator=generator)}
+
+class Your_Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.used, self.unused = nn.Linear(5, 3), nn.Linear(5, 3)
+        Your_Model.last = self
+
+    def forward(self, x):
+        return self.used(x["image"])
+
+class Your_Optimizer(torch.optim.SGD):
+    def __init__(self):
+        super().__init__(Your_Model.last.parameters(), lr=0.1)
+
+Your_Loss = nn.MSELoss
+"""
+CHECK = """
+    start = Your_Model().state_dict()  # of a new one
+    same = [None] * world_size
+    dist.all_gather_object(same, {k: v for k, v in model.state_dict().items()})
+    assert all(torch.equal(v, s[k]) for s in same for k, v in same[0].items())
+    assert not torch.equal(start["used.weight"], model.module.used.weight)
+    assert torch.equal(start["unused.weight"], model.module.unused.weight)
+    print(f"rank {rank} is done\\n", end="", flush=True)  # in one piece: three ranks share the output
+    cleanup()
+"""
+
+
 def test_spawned_scripts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """fairscale's training, and the tutorial's main, started by the ``mp.spawn`` that each document prints."""
     call = printed("fairscale_spawn").replace("\n", "\n    ")
@@ -163,11 +209,11 @@ def test_spawned_scripts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert len(report.losses()) == EPOCHS * 2
 
     parts = [
-        tutorial.OPEN_ENDS,
+        OPEN_ENDS,
         indented(printed("tutorial_setup")),
         indented(printed("tutorial_prepare")),
         indented(printed("tutorial_cleanup")),
-        indented(printed("tutorial_main"), {"cleanup()": 1}).replace("    cleanup()\n", tutorial.CHECK),
+        indented(printed("tutorial_main"), {"cleanup()": 1}).replace("    cleanup()\n", CHECK),
         indented(printed("tutorial_spawn")),
     ]
     script = tmp_path / "tutorial.py"
@@ -191,3 +237,21 @@ def test_gathering(capsys: pytest.CaptureFixture[str]) -> None:
 def test_what_cannot_run_is_as_the_documents_have_it(name: str) -> None:
     """Else it were time to run that as it stands, too."""
     assert CANNOT[name][0] in (SNIPPETS / f"{name}.txt").read_text()
+
+
+def test_prefix_is_taken_off() -> None:
+    code = printed("tutorial_prefix").replace("modelmodel_dict", "model\nmodel_dict")
+    code = indented(code, {"if re.search": 1, "else:": 1, "model.load_state_dict": 0})
+    trained = torch.nn.Sequential(OrderedDict(module=awesome_model()))
+    torch.nn.init.ones_(trained.module[0].weight)
+    for state in (trained.state_dict(), trained.module.state_dict()):
+        names = run(code, re=re, OrderedDict=OrderedDict, state_dict=state, model=awesome_model())
+        assert torch.equal(names["model"][0].weight, trained.module[0].weight)
+
+
+@pytest.mark.skipif(
+    "SEED_DOCUMENTS" not in os.environ, reason="SEED_DOCUMENTS names no folder with the documents"
+)
+def test_snippets_are_what_the_documents_say() -> None:
+    found = extract(Path(os.environ["SEED_DOCUMENTS"]))
+    assert found == {path.stem: path.read_text() for path in SNIPPETS.glob("*.txt")}

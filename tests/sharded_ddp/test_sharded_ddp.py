@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 import shardkit
 from shardkit.errors import OutOfStepError
@@ -52,20 +51,6 @@ def test_steps(world_size: int, buffer: int) -> None:
     run(world_size, mlp, plain_steps, ddp={"reduce_buffer_size": buffer})
 
 
-@pytest.mark.parametrize(
-    ("optim", "options"),
-    [
-        (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
-        (torch.optim.AdamW, {"lr": 0.01, "fused": True}),
-        (torch.optim.Adam, {"lr": 0.01, "foreach": True}),
-        (torch.optim.Adafactor, {"lr": 0.01}),
-        (torch.optim.RMSprop, {"lr": 0.01}),
-    ],
-)
-def test_optimizers(world_size: int, optim: Any, options: dict[str, Any]) -> None:
-    run(world_size, mlp, plain_steps, optim=optim, options=options)
-
-
 def closures(engine: Any) -> Iterator[str]:
     for step in range(3):
 
@@ -81,10 +66,6 @@ def closures(engine: Any) -> Iterator[str]:
 
         engine.optimizer.step(closure)
         yield "closure"
-
-
-def test_closures(world_size: int) -> None:
-    run(world_size, mlp, closures)
 
 
 class Double(nn.Sequential):
@@ -119,12 +100,6 @@ class ZeroGrad:
             engine.backward(square_loss(step))
             engine.optimizer.step()
             yield f"{self.form} {self.set_to_none}"
-
-
-@pytest.mark.parametrize("set_to_none", [True, False])
-@pytest.mark.parametrize("form", ["optimizer", "wrapper", "module"])
-def test_fairscale_zero_grad_of_optimizer_or_module(world_size: int, form: str, set_to_none: bool) -> None:
-    run(world_size, mlp, ZeroGrad(form, set_to_none))
 
 
 def discard_a_backward(engine: Any) -> Iterator[str]:
@@ -216,10 +191,6 @@ def two_forwards(engine: Any) -> Iterator[str]:
         yield "two forwards"
 
 
-def test_fairscale_two_forwards_two_backwards(world_size: int) -> None:
-    run(world_size, mlp, two_forwards)
-
-
 class BackwardTwice:
     """backward(retain_graph=True) and once more."""
 
@@ -235,10 +206,6 @@ class BackwardTwice:
                 loss.backward()
             engine.optimizer.step()
             yield "backward twice"
-
-
-def test_fairscale_backward_twice_with_retain_graph(world_size: int) -> None:
-    run(world_size, mlp, BackwardTwice())
 
 
 def clipping(engine: Any) -> Iterator[str]:
@@ -265,10 +232,6 @@ def freeze_and_unfreeze(engine: Any) -> Iterator[str]:
         engine.backward(square_loss(step))
         engine.optimizer.step()
         yield f"frozen: {step % 3 == 1}"
-
-
-def test_fairscale_freezing_and_unfreezing_while_training(world_size: int) -> None:
-    run(world_size, mlp, freeze_and_unfreeze)
 
 
 class TwoPart(nn.Module):
@@ -299,10 +262,6 @@ def add_group(engine: Any) -> Iterator[str]:
         engine.backward(square_loss(step))
         engine.optimizer.step()
         yield "added" if step >= 2 else "trunk only"
-
-
-def test_fairscale_add_param_group_after_wrapping(world_size: int) -> None:
-    run(world_size, TwoPart, add_group, groups=trunk_only)
 
 
 class Branches(nn.Module):
@@ -346,125 +305,6 @@ class Tied(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.head(self.mix(self.embed((x[:, 0] * 3).long() % 9)))
-
-
-def test_tied_weights(world_size: int) -> None:
-    run(world_size, Tied, plain_steps)
-
-
-class Sparse(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(9, 4, sparse=True)
-        self.bag = nn.EmbeddingBag(7, 4, sparse=True)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        ids = (x * 5).long()
-        return self.embed(ids[:, 0] % 9) + self.bag(ids % 7)
-
-
-@pytest.mark.parametrize("scenario", [plain_steps, accumulate_without_no_sync, accumulate_with_no_sync])
-@pytest.mark.parametrize("optim", [torch.optim.SparseAdam, torch.optim.SGD])
-def test_sparse_gradients(world_size: int, optim: Any, scenario: Any) -> None:
-    run(world_size, Sparse, scenario, optim=optim, options={"lr": 0.1})
-
-
-class Normed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Sequential(
-            nn.Linear(6, 6), nn.LayerNorm(6), nn.MultiheadAttention(6, 2, batch_first=True)
-        )
-
-    def forward(self, x: torch.Tensor) -> dict[str, Any]:
-        y = self.net[1](self.net[0](x))[None]
-        return {"out": [self.net[2](y, y, y, need_weights=False)[0]], "unused": None}
-
-
-@dataclasses.dataclass
-class Output:
-    first: torch.Tensor
-    rest: tuple[torch.Tensor, ...]
-
-
-class DataclassOutput(Normed):
-    def forward(self, x: torch.Tensor) -> Any:
-        out = super().forward(x)["out"][0]
-        return Output(out, (out * 2,))
-
-
-def nested_outputs(engine: Any) -> Iterator[str]:
-    for step in range(2):
-        engine.zero_grad("optimizer")
-        engine.backward(lambda m, r, s=step: m(batch_for(m, r, s))["out"][0].pow(2).mean())
-        engine.optimizer.step()
-        yield "dict"
-
-
-def dataclass_outputs(engine: Any) -> Iterator[str]:
-    for step in range(2):
-        engine.zero_grad("optimizer")
-        engine.backward(lambda m, r, s=step: m(batch_for(m, r, s)).rest[0].pow(2).mean())
-        engine.optimizer.step()
-        yield "dataclass"
-
-
-def test_output_structures(world_size: int) -> None:
-    # SGD: the gradient of attention's key bias is zero up to rounding, which AdamW would blow up
-    sgd = {"optim": torch.optim.SGD, "options": {"lr": 0.1}}
-    run(world_size, Normed, nested_outputs, **sgd)
-    run(world_size, DataclassOutput, dataclass_outputs, **sgd)
-
-
-class Checkpointed(nn.Module):
-    """Two checkpointed halves (the weight of the second half may be used in both)."""
-
-    def __init__(self, reentrant: bool) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
-        self.reentrant = reentrant
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x.clone().requires_grad_(True)
-        x = checkpoint(self.first, x, use_reentrant=self.reentrant)
-        x = checkpoint(self.second, x.tanh(), use_reentrant=self.reentrant)
-        return checkpoint(self.first, x.tanh(), use_reentrant=self.reentrant)
-
-
-@dataclasses.dataclass
-class BuildCheckpointed:
-    reentrant: bool
-
-    def __call__(self) -> nn.Module:
-        return Checkpointed(self.reentrant)
-
-
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_activation_checkpointing(world_size: int, reentrant: bool) -> None:
-    run(world_size, BuildCheckpointed(reentrant), plain_steps)
-    run(world_size, BuildCheckpointed(reentrant), accumulate_without_no_sync)
-
-
-def mixed_dtypes() -> nn.Module:
-    return nn.Sequential(nn.Linear(6, 5).double(), Cast(), nn.Linear(5, 4), nn.Linear(4, 3))
-
-
-class Cast(nn.Module):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x.float()
-
-
-def double_inputs(engine: Any) -> Iterator[str]:
-    for step in range(3):
-        engine.zero_grad("optimizer")
-        engine.backward(lambda m, r, s=step: m(batch(r, s).double()).pow(2).mean())
-        engine.optimizer.step()
-        yield "two dtypes"
-
-
-@pytest.mark.parametrize("buffer", [0, 2**23])
-def test_parameters_of_two_dtypes(world_size: int, buffer: int) -> None:
-    run(world_size, mixed_dtypes, double_inputs, ddp={"reduce_buffer_size": buffer})
 
 
 def test_fewer_parameters_than_ranks(world_size: int) -> None:

@@ -13,8 +13,7 @@ import torch
 import shardkit
 from shardkit.errors import ConfigurationError, LifecycleError
 from shardkit.tracing import ranges
-from shardkit.tracing.metrics import of_ranks
-from shardkit.tracing.sinks import JsonLines, TensorBoard, WandB
+from shardkit.tracing.metrics import JsonLines, TensorBoard, WandB, of_ranks
 from tests.figures.counters import OperationCounter
 from tests.pools import rank_pool
 from tests.tracing.trainings import sharded

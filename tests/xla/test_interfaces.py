@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import warnings
 from typing import Any
@@ -183,35 +182,6 @@ def test_recursive_wrap() -> None:
     assert numel == 56
     assert size_based_auto_wrap_policy(nn.Linear(1, 1), False, 10**8)
     assert not size_based_auto_wrap_policy(nn.Linear(1, 1), False, 10**8 - 1)
-
-
-def _zero(rank: int, clipping: bool) -> None:
-    device = xm.xla_device()
-    make = functools.partial(torch.optim.Adam, lr=0.01)
-    model = build().to(device)
-    optimizer = ZeroRedundancyOptimizer(
-        model.parameters(), torch.optim.Adam, grad_clipping=clipping, max_norm=0.2, pin_layout=False, lr=0.01
-    )
-    for step in range(3):
-        optimizer.zero_grad()
-        model(_batch(rank, step).to(device)).square().mean().backward()
-        optimizer.step()
-        xm.mark_step()
-        if step == 1:  # a fresh optimizer goes on from its state
-            state = copy.deepcopy(optimizer.state_dict())
-            optimizer = ZeroRedundancyOptimizer(
-                model.parameters(), torch.optim.Adam, grad_clipping=clipping, max_norm=0.2, lr=0.01
-            )
-            optimizer.load_state_dict(state)
-    expected = trained_alone([0, 1], make, 3, max_norm=0.2 if clipping else None)
-    for key, value in model.state_dict().items():
-        torch.testing.assert_close(value.cpu(), expected[key], rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize(("backend", "world_size"), EACH)
-@pytest.mark.parametrize("clipping", [True, False])
-def test_zero_redundancy_optimizer(backend: str, world_size: int, clipping: bool) -> None:
-    rank_pool(world_size, backend).run(_zero, clipping)
 
 
 def _load(rank: int) -> None:

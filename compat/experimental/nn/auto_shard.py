@@ -15,8 +15,6 @@ from shardkit.errors import ConfigurationError
 
 
 class _ExtendedLeafTracer(torch.fx.Tracer):
-    """Leaves some more modules whole."""
-
     def __init__(self, leaf_modules: set[nn.Module]) -> None:
         super().__init__()
         self.leaf_modules = leaf_modules

@@ -75,7 +75,6 @@ class ModelShard(nn.Module):
             return self.model_shard(*inputs)
 
     def to(self, device: torch.device) -> ModelShard:  # type: ignore[override]
-        """Moves the slice."""
         self.model_shard.to(device)
         return self
 
@@ -111,7 +110,6 @@ class ModelShard(nn.Module):
         self._load(non_blocking)
 
     def backward_load(self, non_blocking: bool = True) -> None:
-        """As :meth:`forward_load`."""
         self._load(non_blocking)
 
     def forward_drop(self, non_blocking: bool = True) -> None:

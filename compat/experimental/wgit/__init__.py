@@ -1,8 +1,29 @@
 """fairscale.experimental.wgit: version control for weights, an experiment that was never finished."""
 
+import enum
+
 from shardkit.compat.redirected import redirected_names
 
-from .utils import Algo as Algo
-from .version import __version_tuple__ as __version_tuple__
-
 __getattr__ = redirected_names(__name__)
+
+
+class ExitCode(enum.Enum):
+    CLEAN = 0
+    FILE_EXISTS_ERROR = 1
+    FILE_DOES_NOT_EXIST_ERROR = 2
+
+
+class RepoStatus(enum.Enum):
+    """Tells what has changed since the last commit."""
+
+    CLEAN = 1
+    CHANGES_NOT_ADDED = 2
+    CHANGES_ADDED_NOT_COMMITED = 3
+
+
+class Algo(enum.Enum):
+    FFT = 0
+    DCT = 1
+
+
+__version_tuple__ = (0, 0, 1)

@@ -19,7 +19,6 @@ class IdentityLayer(nn.Module):
         self.weight = nn.Parameter(scale * torch.randn(size))
 
     def forward(self, *_: object, **__: object) -> torch.Tensor:
-        """The parameter."""
         return self.weight
 
 

@@ -1,4 +1,4 @@
-"""What existing code reads from fairscale's FullyShardedDataParallel, private names included."""
+"""Attributes that existing code reads from fairscale's FullyShardedDataParallel, private names included."""
 
 from __future__ import annotations
 
@@ -20,8 +20,6 @@ from shardkit.types import Memo, ProcessGroup, StateDict, Tree
 
 
 class TrainingState(enum.Enum):
-    """What an FSDP module is doing."""
-
     IDLE = enum.auto()
     FORWARD = enum.auto()
     BACKWARD_PRE = enum.auto()
@@ -30,7 +28,7 @@ class TrainingState(enum.Enum):
 
 
 class PassedGroup:
-    """What was passed as a process group: copies of a module have the same, pickled ones have none.
+    """Holds what was passed as a process group: copies of a module have the same, pickled ones have none.
 
     Called with the output and this rank's shard of an all-gather, it tells a ProcessGroupTracker.
     """
@@ -97,17 +95,14 @@ class FairscaleFacts(Door):
 
     @property
     def cpu_offload(self) -> bool:
-        """Old name of ``move_params_to_cpu``."""
         return self.move_params_to_cpu
 
     @property
     def rank(self) -> int:
-        """This rank within its group."""
         return self._state.group.rank
 
     @property
     def world_size(self) -> int:
-        """Size of the group."""
         return self._state.group.world_size
 
     @property
@@ -139,18 +134,15 @@ class FairscaleFacts(Door):
 
     @property
     def compute_dtype(self) -> torch.dtype:
-        """Dtype of gathered parameters."""
         chosen, flats = self._state.options.precision.compute, self._state.flats
         return chosen or (flats[0].param.dtype if flats else torch.float32)
 
     @property
     def buffer_dtype(self) -> torch.dtype:
-        """Dtype of floating-point buffers."""
         return self._state.options.precision.buffers or self.compute_dtype
 
     @property
     def compute_device(self) -> torch.device:
-        """Where parameters are gathered."""
         return self._state.compute_device
 
     @property
@@ -165,7 +157,7 @@ class FairscaleFacts(Door):
 
     @property
     def training_state(self) -> TrainingState:
-        """What the module is doing."""
+        """Tells what the module is doing."""
         if self._state.summoned is not None:
             return TrainingState.SUMMON_FULL_PARAMS
         engine = self._state.engine
@@ -231,3 +223,23 @@ class FairscaleFacts(Door):
             raise LifecycleError(
                 f"expected to be in states {wanted} but current state is {self.training_state}"
             )
+
+
+# ------------------------------------------------------------ optimizer state
+def check_param_counts_before_sharding(full_optim_state_dict: StateDict, n_instances: int) -> None:
+    """Checks that a full optimizer state was saved from as many FSDP instances.
+
+    Raises:
+        ConfigurationError: it was not.
+    """
+    saved = len(set(full_optim_state_dict["param_id_map"].values()))
+    if full_optim_state_dict["state"] and saved != n_instances:
+        raise ConfigurationError(
+            f"the optimizer state was saved from {saved} FSDP instances, this model has {n_instances} (itself "
+            "included); wrap it as it was when the state was saved"
+        )
+
+
+def is_singleton_tensor(x: object) -> bool:
+    """Whether it is a tensor without dimensions."""
+    return isinstance(x, torch.Tensor) and x.dim() == 0

@@ -136,7 +136,7 @@ class FullyShardedDataParallel(FairscaleFacts):
         self.gradient_predivide_factor, self.gradient_postdivide_factor = self._state.divisors
 
     def _adapted(self, options: Options) -> Options:
-        """What the core gets; torch_xla's class adds to it."""
+        """Returns what the core gets; torch_xla's class adds to it."""
         return options
 
     def _answer_inside(self) -> None:

@@ -1,9 +1,13 @@
 """fairscale.nn.misc."""
 
+from torch import nn
+
 from shardkit.flattening.bucket import GradBucket, ParamBucket
+from shardkit.flattening.keys import WRAPPED, rename_prefix
+from shardkit.flattening.wrapper import FlattenParamsWrapper
+from shardkit.types import StateDict
 
 from ..checkpoint import checkpoint_wrapper
-from .flatten_params_wrapper import FlattenParamsWrapper
 
 __all__ = [
     "FlattenParamsWrapper",
@@ -11,3 +15,13 @@ __all__ = [
     "ParamBucket",
     "checkpoint_wrapper",
 ]
+
+
+# Named by wrappers that fairscale has pickled.
+def _post_state_dict_hook(module: nn.Module, state_dict: StateDict, prefix: str, *args: object) -> StateDict:
+    rename_prefix(state_dict, f"{prefix}{WRAPPED}.", prefix)
+    return state_dict
+
+
+def _pre_load_state_dict_hook(state_dict: StateDict, prefix: str, *args: object) -> None:
+    """Nothing is left to do: the wrapper has translated the keys."""

@@ -1,7 +1,6 @@
 """fairscale.nn.model_parallel."""
 
-from .cross_entropy import vocab_parallel_cross_entropy
-from .initialize import (
+from shardkit.model_parallel.groups import (
     destroy_model_parallel,
     get_context_parallel_group,
     get_context_parallel_rank,
@@ -19,8 +18,12 @@ from .initialize import (
     get_pipeline_parallel_ranks,
     initialize_model_parallel,
 )
-from .layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
-from .mappings import copy_to_model_parallel_region, gather_from_model_parallel_region
-from .random import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
+from shardkit.model_parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+from shardkit.model_parallel.random import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
+from shardkit.model_parallel.regions import (
+    copy_to_model_parallel_region,
+    gather_from_model_parallel_region,
+    vocab_parallel_cross_entropy,
+)
 
 __all__: list[str] = []  # fairscale's is empty too

@@ -6,6 +6,7 @@ from typing import Any
 
 from shardkit.model_parallel.groups import (
     destroy_model_parallel,
+    ensure_divisibility,
     get_context_parallel_group,
     get_context_parallel_rank,
     get_context_parallel_ranks,
@@ -23,8 +24,6 @@ from shardkit.model_parallel.groups import (
     initialize_model_parallel,
     model_parallel_is_initialized,
 )
-
-from .utils import ensure_divisibility
 
 __all__ = [
     "destroy_model_parallel",

@@ -33,8 +33,6 @@ def join(input: torch.Tensor, phony: torch.Tensor) -> torch.Tensor:
 
 
 class Fork(torch.autograd.Function):
-    """See :func:`fork`."""
-
     @staticmethod
     def forward(ctx: FunctionCtx, input: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
         return input.detach(), get_phony(input.device, requires_grad=False).detach()
@@ -45,8 +43,6 @@ class Fork(torch.autograd.Function):
 
 
 class Join(torch.autograd.Function):
-    """See :func:`join`."""
-
     @staticmethod
     def forward(ctx: FunctionCtx, input: torch.Tensor, phony: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         return input.detach()

@@ -61,7 +61,7 @@ def get_device(stream: AbstractStream) -> torch.device:
 
 
 def wait_stream(source: AbstractStream, target: AbstractStream) -> None:
-    """What is issued on ``source`` from now on comes after what ``target`` has been given so far."""
+    """Makes what is issued on ``source`` from now on come after what ``target`` has been given so far."""
     if is_cuda(target):
         if is_cuda(source):
             as_cuda(source).wait_stream(as_cuda(target))

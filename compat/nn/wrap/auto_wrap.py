@@ -82,7 +82,6 @@ class ConfigAutoWrap:
 
     @staticmethod
     def disable_autowrap_context() -> None:
-        """Ends the block."""
         wrapping.leave_context()
 
     def __enter__(self) -> None:

@@ -34,7 +34,6 @@ class PaddedCut(NamedTuple):
     by_rows: bool
 
     def unit_of(self, size: torch.Size) -> int:
-        """So many elements stay together."""
         return max(1, size[1:].numel()) if self.by_rows and size else self.multiple
 
     def layout(self, shapes: Sequence[torch.Size], world_size: int) -> ShardLayout:
@@ -65,7 +64,6 @@ class Shard:
 
     @property
     def name(self) -> str:
-        """Key in state dicts."""
         return shard_name(self.original)
 
     def saved(self, shard: torch.Tensor) -> torch.Tensor:
@@ -84,7 +82,7 @@ class Shard:
 
 
 class ShardHolder(Door):
-    """What such a wrapper does. Abstract: a door has its own arguments and names for it."""
+    """Base of such a wrapper. Abstract: a door has its own arguments and names for it."""
 
     _shards: list[Shard]
     _listed_again: dict[str, str]  # other paths of a weight, and its first
@@ -116,7 +114,6 @@ class ShardHolder(Door):
                 yield path, m
 
     def _named_shards(self, recurse: bool) -> Iterator[tuple[str, nn.Parameter]]:
-        """Shards by their keys."""
         for path, m in self._holders() if recurse else [("", self)]:
             for shard in m._shards:
                 yield (f"{path}.{shard.name}" if path else shard.name), shard.flat.param
@@ -130,7 +127,7 @@ class ShardHolder(Door):
         ]
 
     def _shard_metadata(self) -> ShardMetadata:
-        """What consolidation needs. Weights with several names are in ``shared_info``, if there are any."""
+        """Returns what consolidation needs. Weights with several names are in ``shared_info``, if there are any."""
         group = self._state.group
         found: ShardMetadata = {
             "shard_info": {}, "flatten_info": {}, "buffer_info": {},

@@ -47,7 +47,7 @@ class BufferInfo(TypedDict):
 
 
 class _OfShardkit(TypedDict, total=False):
-    """What torch_xla doesn't write: weights that have several names (name -> first name), and which run it was."""
+    """Adds what torch_xla doesn't write: weights that have several names (name -> first name), and which run it was."""
 
     shared_info: dict[str, str]
     run_id: str
@@ -55,7 +55,7 @@ class _OfShardkit(TypedDict, total=False):
 
 
 class ShardMetadata(_OfShardkit):
-    """What is needed to put the shards of all ranks together.
+    """Holds what is needed to put the shards of all ranks together.
 
     Attributes:
         shard_info: path of a wrapper -> name of a shard -> what is known of it.
@@ -71,8 +71,6 @@ class ShardMetadata(_OfShardkit):
 
 
 class ShardCheckpoint(TypedDict):
-    """The file of a rank."""
-
     model: Tensors
     shard_metadata: ShardMetadata
 
@@ -111,7 +109,7 @@ def consolidate_sharded_state_dicts(
 
 
 def _facts(checkpoint: ShardCheckpoint) -> tuple[dict[str, object], dict[str, object]]:
-    """What is the same in the files of all ranks."""
+    """Holds what is the same in the files of all ranks."""
     kinds: dict[str, object] = {
         k: v.dtype if isinstance(v, torch.Tensor) else type(v) for k, v in checkpoint["model"].items()
     }
@@ -126,7 +124,7 @@ class _Files:
         self._read: dict[str, tuple[tuple[int, int], ShardCheckpoint]] = {}
 
     def read(self, path: str) -> ShardCheckpoint:
-        """What is in it now."""
+        """Returns what is in it now."""
         facts = os.stat(path)
         version = (facts.st_mtime_ns, facts.st_ino)
         if path not in self._read or self._read[path][0] != version:

@@ -21,7 +21,6 @@ __all__ = [
 
 
 def always_wrap_policy(*args: object, **kwargs: object) -> bool:
-    """Wraps every module."""
     return True
 
 

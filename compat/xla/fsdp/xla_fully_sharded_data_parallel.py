@@ -173,7 +173,6 @@ class XlaFullyShardedDataParallel(FullyShardedDataParallel, ShardHolder):
 
     @property
     def xla_device(self) -> torch.device:
-        """Where this wrapper computes."""
         return self.compute_device
 
     def get_original_names_and_sharded_parameters(self) -> list[tuple[str, nn.Parameter]]:
@@ -197,7 +196,7 @@ class XlaFullyShardedDataParallel(FullyShardedDataParallel, ShardHolder):
 
     # ------------------------------------------------------------ checkpoints
     def get_shard_metadata(self) -> ShardMetadata:
-        """What consolidation needs to know; save it beside ``state_dict()``."""
+        """Returns what consolidation needs to know; save it beside ``state_dict()``."""
         return self._shard_metadata()
 
     def state_dict(self, *args: Tree, **kwargs: Tree) -> Tree:
@@ -239,7 +238,6 @@ class XlaFullyShardedDataParallel(FullyShardedDataParallel, ShardHolder):
         return clip_params(list(self.parameters()), group, max_norm, norm_type, self.compute_device)
 
     def extra_repr(self) -> str:
-        """Place and main options."""
         return (
             f"world_size={self.world_size}, rank={self.rank}, compute_dtype={self.compute_dtype}, "
             f"buffer_dtype={self.buffer_dtype}, flatten_parameters={self.flatten_parameters}, "

@@ -32,11 +32,7 @@ class Damage(Exception):
 
 
 def _read_into(file: BinaryIO, start: int, storage: torch.UntypedStorage) -> int:
-    """Fills a storage from a file; returns the CRC-32 of what was read.
-
-    Raises:
-        Damage: the file ends before.
-    """
+    """Fills a storage from a file; returns the CRC-32 of what was read."""
     if storage.nbytes() == 0:
         return 0
     view, crc, done = memory_of(torch.empty(0, dtype=torch.uint8).set_(storage)), 0, 0
@@ -53,11 +49,7 @@ def _read_into(file: BinaryIO, start: int, storage: torch.UntypedStorage) -> int
 
 
 class Archive:
-    """A zip file of records that are not compressed; a record's CRC-32 is the zip's own.
-
-    Raises:
-        Damage: the zip, or the record of the object's pickle, is not what was written.
-    """
+    """A zip file of records that are not compressed; a record's CRC-32 is the zip's own."""
 
     def __init__(self, file: BinaryIO, size: int) -> None:
         self._file, self._size = file, size
@@ -85,15 +77,10 @@ class Archive:
             raise Damage("its record 'byteorder' is not 'little', the only order that is read")
 
     def pickle(self) -> IO[bytes]:
-        """The object's pickle."""
         return io.BytesIO(self._record("data.pkl"))
 
     def where(self, key: str) -> tuple[int, int, int | None]:
-        """First byte, number of bytes and CRC-32 (None: the file has none) of a storage.
-
-        Raises:
-            Damage: it is not there.
-        """
+        """First byte, number of bytes and CRC-32 (None: the file has none) of a storage."""
         entry = self._zip.NameToInfo.get(f"{self._prefix}data/{key}")
         if entry is None:
             raise Damage(f"its record data/{key} is missing")

@@ -26,7 +26,7 @@ _VALUES = frozenset(
 )  # fmt: skip
 _CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False, "EMPTY_TUPLE": ()}
 Data: TypeAlias = Any
-"""What stands in a file, of which nothing is known."""
+"""A value of a file, of which nothing is known."""
 
 _EMPTY: dict[str, Callable[[], object]] = {"EMPTY_DICT": dict, "EMPTY_LIST": list, "EMPTY_SET": set}
 _PUT = frozenset({"BINPUT", "LONG_BINPUT"})
@@ -75,11 +75,7 @@ class PickleHandle:
 
 
 def named_globals(source: IO[bytes]) -> set[str]:
-    """All that a pickle names, without interpreting it.
-
-    Raises:
-        ValueError: it is no pickle.
-    """
+    """All that a pickle names, without interpreting it."""
     names = set()
     for opcode, argument, _ in pickletools.genops(source):
         if opcode.name in ("GLOBAL", "INST"):
@@ -102,10 +98,6 @@ def read(
         names: what names in the file (``module.name``) stand for: a :class:`Function`, :class:`PickleHandle`, or value.
         storage: returns the storage that a persistent id stands for.
         build: sets the state of an object that a function returned; raises NotData for any other.
-
-    Raises:
-        NotData: it does what data needn't.
-        ValueError, TypeError, KeyError, IndexError: it is no pickle, or a damaged one.
     """
     return _Machine(names, storage, build).run(source)
 

@@ -102,11 +102,7 @@ class _Reading:
         self._start = 0  # of the pickle
 
     def result(self) -> Data:
-        """The object.
-
-        Raises:
-            NotData, Damage: see :func:`load`.
-        """
+        """The object."""
         if self._size == 0:
             raise Damage("it is empty")
         if self._file.read(len(LOCAL)) != LOCAL:

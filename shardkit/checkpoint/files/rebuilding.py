@@ -1,4 +1,4 @@
-"""What names in files of ``torch.save`` stand for: functions that make tensors and arrays of checked parts."""
+"""Replaces names in files of ``torch.save``: functions that make tensors and arrays of checked parts."""
 
 from __future__ import annotations
 
@@ -48,7 +48,6 @@ def _short(value: Data) -> str:
 
 # ------------------------------------------------------------ tensors
 def _natural(values: Tree) -> tuple[int, ...]:
-    """Sizes or strides."""
     if not isinstance(values, tuple | list | torch.Size) or len(values) > _PLACES:
         raise ValueError("sizes are no tuple")
     if not all(type(v) is int and 0 <= v < 2**62 for v in values):

@@ -33,10 +33,6 @@ def write_atomically(
     Args:
         path: a regular file, or none yet, in a folder that exists.
         before_replacing: called at the last moment; if it raises, nothing is replaced.
-
-    Raises:
-        FileNotWrittenError: the disk is full, or the folder is missing or can't be written to (also an OSError).
-        ConfigurationError: the path is a folder, a pipe or a device.
     """
     target = os.path.realpath(path)
     try:
@@ -79,10 +75,6 @@ def folder_written_whole(path: str, overwrite: bool) -> Iterator[str]:
 
     Args:
         overwrite: an old folder of that name makes place; it is removed only when the new one has its name.
-
-    Raises:
-        ConfigurationError: there is one, and it is not to be overwritten.
-        FileNotWrittenError: the disk is full, or the folder above is missing or can't be written to.
     """
     target = os.path.realpath(path)
     above, name = os.path.split(target)

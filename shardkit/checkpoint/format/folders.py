@@ -75,12 +75,7 @@ def latest(folder: str | os.PathLike[str]) -> str | None:
 
 
 def begin(folder: str, step: int) -> str:
-    """A temporary folder for a step's files.
-
-    Raises:
-        OSError: it can't be made.
-        ConfigurationError: another process of this machine writes the same step.
-    """
+    """A temporary folder for a step's files."""
     os.makedirs(folder, exist_ok=True)
     others = _clear(folder)
     if step_name(step) in others:
@@ -94,11 +89,7 @@ def begin(folder: str, step: int) -> str:
 
 
 def finish(temporary: str, folder: str, step: int) -> str:
-    """Gives a folder, all files of which are synced, its name; a checkpoint of the same step gives way.
-
-    Raises:
-        OSError: it can't be renamed.
-    """
+    """Gives a folder, all files of which are synced, its name; a checkpoint of the same step gives way."""
     sync(temporary)
     target = os.path.join(folder, step_name(step))
     old: str | None = None
@@ -226,11 +217,7 @@ def last_change(path: str) -> float:
 
 
 def chosen(path: str | os.PathLike[str]) -> str:
-    """The checkpoint that a path means: itself, or the latest of those in it.
-
-    Raises:
-        ConfigurationError: there is none.
-    """
+    """The checkpoint that a path means: itself, or the latest of those in it."""
     folder = os.path.realpath(path)
     if os.path.isfile(os.path.join(folder, NAME)):
         return folder

@@ -39,11 +39,7 @@ def best_hash() -> str:
 
 
 def new_hasher(name: str) -> Hasher:
-    """A hash that has seen nothing yet.
-
-    Raises:
-        ConfigurationError: the name is of none, or xxhash is not installed.
-    """
+    """A hash that has seen nothing yet."""
     if name == SHA256:
         return hashlib.sha256()
     if name != XXH3:
@@ -159,11 +155,7 @@ def now() -> str:
 
 
 def write_manifest(folder: str | os.PathLike[str], manifest: Manifest) -> None:
-    """Writes ``shardkit.json``, synced, whole or not at all.
-
-    Raises:
-        FileNotWrittenError: the disk is full, or the folder can't be written to.
-    """
+    """Writes ``shardkit.json``, synced, whole or not at all."""
     with write_atomically(os.path.join(folder, NAME)) as file:
         file.write(manifest.to_json().encode())
 
@@ -173,10 +165,6 @@ def read_manifest(folder: str | os.PathLike[str], *, verify: bool = True) -> Man
 
     Args:
         verify: compare the checksum of the file itself (files are compared by ``verifying``).
-
-    Raises:
-        ConfigurationError: there is no such file, so it is no complete checkpoint; or a later version wrote it.
-        DamagedFileError: it has other bytes than were written.
     """
     path = os.path.join(folder, NAME)
     try:
@@ -284,11 +272,7 @@ def verify(folder: str | os.PathLike[str]) -> Manifest:
 def refuse_damage(
     folder: str | os.PathLike[str], manifest: Manifest, files: Iterable[str] | None = None
 ) -> None:
-    """Raises for the first damage.
-
-    Raises:
-        DamagedFileError: names the file, and the tensor in it.
-    """
+    """Raises for the first damage."""
     for damage in damages(folder, manifest, files):
         raise DamagedFileError(
             f"{os.fspath(folder)}: {damage}. Restore another checkpoint of this training "

@@ -92,7 +92,6 @@ class TableOfContents(NamedTuple):
     paths: dict[str, Path]
 
     def records(self) -> Iterator[Record]:
-        """Iterates over all records."""
         for entry in self.tensors.values():
             yield from (chunk.record for chunk in entry.chunks)
         yield from self.objects.values()
@@ -128,13 +127,7 @@ def _containers(level: Mapping[str | int, Tree]) -> Tree:
 
 
 def read_metadata(folder: str | os.PathLike[str]) -> TableOfContents:
-    """Reads the table of contents of a folder; memory in proportion to the file.
-
-    Raises:
-        ConfigurationError: there is none, or records are compressed or encrypted.
-        UntrustedFileError: it names, or does, what is in none that torch writes.
-        DamagedFileError: it makes no sense.
-    """
+    """Reads the table of contents of a folder; memory in proportion to the file."""
     path = os.path.join(folder, METADATA)
     if not os.path.isfile(path):
         raise ConfigurationError(f"{os.fspath(folder)} has no {METADATA}: it is no checkpoint")

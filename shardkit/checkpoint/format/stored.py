@@ -16,21 +16,12 @@ from .metadata import METADATA, Path, Record, read_metadata
 
 
 def read_object(name: str, data: bytes) -> Tree:
-    """Reads a record of an object, to the CPU.
-
-    Raises:
-        UntrustedFileError: it holds more than data.
-        DamagedFileError: it is no record.
-    """
+    """Reads a record of an object, to the CPU."""
     return load_data(io.BytesIO(data), len(data), name)
 
 
 def read_tensor(name: str, data: bytes, sizes: tuple[int, ...]) -> torch.Tensor:
-    """Reads a record of a tensor of these sizes, to the CPU.
-
-    Raises:
-        UntrustedFileError, DamagedFileError: it is no record, or holds something else.
-    """
+    """Reads a record of a tensor of these sizes, to the CPU."""
     found = read_object(name, data)
     if not isinstance(found, torch.Tensor) or tuple(found.shape) != sizes:
         raise DamagedFileError(
@@ -40,11 +31,7 @@ def read_tensor(name: str, data: bytes, sizes: tuple[int, ...]) -> torch.Tensor:
 
 
 def refuse_what_is_no_data(name: str, data: bytes) -> None:
-    """Raises for a record that could not be read again.
-
-    Raises:
-        ConfigurationError: it holds objects of classes.
-    """
+    """Raises for a record that could not be read again."""
     try:
         read_object(name, data)
     except UntrustedFileError as error:
@@ -64,11 +51,6 @@ class StoredCheckpoint:
     Attributes:
         tensors, objects: what there is, by name.
         paths: of each name the keys in nested dicts.
-
-    Raises:
-        ConfigurationError: it is no checkpoint.
-        DamagedFileError: what says where things are is not as it was written.
-        UntrustedFileError: it holds more than that.
     """
 
     def __init__(self, folder: str, verify: bool = True) -> None:
@@ -80,11 +62,7 @@ class StoredCheckpoint:
 
     # ------------------------------------------------------------ checksums
     def refuse_damage(self, records: Iterable[Record]) -> None:
-        """Compares the checksums of records, each read once in full.
-
-        Raises:
-            DamagedFileError: names the file and the tensor.
-        """
+        """Compares the checksums of records, each read once in full."""
         if not self._verify:
             return
         items = {(file, *i[:3]): i for file, f in self.manifest.files.items() for i in f.items}
@@ -98,21 +76,13 @@ class StoredCheckpoint:
 
     # ------------------------------------------------------------ reading
     def object(self, name: str) -> Tree:
-        """An object, on the CPU.
-
-        Raises:
-            DamagedFileError: it has other bytes than were written.
-        """
+        """An object, on the CPU."""
         record = self.objects[name]
         self.refuse_damage([record])
         return read_object(f"{self.folder}: {name}", self.read(record))
 
     def read(self, record: Record) -> bytes:
-        """Reads the bytes of a record.
-
-        Raises:
-            DamagedFileError: its file is missing, cut off, or none of the checkpoint's.
-        """
+        """Reads the bytes of a record."""
         if record.file not in self.manifest.files:
             raise DamagedFileError(
                 f"{self.folder}: {METADATA} names {record.file!r}, which is no file of the checkpoint"

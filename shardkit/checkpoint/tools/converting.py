@@ -25,7 +25,6 @@ from .torch_files import write_torch_file
 
 
 def is_by_name(optimizer: StateDict) -> bool:
-    """Whether param groups list names."""
     listed = [p for group in optimizer["param_groups"] for p in group.get("params", [])]
     return bool(listed) and all(isinstance(p, str) for p in listed)
 
@@ -99,9 +98,6 @@ def tie(model: StateDict, pairs: Sequence[tuple[str, str]]) -> None:
 
     Args:
         pairs: (name, the name that it is kept under).
-
-    Raises:
-        ConfigurationError: one is not there, or they differ.
     """
     for name, kept in pairs:
         tensor, other = model.get(name), model.get(kept)

@@ -56,12 +56,7 @@ def _index(path: str) -> tuple[dict[str, str], dict[str, object]]:
 
 
 def read_weights(path: str, trust_pickle: bool = False) -> StateDict:
-    """Reads the state dict in all files.
-
-    Raises:
-        DamagedFileError: a file is missing, cut off, or makes no sense; or the index names tensors that no file has.
-        ConfigurationError: files hold parts of tensors.
-    """
+    """Reads the state dict in all files."""
     found: StateDict = {}
     files = weight_files(path)
     for file in files:
@@ -118,11 +113,7 @@ def ties_without_saying(path: str) -> bool:
 
 
 def read_header(path: str) -> tuple[dict[str, Tree], int]:
-    """Reads the table of contents; returns where the bytes behind it begin, too.
-
-    Raises:
-        DamagedFileError: it makes no sense, or the file doesn't end where the last tensor does.
-    """
+    """Reads the table of contents; returns where the bytes behind it begin, too."""
     size = os.path.getsize(path)
     with open(path, "rb") as file:
         head = file.read(8)
@@ -208,9 +199,6 @@ def write_hugging_face(
         model: its state dict; what is no tensor is left out.
         max_shard_size: as "5GB"; a file is larger only where one tensor is.
         files_from: a folder with configuration and tokenizer, which are copied.
-
-    Raises:
-        ConfigurationError: a dtype that safetensors doesn't have, a size that is none, or a library that is missing.
     """
     split, safe_open = _libraries()
     notes = []

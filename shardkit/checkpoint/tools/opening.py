@@ -25,10 +25,6 @@ def read_folder(folder: str, trust_pickle: bool = False) -> StateDict:
 
     Args:
         trust_pickle: let torch run what objects in it say.
-
-    Raises:
-        UntrustedFileError, DamagedFileError: the table of contents, or an object, can't be read as data.
-        ConfigurationError: records are compressed, or encrypted.
     """
     table, values = read_metadata(folder), {}
     for name in table.paths:
@@ -108,11 +104,7 @@ def open_checkpoint(path: str, *, model_key: str | None = None, trust_pickle: bo
 
 
 def files_of_ranks(path: str) -> list[str]:
-    """The files of torch.save that a path stands for: itself, those in the folder, or those that match a pattern.
-
-    Raises:
-        ConfigurationError: there are none.
-    """
+    """The files of torch.save that a path stands for: itself, those in the folder, or those that match a pattern."""
     if os.path.isfile(path):
         return [path]
     if not os.path.exists(path):

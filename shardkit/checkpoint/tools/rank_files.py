@@ -126,11 +126,7 @@ def in_natural_order(paths: Sequence[str]) -> list[str]:
 def read_rank_files(
     paths: Sequence[str], trees: Sequence[StateDict], kind: str
 ) -> tuple[StateDict, int, list[str]]:
-    """Reads the model's state dict of the files of all ranks, their number, and keys that were left out.
-
-    Raises:
-        ConfigurationError: they are not those of ranks 0 to W - 1 of one run.
-    """
+    """Reads the model's state dict of the files of all ranks, their number, and keys that were left out."""
     metadata = [_metadata_in(tree) or {} for tree in trees]
     weights = [_weights_in(tree, path) for tree, path in zip(trees, paths, strict=True)]
     others = [k for k, v in trees[0].items() if v is not metadata[0] and v is not weights[0]]

@@ -21,11 +21,7 @@ from .verifying import Verified
 
 
 def steps(folder: str) -> list[StateDict]:
-    """A row for each step of a folder, or for the checkpoint that the path is.
-
-    Raises:
-        ConfigurationError: there is neither.
-    """
+    """A row for each step of a folder, or for the checkpoint that the path is."""
     if not os.path.isdir(folder) or not (steps_in(folder) or unfinished(folder)):
         checkpoint = open_checkpoint(folder)
         return [_row(checkpoint.path, checkpoint.kind, dict(checkpoint.facts))]
@@ -160,7 +156,6 @@ def _plain(value: object) -> object:
 
 
 def table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int]) -> None:
-    """Prints a table."""
     if not rows:
         return
     print(f"{title}\n{plain_table(head, rows, right)}" if title else plain_table(head, rows, right))
@@ -182,7 +177,6 @@ def progress(what: str, total: int) -> Iterator[Callable[[StoredTensor], None]]:
 
 
 def print_steps(folder: str, rows: Sequence[StateDict]) -> None:
-    """``ls``."""
     head = ("step", "kind", "size", "files", "ranks", "written", "")
     lines = [
         (
@@ -196,7 +190,6 @@ def print_steps(folder: str, rows: Sequence[StateDict]) -> None:
 
 
 def print_contents(found: StateDict) -> None:
-    """``show``."""
     facts = [f"{found['path']}: {found['kind']}"]
     facts += [
         f"{k.replace('_', ' ')} {found[k]}" for k in ("step", "world_size", "written", "run") if k in found
@@ -227,7 +220,6 @@ def print_contents(found: StateDict) -> None:
 
 
 def print_verified(results: Sequence[Verified]) -> None:
-    """``verify``."""
     for result in results:
         for damage in result.damages:
             print(f"{result.path}: {damage}")
@@ -239,7 +231,6 @@ def print_verified(results: Sequence[Verified]) -> None:
 
 
 def print_comparison(a: str, b: str, result: Comparison) -> None:
-    """``diff``."""
     table(f"{a} | {b}", ("name", "difference"), [(d.name, d.what) for d in result.differences], ())
     for what in result.not_compared:
         print(f"not compared: {what}")
@@ -250,7 +241,6 @@ def print_comparison(a: str, b: str, result: Comparison) -> None:
 
 
 def print_converted(source: str, target: str, result: Converted) -> None:
-    """``convert``."""
     size = f"{counted(result.tensors, 'tensor')}, {in_bytes(result.bytes)}"
     print(f"{source} ({result.source}) -> {target} ({result.target}): {size}")
     for note in result.notes:
@@ -258,7 +248,6 @@ def print_converted(source: str, target: str, result: Converted) -> None:
 
 
 def lines_of(results: Sequence[Verified]) -> Iterator[StateDict]:
-    """``verify --json``."""
     for result in results:
         yield {
             "path": result.path, "files": result.files, "items": result.items, "bytes": result.bytes,

@@ -85,7 +85,6 @@ class StoredTensor:
 
     @property
     def nbytes(self) -> int:
-        """As it is handed out."""
         return self.numel * self.dtype.itemsize
 
     def cast(self, dtype: torch.dtype) -> StoredTensor:
@@ -97,11 +96,7 @@ class StoredTensor:
         return dataclasses.replace(self, identity=identity)
 
     def read(self) -> torch.Tensor:
-        """Reads all of it, as it is stored: memory of one tensor, and a block.
-
-        Raises:
-            DamagedFileError: the file ends before, or has other bytes than were written.
-        """
+        """Reads all of it, as it is stored: memory of one tensor, and a block."""
         found = self._read() if self.value is None else self.value
         if self.watch is not None:
             self.watch(self)
@@ -116,11 +111,7 @@ class StoredTensor:
         return target
 
     def read_rows(self, start: int, stop: int) -> torch.Tensor:
-        """Reads rows of the first dimension; checksums of whole parts are not compared.
-
-        Raises:
-            DamagedFileError: the file ends before.
-        """
+        """Reads rows of the first dimension; checksums of whole parts are not compared."""
         if self.value is not None:
             return self.value[start:stop]
         self._check_complete()
@@ -224,8 +215,6 @@ def storage_order(shape: Sequence[int], strides: Sequence[int]) -> list[int] | N
 
 
 class _Source:
-    """The bytes at a place."""
-
     def __init__(self, file: BinaryIO, place: Place, name: str) -> None:
         self._file, self._place, self._name = file, place, name
         self._crc = 0
@@ -346,14 +335,12 @@ def dotted(path: Path) -> str:
 
 
 def at(tree: Tree, path: Path) -> Tree:
-    """Finds what keys lead to."""
     for key in path:
         tree = tree[key]
     return tree
 
 
 def put(tree: Tree, path: Path, value: Tree) -> None:
-    """Replaces what keys lead to."""
     at(tree, path[:-1])[path[-1]] = value
 
 
@@ -390,7 +377,6 @@ def _is_taken_apart(values: list[object] | tuple[object, ...]) -> bool:
 
 
 def flat_items(tree: object) -> Iterator[tuple[str, object]]:
-    """The leaves under dotted names."""
     for path, value in leaves(tree):
         yield dotted(path), value
 
@@ -437,9 +423,6 @@ def find_model(tree: StateDict, key: str | None, where: str) -> Path:
 
     Args:
         key: what a user says it is ("a.b": below another one); None: known names are tried.
-
-    Raises:
-        ConfigurationError: there is none.
     """
     if key is not None:
         found: Tree = tree
@@ -463,7 +446,7 @@ def find_model(tree: StateDict, key: str | None, where: str) -> Path:
 
 
 def without_layer(tree: StateDict) -> tuple[StateDict, str | None]:
-    """What is in the one key of a checkpoint, if the model's and the optimizer's are in there; and that key."""
+    """Returns what is in the one key of a checkpoint, if the model's and the optimizer's are in there; and that key."""
     for key, value in tree.items() if len(tree) == 1 else ():
         if isinstance(value, dict) and any(isinstance(value.get(name), Mapping) for name in _MODEL_KEYS):
             return value, key

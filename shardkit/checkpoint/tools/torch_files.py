@@ -78,15 +78,10 @@ class Contents:
         self._memory: dict[str, Storage] = {}
 
     def tree(self) -> Tree:
-        """Reads the pickle; dense tensors are :class:`StoredTensor`, others as they are.
-
-        Raises:
-            UntrustedFileError, DamagedFileError: see :func:`shardkit.load`.
-        """
+        """Reads the pickle; dense tensors are :class:`StoredTensor`, others as they are."""
         return self._guarded(self._tree)
 
     def values(self) -> Tree:
-        """Reads all of it."""
         if self._start == 0 and self._length == os.path.getsize(self._path):
             return load(self._path)
         with open(self._path, "rb") as file:
@@ -197,9 +192,6 @@ def read_torch_file(path: str, trust_pickle: bool = False) -> Tree:
 
     Args:
         trust_pickle: let torch run what the file says; then all of it is read at once.
-
-    Raises:
-        UntrustedFileError, DamagedFileError: see :func:`shardkit.load`.
     """
     if trust_pickle:
         return replaced(torch.load(path, map_location="cpu", weights_only=False, mmap=_is_zip(path)), held)
@@ -224,7 +216,6 @@ class _Storage:
         self.key, self.dtype, self.numel = key, dtype, numel
 
     def persistent_id(self) -> tuple[object, ...]:
-        """As torch writes it."""
         if self.dtype in _OLD_STORAGES:
             kind = getattr(torch, f"{_OLD_STORAGES[self.dtype]}Storage")
             return ("storage", kind, self.key, "cpu", self.numel)

@@ -28,7 +28,6 @@ _DTYPES = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the arguments."""
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--json", action="store_true", help="prints data, not text")
     reading = argparse.ArgumentParser(add_help=False)
@@ -86,7 +85,6 @@ def _add_arguments_of_convert(convert: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Runs one of the commands."""
     try:
         status = _COMMANDS[options.what](options)
         sys.stdout.flush()

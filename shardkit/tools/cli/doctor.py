@@ -14,7 +14,6 @@ import json
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the arguments."""
     parser.add_argument(
         "--ranks", type=int, help="of the job that limits have to do for (default: this job's, or 8)"
     )
@@ -23,8 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Prints the report, on rank 0."""
-    from shardkit.tools.doctor.examine import examine
-    from shardkit.tools.doctor.report import as_data, as_text
+    from shardkit.tools.doctor.examine import as_data, as_text, examine
 
     report = examine(options.ranks)
     if report is None:

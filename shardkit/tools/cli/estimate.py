@@ -31,7 +31,6 @@ _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the arguments."""
     parser.add_argument("target", nargs="?", help="script.py:name or package.module:name")
     parser.add_argument(
         "--hf", metavar="CONFIG", help="config.json of a language model of transformers, instead"
@@ -81,8 +80,7 @@ def run(options: argparse.Namespace) -> int:
 
 def _run(options: argparse.Namespace) -> None:
     from shardkit.tools import estimate as estimating
-    from shardkit.tools.estimate.plots import plot
-    from shardkit.tools.estimate.report import as_data, as_text, in_words, times_as_text
+    from shardkit.tools.estimate.report import as_data, as_text, in_words, plot, times_as_text
 
     if (options.target is None) == (options.hf is None):
         raise ConfigurationError("name a target, as train.py:experiment, or --hf CONFIG, and not both")

@@ -15,7 +15,6 @@ from pathlib import Path
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the arguments."""
     parser.add_argument(
         "paths", nargs="+", type=Path, metavar="PATH", help="files, or folders with all below them"
     )

@@ -18,7 +18,6 @@ from shardkit.errors import BackendError, ConfigurationError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the arguments."""
     parser.add_argument("--ranks", type=int, default=4, help="how many (default: 4)")
     parser.add_argument(
         "--steps",
@@ -46,7 +45,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Prints the report."""
     from shardkit.tools.rehearsal import rehearse
 
     try:

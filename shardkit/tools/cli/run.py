@@ -23,7 +23,6 @@ from shardkit.errors import ConfigurationError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the arguments."""
     parser.add_argument(
         "--ranks", type=int, help="processes on each machine (default: one for each accelerator, or 1)"
     )
@@ -67,7 +66,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Runs it to its end."""
     from shardkit.tools.run import launcher
 
     try:

@@ -16,7 +16,6 @@ from shardkit import compat
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the arguments."""
     parser.add_argument("-m", dest="is_module", action="store_true", help="the program is a module's name")
     parser.add_argument("program", help="a script; with -m, a module")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="the program's own")

@@ -19,7 +19,6 @@ from shardkit.errors import ConfigurationError, DamagedFileError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the arguments."""
     parser.add_argument(
         "files", nargs="+", metavar="FILE", help="a trace, its parts (*.rank-N.json), or their folder"
     )
@@ -30,7 +29,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Prints what the trace tells."""
     try:
         _run(options)
     except (ConfigurationError, DamagedFileError, OSError) as error:

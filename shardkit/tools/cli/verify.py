@@ -18,7 +18,6 @@ from shardkit.errors import ConfigurationError, RankFailedError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the arguments."""
     parser.add_argument("target", help="script.py:name or package.module:name")
     parser.add_argument("--strategy", default="fsdp", choices=("oss", "sharded_ddp", "fsdp", "fully_shard"))
     parser.add_argument("--ranks", type=int, default=2, help="processes on this machine's CPU (default: 2)")
@@ -33,7 +32,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Prints the report."""
     from shardkit.tools.verify import verify
 
     try:

@@ -1,4 +1,4 @@
-"""What the doctor has found, and what to do about it."""
+"""Findings of the doctor, and what to do about them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ranks measure between each other: bandwidth, round trips, clocks, and what a rank opens.
+"""Measurements between ranks: bandwidth, round trips, clocks, and what a rank opens.
 
 Ranks are those of the default process group (gloo). Pairs are measured one after the other, so that none is in the
 other's way: all pairs of at most :data:`_MOST` ranks, one of each machine where there are several.
@@ -107,7 +107,7 @@ def _answer(first: int) -> None:
 
 
 def measure_files() -> OpenFiles | None:
-    """What this rank opens for a group of all ranks, and what that would be with more (collective)."""
+    """Counts the files that this rank opens for a group of all ranks, and for each further one (collective)."""
     if not Path("/proc/self/fd").is_dir():
         return None
     begin, counts = _open_files(), []
@@ -148,7 +148,6 @@ def segments() -> tuple[int, int]:
 
 
 def check_links(links: list[Link], hosts: list[str]) -> Iterator[Finding]:
-    """Slow links, lost packets, clocks."""
     usual = statistics.median(link.gbytes for link in links) if links else 0.0
     for link in links:
         name = _name(link, hosts)

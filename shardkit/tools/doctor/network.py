@@ -60,7 +60,7 @@ def own_name() -> tuple[str, str]:
 
 
 def machine_id() -> tuple[str, ...]:
-    """What is different on another machine, or in another container: the name first."""
+    """Returns facts that differ on another machine or in another container: the name first."""
     ids = [socket.gethostname(), _read(Path("/proc/sys/kernel/random/boot_id"))]
     with contextlib.suppress(OSError):
         ids.append(os.readlink("/proc/self/ns/net"))
@@ -70,7 +70,6 @@ def machine_id() -> tuple[str, ...]:
 def check_names(
     known: Mapping[str, Mapping[str, object]], environment: Mapping[str, str]
 ) -> Iterator[Finding]:
-    """Interfaces that variables name."""
     usable = ", ".join(sorted(n for n, facts in known.items() if facts["address"])) or "none"
     for variable in _NAMED_BY:
         value = environment.get(variable, "")
@@ -97,7 +96,7 @@ def check_names(
 
 
 def check_own_address(address: str, machines: int, environment: Mapping[str, str]) -> Iterator[Finding]:
-    """What gloo tells other machines of this one: the address of its own name, unless a variable says otherwise."""
+    """Checks what gloo tells others of this machine: the address of its name, unless a variable says otherwise."""
     if machines < 2 or environment.get("GLOO_SOCKET_IFNAME"):
         return
     if not address or address.startswith("127."):

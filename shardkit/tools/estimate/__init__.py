@@ -1,4 +1,4 @@
-"""What a training would take, found without any memory: the real wrapping and a real step, on meta tensors."""
+"""Estimates what a training would take, without any memory: the real wrapping and a real step, on meta tensors."""
 
 from .devices import DEVICES, Device, device_named
 from .experiments import from_experiment, from_hugging_face

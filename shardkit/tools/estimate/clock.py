@@ -67,7 +67,7 @@ def clocked(events: Iterable[Event], device: Device, ranks: int) -> Times:
 
 
 def as_fsdp2(events: Sequence[Event], padding: Mapping[str, float]) -> list[Event]:
-    """What FSDP2 would do in the steps of a tape of ``fsdp``; see [Note: FSDP2's schedule].
+    """Returns what FSDP2 would do in the steps of a tape of ``fsdp``; see [Note: FSDP2's schedule].
 
     Args:
         padding: by label, how much larger a unit is with FSDP2's padding.

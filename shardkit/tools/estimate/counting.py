@@ -46,7 +46,6 @@ class CountingGroup(ImaginedGroup):
         self.reset()
 
     def reset(self) -> None:
-        """Starts counting anew."""
         self.collectives: Counter[str] = Counter()
         self.sent = 0.0
 

@@ -1,4 +1,4 @@
-"""What devices reach: a table with its sources, and files for others.
+"""Devices and what they reach: a table with its sources, and files for others.
 
 Peaks are those of data sheets. ``efficiency``, the part of it that matrix products reach, is fitted or assumed as each
 device's source says. ``memory_share`` and ``link_share`` are what large copies and large all-gathers reach; they are

@@ -1,4 +1,4 @@
-"""What is to be estimated: an Experiment, or a model by its Hugging Face configuration."""
+"""Subjects of estimates: an Experiment, or a model by its Hugging Face configuration."""
 
 from __future__ import annotations
 
@@ -24,11 +24,7 @@ from .strategies import Subject
 
 
 def optimizer_named(name: str) -> tuple[type[torch.optim.Optimizer], Kwargs]:
-    """A class of torch.optim with its defaults.
-
-    Raises:
-        ConfigurationError: there is none of this name.
-    """
+    """A class of torch.optim with its defaults."""
     kind = getattr(torch.optim, name, None)
     if not isinstance(kind, type) or not issubclass(kind, torch.optim.Optimizer):
         raise ConfigurationError(f"torch.optim has no optimizer {name!r}")

@@ -96,7 +96,6 @@ STRATEGIES: dict[str, Callable[..., Sharded]] = {
 
 
 def fullest_rank(strategy: str, model: nn.Module, world_size: int) -> int:
-    """The rank that needs most."""
     if strategy != "sharded_ddp":
         return 0
     params = list(model.parameters())

@@ -1,4 +1,4 @@
-"""What a rank's device is given in a step, in order: kernels, collectives, and waits for collectives."""
+"""A tape of what a rank's device is given in a step, in order: kernels, collectives, and waits for collectives."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Issue(NamedTuple):
 
 
 class Wait(NamedTuple):
-    """What is computed from now on needs that collective."""
+    """Computation from now on needs that collective."""
 
     number: int
 
@@ -102,7 +102,6 @@ class Tape:
         self._written: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
 
     def add(self, event: Event) -> None:
-        """Appends an event."""
         self._end_fused()
         self.events.append(event)
 

@@ -7,6 +7,7 @@ import difflib
 import functools
 import io
 import os
+import re
 import stat
 import tokenize
 from collections.abc import Iterable, Iterator
@@ -15,9 +16,9 @@ from pathlib import Path
 from shardkit.checkpoint.files.writing import write_atomically
 from shardkit.errors import ConfigurationError
 
-from . import configuration, rewriting
-from .interfaces import Interfaces
-from .rewriting import Note
+from . import rewriting
+from .interfaces import Interfaces, objection
+from .rewriting import Note, Rewritten
 
 PYTHON = frozenset({".py", ".pyi", ".pyw"})
 _LARGEST_CONFIGURATION = 1 << 20  # bytes; what is larger is data
@@ -26,7 +27,7 @@ _SKIPPED = frozenset({"__pycache__", "build", "dist", "node_modules", "site-pack
 
 @dataclasses.dataclass(frozen=True)
 class Migrated:
-    """What became of a file; nothing is written before :meth:`written`.
+    """Tells what became of a file; nothing is written before :meth:`written`.
 
     Attributes:
         before, after: its text; ``before`` where there was an error.
@@ -53,7 +54,6 @@ class Migrated:
             yield f"{self.path}:{note.line}: {note.text}"
 
     def diff(self) -> str:
-        """What :meth:`written` would change."""
         # Lines of "patch", which end with \n alone; a form feed ends none.
         old, new = (io.StringIO(text, newline="\n").readlines() for text in (self.before, self.after))
         lines = difflib.unified_diff(old, new, f"a/{self.path}", f"b/{self.path}")
@@ -125,7 +125,7 @@ def _is_searched(folder: Path) -> bool:
 
 
 def _is_searched_file(file: Path, top: Path) -> bool:
-    if file.suffix not in PYTHON | configuration.SUFFIXES:
+    if file.suffix not in PYTHON | SUFFIXES:
         return False
     if file.is_symlink() and not file.resolve().is_relative_to(top):
         return False
@@ -152,7 +152,7 @@ def migrate(path: Path, *, strings: bool = False, xla: bool = False, torch_fsdp:
     words = ("fairscale", *Interfaces(xla, torch_fsdp).words)
     if not any(word.encode() in data for word in words):
         return Migrated(path)
-    is_python = path.suffix not in configuration.SUFFIXES
+    is_python = path.suffix not in SUFFIXES
     try:
         encoding = tokenize.detect_encoding(io.BytesIO(data).readline)[0] if is_python else "utf-8"
         before = data.decode(encoding)
@@ -161,10 +161,29 @@ def migrate(path: Path, *, strings: bool = False, xla: bool = False, torch_fsdp:
             result = rewrite(before)
             again = rewrite(result.source).source
         else:
-            result = configuration.rewrite(before, strings=strings)
-            again = configuration.rewrite(result.source, strings=strings).source
+            result = rewrite_text(before, strings=strings)
+            again = rewrite_text(result.source, strings=strings).source
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         return Migrated(path, error=f"it can't be read: {error}")
     if again != result.source or before.encode(encoding) != data:
         return Migrated(path, error="it can't be rewritten safely; change it by hand")
     return Migrated(path, before, result.source, encoding, result.notes)
+
+
+SUFFIXES = frozenset({".cfg", ".ini", ".json", ".toml", ".txt", ".yaml", ".yml"})
+_NAMED = re.compile(r"(?<![\w./-])fairscale((?:[.:][A-Za-z_]\w*)*)(?![\w/-])")
+
+
+def rewrite_text(source: str, *, strings: bool = False) -> Rewritten:
+    """As :func:`.rewriting.rewrite`; with ``strings``, paths of what shardkit has are rewritten, else reported."""
+    notes: list[Note] = []
+
+    def one(match: re.Match[str]) -> str:
+        said = objection(match[0].replace(":", "."))
+        if strings and match[1] and said is None:
+            return f"shardkit{match[1]}"
+        line = source.count("\n", 0, match.start()) + 1
+        notes.append(Note(line, f"{match[0]!r} names fairscale" + (f"; {said}" if said else "")))
+        return match[0]
+
+    return Rewritten(_NAMED.sub(one, source), tuple(notes))

@@ -12,16 +12,16 @@ the file, it keeps its name: ``import shardkit as fairscale``.
 from __future__ import annotations
 
 import ast
+import bisect
 import dataclasses
 import re
 import sys
 import warnings
+from collections.abc import Iterable
 
-from .interfaces import Interfaces
+from .interfaces import Interfaces, no_module, objection
 from .marks import Marked
-from .relevant import Relevant
-from .scopes import By, Scope, Seen, look
-from .served import no_module, objection
+from .scopes import By, Scope, Seen, bindings, imports, look
 
 _BETWEEN = r"(?:\s|\\)*"  # the parts of a path
 _PATH = re.compile(r"fairscale(?:[.:]\w+)*")  # all of a string
@@ -38,7 +38,7 @@ class Note:
 
 @dataclasses.dataclass(frozen=True)
 class Rewritten:
-    """What came out. ``source`` is the argument itself where there was nothing to rewrite."""
+    """The result. ``source`` is the argument itself where there was nothing to rewrite."""
 
     source: str
     notes: tuple[Note, ...]
@@ -52,10 +52,6 @@ def rewrite(source: str, *, strings: bool = False, xla: bool = False, torch_fsdp
         strings: also rewrite strings that are nothing but the dotted path of something shardkit has.
         xla: also rewrite imports of torch_xla's FSDP.
         torch_fsdp: also rewrite imports of torch's FSDP1.
-
-    Raises:
-        SyntaxError, ValueError: the source is none of the Python that runs this.
-        RecursionError, MemoryError: it nests too deep for that.
     """
     others = Interfaces(xla, torch_fsdp)
     packages = ("fairscale", *others.packages)
@@ -157,7 +153,6 @@ class _Rewriting:
         self._uses: set[int] = set()  # mentions that are variables
 
     def look(self, at: Seen) -> None:
-        """Looks at one place."""
         node = at.node
         if isinstance(node, ast.Import):
             self._import(node)
@@ -180,7 +175,6 @@ class _Rewriting:
             self._variable(node.rest, at.scope)
 
     def result(self) -> Rewritten:
-        """The source with all replaced."""
         for number, text in self._texts:
             if number not in self._uses:  # of f"{fairscale.nn=}" there is a text, too
                 self._note_mention(number, text)
@@ -243,7 +237,7 @@ class _Rewriting:
                 self._replace(name, "shardkit")
 
     def _attribute(self, node: ast.Attribute, scope: Scope) -> None:
-        """What there is to say about the paths that ``a.b.c`` may stand for."""
+        """Says what there is to say about the paths that ``a.b.c`` may stand for."""
         parts: list[str] = []
         root: ast.expr = node
         while isinstance(root, ast.Attribute):
@@ -311,10 +305,42 @@ class _Rewriting:
                 self._edits[found.start()] = found.end(), new
 
     def _say(self, node: ast.expr | ast.stmt | ast.alias, text: str | None) -> None:
-        """What there is to say about a name is said once, at the first place."""
+        """Says what there is to say about a name once, at the first place."""
         if text is not None:
             here = (node.lineno, node.col_offset)
             self._said[text] = min(here, self._said.get(text, here))
 
     def _note_mention(self, number: int, text: str) -> None:
         self._notes.add(Note(self._marked.line(self._marked.starts[number]), text))
+
+
+class Relevant:
+    """Decides about the rewriting of a module.
+
+    A statement that stands on no line with one of some words can't be rewritten, and neither binds nor uses the
+    variables that rewriting asks for.
+
+    Attributes:
+        names: "shardkit", and what is imported from a package.
+    """
+
+    def __init__(self, tree: ast.Module, marked: Marked, packages: Iterable[str]) -> None:
+        self._lines = sorted({marked.line(start) for start in marked.starts})
+        self.names = {"shardkit"}
+        if not self._lines:
+            return
+        for statement in imports(tree, self.has_words):
+            module = (statement.module or "") if isinstance(statement, ast.ImportFrom) else ""
+            if any(p in f"{module}.{alias.name}" for p in packages for alias in statement.names):
+                self.names |= {marked.plain(name) for name, _ in bindings(statement)}
+        words = "|".join(map(re.escape, sorted(self.names | marked.other_spellings(self.names))))
+        found = re.finditer(rf"(?<!\w)(?:{words})(?!\w)", marked.source)
+        self._lines = sorted({*self._lines, *(marked.line(m.start()) for m in found)})
+
+    def has_words(self, statement: ast.stmt) -> bool:
+        """Whether a statement needs a look."""
+        first = statement.lineno
+        if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            first = min([first, *(d.lineno for d in statement.decorator_list)])
+        k = bisect.bisect_left(self._lines, first)
+        return k < len(self._lines) and self._lines[k] <= int(statement.end_lineno or 0)

@@ -23,8 +23,6 @@ _NO_NODES = frozenset(
 
 
 class By(enum.Enum):
-    """What binds a name."""
-
     IMPORT = "import name.below"
     RENAMING_IMPORT = "import other as name, from other import name"
     DEFINITION = "def name, class name, an argument"
@@ -134,7 +132,7 @@ def look(
     names: Container[str],
     plain: Callable[[str], str],
 ) -> tuple[list[Seen], list[Scope]]:
-    """What a module says about some names, in no order, and its scopes with what binds those names in them.
+    """Collects what a module says about some names, in no order, and its scopes with what binds those names in them.
 
     Of a chain ``a.b.c`` come the whole and ``a``; the text of f-strings comes with them.
 

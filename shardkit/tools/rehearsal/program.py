@@ -1,4 +1,4 @@
-"""What every rank runs: a script, a module, or a function."""
+"""Programs that ranks run: a script, a module, or a function."""
 
 from __future__ import annotations
 
@@ -25,11 +25,7 @@ _FRESH_SEED = 67280421310721  # what torch's generator has in a new process
 
 
 class Program:
-    """A script of a file, or a module with ``is_module``.
-
-    Raises:
-        ConfigurationError: there is none, or it is no Python.
-    """
+    """A script of a file, or a module with ``is_module``."""
 
     def __init__(self, name: str, is_module: bool, arguments: Sequence[str]) -> None:
         self.name, self._arguments = name, list(arguments)
@@ -62,7 +58,6 @@ class Program:
 
     @contextlib.contextmanager
     def beginning(self) -> Iterator[None]:
-        """Inside, ranks may run it."""
         with mock.patch.object(sys, "argv", [self._file, *self._arguments]):
             with mock.patch.object(sys, "path", [self._first, *sys.path]):
                 yield
@@ -86,7 +81,6 @@ class RankFunction:
 
     @contextlib.contextmanager
     def beginning(self) -> Iterator[None]:
-        """Nothing to prepare."""
         yield
 
     def run(self, rank: Rank) -> object:
@@ -124,7 +118,7 @@ def spawning(outside: Callable[..., Tree]) -> Callable[..., Tree]:
 
 
 class _Joined:
-    """What ``spawn(join=False)`` returns: processes that have ended."""
+    """Stands for the result of ``spawn(join=False)``: processes that have ended."""
 
     def join(self, *args: object, **kwargs: Kwargs) -> bool:
         return True

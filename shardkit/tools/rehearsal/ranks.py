@@ -1,4 +1,4 @@
-"""What each simulated rank of a rehearsal has of its own, which a process has for itself."""
+"""State that each simulated rank of a rehearsal has of its own, which a process has for itself."""
 
 from __future__ import annotations
 
@@ -23,8 +23,6 @@ class Sent(NamedTuple):
 
 
 class Loader(NamedTuple):
-    """A pass over a DataLoader."""
-
     place: SourceLine
     batches: int | None  # None: it does not know
     batch_size: int | None
@@ -32,7 +30,7 @@ class Loader(NamedTuple):
 
 @dataclass
 class RankRecord:
-    """What a rank did.
+    """Records what a rank did.
 
     Attributes:
         steps: how many the optimizer has made that stepped last.
@@ -121,7 +119,7 @@ def starting(start: Callable[[threading.Thread], None]) -> Callable[[threading.T
 
 
 def new_world() -> SimpleNamespace:
-    """What torch.distributed keeps of a process's groups, for one that has none; see torch_world.py."""
+    """Makes what torch.distributed keeps of a process's groups, for one that has none; see torch_world.py."""
     return SimpleNamespace(
         default_pg=None, pg_map={}, pg_names={}, pg_group_ranks={}, pg_backend_config={}, group_count=0,
         tags_to_pg={}, pg_to_tag={}, pg_coalesce_state={}, comms=[],

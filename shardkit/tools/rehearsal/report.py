@@ -1,4 +1,4 @@
-"""What a rehearsal has seen."""
+"""The report of a rehearsal."""
 
 from __future__ import annotations
 
@@ -145,7 +145,6 @@ class Report:
 
 
 def _alike(by_rank: dict[int, object] | dict[int, str] | dict[int, int | None]) -> dict[object, list[int]]:
-    """Ranks by what they have."""
     found: dict[object, list[int]] = {}
     for rank, value in by_rank.items():
         found.setdefault(value, []).append(rank)

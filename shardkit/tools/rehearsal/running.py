@@ -9,29 +9,28 @@ from contextlib import ExitStack
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 
 from shardkit import backend as backends
-from shardkit.backend import get_backend
+from shardkit.backend import Group, get_backend
+from shardkit.backends.checked_group import is_group
 from shardkit.backends.diagnosis.calls import Call
-from shardkit.backends.simulated.backend import enter_group
+from shardkit.backends.simulated.backend import SimulatedBackend, enter_group
 from shardkit.backends.simulated.devices_on_host import DevicesOnHost, host_for_devices
 from shardkit.backends.simulated.group import Line, SimulatedGroup
 from shardkit.backends.simulated.places import SourceLine
+from shardkit.backends.simulated.process_group import ProcessGroupOfThreads
 from shardkit.backends.simulated.rank_threads import RankThreads
 from shardkit.errors import ConfigurationError, RankFailedError
+from shardkit.types import Args, ProcessGroup, T
 
-from .backend import RehearsalBackend
-from .libraries import libraries
-from .memory import RankMemory
-from .patience import noticing_stillness
 from .program import Program, RankFunction, begin_as_new_process, spawning
 from .ranks import Rank, acting_as, current
 from .report import Report
-from .store import SharedStore
-from .surroundings import environment_of, surroundings
-from .torch_world import leave, torch_worlds
-from .waiting import waiting_elsewhere
-from .watching import EnoughSteps, Goal, WholeBatches, note_call, watching
+from .surroundings import environment_of, libraries, surroundings
+from .torch_world import SharedStore, leave, torch_worlds
+from .waiting import noticing_stillness, waiting_elsewhere
+from .watching import EnoughSteps, Goal, RankMemory, WholeBatches, note_call, watching
 
 _STOOD_FOR = ("gloo", "cuda", "simulated")  # shardkit's backends that the rehearsal's serves
 
@@ -88,8 +87,6 @@ def rehearse(
 
 
 class _Rehearsal:
-    """One run."""
-
     def __init__(self, program: Program | RankFunction, world_size: int, memory: bool, on_host: bool) -> None:
         self._program, self._memory, self._on_host = program, memory, on_host
         self._backend = RehearsalBackend()
@@ -154,3 +151,38 @@ class _Rehearsal:
 
     def _note(self, number: int, call: Call, place: SourceLine, size: int, world_size: int) -> None:
         note_call(self._ranks[number], call, place, size, world_size)
+
+
+# ------------------------------------------------------------ shardkit's backend
+class RehearsalBackend(SimulatedBackend):
+    """CPU tensors, one thread a rank, over the process groups that the script has made.
+
+    It has gloo's name: scripts that look at it do what they do there.
+    """
+
+    name = "gloo"
+    process_group_backend = "gloo"
+
+    def group(self, process_group: ProcessGroup = None) -> Group:
+        if is_group(process_group) or current() is None:
+            return super().group(process_group)
+        if process_group is None and not dist.is_initialized():
+            raise ConfigurationError(
+                "no process group exists yet: call torch.distributed.init_process_group(...) first; the script would "
+                "fail the same way under torchrun"
+            )
+        chosen = dist.group.WORLD if process_group is None else process_group
+        if isinstance(chosen, ProcessGroupOfThreads):
+            return chosen.below
+        if chosen is dist.GroupMember.NON_GROUP_MEMBER:
+            raise ConfigurationError("this rank is no member of the process group that it passes")
+        return super().group(chosen)
+
+    def launch(
+        self, fn: Callable[..., T], world_size: int, args: Args = (), *, timeout: float | None = None,
+        start_timeout: float | None = None,
+    ) -> list[T]:  # fmt: skip
+        """A rank of a rehearsal is started already, so that launch does not come here."""
+        raise ConfigurationError(
+            "ranks can't be launched from a thread that is no rank while a rehearsal runs"
+        )

@@ -1,4 +1,4 @@
-"""What a program finds around it, for ranks that share a process: environment, ``__main__``, output, signals, pdb.
+"""Surroundings of a program, for ranks that share a process: environment, ``__main__``, output, signals, pdb.
 
 [Note: one process, many ranks] Each of these is replaced by something that looks which rank's thread asks. All else
 that a process has once (imported modules and their variables, the working directory, torch's flags) the ranks share.
@@ -7,6 +7,9 @@ that a process has once (imported modules and their variables, the working direc
 from __future__ import annotations
 
 import contextlib
+import functools
+import importlib.abc
+import importlib.util
 import os
 import pdb
 import signal
@@ -14,11 +17,12 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from importlib.machinery import ModuleSpec
 from types import FrameType, ModuleType
 from typing import TextIO
 from unittest import mock
 
-from shardkit.types import Tree
+from shardkit.types import Framework, StateDict, Tree
 
 from .ranks import Rank, current, starting
 
@@ -143,7 +147,6 @@ def surroundings(shown: Sequence[int]) -> Iterator[None]:
 
 
 def environment_of(rank: int, world_size: int) -> dict[str, str | None]:
-    """What torchrun would set."""
     return {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -201,3 +204,86 @@ def named_main(rank: Rank, file: str, package: str | None, spec: Tree) -> Module
     )
     rank.main = module
     return module
+
+
+# ------------------------------------------------------------ state of libraries
+_MODULE = "accelerate.state"
+_CLASSES = ("PartialState", "AcceleratorState", "GradientState")  # all objects of one share ``_shared_state``
+
+
+class _OwnState(threading.local):
+    """A class attribute that is another dict in each thread."""
+
+    def __init__(self) -> None:
+        self.values: StateDict = {}
+
+    def __get__(self, instance: object, owner: type | None = None) -> StateDict:
+        return self.values
+
+    def __set__(self, instance: object, values: StateDict) -> None:
+        self.values = values
+
+
+class _Watcher(importlib.abc.MetaPathFinder):
+    """Hears of the import of accelerate."""
+
+    def __init__(self, undo: contextlib.ExitStack) -> None:
+        self._undo, self._is_looking = undo, False
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if name != _MODULE or self._is_looking:
+            return None
+        self._is_looking = True
+        try:
+            spec = importlib.util.find_spec(name)
+        finally:
+            self._is_looking = False
+        loader: Tree = None if spec is None else spec.loader
+        if loader is not None:
+            execute = loader.exec_module
+
+            def exec_module(module: ModuleType) -> None:
+                execute(module)
+                _separate(module, self._undo)
+
+            loader.exec_module = exec_module
+        return spec
+
+
+@contextlib.contextmanager
+def libraries() -> Iterator[None]:
+    """Inside, ranks have such state of their own, in libraries that are imported, or will be."""
+    with contextlib.ExitStack() as undo:
+        if hasattr(functools.cached_property(lambda _: None), "lock"):
+            undo.enter_context(mock.patch.object(functools.cached_property, "__get__", _without_lock))
+        if _MODULE in sys.modules:
+            _separate(sys.modules[_MODULE], undo)
+        else:
+            watcher = _Watcher(undo)
+            sys.meta_path.insert(0, watcher)
+            undo.callback(sys.meta_path.remove, watcher)
+        yield
+
+
+def _without_lock(attribute: Framework, instance: object, owner: type | None = None) -> Tree:
+    """``cached_property`` of Python 3.12: before, all objects of a class compute theirs under one lock.
+
+    Where that communicates, as transformers' arguments do, a second rank would wait for the lock, and the first one for
+    the second.
+    """
+    if instance is None:
+        return attribute
+    values = vars(instance)
+    if attribute.attrname not in values:
+        values[attribute.attrname] = attribute.func(instance)
+    return values[attribute.attrname]
+
+
+def _separate(module: Framework, undo: contextlib.ExitStack) -> None:
+    for name in _CLASSES:
+        owner = getattr(module, name, None)
+        if owner is not None and "_shared_state" in vars(owner):
+            undo.callback(setattr, owner, "_shared_state", vars(owner)["_shared_state"])
+            owner._shared_state = _OwnState()

@@ -6,15 +6,13 @@ import contextlib
 import datetime
 import errno
 import socket
-import struct
-import sys
 import threading
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from ...errors import ConfigurationError
+from ..doctor.network import interfaces
 
-_SIOCGIFADDR = 0x8915
 _ANSWER = datetime.timedelta(seconds=3)
 
 
@@ -26,11 +24,7 @@ def _parts(rendezvous: str) -> tuple[str, int]:
 
 
 def own_address(rendezvous: str) -> str:
-    """The address of this machine from which the way leads to where machines meet.
-
-    Raises:
-        ConfigurationError: there is no such way, or the name has no address.
-    """
+    """The address of this machine from which the way leads to where machines meet."""
     host, port = _parts(rendezvous)
     try:
         kind, _, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
@@ -45,11 +39,7 @@ def own_address(rendezvous: str) -> str:
 
 
 def can_host(rendezvous: str) -> bool:
-    """Whether the address is this machine's and the port is free, so that it is here that others meet.
-
-    Raises:
-        ConfigurationError: something else listens there.
-    """
+    """Whether the address is this machine's and the port is free, so that it is here that others meet."""
     host, port = _parts(rendezvous)
     address = socket.gethostbyname(host)
     with socket.socket() as tried:
@@ -84,7 +74,6 @@ def _is_store(host: str, port: int) -> bool:
 
 
 def is_reachable(rendezvous: str) -> bool:
-    """Whether somebody answers there, now."""
     try:
         socket.create_connection(_parts(rendezvous), _ANSWER.total_seconds()).close()
     except OSError:
@@ -94,14 +83,4 @@ def is_reachable(rendezvous: str) -> bool:
 
 def interface_of(address: str) -> str:
     """The interface that has this address (IPv4); "" if unknown."""
-    if sys.platform != "linux":
-        return ""
-    import fcntl
-
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
-        for _, name in socket.if_nameindex():
-            with contextlib.suppress(OSError):
-                asked = struct.pack("256s", name.encode()[:15])
-                if socket.inet_ntoa(fcntl.ioctl(any_socket, _SIOCGIFADDR, asked)[20:24]) == address:
-                    return name
-    return ""
+    return next((name for name, facts in interfaces().items() if facts["address"] == address), "")

@@ -19,16 +19,15 @@ from pathlib import Path
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 
-from ...launching.run_folder import RunFolder
+from ...launching.run_folder import RunFolder, steps_of
 from ...tracing.tables import counted
 from .addresses import is_reachable
-from .causes import STOPPED, Failure, first_cause
+from .causes import STOPPED, Failure, Page, first_cause, where_it_stood
 from .heart import LEFT, SILENCE, FailureNotice, Heart, connector
-from .logs import RankLogs, Signs
 from .news import News
-from .page import Page, where_it_stood
-from .rank import STACKS_SIGNAL
+from .rank import FILES, PIPE, STACKS_SIGNAL
 
 _MOMENT = 0.05
 _BRIEF = 1.0  # seconds in which ranks that live say where they stand, and
@@ -105,7 +104,6 @@ class Agent(LocalElasticAgent):
                 os.kill(pid, number)
 
     def close(self) -> None:
-        """No rank is left."""
         if self._heart is not None:
             self._heart.stop()
 
@@ -412,3 +410,51 @@ class Agent(LocalElasticAgent):
 
 def _told_of(cause: Failure) -> FailureNotice:
     return FailureNotice(cause.rank, cause.headline, cause.trace, cause.is_consequence, cause.when)
+
+
+# ------------------------------------------------------------ output of ranks
+Signs = list[tuple[object, ...]]
+
+
+class RankLogs(LogsSpecs):
+    """Files of each rank.
+
+    Attributes:
+        attempt: its folder, and its number; the agent sets them before it starts ranks.
+        pipes: folder of the pipes through which ranks are asked where they stand.
+    """
+
+    def __init__(self, run: Path, pipes: Path) -> None:
+        super().__init__(str(run))
+        self._run, self.pipes = run, pipes
+        self.attempt, self.number = run, 0
+
+    @property
+    def root_log_dir(self) -> str:
+        return str(self._run)
+
+    def files(self, rank: int | str) -> Path:
+        """Path of a rank's files, without their endings."""
+        return self.attempt / f"rank{rank}"
+
+    def pipe(self, rank: int | str) -> Path:
+        return self.pipes / f"{self.number}-{rank}"
+
+    def signs(self, rank: int) -> tuple[object, ...]:
+        """Returns what a rank that lives changes: steps of an optimizer, and what it has printed."""
+        files = [Path(f"{self.files(rank)}.{ending}") for ending in ("steps", "out", "err")]
+        return steps_of(files[0]), *(file.stat().st_size if file.exists() else -1 for file in files)
+
+    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        """Called by the agent: the files, and what ranks find in their environment."""
+        to = LogsDest()
+        for local_rank, variables in envs.items():
+            files, pipe = self.files(variables["RANK"]), self.pipe(variables["RANK"])
+            os.mkfifo(pipe)
+            to.stdouts[local_rank], to.stderrs[local_rank] = f"{files}.out", f"{files}.err"
+            to.error_files[local_rank] = f"{files}.error.json"
+            variables["TORCHELASTIC_ERROR_FILE"] = to.error_files[local_rank]
+            # Each agent counts for itself, and not every new round: ranks have to find the same number.
+            variables["TORCHELASTIC_RESTART_COUNT"] = str(self.number)
+            variables[FILES], variables[PIPE] = str(files), str(pipe)
+        return to

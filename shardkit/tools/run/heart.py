@@ -127,7 +127,7 @@ class Heart:
 
 
 def connector(address: str, port: int) -> Callable[[], TCPStore]:
-    """What connects to the attempt's store."""
+    """Returns a function that connects to the attempt's store."""
 
     def connect() -> TCPStore:
         limit = datetime.timedelta(seconds=SILENCE)

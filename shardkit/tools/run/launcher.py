@@ -29,8 +29,7 @@ from ...launching.run_folder import RUN_DIR, RunFolder
 from ...tracing.tracer import VARIABLE as TRACE
 from ...tracing.tracer import read_plan
 from .addresses import can_host, interface_of, own_address
-from .agent import Agent, RunOnMachine
-from .logs import RankLogs
+from .agent import Agent, RankLogs, RunOnMachine
 from .news import News
 
 _TICK = 0.1
@@ -40,7 +39,7 @@ _LOCAL = "127.0.0.1"
 
 @dataclass(frozen=True)
 class RunOptions:
-    """What ``shardkit run`` was asked for; its help says what each option is, with its default.
+    """Options of ``shardkit run``; its help says what each option is, with its default.
 
     Attributes:
         program: ``[-m] PROGRAM ARGUMENTS``.
@@ -103,11 +102,7 @@ class RunOptions:
 
 
 def run(options: RunOptions) -> int:
-    """The exit status: 0; 1 after a failure; 75 if the program has saved and ended because it was asked to.
-
-    Raises:
-        ConfigurationError: machines can't meet as they were told to.
-    """
+    """The exit status: 0; 1 after a failure; 75 if the program has saved and ended because it was asked to."""
     name = options.name
     folder = RunFolder((options.runs / name).absolute())
     (folder.path / "command").write_text(options.command + "\n")
@@ -123,7 +118,7 @@ def run(options: RunOptions) -> int:
 
 
 def _log_to(path: Path) -> None:
-    """What torch's agent says is for its file: the terminal gets what people need."""
+    """Sends what torch's agent says to its file: the terminal gets what people need."""
     logger, handler = logging.getLogger("torch.distributed.elastic"), logging.FileHandler(path)
     handler.setFormatter(logging.Formatter("%(asctime)s %(name)s %(message)s"))
     logger.addHandler(handler)
@@ -163,7 +158,6 @@ class _Running:
         self._error: BaseException | None = None
 
     def to_the_end(self) -> int:
-        """The exit status."""
         before = {s: signal.signal(s, self._signalled) for s in (signal.SIGTERM, signal.SIGINT)}
         thread = threading.Thread(target=self._work, name="shardkit-agent", daemon=True)
         thread.start()
@@ -232,11 +226,7 @@ class _Running:
 def _handler(
     options: RunOptions, name: str, address: str, is_host: bool, folder: RunFolder
 ) -> RendezvousHandler:
-    """Where machines meet.
-
-    Raises:
-        ConfigurationError: that can't be reached.
-    """
+    """Where machines meet."""
     for hosts in (is_host, False):
         parameters = RendezvousParameters(
             backend="c10d",
@@ -259,7 +249,7 @@ def _handler(
 
 
 def _named(error: BaseException, least: int, folder: RunFolder) -> BaseException:
-    """What torch's agent raised, in words."""
+    """Puts what torch's agent raised into words."""
     kind = type(error).__name__
     if not kind.startswith("Rendezvous") and not isinstance(error, TimeoutError):
         return error

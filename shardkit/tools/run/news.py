@@ -1,4 +1,4 @@
-"""What the terminal shows of a run: rank 0's output, a line about its progress, and the page about a failure."""
+"""Output of a run on the terminal: rank 0's output, a line about its progress, and the page about a failure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import IO
 
 from ...launching.run_folder import RunFolder, steps_of
 from ...tracing.tables import counted
-from .page import Page
+from .causes import Page
 
 _EVERY = 0.5  # seconds between progress lines
 _CHUNK = 1 << 16
@@ -41,7 +41,6 @@ class News:
 
     # ------------------------------------------------------------ from the agent's thread
     def attempt(self, folder: Path, ranks: list[int], world_size: int) -> None:
-        """Ranks are about to start."""
         with self._lock:
             self.show_outputs()
             self._attempt, self._ranks, self._world_size, self._rate = folder, ranks, world_size, []
@@ -60,7 +59,6 @@ class News:
             print(f"shardkit run: {text}", file=sys.stderr, flush=True)
 
     def page(self, page: Page) -> None:
-        """A rank has failed."""
         text = page.text()
         with self._lock, contextlib.suppress(OSError):
             self.show_outputs()
@@ -71,7 +69,7 @@ class News:
 
     # ------------------------------------------------------------ from the main thread
     def show_outputs(self) -> None:
-        """What rank 0 has printed since."""
+        """Shows what rank 0 has printed since."""
         with self._lock:
             for file, stream in self._outputs:
                 while chunk := file.read(_CHUNK):
@@ -90,7 +88,6 @@ class News:
             return None
 
     def show(self) -> None:
-        """What is new."""
         with self._lock:
             self.show_outputs()
             if sys.stderr.isatty() and time.monotonic() - self._shown >= _EVERY:
@@ -101,7 +98,6 @@ class News:
                 sys.stderr.flush()
 
     def close(self) -> None:
-        """No rank is left."""
         with self._lock:
             self.show_outputs()
             self._clear()

@@ -108,7 +108,6 @@ def _write_down(error: BaseException) -> None:
 
 # ------------------------------------------------------------------ where it stands
 def _answer(files: Path) -> None:
-    """Begins to answer."""
     if STACKS_SIGNAL:
         stacks = open(f"{files}.stacks", "w")  # noqa: SIM115 - as long as the process
         faulthandler.register(STACKS_SIGNAL, stacks, all_threads=True)
@@ -134,7 +133,6 @@ def _answer_each(pipe: str, files: Path, main_thread: int) -> None:
 
 
 def _standing(thread: int) -> str:
-    """One sentence without its subject."""
     return str(importlib.import_module(_DIAGNOSIS).describe_thread(thread))
 
 

@@ -1,1 +1,1 @@
-"""What a trace tells: where steps lose time, which rank is late, and what to change."""
+"""Explains traces: where steps lose time, which rank is late, and what to change."""

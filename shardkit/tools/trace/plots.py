@@ -28,11 +28,7 @@ _SAME = {"update": "step", "backward.end": "end of backward", "clip": "step"}
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """An empty picture, in inches.
-
-    Raises:
-        ConfigurationError: matplotlib is missing.
-    """
+    """An empty picture, in inches."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -41,11 +37,7 @@ def new_figure(width: float, height: float) -> Figure:
 
 
 def plot(trace: Trace, path: str | Path, step: int | None = None) -> None:
-    """Writes a picture (SVG, PNG or PDF, by the file's name) of one step; a row for each rank, named by unit.
-
-    Raises:
-        ConfigurationError: matplotlib is missing, or there is no such step.
-    """
+    """Writes a picture (SVG, PNG or PDF, by the file's name) of one step; a row for each rank, named by unit."""
     start, end = _time_of(trace, step)
     figure = new_figure(13, 1.6 + 0.9 * len(trace.ranks))
     from matplotlib.patches import Patch

@@ -1,4 +1,4 @@
-"""What a trace tells: where time goes, what communication is exposed, which rank is late where, and what to change.
+"""Explains a trace: where time goes, what communication is exposed, which rank is late where, and what to change.
 
 [Note: who is late] Of each collective it is known when each rank came to it. The last one lets the others wait. Why it
 is late is found by comparing what ranks did since the collective before: time in which they waited themselves doesn't
@@ -461,7 +461,6 @@ def _worth(found: Analysis) -> list[Late]:
 
 
 def title(found: Analysis) -> str:
-    """One line."""
     exposed = sum(found.exposed_us.values()) / max(1, len(found.exposed_us))
     share = 100 * exposed / max(1e-9, found.step_us)
     clocks = f"; clocks agree within {in_time(found.clock_error_us)}" if found.clock_error_us else ""
@@ -473,7 +472,6 @@ def title(found: Analysis) -> str:
 
 
 def as_text(found: Analysis) -> str:
-    """Everything, in plain characters."""
     blocks = [title(found)]
     for heading, head, rows, right in tables(found):
         blocks.append(

@@ -8,17 +8,20 @@ from __future__ import annotations
 from .comparing import (
     EXACT,
     Difference,
+    Moment,
+    Parting,
     Tolerance,
+    Trace,
     check_named,
     check_numbers,
     check_optimizer_state,
     check_tensor,
     check_value,
+    first_parting,
     tolerance_of,
 )
 from .differential import Report, Side, Verifier, verify
 from .experiment import Experiment
-from .trace import Moment, Parting, Trace, first_parting
 
 __all__ = [
     "EXACT",

@@ -15,11 +15,9 @@ from shardkit.errors import ConfigurationError, RankFailedError
 
 from ...tracing.tables import counted
 from ...types import Kwargs, SavedState
-from .comparing import Tolerance, tolerance_of
-from .experiment import Experiment, load_experiment, target_of
+from .comparing import Parting, Tolerance, Trace, first_parting, largest_difference, tolerance_of
+from .experiment import Experiment, load_experiment, run_in_one_process, target_of
 from .on_ranks import Library, Strategy, run_on_ranks
-from .one_process import run_in_one_process
-from .trace import Parting, Trace, first_parting, largest_difference
 
 SECONDS = 600.0
 
@@ -53,7 +51,7 @@ class Side:
 
 @dataclass(frozen=True)
 class Report:
-    """What :func:`verify` found.
+    """The result of :func:`verify`.
 
     Attributes:
         sides: shardkit's run, and fairscale's where it is installed.
@@ -97,7 +95,7 @@ class Report:
 
 @dataclass(frozen=True)
 class _Task:
-    """What all processes are asked to do; plain data."""
+    """A task for all processes; plain data."""
 
     target: str
     strategy: Strategy

@@ -1,11 +1,12 @@
-"""What is to be verified: a model, its data, its loss, its optimizer, as functions that every process can call."""
+"""Experiments to be verified: a model, its data, its loss, its optimizer, as functions that every process can call."""
 
 from __future__ import annotations
 
+import copy
 import importlib
 import importlib.util
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -16,6 +17,7 @@ from torch import nn
 from shardkit.errors import ConfigurationError
 
 from ...types import SavedState, Tree
+from .comparing import Moment, Trace
 
 Unit = Callable[[nn.Module], nn.Module]
 
@@ -70,11 +72,7 @@ def target_of(factory: Callable[[], Experiment] | str) -> str:
 
 
 def load_experiment(target: str) -> Experiment:
-    """What ``path/to/script.py:name`` or ``package.module:name`` gives: an Experiment, or a function that makes one.
-
-    Raises:
-        ConfigurationError: there is no such thing, or it is something else.
-    """
+    """Loads what ``script.py:name`` or ``package.module:name`` gives: an Experiment, or a function that makes one."""
     source, colon, name = target.rpartition(":")
     if not colon or not source or not name:
         raise ConfigurationError(f"{target!r} has to be script.py:name or package.module:name")
@@ -113,3 +111,52 @@ def _module(source: str) -> ModuleType:
         sys.modules[name] = module
         spec.loader.exec_module(module)
     return sys.modules[name]
+
+
+# ------------------------------------------------------------ the truth
+def run_in_one_process(
+    experiment: Experiment, world_size: int, steps: int, buffers_follow_rank_0: bool
+) -> Trace:
+    """Shows what ranks should see: gradients are the mean over their batches, buffers are each rank's own.
+
+    Args:
+        buffers_follow_rank_0: as DistributedDataParallel and ShardedDataParallel keep them.
+    """
+    model = experiment.build()
+    shared = {id(p): p for p in model.parameters()}
+    models = [model, *(copy.deepcopy(model, dict(shared)) for _ in range(world_size - 1))]
+    optimizer = experiment.optimizer_over(model.parameters())
+    named = dict(model.named_parameters())
+    trace = []
+    for step in range(steps):
+        optimizer.zero_grad(set_to_none=True)
+        if buffers_follow_rank_0:
+            _copy_buffers(models)
+        losses = []
+        for rank, replica in enumerate(models):
+            loss = experiment.loss_of(replica, step, rank)
+            (loss / world_size).backward()
+            losses.append(loss.item())
+        gradients = {
+            n: torch.zeros_like(p) if p.grad is None else p.grad.detach().clone() for n, p in named.items()
+        }
+        if experiment.clip is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), experiment.clip)
+        optimizer.step()
+        parameters = {n: p.detach().clone() for n, p in named.items()}
+        trace.append(Moment(losses, gradients, parameters, persistent_buffers(model)))
+    return trace
+
+
+def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Copies of the buffers that state dicts have."""
+    names = {n for n, _ in model.named_parameters(remove_duplicate=False)}
+    state = model.state_dict()
+    return {n: v.detach().clone() for n, v in state.items() if n not in names and isinstance(v, torch.Tensor)}
+
+
+def _copy_buffers(models: Sequence[nn.Module]) -> None:
+    source = dict(models[0].named_buffers())
+    for other in models[1:]:
+        for name, buffer in other.named_buffers():
+            buffer.data.copy_(source[name])

@@ -12,9 +12,8 @@ from torch import nn
 from ...backend import backend_of_job
 from ...fsdp import fully_shard, sharding_of
 from ...types import Kwargs, SavedState, Tree
-from .experiment import Experiment
-from .one_process import persistent_buffers
-from .trace import Moment, Tensors, Trace
+from .comparing import Moment, Tensors, Trace
+from .experiment import Experiment, persistent_buffers
 
 Strategy = Literal["oss", "sharded_ddp", "fsdp", "fully_shard"]
 Library = Literal["fairscale", "shardkit"]
@@ -23,7 +22,7 @@ Library = Literal["fairscale", "shardkit"]
 def run_on_ranks(
     experiment: Experiment, library: Library, strategy: Strategy, options: SavedState, steps: int
 ) -> Trace:
-    """What the ranks saw, the same on each of them. Needs a process group.
+    """Returns what the ranks saw, the same on each of them. Needs a process group.
 
     Args:
         options: arguments of OSS ("oss"), ShardedDataParallel or FullyShardedDataParallel, under fairscale's names, or
@@ -66,7 +65,6 @@ class _Wholes:
             self.wrapper = wrapper(self.module, self.optimizer, **options)
 
     def gradients(self) -> Tensors:
-        """Each from its owner."""
         owners, rank = self.optimizer._param_to_rank, dist.get_rank()
         mine = {
             n: torch.zeros_like(p) if p.grad is None else p.grad.detach().clone()
@@ -80,7 +78,6 @@ class _Wholes:
         self.optimizer.clip_grad_norm(norm)
 
     def values(self) -> tuple[Tensors, Tensors]:
-        """Parameters and buffers."""
         parameters = {n: p.detach().clone() for n, p in self.module.named_parameters()}
         return parameters, _of_rank_0(persistent_buffers(self.module))
 
@@ -104,7 +101,7 @@ class _Shards:
         self.optimizer = experiment.optimizer_over(self.wrapper.parameters())
 
     def gradients(self) -> Tensors:
-        """What a checkpoint of the shards would hold, were they gradients, made whole."""
+        """Returns what a checkpoint of the shards would hold, were they gradients, made whole."""
         shard, metadata = dict(self.wrapper.local_state_dict()), self.wrapper.local_metadata_dict()
         world_size = dist.get_world_size()
         grads = {
@@ -125,7 +122,6 @@ class _Shards:
         self.wrapper.clip_grad_norm_(norm)
 
     def values(self) -> tuple[Tensors, Tensors]:
-        """Parameters and buffers."""
         state = self.wrapper.state_dict()
         if not state:  # state_dict_on_rank_0_only
             state = dict.fromkeys([*self._parameters, *self._buffers], torch.empty(0))
@@ -160,7 +156,6 @@ class _FullySharded:
         sharding_of(self.wrapper).clip_grad_norm_(norm)
 
     def values(self) -> tuple[Tensors, Tensors]:
-        """Parameters and buffers."""
         with sharding_of(self.wrapper).summon_full_params(writeback=False):
             parameters = {n: p.detach().clone() for n, p in self.wrapper.named_parameters()}
         buffers = {n: b.detach().clone() for n, b in self.wrapper.named_buffers()}
@@ -173,7 +168,6 @@ def _plain(t: torch.Tensor) -> torch.Tensor:
 
 
 def _of_all(value: object) -> list[Tree]:
-    """Each rank's value."""
     return backend_of_job().group().all_gather_object(value)
 
 

@@ -60,7 +60,6 @@ class Part:
 
     @property
     def trains(self) -> bool:
-        """Whether it is not frozen."""
         return (self.listed if self.flat is None else self.flat.param).requires_grad
 
     @property
@@ -139,7 +138,6 @@ class ListedParameter(nn.Parameter):
 
     @property
     def requires_grad(self) -> bool:  # type: ignore[override]
-        """Whether the shard requires one."""
         return self._shard.requires_grad
 
     @requires_grad.setter
@@ -190,11 +188,7 @@ class ListedParameter(nn.Parameter):
 
 
 def parts_of(model: nn.Module) -> list[Part]:
-    """All parameters of a model, in the order and under the names that they were written with, each once.
-
-    Raises:
-        ConfigurationError: it has none, or some have no values yet.
-    """
+    """All parameters of a model, in the order and under the names that they were written with, each once."""
     for module in model.modules():
         state = state_of(module)
         if state is not None:

@@ -41,7 +41,6 @@ class Inner:
     _shown: int = 0
 
     def add(self, param: nn.Parameter, spans: list[tuple[Part, Piece | None]]) -> None:
-        """One more parameter."""
         self.params.append(param)
         self.spans.append(spans)
 
@@ -70,7 +69,6 @@ class Inner:
         }
 
     def forget_state(self) -> None:
-        """Another state was loaded."""
         self._shown = 0
 
 
@@ -99,11 +97,7 @@ class Placing:
             shard.lay_out()
 
     def make_optimizers(self) -> None:
-        """Builds the inner optimizers, which may look at values (collective).
-
-        Raises:
-            Exception: what a class raises on this rank; other ranks have to be told.
-        """
+        """Builds the inner optimizers, which may look at values (collective)."""
         for exchange in self.exchanges:
             exchange.start(gradients=False)
             exchange.finish()

@@ -29,8 +29,6 @@ GivenRule: TypeAlias = tuple[Which, OptimizerClass, Kwargs]
 
 
 class UpdateKind(enum.Enum):
-    """Says what an update needs."""
-
     PIECES = "nothing but the elements themselves"
     WHOLE = "a whole parameter"
     TOGETHER = "all of its parameters"
@@ -60,7 +58,6 @@ class Rule:
 
     @property
     def label(self) -> str:
-        """The class's name."""
         return str(getattr(self.build, "__name__", self.build))
 
 
@@ -70,11 +67,7 @@ def rules_for(
     options: Kwargs,
     rest: tuple[OptimizerClass, Kwargs] | None,
 ) -> list[Rule]:
-    """Rules that have parameters, each parameter in one of them.
-
-    Raises:
-        ConfigurationError: what was given are no rules; names that no parameter has; parameters that no rule takes.
-    """
+    """Rules that have parameters, each parameter in one of them."""
     given = [] if callable(optimizer) else _checked(optimizer, options)
     if callable(optimizer):
         refuse_objects(optimizer)
@@ -168,11 +161,7 @@ def _probe(build: OptimizerClass, options: Kwargs, dim: int) -> Optimizer:
 
 
 def _accepted_dimensions(build: OptimizerClass, options: Kwargs, dims: set[int]) -> set[int]:
-    """Numbers of dimensions that parameters of the class may have: Muon takes matrices.
-
-    Raises:
-        Exception: what the class raises, if it takes none of them.
-    """
+    """Numbers of dimensions that parameters of the class may have: Muon takes matrices."""
     accepted: set[int] = set()
     problem: Exception | None = None
     for dim in sorted(dims, reverse=True):

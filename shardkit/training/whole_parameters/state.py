@@ -233,6 +233,6 @@ def _load_inner(inner: Inner, by_name: dict[str, StateDict], options: StateDict)
 def slot_of(
     param: torch.Tensor, spans: Sequence[tuple[Part, Piece | None]], copies: tuple[int, ...] = ()
 ) -> Slot:
-    """What a parameter of an inner optimizer stands for."""
+    """Describes what a parameter of an inner optimizer stands for."""
     found = [Span(part.name, part.shape, piece, piece is None or piece.start == 0) for part, piece in spans]
     return Slot(param, tuple(found), spans[0][1] is not None, copies)

@@ -1,8 +1,19 @@
 """Memory of a step, layer by layer: a tracker, its traces, plots of them, and where to checkpoint."""
 
-from .checkpoint_places import SuggestedCheckpoints, find_best_reset_points, suggest_checkpoint_location
-from .plots import compare_memory_traces_in_plot, matplotlib_figure_to_image
-from .traces import LayerMemoryTrace, LayerwiseMemoryTrackerSummary, TraceBackwardEvent, TraceForwardEvent
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from .traces import (
+    LayerMemoryTrace,
+    LayerwiseMemoryTrackerSummary,
+    SuggestedCheckpoints,
+    TraceBackwardEvent,
+    TraceForwardEvent,
+    compare_memory_traces_in_plot,
+    find_best_reset_points,
+    matplotlib_figure_to_image,
+    suggest_checkpoint_location,
+)
 from .tracker import LayerwiseMemoryTracker, ProcessGroupTracker, ProcessGroupTrackingEvent
 
 __all__ = [
@@ -19,3 +30,8 @@ __all__ = [
     "matplotlib_figure_to_image",
     "suggest_checkpoint_location",
 ]
+
+
+@contextmanager
+def null_context() -> Iterator[None]:
+    yield

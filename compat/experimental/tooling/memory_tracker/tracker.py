@@ -24,8 +24,13 @@ from shardkit.fsdp.state import state_of
 from shardkit.torch_seams.live_memory import LiveTensors
 from shardkit.types import AnyCallable, ProcessGroup, StateDict, Tree
 
-from .plots import compare_memory_traces_in_plot
-from .traces import LayerMemoryTrace, LayerwiseMemoryTrackerSummary, TraceBackwardEvent, TraceForwardEvent
+from .traces import (
+    LayerMemoryTrace,
+    LayerwiseMemoryTrackerSummary,
+    TraceBackwardEvent,
+    TraceForwardEvent,
+    compare_memory_traces_in_plot,
+)
 
 
 class ProcessGroupTrackingEvent(enum.Enum):
@@ -155,12 +160,10 @@ class LayerwiseMemoryTracker:
 
     @property
     def forward_traces(self) -> list[LayerMemoryTrace]:
-        """Those of forwards."""
         return [t for t in self.memory_traces if t.is_forward]
 
     @property
     def backward_traces(self) -> list[LayerMemoryTrace]:
-        """Those of backwards."""
         return [t for t in self.memory_traces if not t.is_forward]
 
     @property
@@ -175,7 +178,6 @@ class LayerwiseMemoryTracker:
 
     @property
     def summary(self) -> LayerwiseMemoryTrackerSummary:
-        """The figures that matter most."""
         events = [t.event for t in self.forward_traces]
         return LayerwiseMemoryTrackerSummary(
             max_memory_allocated=self.max_memory_allocated,

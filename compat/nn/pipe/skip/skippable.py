@@ -6,9 +6,8 @@ from typing import TypeVar
 import torch
 
 from shardkit.compat.redirected import redirected_names
+from shardkit.pipeline.microbatch import Value as TensorOrTensors
 from shardkit.pipeline.skip import Skippable, StashPop
-
-from ..types import TensorOrTensors
 
 __getattr__ = redirected_names(__name__)
 

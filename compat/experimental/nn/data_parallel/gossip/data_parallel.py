@@ -119,7 +119,6 @@ class SlowMoDataParallel(nn.Module):
 
     # -------------------------------------------------------------------------------------- training
     def forward(self, *inputs: Tree, **kwargs: Tree) -> Tree:
-        """The module's output."""
         if self._push is not None:
             self._push.unbias()
         if self.training:
@@ -179,7 +178,7 @@ class SlowMoDataParallel(nn.Module):
             broadcast_together(tensors, node, "parameters of the node's first rank")
 
     def _starting_values(self, copies: Sequence[torch.Tensor]) -> dict[torch.Tensor, torch.Tensor]:
-        """What parameters, or their copies, were at the beginning."""
+        """Returns what parameters, or their copies, were at the beginning."""
         if len(copies) == 1 and len(self._start) > 1:
             return {copies[0]: torch.cat([t.reshape(-1) for t in self._start])}
         return dict(zip(copies or self.module.parameters(), self._start, strict=True))
@@ -214,7 +213,6 @@ def _copies(fp32_params: Tree) -> list[torch.Tensor]:
 
 
 def _copy_back(copies: list[torch.Tensor], params: list[nn.Parameter]) -> None:
-    """Parameters become their fp32 copies."""
     if copies:
         flat = copies[0] if len(copies) == 1 else torch.cat([c.reshape(-1) for c in copies])
         for p, new in zip(params, flat.split([p.numel() for p in params]), strict=True):

@@ -12,11 +12,10 @@ from shardkit.errors import ConfigurationError
 from shardkit.types import ProcessGroup
 
 from .data_parallel import SlowMoBaseAlgorithm, SlowMoDataParallel, SlowMomentumOptions
-from .graph_manager import GraphManager
-from .mixing_manager import MixingManager
+from .graph_manager import GraphManager, MixingManager
 from .nodes import Nodes
 from .push import GossipOptions
-from .utils.helpers import MultiProcessAdapter
+from .utils import MultiProcessAdapter
 
 __getattr__ = redirected_names(__name__)
 
@@ -144,7 +143,6 @@ class SlowMoDistributedDataParallel(SlowMoDataParallel):
 
     @property
     def num_updates(self) -> int:
-        """How many steps there were."""
         return self._steps
 
 

@@ -16,15 +16,12 @@ from shardkit.backend import Group, backend_for
 from shardkit.compat.redirected import redirected_names
 from shardkit.errors import ConfigurationError
 
-from .graph_manager import GraphManager
-from .mixing_manager import MixingManager, UniformMixing
+from .graph_manager import GraphManager, MixingManager, UniformMixing
 
 __getattr__ = redirected_names(__name__)
 
 
 class dist_backend(str, enum.Enum):
-    """Names of torch.distributed's backends."""
-
     UNDEFINED = "undefined"
     TCP = "tcp"
     MPI = "mpi"
@@ -101,7 +98,7 @@ class Gossiper:
         self.mixing_weights = self._mixing_manager.get_mixing_weights(residual_adjusted)
 
     def mix_out_msg_(self, out_msg: torch.Tensor, ps_weight: torch.Tensor) -> Iterator[torch.Tensor]:
-        """What goes to each peer; with the weight at the end, unless mixing is regular."""
+        """Returns what goes to each peer; with the weight at the end, unless mixing is regular."""
         self.refresh_mixing_weights_(residual_adjusted=True)
         self.ps_weight = ps_weight
         if not self.regular:
@@ -142,7 +139,7 @@ class Gossiper:
         return self.parse_in_msg_buffer()
 
     def parse_in_msg_buffer(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """What came in with the last step: vectors, [n], and weights, [1], each summed over peers."""
+        """Returns what came in with the last step: vectors, [n], and weights, [1], each summed over peers."""
         if self.regular:
             return self.in_msg_buffer, self.ps_weight * self._senders
         return self.in_msg_buffer[:-1], self.in_msg_buffer[-1:]

@@ -34,12 +34,10 @@ class Nodes:
 
     @property
     def index(self) -> int:
-        """This node's place among all."""
         return self.world.rank // self.ranks
 
     @property
     def count(self) -> int:
-        """How many nodes there are."""
         return self.world.world_size // self.ranks
 
     @classmethod

@@ -14,10 +14,9 @@ from shardkit.backend import Group
 from shardkit.errors import ConfigurationError
 
 from .gossiper import Gossiper, PushPull, PushSum
-from .graph_manager import GraphManager, NPeerDynamicDirectedExponentialGraph
-from .mixing_manager import MixingManager, UniformMixing
+from .graph_manager import GraphManager, MixingManager, NPeerDynamicDirectedExponentialGraph, UniformMixing
 from .nodes import Nodes
-from .utils.helpers import flatten_tensors, unflatten_tensors
+from .utils import flatten_tensors, unflatten_tensors
 
 
 @dataclasses.dataclass(frozen=True)

@@ -66,8 +66,6 @@ def _write(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
 
 
 class _Piece(NamedTuple):
-    """Part of a parameter."""
-
     values: torch.Tensor  # [n], a view
     lr: float
 

@@ -1,4 +1,4 @@
-"""A small vision transformer on real handwritten digits: ``python -m shardkit.examples.digits --help``.
+"""A small vision transformer on real handwritten digits: ``python examples/digits.py --help``.
 
 :func:`train_epoch` is the training loop of all examples. What differs between DDP, OSS, ShardedDDP and FSDP is the
 function :func:`wrap`.
@@ -384,7 +384,7 @@ def run_rank(rank: int, jobs: list[Job], start: Start) -> list[Training]:
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Reads the command line; see ``--help``."""
     parser = argparse.ArgumentParser(
-        prog="python -m shardkit.examples.digits",
+        prog="python examples/digits.py",
         description="Trains a small vision transformer on scikit-learn's handwritten digits and compares the "
         "run with one process (losses) and with DDP (bytes a rank).",
     )
