@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from ..errors import ConfigurationError, LifecycleError
 from ..fsdp.construct import wake
 from ..fsdp.flat_param import FlatParam
+from ..fsdp.originals import refuse_split
 from ..fsdp.state import ShardingState, plain_name, state_of
 from ..layout import Piece
 from ..optimizer_state.leaves import Fixed, Leaf, Ranks, of_dtensor, piece_of, refuse_class, whole
@@ -59,6 +60,7 @@ class ModelState:
                     f"{flat.names[0]!r} has no values yet: it was wrapped on the meta device. Call "
                     "to_empty(device=...) first"
                 )
+            refuse_split(flat.originals, "a training checkpoint", "Save with torch.distributed.checkpoint")
             if flat.is_summoned:
                 raise LifecycleError(
                     "parameters are summoned or unsharded at this moment, and changes to them not yet in the shards: "

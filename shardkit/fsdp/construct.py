@@ -40,13 +40,23 @@ from ..flattening.flat_parameter import FLAT_PREFIX, FlatParameter, ParamInfo, S
 from ..layout import ShardLayout
 from ..policy import OffloadPolicy, ReducePolicy
 from ..reduction.compression import check_compressible
-from ..torch_seams.dtensors import is_dtensor, mesh_over, rows_here
+from ..torch_seams.dtensors import check_within, is_dtensor, mesh_over, rows_here
 from ..torch_seams.strided_views import memory_of
 from ..types import Facts, Memo, ProcessGroup
 from .flat_param import FlatParam
 from .flat_values import own_shard, put_together, report_padding
 from .optimizer_check import step_locally
-from .originals import OriginalParameter, Place, are_copied, copy_when_summoned, managing, note_copying
+from .originals import (
+    OriginalParameter,
+    Place,
+    SplitParameter,
+    are_copied,
+    copy_when_summoned,
+    managing,
+    mesh_of,
+    note_copying,
+    refuse_split,
+)
 from .registered import RegisteredShard, RegisteredShards, hide, register, take_out
 from .state import Options, ShardingState, forget_state, owners_of, units_below
 from .submodule_api import answer_for, note_taken, refuse_state_dicts
@@ -200,7 +210,9 @@ def find(state: ShardingState, claimed: set[int]) -> Found:
                 found.borrowed.append((p, place))
             else:
                 by_param[id(p)] = len(found.originals)
-                found.originals.append(OriginalParameter(p, place, home))
+                found.originals.append(
+                    SplitParameter(p, place, home) if is_dtensor(p) else OriginalParameter(p, place, home)
+                )
                 found.names.append(f"{path}.{name}" if path else name)
                 found.infos.append((path, m, name))
                 if is_lazy(p):
@@ -210,14 +222,15 @@ def find(state: ShardingState, claimed: set[int]) -> Found:
 
 
 def alike(originals: Sequence[OriginalParameter], state: ShardingState) -> list[list[int]]:
-    """Numbers of parameters that make one flat parameter: of one dtype and kind, in order of first appearance."""
+    """Numbers of parameters that make one flat parameter: of one dtype, kind and mesh, in order of first appearance."""
     options = state.options
     if not options.flatten and not state.group.backend.has_storage:
         # where a compiler decides on memory, views of one shard would be copied anew in each step
         return [[k] for k in range(len(originals))]
-    groups: dict[tuple[torch.dtype, bool], list[int]] = {}
+    groups: dict[tuple[torch.dtype, bool, DeviceMesh | None], list[int]] = {}
     for k, original in enumerate(originals):
-        groups.setdefault((original.param.dtype, original.param.requires_grad), []).append(k)
+        mesh = mesh_of([original]) or mesh_of(originals)
+        groups.setdefault((original.param.dtype, original.param.requires_grad, mesh), []).append(k)
     return list(groups.values())
 
 
@@ -316,7 +329,9 @@ def _facts(units: Sequence[Found]) -> Facts:
         for name, original in zip(found.names, found.originals, strict=True):
             p = original.param
             shape = "no shape yet" if name in found.lazy else tuple(original.shape)
-            facts.append((name + unit, (shape, str(p.dtype), "trainable" if p.requires_grad else "frozen")))
+            kind = "trainable" if p.requires_grad else "frozen"
+            cut = (str(p.placements),) if is_dtensor(p) else ()
+            facts.append((name + unit, (shape, str(p.dtype), kind, *cut)))
         o = found.state.options
         if o is not told:  # units that one call makes have the same
             told = o
@@ -328,11 +343,10 @@ def _digests(found: Found) -> list[str]:
     """Of values that have to be the same on all ranks; nothing where there are none yet."""
     if found.state.options.sync_module_states or found.state.group.world_size == 1:
         return []
-    params = [original.param for original in found.originals]
     return [
-        "" if p.is_meta or is_lazy(p)
-        else hashlib.sha1(memory_of(p.detach().cpu().contiguous())).hexdigest()
-        for p in params
+        "" if o.param.is_meta or is_lazy(o.param)
+        else hashlib.sha1(memory_of(o.values.cpu().contiguous())).hexdigest()
+        for o in found.originals
     ]  # fmt: skip
 
 
@@ -413,7 +427,14 @@ def _mesh_of_dtensors(found: Found) -> DeviceMesh:
             "dtensors=True with replicas needs mesh=, with two dimensions: init_device_mesh(device, (replicas, shards))"
         )
     ranks = options.group if options.mesh is None else options.mesh
-    return mesh_over(ranks, found.state.group.backend.device_type)
+    backend = found.state.group.backend
+    mesh = mesh_over(ranks, backend.device_type)
+    if not backend.has_storage:
+        refuse_split(found.originals, backend.name, "Its compiler has ways of its own to cut parameters.")
+    for name, original in zip(found.names, found.originals, strict=True):
+        if isinstance(original, SplitParameter):
+            check_within(name, original.param, mesh)
+    return mesh
 
 
 # ------------------------------------------------------------ cut
@@ -452,10 +473,10 @@ def shard_of(
         device: where the original parameters are gathered; the shard is there too.
         from_rank_0: rank 0's values count; else ranks hold the same ones.
     """
-    params = [original.param for original in originals]
-    if any(p.is_meta for p in params):
-        return torch.empty(layout.shard_numel, dtype=params[0].dtype, device="meta")
-    flat = put_together([p.detach().reshape(-1).to(device) for p in params], layout)
+    values = [original.values for original in originals]
+    if any(v.is_meta for v in values):
+        return torch.empty(layout.shard_numel, dtype=values[0].dtype, device="meta")
+    flat = put_together([v.reshape(-1).to(device) for v in values], layout)
     if group.world_size == 1:
         return flat
     if from_rank_0:
@@ -509,7 +530,8 @@ def _registered(flat: FlatParam, part: list[int], mesh: DeviceMesh | None) -> li
     for number, (original, one) in enumerate(zip(flat.originals, listed, strict=True)):
         spec = None
         if mesh is not None:
-            dtensor = rows_here(values, mesh, original.shape)
+            within = original.param._spec if isinstance(original, SplitParameter) else None
+            dtensor = rows_here(values, mesh, original.shape, within)
             spec, one = dtensor._spec, one._replace(shape=tuple(dtensor._local_tensor.shape))
         made.append(RegisteredShard(flat, number, part[number], one, values, spec))
     return made

@@ -220,7 +220,7 @@ class FlatParam:
             with as_tensors():  # asked of parameters whose values can't be read now, too
                 fits = old.device.type == target or torch._has_compatible_shallow_copy_type(old, empty)
             if not fits:
-                original.param = nn.Parameter(empty.clone(), requires_grad=old.requires_grad)
+                original.replace(empty)
                 for place in original.places:
                     place.module.__dict__[place.name] = original.param
                 replaced = True

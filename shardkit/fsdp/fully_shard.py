@@ -25,7 +25,7 @@ from ..policy import OffloadPolicy, PrecisionPolicy, ReducePolicy, ReshardPolicy
 from ..progress import noting_errors
 from ..torch_seams.compiling import not_compiled
 from ..torch_seams.device_mesh import shards_and_replicas_of
-from ..torch_seams.dtensors import cut_rows, is_dtensor
+from ..torch_seams.dtensors import cut, is_dtensor
 from ..torch_seams.other_wrappers import AccelerateAsks, check_wrappable
 from ..types import Args, IncompatibleKeys, Kwargs, Memo, ProcessGroup, StateDict, Tree
 from .construct import begin_move, check_copied, check_pickled, end_move, shard, wake
@@ -93,7 +93,8 @@ def fully_shard(
 
     With ``dtensors=True`` the module is as torch's ``fully_shard`` (FSDP2) makes it: DTensors are listed, cut by rows,
     ``state_dict()`` has these, its class has torch's FSDPModule among its bases, several modules are one unit; torch's
-    own functions know what to do with it, and each gather costs a copy. That is the default where all that is said
+    own functions know what to do with it, and each gather costs a copy. Parameters that are DTensors already, by tensor
+    parallelism, need this and ``mesh=``. That is the default where all that is said
     is in torch's words (``mesh``, ``reshard_after_forward``, ``mp_policy``, ``offload_policy``, ...), or modules inside
     are listed so.
 
@@ -123,7 +124,7 @@ def fully_shard(
     )  # fmt: skip
     states: list[ShardingState] = []
     for each, listing in zip(given, inside, strict=True):
-        _check(each, listing)
+        _check(each, dtensors, listing)
     for each in modules:
         states.append(ShardingState(each, each, options, Ignored(parameters=set(words.ignored_params or ()))))
     for state in states if dtensors and len(states) > 1 else ():
@@ -143,12 +144,13 @@ def _are_dtensors_meant(modules: Sequence[nn.Module]) -> bool:
     return backend_for([] if some is None else [some], None).has_storage
 
 
-def _check(module: nn.Module, listing_dtensors: list[nn.Module]) -> None:
+def _check(module: nn.Module, dtensors: bool, listing_dtensors: list[nn.Module]) -> None:
     if state_of(module) is not None:
         raise ConfigurationError(
             f"this {type(module).__name__} is sharded already; call fully_shard once for each"
         )
-    check_wrappable(module, "fully_shard", may_hold=Door, without=listing_dtensors)
+    may_list = is_dtensor if dtensors else None
+    check_wrappable(module, "fully_shard", may_hold=Door, without=listing_dtensors, may_list=may_list)
 
 
 def _listing_dtensors(module: nn.Module) -> list[nn.Module]:
@@ -335,7 +337,7 @@ class InPlace:
                 key = f"{path}.{name}" if path else name
                 value = state_dict.get(key)
                 if is_dtensor(p) and isinstance(value, torch.Tensor) and not is_dtensor(value):
-                    state_dict[key] = cut_rows(value.to(p._local_tensor.device), p.device_mesh)
+                    state_dict[key] = cut(value.to(p._local_tensor.device), p.device_mesh, p.placements)
 
     def _end_load(self, module: nn.Module, incompatible: IncompatibleKeys) -> None:
         collect_in_place(-1)

@@ -24,8 +24,9 @@ from ..policy import ReducePolicy
 from ..reduction.compression import BlockFormat, CompressedAllReduce, CompressedReduceScatter, format_for
 from ..reduction.packing import JoinedPack, PackedForm, WrittenPack, has_mean
 from ..reduction.shard_gradients import gradient_class
+from ..types import Tree
 from .flat_param import FlatParam
-from .originals import Listing, as_tensors
+from .originals import Listing, SplitParameter, as_tensors
 
 _grad_of = attrgetter("param.grad")
 
@@ -81,6 +82,7 @@ class GradientPack(ABC):
         self._in_flight: Reduction | None = None
         with as_tensors():
             self.trainable = [m.param.requires_grad for m in flat.originals]
+        self._split = [(k, m) for k, m in enumerate(flat.originals) if isinstance(m, SplitParameter)]
         pieces = [p for p in flat.layout.pieces() if self.trainable[p.item]]
         step = alignment(self._dtype.itemsize) if group.backend.has_storage else 1
         size = self._size = flat.layout.shard_numel
@@ -113,6 +115,9 @@ class GradientPack(ABC):
         for number, earlier in kept.items():
             last = gradients[number]
             gradients[number] = earlier if last is None else earlier.add_(last)
+        for number, original in self._split:
+            gradient: Tree = gradients[number]
+            gradients[number] = None if gradient is None else original.local_gradient(gradient)
         self._in_flight = self._reduce(gradients)
 
     @abstractmethod

@@ -10,11 +10,12 @@ watch what is done with them, and take the path through the modules then.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Sequence
 from itertools import islice
 from operator import not_
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, SupportsIndex
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol, SupportsIndex
 
 import torch
 from torch import nn
@@ -27,10 +28,14 @@ from ..backend import Group
 from ..errors import ConfigurationError, LifecycleError
 from ..layout import ShardLayout
 from ..torch_seams.callers import callers
+from ..torch_seams.dtensors import as_parameter, is_dtensor, like_dtensor
 from ..torch_seams.tensor_facts import ALIKE, FACTS, SHAPE, name_of
 from ..types import AnyCallable, Args, Kwargs, Memo, Tree
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor
+
     from .flat_param import FlatParam
 
 # A context in which released original parameters are taken for what they are, tensors, and nothing is called for them.
@@ -126,15 +131,103 @@ class OriginalParameter:
 
     Attributes:
         places: where it is found.
-        shape: of all of it.
-        kind: its class while it has values: a user's own, or ours.
+        shape: of all of it that lies in the flat parameter.
+        kind: its class while it has values: a user's own, torch's, or ours.
+        released: its class while it has none.
+        of_shard: its class between uses where this rank's shard has all of it.
         home: number of the module that its name is of, where several modules are one unit.
     """
+
+    released: type[ReleasedParameter] = ReleasedParameter
+    of_shard: type[ViewOfShard] = ViewOfShard
+
+    kind: Any
 
     def __init__(self, param: nn.Parameter, place: Place, home: int = 0) -> None:
         self.param, self.places, self.home = param, [place], home
         self.shape = torch.Size() if is_lazy(param) else param.shape
         self.kind = GatheredParameter if type(param) is nn.Parameter else type(param)
+
+    @property
+    def values(self) -> torch.Tensor:
+        """Those that lie in the flat parameter."""
+        return self.param.data
+
+    def assign(self, values: torch.Tensor) -> None:
+        """Its values are these from now on, [numel]: a view."""
+        # a view less: where execution is lazy, this runs in each step
+        self.param.data = values if len(self.shape) == 1 else values.view(self.shape)
+
+    def replace(self, empty: torch.Tensor) -> None:
+        """It becomes another object, of the dtype and device of this one."""
+        self.param = nn.Parameter(empty.clone(), requires_grad=self.param.requires_grad)
+
+
+class SplitParameter(OriginalParameter):
+    """One that tensor parallelism has cut: a DTensor, whose local tensor lies in the flat parameter.
+
+    Attributes:
+        mesh: over which it is cut.
+    """
+
+    param: Any
+
+    def __init__(self, param: DTensor, place: Place, home: int = 0) -> None:
+        self.param, self.places, self.home = param, [place], home
+        self.shape, self.mesh = param._local_tensor.shape, param.device_mesh
+        self.kind: type[torch.Tensor] = type(param)
+        self.released, self.of_shard = (without_values(k, param) for k in (ReleasedParameter, ViewOfShard))
+
+    @property
+    def values(self) -> torch.Tensor:
+        return self.param._local_tensor.detach()
+
+    @torch.no_grad()
+    def assign(self, values: torch.Tensor) -> None:
+        with as_tensors():
+            made = like_dtensor(values.view(self.shape), self.param)
+            self.param.data = made
+        self.param._local_tensor, self.param._spec = made._local_tensor, made._spec
+
+    def replace(self, empty: torch.Tensor) -> None:
+        made = like_dtensor(empty.new_empty(self.shape), self.param)
+        self.param = as_parameter(made, self.param.requires_grad)
+
+    @torch.no_grad()
+    def local_gradient(self, gradient: DTensor) -> torch.Tensor:
+        """Of a gradient what belongs to the values here; sums that tensor parallelism owes are made (collective)."""
+        placements = self.param.placements
+        if gradient.placements != placements:
+            gradient = gradient.redistribute(placements=placements)
+        return gradient.to_local()
+
+    def __getstate__(self) -> NoReturn:
+        refuse_split([self], "a copy or a pickle", "Save state_dict(), and load it into another model")
+        raise LifecycleError(_refusal(self.param, "a copy"))
+
+
+def without_values(kind: type[torch.Tensor], tensor: torch.Tensor) -> Tree:
+    """The class of a tensor that becomes one of these; of a DTensor a class that is both."""
+    return _both(kind, type(tensor)) if is_dtensor(tensor) else kind
+
+
+@functools.cache
+def _both(kind: type[torch.Tensor], of_torch: type[torch.Tensor]) -> type[torch.Tensor]:
+    return type(kind.__name__, (kind, of_torch), {})
+
+
+def mesh_of(originals: Sequence[OriginalParameter]) -> DeviceMesh | None:
+    """The mesh over which tensor parallelism has cut some of these; None where there are none."""
+    return next((o.mesh for o in originals if isinstance(o, SplitParameter)), None)
+
+
+def refuse_split(originals: Sequence[OriginalParameter], what: str, instead: str) -> None:
+    """Raises ConfigurationError if tensor parallelism has cut any of these."""
+    if mesh_of(originals) is not None:
+        raise ConfigurationError(
+            f"{what} knows the ranks that data are divided over, and parameters of this model are cut over others too, "
+            f"by tensor parallelism (over {mesh_of(originals)}). {instead}"
+        )
 
 
 class Listing(Protocol):

@@ -24,6 +24,7 @@ import math
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import zip_longest
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
@@ -36,11 +37,11 @@ from ..errors import LifecycleError
 from ..flattening.flat_parameter import FlatParameter
 from ..layout import Listed
 from ..optimizers.shards import listing_of, note_listings, shard_behind
-from ..torch_seams.dtensors import as_parameter, at_offset_0, dtensor_of, is_dtensor
+from ..torch_seams.dtensors import as_parameter, at_offset_0, dtensor_of, is_dtensor, local_of
 from ..torch_seams.hooks import check_asked_gradients
 from ..torch_seams.marked_tensors import as_plain
 from ..types import StateDict
-from .originals import Listing, OriginalParameter, Place, as_tensors
+from .originals import Listing, OriginalParameter, Place, as_tensors, mesh_of
 
 if TYPE_CHECKING:
     from torch.distributed.tensor._dtensor_spec import DTensorSpec
@@ -157,8 +158,16 @@ class RegisteredShard:
 
     def local(self, listed: torch.Tensor) -> torch.Tensor:
         """The memory of what is listed, or of a gradient of it, on this rank."""
-        found: torch.Tensor = listed if self.spec is None else listed._local_tensor  # type: ignore[attr-defined]
-        return found
+        return listed if self.spec is None else local_of(listed)
+
+    @property
+    def is_copy(self) -> bool:
+        """Whether a rank before this one has the same part."""
+        mesh = mesh_of(self.flat.originals)
+        at = () if mesh is None else mesh.get_coordinate() or ()
+        cut = [placement.is_shard() for placement in getattr(self.original.param, "placements", ())]
+        is_repeated = any(rank and not is_cut for rank, is_cut in zip_longest(at, cut))
+        return is_repeated or (self.layout.copies and self.group.rank > 0)
 
 
 class RegisteredShards:
@@ -197,7 +206,9 @@ class RegisteredShards:
             if r.numel == 0:
                 self._parts[k] = len(self._split) - 2, r.shape
         self.are_dtensors = any(r.spec is not None for r in self.each)
-        self.has_copies = any(r.layout.copies for r in self.each)
+        self.has_copies = any(r.layout.copies for r in self.each) or (
+            mesh_of([r.original for r in self.each]) is not None
+        )
 
     def __getstate__(self) -> StateDict:
         """What a copy or a file takes: tensors that registered parameters have are theirs alone."""
@@ -304,11 +315,11 @@ class RegisteredShards:
 
         Args:
             padded: with padding.
-            copies: with those that the first rank has, too.
+            copies: with those that ranks before this one have, too.
         """
         found = []
         for r in self.each:
-            if not copies and r.layout.copies and r.group.rank:
+            if not copies and r.is_copy:
                 continue
             if r.param.grad is not None and r.numel:
                 local = r.local(r.param.grad)
@@ -590,7 +601,7 @@ def exposed(flat: FlatParam) -> Iterator[None]:
             for place in original.places:
                 now = place.module._parameters.get(place.name)
                 if now is not None and now is not original.param:  # somebody put another parameter in
-                    original.param.data = now.data
+                    original.assign(local_of(now.data).reshape(-1))
                 hide(place, original.param)
         for param, places in listed:
             for place in places:

@@ -26,6 +26,7 @@ from .engine import Engine
 from .flat_param import FlatParam
 from .forward import become_root
 from .optim_state import slot_of
+from .originals import mesh_of
 from .state import ShardingState, state_of, summoned
 from .state_dict import check_own, consolidate, loading, local_state, mark, metadata, sharded_state_dict
 
@@ -47,17 +48,26 @@ def clip(root: ShardingState, max_norm: float, norm_type: float) -> torch.Tensor
     everything = [f.param for f in flats] + rest
     if not everything:
         return torch.zeros(())
-    by_group: dict[tuple[int, ...], tuple[Group, list[torch.Tensor]]] = {}
+    by_groups: dict[tuple[tuple[int, ...], ...], Portion] = {}
     gradients = [p.grad for p in rest if p.grad is not None]
     alike = gradients.copy()
     for flat in flats:
         own = _gradients_of(flat)
         gradients += own
-        by_group.setdefault(flat.group.ranks, (flat.group, []))[1].extend(_that_count(flat, own, norm_type))
-    portions = [Portion(counted, (group,)) for group, counted in by_group.values()]
+        groups = _spread_over(flat)
+        portion = by_groups.setdefault(tuple(g.ranks for g in groups), Portion([], groups))
+        portion.gradients.extend(_that_count(flat, own, norm_type))
+    portions = [*by_groups.values()]
     if alike:
         portions.append(Portion(alike, ()))
     return clip_by_global_norm(portions, gradients, _like(root, everything), max_norm, norm_type)
+
+
+def _spread_over(flat: FlatParam) -> tuple[Group, ...]:
+    """The ranks that it is divided over, then those of each dimension of the mesh that tensor parallelism cuts over."""
+    mesh = mesh_of(flat.originals)
+    dims = () if mesh is None else range(mesh.ndim)
+    return flat.group, *(flat.group.backend.group(mesh.get_group(dim)) for dim in dims if mesh is not None)
 
 
 def _like(root: ShardingState, params: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -27,7 +27,7 @@ from ..torch_seams.module_versions import versions_of
 from ..types import AnyCallable, Args, IncompatibleKeys, Kwargs, SavedState, StateDict
 from .flat_param import FlatParam
 from .flat_values import taken_apart
-from .originals import Listing
+from .originals import Listing, refuse_split
 from .state import (
     INNER,
     OUTER,
@@ -134,6 +134,7 @@ def _pieces_of(flat: FlatParam, home: int) -> Iterator[tuple[str, Pieces]]:
         raise ConfigurationError(
             f"{flat.names[0]!r} has no values yet: it was wrapped on the meta device. Call to_empty(device=...) first"
         )
+    refuse_split(flat.originals, "sharded_state_dict()", "state_dict() has DTensors, which need none of it")
     shard = flat.param.detach().view(-1)
     here = {p.item: p for p in flat.layout.pieces() if p.rank == flat.group.rank}
     for item, (name, original) in enumerate(zip(flat.names, flat.originals, strict=True)):

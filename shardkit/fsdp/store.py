@@ -50,6 +50,7 @@ from torch.utils.weak import TensorWeakRef
 from ..backend import DONE, Work
 from ..layout import ShardLayout
 from ..reduction.compression import CompressedGather
+from ..torch_seams.dtensors import local_of
 from ..torch_seams.hooks import NO_BACKWARD, current_backward
 from ..types import Tree
 from .flat_values import Unpacking, own_part, taken_apart, unpacked
@@ -57,9 +58,9 @@ from .originals import (
     OriginalParameter,
     ReleasedParameter,
     ReleasedView,
-    ViewOfShard,
     as_tensors,
     note_view,
+    without_values,
 )
 
 if TYPE_CHECKING:
@@ -187,8 +188,7 @@ class Store(ABC):
     def show(self, values: torch.Tensor) -> None:
         """Original parameters become views of this, [N] or more."""
         for original, piece in zip(self._originals, taken_apart(values, self._layout), strict=True):
-            # a view less: where execution is lazy, this runs in each step
-            original.param.data = piece if len(original.shape) == 1 else piece.view(original.shape)
+            original.assign(piece)
 
     def _reveal(self) -> None:
         """They are parameters like any other."""
@@ -209,7 +209,7 @@ class Store(ABC):
             self._flat.written = [k for k, v in enumerate(now) if v != before[k]] if now != before else []
             self._versions = []
         for original in self._originals:
-            original.param.__class__ = ReleasedParameter
+            original.param.__class__ = original.released
         if self._flat.lists_dtensors:
             self._be_attributes(False)
 
@@ -245,7 +245,7 @@ class Store(ABC):
     def collect(self, values: torch.Tensor) -> None:
         """Copies original parameters to where they belong in [N or more], unless they are views of it."""
         for original, start in zip(self._originals, self._layout.offsets(), strict=True):
-            data = original.param.data
+            data = original.values
             mine = values[start : start + original.shape.numel()]
             if not self._backend.has_storage or data.data_ptr() != mine.data_ptr():
                 mine.copy_(data.reshape(-1))
@@ -292,19 +292,21 @@ class KeptViews:
         with as_tensors():
             for ref, _ in self.found:
                 tensor: Tree = ref()
-                number = numbers[max(0, bisect.bisect_right(offsets, int(tensor.storage_offset())) - 1)]
+                offset = int(local_of(tensor).storage_offset())
+                number = numbers[max(0, bisect.bisect_right(offsets, offset) - 1)]
                 note_view(tensor, self._originals[number].param)
-                is_param = isinstance(tensor, nn.Parameter)
-                tensor.__class__ = ReleasedParameter if is_param else ReleasedView
+                kind = ReleasedParameter if isinstance(tensor, nn.Parameter) else ReleasedView
+                tensor.__class__ = without_values(kind, tensor)
 
     def _find(self, modules: Sequence[nn.Module]) -> None:
         found = {id(t): (ref, kind) for ref, kind in self.found if (t := ref()) is not None}
         own = {id(original.param) for original in self._originals}
         for module in modules:
             for tensor in _tensors_in(list(module.__dict__.values())):
-                if id(tensor) in own or id(tensor) in found or not torch._C._has_storage(tensor):
+                local = local_of(tensor)
+                if id(tensor) in own or id(tensor) in found or not torch._C._has_storage(local):
                     continue
-                if _address_of(tensor) == self._memory:
+                if _address_of(local) == self._memory:
                     found[id(tensor)] = (TensorWeakRef(tensor), type(tensor))
         self.found = list(found.values())
 
@@ -644,7 +646,7 @@ class Whole(Store):
     def _conceal(self) -> None:
         """Gradients alone: what is read of values is true, and what is written to them is kept."""
         for original in self._originals:
-            original.param.__class__ = ViewOfShard
+            original.param.__class__ = original.of_shard
         if self._flat.lists_dtensors:
             self._be_attributes(False)
 

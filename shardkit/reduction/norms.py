@@ -22,7 +22,7 @@ class Portion(NamedTuple):
             together is one part of what those of the second have together, and so on.
     """
 
-    gradients: Sequence[torch.Tensor]
+    gradients: list[torch.Tensor]
     groups: Sequence[Group]
 
 

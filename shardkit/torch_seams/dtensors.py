@@ -1,4 +1,4 @@
-"""Full tensors as DTensors of torch's that are cut along their first dimension, and back."""
+"""Tensors as DTensors of torch's that are cut along their first dimension, by themselves or within another cut."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ from ..errors import ConfigurationError
 from ..types import ProcessGroup, Tree
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor import DTensor, Placement
     from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 
@@ -48,17 +50,28 @@ def cut_rows(full: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
         full: any shape.
         mesh: cut along the last dimension; what is along others are replicas.
     """
-    if full.dim() == 0:
-        return full
-    rank, chunks = mesh.get_local_rank(mesh.ndim - 1), full.chunk(mesh.size(mesh.ndim - 1))
-    local = chunks[rank] if rank < len(chunks) else full[:0]
-    return _of_rows(local.clone(), mesh, full.shape)
+    return full if full.dim() == 0 else cut(full, mesh, _rows(mesh, full.shape))
+
+
+def cut(full: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
+    """This rank's part of a tensor that all ranks have, as a DTensor with these placements."""
+    local = full
+    for at, placement in sorted(enumerate(placements), key=lambda one: hasattr(one[1], "split_factor")):
+        if isinstance(dim := getattr(placement, "dim", None), int):
+            rank, chunks = mesh.get_local_rank(at), local.chunk(mesh.size(at), dim)
+            local = chunks[rank] if rank < len(chunks) else local.narrow(dim, 0, 0)
+    return _laid_out(local.clone(), mesh, placements, full.shape)
 
 
 def is_dtensor(value: object) -> TypeGuard[DTensor]:
     """Whether it is a DTensor; imports nothing: where there is one, somebody has."""
     loaded = sys.modules.get("torch.distributed.tensor")
     return loaded is not None and isinstance(value, loaded.DTensor)
+
+
+def local_of(value: torch.Tensor) -> torch.Tensor:
+    """The memory on this rank: of a DTensor its local tensor."""
+    return value._local_tensor if is_dtensor(value) else value
 
 
 def is_cut(value: object) -> bool:
@@ -75,20 +88,75 @@ def whole(value: Tree) -> torch.Tensor:
     return full
 
 
-def rows_here(like: torch.Tensor, mesh: DeviceMesh, shape: torch.Size) -> DTensor:
+def rows_here(
+    like: torch.Tensor, mesh: DeviceMesh, shape: torch.Size, within: DTensorSpec | None = None
+) -> DTensor:
     """A DTensor over no values, for what it says: its ``_spec``, and the shape of the rows on this rank.
 
     Args:
         like: has the dtype and the device.
         mesh: cut along the last dimension; what is along others are replicas.
-        shape: of the whole tensor; every rank has all of one without dimensions.
+        shape: of what is cut; every rank has all of one without dimensions.
+        within: of the DTensor whose local tensor that is, if it is one.
     """
-    if not shape:
-        return _of_rows(like.new_empty(()), mesh, shape)
-    rank, parts = mesh.get_local_rank(mesh.ndim - 1), mesh.size(mesh.ndim - 1)
-    most = -(-shape[0] // parts)
-    rows = max(0, min(most, shape[0] - rank * most))
-    return _of_rows(like.new_empty(()).expand(rows, *shape[1:]), mesh, shape)
+    placements, sizes = _rows(mesh, shape), tuple(shape)
+    if shape:
+        rank, parts = mesh.get_local_rank(mesh.ndim - 1), mesh.size(mesh.ndim - 1)
+        most = -(-shape[0] // parts)
+        sizes = (max(0, min(most, shape[0] - rank * most)), *shape[1:])
+    local = like.new_empty(()).expand(sizes)
+    if within is None:
+        return _laid_out(local, mesh, placements, shape)
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    if shape and within.num_shards_map[0] > 1:
+        placements[-1] = _StridedShard(0, split_factor=within.num_shards_map[0])
+    return _laid_out(local, joined(mesh, within.mesh), [*placements, *within.placements], within.shape)
+
+
+def joined(outer: DeviceMesh, inner: DeviceMesh) -> DeviceMesh:
+    """The mesh with the dimensions of both.
+
+    Raises:
+        ConfigurationError: they are not parts of one mesh.
+    """
+    from torch.distributed.device_mesh import DeviceMesh
+
+    try:
+        if hasattr(DeviceMesh, "_concatenate"):  # torch 2.10
+            return DeviceMesh._concatenate([outer, inner])
+        from torch.distributed.device_mesh import _mesh_resources  # type: ignore[attr-defined]
+
+        names = (*(outer.mesh_dim_names or ()), *(inner.mesh_dim_names or ()))
+        both: DeviceMesh = _mesh_resources.get_root_mesh(outer)[names]
+    except Exception as error:
+        raise ConfigurationError(
+            f"parameters are DTensors over {inner}, and mesh is {outer}: both have to be named dimensions of one mesh, "
+            f'as in fully_shard(model, mesh=mesh["dp"]) after parallelize_module(model, mesh["tp"], ...) ({error})'
+        ) from error
+    return both
+
+
+def check_within(name: str, param: DTensor, mesh: DeviceMesh) -> None:
+    """Raises ConfigurationError for a DTensor whose rows can't be divided over a mesh.
+
+    Args:
+        name: of the parameter.
+        mesh: divides the local tensor along its last dimension.
+    """
+    from torch.distributed.tensor.placement_types import Shard, _StridedShard
+
+    joined(mesh, param.device_mesh)
+    placements, rows = param.placements, param.shape[0] if param.dim() else 1
+    parts = param._spec.num_shards_map[0] if param.dim() else 1
+    is_uneven = parts > 1 and rows % (parts * mesh.size(mesh.ndim - 1)) > 0  # older torch mixes rows of these
+    is_mixed = is_uneven and issubclass(_StridedShard, Shard)
+    if is_mixed or any(p.is_partial() or isinstance(p, _StridedShard) for p in placements):
+        raise ConfigurationError(
+            f"parameter {name!r} is a DTensor of {rows} rows with {placements}, and torch {torch.__version__} can't "
+            f"put its parts together once {mesh} divides them. Cut it by Shard or replicate it; where torch is older "
+            "than 2.10, all ranks have to divide its rows"
+        )
 
 
 def dtensor_of(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
@@ -124,20 +192,20 @@ def as_parameter(value: torch.Tensor, requires_grad: bool) -> nn.Parameter:
 
 def like_dtensor(local: torch.Tensor, other: DTensor) -> DTensor:
     """A DTensor over this memory, which is laid out as another's, in a dtype of its own."""
+    return _laid_out(local, other.device_mesh, other.placements, other.shape)
+
+
+def _rows(mesh: DeviceMesh, shape: torch.Size) -> list[Placement]:
+    from torch.distributed.tensor import Replicate, Shard
+
+    return [*(Replicate() for _ in range(mesh.ndim - 1)), Shard(0) if shape else Replicate()]
+
+
+def _laid_out(
+    local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: torch.Size
+) -> DTensor:
     from torch.distributed.tensor import DTensor
 
-    mesh, placements = other.device_mesh, other.placements
-    shape, stride = other.shape, other.stride()
-    return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
-
-
-def _of_rows(local: torch.Tensor, mesh: DeviceMesh, shape: torch.Size) -> DTensor:
-    from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
-
-    placements: list[Placement] = [
-        *(Replicate() for _ in range(mesh.ndim - 1)),
-        Shard(0) if shape else Replicate(),
-    ]
     strides = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=strides)
 

@@ -71,6 +71,7 @@ def check_wrappable(
     who: str,
     may_hold: type[nn.Module] | None = None,
     without: Collection[nn.Module] = (),
+    may_list: Callable[[nn.Parameter], bool] | None = None,
 ) -> None:
     """Refuses a module of which another wrapper averages the gradients, or whose parameters are more than tensors.
 
@@ -79,6 +80,7 @@ def check_wrappable(
         who: name of the wrapper, for the message.
         may_hold: wrappers of this class inside are fine.
         without: parts that the wrapper leaves alone.
+        may_list: tells parameters that are more than tensors, and that the wrapper knows.
     """
     wrappers = dict(_wrappers())
     kinds = tuple(wrappers)
@@ -90,7 +92,9 @@ def check_wrappable(
                 f"Give {who} the module without it"
             )
         for name, p in m._parameters.items():
-            if p is not None and type(p) is not nn.Parameter and is_traceable_wrapper_subclass(p):
+            if p is None or type(p) is nn.Parameter or (may_list is not None and may_list(p)):
+                continue
+            if is_traceable_wrapper_subclass(p):
                 full = f"{path}.{name}" if path else name
                 raise ConfigurationError(
                     f"{who} can't wrap this module: its parameter {full!r} is a {type(p).__name__}, which is more than "

@@ -26,7 +26,8 @@ from torch.optim import Optimizer
 from ..backend import Backend, Group, backend_for
 from ..checks import check_same_everywhere
 from ..errors import ConfigurationError, LifecycleError
-from ..optimizers.shards import lists_stand_ins, shard_behind
+from ..fsdp.originals import refuse_split
+from ..optimizers.shards import listing_of, lists_stand_ins, shard_behind
 from ..oss.optimizer import OSS
 from ..reduction.norms import dense, norm_like
 from ..torch_seams.hooks import (
@@ -302,6 +303,8 @@ class Averaging:
     def note_parameters(self) -> None:
         """After a change of the groups; whether they are the same on all ranks is compared before the next sum."""
         self._compared = False
+        for listing in filter(None, map(listing_of, self.parameters())):
+            refuse_split(listing.originals, "AdaScale", "Choose the learning rate by hand")
         self._flats = {p: flat for p in self.parameters() if (flat := shard_behind(p)) is not None}
         if any(not flat.group.backend.has_storage for flat in self._flats.values()):
             raise ConfigurationError(

@@ -284,7 +284,7 @@ def _refused(rank: int) -> None:
     with pytest.raises(ConfigurationError, match="needs mesh=, with two dimensions"):
         fully_shard(nn.Linear(2, 2), dtensors=True, group=shards, replicas=replicas)
     inner = fully_shard(nn.Linear(2, 2), dtensors=True)
-    with pytest.raises(ConfigurationError, match="is a DTensor"):
+    with pytest.raises(ConfigurationError, match="named dimensions of one mesh"):
         fully_shard(nn.Sequential(DTensorHolder()), dtensors=True)
     with pytest.raises(ConfigurationError, match=r"its part .0. is a torch\.distributed\.fsdp\.FSDPModule"):
         FSDP(nn.Sequential(inner, nn.Linear(2, 1)))

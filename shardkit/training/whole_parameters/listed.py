@@ -18,7 +18,7 @@ from ...errors import ConfigurationError, LifecycleError
 from ...flattening.flat_parameter import FlatParameter
 from ...fsdp.construct import wake
 from ...fsdp.flat_param import FlatParam
-from ...fsdp.originals import managing
+from ...fsdp.originals import managing, refuse_split
 from ...fsdp.registered import hidden, written_names
 from ...fsdp.state import plain_name, state_of
 from ...layout import Piece
@@ -202,6 +202,9 @@ def parts_of(model: nn.Module) -> list[Part]:
             continue
         seen.add(key)
         if flat is not None and id(flat) not in pieces:
+            refuse_split(
+                flat.originals, "WholeParameters", "Take an optimizer that updates every element by itself"
+            )
             pieces[id(flat)] = [[] for _ in flat.originals]
             for piece in flat.layout.pieces():
                 pieces[id(flat)][piece.item].append(piece)

@@ -1,0 +1,288 @@
+"""``fully_shard`` over parameters that torch's tensor parallelism has cut, beside FSDP2 and one process."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard as fsdp2
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from torch.distributed.tensor.placement_types import _StridedShard
+
+import shardkit
+from shardkit import PrecisionPolicy, fully_shard, sharding_of
+from shardkit.errors import ConfigurationError, LifecycleError
+from tests.pools import rank_pool
+
+UNEVEN = not issubclass(_StridedShard, Shard)  # this torch puts such parts together as they were
+
+
+class Block(nn.Module):
+    """A norm over parts of the sequence, a colwise and a rowwise layer."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(6)
+        self.up, self.down = nn.Linear(6, hidden), nn.Linear(hidden, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(torch.tanh(self.up(self.norm(x))))
+
+
+class Net(nn.Module):
+    """Two blocks, and a head."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.Sequential(Block(hidden), Block(hidden))
+        self.head = nn.Linear(6, 4)
+        self.double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.blocks(x))
+
+
+def _split(model: Net, tp: DeviceMesh, head: bool = True) -> Net:
+    plan: dict[str, Any] = {
+        "norm": SequenceParallel(),
+        "up": ColwiseParallel(input_layouts=Shard(1)),
+        "down": RowwiseParallel(),
+    }
+    for block in model.blocks:
+        whole = PrepareModuleInput(input_layouts=(Replicate(),), desired_input_layouts=(Shard(1),))
+        parallelize_module(block, tp, {"": whole, **plan})
+    if head:
+        parallelize_module(model, tp, {"head": ColwiseParallel(output_layouts=Replicate())})
+    return model
+
+
+def _sharded(hidden: int, mesh: DeviceMesh, by: Any, head: bool = True, **options: Any) -> Net:
+    model = _split(Net(hidden), mesh["tp"], head)
+    names: Any = tuple(n for n in mesh.mesh_dim_names or () if n != "tp")
+    options |= {"dtensors": True} if by is fully_shard else {}
+    for part in (*model.blocks, model):
+        by(part, mesh=mesh[names if len(names) > 1 else names[0]], **options)
+    return model
+
+
+def _mesh(*sizes: int) -> DeviceMesh:
+    return init_device_mesh(
+        "cpu", sizes, mesh_dim_names=("dp", "tp") if len(sizes) == 2 else ("hsdp", "dp", "tp")
+    )
+
+
+def _batch(step: int, part: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(10 * step + part)
+    return torch.randn(3, 4, 6, generator=generator, dtype=torch.float64)
+
+
+def _train(model: nn.Module, part: int, optimizer: Any, steps: range, clip: Any = None) -> list[float]:
+    norms = []
+    for step in steps:
+        optimizer.zero_grad()
+        for micro in range(2):
+            if hasattr(model, "set_requires_gradient_sync"):
+                model.set_requires_gradient_sync(micro == 1)
+            model(_batch(2 * step + micro, part)).square().mean().backward()
+        norm = (clip or (lambda m: nn.utils.clip_grad_norm_(model.parameters(), m)))(0.05)
+        norms.append(float(norm.full_tensor() if isinstance(norm, DTensor) else norm))
+        optimizer.step()
+    return norms
+
+
+def _alone(hidden: int, parts: int, steps: range) -> tuple[Net, Any, list[float]]:
+    model, norms = Net(hidden), []
+    optimizer = _adam(model)
+    for step in steps:
+        optimizer.zero_grad()
+        for micro in range(2 * parts):
+            (model(_batch(2 * step + micro // parts, micro % parts)).square().mean() / parts).backward()
+        norms.append(nn.utils.clip_grad_norm_(model.parameters(), 0.05).item())
+        optimizer.step()
+    return model, optimizer, norms
+
+
+def _adam(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.1, foreach=True)
+
+
+def _whole(tensors: Any) -> dict[str, torch.Tensor]:
+    return {k: v.full_tensor() if isinstance(v, DTensor) else v for k, v in dict(tensors).items()}
+
+
+def _same(found: Any, wanted: Any) -> None:
+    torch.testing.assert_close(_whole(found), _whole(wanted), rtol=1e-4, atol=1e-6)
+
+
+def _beside(rank: int, mesh: DeviceMesh, hidden: int) -> Net:
+    """Trains in both libraries; the parts, their gradients and norms are FSDP2's, and the whole that of one process."""
+    parts, part = mesh.size() // mesh["tp"].size(), rank // mesh["tp"].size()
+    ours, theirs = (_sharded(hidden, mesh, by) for by in (fully_shard, fsdp2))
+    norms = [_train(m, part, _adam(m), range(3)) for m in (ours, theirs)]
+    one, _, wanted = _alone(hidden, parts, range(3))
+    assert norms[0] == pytest.approx(norms[1], rel=1e-6)
+    assert norms[0] == pytest.approx(wanted, rel=1e-5)
+    other: Any = dict(theirs.named_parameters())
+    for name, p in ours.named_parameters():
+        q = other[name]
+        assert isinstance(p, DTensor), name
+        assert isinstance(p.grad, DTensor), name
+        assert p.placements == q.placements == p.grad.placements, name
+        assert (p.device_mesh, p.shape) == (q.device_mesh, q.shape), name
+        torch.testing.assert_close(p.to_local(), q.to_local(), rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(p.grad.to_local(), q.grad.to_local(), rtol=1e-4, atol=1e-6)
+    _same(ours.named_parameters(), one.named_parameters())
+    _same(ours.state_dict(), one.state_dict())
+    ours.load_state_dict({k: v + 1 for k, v in one.state_dict().items()})  # plain tensors
+    _same(ours.state_dict(), {k: v + 1 for k, v in one.state_dict().items()})
+    return ours
+
+
+def _trained(rank: int) -> None:
+    mesh = _mesh(2, 2)
+    model = _beside(rank, mesh, 8)
+    weight: Any = model.blocks[0].up.weight
+    with pytest.raises(LifecycleError, match=r"blocks\.0\.up\.weight"):
+        weight + 1  # a DTensor that has no values now
+    with sharding_of(model).summon_full_params(writeback=True):
+        assert (weight.placements, weight.device_mesh) == ((Shard(0),), mesh["tp"])
+        weight.detach().fill_(2)
+    assert (_whole(model.state_dict())["blocks.0.up.weight"] == 2).all()
+    for shape, hidden in (((2, 2), 10), ((1, 2, 2), 2)):  # rows of 5 in two, and 1 in two
+        if UNEVEN:
+            _beside(rank, _mesh(*shape), hidden)
+        else:
+            with pytest.raises(ConfigurationError, match=f"a DTensor of {hidden} rows with"):
+                _sharded(hidden, _mesh(*shape), fully_shard)
+
+
+def test_training_beside_fsdp2_and_one_process() -> None:
+    rank_pool(4).run(_trained)
+
+
+def _exchanged(rank: int, folder: str) -> None:
+    """Saved from one shape of mesh and loaded into others, by both libraries, with the optimizer's state."""
+
+    def state_of(model: nn.Module, optimizer: Any) -> dict[str, Any]:
+        return dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+
+    hidden = 10 if UNEVEN else 8
+    shapes = [((2, 2), fully_shard), ((4, 1), fully_shard), ((2, 2), fsdp2), ((2, 1, 2), fully_shard)]
+    for step, (sizes, by) in enumerate(shapes):
+        mesh = _mesh(*sizes)
+        model = _sharded(hidden, mesh, by)
+        optimizer = _adam(model)
+        if step:
+            into = state_of(model, optimizer)
+            dcp.load(into, checkpoint_id=f"{folder}/{step - 1}")
+            set_state_dict(
+                model, optimizer, model_state_dict=into["model"], optim_state_dict=into["optimizer"]
+            )
+        clip = sharding_of(model).clip_grad_norm_ if by is fully_shard else None
+        _train(model, mesh.get_local_rank(0) % 2, optimizer, range(step, step + 1), clip)
+        dcp.save(state_of(model, optimizer), checkpoint_id=f"{folder}/{step}")
+    one, alone, _ = _alone(hidden, 2, range(4))
+    _same(model.state_dict(), one.state_dict())
+    moments = {n: optimizer.state[p]["exp_avg"] for n, p in model.named_parameters()}
+    _same(moments, {n: alone.state[p]["exp_avg"] for n, p in one.named_parameters()})
+
+
+def test_checkpoints_between_shapes_of_meshes(tmp_path: Path) -> None:
+    rank_pool(4).run(_exchanged, str(tmp_path))
+
+
+def _keep(layer: Any, *_: object) -> None:
+    layer.kept = layer.weight.t()
+
+
+def _in_other_ways(rank: int) -> None:
+    """Dtypes, gradients that add up, frozen parameters; then what comes from the meta device, in part uncut."""
+    mesh, part = _mesh(2, 2), rank // 2
+    model, one, seen = _split(Net(8), mesh["tp"]), Net(8), []
+    model.blocks[0].up.requires_grad_(False)
+    for unit in (*model.blocks, model):
+        fully_shard(unit, mesh=mesh["dp"], dtensors=True, precision=PrecisionPolicy(compute=torch.bfloat16))
+    model.head.register_forward_pre_hook(
+        lambda m, _: seen.append({m.weight.dtype, m.weight.to_local().dtype})
+    )
+    with sharding_of(model).no_sync():
+        model(_batch(0, part)).sum().backward()
+    model(_batch(1, part)).sum().backward()
+    assert seen == [{torch.bfloat16}] * 2
+    for step in range(4):
+        (one(_batch(step // 2, step % 2)).sum() / 2).backward()
+    for (name, p), q in zip(model.named_parameters(), one.parameters(), strict=True):
+        if name.startswith("blocks.0.up"):
+            assert p.grad is None
+        else:
+            torch.testing.assert_close(p.grad.full_tensor(), q.grad, rtol=0.05, atol=0.1)
+    model.blocks[0].up.register_forward_hook(_keep)
+    model(_batch(0, part)).sum().backward()
+    with pytest.raises(LifecycleError, match=r"a view of parameter 'blocks\.0\.up\.weight'"):
+        model.blocks[0].up.kept + 1
+
+    with torch.device("meta"):
+        model = _split(Net(8), mesh["tp"], head=False)
+    for unit in (*model.blocks, model):
+        fully_shard(unit, mesh=mesh["dp"], dtensors=True)
+    model.to_empty(device="cpu")
+    model.load_state_dict(Net(8).state_dict())
+    clip = sharding_of(model).clip_grad_norm_  # torch's own takes DTensors of one mesh
+    norms = _train(model, part, torch.optim.SGD(model.parameters(), lr=0.1), range(2), clip)
+    one, norms_alone = Net(8), []
+    optimizer = torch.optim.SGD(one.parameters(), lr=0.1)
+    for step in range(2):
+        optimizer.zero_grad()
+        for micro in range(4):
+            (one(_batch(2 * step + micro // 2, micro % 2)).square().mean() / 2).backward()
+        norms_alone.append(nn.utils.clip_grad_norm_(one.parameters(), 0.05).item())
+        optimizer.step()
+    assert norms == pytest.approx(norms_alone, rel=1e-5)
+    _same(model.named_parameters(), one.named_parameters())
+
+
+def _refused(rank: int) -> None:
+    mesh = _mesh(2, 2)
+    with pytest.raises(ConfigurationError, match="is a DTensor"):
+        fully_shard(_split(Net(8), mesh["tp"]), mesh=mesh["dp"])
+    for wrong in (None, init_device_mesh("cpu", (4,)), mesh["tp"]):
+        with pytest.raises(ConfigurationError, match="have to be named dimensions of one mesh"):
+            fully_shard(_split(Net(8), mesh["tp"]), mesh=wrong, dtensors=True)
+    sums = nn.Linear(2, 2)
+    sums.weight = nn.Parameter(DTensor.from_local(torch.ones(2, 2), mesh["tp"], [Partial()]))
+    with pytest.raises(ConfigurationError, match=r"'weight' is a DTensor of 2 rows with .*Partial"):
+        fully_shard(sums, mesh=mesh["dp"], dtensors=True)
+    model = fully_shard(_split(Net(8), mesh["tp"]), mesh=mesh["dp"], dtensors=True)
+    for refused in (
+        lambda: copy.deepcopy(model),
+        lambda: shardkit.save_training("nowhere", step=0, model=model),
+        lambda: shardkit.WholeParameters(model, torch.optim.AdamW, lr=0.1),
+        lambda: shardkit.AdaScale(torch.optim.SGD(model.parameters(), lr=0.1)),
+        sharding_of(model).sharded_state_dict,
+    ):
+        with pytest.raises(ConfigurationError, match="by tensor parallelism"):
+            refused()
+
+
+def _all_of_it(rank: int) -> None:
+    _in_other_ways(rank)
+    _refused(rank)
+
+
+def test_other_ways_and_what_is_refused() -> None:
+    rank_pool(4).run(_all_of_it)
