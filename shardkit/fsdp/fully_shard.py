@@ -105,7 +105,8 @@ def fully_shard(
     """
     words, given = in_torchs_words(torchs_words), modules_of(module)
     modules = given
-    words.check_placements(modules)
+    if words.shard_placement_fn is not None:
+        words.check_placements(modules)
     inside = [*map(_listing_dtensors, modules)]
     if dtensors is None:
         ours = precision, reshard, offload, reduce, align, group, replicas, device, backend
@@ -113,14 +114,15 @@ def fully_shard(
         dtensors = are_torchs and ours.count(None) == len(ours) and _are_dtensors_meant(modules)
     if dtensors and len(modules) > 1:
         modules = outermost_of(modules)
-    mesh = words.mesh(mesh)
+    mesh = mesh if words.dp_mesh_dims is None else words.mesh(mesh)
+    casts = words.casts_inputs
     group, replicas = shards_and_replicas_of(mesh, group, replicas)
     options = Options.given(
         group=group, replicas=replicas, precision=words.precision(precision), reshard=words.reshard(reshard),
         offload=words.offload(offload), reduce=words.reduce(reduce),
         flatten=False, sync_module_states=sync_module_states, device=device, backend=backend,
         layout=EachAlone(AlignedLayout("rows"), True) if dtensors else RowsLayout(align),
-        dtensors=dtensors, mesh=mesh, casts_inputs=words.casts_inputs, casts_root_inputs=words.casts_inputs,
+        dtensors=dtensors, mesh=mesh, casts_inputs=casts, casts_root_inputs=casts,
     )  # fmt: skip
     states: list[ShardingState] = []
     for each, listing in zip(given, inside, strict=True):
