@@ -156,8 +156,11 @@ def _check(module: nn.Module, dtensors: bool, listing_dtensors: list[nn.Module])
 
 
 def _listing_dtensors(module: nn.Module) -> list[nn.Module]:
-    found = map(state_of, module.modules())
-    return [s.module for s in found if s is not None and s.options.dtensors]
+    found: list[nn.Module] = []
+    for state in map(state_of, module.modules()):
+        if state is not None and state.options.dtensors:
+            found.append(state.module)
+    return found
 
 
 class _Call(NamedTuple):

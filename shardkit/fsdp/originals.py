@@ -218,7 +218,10 @@ def _both(kind: type[torch.Tensor], of_torch: type[torch.Tensor]) -> type[torch.
 
 def mesh_of(originals: Sequence[OriginalParameter]) -> DeviceMesh | None:
     """The mesh over which tensor parallelism has cut some of these; None where there are none."""
-    return next((o.mesh for o in originals if isinstance(o, SplitParameter)), None)
+    for original in originals:  # asked for every unit: without a generator, whose steps are calls
+        if isinstance(original, SplitParameter):
+            return original.mesh
+    return None
 
 
 def refuse_split(originals: Sequence[OriginalParameter], what: str, instead: str) -> None:

@@ -218,12 +218,12 @@ class ShardingState:
 
     def make_unit(self, borrowed: list[FlatParam]) -> None:
         """What the engine runs, of the flat parameters that there are; modules that are one unit have the same."""
-        made: list[Unit] = [m.unit for m in self.mates if m.__dict__.get("unit") is not None]
+        for mate in self.mates:
+            if mate.__dict__.get("unit") is not None:
+                self.unit = mate.unit
+                return
         keeps = self.options.reshard.after_forward is False
-        self.unit = (
-            made[0] if made
-            else Unit(self.flats, borrowed, keeps, self.options.reduce, self.divisors, self.replicas)
-        )  # fmt: skip
+        self.unit = Unit(self.flats, borrowed, keeps, self.options.reduce, self.divisors, self.replicas)
         self.unit.doors = max(1, len(self.mates))
 
     @property
