@@ -151,6 +151,15 @@ def _check(module: nn.Module, dtensors: bool, listing_dtensors: list[nn.Module])
         raise ConfigurationError(
             f"this {type(module).__name__} is sharded already; call fully_shard once for each"
         )
+    if (
+        dtensors
+        and isinstance(module, nn.ModuleList | nn.ModuleDict)
+        and type(module).forward is nn.Module.forward
+    ):
+        raise ConfigurationError(
+            f"fully_shard does not support containers that do not implement forward ({type(module).__name__}): nobody "
+            "calls them. Shard their members, each or as a list"
+        )
     may_list = is_dtensor if dtensors else None
     check_wrappable(module, "fully_shard", may_hold=Door, without=listing_dtensors, may_list=may_list)
 

@@ -10,6 +10,7 @@ from torch import nn
 
 from ..errors import ConfigurationError
 from ..types import AnyCallable, Args, Kwargs, StateDict, Tree
+from .forward import become_root
 from .state import ShardingState, state_of
 from .torch_words import METHODS, TorchsMethods
 
@@ -117,6 +118,10 @@ class AsTorchsState:
         return [self]
 
     _fsdp_param_groups = all_states
+
+    def _lazy_init(self) -> None:
+        if self._state.engine is None:
+            become_root(self._state)
 
     def post_backward(self) -> None:
         """Reduces gradients that backwards have kept (collective)."""

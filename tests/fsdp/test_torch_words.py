@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, DataParallelMeshDims, FSDPModule, MixedPrecisionPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
 from torch.distributed.fsdp import OffloadPolicy as TorchsOffloadPolicy
 from torch.distributed.fsdp import fully_shard as torchs_fully_shard
 from torch.distributed.fsdp import register_fsdp_forward_method as torchs_registration
@@ -40,6 +40,13 @@ from shardkit.errors import ConfigurationError, LifecycleError
 from shardkit.fsdp.torch_words import METHODS, TorchsArguments
 from shardkit.policy import PrecisionPolicy, ReshardPolicy
 from tests.pools import rank_pool
+
+
+class Dims(NamedTuple):
+    """torch's DataParallelMeshDims, which torch has from 2.13 on."""
+
+    shard: str | None
+    replicate: str | None
 
 
 class Net(nn.Module):
@@ -310,12 +317,13 @@ def _refused(rank: int) -> None:
             "both mp_policy and precision",
         ),
         ({"shard_placement_fn": lambda p: Shard(1)}, r"shard_placement_fn says .* for 'words\.weight'"),
-        ({"mesh": flat, "dp_mesh_dims": DataParallelMeshDims(shard="fsdp")}, "it has no 'fsdp'"),
-        ({"mesh": flat, "dp_mesh_dims": DataParallelMeshDims(replicate="dp")}, "DistributedDataParallel"),
+        ({"mesh": flat, "dp_mesh_dims": Dims("fsdp", None)}, "it has no 'fsdp'"),
+        ({"mesh": flat, "dp_mesh_dims": Dims(None, "dp")}, "DistributedDataParallel"),
+        ({"dtensors": True}, "containers that do not implement forward"),
     ]
     for options, text in wrong:
         with pytest.raises(ConfigurationError, match=text):
-            fully_shard(Net(), **options)
+            fully_shard(Net().layers if "dtensors" in options else Net(), **options)
     with pytest.raises(TypeError, match="reshard_after"):
         fully_shard(Net(), reshard_after=True)  # type: ignore[call-arg]
     model: Any = as_in_torchtitan(Net())
