@@ -111,6 +111,7 @@ def parallelize(model: Llama, job: Job) -> Llama:
     assert len(units) == 6 - (not isinstance(model.layers[0], fsdp.FSDPModule))
     for unit in units:
         unit.set_gradient_divide_factor(1.0)
+        unit.set_force_sum_reduction_for_comms(True)  # torch's on gloo needs it
     model.tok_embeddings.set_modules_to_forward_prefetch([model.layers[0]])  # type: ignore[operator]
     return model
 
