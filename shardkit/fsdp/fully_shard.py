@@ -47,7 +47,7 @@ from .originals import check_asker
 from .state import Ignored, Options, ShardingState, end_unshard, enter_summon, state_of
 from .state_dict import begin_loading, detach_entries, end_loading
 from .submodule_api import collect_in_place
-from .torch_class import ComposableStates, own_class, sharded_class
+from .torch_class import note_state_for_torch, own_class, sharded_class
 from .torch_words import TorchsArguments, TorchsMethods, in_torchs_words, modules_of, outermost_of
 from .wrapper import Door
 
@@ -214,7 +214,7 @@ class InPlace:
         module.__dict__["_is_accelerate_prepared"] = AccelerateAsks()
         if state.options.dtensors:
             module.__class__ = sharded_class(type(module))
-            module.__dict__["__composable_api_state_key"] = ComposableStates(module)
+            note_state_for_torch(module)
         TorchsMethods(state).install()
 
     # ------------------------------------------------------------ forward

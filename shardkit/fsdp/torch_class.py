@@ -119,6 +119,10 @@ class AsTorchsState:
 
     _fsdp_param_groups = all_states
 
+    @property
+    def _fsdp_param_group(self) -> AsTorchsState:  # until torch 2.10
+        return self
+
     def _lazy_init(self) -> None:
         if self._state.engine is None:
             become_root(self._state)
@@ -135,6 +139,13 @@ class AsTorchsState:
         raise AttributeError(
             f"{name} of torch's state of an FSDPModule: this module is sharded by shardkit, whose state is another one"
         )
+
+
+def note_state_for_torch(module: nn.Module) -> None:
+    """Lets torch's ``fully_shard.state(module)`` find it."""
+    from torch.distributed._composable.contract import STATE_KEY
+
+    module.__dict__[STATE_KEY] = ComposableStates(module)
 
 
 class ComposableStates(dict[object, object]):

@@ -522,6 +522,19 @@ def _small_words(rank: int) -> None:
         model.inner.weight.grad.full_tensor(), _mean(x.sum(0).expand(4, 4).contiguous()), rtol=1e-5, atol=1e-5
     )
 
+    # as torch's pipelines reduce, after the last of their micro-batches
+    model = fully_shard(copy.deepcopy(plain), reshard_after_forward=True)
+    model.set_requires_gradient_sync(False)
+    for _ in range(2):
+        (model(x) * (rank + 1)).sum().backward()
+    model.set_requires_gradient_sync(True)
+    state: Any = torchs_fully_shard.state(model)  # type: ignore[attr-defined]
+    for each in state._state_ctx.all_states:
+        for group in each._fsdp_param_groups:
+            group.post_backward()
+    state._root_post_backward_final_callback()
+    torch.testing.assert_close(model.inner.bias.grad.full_tensor(), torch.full((4,), 6.0))
+
 
 def _mean(value: torch.Tensor) -> torch.Tensor:
     dist.all_reduce(value)
