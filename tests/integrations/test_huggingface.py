@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -381,6 +382,8 @@ def _by_its_own_plugin(rank: int, port: int, folder: Path, resume: Path | None) 
         states.PartialState._shared_state["distributed_type"] = DistributedType.FSDP
 
     states.AcceleratorState.__init__ = told
+    theirs = "transformers.distributed.fsdp"  # has torch's function from other tests; Trainer doesn't call it
+    taken = {theirs: sys.modules.pop(theirs)} if theirs in sys.modules else {}
     shardkit.torch_fsdp2.install()
     try:
         with Environment(rank, port):
@@ -400,6 +403,7 @@ def _by_its_own_plugin(rank: int, port: int, folder: Path, resume: Path | None) 
             return {"state": state, "eval": loss, "history": torch.tensor(history)}
     finally:
         shardkit.torch_fsdp2.uninstall()
+        sys.modules.update(taken)
         states.AcceleratorState.__init__ = begin
         states.AcceleratorState._reset_state(True)
 
