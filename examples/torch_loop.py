@@ -29,6 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> StateDict:
             dist.init_process_group()
         mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("dp_shard",))
         settings: Kwargs = {"mesh": mesh, "mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float32)}
+        settings["dtensors"] = False  # state dicts, and files, are those of one process
         for layer in model.model.layers:
             fully_shard(layer, **settings, reshard_after_forward=True)
         fully_shard([model.model.norm, model.lm_head], **settings, reshard_after_forward=False)

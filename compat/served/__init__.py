@@ -52,14 +52,14 @@ def install() -> None:
         )
     if not is_installed():
         sys.meta_path.insert(0, _FINDER)
-        multiprocessing.spawn.get_preparation_data = _preparation_data
+        install_in_children(__name__)
 
 
 def uninstall() -> None:
     """Ends what :func:`install` began. What has been imported meanwhile keeps working."""
     if is_installed():
         sys.meta_path.remove(_FINDER)
-        multiprocessing.spawn.get_preparation_data = _original_preparation_data
+        install_in_children(__name__, False)
         for name in [n for n in sys.modules if n.partition(".")[0] == "fairscale"]:
             del sys.modules[name]
 
@@ -159,12 +159,25 @@ _FINDER = _Finder()
 class _InChild:
     """Unpickling it installs. A spawned process does so before it imports the program it was spawned by."""
 
-    def __init__(self, path: list[str]) -> None:
+    def __init__(self, path: list[str], doors: list[str]) -> None:
         self._path = path  # set too late by multiprocessing itself
+        self._doors = doors
 
     def __reduce__(self) -> tuple[object, ...]:
-        code = f"import sys; sys.path[:] = {self._path!r}; from shardkit.compat import install; install()"
-        return exec, (code,)
+        calls = "".join(f"; import {door}; {door}.install()" for door in self._doors)
+        return exec, (f"import sys; sys.path[:] = {self._path!r}{calls}",)
+
+
+_doors: dict[str, None] = {}
+
+
+def install_in_children(door: str, wanted: bool = True) -> None:
+    """Lets processes that multiprocessing spawns call ``install()`` of a module too, or not any more."""
+    if wanted:
+        _doors[door] = None
+    else:
+        _doors.pop(door, None)
+    multiprocessing.spawn.get_preparation_data = _preparation_data if _doors else _original_preparation_data
 
 
 _original_preparation_data = multiprocessing.spawn.get_preparation_data
@@ -173,4 +186,4 @@ _original_preparation_data = multiprocessing.spawn.get_preparation_data
 def _preparation_data(name: str) -> dict[str, object]:
     """Returns what multiprocessing tells a process that it spawns, and an entry of ours, which it ignores."""
     data = _original_preparation_data(name)
-    return {**data, "shardkit.compat": _InChild(data["sys_path"])}
+    return {**data, "shardkit.compat": _InChild(data["sys_path"], list(_doors))}

@@ -28,6 +28,7 @@ MOVED = {
     "pipeline.remote_pipe": "pipeline.async_pipe",
     "rehearsal": "tools.rehearsal",
     "testing": "tools.verify",
+    "torch_fsdp2": "torch_fsdp.fsdp2",
     "utils.testing": "fair_dev.testing.testing",
     "whole_parameters": "training.whole_parameters",
 }

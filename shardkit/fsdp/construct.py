@@ -82,7 +82,11 @@ def shard(states: Sequence[ShardingState]) -> None:
     claimed: set[int] = set()
     try:
         for state in states:
+            if state.mates and state is not state.mates[0]:
+                continue  # it is in what the first one finds
             found = find(state, claimed)
+            for mate in state.mates[1:]:
+                found.add(find(mate, claimed))
             _make_room(found)
             check_one_device([original.param for original in found.originals])
             connect(state, found.originals[0].param if found.originals else None, found.lenders())
@@ -116,6 +120,10 @@ def _shard(units: Sequence[Found]) -> None:
             for here, there, _, name, _, source in found.shared
         ]
         _make_unit(state, [m for _, m in found.modules], borrowed)
+        for mate in state.mates[1:]:
+            mate.flats, mate.group, mate.replicas = state.flats, state.group, state.replicas
+            mate.post_forward_mesh, mate.run_id = state.post_forward_mesh, state.run_id
+            mate.make_unit([])
 
 
 def _make_unit(state: ShardingState, modules: list[nn.Module], borrowed: list[FlatParam]) -> None:
@@ -126,7 +134,7 @@ def _make_unit(state: ShardingState, modules: list[nn.Module], borrowed: list[Fl
     if state.door is not state.module:
         answer_for(modules)
     refuse_state_dicts(state, modules)
-    step_locally([listing.param for listing in state.listings])
+    step_locally([listing.param for flat in state.flats for listing in flat.listings])
 
 
 # ------------------------------------------------------------ find
@@ -155,6 +163,20 @@ class Found:
         self.shared: list[SharedParamInfo] = []
         self.lazy: list[str] = []
 
+    def add(self, other: Found) -> None:
+        """Also what another module holds that is one unit with this one."""
+        own = {id(original.param): original for original in self.originals}
+        self.modules += [m for m in other.modules if m not in self.modules]
+        self.below += other.below
+        self.originals += other.originals
+        self.names += other.names
+        self.lazy += other.lazy
+        for param, place in other.borrowed:
+            if id(param) in own:
+                own[id(param)].places.append(place)
+            else:
+                self.borrowed.append((param, place))
+
     def lenders(self) -> list[FlatParam]:
         """Flat parameters of other units that manage parameters which this module uses too, as far as they exist."""
         flats = [managing(p) for p, _ in self.borrowed] if self.borrowed else ()
@@ -175,6 +197,7 @@ def find(state: ShardingState, claimed: set[int]) -> Found:
     found.modules = state.own_modules()
     ignored = {id(p) for p in state.ignored.parameters}
     by_param: dict[int, int] = {}
+    home = state.home if state.mates else 0
     for path, m in found.modules:
         for name, p in m._parameters.items():
             if p is None or id(p) in ignored:
@@ -188,7 +211,7 @@ def find(state: ShardingState, claimed: set[int]) -> Found:
                 found.borrowed.append((p, place))
             else:
                 by_param[id(p)] = len(found.originals)
-                found.originals.append(_original(p, place))
+                found.originals.append(_original(p, place, home))
                 found.names.append(f"{path}.{name}" if path else name)
                 found.infos.append((path, m, name))
                 if is_lazy(p):
@@ -197,11 +220,11 @@ def find(state: ShardingState, claimed: set[int]) -> Found:
     return found
 
 
-def _original(param: nn.Parameter, place: Place) -> OriginalParameter:
+def _original(param: nn.Parameter, place: Place, home: int) -> OriginalParameter:
     if is_dtensor(param):
-        return SplitParameter(param, place)
+        return SplitParameter(param, place, home)
     kind = ExtendedParameter if is_extended(param) else OriginalParameter
-    return kind(param, place)
+    return kind(param, place, home)
 
 
 def alike(originals: Sequence[OriginalParameter], state: ShardingState) -> list[list[int]]:
@@ -550,6 +573,7 @@ def _borrow(found: Found) -> list[FlatParam]:
         for listing in flat.listings:
             if is_dtensor(listing.param) and listing.originals[0].param is param:
                 register(place, cast("nn.Parameter", listing.param))  # state dicts have it under each name
+                place.module.__dict__.pop(place.name, None)
         flat.is_borrowed = True
     return found.lenders()
 
@@ -598,7 +622,9 @@ def _wake(state: ShardingState) -> None:
     borrowed, divisors = state.__dict__.pop("borrowed"), state.__dict__.pop("divided")
     state.is_asleep = False
     connect(state, state.flats[0].listings[0].param if state.flats else None, borrowed)
-    for flat in state.flats:
+    for flat in [
+        f for f in state.flats if f.is_asleep
+    ]:  # else of a unit of several modules, whose first is awake
         if flat.layout.world_size != state.group.world_size:
             raise ConfigurationError(
                 f"this FSDP module was pickled as a shard of {flat.layout.world_size} and is loaded by "
@@ -606,7 +632,7 @@ def _wake(state: ShardingState) -> None:
             )
         flat.connect(state.group, state.post_forward_mesh)
     name_flats(state)
-    _make_unit(state, [m for _, m in state.own_modules()], borrowed)
+    _make_unit(state, [m for s in state.mates or [state] for _, m in s.own_modules()], borrowed)
     state.unit.divisors = divisors
     state.unit.attach()
 
@@ -726,6 +752,8 @@ def begin_move(state: ShardingState) -> None:
 
 def end_move(state: ShardingState) -> None:
     """After shards were moved, cast, or replaced by other objects."""
+    if state.mates and not all(flat.shards.are_alike() for flat in state.flats if flat.shards is not None):
+        return  # others of these modules follow
     for flat in state.flats:
         _take_listed(flat)
     if state.flats and state.options.device is None:

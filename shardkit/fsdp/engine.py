@@ -450,6 +450,7 @@ class Engine:
         self._last_reduced: list[torch.Tensor] = []
         for unit in self.units:
             unit.engine, unit.enter_backward = self, partial(self.reach, unit)
+        self.set_accumulating([unit.accumulates for unit in self.units])
 
     # ------------------------------------------------------------ forward
     @not_compiled
@@ -457,7 +458,8 @@ class Engine:
         """The root's forward begins: what is gathered still is of an earlier one."""
         self.recover()
         for unit in self.units:
-            if unit.is_held:
+            unit.left = 0
+            if unit.is_held and not (unit.keep_after_backward and unit.is_current()):
                 unit.release()
             if unit.keeps_between:
                 unit.forget_between()
@@ -486,7 +488,7 @@ class Engine:
             self.after = tensors_in(inputs)
         self.forwards += 1
         in_backward = current_backward() != NO_BACKWARD
-        if not self.recording and not in_backward:
+        if not self.recording and not in_backward and (unit.gathered_at is None or not unit.is_current()):
             unit.release()  # what an earlier forward left gathered may be old
         if self._locked:
             self._unlock(unit.needs)
@@ -529,6 +531,7 @@ class Engine:
             return
         if self.forwards == 0:
             self.thread = NO_THREAD  # now, for what follows may raise
+        unit.left += 1
         if self.recording:
             self._ends.append((unit, len(self._calls)))
             if unit.keep_after_forward:
@@ -536,7 +539,8 @@ class Engine:
             calls, order = self._calls, self._order
             if len(calls) == len(order) and calls[-1] is unit and order[-1] is unit:
                 return  # backward begins with it
-        unit.release(until_backward=self.recording)
+        if unit.left >= unit.doors:  # else others of its modules follow
+            unit.release(until_backward=self.recording)
 
     @not_compiled
     def end_forward(self) -> None:
@@ -694,7 +698,8 @@ class Engine:
 
     def leave(self, unit: Unit) -> None:
         """Backward has left a call of a unit whose gradients, if any, are there."""
-        if self._is_planned and self._order.count(unit) == 1:  # else it may come back on some ranks
+        is_last = self._is_planned and self._order.count(unit) == 1  # else it may come back on some ranks
+        if is_last and not unit.keep_after_backward:
             unit.release()
 
     def _pass(self) -> None:
@@ -703,9 +708,10 @@ class Engine:
         if self._is_planned and not self.state.accumulating:
             for row in self._reductions[self._next_reduction : self._due[self._passed]]:
                 self._next_reduction += 1
-                self._send(row)
+                if not row.accumulates:
+                    self._send(row)
                 for unit in row.units if isinstance(row, SmallUnits) else (row,):
-                    if unit.waiting and not unit.open_calls:
+                    if unit.waiting and not unit.open_calls and not unit.keep_after_backward:
                         unit.release()
         self._gather_until(self._plan.until[self._passed])
 
@@ -737,21 +743,23 @@ class Engine:
         """All gradients of a unit are there."""
         if self._creates_graph:
             self._refuse_graph([unit])
-        if not unit.open_calls:
+        if not unit.open_calls and not unit.keep_after_backward:
             unit.release()
-        if self.state.accumulating:
+        if unit.accumulates:
             unit.widen_local_gradients()
-            return
+            if self.state.accumulating:
+                return
         if not self._is_planned and self._needs_one_order:
             return
         order, due, following = self._reductions, self._due, self._passed + 1
         limit = due[following] if self._is_planned and following < len(due) else len(order)
         while self._next_reduction < limit:
             ready = order[self._next_reduction]
-            if ready.waiting:
-                return
+            if not ready.accumulates:
+                if ready.waiting:
+                    return
+                self._send(ready)
             self._next_reduction += 1
-            self._send(ready)
 
     def defer(self, unit: Unit) -> None:
         """All gradients of a unit are there, but more may be added to them while backward is inside of the unit."""
@@ -800,6 +808,8 @@ class Engine:
                 self._lock(self._held)
         for unit in self.units:
             unit.end_backward()
+            if unit.is_held:
+                self._lock(unit.needs)
         self.units[0].backwards += 1
         if self._after_backward is not None:
             self._after_backward()
@@ -818,23 +828,21 @@ class Engine:
             self._pass()
             gathers[self._passed].release()
         for unit in self.units:
-            if unit.is_held:
+            if unit.is_held and not unit.keep_after_backward:
                 unit.release()
         self._release_kept()
-        if not self.state.accumulating:
-            rest = self._reductions[self._next_reduction :]
-            self._next_reduction += len(rest)
-            for row in rest:
+        rest = self._reductions[self._next_reduction :]
+        self._next_reduction += len(rest)
+        for row in rest:
+            if not row.accumulates:
                 self._send(row)
 
     def _finish_backward(self) -> None:
         self._finish_plan()
-        if self.state.accumulating:
-            for unit in self.units:
+        for unit in self.units:
+            if unit.accumulates:
                 unit.note_local_gradients()
-            return
-        for unit in self.units:  # called outside of the root's forward, or twice in nested backwards
-            if unit.has_local_gradients():
+            elif unit.has_local_gradients():  # called outside of the root's forward, or in nested backwards
                 self._send(unit)
         while self._in_flight:
             self._receive()
@@ -863,6 +871,7 @@ class Engine:
                 unit.forget_reduction()
         for unit in self.units:
             unit.drop_local_gradients()
+            unit.release()
             unit.end_backward()
         self._release_kept()
         for flat in self._held:
@@ -896,10 +905,25 @@ class Engine:
             )
         self.recover()
 
-    def set_accumulating(self, value: bool) -> bool:
-        """Switches ``no_sync``; returns what it was."""
-        before, self.state.accumulating = self.state.accumulating, value
+    def set_accumulating(self, values: Sequence[bool]) -> list[bool]:
+        """Says of each unit whether it keeps its gradients, as in ``no_sync``; returns what was said before."""
+        before = [unit.accumulates for unit in self.units]
+        for unit, value in zip(self.units, values, strict=True):
+            unit.accumulates = value
+        self.state.accumulating = all(values)
         return before
+
+    def reduce_now(self) -> None:
+        """Reduces what units have kept (collective), without a backward."""
+        self.check_idle("a reduction of gradients")
+        with torch.no_grad():
+            for unit in self.units:
+                if not unit.accumulates and unit.has_local_gradients():
+                    self._send(unit)
+            while self._in_flight:
+                self._receive()
+            for unit in self.units:
+                unit.end_backward()
 
     def __getstate__(self) -> NoReturn:
         raise TypeError("an engine is not copied; the root makes a new one")

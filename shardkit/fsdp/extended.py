@@ -154,8 +154,8 @@ class ExtendedParameter(OriginalParameter):
     beside = "has a class with fsdp_pre_all_gather"
     store = Extended
 
-    def __init__(self, param: nn.Parameter, place: Place) -> None:
-        super().__init__(param, place)
+    def __init__(self, param: nn.Parameter, place: Place, home: int = 0) -> None:
+        super().__init__(param, place, home)
         self.part: Tree = param.detach()
         self.memory: list[torch.Tensor] = []
 

@@ -63,9 +63,10 @@ class FlatParam:
         shards: what modules list for the original parameters; None where ``param`` is listed.
         listings: what registered parameters are listed for: itself, or its original parameters one by one.
         versioned: tensors whose versions change with every change of the shard.
+        lists_dtensors: these are DTensors.
         trains: whether gradients are reduced for it, as far as its unit knows.
         label: what it is called in errors.
-        path: the unit's path in the root module, as far as it is known.
+        paths: of the unit's modules in the root module, as far as they are known.
         ranges: the unit's.
         store: where its values are, and in which state.
         is_borrowed: units of other modules need original parameters, too.
@@ -95,10 +96,10 @@ class FlatParam:
         self.shards: RegisteredShards | None = None
         self.listings: Sequence[Listing] = [self]
         self.versioned: Sequence[torch.Tensor] = [param]
-        self.trains = False
+        self.trains = self.lists_dtensors = False
         self.group = group
         self.layout = layout
-        self.label = self.path = ""
+        self.label, self.paths = "", [""]
         self.ranges: UnitRanges = UNNAMED
         self.is_borrowed = False
         self.unused = Unused(len(self.originals))
@@ -138,9 +139,20 @@ class FlatParam:
 
     first = position = 0  # it has all of its original parameters
 
+    @property
+    def path(self) -> str:
+        """The unit's path in the root module, as far as it is known."""
+        return self.paths[0]
+
+    def path_of(self, number: int) -> str:
+        """The same for the module that an original parameter's name is of."""
+        home = self.originals[number].home
+        return self.paths[home] if home < len(self.paths) else ""
+
     def list_each(self, shards: RegisteredShards) -> None:
         """From now on modules list these, whose memory is the shard's."""
         self.shards, self.listings = shards, shards.each
+        self.lists_dtensors = shards.are_dtensors
         self.param = UnlistedShard.of(self.param.data, shards)
         self._note_listings()
 

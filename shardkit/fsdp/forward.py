@@ -213,16 +213,16 @@ def become_root(state: ShardingState) -> Engine:
     states = state.states()
     names = {id(m): n for n, m in state.door.named_modules() if state_of(m) is not None}
     for s in states:
-        s.unit.rename(clean(names[id(s.door)]))
+        s.unit.rename([clean(names.get(id(m.door), "")) for m in s.mates or [s]])
         name_flats(s, s.unit.name or "the root")
-        s.is_root = s is state
     reshard = state.options.reshard
     state.unit.keep_after_forward = reshard.after_forward is False or not reshard.root
     training_begins(state.group)
     after_backward = state.group.backend.mark_step if state.options.mark_step else None
-    engine = Engine([s.unit for s in states], reshard.prefetch, after_backward)
-    for s in states:
+    engine = Engine([*dict.fromkeys(s.unit for s in states)], reshard.prefetch, after_backward)
+    for s in dict.fromkeys([*states, *state.mates]):
         s.engine = engine
+        s.is_root = s is state or s in state.mates
         s.cast_buffers()
     originals = sum(len(flat.originals) for flat in state.all_flats())
     announce(state.door, len(states), originals, state.group)

@@ -11,12 +11,13 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
+from types import FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
 
-from ..backend import Backend
+from ..backend import Backend, backend_for
 from ..errors import ConfigurationError, LifecycleError
 from ..layout import Align
 from ..optimizer_state.marking import check_request
@@ -44,10 +45,11 @@ from .forward import (
     watched,
 )
 from .originals import check_asker
-from .state import Options, ShardingState, end_unshard, enter_summon, state_of
+from .state import Ignored, Options, ShardingState, end_unshard, enter_summon, state_of
 from .state_dict import begin_loading, detach_entries, end_loading
 from .submodule_api import collect_in_place
-from .torch_words import TorchsArguments, TorchsMethods, in_torchs_words, modules_of
+from .torch_class import note_state_for_torch, own_class, sharded_class
+from .torch_words import TorchsArguments, TorchsMethods, in_torchs_words, modules_of, outermost_of
 from .wrapper import Door
 
 if TYPE_CHECKING:
@@ -72,7 +74,7 @@ def fully_shard(
     device: torch.device | str | None = None,
     backend: str | Backend | None = None,
     mesh: DeviceMesh | None = None,
-    dtensors: bool = False,
+    dtensors: bool | None = None,
     **torchs_words: Unpack[TorchsArguments],
 ) -> M:
     """Shards a module in place: as :class:`~shardkit.FSDP`, but the module keeps its class, methods and names.
@@ -87,51 +89,88 @@ def fully_shard(
     ``parameters()`` and ``named_parameters()`` list this rank's part of each parameter under its name: whole rows,
     ``[rows here, ...]``, maybe none; vectors are cut anywhere, and where rows are very long, parts of rows
     (:func:`~shardkit.layout.rows_layout`). ``state_dict()`` is full, and ``load_state_dict()`` takes a full one (both
-    collective). What wrappers have as methods, ``sharding_of(module)`` has. With ``dtensors=True`` they list DTensors,
-    cut by rows as FSDP2 cuts, and ``state_dict()`` has these, so that torch's own functions know what to do with them;
-    each gather costs a copy then. Parameters that are DTensors already, by tensor parallelism, need this and ``mesh=``.
-    Where execution is lazy (XLA), parts are 1-D and even, and are reduced one by one.
-    ``align=n`` keeps n rows together.
+    collective). What wrappers have as methods, ``sharding_of(module)`` has. Of several modules each becomes a unit.
+    ``align=n`` keeps n rows together. Where execution is lazy (XLA), parts are 1-D and even, and reduced one by one.
 
-    Arguments are those of :class:`~shardkit.FSDP`, or those of torch's ``fully_shard`` (FSDP2) with torch's policies:
-    ``mesh``, ``reshard_after_forward``, ``mp_policy``, ``offload_policy``. Of several modules each becomes a unit.
+    With ``dtensors=True`` the module is as torch's ``fully_shard`` (FSDP2) makes it: DTensors are listed, cut by rows,
+    ``state_dict()`` has these, its class has torch's FSDPModule among its bases, several modules are one unit; torch's
+    own functions know what to do with it, and each gather costs a copy. Parameters that are DTensors already, by tensor
+    parallelism, need this and ``mesh=``. That is the default where all that is said
+    is in torch's words (``mesh``, ``reshard_after_forward``, ``mp_policy``, ``offload_policy``, ...), or modules inside
+    are listed so.
+
+    Arguments are those of :class:`~shardkit.FSDP`, or those of torch's ``fully_shard`` with torch's policies.
     Returns: what was passed; FSDP2's methods (``unshard``, ``set_requires_gradient_sync``, ...) are attributes of it.
     Raises: ConfigurationError (sharded already) and what :class:`~shardkit.FSDP` raises.
     Source: the shape of torch.distributed.fsdp.fully_shard (FSDP2).
     """
-    words = in_torchs_words(torchs_words)
+    words, given = in_torchs_words(torchs_words), modules_of(module)
+    modules = given
+    if words.shard_placement_fn is not None:
+        words.check_placements(modules)
+    inside = [*map(_listing_dtensors, modules)]
+    if dtensors is None:
+        ours = precision, reshard, offload, reduce, align, group, replicas, device, backend
+        are_torchs = bool(torchs_words) or mesh is not None or any(inside)
+        dtensors = are_torchs and ours.count(None) == len(ours) and _are_dtensors_meant(modules)
+    if dtensors and len(modules) > 1:
+        modules = outermost_of(modules)
+    mesh = mesh if words.dp_mesh_dims is None else words.mesh(mesh)
+    casts = words.casts_inputs
     group, replicas = shards_and_replicas_of(mesh, group, replicas)
     options = Options.given(
         group=group, replicas=replicas, precision=words.precision(precision), reshard=words.reshard(reshard),
         offload=words.offload(offload), reduce=words.reduce(reduce),
         flatten=False, sync_module_states=sync_module_states, device=device, backend=backend,
         layout=EachAlone(AlignedLayout("rows"), True) if dtensors else RowsLayout(align),
-        dtensors=dtensors, mesh=mesh,
+        dtensors=dtensors, mesh=mesh, casts_inputs=casts, casts_root_inputs=casts,
     )  # fmt: skip
     states: list[ShardingState] = []
-    for each in modules_of(module):
-        _check(each, dtensors)
-        states.append(ShardingState(each, each, options))
+    for each, listing in zip(given, inside, strict=True):
+        _check(each, dtensors, listing)
+    for each in modules:
+        states.append(ShardingState(each, each, options, Ignored(parameters=set(words.ignored_params or ()))))
+    for state in states if dtensors and len(states) > 1 else ():
+        state.mates = states
     shard(states)
     for state in states:
-        _InPlace(state).install()
+        InPlace(state).install()
         words.cast_outputs_of(state.module)
     return module
 
 
-def _check(module: nn.Module, dtensors: bool) -> None:
+def _are_dtensors_meant(modules: Sequence[nn.Module]) -> bool:
+    """Where nobody says, and torch's words are spoken: on ranks that torch knows, as tensors with memory."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return False
+    some = next((p for module in modules for p in module.parameters()), None)
+    return backend_for([] if some is None else [some], None).has_storage
+
+
+def _check(module: nn.Module, dtensors: bool, listing_dtensors: list[nn.Module]) -> None:
     if state_of(module) is not None:
         raise ConfigurationError(
             f"this {type(module).__name__} is sharded already; call fully_shard once for each"
         )
-    listing_dtensors = [m for m in module.modules() if (s := state_of(m)) is not None and s.options.dtensors]
-    check_wrappable(
-        module,
-        "fully_shard",
-        may_hold=Door,
-        without=listing_dtensors,
-        may_list=_may_list if dtensors else None,
-    )
+    if (
+        dtensors
+        and isinstance(module, nn.ModuleList | nn.ModuleDict)
+        and type(module).forward is nn.Module.forward
+    ):
+        raise ConfigurationError(
+            f"fully_shard does not support containers that do not implement forward ({type(module).__name__}): nobody "
+            "calls them. Shard their members, each or as a list"
+        )
+    may_list = _may_list if dtensors else None
+    check_wrappable(module, "fully_shard", may_hold=Door, without=listing_dtensors, may_list=may_list)
+
+
+def _listing_dtensors(module: nn.Module) -> list[nn.Module]:
+    found: list[nn.Module] = []
+    for state in map(state_of, module.modules()):
+        if state is not None and state.options.dtensors:
+            found.append(state.module)
+    return found
 
 
 def _may_list(param: nn.Parameter) -> bool:
@@ -154,13 +193,16 @@ class _Call(NamedTuple):
     handled: BaseException | None
 
 
-class _InPlace:
+class InPlace:
     """The hooks of one module."""
 
     def __init__(self, state: ShardingState) -> None:
         self._state = state
         self._calls: list[_Call] = []
         self._is_refused = False
+        self._method: FrameType | None = (
+            None  # that torch's ``register_fsdp_forward_method`` made, while it runs
+        )
 
     def install(self) -> None:
         module, state = self._state.door, self._state
@@ -175,6 +217,9 @@ class _InPlace:
         module.__dict__["_apply"] = self._apply
         module.__dict__["_fqn_modifiers"] = self._fqn_modifiers
         module.__dict__["_is_accelerate_prepared"] = AccelerateAsks()
+        if state.options.dtensors:
+            module.__class__ = sharded_class(type(module))
+            note_state_for_torch(module)
         TorchsMethods(state).install()
 
     # ------------------------------------------------------------ forward
@@ -186,6 +231,8 @@ class _InPlace:
         handled = sys.exc_info()[1]
         dtype = state.input_dtype if state.options.casts_inputs else input_dtype(state)
         entered = None
+        if self._method is not None:
+            self.end_method()
         try:
             if state.is_computing:
                 enter_again(state)
@@ -232,6 +279,37 @@ class _InPlace:
             fail(state, call.entered, error)
             return outputs
         return leave(state, call.entered, outputs)
+
+    def enter_method(
+        self, module: nn.Module, args: Args, kwargs: Kwargs, method: FrameType
+    ) -> tuple[Args, Kwargs]:
+        """As forward, for a method that nobody tells of where it raises: it has where its frame is gone."""
+        args, kwargs = self._enter(module, args, kwargs) or (args, kwargs)
+        if self._method is None:
+            self._method = method
+        return args, kwargs
+
+    def leave_method(self, module: nn.Module, outputs: Tree) -> Tree:
+        """The end of such a method."""
+        outputs = self._leave(module, (), {}, outputs)
+        if not self._calls:
+            self._method = None
+        return outputs
+
+    def end_method(self) -> None:
+        """Forgets such a method where it has raised."""
+        frame = sys._getframe(1)
+        while frame is not None and frame is not self._method:
+            frame = frame.f_back  # type: ignore[assignment]
+        if frame is not None:
+            return
+        self._method, state = None, self._state
+        while self._calls:
+            call = self._calls.pop()
+            call.around.close()
+            if call.entered is not None:
+                fail(state, call.entered, RuntimeError("a registered method raised"))
+        state.is_computing = False
 
     # ------------------------------------------------------------ state dicts
     def _fqn_modifiers(self) -> dict[str, str]:
@@ -288,14 +366,14 @@ class _InPlace:
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
         wake(self._state)
         begin_move(self._state)
-        type(self._state.module)._apply(self._state.module, fn, recurse)
+        own_class(self._state.module)._apply(self._state.module, fn, recurse)
         end_move(self._state)
         return self._state.module
 
-    def __deepcopy__(self, memo: Memo) -> _InPlace:
+    def __deepcopy__(self, memo: Memo) -> InPlace:
         """Called while the module is copied; the state of the copy is asleep until the copy is whole and used."""
         check_copied(self._state, memo)
-        made = _InPlace.__new__(_InPlace)
+        made = InPlace.__new__(InPlace)
         memo[id(self)] = made
         made.__init__(copy.deepcopy(self._state, memo))  # type: ignore[misc]
         return made
@@ -304,7 +382,7 @@ class _InPlace:
         """What a file takes, in which the state is asleep."""
         wake(self._state)
         check_pickled(self._state)
-        return {"_state": self._state, "_calls": [], "_is_refused": False}
+        return {"_state": self._state, "_calls": [], "_is_refused": False, "_method": None}
 
 
 def _first(handle: Any, hooks: Any) -> None:

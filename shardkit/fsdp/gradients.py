@@ -336,7 +336,7 @@ class JoinedReduction:
         label = f"gradients of {self._first._flat.label} and {len(self.packs) - 1} more"
         self.in_flight = self._first._scatter(self._packed, had, had_all, label)
 
-    def is_done(self) -> bool:
+    def is_reduced(self) -> bool:
         """Whether :meth:`receive` would not wait."""
         return self.in_flight is None or (work := self.in_flight[3]) is None or work.is_done()
 

@@ -139,6 +139,7 @@ class OriginalParameter:
         of_shard: its class between uses where this rank's shard has all of it.
         beside: what it is beside values that lie in a shard, and data divides alone; for errors.
         store: where its values are, if they are in no shard.
+        home: number of the module that its name is of, where several modules are one unit.
     """
 
     beside = ""
@@ -149,8 +150,8 @@ class OriginalParameter:
 
     kind: Any
 
-    def __init__(self, param: nn.Parameter, place: Place) -> None:
-        self.param, self.places = param, [place]
+    def __init__(self, param: nn.Parameter, place: Place, home: int = 0) -> None:
+        self.param, self.places, self.home = param, [place], home
         self.shape = torch.Size() if is_lazy(param) else param.shape
         self.kind = GatheredParameter if type(param) is nn.Parameter else type(param)
 
@@ -187,8 +188,8 @@ class SplitParameter(OriginalParameter):
     beside = "is cut over further ranks by tensor parallelism"
     param: Any
 
-    def __init__(self, param: DTensor, place: Place) -> None:
-        self.param, self.places = param, [place]
+    def __init__(self, param: DTensor, place: Place, home: int = 0) -> None:
+        self.param, self.places, self.home = param, [place], home
         self.shape, self.mesh = param._local_tensor.shape, param.device_mesh
         self.kind: type[torch.Tensor] = type(param)
         self.released, self.of_shard = (without_values(k, param) for k in (ReleasedParameter, ViewOfShard))
@@ -230,7 +231,10 @@ def _both(kind: type[torch.Tensor], of_torch: type[torch.Tensor]) -> type[torch.
 
 def mesh_of(originals: Sequence[OriginalParameter]) -> DeviceMesh | None:
     """The mesh over which tensor parallelism has cut some of these; None where there are none."""
-    return next((o.mesh for o in originals if isinstance(o, SplitParameter)), None)
+    for original in originals:  # asked for every unit: without a generator, whose steps are calls
+        if isinstance(original, SplitParameter):
+            return original.mesh
+    return None
 
 
 def refuse_split(originals: Sequence[OriginalParameter], what: str, instead: str) -> None:
@@ -373,8 +377,8 @@ def _name(param: torch.Tensor) -> str:
 
 
 def _name_in(owner: Owner) -> str:
-    name = owner.flat.names[owner.number]
-    return f"{owner.flat.path}.{name}" if owner.flat.path else name
+    name, path = owner.flat.names[owner.number], owner.flat.path_of(owner.number)
+    return f"{path}.{name}" if path else name
 
 
 def _described(param: ReleasedParameter | ReleasedView) -> str:

@@ -12,7 +12,9 @@ Memory is the truth: before values are gathered, registered parameters whose mem
 
 [Note: registries] Parameters that lie in a flat parameter are attributes of their modules, and in no registry: code
 that walks ``module._parameters`` (to find shared weights, say) finds what fairscale leaves there. The order in which a
-module was written with them is kept beside, for those who list them or put them back.
+module was written with them is kept beside, for those who list them or put them back. Where DTensors are listed, the
+attribute is the original parameter only while that has values, and the DTensor at all other times, as with FSDP2:
+``init_weights`` and what loads a checkpoint write to it.
 """
 
 from __future__ import annotations
@@ -116,7 +118,8 @@ class RegisteredShard:
         )
         for module, name in self.places:  # where the original parameter was; that is an attribute from now on
             module._parameters[name] = self.param
-            module.__dict__[name] = original.param
+            if spec is None:
+                module.__dict__[name] = original.param
 
     @property
     def names(self) -> list[str]:
@@ -126,7 +129,7 @@ class RegisteredShard:
     @property
     def path(self) -> str:
         """The unit's path in the root module, as far as it is known."""
-        return self.flat.path
+        return self.flat.path_of(self.first)
 
     @property
     def label(self) -> str:
@@ -175,6 +178,7 @@ class RegisteredShards:
         each: in the order of the original parameters.
         params: what is listed for each.
         versioned: tensors whose versions change with every change of these.
+        are_dtensors: modules list DTensors.
         has_copies: every rank has all of some of them.
     """
 
@@ -202,7 +206,7 @@ class RegisteredShards:
         for k, r in enumerate(self.each):
             if r.numel == 0:
                 self._parts[k] = len(self._split) - 2, r.shape
-        self._are_dtensors = any(r.spec is not None for r in self.each)
+        self.are_dtensors = any(r.spec is not None for r in self.each)
         self._are_apart = any(isinstance(r.original, ExtendedParameter) for r in self.each)
         self.has_copies = any(r.layout.copies for r in self.each) or (
             mesh_of([r.original for r in self.each]) is not None
@@ -221,13 +225,18 @@ class RegisteredShards:
     def _note_memory(self, shard: torch.Tensor) -> None:
         self.params = [r.param for r in self.each]
         self._locals = [r.local(r.param) for r in self.each]
-        self.versioned = [*self.params, *self._locals, shard] if self._are_dtensors else self.params
+        self.versioned = [*self.params, *self._locals, shard] if self.are_dtensors else self.params
         self._addresses = [] if shard.is_meta or self._are_apart else list(map(_address_of, self._locals))
 
     # ------------------------------------------------------------ values
     def are_views(self) -> bool:
         """Whether nobody has replaced the memory of a registered parameter."""
         return not self._addresses or list(map(_address_of, self._locals)) == self._addresses
+
+    def are_alike(self) -> bool:
+        """Whether what modules list now is of one dtype and device: not while some of several modules have moved."""
+        now = [module._parameters.get(name) for module, name in (r.places[0] for r in self.each)]
+        return len({(p.dtype, p.device) for p in now if p is not None}) == 1
 
     @torch.no_grad()
     def collected(self, numel: int) -> torch.Tensor:
@@ -343,7 +352,7 @@ class RegisteredShards:
             (parts[k] if len(shape) == 1 else parts[k].view(shape)) if h else None
             for h, (k, shape) in zip(had, self._parts, strict=True)
         ]
-        if self._are_dtensors:
+        if self.are_dtensors:
             self._gradients = StorageWeakRef(gradient.untyped_storage())
             for k, r in enumerate(self.each):
                 view = views[k]

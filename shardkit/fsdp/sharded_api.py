@@ -121,7 +121,7 @@ class ShardedAPI(abc.ABC):
             LifecycleError: called on a unit below the root.
         """
         engine = self._root_engine("no_sync")
-        before = engine.set_accumulating(True)
+        before = engine.set_accumulating([True] * len(engine.units))
         try:
             yield
         finally:

@@ -127,7 +127,8 @@ class ShardingState:
         unit_module: of a wrapper, what lists flat parameters.
         input_dtype: what floating point inputs are cast to, where they are; None leaves them.
         ignored: what of it is not.
-        flats: its flat parameters.
+        flats: its flat parameters; of several modules that are one unit, the unit's.
+        mates: the states of all of these, in order; none where it is alone.
         shared_paths: where weights of the module are used a second time, as (first path, other path).
         nesting: how many units lie one inside another here.
         group: ranks among which it is sharded.
@@ -156,6 +157,7 @@ class ShardingState:
         self.input_dtype = options.precision.inputs or options.precision.compute
         self.ignored = ignored or Ignored()
         self.flats: list[FlatParam] = []
+        self.mates: list[ShardingState] = []
         self.shared_paths: list[tuple[str, str]] = []
         self.nesting = 1
         self.group: Group
@@ -215,15 +217,19 @@ class ShardingState:
         return self.flats[0].param.device if self.flats else self.group.backend.device()
 
     def make_unit(self, borrowed: list[FlatParam]) -> None:
-        """What the engine runs, of the flat parameters that there are."""
-        self.unit = Unit(
-            self.flats,
-            borrowed,
-            self.options.reshard.after_forward is False,
-            self.options.reduce,
-            self.divisors,
-            self.replicas,
-        )
+        """What the engine runs, of the flat parameters that there are; modules that are one unit have the same."""
+        for mate in self.mates:
+            if mate.__dict__.get("unit") is not None:
+                self.unit = mate.unit
+                return
+        keeps = self.options.reshard.after_forward is False
+        self.unit = Unit(self.flats, borrowed, keeps, self.options.reduce, self.divisors, self.replicas)
+        self.unit.doors = max(1, len(self.mates))
+
+    @property
+    def home(self) -> int:
+        """Its place among the modules that are one unit; see :class:`~.originals.OriginalParameter`."""
+        return next((k for k, m in enumerate(self.mates) if m is self), 0)
 
     def own_modules(self, prefix: str = "") -> list[tuple[str, nn.Module]]:
         """``named_modules`` of the module, without those below other units, and those that it ignores."""
@@ -235,7 +241,7 @@ class ShardingState:
 
     def all_flats(self) -> list[FlatParam]:
         """The flat parameters of these."""
-        return [flat for state in self.states() for flat in state.flats]
+        return [*dict.fromkeys(flat for state in self.states() for flat in state.flats)]
 
     def all_listings(self) -> list[Listing]:
         """What registered parameters are listed for, unit by unit in the order of parameters."""
@@ -243,8 +249,10 @@ class ShardingState:
 
     @property
     def listings(self) -> list[Listing]:
-        """What the unit's own registered parameters are listed for."""
+        """What the registered parameters of its module are listed for."""
         found = [listing for flat in self.flats for listing in flat.listings]
+        if self.mates:
+            found = [listing for listing in found if listing.originals[0].home == self.home]
         return found if len(self.flats) == 1 else sorted(found, key=_position_of)
 
     def forget_root(self) -> None:

@@ -114,7 +114,7 @@ def sharded_state_dict(state: ShardingState) -> dict[str, torch.Tensor]:
     for unit in state.states():
         before = paths[id(unit.door)]
         for flat in unit.flats:
-            for name, pieces in _pieces_of(flat):
+            for name, pieces in _pieces_of(flat, unit.home):
                 found[_name(before, name)] = pieces
         for source, name in unit.shared_paths:
             first = _name(before, source)
@@ -129,7 +129,7 @@ def _name(path: str, name: str) -> str:
     return plain_name(f"{path}.{name}" if path else name)
 
 
-def _pieces_of(flat: FlatParam) -> Iterator[tuple[str, Pieces]]:
+def _pieces_of(flat: FlatParam, home: int) -> Iterator[tuple[str, Pieces]]:
     if flat.param.is_meta:
         raise ConfigurationError(
             f"{flat.names[0]!r} has no values yet: it was wrapped on the meta device. Call to_empty(device=...) first"
@@ -138,6 +138,8 @@ def _pieces_of(flat: FlatParam) -> Iterator[tuple[str, Pieces]]:
     shard = flat.param.detach().view(-1)
     here = {p.item: p for p in flat.layout.pieces() if p.rank == flat.group.rank}
     for item, (name, original) in enumerate(zip(flat.names, flat.originals, strict=True)):
+        if original.home != home:
+            continue
         piece = here.get(item)
         run = shard[:0] if piece is None else shard[piece.offset : piece.offset + piece.numel]
         yield name, Pieces(original.shape, run, 0 if piece is None else piece.start)
@@ -194,6 +196,8 @@ def _shared_across(state: ShardingState, paths: dict[nn.Module, str]) -> list[tu
         inside = {id(x) for x in s.door.modules()}
         for flat in s.flats:
             for original, name in zip(flat.originals, flat.names, strict=True):
+                if original.home != s.home:
+                    continue
                 first = f"{paths[s.door]}.{name}" if paths[s.door] else name
                 for module, attribute in original.places:
                     if id(module) not in inside and module in paths:

@@ -194,6 +194,8 @@ class Store(ABC):
         """They are parameters like any other."""
         for original in self._originals:
             original.param.__class__ = original.kind
+        if self._flat.lists_dtensors:
+            self._be_attributes(True)
         try:
             self._versions = list(map(_version_of, self._originals))
         except RuntimeError:  # of inference tensors
@@ -208,6 +210,17 @@ class Store(ABC):
             self._versions = []
         for original in self._originals:
             original.param.__class__ = original.released
+        if self._flat.lists_dtensors:
+            self._be_attributes(False)
+
+    def _be_attributes(self, have_values: bool) -> None:
+        """What a module has under a name is the original parameter, or what is listed; see ``registered.py``."""
+        for original in self._originals:
+            for module, name in original.places:
+                if have_values:
+                    module.__dict__[name] = original.param
+                else:
+                    module.__dict__.pop(name, None)
 
     # ------------------------------------------------------------ full precision
     def summon(self) -> torch.Tensor:
@@ -653,6 +666,8 @@ class Whole(Store):
         """Gradients alone: what is read of values is true, and what is written to them is kept."""
         for original in self._originals:
             original.param.__class__ = original.of_shard
+        if self._flat.lists_dtensors:
+            self._be_attributes(False)
 
     def finish(self) -> None:
         """There was nothing to wait for."""
@@ -683,6 +698,8 @@ class Deferred(Store):
 
     def start(self, after: Sequence[torch.Tensor] = ()) -> None:
         self.state = GATHERED
+        if self._flat.lists_dtensors:
+            self._be_attributes(True)
 
     def lock(self) -> None:
         """There is nothing that could be read or written."""
@@ -694,6 +711,8 @@ class Deferred(Store):
         self.users = 0
         if self.state in FULL:
             self.state = RELEASED
+            if self._flat.lists_dtensors:
+                self._be_attributes(False)
 
 
 def store_for(flat: FlatParam, before: Store | None) -> Store:

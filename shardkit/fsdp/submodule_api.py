@@ -233,7 +233,7 @@ def _shards_of(module: nn.Module) -> dict[str, Listing]:
     found: dict[str, Listing | None] = {n: managing(p) for n, p in hidden(module)}
     for name, param in module._parameters.items():
         flat = None if param is None else shard_behind(param)
-        if flat is not None and flat.group.world_size > 1:
+        if flat is not None and flat.group.world_size > 1 and not is_dtensor(param):
             found[name] = flat
     return {name: flat for name, flat in found.items() if flat is not None}
 
@@ -304,7 +304,6 @@ def _on_parameter(parent: nn.Module, name: str, param: nn.Parameter | None) -> n
     before = parent._parameters.get(name)
     listing = None if before is None else listing_of(before)
     if listing is not None and is_dtensor(listing.param) and is_collecting():  # load_state_dict(assign=True)
-        parent.__dict__[name] = listing.originals[0].param  # from where torch has taken it
         return _assigned(listing, param)
     flat = managing(param)
     if flat is not None and any(o.param is param and (parent, name) in o.places for o in flat.originals):

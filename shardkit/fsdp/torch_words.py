@@ -2,28 +2,34 @@
 
 Some methods tell torch what is found out here: the order of units, which is that of the last forward, or when an
 optimizer has stepped. That is taken, and changes nothing.
+
+[Note: FSDP2's class] Programs and libraries ask ``isinstance(module, FSDPModule)``. So where DTensors are listed, as
+torch lists them, a module's class becomes one that has torch's FSDPModule before its own class among its bases, as
+torch makes it; its methods are these.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial, update_wrapper
+from types import MethodType
 from typing import TYPE_CHECKING, NamedTuple, NoReturn, TypedDict
 
 import torch
 from torch import nn
 
-from ..errors import ConfigurationError, LifecycleError
+from ..errors import ConfigurationError
 from ..policy import OffloadPolicy, PrecisionPolicy, ReducePolicy, ReshardPolicy
 from ..torch_seams.compiling import not_compiled
 from ..types import AnyCallable, Args, Kwargs, Tree
 from .construct import wake
-from .forward import MethodCall, become_root, cast_inputs, enter, fail, input_dtype, leave, watched
+from .forward import MethodCall, cast_inputs, enter, fail, input_dtype, leave, watched
 from .state import ShardingState, end_unshard, enter_summon, state_of
 
 if TYPE_CHECKING:
-    from torch.distributed.fsdp import MixedPrecisionPolicy
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import DataParallelMeshDims, MixedPrecisionPolicy
     from torch.distributed.fsdp import OffloadPolicy as TorchsOffloadPolicy
 
 
@@ -34,7 +40,8 @@ class TorchsArguments(TypedDict, total=False):
     mp_policy: MixedPrecisionPolicy | None
     offload_policy: TorchsOffloadPolicy | None
     ignored_params: set[nn.Parameter] | None
-    shard_placement_fn: object
+    shard_placement_fn: Callable[[nn.Parameter], object] | None
+    dp_mesh_dims: DataParallelMeshDims | None
 
 
 class TorchsWords(NamedTuple):
@@ -44,26 +51,51 @@ class TorchsWords(NamedTuple):
     mp_policy: MixedPrecisionPolicy | None = None
     offload_policy: TorchsOffloadPolicy | None = None
     ignored_params: set[nn.Parameter] | None = None
-    shard_placement_fn: object = None
+    shard_placement_fn: Callable[[nn.Parameter], object] | None = None
+    dp_mesh_dims: DataParallelMeshDims | None = None
 
-    def check(self) -> None:
-        """Raises ConfigurationError for what has no counterpart."""
-        if self.ignored_params:
+    def check_placements(self, modules: Sequence[nn.Module]) -> None:
+        """Raises ConfigurationError where parameters are to be cut along another dimension, or over another mesh."""
+        place = self.shard_placement_fn
+        if place is None:
+            return
+        for module in modules:
+            for name, param in module.named_parameters():
+                chosen = place(param)
+                if chosen is not None and getattr(chosen, "dim", None) != 0:
+                    raise ConfigurationError(
+                        f"shard_placement_fn says {chosen} for {name!r} of shape {tuple(param.shape)}: parameters are "
+                        "cut by their rows here, all of a call over one mesh. Return None or Shard(0) for it; values "
+                        "are the same, but files of shards differ in which rank has what"
+                    )
+
+    def mesh(self, given: DeviceMesh | None) -> DeviceMesh | None:
+        """Of the whole mesh, the dimensions that are for data: replicas first."""
+        dims = self.dp_mesh_dims
+        if dims is None or given is None:
+            return given
+        shard, replicate = _names(dims.shard), _names(dims.replicate)
+        unknown = [name for name in (*shard, *replicate) if name not in (given.mesh_dim_names or ())]
+        if unknown or not shard:
             raise ConfigurationError(
-                f"ignored_params ({len(self.ignored_params)} parameters): fully_shard takes all those of a module. "
-                "Leave the modules that hold them out: call fully_shard on the others, one by one"
+                f"dp_mesh_dims={dims} of a mesh with the dimensions {given.mesh_dim_names}: "
+                + (
+                    f"it has no {unknown[0]!r}"
+                    if unknown
+                    else "nothing is sharded, which is DistributedDataParallel's"
+                )
             )
-        if self.shard_placement_fn is not None:
-            raise ConfigurationError(
-                "shard_placement_fn: shards are even parts of flat parameters here, not rows of a dimension; leave it "
-                "out. Values are the same"
-            )
-        mp = self.mp_policy
-        if mp is not None and mp.param_dtype is not None and not mp.cast_forward_inputs:
-            raise ConfigurationError(
-                f"cast_forward_inputs=False with param_dtype={mp.param_dtype}: inputs are cast to the dtype of compute "
-                "here. Leave cast_forward_inputs out, and cast inside of the module what has to stay as it is"
-            )
+        if len(shard) == 1 and len(replicate) <= 1:
+            return given[replicate + shard]
+        from torch.distributed.device_mesh import DeviceMesh
+
+        parts = [given[names]._flatten("_".join(names)) for names in (replicate, shard) if names]
+        return parts[0] if len(parts) == 1 else DeviceMesh._concatenate(parts)
+
+    @property
+    def casts_inputs(self) -> bool:
+        """Whether inputs are cast to the dtype of compute."""
+        return self.mp_policy is None or self.mp_policy.cast_forward_inputs
 
     def precision(self, given: PrecisionPolicy | None) -> PrecisionPolicy | None:
         """Dtypes of compute."""
@@ -102,18 +134,19 @@ class TorchsWords(NamedTuple):
 
 
 def in_torchs_words(given: TorchsArguments) -> TorchsWords:
-    """What was said, checked.
+    """What was said.
 
     Raises:
         TypeError: a word of nobody's.
-        ConfigurationError: it has no counterpart.
     """
     unknown = [name for name in given if name not in TorchsWords._fields]
     if unknown:
         raise TypeError(f"fully_shard() got an unexpected keyword argument {unknown[0]!r}")
-    words = TorchsWords(**given)
-    words.check()
-    return words
+    return TorchsWords(**given)
+
+
+def _names(dims: str | Sequence[str] | None) -> tuple[str, ...]:
+    return () if dims is None else (dims,) if isinstance(dims, str) else tuple(dims)
 
 
 def _cast_outputs(dtype: torch.dtype, module: nn.Module, args: object, outputs: Tree) -> Tree:
@@ -132,12 +165,16 @@ def modules_of(module: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
     return [module] if isinstance(module, nn.Module) else list(module)
 
 
+def outermost_of(modules: Sequence[nn.Module]) -> list[nn.Module]:
+    """Those that are in no other of them."""
+    return [m for m in modules if not any(m is not other and m in set(other.modules()) for other in modules)]
+
+
 _NEEDLESS = (
-    "set_is_last_backward", "set_requires_all_reduce", "set_reshard_after_backward", "set_unshard_in_backward",
+    "set_is_last_backward", "set_requires_all_reduce", "set_unshard_in_backward", "_set_unshard_async_op",
     "set_modules_to_forward_prefetch", "set_modules_to_backward_prefetch", "set_post_optim_event",
     "set_force_sum_reduction_for_comms", "set_allocate_memory_from_process_group_for_comm", "set_symm_mem_for_comm",
     "set_reduce_scatter_unused_params", "set_reduce_scatter_max_input_buffers", "set_separate_reduce_scatter_group",
-    "reset_iter_state",
 )  # fmt: skip
 _REFUSED = ("set_custom_all_gather", "set_custom_reduce_scatter", "set_all_reduce_hook")
 
@@ -158,26 +195,17 @@ class TorchsMethods:
     def install(self) -> None:
         """The module has them, except those that its class has itself."""
         module = self._state.door
-        own: dict[str, AnyCallable] = {
-            "unshard": self.unshard,
-            "reshard": self.reshard,
-            "set_requires_gradient_sync": self.set_requires_gradient_sync,
-            "set_reshard_after_forward": self.set_reshard_after_forward,
-            "set_gradient_divide_factor": self.set_gradient_divide_factor,
-            "set_reduce_scatter_divide_factor": self.set_gradient_divide_factor,
-            **dict.fromkeys(_NEEDLESS, self._needless),
-            "set_manual_backward_finalization": self.set_manual_backward_finalization,
-            "finalize_backward": self.finalize_backward,
-            "set_keep_unsharded_storage": self.set_keep_unsharded_storage,
-            **{name: partial(self._refuse, name) for name in _REFUSED},
-        }
-        for name, method in own.items():
+        for name, method in METHODS.items():
             if not hasattr(type(module), name):
-                module.__dict__[name] = method
+                module.__dict__[name] = MethodType(method, self)
         if callable(
             getattr(type(module), "generate", None)
         ):  # may call a part of the module: an encoder, say
             register_fsdp_forward_method(module, "generate")
+
+    def _states(self, recurse: bool) -> list[ShardingState]:
+        wake(self._state)
+        return self._state.states() if recurse else [self._state]
 
     # ------------------------------------------------------------ values between steps
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
@@ -200,23 +228,12 @@ class TorchsMethods:
 
     # ------------------------------------------------------------ gradients
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
-        """With False, backwards only accumulate this rank's gradients, as in ``no_sync``; called on the root.
-
-        Raises:
-            LifecycleError: called on a unit below the root.
-            ConfigurationError: ``recurse=False`` with units below.
-        """
-        state = self._state
-        engine = state.engine or become_root(state)
-        if not state.is_root:
-            raise LifecycleError(
-                "set_requires_gradient_sync is for the outermost module that fully_shard was called on; call it there"
-            )
-        if not recurse and len(state.states()) > 1:
-            raise ConfigurationError(
-                "set_requires_gradient_sync(recurse=False): all units of a root accumulate, or none; leave recurse out"
-            )
-        engine.set_accumulating(not requires_gradient_sync)
+        """With False, backwards only accumulate this rank's gradients of these units, as in ``no_sync``."""
+        for state in self._states(recurse):
+            state.unit.accumulates = not requires_gradient_sync
+        engine = self._state.engine
+        if engine is not None:
+            engine.set_accumulating([unit.accumulates for unit in engine.units])
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """The sum of gradients over ranks (replicas included) is divided by this, in place of their number."""
@@ -229,20 +246,34 @@ class TorchsMethods:
     # ------------------------------------------------------------ memory
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Whether parameters are given back after forward, from the next one on."""
-        for state in self._state.states() if recurse else [self._state]:
+        for state in self._states(recurse):
             policy = replace(
                 state.options.reshard, after_forward=reshard_after_forward, root=reshard_after_forward
             )
             state.options = replace(state.options, reshard=policy)
             state.unit.keep_after_forward = not reshard_after_forward
 
+    def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
+        """With False, gathered parameters are used by the next forward too, unless shards have changed by then."""
+        for state in self._states(recurse):
+            state.unit.keep_after_backward = not reshard_after_backward
+
+    def reset_iter_state(self) -> None:
+        """Forgets a forward or backward that has raised, which the next forward does too (an optimizer's step too).
+
+        Raises:
+            LifecycleError: inside of a forward or backward.
+        """
+        if self._state.engine is not None:
+            self._state.engine.check_idle("reset_iter_state")
+
     def _needless(self, *args: object, **kwargs: object) -> None:
         """Found out here."""
 
-    def _refuse(self, name: str, *args: object, **kwargs: object) -> NoReturn:
+    def _refuse(self, *args: object, **kwargs: object) -> NoReturn:
         raise ConfigurationError(
-            f"{name}: collectives are the backend's here. Derive a backend (shardkit.backend) whose Group has others, "
-            "and pass it as backend="
+            f"{', '.join(_REFUSED)}: collectives are the backend's here. Derive a backend (shardkit.backend) whose "
+            "Group has others, and pass it as backend="
         )
 
     # ------------------------------------------------------------ switches of torch 2.15; off is what happens here
@@ -299,6 +330,20 @@ class TorchsMethods:
         finally:
             state.is_computing = False
         return leave(state, entered, outputs)
+
+
+_OWN = (
+    "unshard", "reshard", "set_requires_gradient_sync", "set_reshard_after_forward", "set_reshard_after_backward",
+    "set_gradient_divide_factor", "set_manual_backward_finalization", "finalize_backward", "set_keep_unsharded_storage",
+    "reset_iter_state",
+)  # fmt: skip
+# Those of torch's FSDPModule, by name.
+METHODS: dict[str, AnyCallable] = {
+    **{name: vars(TorchsMethods)[name] for name in _OWN},
+    "set_reduce_scatter_divide_factor": TorchsMethods.set_gradient_divide_factor,
+    **dict.fromkeys(_NEEDLESS, TorchsMethods._needless),
+    **dict.fromkeys(_REFUSED, TorchsMethods._refuse),
+}
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:

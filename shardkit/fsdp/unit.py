@@ -168,6 +168,11 @@ class Unit:
         needs: both.
         keeps_between: a mesh of ranks keeps its values from forward to backward.
         keep_after_forward: stays gathered between forward and backward.
+        keep_after_backward: stays gathered between backward and the next forward, unless shards change.
+        accumulates: its gradients stay this rank's own, as in ``no_sync``.
+        doors: how many modules are called, which are one unit together.
+        left: of these, calls that the forward in progress has left.
+        gathered_at: version of the shards whose values may be used longer than for a step; None where none may.
         engine: runs the unit; the root's.
         enter_backward: called where backward reaches an output of the module, with the gradient.
         is_held: gathered on behalf of this unit.
@@ -198,6 +203,9 @@ class Unit:
         self.flats = list(flats)
         self.borrowed = list(borrowed)
         self.keep_after_forward = keep_after_forward
+        self.keep_after_backward = self.accumulates = False
+        self.doors, self.left = 1, 0
+        self.gathered_at: int | None = None
         self.reduce = reduce
         self.divisors = divisors
         self.replicas = replicas
@@ -307,6 +315,7 @@ class Unit:
         if self.is_held:
             return
         self.is_held = True
+        self.gathered_at = self._version() if self.keep_after_backward or self.doors > 1 else None
         asked: list[Store] = [] if together is None else together
         after = self.engine.after if self.engine is not None else ()
         with self.ranges.gather():
@@ -339,6 +348,15 @@ class Unit:
                 if flat.written:
                     raise written_original(flat)
 
+    def is_current(self) -> bool:
+        """Whether what it holds is what the shards have."""
+        return self.gathered_at == self._version() and all(
+            flat.shards is None or flat.shards.are_views() for flat in self.needs
+        )
+
+    def _version(self) -> int:
+        return sum(flat.version for flat in self.needs)
+
     def forget_between(self) -> None:
         """Nothing is kept between forward and backward any more."""
         for flat in self.flats:
@@ -346,9 +364,9 @@ class Unit:
                 flat.store.forget_kept()
 
     # ------------------------------------------------------------ backward
-    def rename(self, name: str) -> None:
-        """Its path in the root module is known."""
-        self.name = name
+    def rename(self, paths: Sequence[str]) -> None:
+        """The paths of its modules in the root module are known."""
+        self.name = name = paths[0]
         group = self.group
         values = sum(f.layout.padded_numel * f.compute_dtype.itemsize for f in self.flats)
         gradients = sum(
@@ -360,7 +378,7 @@ class Unit:
             name or "root", () if group is None else group.ranks, gather=values, reduce=gradients
         )
         for flat in self.flats:
-            flat.ranges, flat.path = self.ranges, name
+            flat.ranges, flat.paths = self.ranges, list(paths)
 
     def open_call(self) -> None:
         """Backward is inside of one call of the module."""
@@ -484,7 +502,7 @@ class Unit:
 
     def end_backward(self) -> None:
         """Ready for the next one."""
-        if self.is_held:
+        if self.is_held and not self.keep_after_backward:
             self.release()
         if self.keeps_between:
             self.forget_between()
@@ -507,11 +525,17 @@ class SmallUnits:
         self.flats = [flat for unit in units for flat in unit.flats]
         self._packs: list[GradientPack] = []  # of which this is made
         self._joined: JoinedReduction | None = None
+        self._sent: Sequence[Unit | JoinedReduction] = ()
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether all of them keep their gradients."""
+        return all(unit.accumulates for unit in self.units)
 
     @property
     def waiting(self) -> int:
-        """How many gradients are missing."""
-        return sum([unit.waiting for unit in self.units])
+        """How many gradients are missing of those that are to be sent."""
+        return sum([unit.waiting for unit in self.units if not unit.accumulates])
 
     def send(self) -> None:
         """Starts the reduction of their gradients."""
@@ -519,29 +543,32 @@ class SmallUnits:
         if packs != self._packs:
             stored, kinds, _ = joinable(self.units)
             self._packs, self._joined = packs, JoinedReduction(stored) if len(kinds) == 1 else None
-        if self._joined is None:  # one of them has got another kind since the plan was made
-            for unit in self.units:
+        units = [unit for unit in self.units if not unit.accumulates]
+        if self._joined is None or len(units) < len(
+            self.units
+        ):  # by themselves: of another kind since the plan was made
+            self._sent = units
+            for unit in units:
                 unit.send()
             return
         gradients: list[torch.Tensor | None] = []
-        for unit in self.units:
+        for unit in units:
             unit.send(gradients)
+        self._sent = (self._joined,)
         self._joined.send(gradients)
 
     def is_reduced(self) -> bool:
         """Whether :meth:`receive` would not wait."""
-        if self._joined is not None:
-            return self._joined.is_done()
-        return all(unit.is_reduced() for unit in self.units)
+        return all(each.is_reduced() for each in self._sent)
 
     def receive(self) -> None:
         """Waits for the reduction; the shards have their gradients then."""
-        for each in self.units if self._joined is None else (self._joined,):
+        for each in self._sent:
             each.receive()
 
     def forget_reduction(self) -> None:
         """Waits for the reduction; the shards get nothing of it."""
-        for each in self.units if self._joined is None else (self._joined,):
+        for each in self._sent:
             each.forget_reduction()
 
 

@@ -64,6 +64,7 @@ class Sharding:
             name: getattr(self, name)
             for name in ("precision", "reshard", "offload", "reduce", "group", "replicas", "mesh")
         }
+        options["dtensors"] = False  # what holds optimizer state as one process has it takes rows
         for module in reversed(self.units_of(model) if is_new else []):  # those inside of others first
             if module is not model:
                 fully_shard(module, **options)

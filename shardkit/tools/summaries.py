@@ -95,7 +95,7 @@ def summary(model: nn.Module) -> Summary:
     """
     if isinstance(model, ShardedDDP):
         return _of_owners(model)
-    states = [s for s in map(state_of, model.modules()) if s is not None]
+    states = [s for s in map(state_of, model.modules()) if s is not None and s.home == 0]
     if not states:
         raise ConfigurationError(
             f"nothing of this {type(model).__name__} is sharded; call summary after FSDP(model), fully_shard(model) or "

@@ -294,7 +294,7 @@ class SkipOutOfMemory:
         for m in self._modules:
             if isinstance(m, nn.SyncBatchNorm) or f"{type(m).__module__}.".startswith(_TALKATIVE):
                 self._refuse_talking(type(m).__name__)
-            if found := name_of_torchs(m):
+            if state_of(m) is None and (found := name_of_torchs(m)):
                 self._refuse_talking(found)
         if any(w._connected().depends_on_data for w in self._wrappers):
             raise ConfigurationError(

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 
-from shardkit import compat
+from shardkit import compat, torch_fsdp2
 from shardkit.backends.processes import RankPool
 from shardkit.compat.redirections import REDIRECTED
 from shardkit.errors import LifecycleError
@@ -225,11 +225,14 @@ def module_by_command(rank: int, folder: str) -> list[str]:
     os.chdir(folder)
     try:
         assert main(["run-as-fairscale", "-m", "pack.train", "--lr", "1"]) == 0
-        return Path("seen").read_text().split()
+        assert main(["run-as-fsdp2", "-m", "pack.as_torchs"]) == 0
+        return [*Path("seen").read_text().split(), *Path("torchs").read_text().split()]
     finally:
         os.chdir(before)
         sys.argv, sys.path[:] = argv, path
         compat.uninstall()
+        torch_fsdp2.uninstall()
+        assert not torch_fsdp2.is_installed()
 
 
 def test_a_module_with_its_arguments(fresh: RankPool, tmp_path: Path) -> None:
@@ -243,6 +246,14 @@ def test_a_module_with_its_arguments(fresh: RankPool, tmp_path: Path) -> None:
         """)
     )
     (tmp_path / "pack" / "other.py").write_text("HERE = __package__\n")
+    (tmp_path / "pack" / "as_torchs.py").write_text(
+        textwrap.dedent("""
+        from multiprocessing.spawn import get_preparation_data
+        from torch.distributed.fsdp import FSDPModule, fully_shard
+        in_children = get_preparation_data("x")["shardkit.compat"].__reduce__()[1][0]
+        open("torchs", "w").write(f"{fully_shard.__globals__['__name__']} {'torch_fsdp' in in_children}")
+        """)
+    )
     assert fresh.run(module_by_command, str(tmp_path)) == [
-        ["__main__", "shardkit.optim.oss", "pack", "--lr", "1"]
+        ["__main__", "shardkit.optim.oss", "pack", "--lr", "1", "shardkit.torch_fsdp.fsdp2", "True"]
     ]

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
 from torch.utils.checkpoint import checkpoint
 
 from shardkit import FSDP, PrecisionPolicy, ReshardPolicy, ShardedDDP, fully_shard, sharding_of
@@ -436,7 +436,8 @@ def twins(rank: int, ranks: int, **options: Any) -> None:
         for p in model.parameters():
             p.zero_()
     for twin in copies:
-        assert type(twin) is nn.Sequential
+        assert type(twin) is type(model)
+        assert isinstance(twin, FSDPModule) == bool(options.get("dtensors"))
         assert all(p.grad is None for p in twin.parameters())
         truth = copy.deepcopy(plain)
         for m, steps in ((twin, [rank]), (truth, list(range(ranks)))):

@@ -156,12 +156,12 @@ def _beside(rank: int, mesh: DeviceMesh, hidden: int) -> Net:
 def _trained(rank: int) -> None:
     mesh = _mesh(2, 2)
     model = _beside(rank, mesh, 8)
-    weight: Any = model.blocks[0].up.weight
-    with pytest.raises(LifecycleError, match=r"blocks\.0\.up\.weight"):
-        weight + 1  # a DTensor that has no values now
     with sharding_of(model).summon_full_params(writeback=True):
+        weight: Any = model.blocks[0].up.weight
         assert (weight.placements, weight.device_mesh) == ((Shard(0),), mesh["tp"])
         weight.detach().fill_(2)
+    with pytest.raises(LifecycleError, match=r"blocks\.0\.up\.weight"):
+        weight + 1  # a DTensor that has no values now
     assert (_whole(model.state_dict())["blocks.0.up.weight"] == 2).all()
     for shape, hidden in (((2, 2), 10), ((1, 2, 2), 2)):  # rows of 5 in two, and 1 in two
         if UNEVEN:
@@ -259,7 +259,7 @@ def _in_other_ways(rank: int) -> None:
 def _refused(rank: int) -> None:
     mesh = _mesh(2, 2)
     with pytest.raises(ConfigurationError, match="is a DTensor"):
-        fully_shard(_split(Net(8), mesh["tp"]), mesh=mesh["dp"])
+        fully_shard(_split(Net(8), mesh["tp"]), mesh=mesh["dp"], dtensors=False)
     for wrong in (None, init_device_mesh("cpu", (4,)), mesh["tp"]):
         with pytest.raises(ConfigurationError, match="have to be named dimensions of one mesh"):
             fully_shard(_split(Net(8), mesh["tp"]), mesh=wrong, dtensors=True)

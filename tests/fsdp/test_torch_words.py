@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -20,13 +21,32 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
 from torch.distributed.fsdp import OffloadPolicy as TorchsOffloadPolicy
+from torch.distributed.fsdp import fully_shard as torchs_fully_shard
+from torch.distributed.fsdp import register_fsdp_forward_method as torchs_registration
+from torch.distributed.tensor import DTensor, Shard
 
-from shardkit import FSDP, OSS, ShardedDDP, ShardedGradScaler, fully_shard, register_fsdp_forward_method
+from shardkit import (
+    FSDP,
+    OSS,
+    ShardedDDP,
+    ShardedGradScaler,
+    fully_shard,
+    register_fsdp_forward_method,
+    sharding_of,
+)
 from shardkit.errors import ConfigurationError, LifecycleError
+from shardkit.fsdp.torch_words import METHODS, TorchsArguments
 from shardkit.policy import PrecisionPolicy, ReshardPolicy
 from tests.pools import rank_pool
+
+
+class Dims(NamedTuple):
+    """torch's DataParallelMeshDims, which torch has from 2.13 on."""
+
+    shard: str | None
+    replicate: str | None
 
 
 class Net(nn.Module):
@@ -60,6 +80,7 @@ def loss_of(model: nn.Module, rank: int, step: int) -> torch.Tensor:
 
 
 def as_in_torchtitan(model: Net, **options: Any) -> Net:
+    options = {"dtensors": False, **options}
     fully_shard(model.words, **options, reshard_after_forward=True)
     for layer in model.layers:
         fully_shard(layer, **options, reshard_after_forward=True)
@@ -89,7 +110,8 @@ def _train(rank: int) -> None:
     ]
     for options in cases:
         factor = options.pop("factor", 2.0)
-        model, plain = as_in_torchtitan(Net(), **options), Net()
+        model, plain = as_in_torchtitan(Net(), **options, dtensors=None), Net()
+        assert all(isinstance(p, DTensor) for p in model.parameters())
         if factor != 2.0:
             for m in model.modules():
                 if hasattr(m, "set_gradient_divide_factor"):
@@ -106,10 +128,14 @@ def _train(rank: int) -> None:
                 both = [loss_of(plain, r, 2 * step + micro) for r in range(2)]
                 (torch.stack(both).sum() / (2 * factor)).backward()
             norms = [nn.utils.clip_grad_norm_(m.parameters(), 0.1) for m in (model, plain)]
-            torch.testing.assert_close(norms[0], norms[1], rtol=1e-5, atol=1e-7)
+            torch.testing.assert_close(norms[0].full_tensor(), norms[1], rtol=1e-5, atol=1e-7)  # type: ignore[attr-defined]
             for optimizer in optimizers:
                 optimizer.step()
-        torch.testing.assert_close(model.state_dict(), plain.state_dict(), rtol=0, atol=1e-6)
+        torch.testing.assert_close(whole(model.state_dict()), dict(plain.state_dict()), rtol=0, atol=1e-6)
+
+
+def whole(state: dict[str, Any]) -> dict[str, torch.Tensor]:
+    return {k: v.full_tensor() for k, v in state.items()}
 
 
 def test_a_script_for_torchs_changes_one_import() -> None:
@@ -148,7 +174,9 @@ def _values(rank: int) -> None:
             optimizer.zero_grad()
     torch.testing.assert_close(whole.state_dict(), plain.state_dict(), rtol=0, atol=1e-6)
     half = fully_shard(
-        Net(), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32)
+        Net(),
+        dtensors=False,
+        mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32),
     )
     assert half(tokens(rank, 0)).dtype == torch.float32
     assert loss_of(half, rank, 0).item() != loss_of(plain, rank, 0).item()
@@ -288,16 +316,14 @@ def _refused(rank: int) -> None:
             {"mp_policy": MixedPrecisionPolicy(), "precision": PrecisionPolicy()},
             "both mp_policy and precision",
         ),
-        (
-            {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, cast_forward_inputs=False)},
-            "cast_forward_inputs",
-        ),
-        ({"shard_placement_fn": lambda p: None}, "shard_placement_fn"),
-        ({"ignored_params": {Net().words.weight}}, "ignored_params"),
+        ({"shard_placement_fn": lambda p: Shard(1)}, r"shard_placement_fn says .* for 'words\.weight'"),
+        ({"mesh": flat, "dp_mesh_dims": Dims("fsdp", None)}, "it has no 'fsdp'"),
+        ({"mesh": flat, "dp_mesh_dims": Dims(None, "dp")}, "DistributedDataParallel"),
+        ({"dtensors": True}, "containers that do not implement forward"),
     ]
     for options, text in wrong:
         with pytest.raises(ConfigurationError, match=text):
-            fully_shard(Net(), **options)
+            fully_shard(Net().layers if "dtensors" in options else Net(), **options)
     with pytest.raises(TypeError, match="reshard_after"):
         fully_shard(Net(), reshard_after=True)  # type: ignore[call-arg]
     model: Any = as_in_torchtitan(Net())
@@ -311,10 +337,6 @@ def _refused(rank: int) -> None:
     model.set_keep_unsharded_storage(False)
     assert model.finalize_backward() is None
     assert model.finalize_backward(async_op=True).wait() is None
-    with pytest.raises(ConfigurationError, match="recurse"):
-        model.set_requires_gradient_sync(False, recurse=False)
-    with pytest.raises(LifecycleError, match="outermost"):
-        model.norm.set_requires_gradient_sync(False)
     with pytest.raises(ConfigurationError, match="no method 'nothing'"):
         register_fsdp_forward_method(model, "nothing")
 
@@ -323,13 +345,220 @@ def test_what_has_no_counterpart_is_refused() -> None:
     rank_pool(2).run(_refused)
 
 
-def test_all_methods_of_torchs_are_there() -> None:
-    """Those of this torch that its users call."""
-    from torch.distributed.fsdp import FSDPModule
+# ------------------------------------------------------------------------------------ as torch's FSDPModule
+def _has(rank: int) -> None:
+    """What this torch's users call and pass is known here; a newer torch that has more makes this fail."""
+    names = [n for n, value in vars(FSDPModule).items() if callable(value) and n not in ("__new__", "_apply")]
+    assert [n for n in names if n not in (*METHODS, "_get_fsdp_state")] == []
+    model: Any = fully_shard(nn.Linear(2, 2))
+    assert [n for n in names if n != "_get_fsdp_state" and not hasattr(model, n)] == []
+    assert not isinstance(model, FSDPModule)
+    arguments = inspect.signature(torchs_fully_shard).parameters
+    assert set(arguments) <= {*inspect.signature(fully_shard).parameters, *TorchsArguments.__annotations__}
+    model = fully_shard(nn.Linear(2, 2), reshard_after_forward=True)
+    assert type(model).__mro__[1:3] == (FSDPModule, nn.Linear)
+    assert all(vars(type(model)).get(n) is not None for n in names)
+    assert isinstance(fully_shard(nn.Sequential(model)), FSDPModule)  # as what is inside
+    for sliced in (fully_shard(nn.Sequential(nn.Tanh(), nn.Tanh()), dtensors=True)[:1],):
+        assert type(sliced) is nn.Sequential
 
-    rank_pool(1).run(_has, [n for n in vars(FSDPModule) if not n.startswith("_")])
+
+def test_all_of_torchs_is_there() -> None:
+    rank_pool(1).run(_has)
 
 
-def _has(rank: int, names: list[str]) -> None:
-    model = fully_shard(nn.Linear(2, 2))
-    assert [n for n in names if not hasattr(model, n)] == []
+def gathers_of(model: nn.Module) -> list[str]:
+    """Labels of all-gathers from now on."""
+    heard: list[str] = []
+    for flat in sharding_of(model)._state.all_flats():
+        flat.hears = lambda full, shard, flat=flat: heard.append(flat.path)  # type: ignore[misc]
+    return heard
+
+
+def _one_unit(rank: int) -> None:
+    """A list of modules is gathered once and reduced once; names are right wherever state is asked for."""
+    model, plain = as_in_torchtitan(Net(), dtensors=True), Net()
+    optimizers = [adam(m) for m in (model, plain)]
+    heard = gathers_of(model)
+    counts = []
+    for step in range(3):
+        _steps(model, optimizers[0], [rank], range(step, step + 1))
+        _steps(plain, optimizers[1], [0, 1], range(step, step + 1))
+        counts.append(len(heard))
+        heard.clear()
+    # each layer again in backward; what comes last, and the words, which come first, too
+    assert counts == [5 + 4] * 3
+    torch.testing.assert_close(whole(model.state_dict()), dict(plain.state_dict()), rtol=0, atol=1e-6)
+    pieces = sharding_of(model).sharded_state_dict()
+    assert set(pieces) == set(plain.state_dict())
+    assert {n: v.shape for n, v in pieces.items()} == {n: v.shape for n, v in plain.state_dict().items()}
+    state = get_optimizer_state_dict(model, optimizers[0])
+    assert list(state["state"]) == [n for n, _ in plain.named_parameters()]
+    twin = copy.deepcopy(model)
+    twin.load_state_dict(model.state_dict())
+    for m, ranks in ((twin, [rank]), (plain, [0, 1])):
+        _steps(m, torch.optim.SGD(m.parameters(), lr=0.1), ranks, range(3, 4))
+    torch.testing.assert_close(whole(twin.state_dict()), dict(plain.state_dict()), rtol=0, atol=1e-6)
+    model.double()
+    assert {p.dtype for p in model.parameters()} == {torch.float64}
+    with torch.no_grad():
+        assert model(tokens(rank, 0)).dtype == torch.float64
+    with torch.device("meta"):
+        empty = as_in_torchtitan(Net(), dtensors=True)
+    empty.to_empty(device="cpu")
+    empty.load_state_dict(plain.state_dict())
+    torch.testing.assert_close(empty(tokens(rank, 0)), plain(tokens(rank, 0)))
+
+
+def test_modules_that_are_one_unit() -> None:
+    rank_pool(2).run(_one_unit)
+
+
+class Chunked(Net):
+    """Hidden values, whose loss is formed a chunk at a time."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.words(tokens)
+        for layer in self.layers:
+            x = x + layer(x)
+        return self.norm(x)
+
+    def train_chunks(self, tokens: torch.Tensor, scale: float = 1.0) -> None:
+        hidden = self(tokens)
+        inputs = hidden.detach().requires_grad_()
+        chunks = inputs.chunk(3)
+        for k, (chunk, wanted) in enumerate(zip(chunks, tokens.chunk(3), strict=True)):
+            if isinstance(self.output, FSDPModule):
+                self.output.set_requires_gradient_sync(k == 2, recurse=False)
+            loss = nn.functional.cross_entropy(self.output(chunk).flatten(0, 1), wanted.flatten())
+            (loss * scale / 3).backward()
+        hidden.backward(inputs.grad)
+
+
+def _parts_accumulate(rank: int) -> None:
+    for together in (True, False):
+        model, plain = Chunked(), Chunked()
+        if together:
+            as_in_torchtitan(model, dtensors=True)
+        else:
+            for part in (model.words, *model.layers, model.output, model):
+                fully_shard(part, dtensors=True)
+        optimizers = [torch.optim.SGD(m.parameters(), lr=0.3) for m in (model, plain)]
+        for step in range(3):
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            model.set_reshard_after_backward(step == 1)
+            if step == 2:  # one unit below the root adds up over micro-batches, the others do not
+                model.layers[1].set_requires_gradient_sync(False)
+                model.train_chunks(tokens(rank, 7))
+                model.layers[1].set_requires_gradient_sync(True)
+                for r in range(2):
+                    plain.train_chunks(tokens(r, 7), 0.5)
+            model.train_chunks(tokens(rank, step))
+            for r in range(2):
+                plain.train_chunks(tokens(r, step), 0.5)
+            for optimizer in optimizers:
+                optimizer.step()
+        torch.testing.assert_close(whole(model.state_dict()), dict(plain.state_dict()), rtol=0, atol=1e-6)
+        model.output.set_requires_gradient_sync(False)
+        model.train_chunks(tokens(rank, 0))
+        model.output.set_requires_gradient_sync(False)
+        loss = model.output(model(tokens(rank, 0))).sum()
+        loss.backward()
+        with pytest.raises(LifecycleError, match="after a backward inside of no_sync"):
+            optimizers[0].step()
+
+
+def test_units_that_accumulate_by_themselves() -> None:
+    rank_pool(2).run(_parts_accumulate)
+
+
+class Typed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+        self.seen: list[torch.dtype] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen.append(x.dtype)
+        return self.inner(x.to(self.inner.weight.dtype))
+
+    def encode(self, x: torch.Tensor, fails: bool = False) -> torch.Tensor:
+        if fails:
+            raise ValueError("in encode")
+        return x @ self.inner.weight.T
+
+
+def _small_words(rank: int) -> None:
+    half = MixedPrecisionPolicy(torch.bfloat16, cast_forward_inputs=False)
+    model: Any = fully_shard(Typed(), mp_policy=half)
+    x = torch.randn(2, 4)
+    assert model(x).dtype == torch.bfloat16
+    assert model.seen == [torch.float32]
+    # what is ignored stays whole, and each rank's own
+    plain = Typed()
+    model = Typed()
+    model.load_state_dict(plain.state_dict())
+    bias = model.inner.bias
+    fully_shard(model, ignored_params={bias}, shard_placement_fn=lambda p: Shard(0))
+    assert model.inner.bias is bias
+    assert isinstance(model.inner.weight, DTensor)
+    (model(x) * (rank + 1)).sum().backward()
+    assert bias.grad is not None
+    torch.testing.assert_close(bias.grad, torch.full((4,), 2.0 * (rank + 1)))
+    # torch's own register_fsdp_forward_method
+    model = fully_shard(copy.deepcopy(plain), reshard_after_forward=True)
+    broadcast = [p.detach().clone() for p in whole(model.state_dict()).values()]
+    torchs_registration(model, "encode")
+    for _ in range(2):
+        torch.testing.assert_close(model.encode(x), x @ broadcast[0].T)
+        with pytest.raises(ValueError, match="in encode"):
+            model.encode(x, True)
+        model.reset_iter_state()
+        torch.testing.assert_close(model(x), nn.functional.linear(x, *broadcast))
+    model.encode(x).sum().backward()
+    assert model.inner.weight.grad is not None
+    torch.testing.assert_close(
+        model.inner.weight.grad.full_tensor(), _mean(x.sum(0).expand(4, 4).contiguous()), rtol=1e-5, atol=1e-5
+    )
+
+    # as torch's pipelines reduce, after the last of their micro-batches
+    model = fully_shard(copy.deepcopy(plain), reshard_after_forward=True)
+    model.set_requires_gradient_sync(False)
+    for _ in range(2):
+        (model(x) * (rank + 1)).sum().backward()
+    model.set_requires_gradient_sync(True)
+    state: Any = torchs_fully_shard.state(model)  # type: ignore[attr-defined]
+    for each in state._state_ctx.all_states:
+        for group in each._fsdp_param_groups:
+            group.post_backward()
+    state._root_post_backward_final_callback()
+    torch.testing.assert_close(model.inner.bias.grad.full_tensor(), torch.full((4,), 6.0))
+
+
+def _mean(value: torch.Tensor) -> torch.Tensor:
+    dist.all_reduce(value)
+    return value / dist.get_world_size()
+
+
+def _kept(rank: int) -> None:
+    """Memory that stays between backward and forward saves gathers, and never shows old values."""
+    model, plain = as_in_torchtitan(Net(), dtensors=True), Net()
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, plain)]
+    heard = gathers_of(model)
+    model.set_reshard_after_backward(False)
+    for step in range(3):
+        for micro in range(2):
+            (loss_of(model, rank, 2 * step + micro) / 2).backward()
+            (torch.stack([loss_of(plain, r, 2 * step + micro) for r in range(2)]).mean() / 2).backward()
+            heard.append("|")
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert [len(part.split()) for part in " ".join(heard).split("|")] == [9, 4, 9, 4, 9, 4, 0]
+    torch.testing.assert_close(whole(model.state_dict()), dict(plain.state_dict()), rtol=0, atol=1e-6)
+
+
+def test_small_words_of_torchs() -> None:
+    rank_pool(2).run(_small_words)
+    rank_pool(2).run(_kept)

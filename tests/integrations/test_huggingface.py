@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -360,3 +361,55 @@ def _refused(rank: int, port: int, folder: Path) -> None:
 
 def test_what_is_refused(tmp_path: Path) -> None:
     rank_pool(2).run(_refused, free_port(), tmp_path)
+
+
+# ------------------------------------------------------------------------------------ FSDP2's place
+def _by_its_own_plugin(rank: int, port: int, folder: Path, resume: Path | None) -> Any:
+    """Accelerate takes its plug-in on accelerators alone; here it is told that the CPU is one."""
+    import accelerate.state as states
+    from accelerate.utils import DistributedType
+    from torch.distributed.fsdp import FSDPModule
+    from transformers import Trainer
+
+    import shardkit.torch_fsdp2
+
+    begin = states.AcceleratorState.__init__
+
+    def told(self: Any, *args: Any, **kwargs: Any) -> None:
+        begin(self, *args, **kwargs)
+        self.fsdp_plugin = kwargs.get("fsdp_plugin") or self.fsdp_plugin
+        self.distributed_type = DistributedType.FSDP
+        states.PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+
+    states.AcceleratorState.__init__ = told
+    theirs = "transformers.distributed.fsdp"  # has torch's function from other tests; Trainer doesn't call it
+    taken = {theirs: sys.modules.pop(theirs)} if theirs in sys.modules else {}
+    shardkit.torch_fsdp2.install()
+    try:
+        with Environment(rank, port):
+            config = {"fsdp_version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}
+            trainer: Trainer = trainer_of(
+                llama(), folder, 2, fsdp="full_shard auto_wrap", fsdp_config=config
+            )  # fmt: skip
+            trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
+            model: Any = trainer.model_wrapped
+            assert isinstance(model, FSDPModule)
+            assert type(model).__module__ == "transformers.models.llama.modeling_llama"
+            assert sharding_of(model.model.layers[0]) is not None
+            loss = trainer.evaluate()["eval_loss"]
+            history = [(h["loss"], h["grad_norm"]) for h in trainer.state.log_history if "loss" in h]
+            state = {name: value.full_tensor() for name, value in model.state_dict().items()}
+            dist.barrier()
+            return {"state": state, "eval": loss, "history": torch.tensor(history)}
+    finally:
+        shardkit.torch_fsdp2.uninstall()
+        sys.modules.update(taken)
+        states.AcceleratorState.__init__ = begin
+        states.AcceleratorState._reset_state(True)
+
+
+def test_its_own_plugin_for_fsdp2(tmp_path: Path) -> None:
+    one = in_one_process(llama, tmp_path / "one")
+    for k, resume in enumerate((None, tmp_path / "0" / "checkpoint-2")):
+        found = rank_pool(2).run(_by_its_own_plugin, free_port(), tmp_path / str(k), resume)[0]
+        close(found, one)

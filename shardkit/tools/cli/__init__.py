@@ -14,7 +14,7 @@ from types import ModuleType
 
 from shardkit.version import __version_tuple__
 
-from . import ckpt, doctor, estimate, migrate, rehearse, run, run_as_fairscale, trace, verify
+from . import ckpt, doctor, estimate, migrate, rehearse, run, run_as_fairscale, run_as_fsdp2, trace, verify
 
 COMMANDS: tuple[ModuleType, ...] = (
     ckpt,
@@ -24,6 +24,7 @@ COMMANDS: tuple[ModuleType, ...] = (
     rehearse,
     run,
     run_as_fairscale,
+    run_as_fsdp2,
     trace,
     verify,
 )

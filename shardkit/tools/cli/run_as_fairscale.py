@@ -24,6 +24,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Runs the program as ``__main__``; what it raises passes through, SystemExit too."""
     compat.install()
+    return run_program(options)
+
+
+def run_program(options: argparse.Namespace) -> int:
+    """Runs the program in this process."""
     sys.argv = [options.program, *options.arguments]
     # Put in front, as Python does; what is there stays, since this package may have been found by it.
     sys.path.insert(

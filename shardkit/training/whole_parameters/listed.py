@@ -22,7 +22,8 @@ from ...fsdp.originals import managing, refuse_split
 from ...fsdp.registered import hidden, written_names
 from ...fsdp.state import plain_name, state_of
 from ...layout import Piece
-from ...optimizers.shards import note_stand_in, shard_behind
+from ...optimizers.shards import listing_of, note_stand_in, shard_behind
+from ...torch_seams.dtensors import is_dtensor
 from ...torch_seams.marked_tensors import as_plain
 from ...torch_seams.tensor_facts import ALIKE, FACTS, SHAPE, name_of
 from ...types import AnyCallable, Args, Kwargs, Memo, Tree
@@ -228,6 +229,8 @@ def written_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
             own = module.__dict__.get(name)  # an original parameter, whatever is listed in its place
             is_taken = isinstance(own, nn.Parameter) and managing(own) is not None
             param = own if is_taken else module._parameters.get(name, taken.get(name))
+            if is_dtensor(param) and (listing := listing_of(param)) is not None:
+                param = listing.originals[0].param
             if param is not None and not isinstance(param, FlatParameter):
                 yield ".".join(p for p in (plain_name(path), name) if p), param
 

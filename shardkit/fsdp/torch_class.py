@@ -1,0 +1,168 @@
+"""The class of a module that is sharded as FSDP2 shards it; see [Note: FSDP2's class] in ``torch_words.py``."""
+
+from __future__ import annotations
+
+import sys
+from types import FrameType
+from typing import NoReturn, Protocol, cast
+
+from torch import nn
+
+from ..errors import ConfigurationError
+from ..types import AnyCallable, Args, Kwargs, StateDict, Tree
+from .forward import become_root
+from .state import ShardingState, state_of
+from .torch_words import METHODS, TorchsMethods
+
+_classes: dict[type, type[nn.Module]] = {}
+
+
+class Hooks(Protocol):
+    """What is used of the hooks of a module that is sharded in place."""
+
+    def enter_method(
+        self, module: nn.Module, args: Args, kwargs: Kwargs, method: FrameType
+    ) -> tuple[Args, Kwargs]: ...
+    def leave_method(self, module: nn.Module, outputs: Tree) -> Tree: ...
+    def end_method(self) -> None: ...
+
+
+def sharded_class(kind: type[nn.Module]) -> type[nn.Module]:
+    """The class with torch's FSDPModule in front of a module's own, as torch makes it, and these methods."""
+    if kind in _classes:
+        return _classes[kind]
+    from torch.distributed.fsdp import FSDPModule
+
+    theirs = [name for name, value in vars(FSDPModule).items() if callable(value) and name[:2] != "__"]
+    own: dict[str, object] = {name: _method(name) for name in dict.fromkeys([*METHODS, *theirs])}
+    own.update(reset_iter_state=_reset, _get_fsdp_state=_torchs_state, _apply=kind._apply)
+    own.update(__reduce_ex__=_reduced, __module__=kind.__module__)
+    _classes[kind] = made = type(f"FSDP{kind.__name__}", (FSDPModule, kind), own)
+    return made
+
+
+def own_class(module: nn.Module) -> type[nn.Module]:
+    """The class that a module was written with."""
+    kind = type(module)
+    return kind.__mro__[2] if vars(kind).get("__reduce_ex__") is _reduced else kind
+
+
+def _method(name: str) -> AnyCallable:
+    def call(self: nn.Module, *args: object, **kwargs: object) -> Tree:
+        state = state_of(self)
+        if state is None or name not in METHODS:
+            raise ConfigurationError(
+                f"{name} of this {own_class(self).__name__}: "
+                + (
+                    "it is a copy without its shards"
+                    if state is None
+                    else "of a torch that is newer than shardkit"
+                )
+            )
+        return METHODS[name](TorchsMethods(state), *args, **kwargs)
+
+    call.__name__ = call.__qualname__ = name
+    return call
+
+
+def _reduced(self: nn.Module, protocol: object) -> tuple[object, ...]:
+    """What copies and files are made of: the class is made anew of the module's own."""
+    made = cast("tuple[object, ...]", object.__reduce_ex__(self, 2))
+    return _made, (own_class(self),), *made[2:]
+
+
+def _made(kind: type[nn.Module]) -> nn.Module:
+    made = kind.__new__(kind)
+    made.__class__ = sharded_class(kind)
+    return made
+
+
+# ------------------------------------------------------------ what torch's own functions ask for
+def _torchs_state(self: nn.Module) -> AsTorchsState:
+    state = state_of(self)
+    hooks = [getattr(hook, "__self__", None) for hook in self._forward_pre_hooks.values()]
+    found = [hook for hook in hooks if hasattr(hook, "enter_method")]
+    if state is None or not found:
+        raise ConfigurationError(f"this {own_class(self).__name__} is a copy without its shards")
+    return AsTorchsState(state, cast("Hooks", found[0]))
+
+
+def _reset(self: nn.Module) -> None:
+    state = _torchs_state(self)
+    state._hooks.end_method()
+    TorchsMethods(state._state).reset_iter_state()
+
+
+class AsTorchsState:
+    """Stands for torch's state of a module to those functions of torch's that need little of it.
+
+    These are ``register_fsdp_forward_method``, and pipelines, which reduce gradients after their last micro-batch.
+    """
+
+    def __init__(self, state: ShardingState, hooks: Hooks) -> None:
+        self._state, self._hooks = state, hooks
+
+    def _pre_forward(self, module: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
+        frame: FrameType = sys._getframe(1)
+        return self._hooks.enter_method(module, args, kwargs, frame)
+
+    def _post_forward(self, module: nn.Module, args: Args, outputs: Tree) -> Tree:
+        return self._hooks.leave_method(module, outputs)
+
+    @property
+    def _state_ctx(self) -> AsTorchsState:
+        return self
+
+    @property
+    def all_states(self) -> list[AsTorchsState]:
+        return [self]
+
+    _fsdp_param_groups = all_states
+
+    @property
+    def _fsdp_param_group(self) -> AsTorchsState:  # until torch 2.10
+        return self
+
+    def _lazy_init(self) -> None:
+        if self._state.engine is None:
+            become_root(self._state)
+
+    def post_backward(self) -> None:
+        """Reduces gradients that backwards have kept (collective)."""
+        if self._state.engine is not None:
+            self._state.engine.reduce_now()
+
+    def _root_post_backward_final_callback(self) -> None:
+        """Nothing is left to do."""
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise AttributeError(
+            f"{name} of torch's state of an FSDPModule: this module is sharded by shardkit, whose state is another one"
+        )
+
+
+def note_state_for_torch(module: nn.Module) -> None:
+    """Lets torch's ``fully_shard.state(module)`` find it."""
+    from torch.distributed._composable.contract import STATE_KEY
+
+    module.__dict__[STATE_KEY] = ComposableStates(module)
+
+
+class ComposableStates(dict[object, object]):
+    """Where torch's ``fully_shard.state(module)`` looks for it, of one module."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+
+    def get(self, key: object, default: object = None) -> object:
+        """That of ``fully_shard``."""
+        return _torchs_state(self._module) if getattr(key, "__name__", "") == "fully_shard" else default
+
+    def __deepcopy__(self, memo: dict[int, Tree]) -> ComposableStates:
+        return ComposableStates(memo.get(id(self._module), self._module))
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return ComposableStates, (self._module,)
+
+    def __setstate__(self, state: StateDict) -> None:
+        """It has none."""
