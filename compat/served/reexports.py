@@ -308,7 +308,7 @@ REEXPORTED: dict[str, dict[str, str]] = {
         "is_checkpointing, is_recomputing, thread_local",
         "nn.pipe.dependency": "fork, get_phony, join",
         "nn.pipe.types": "Tensors",
-        "nn.pipe.parts": "Checkpointing, Function, TensorOrTensors, _UNKNOWN",
+        "nn.pipe.parts": "Checkpointing, CheckpointedFunction as Function, TensorOrTensors, _UNKNOWN",
         "pipeline.microbatch": "Batch",
     },
     "nn.pipe.copy": {

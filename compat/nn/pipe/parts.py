@@ -38,14 +38,14 @@ def gather(outputs: list[Batch]) -> TensorOrTensors:
 
 
 # ------------------------------------------------------------ checkpointing
-class Function(Protocol):
+class CheckpointedFunction(Protocol):
     def __call__(self, input: TensorOrTensors) -> TensorOrTensors: ...
 
 
 class Checkpointing:
     """A function and its input: :meth:`checkpoint` computes without keeping activations."""
 
-    def __init__(self, function: Function, batch: Batch) -> None:
+    def __init__(self, function: CheckpointedFunction, batch: Batch) -> None:
         self.function = function
         self.batch = batch
 

@@ -4,7 +4,7 @@
 A pickle is a program for a stack machine, two of whose instructions call what the file names: REDUCE calls, BUILD sets
 the state of what was made. ``torch.load(weights_only=True)`` allows both for torch's own functions and classes, some of
 which return memory that nobody has written (``torch.FloatTensor(64)``; a tensor whose strides go beyond its storage).
-Here a name in a file stands for an :class:`Allowed` function, which checks what it is given, or for a value.
+Here a name in a file stands for a :class:`Function` of this package, which checks what it is given, or for a value.
 No class is looked up anywhere, and nothing but containers, numbers, text, tensors and arrays can be made.
 Instructions that are in no state dict are refused. What is made takes memory in proportion to the pickle: lengths that
 it claims are those of bytes that are there, and what is given to functions again and again is counted (a few bytes
@@ -44,7 +44,7 @@ class NotData(Exception):
     """A pickle holds more than data; the arguments are what it names, or does."""
 
 
-class Allowed:
+class Function:
     """Stands for a function that a file names. The machine calls nothing else."""
 
     def __init__(self, call: AnyCallable) -> None:
@@ -70,7 +70,7 @@ class Instance:
 
 
 class PickleHandle:
-    """A value that the machine works with and no result holds, like :class:`Allowed`: a storage, a class by name."""
+    """A value that the machine works with and no result holds, like :class:`Function`: a storage, a class by name."""
 
 
 def named_globals(source: IO[bytes]) -> set[str]:
@@ -93,7 +93,7 @@ def read(
     """The object of one pickle. ``source`` stands behind its end afterwards.
 
     Args:
-        names: what names in the file (``module.name``) are: an :class:`Allowed`, a :class:`PickleHandle`, or a value.
+        names: what names in the file (``module.name``) are: a :class:`Function`, a :class:`PickleHandle`, or a value.
         storage: returns the storage that a persistent id stands for.
         build: sets the state of an object that a function returned; raises NotData for any other.
     """
@@ -177,7 +177,7 @@ class _Machine:
     def _reduce(self, _: object) -> None:
         arguments = self._stack.pop()
         function = self._stack[-1]
-        if type(function) is not Allowed or type(arguments) is not tuple:
+        if type(function) is not Function or type(arguments) is not tuple:
             raise NotData("a call of what is no function")
         self._count(arguments)
         self._stack[-1] = function.call(*arguments)
@@ -249,7 +249,7 @@ class _Machine:
 
 
 def _kept(value: object) -> Data:
-    if isinstance(value, Allowed | PickleHandle):
+    if isinstance(value, Function | PickleHandle):
         raise NotData("a function, a class or a storage by itself")
     return value
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ...types import AnyCallable, SavedState, StateDict, Tree
-from .data_pickle import Allowed, Data, NotData, PickleHandle, key_of
+from .data_pickle import Data, Function, NotData, PickleHandle, key_of
 
 STORAGES = {
     "Double": torch.float64, "Float": torch.float32, "Half": torch.float16, "BFloat16": torch.bfloat16,
@@ -130,7 +130,7 @@ def _with_attributes(tensor: Data, state: Data) -> Data:
 
 
 def _from_type(function: Data, kind: Data, arguments: Data, state: Data) -> torch.Tensor:
-    if type(function) is not Allowed or kind not in (_Class("Tensor"), _Class("Parameter")):
+    if type(function) is not Function or kind not in (_Class("Tensor"), _Class("Parameter")):
         raise NotData("a tensor of a class of its own")
     tensor = function.call(*arguments)
     if not isinstance(tensor, torch.Tensor):
@@ -286,11 +286,11 @@ def _names_of_torch(device_tensor: Callable[..., torch.Tensor]) -> StateDict:
         "_rebuild_meta_tensor_no_storage": _meta,
         "_rebuild_device_tensor_from_cpu_tensor": device_tensor,
     }
-    found: StateDict = {f"torch._utils.{name}": Allowed(call) for name, call in functions.items()}
-    found["torch._tensor._rebuild_from_type_v2"] = Allowed(_from_type)
-    found["torch.serialization._get_layout"] = Allowed(_layout)
-    found["torch.Size"] = Allowed(_size)
-    found["torch.device"] = Allowed(_device)
+    found: StateDict = {f"torch._utils.{name}": Function(call) for name, call in functions.items()}
+    found["torch._tensor._rebuild_from_type_v2"] = Function(_from_type)
+    found["torch.serialization._get_layout"] = Function(_layout)
+    found["torch.Size"] = Function(_size)
+    found["torch.device"] = Function(_device)
     found["torch.Tensor"] = _Class("Tensor")
     found["torch.nn.parameter.Parameter"] = _Class("Parameter")
     for name, dtype in STORAGES.items():
@@ -309,19 +309,19 @@ def names(device_tensor: Callable[..., torch.Tensor]) -> SavedState:
     """
     found = _names_of_torch(device_tensor)
     found |= {
-        "collections.OrderedDict": Allowed(_ordered_dict),
-        "collections.Counter": Allowed(_counter),
-        "builtins.set": Allowed(_set),
-        "builtins.bytes": Allowed(_bytes),
-        "builtins.bytearray": Allowed(_bytearray),
-        "builtins.complex": Allowed(_complex),
-        "_codecs.encode": Allowed(_encode),
-        "numpy.dtype": Allowed(_numpy_dtype),
+        "collections.OrderedDict": Function(_ordered_dict),
+        "collections.Counter": Function(_counter),
+        "builtins.set": Function(_set),
+        "builtins.bytes": Function(_bytes),
+        "builtins.bytearray": Function(_bytearray),
+        "builtins.complex": Function(_complex),
+        "_codecs.encode": Function(_encode),
+        "numpy.dtype": Function(_numpy_dtype),
         "numpy.ndarray": _Class("ndarray"),
     }
     for module in ("numpy.core.multiarray", "numpy._core.multiarray"):  # numpy 1 and 2
-        found[f"{module}._reconstruct"] = Allowed(_array)
-        found[f"{module}.scalar"] = Allowed(_scalar)
+        found[f"{module}._reconstruct"] = Function(_array)
+        found[f"{module}.scalar"] = Function(_scalar)
     return found
 
 
@@ -332,4 +332,4 @@ def without_values(named: SavedState) -> SavedState:
         return torch.empty(0)
 
     looking = ("torch._utils._rebuild_sparse_tensor", "torch._utils._rebuild_device_tensor_from_cpu_tensor")
-    return {**named, **dict.fromkeys(looking, Allowed(nothing))}
+    return {**named, **dict.fromkeys(looking, Function(nothing))}

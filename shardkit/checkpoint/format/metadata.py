@@ -20,7 +20,7 @@ import torch
 from ...errors import ConfigurationError, DamagedFileError, UntrustedFileError
 from ...layout import Box
 from ...types import Tree
-from ..files.data_pickle import Allowed, Instance, NotData, read
+from ..files.data_pickle import Function, Instance, NotData, read
 from ..files.loading import UNREADABLE
 from ..files.rebuilding import natural
 
@@ -161,11 +161,11 @@ def _set_state(made: object, state: object) -> None:
     made.state = state
 
 
-def _instance_of(kind: str) -> Allowed:
-    return Allowed(lambda: Instance(kind))
+def _instance_of(kind: str) -> Function:
+    return Function(lambda: Instance(kind))
 
 
-_NOTHING = Allowed(lambda *_: None)  # a layout, a memory format, a path: nothing here depends on it
+_NOTHING = Function(lambda *_: None)  # a layout, a memory format, a path: nothing here depends on it
 _CLASSES = (
     "Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata", "TensorProperties",
     "MetadataIndex", "StorageMeta",
@@ -175,8 +175,8 @@ _NAMES: dict[str, object] = {
     f"{_DCP}.filesystem._StorageInfo": _instance_of("_StorageInfo"),
     f"{_DCP}.metadata._MEM_FORMAT_ENCODING": _NOTHING,
     "torch.serialization._get_layout": _NOTHING,
-    "torch.Size": Allowed(lambda values=(): natural(values)),
-    "collections.OrderedDict": Allowed(dict),
+    "torch.Size": Function(lambda values=(): natural(values)),
+    "collections.OrderedDict": Function(dict),
     **{f"torch.{n}": v for n, v in vars(torch).items() if isinstance(v, torch.dtype)},
     **{
         f"{module}.{name}": _NOTHING
