@@ -88,7 +88,8 @@ def _roots_of_one_backward(
     for k, root in enumerate(roots):
         if door is None:
             optimizers.append(OSS(root.parameters(), torch.optim.SGD, lr=0.1))
-            roots[k] = ShardedDDP(root, optimizers[-1])  # type: ignore[arg-type]
+            reduce = shardkit.ReducePolicy(bucket_numel=0)  # each gradient for itself
+            roots[k] = ShardedDDP(root, optimizers[-1], reduce=reduce)  # type: ignore[arg-type]
         else:
             root.unit = door(root.unit)
             roots[k] = door(root)
@@ -96,7 +97,7 @@ def _roots_of_one_backward(
     for step in range(3):
         xs = batch(step, world_size)
         for r, models in [*((r, plain) for r in range(world_size)), (rank, roots)]:
-            outs = [m(xs[r], how if (r + k) % 2 else "") for k, m in enumerate(models)]
+            outs = [m(xs[r], how if k != 1 and r == k // 2 else "") for k, m in enumerate(models)]
             loss: torch.Tensor = sum(out.square().mean() * (k + 1) for k, out in enumerate(outs))  # type: ignore[assignment]
             (loss / world_size if models is plain else loss).backward()
         for optimizer in optimizers:
