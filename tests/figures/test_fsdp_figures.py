@@ -93,9 +93,9 @@ def test_bytes_copied(world_size: int, implementation: str) -> None:
 # At most, of two and of four ranks: operations, Python calls of the main thread, resident and peak over P. In some
 # steps a thread of gloo still holds what it sent when a unit is freed, and 130 calls look for views that modules keep.
 DOORS = {
-    "fsdp": {2: (735, 1290, 1.52, 2.80), 4: (800, 1390, 0.77, 1.95)},
-    "fully_shard": {2: (770, 1550, 1.52, 2.80), 4: (835, 1650, 0.77, 1.95)},
-    "dtensors": {2: (930, 3470, 1.52, 2.80), 4: (1000, 3570, 0.77, 1.98)},
+    "fsdp": {2: (730, 1290, 1.52, 2.80), 4: (800, 1390, 0.77, 1.95)},
+    "fully_shard": {2: (765, 1550, 1.52, 2.80), 4: (835, 1650, 0.77, 1.95)},
+    "dtensors": {2: (860, 3470, 1.52, 2.80), 4: (880, 3570, 0.77, 1.98)},
 }
 
 
