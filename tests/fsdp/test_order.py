@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from shardkit import FSDP, OSS, ShardedDDP, fully_shard, sharding_of
+from shardkit import FSDP, OSS, ReducePolicy, ShardedDDP, fully_shard, sharding_of
 from shardkit.errors import LifecycleError, OutOfStepError
 from shardkit.torch_fsdp import FullyShardedDataParallel as TorchFSDP
 from tests.fsdp_models import WIDTH, batch, build
@@ -88,7 +88,7 @@ def _roots_of_one_backward(
     for k, root in enumerate(roots):
         if door is None:
             optimizers.append(OSS(root.parameters(), torch.optim.SGD, lr=0.1))
-            reduce = shardkit.ReducePolicy(bucket_numel=0)  # each gradient for itself
+            reduce = ReducePolicy(bucket_numel=0)  # each gradient for itself
             roots[k] = ShardedDDP(root, optimizers[-1], reduce=reduce)  # type: ignore[arg-type]
         else:
             root.unit = door(root.unit)
