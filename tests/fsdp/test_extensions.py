@@ -277,9 +277,11 @@ def _all(rank: int) -> None:
     half = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     _beside(rank, InHalf, 7, half, mesh)
     model = _beside(rank, InHalf, 8, MixedPrecisionPolicy(), mesh)
-    weight = model.layers[0].weight
+    seen = []
+    model.layers[0].register_forward_pre_hook(lambda m, _: seen.append(m.weight))
+    model(_batch(0, rank)).sum().backward()
     with pytest.raises(LifecycleError, match=r"layers\.0\.weight"):
-        weight + 1
+        seen[0] + 1
     _beside(rank, Quantized, 8, MixedPrecisionPolicy(), mesh)
     for part in (_metadata, _in_other_ways, _torchaos, _refused):
         part(rank)
