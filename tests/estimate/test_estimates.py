@@ -36,7 +36,7 @@ def test_kinds_of_language_models(kind: str, tmp_path: Path) -> None:
     from shardkit.tools.estimate import from_hugging_face
 
     path = tmp_path / "config.json"
-    sizes = {"vocab_size": 100, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8,
+    sizes = {"vocab_size": 100, "hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 2, "head_dim": 8,
              "num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4}  # fmt: skip
     path.write_text(json.dumps({"model_type": kind, **sizes}))
     found = estimate(from_hugging_face(path, compute=torch.bfloat16, sequence=16), "fsdp", 8, 2)
