@@ -210,7 +210,7 @@ def check_same_everywhere(group: Group, facts: Facts, what: str, aside: Tree = N
 def _shown(value: object) -> str:
     if not isinstance(value, tuple):
         return str(value)
-    return f"({', '.join(str([*part] if isinstance(part, tuple) else part) for part in value)})"
+    return f"({', '.join([str([*part] if isinstance(part, tuple) else part) for part in value])})"
 
 
 def _refuse_differences(group: Group, everybody: list[Tree], what: str) -> None:

@@ -211,20 +211,21 @@ def find(state: ShardingState, claimed: set[int]) -> Found:
                 found.borrowed.append((p, place))
             else:
                 by_param[id(p)] = len(found.originals)
-                found.originals.append(_original(p, place, home))
+                kind = OriginalParameter if type(p) is nn.Parameter else _kind_of(p)
+                original = kind(p, place, home)
+                found.originals.append(original)
                 found.names.append(f"{path}.{name}" if path else name)
                 found.infos.append((path, m, name))
-                if is_lazy(p):
+                if original.is_lazy:
                     found.lazy.append(found.names[-1])
     claimed.update(by_param)
     return found
 
 
-def _original(param: nn.Parameter, place: Place, home: int) -> OriginalParameter:
+def _kind_of(param: nn.Parameter) -> type[OriginalParameter]:
     if is_dtensor(param):
-        return SplitParameter(param, place, home)
-    kind = ExtendedParameter if is_extended(param) else OriginalParameter
-    return kind(param, place, home)
+        return SplitParameter
+    return ExtendedParameter if is_extended(param) else OriginalParameter
 
 
 def alike(originals: Sequence[OriginalParameter], state: ShardingState) -> list[list[int]]:
@@ -234,9 +235,10 @@ def alike(originals: Sequence[OriginalParameter], state: ShardingState) -> list[
         # where a compiler decides on memory, views of one shard would be copied anew in each step
         return [[k] for k in range(len(originals))]
     groups: dict[tuple[object, ...], list[int]] = {}
+    mesh = mesh_of(originals)
     for k, original in enumerate(originals):
-        kind = original.store, mesh_of([original]) or mesh_of(originals)
-        groups.setdefault((original.param.dtype, original.param.requires_grad, *kind), []).append(k)
+        kind = original.param.dtype, original.param.requires_grad, original.store, original.mesh or mesh
+        groups.setdefault(kind, []).append(k)
     return list(groups.values())
 
 

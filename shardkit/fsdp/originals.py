@@ -139,11 +139,14 @@ class OriginalParameter:
         of_shard: its class between uses where this rank's shard has all of it.
         beside: what it is beside values that lie in a shard, and data divides alone; for errors.
         store: where its values are, if they are in no shard.
+        mesh: over which tensor parallelism has cut it, if it has.
         home: number of the module that its name is of, where several modules are one unit.
     """
 
     beside = ""
     store: type[Store] | None = None
+    mesh: DeviceMesh | None = None
+    is_lazy = False
 
     released: type[ReleasedParameter] = ReleasedParameter
     of_shard: type[ViewOfShard] = ViewOfShard
@@ -152,7 +155,8 @@ class OriginalParameter:
 
     def __init__(self, param: nn.Parameter, place: Place, home: int = 0) -> None:
         self.param, self.places, self.home = param, [place], home
-        self.shape = torch.Size() if is_lazy(param) else param.shape
+        self.is_lazy = is_lazy(param)
+        self.shape = torch.Size() if self.is_lazy else param.shape
         self.kind = GatheredParameter if type(param) is nn.Parameter else type(param)
 
     @property
@@ -179,11 +183,7 @@ class OriginalParameter:
 
 
 class SplitParameter(OriginalParameter):
-    """One that tensor parallelism has cut: a DTensor, whose local tensor lies in the flat parameter.
-
-    Attributes:
-        mesh: over which it is cut.
-    """
+    """One that tensor parallelism has cut: a DTensor, whose local tensor lies in the flat parameter."""
 
     beside = "is cut over further ranks by tensor parallelism"
     param: Any
@@ -232,7 +232,7 @@ def _both(kind: type[torch.Tensor], of_torch: type[torch.Tensor]) -> type[torch.
 def mesh_of(originals: Sequence[OriginalParameter]) -> DeviceMesh | None:
     """The mesh over which tensor parallelism has cut some of these; None where there are none."""
     for original in originals:  # asked for every unit: without a generator, whose steps are calls
-        if isinstance(original, SplitParameter):
+        if original.mesh is not None:
             return original.mesh
     return None
 

@@ -196,21 +196,20 @@ class RegisteredShards:
         # of which part, in which shape
         self._parts: list[tuple[int, tuple[int, ...]]] = [(0, ()) for _ in self.each]
         end = 0
-        for k, r in sorted(enumerate(self.each), key=lambda one: (one[1].offset, one[1].numel)):
-            if r.numel == 0:
+        for offset, size, k in sorted([(r.offset, r.numel, k) for k, r in enumerate(self.each)]):
+            if size == 0:
                 continue
-            self._split += [r.offset - end, r.numel]
-            self._parts[k] = len(self._split) - 1, r.shape
-            end = r.offset + r.numel
+            self._split += [offset - end, size]
+            self._parts[k] = len(self._split) - 1, self.each[k].shape
+            end = offset + size
         self._split += [0, numel - end]
+        self.are_dtensors = self._are_apart = self.has_copies = False
         for k, r in enumerate(self.each):
             if r.numel == 0:
                 self._parts[k] = len(self._split) - 2, r.shape
-        self.are_dtensors = any(r.spec is not None for r in self.each)
-        self._are_apart = any(isinstance(r.original, ExtendedParameter) for r in self.each)
-        self.has_copies = any(r.layout.copies for r in self.each) or (
-            mesh_of([r.original for r in self.each]) is not None
-        )
+            self.are_dtensors = self.are_dtensors or r.spec is not None
+            self._are_apart = self._are_apart or r.original.store is not None
+            self.has_copies = self.has_copies or bool(r.layout.copies) or r.original.mesh is not None
 
     def __getstate__(self) -> StateDict:
         """What a copy or a file takes: tensors that registered parameters have are theirs alone."""

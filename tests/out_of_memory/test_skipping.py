@@ -19,16 +19,19 @@ from shardkit.training.out_of_memory import Shaped, forget_frames, is_out_of_mem
 from tests.pools import rank_pool
 
 UNITS = 4
+WIDE = 130  # units of it travel by themselves, those of 5 columns together
 Made = tuple[nn.Module, Any]
 
 
 class Model(nn.Module):
     """Units in a row, with statistics; memory may run out before one of them, forward or backward."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = 5) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(5, 5), nn.BatchNorm1d(5)) for _ in range(UNITS))
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, width), nn.BatchNorm1d(width)) for _ in range(UNITS)
+        )
         self.place: tuple[str, int] | None = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -96,8 +99,8 @@ DOORS: dict[str, Callable[[Model], Made]] = {
 }
 
 
-def _batch(step: int, rank: int) -> torch.Tensor:
-    return torch.randn(6, 5, generator=torch.Generator().manual_seed(10 * step + rank))
+def _batch(step: int, rank: int, width: int = 5) -> torch.Tensor:
+    return torch.randn(6, width, generator=torch.Generator().manual_seed(10 * step + rank))
 
 
 def _trained(
@@ -180,8 +183,10 @@ def test_before_steps_are_known_the_error_is_raised() -> None:
     assert "can't allocate memory" in raised.value.remote_traceback
 
 
-def _train(rank: int, door: str, steps: int, inside: Callable[[int, Model, Any], None]) -> str:
-    model = Model()
+def _train(
+    rank: int, door: str, steps: int, inside: Callable[[int, Model, Any], None], width: int = 5
+) -> str:
+    model = Model(width)
     wrapped, optimizer = DOORS[door](model)
     skip = shardkit.SkipOutOfMemory(wrapped)
     try:
@@ -190,7 +195,7 @@ def _train(rank: int, door: str, steps: int, inside: Callable[[int, Model, Any],
                 model.place = None
                 if step >= FIRST:
                     inside(rank, model, optimizer)
-                wrapped(_batch(step, rank)).square().mean().backward()
+                wrapped(_batch(step, rank, width)).square().mean().backward()
             if not skip.skipped:
                 optimizer.step()
             optimizer.zero_grad()
@@ -237,7 +242,7 @@ def test_ten_batches_in_a_row_are_an_error_on_all_ranks(door: str) -> None:
 
 @pytest.mark.parametrize("inside", [_runs_out_after_a_step, _branches_and_runs_out])
 def test_what_can_not_be_left_is_raised(inside: Callable[[int, Model, Any], None]) -> None:
-    own, others = rank_pool(2, "simulated").run(_train, "by_fsdp", FIRST + 1, inside)
+    own, others = rank_pool(2, "simulated").run(_train, "by_fsdp", FIRST + 1, inside, WIDE)
     assert "can't allocate memory" in own
     assert others.startswith("OutOfStepError")
 
@@ -285,9 +290,9 @@ def test_refusals() -> None:
     rank_pool(2).run(_refused)
 
 
-def _costs(rank: int) -> tuple[int, int]:
+def _costs(rank: int, width: int) -> tuple[int, int]:
     """Collectives that a step issues more, and attributes that groups have more afterwards."""
-    model = Model()
+    model = Model(width)
     wrapped, _ = by_fsdp(model)
     skip = shardkit.SkipOutOfMemory(wrapped)
     group = shardkit.sharding_of(wrapped)._state.group
@@ -297,18 +302,19 @@ def _costs(rank: int) -> tuple[int, int]:
     for step in range(4):
         first = sum(g.issued for g in (group, *group.channels()))
         if step == 2:
-            wrapped(_batch(step, rank)).square().mean().backward()
+            wrapped(_batch(step, rank, width)).square().mean().backward()
         else:
             with skip:
-                wrapped(_batch(step, rank)).square().mean().backward()
+                wrapped(_batch(step, rank, width)).square().mean().backward()
         counts.append(sum(g.issued for g in (group, *group.channels())) - first)
     assert [set(vars(g)) for g in channels] == before
     return counts[3] - counts[2], len(skip._calls.calls)
 
 
 def test_a_step_costs_one_collective() -> None:
-    # 11 collectives, and a word before backward
-    assert rank_pool(2, "simulated").run(_costs) == [(1, 12)] * 2
+    # 11 collectives, or 3 where small units travel together, and a word before backward
+    assert rank_pool(2, "simulated").run(_costs, WIDE) == [(1, 12)] * 2
+    assert rank_pool(2, "simulated").run(_costs, 5) == [(1, 4)] * 2
 
 
 class _Looking(TorchDispatchMode):
