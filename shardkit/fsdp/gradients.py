@@ -86,6 +86,7 @@ class GradientPack(ABC):
         pieces = [p for p in flat.layout.pieces() if self.trainable[p.item]]
         step = alignment(self._dtype.itemsize) if group.backend.has_storage else 1
         size = self._size = flat.layout.shard_numel
+        self._in_blocks = blocks is not None
         if blocks is not None:  # flags are in blocks of their own
             step = blocks.numel
             size = rounded_up(size, step)
@@ -255,7 +256,8 @@ class StoredPack(GradientPack):
     def _lay_out(self) -> None:
         flat = self._flat
         self._packed = torch.empty(self._form.starts[-1], dtype=self._dtype, device=self._device)
-        self._pack = WrittenPack(self._form, self._packed, [m.shape for m in flat.originals])
+        shapes = [m.shape for m in flat.originals]
+        self._pack = WrittenPack(self._form, self._packed, shapes, in_blocks=self._in_blocks)
         self._group.backend.release_storage(self._packed)
 
     def reduce(self, gradients: list[torch.Tensor | None]) -> Reduction:

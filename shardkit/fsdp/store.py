@@ -573,9 +573,12 @@ class Joined:
         first, sizes = stores[0], [store._layout.shard_numel for store in stores]
         self._stores, self._backend, self._waiting = stores, first._backend, 0
         world_size = first._group.world_size
-        self._full = torch.empty(world_size * sum(sizes), dtype=first._dtype, device=first._device)
-        self._own = own_part(self._full, first._group)
-        self._parts = torch.split_with_sizes(self._full.view(world_size, -1), sizes, dim=1)
+        with torch.inference_mode(
+            False
+        ):  # made when first needed, maybe in an evaluation; used in training, too
+            self._full = torch.empty(world_size * sum(sizes), dtype=first._dtype, device=first._device)
+            self._own = own_part(self._full, first._group)
+            self._parts = torch.split_with_sizes(self._full.view(world_size, -1), sizes, dim=1)
         self._backend.release_storage(self._full)
 
     def start(self) -> None:

@@ -111,7 +111,7 @@ class Bucket:
         self.waiting = len(plan.indices)
         self.packed = slot[: plan.nbytes].view(plan.wire)
         shapes, strides = [p.shape for p in self.params], [dense_strides(p) for p in self.params]
-        self.pack = WrittenPack(plan.form, self.packed, shapes, strides)
+        self.pack = WrittenPack(plan.form, self.packed, shapes, strides, plan.blocks is not None)
         self.compressed = (
             None
             if plan.blocks is None

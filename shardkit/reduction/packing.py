@@ -92,6 +92,7 @@ class WrittenPack:
     Args:
         packed: that memory, [N]; it needs to be there while something is written.
         strides: of each, where they are not contiguous.
+        in_blocks: it travels as blocks, whose scales are those of all that is in them.
 
     Attributes:
         whole: places of gradients that lie in one part, in order.
@@ -103,6 +104,7 @@ class WrittenPack:
         packed: torch.Tensor,
         shapes: Sequence[Sequence[int]],
         strides: Sequence[Sequence[int]] | None = None,
+        in_blocks: bool = False,
     ) -> None:
         self._packed = packed
         self._whole: list[int] = []  # gradients that lie in one part
@@ -128,7 +130,8 @@ class WrittenPack:
             at = form.starts[rank] + form.first_flag[rank]
             filled.append((at, len(items)))
             end = at + form.flags[rank]
-            filled.append((end, form.starts[rank + 1] - end))  # up to the next part; says nothing
+            if not in_blocks:
+                filled.append((end, form.starts[rank + 1] - end))  # up to the next part; says nothing
             if items:
                 self._flags.append((items, packed[at : at + len(items)]))
         self.whole = self._targets.copy()

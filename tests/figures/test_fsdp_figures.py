@@ -126,6 +126,8 @@ def _adapted(rank: int, how: str) -> tuple[Counter[str], float]:
     world_size = torch.distributed.get_world_size()
     plain, model = build("lora"), IMPLEMENTATIONS[how](build("lora"))
     optimizer = torch.optim.AdamW(plain.parameters(), **ADAMW)
+    with torch.inference_mode():  # the memory of messages is made here, and used in training
+        loss("lora", model.model, 0, rank)
     for step in range(4):
         if step == 2:
             for m in (plain, model.model):

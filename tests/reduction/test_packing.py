@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import tracemalloc
 
 import torch
@@ -63,6 +64,14 @@ def test_what_is_packed_lies_in_its_rank_s_part_with_flags() -> None:
                 nobody = form.anywhere([False] * 3, part, rank)
                 assert nobody == [h and i in form.items[rank] for i, h in enumerate(had)]
                 assert form.anywhere(had, torch.zeros_like(part), rank) == list(had)
+
+
+def test_blocks_hold_nothing_that_nobody_wrote() -> None:
+    """Their scale is that of all numbers in them; flags were lost where memory had held large ones."""
+    form = PackedForm([Piece(0, 0, 0, 0, 3), Piece(1, 0, 1, 0, 2)], [16, 16], even=False, step=16)
+    packed = torch.full((form.starts[-1],), math.nan)
+    WrittenPack(form, packed, [(3,), (2,)], in_blocks=True).write([torch.ones(3), torch.ones(2)], None)
+    assert packed.sum() == 3 + 2 + 2  # and two flags
 
 
 def test_flags_of_elements_and_what_was_joined_in_parts() -> None:
