@@ -109,8 +109,10 @@ class _Refused:
 def lends_memory(unit: Unit, tensors: Sequence[torch.Tensor]) -> bool:
     """Whether one of these is a view of an original parameter (or one itself), so that its memory is about to go."""
     for tensor in tensors:
+        if type(tensor) is not torch.Tensor:
+            tensor = local_of(tensor)
         for flat in unit.needs:
-            memory, tensor = flat.store.memory, local_of(tensor)
+            memory = flat.store.memory
             if memory and torch._C._has_storage(tensor) and tensor.untyped_storage()._cdata == memory:
                 return True
     return False

@@ -396,9 +396,12 @@ class _LocalSteps:
     def before(self, optimizer: Optimizer) -> None:
         groups = optimizer.param_groups
         one_of_each = {type(p): p for g in groups for p in g["params"]}
-        if not any(map(is_dtensor, one_of_each.values())):
+        kinds = {
+            kind for kind, p in one_of_each.items() if is_dtensor(p)
+        }  # not asked of each: a call a parameter
+        if not kinds:
             return
-        listed = [p for g in groups for p in g["params"] if is_dtensor(p)]
+        listed = [p for g in groups for p in g["params"] if type(p) in kinds]
         ours = {listing_of(p) is not None for p in listed}
         if True not in ours:
             return
@@ -411,14 +414,14 @@ class _LocalSteps:
             )
         if False in ours or not is_known_elementwise(type(optimizer)):
             return  # gradients of others' DTensors may be sums that are not made yet
-        if any(hasattr(p._local_tensor, "fsdp_pre_all_gather") for p in listed):
+        if any(hasattr(kind, "fsdp_pre_all_gather") for kind in {type(p._local_tensor) for p in listed}):
             return  # their classes compute with DTensors as FSDP2 does
         self._lists[optimizer] = [g["params"] for g in groups]
         lent = self._lent[optimizer] = []
         made = self._locals.setdefault(optimizer, {})
         state: Tree = optimizer.state
         for g in groups:
-            g["params"] = [self._lend(p, state, made, lent) if is_dtensor(p) else p for p in g["params"]]
+            g["params"] = [self._lend(p, state, made, lent) if type(p) in kinds else p for p in g["params"]]
 
     @staticmethod
     def _lend(p: Tree, state: Tree, made: dict[int, nn.Parameter], lent: list[_Lent]) -> nn.Parameter:

@@ -385,7 +385,7 @@ def expected(model: FSDP, micro: int) -> dict[str, int]:
     for unit in dict.fromkeys(model._state.engine._order):
         again = [v for v in unit.needs if not unit.keep_after_forward and v not in last.needs]
         gathers += sum(len({flat.param.dtype for flat in flats}) for flats in (unit.needs, again))
-        reduced += sum(1 for p in unit._packs if any(p.trainable))
+        reduced += sum(1 for p in unit.packs if any(p.trainable))
     return {"all-gather": gathers * micro, "reduce-scatter": reduced}
 
 
