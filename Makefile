@@ -106,7 +106,7 @@ test-core: $(CORE)/.ready
 # torch's version, what is drawn at random, and how processes start, get lost and end.
 NEWEST_ONLY := $(addprefix tests/,estimate doctor differential figures gpu cli migration parity testing faults compat \
   out_of_memory checkpoint_tools adascale/test_adascale.py activations/test_recurrent.py compression/test_training.py \
-  checkpoint/test_files.py clients/test_torchrun.py $(addprefix running/test_,run.py started.py) \
+  checkpoint/test_files.py $(addprefix clients/test_,torchrun.py fsdp2_trainer.py) $(addprefix running/test_,run.py started.py) \
   $(addprefix rehearsal/test_,hangs.py scripts.py trainings.py) $(addprefix tracing/test_,run.py command.py metrics.py) \
   $(addprefix training_checkpoints/test_,whole_or_not.py resume.py) $(addprefix fsdp/test_,align.py fairscale_faults.py large.py one_order.py) \
   backends/test_lifetimes.py $(addprefix border/test_,libraries.py same_bits.py) \
