@@ -1,4 +1,4 @@
-"""What arguments of torch's FullyShardedDataParallel mean to the core."""
+"""Translates arguments of torch's FullyShardedDataParallel to the core's."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def ignored_of(
     modules: Iterable[nn.Module] | None,
     states: Iterable[nn.Parameter] | Iterable[nn.Module] | None,
 ) -> Ignored:
-    """What is not to be sharded, also by what units below were told.
+    """Finds what is not to be sharded, also by what units below were told.
 
     Raises:
         ConfigurationError: both are given; an element is neither module nor parameter, or a sharded module.

@@ -1,4 +1,4 @@
-"""What existing code reads from torch's FullyShardedDataParallel."""
+"""Facts that existing code reads from torch's FullyShardedDataParallel."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ class TorchFacts(Door):
     # ------------------------------------------------------------ what it is doing
     @property
     def training_state(self) -> TrainingState:
-        """What the module is doing."""
+        """Says what the module is doing."""
         engine = self._state.engine
         if self._state.summoned is not None:
             return TrainingState.SUMMON_FULL_PARAMS

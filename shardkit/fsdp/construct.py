@@ -139,7 +139,7 @@ def _make_unit(state: ShardingState, modules: list[nn.Module], borrowed: list[Fl
 
 # ------------------------------------------------------------ find
 class Found:
-    """What a module holds outside of other units.
+    """Lists what a module holds outside of other units.
 
     Attributes:
         state: the module's.
@@ -549,7 +549,7 @@ def _listed(
 
 
 def _registered(flat: FlatParam, part: list[int], mesh: DeviceMesh | None) -> list[RegisteredShard]:
-    """What modules list for each original parameter: this rank's part, a view of the shard."""
+    """Returns what modules list for each original parameter: this rank's part, a view of the shard."""
     values, made = flat.param.data, []
     listed = flat.layout.listed([original.shape for original in flat.originals], flat.group.rank)
     for number, (original, one) in enumerate(zip(flat.originals, listed, strict=True)):

@@ -184,7 +184,7 @@ def check_backward(unit: Unit) -> None:
 
 
 def refusal(unit: Unit, what: str, instead: str = "") -> LifecycleError:
-    """What is raised, with what to call instead."""
+    """Returns the error, which says what to call instead."""
     remedy = f"Use {instead}, or do it with a module that is not wrapped" if instead else _INSTEAD
     return LifecycleError(
         f"{_where(unit)}: {what} of an FSDP module ({unit.name or 'the root'}) is not possible: its parameters are "
@@ -598,7 +598,7 @@ class Engine:
         self._frozen = FrozenUnits([] if self.is_lazy else frozen_behind_trainable(self._order))
 
     def watching(self, watcher: Unit | UnitCall) -> ForwardGraph:
-        """What the outputs of the root's forward have to tell when backward reaches them, on behalf of ``watcher``."""
+        """Returns what outputs of the root's forward call when backward reaches them, on behalf of ``watcher``."""
         graph = ForwardGraph(self, watcher)
         self.pending.add(graph)
         return graph

@@ -52,7 +52,7 @@ class Extended(Store):
         self._places: list[torch.Tensor] = []  # the same, [W, bytes]
 
     def fits(self) -> bool:
-        """What was made lies in this memory."""
+        """Returns whether what was made lies in this memory."""
         now = self._flat.group, self._flat.compute_dtype, self._flat.compute_device
         return now == (self._group, self._dtype, self._device)
 
@@ -195,7 +195,7 @@ class ExtendedParameter(OriginalParameter):
         self.replace(torch.empty(0, dtype=whole.dtype, device=whole.device))
 
     def inputs(self) -> Sequence[torch.Tensor]:
-        """What travels of this rank's part."""
+        """Returns the tensors of this rank's part that travel."""
         before = self.part.fsdp_pre_all_gather
         mesh, policy = self._asked
         if len(inspect.signature(before).parameters) == 1:  # torch's first form
@@ -228,7 +228,7 @@ class ExtendedParameter(OriginalParameter):
 
 
 def no_values(numel: int, like: torch.Tensor) -> torch.Tensor:
-    """What stands for a shard [S] that is not in memory."""
+    """Stands for a shard [S] that is not in memory."""
     return torch.zeros((), dtype=like.dtype, device=like.device).expand(numel)
 
 

@@ -74,7 +74,7 @@ class FlatParam:
         unused: which original parameters have had no gradient on any rank since the gradient was last cleared.
         written: numbers of original parameters that were written to in the last time that they had values; such writes
             are lost.
-        hears: is told of all-gathers of the values before they start, as (output, shard); of copies too.
+        on_gather: is told of all-gathers of the values before they start, as (output, shard); of copies too.
         held_at: version of the shard whose values stay, see :meth:`hold`.
     """
 
@@ -104,7 +104,7 @@ class FlatParam:
         self.is_borrowed = False
         self.unused = Unused(len(self.originals))
         self.written: list[int] = []
-        self.hears: Callable[[torch.Tensor, torch.Tensor], object] | None = None
+        self.on_gather: Callable[[torch.Tensor, torch.Tensor], object] | None = None
         self.post_forward_mesh = post_forward_mesh
         self.modules: Sequence[nn.Module] = ()
         self._compute_dtype = compute_dtype
@@ -180,7 +180,7 @@ class FlatParam:
 
     @property
     def gathered(self) -> torch.Tensor:
-        """What original parameters are views of, [W * S]; it may have no memory now."""
+        """The tensor that original parameters are views of, [W * S]; it may have no memory now."""
         return self.store.gathered
 
     @property

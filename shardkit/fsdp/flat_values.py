@@ -139,7 +139,7 @@ class Unpacking:
 
 
 def unpacked(gathered: torch.Tensor, layout: ShardLayout) -> torch.Tensor:
-    """What was gathered rank by rank, [W * S], with items in their places."""
+    """Puts items in their places, of values gathered rank by rank, [W * S]."""
     if len(layout.blocks) == 1:
         return gathered
     parts = gathered.view(layout.world_size, -1).split([b.shard_numel for b in layout.blocks], dim=1)

@@ -291,7 +291,7 @@ def enter_again(state: ShardingState) -> None:
 
 
 def input_dtype(state: ShardingState) -> torch.dtype | None:
-    """What floating point inputs are cast to where not every unit's are; None leaves them."""
+    """Returns the dtype of floating point inputs where not every unit's are cast; None leaves them."""
     options = state.options
     if not options.casts_inputs and (state.is_root is False or not options.casts_root_inputs):
         return None

@@ -379,7 +379,7 @@ class InPlace:
         return made
 
     def __getstate__(self) -> StateDict:
-        """What a file takes, in which the state is asleep."""
+        """Returns what a file takes, in which the state is asleep."""
         wake(self._state)
         check_pickled(self._state)
         return {"_state": self._state, "_calls": [], "_is_refused": False, "_method": None}

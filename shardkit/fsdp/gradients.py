@@ -37,7 +37,7 @@ Reduction = tuple[list[bool], bool, torch.Tensor, Work | None]
 
 
 class Replicas(Protocol):
-    """What is used of the :class:`~shardkit.backend.Group` of ranks that hold the same shard."""
+    """The part of :class:`~shardkit.backend.Group` that is used of ranks that hold the same shard."""
 
     world_size: int
 
@@ -180,7 +180,7 @@ class GradientPack(ABC):
 
     @abstractmethod
     def _arrived(self) -> None:
-        """What was sent may be given back."""
+        """Gives back what was sent."""
 
     def _note(self, had: list[bool], had_all: bool, result: torch.Tensor) -> bool:
         """Notes which original parameters had no gradient on any rank; whether any with a part here had one."""
@@ -207,7 +207,7 @@ class GradientPack(ABC):
         return gradient
 
     def forget_errors(self) -> None:
-        """What compression has left out so far is not added to anything."""
+        """Drops what compression has left out so far."""
         return
 
     def clear_unused(self, listing: Listing) -> None:
@@ -276,7 +276,7 @@ class StoredPack(GradientPack):
 
     @property
     def nbytes(self) -> int:
-        """What is sent, and kept, by all ranks."""
+        """Bytes that are packed and sent, of all ranks' parts."""
         return self._form.starts[-1] * self._dtype.itemsize
 
     @property

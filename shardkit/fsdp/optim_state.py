@@ -25,7 +25,7 @@ from .state import plain_name, state_of
 
 
 def slot_of(listing: Listing) -> Slot:
-    """What stands for original parameters in the state of an optimizer that has this listing's shard."""
+    """Returns the slot that stands for original parameters in the state of an optimizer with this listing's shard."""
     rank = listing.group.rank
     here = {p.item: p for p in listing.layout.pieces() if p.rank == rank}
     spans = []

@@ -61,7 +61,7 @@ _NO_COUNTS = (torch.optim.RMSprop, torch.optim.Adadelta, torch.optim.Rprop)  # h
 
 
 class Skips:
-    """What the steps of one optimizer leave alone.
+    """Puts aside what the steps of one optimizer leave alone.
 
     Attributes:
         saved: what was put aside for the step in progress.
@@ -144,7 +144,7 @@ logger = logging.getLogger("shardkit")
 
 
 class _Looked:
-    """What was seen of an optimizer.
+    """Remembers what was seen of an optimizer.
 
     Attributes:
         numbers: of parameters in its groups; None: look again.

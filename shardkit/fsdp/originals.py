@@ -165,7 +165,7 @@ class OriginalParameter:
         return self.param.data
 
     def listed(self, part: torch.Tensor) -> torch.Tensor:
-        """What modules list of it where this is its part of the shard."""
+        """Returns what modules list of it where this is its part of the shard."""
         return part
 
     def assign(self, values: torch.Tensor) -> None:
@@ -248,7 +248,7 @@ def refuse_split(originals: Sequence[OriginalParameter], what: str, instead: str
 
 
 class Listing(Protocol):
-    """What one registered parameter is listed for: all of a flat parameter, or one original parameter of it.
+    """Says for what one registered parameter is listed: all of a flat parameter, or one original parameter of it.
 
     Attributes:
         flat: the flat parameter.
@@ -508,7 +508,7 @@ _BY_NAMES_OF_MODULES = {
 
 
 def replaced_shard(flat: Listing) -> LifecycleError:
-    """What is raised where somebody put another tensor in the place of a shard."""
+    """Returns the error where somebody put another tensor in the place of a shard."""
     module, name = flat.places[0]
     found = module._parameters.get(name)
     kind = "nothing" if found is None else f"another {type(found).__name__}"
@@ -520,7 +520,7 @@ def replaced_shard(flat: Listing) -> LifecycleError:
 
 
 def replaced_original(param: nn.Parameter, rank: int) -> LifecycleError:
-    """What is raised where somebody put a tensor in the place of a parameter that is in a flat parameter."""
+    """Returns the error where somebody put a tensor in the place of a parameter that is in a flat parameter."""
     return LifecycleError(
         f"rank {rank}: parameter {name_of_original(param)!r} of an FSDP module is replaced by another tensor, which "
         "forward would ignore (functional_call does this). " + _FUNCTIONAL
@@ -534,7 +534,7 @@ _FUNCTIONAL = (
 
 
 def put_into_wrapper(name: str) -> LifecycleError:
-    """What is raised where a parameter or buffer gets the name of what the wrapped module has."""
+    """Returns the error where a parameter or buffer gets the name of what the wrapped module has."""
     return LifecycleError(
         f"{name!r} is a parameter or buffer of the module that FSDP wraps and can't be replaced through the wrapper "
         "(functional_call does this). " + _FUNCTIONAL
@@ -542,7 +542,7 @@ def put_into_wrapper(name: str) -> LifecycleError:
 
 
 def unknown_root(flat: FlatParam, number: int) -> LifecycleError:
-    """What is raised where backward reaches a unit that no FSDP forward was run for."""
+    """Returns the error where backward reaches a unit that no FSDP forward was run for."""
     name = name_of_original(flat.originals[number].param)
     return LifecycleError(
         f"rank {flat.group.rank}: backward reached parameter {name!r}, but the FSDP module that holds it was never "
@@ -551,7 +551,7 @@ def unknown_root(flat: FlatParam, number: int) -> LifecycleError:
 
 
 def backward_when_summoned(flat: FlatParam) -> LifecycleError:
-    """What is raised where backward needs what a forward inside of ``summon_full_params`` computed with."""
+    """Returns the error where backward needs what a forward inside of ``summon_full_params`` computed with."""
     return LifecycleError(
         f"rank {flat.group.rank}: backward through {flat.label} inside of summon_full_params, or "
         "through a forward that was run there, is not possible; leave the context first"
@@ -559,7 +559,7 @@ def backward_when_summoned(flat: FlatParam) -> LifecycleError:
 
 
 def written_original(flat: FlatParam) -> LifecycleError:
-    """What is raised, once, where the memory of gathered original parameters is given back that somebody wrote to."""
+    """Returns the error, raised once, where memory of gathered parameters is given back that somebody wrote to."""
     name, flat.written = name_of_original(flat.originals[flat.written[0]].param), []
     return LifecycleError(
         f"rank {flat.group.rank}: parameter {name!r} was written to while it was gathered (in forward, or before the "
@@ -569,7 +569,7 @@ def written_original(flat: FlatParam) -> LifecycleError:
 
 
 def backward_with_graph(flat: FlatParam) -> LifecycleError:
-    """What is raised where a backward that builds a graph gives gradients of parameters, or execution is lazy."""
+    """Returns the error where a backward that builds a graph gives gradients of parameters, or execution is lazy."""
     return LifecycleError(
         f"rank {flat.group.rank}: a backward with create_graph=True that gives gradients of an FSDP module's "
         "parameters (a Hessian of the weights) is not possible: they are reduced over ranks, and no graph leads back "
@@ -579,7 +579,7 @@ def backward_with_graph(flat: FlatParam) -> LifecycleError:
 
 
 def changed_since_forward(flat: FlatParam) -> LifecycleError:
-    """What is raised where backward reaches a unit whose shard was written to after forward."""
+    """Returns the error where backward reaches a unit whose shard was written to after forward."""
     return LifecycleError(
         f"rank {flat.group.rank}: backward through a forward of before the last change of "
         f"{flat.label} (by optimizer.step(), say): it would compute with the new values. Call "
@@ -588,7 +588,7 @@ def changed_since_forward(flat: FlatParam) -> LifecycleError:
 
 
 def copy_when_summoned(rank: int) -> LifecycleError:
-    """What is raised where an FSDP module is copied or pickled inside of its ``summon_full_params``."""
+    """Returns the error where an FSDP module is copied or pickled inside of its ``summon_full_params``."""
     return LifecycleError(
         f"rank {rank}: copying or pickling an FSDP module inside of summon_full_params is not possible, for it may "
         "have changes that no shard has yet; leave the context first. Modules without FSDP modules below can be copied"

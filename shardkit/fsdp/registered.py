@@ -133,7 +133,7 @@ class RegisteredShard:
 
     @property
     def label(self) -> str:
-        """What it is called in errors."""
+        """Its name in errors."""
         return f"parameter {self.names[0]!r} of {self.flat.label.partition(' of ')[2]}"
 
     @property
@@ -212,7 +212,7 @@ class RegisteredShards:
             self.has_copies = self.has_copies or bool(r.layout.copies) or r.original.mesh is not None
 
     def __getstate__(self) -> StateDict:
-        """What a copy or a file takes: tensors that registered parameters have are theirs alone."""
+        """Returns what a copy or a file takes: tensors that registered parameters have are theirs alone."""
         gone = ("params", "_locals", "versioned", "_addresses", "_gradients")
         return {name: value for name, value in self.__dict__.items() if name not in gone}
 
@@ -284,7 +284,7 @@ class RegisteredShards:
         return made
 
     def _common(self, there: Sequence[tuple[RegisteredShard, torch.Tensor]]) -> torch.Tensor | None:
-        """What these gradients are all parts of, in their places, [S]; nothing is kept of it, it goes with them."""
+        """Returns the gradient of the shard, [S], that these are parts of; nothing is kept of it, it goes with them."""
         locals_ = [(r.offset, r.local(g)) for r, g in there if r.numel]
         if not locals_:
             return None

@@ -1,4 +1,4 @@
-"""What a sharded module is asked for, the same at every door: full parameters, clipping, accumulation, checkpoints."""
+"""Answers at every door alike: full parameters, clipping, accumulation, checkpoints."""
 
 from __future__ import annotations
 
@@ -197,7 +197,7 @@ class ShardedAPI(abc.ABC):
         return sharded_state_dict(self._state)
 
     def local_metadata_dict(self) -> StateDict:
-        """What :meth:`consolidate_shard_weights` needs to know of this rank's shards."""
+        """Returns what :meth:`consolidate_shard_weights` needs to know of this rank's shards."""
         return metadata(self._state)
 
     consolidate_shard_weights = staticmethod(consolidate)

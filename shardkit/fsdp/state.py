@@ -1,4 +1,4 @@
-"""What FSDP knows of one module whose parameters it has sharded, whichever door it came in by.
+"""Holds what FSDP knows of one module whose parameters it has sharded, whichever door it came in by.
 
 [Note: doors] A module becomes a unit by being wrapped (``FSDP``, and the classes of the compat layer), or in place
 (``fully_shard``). Both make one :class:`ShardingState`. The module at which forward enters and leaves the unit, and at
@@ -107,7 +107,7 @@ class Options:
 
 @dataclass
 class Ignored:
-    """What stays as it is inside of a unit: on every rank, listed in its module, and not averaged.
+    """Names what stays as it is inside of a unit: on every rank, listed in its module, and not averaged.
 
     Attributes:
         modules: with all below them.
@@ -176,7 +176,7 @@ class ShardingState:
         note_state(self)
 
     def __getstate__(self) -> StateDict:
-        """What a copy or a file takes; ``construct.wake`` makes it work again."""
+        """Returns what a copy or a file takes; ``construct.wake`` makes it work again."""
         copied = self.__dict__.copy()
         for name in ("group", "post_forward_mesh", "replicas", "unit", "engine", "is_root", "summoned"):
             copied[name] = None
@@ -217,7 +217,7 @@ class ShardingState:
         return self.flats[0].param.device if self.flats else self.group.backend.device()
 
     def make_unit(self, borrowed: list[FlatParam]) -> None:
-        """What the engine runs, of the flat parameters that there are; modules that are one unit have the same."""
+        """Makes the unit that the engine runs, of the flat parameters there are; modules of one unit share it."""
         for mate in self.mates:
             if mate.__dict__.get("unit") is not None:
                 self.unit = mate.unit
@@ -244,12 +244,12 @@ class ShardingState:
         return [*dict.fromkeys(flat for state in self.states() for flat in state.flats)]
 
     def all_listings(self) -> list[Listing]:
-        """What registered parameters are listed for, unit by unit in the order of parameters."""
+        """Listings of all registered parameters, unit by unit in the order of parameters."""
         return [listing for state in self.states() for listing in state.listings]
 
     @property
     def listings(self) -> list[Listing]:
-        """What the registered parameters of its module are listed for."""
+        """Listings of the registered parameters of its module."""
         found = [listing for flat in self.flats for listing in flat.listings]
         if self.mates:
             found = [listing for listing in found if listing.originals[0].home == self.home]

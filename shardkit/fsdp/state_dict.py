@@ -218,7 +218,7 @@ def mark(sharding: ShardingState, state: StateDict) -> None:
 
 
 def note_of(state: SavedState) -> StateDict | None:
-    """What :func:`mark` noted; None of fairscale's state dicts, and of those copied without the attribute."""
+    """Returns what :func:`mark` noted; None of fairscale's state dicts, and of those copied without the attribute."""
     notes = versions_of(state)
     found = notes.get("", {}).get(_NOTE) if isinstance(notes, Mapping) else None
     return found if isinstance(found, dict) and {"rank", "world_size", "layout"} <= set(found) else None

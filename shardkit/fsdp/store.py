@@ -68,7 +68,7 @@ if TYPE_CHECKING:
 
 
 class State(Enum):
-    """What original parameters are at a time."""
+    """Says what original parameters are at a time."""
 
     RELEASED = "they have shapes, and no memory of their own"
     KEPT = "released; ranks of the post-forward mesh keep the values between them, each a part"
@@ -139,8 +139,8 @@ class Store(ABC):
         self, full: torch.Tensor, shard: torch.Tensor, *, async_op: bool = False, label: str = ""
     ) -> Work:
         """All ranks' shards, over the channel for parameters."""
-        if self._flat.hears is not None:
-            self._flat.hears(full, shard)
+        if self._flat.on_gather is not None:
+            self._flat.on_gather(full, shard)
         return self._channel.all_gather_into(full, shard, async_op=async_op, label=label)
 
     def fits(self) -> bool:
@@ -150,7 +150,7 @@ class Store(ABC):
     @property
     @abstractmethod
     def gathered(self) -> torch.Tensor:
-        """What original parameters are views of, [W * S]; it may have no memory now."""
+        """The tensor that original parameters are views of, [W * S]; it may have no memory now."""
 
     # ------------------------------------------------------------ transitions
     @abstractmethod
@@ -214,7 +214,7 @@ class Store(ABC):
             self._be_attributes(False)
 
     def _be_attributes(self, have_values: bool) -> None:
-        """What a module has under a name is the original parameter, or what is listed; see ``registered.py``."""
+        """Makes attributes of modules the original parameters, or what is listed; see ``registered.py``."""
         for original in self._originals:
             for module, name in original.places:
                 if have_values:
@@ -410,7 +410,9 @@ class Stored(Store):
             if self._group.world_size == 1:
                 work = DONE
             else:
-                gather = self._channel.all_gather_into if flat.hears is None else self._gather  # a call less
+                gather = (
+                    self._channel.all_gather_into if flat.on_gather is None else self._gather
+                )  # a call less
                 work = gather(full, self._own, async_op=True, label=flat.label)
         self.in_flight = work, full
 
@@ -551,7 +553,7 @@ def start_together(stores: Sequence[Store], after: Sequence[torch.Tensor]) -> No
     joined: dict[object, list[Stored]] = {}
     for store in stores:
         flat = store._flat
-        is_here = flat.hears is None and flat.param.device == store._device
+        is_here = flat.on_gather is None and flat.param.device == store._device
         if isinstance(store, Stored) and store.joins is not None and is_here:
             joined.setdefault(store.joins, []).append(store)
         else:
@@ -589,7 +591,7 @@ class Joined:
         self._backend.take_storage(self._full)
         self._waiting = len(stores)
         label = first._flat.label
-        gather = first._channel.all_gather_into if first._flat.hears is None else first._gather
+        gather = first._channel.all_gather_into if first._flat.on_gather is None else first._gather
         if len(stores) == 1:
             self._own.copy_(first.sent())  # casts, and comes from the host
         else:
@@ -612,7 +614,7 @@ def gather_together(stores: Sequence[Store]) -> None:
     for store in stores:
         if isinstance(store, Lazy) and store._after is not None:
             flat = store._flat
-            alone = None if flat.hears is None else flat
+            alone = None if flat.on_gather is None else flat
             key = flat.group, flat.param.dtype, flat.param.device, store._dtype, store._device, alone
             alike.setdefault(key, []).append(store)
     for together in alike.values():

@@ -189,7 +189,7 @@ def collect_in_place(change: int) -> None:
 
 
 def begin_loading_shards(wrapper: nn.Module) -> None:
-    """What an FSDP module loads from here on, modules inside of it included, are shards; torch says when it begins."""
+    """Notes that an FSDP module, and modules inside of it, load shards from here on; torch says when it begins."""
     _collecting.loading.add(wrapper)
 
 

@@ -18,7 +18,7 @@ _classes: dict[type, type[nn.Module]] = {}
 
 
 class Hooks(Protocol):
-    """What is used of the hooks of a module that is sharded in place."""
+    """The part that is used of the hooks of a module that is sharded in place."""
 
     def enter_method(
         self, module: nn.Module, args: Args, kwargs: Kwargs, method: FrameType
@@ -66,7 +66,7 @@ def _method(name: str) -> AnyCallable:
 
 
 def _reduced(self: nn.Module, protocol: object) -> tuple[object, ...]:
-    """What copies and files are made of: the class is made anew of the module's own."""
+    """Returns what copies and files are made of: the class is made anew of the module's own."""
     made = cast("tuple[object, ...]", object.__reduce_ex__(self, 2))
     return _made, (own_class(self),), *made[2:]
 

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 class TorchsArguments(TypedDict, total=False):
-    """What may be passed; see :class:`TorchsWords`."""
+    """Arguments that may be passed; see :class:`TorchsWords`."""
 
     reshard_after_forward: bool | int | None
     mp_policy: MixedPrecisionPolicy | None
@@ -45,7 +45,7 @@ class TorchsArguments(TypedDict, total=False):
 
 
 class TorchsWords(NamedTuple):
-    """What was said in torch's words; None where nothing was."""
+    """Reads what was said in torch's words; None where nothing was."""
 
     reshard_after_forward: bool | int | None = None
     mp_policy: MixedPrecisionPolicy | None = None
@@ -119,7 +119,7 @@ class TorchsWords(NamedTuple):
         return ReshardPolicy(after_forward=self.reshard_after_forward, root=True)
 
     def offload(self, given: OffloadPolicy | None) -> OffloadPolicy | None:
-        """What is on the host."""
+        """Returns what is on the host."""
         if self.offload_policy is None:
             return given
         from torch.distributed.fsdp import CPUOffloadPolicy
@@ -134,7 +134,7 @@ class TorchsWords(NamedTuple):
 
 
 def in_torchs_words(given: TorchsArguments) -> TorchsWords:
-    """What was said.
+    """Holds what was said.
 
     Raises:
         TypeError: a word of nobody's.
@@ -180,7 +180,7 @@ _REFUSED = ("set_custom_all_gather", "set_custom_reduce_scatter", "set_all_reduc
 
 
 class UnshardHandle:
-    """What ``unshard(async_op=True)`` and ``finalize_backward(async_op=True)`` return: it has happened already."""
+    """Is returned by ``unshard(async_op=True)`` and ``finalize_backward(async_op=True)``: it has happened already."""
 
     def wait(self) -> None:
         """Returns at once."""

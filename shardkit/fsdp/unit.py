@@ -76,7 +76,7 @@ class LocalGradients:
                 kept.add_(gradient)
 
     def take(self) -> dict[int, torch.Tensor]:
-        """What is kept in a wider dtype, by number of the original parameter in the flat parameter."""
+        """Returns what is kept in a wider dtype, by number of the original parameter in the flat parameter."""
         wide, self._wide = self._wide, {}
         return {self._listing.first + number: gradient for number, gradient in wide.items()}
 
@@ -393,7 +393,7 @@ class Unit:
     @property
     def small_bytes(self) -> int:
         """Bytes of its values, gathered, where they can travel with those of other units; else -1."""
-        if any(flat.store.joins is None or flat.is_borrowed or flat.hears for flat in self.needs):
+        if any(flat.store.joins is None or flat.is_borrowed or flat.on_gather for flat in self.needs):
             return -1
         return sum(flat.layout.padded_numel * flat.compute_dtype.itemsize for flat in self.needs)
 
@@ -443,7 +443,7 @@ class Unit:
                 pack.receive(replicas)
 
     def forget_errors(self) -> None:
-        """What compression has left out of gradients so far is not added to those that come."""
+        """Drops what compression has left out of gradients so far."""
         for pack, replicas in zip(self.packs, self._replicas, strict=True):
             pack.forget_errors()
             if isinstance(replicas, CompressedAllReduce):
@@ -573,7 +573,7 @@ class SmallUnits:
 
 
 def joinable(units: Sequence[Unit]) -> tuple[list[StoredPack], set[object], int]:
-    """What reduces the gradients of these units, of which kinds (one, if they can travel together), and bytes."""
+    """Returns what reduces the gradients of these units, their kinds (one, if they can travel together), and bytes."""
     packs = [pack for unit in units for pack in unit.packs if any(pack.trainable)]
     stored = [pack for pack in packs if type(pack) is StoredPack]
     alone = len(stored) < len(packs) or any(unit.replicas is not None for unit in units)

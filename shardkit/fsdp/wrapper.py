@@ -75,7 +75,7 @@ class UnitModule(FlattenParamsWrapper):
         return [p for p in found if isinstance(p, FlatParameter)]
 
     def _fqn_modifiers(self) -> dict[str, str]:
-        """What torch.distributed.checkpoint leaves out of names."""
+        """Tells torch.distributed.checkpoint what to leave out of names."""
         return {"": "_fpw_module"}
 
     def __setattr__(self, name: str, value: Tree) -> None:
@@ -152,7 +152,7 @@ class ModuleProxy(PreparedForAccelerate, nn.Module, abc.ABC):
         return super().named_modules(memo, prefix, remove_duplicate)
 
     def __prepare_scriptable__(self) -> NoReturn:
-        """What torch.jit.script asks for first."""
+        """Answers what torch.jit.script asks for first."""
         raise refusal(self._state.unit, "torch.jit.script")
 
     # ------------------------------------------------------------ containers
@@ -177,7 +177,7 @@ class ModuleProxy(PreparedForAccelerate, nn.Module, abc.ABC):
 
     # ------------------------------------------------------------ torch's own checkpoints and FSDP
     def _fqn_modifiers(self) -> dict[str, str]:
-        """What torch.distributed.checkpoint leaves out of names; it asks before it does anything."""
+        """Tells torch.distributed.checkpoint what to leave out of names; it asks before it does anything."""
         wrapper: Any = self
         check_request(self._state.all_flats)
         inner: dict[str, str] = getattr(self.module, "_fqn_modifiers", dict)()
@@ -218,7 +218,7 @@ def built_together() -> Iterator[None]:
 
 
 class Door(ModuleProxy, ShardedAPI):
-    """What all wrappers share: forward through the unit, state dicts of the wrapped module, being moved and copied.
+    """Does what all wrappers share: forward through the unit, state dicts of the wrapped module, moves and copies.
 
     Abstract: a wrapper has its own arguments, and calls :meth:`_shard` with what they mean. What wrappers of compat may
     define otherwise is abstract too; they leave everything else as it is.
@@ -241,7 +241,7 @@ class Door(ModuleProxy, ShardedAPI):
         self.register_load_state_dict_post_hook(_after_load)
 
     def _sharded(self) -> None:
-        """What a wrapper does as soon as its parameters are sharded."""
+        """Does what is due as soon as its parameters are sharded."""
 
     # ------------------------------------------------------------ forward
     @signed_as_wrapped

@@ -43,7 +43,7 @@ class PassedGroup:
         """Is told of what these gather, if there is a tracker to tell."""
         if self._tell is not None:
             for flat in flats:
-                flat.hears = self
+                flat.on_gather = self
 
     def __call__(self, output: torch.Tensor, shard: torch.Tensor) -> None:
         if self._tell is not None:
