@@ -65,10 +65,9 @@ import weakref
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from itertools import accumulate
 from operator import attrgetter
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 
@@ -89,9 +88,6 @@ from .flat_param import FlatParam
 from .originals import backward_with_graph, changed_since_forward, written_original
 from .store import GATHERING, LOCKED, Store, start_together
 from .unit import ROW, SmallUnits, Unit, UnitCall, rows_of_small
-
-if TYPE_CHECKING:
-    from .unit import Unit
 
 
 NO_THREAD = 0
@@ -307,7 +303,7 @@ def _ends_of_rows(units: Sequence[Unit]) -> list[int]:
             room = ROW if size >= 0 else 0
         rows[-1].append(unit)
         room -= size
-    ends = list(accumulate(map(len, rows)))
+    ends = list(itertools.accumulate(map(len, rows)))
     return [end for end, row in zip(ends, rows, strict=True) for _ in row]
 
 
@@ -589,7 +585,7 @@ class Engine:
             unit.position = k
         self._reductions = rows_of_small(self._plan.reductions)
         sizes = [len(row.units) if isinstance(row, SmallUnits) else 1 for row in self._reductions]
-        ends = list(accumulate(sizes))
+        ends = list(itertools.accumulate(sizes))
         self._due = [bisect_right(ends, due) for due in self._plan.due]  # rows that backward has left
         ends = _ends_of_rows(self._order)
         last = len(ends) - 1
