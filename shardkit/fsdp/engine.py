@@ -89,7 +89,6 @@ from .originals import backward_with_graph, changed_since_forward, written_origi
 from .store import GATHERING, LOCKED, Store, start_together
 from .unit import ROW, SmallUnits, Unit, UnitCall, rows_of_small
 
-
 NO_THREAD = 0
 this_thread = threading.get_ident
 
