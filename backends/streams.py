@@ -509,7 +509,7 @@ class _WatchedMemory(EagerBackend):
     def take_storage(self, tensor: torch.Tensor) -> None:
         with quiet():
             super().take_storage(tensor)
-            spoil(tensor.detach())
+            spoil(tensor.data)  # whose version is its own: memory has none
 
     def release_storage(self, tensor: torch.Tensor) -> None:
         device = current_device()
