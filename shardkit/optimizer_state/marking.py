@@ -217,6 +217,8 @@ def check_request(flats: Callable[[], Iterable[Tree]], keeps_names: bool = False
             f"{request.function}: this optimizer's state is of FSDP's shards, another part on each rank, and torch "
             f"would take it for whole parameters'. Use {_GATHERED}"
         )
+    if keeps_names:
+        return  # torch leaves out what it is told to by these names
     if request.submodules:
         raise _not_possible(request, "submodules=")
     if request.wants("ignore_frozen_params") and any(

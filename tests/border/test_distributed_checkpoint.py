@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 
+import shardkit
 from shardkit import FSDP, OSS
 from shardkit.errors import ConfigurationError, ShardkitError
 from tests.border.strategies import GLOO, STRATEGIES, make_model, run, twins, wrapped
@@ -179,9 +180,30 @@ def _parts_of_models(rank: int, world_size: int, strategy: str) -> None:
         get_model_state_dict(model, submodules={model[0]})
 
 
-@pytest.mark.parametrize("strategy", SHARDS)
+@pytest.mark.parametrize("strategy", [s for s in SHARDS if s != "in_place"])
 def test_parts_of_models_are_refused(strategy: str) -> None:
     run((2, "gloo"), _parts_of_models, strategy)
+
+
+def _parts_by_name(rank: int, world_size: int, dtensors: bool) -> None:
+    plain = make_model()
+    plain[0].requires_grad_(False)
+    model = shardkit.fully_shard(copy.deepcopy(plain), dtensors=dtensors)
+    trained = StateDictOptions(ignore_frozen_params=True)
+    for words in ({"options": trained}, {"submodules": {0}}):
+        found, wanted = (
+            get_model_state_dict(m, **{k: {m[0]} if k == "submodules" else v for k, v in words.items()})
+            for m in (model, plain)
+        )
+        assert {n: getattr(v, "full_tensor", v.clone)().tolist() for n, v in found.items()} == {
+            n: v.tolist() for n, v in wanted.items()
+        }
+
+
+@pytest.mark.filterwarnings("ignore:Getting submodules:FutureWarning")
+@pytest.mark.parametrize("dtensors", [False, True])
+def test_parts_of_models_in_place_are_had_by_name(dtensors: bool) -> None:
+    run((2, "gloo"), _parts_by_name, dtensors)
 
 
 # ------------------------------------------------------------------------------------ optimizers
