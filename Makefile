@@ -1,7 +1,7 @@
 # Each target creates the environment it needs; a second call finds it ready (a stamp file).
 #
 #   make demo    trains on real data with 2 ranks: DDP, OSS, ShardedDDP and FSDP beside one process
-#   make test    tests on the newest torch, in under 20 minutes on two cores
+#   make test    tests on the newest torch, in under 10 minutes on two cores
 #   make test-rest  the others: programs as users start them, the oldest supported torch with the XLA backend, and
 #                 `make streams`
 #   make quick   some tests of every part, newest torch only: for the daily loop, under 2 minutes
