@@ -314,7 +314,7 @@ class InPlace:
     # ------------------------------------------------------------ state dicts
     def _fqn_modifiers(self) -> dict[str, str]:
         """torch.distributed.checkpoint asks for it before it does anything."""
-        check_request(self._state.all_flats, keeps_names=True)
+        check_request()
         return {}
 
     def _begin_state_dict(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:

@@ -308,9 +308,8 @@ class JoinedReduction:
         step, size, base = alignment(first._dtype.itemsize), 0, 0
         pieces: list[Piece] = []
         flagged: list[int] = []
-        self._places: list[
-            tuple[int, int]
-        ] = []  # of each: number of its first gradient, start in a rank's part
+        # of each: number of its first gradient, start in a rank's part
+        self._places: list[tuple[int, int]] = []
         shapes: list[torch.Size] = []
         for pack in packs:
             self._places.append((base, size))

@@ -544,9 +544,8 @@ class SmallUnits:
             stored, kinds, _ = joinable(self.units)
             self._packs, self._joined = packs, JoinedReduction(stored) if len(kinds) == 1 else None
         units = [unit for unit in self.units if not unit.accumulates]
-        if self._joined is None or len(units) < len(
-            self.units
-        ):  # by themselves: of another kind since the plan was made
+        if self._joined is None or len(units) < len(self.units):
+            # one of them has got another kind since the plan was made, or keeps its gradients
             self._sent = units
             for unit in units:
                 unit.send()

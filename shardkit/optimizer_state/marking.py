@@ -199,12 +199,12 @@ def mark_shards(params: Iterable[torch.Tensor], state: StateDict) -> None:
 
 
 # ------------------------------------------------------------ asked by torch for a state dict
-def check_request(flats: Callable[[], Iterable[Tree]], keeps_names: bool = False) -> None:
+def check_request(flats: Callable[[], Iterable[Tree]] | None = None) -> None:
     """Refuses what torch's functions for state dicts would do wrong with shards; see [Note: requests].
 
     Args:
-        flats: gives all flat parameters of the module that is asked.
-        keeps_names: shards are listed under the parameters' names.
+        flats: gives all flat parameters of the module that is asked; None where shards are listed under the
+            parameters' names.
     """
     request = current_request()
     if request is None:
@@ -212,12 +212,12 @@ def check_request(flats: Callable[[], Iterable[Tree]], keeps_names: bool = False
     for optimizer in request.optimizers:
         refuse_stand_ins(optimizer, request.function)
     behind = [shard_behind(p) for o in request.optimizers for g in o.param_groups for p in g["params"]]
-    if any(f is not None and not (keeps_names and len(f.originals) == 1) for f in behind):
+    if any(f is not None and not (flats is None and len(f.originals) == 1) for f in behind):
         raise ConfigurationError(
             f"{request.function}: this optimizer's state is of FSDP's shards, another part on each rank, and torch "
             f"would take it for whole parameters'. Use {_GATHERED}"
         )
-    if keeps_names:
+    if flats is None:
         return  # torch leaves out what it is told to by these names
     if request.submodules:
         raise _not_possible(request, "submodules=")
