@@ -116,6 +116,7 @@ class OSS(Optimizer):
         self._is_on_all_ranks = False
         self._has_stepped = False  # or loaded a state: on this rank or another
         self._before_step: list[Callable[[], None]] = []
+        self.adds_in_order = False  # the gradients of a step, as ReducePolicy(order="fixed") says
         self._agreed, self._agreed_gradients = AgreedOptions(), AgreedGradients()
         chosen = placement_for(
             optim, self._backend.even_shards_only, self._update_dtype, self._kind_of_segments
@@ -332,6 +333,7 @@ class OSS(Optimizer):
             float(norm_type),
             error_if_nonfinite,
             foreach,
+            self.adds_in_order,
         )
 
     # ---------------------------------------------------------------- schedule-free optimizers

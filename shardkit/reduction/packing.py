@@ -78,8 +78,13 @@ class PackedForm:
         return [*numels, self.sizes[rank] - end], found
 
     def anywhere(self, had: Sequence[bool], part: torch.Tensor, rank: int) -> list[bool]:
-        """Which gradients some rank had, by the part that came to this rank; of others, whether it had them itself."""
+        """Which gradients some rank had, by the part that came to this rank; of others, whether it had them itself.
+
+        It may be several ranks' parts, one after the other, which are not summed.
+        """
         found, items, first = list(had), self.items[rank], self.first_flag[rank]
+        if part.numel() > self.sizes[rank] > 0:
+            part = part.view(-1, self.sizes[rank]).amax(0)
         flags = (part[first : first + len(items)] != 0).tolist()
         for item, flag in zip(items, flags, strict=True):
             found[item] = found[item] or flag
