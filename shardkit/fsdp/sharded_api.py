@@ -146,6 +146,16 @@ class ShardedAPI(abc.ABC):
         """Parameters (shards) of this module and below that have a gradient."""
         return [p for p in self._state.door.parameters() if p.grad is not None]
 
+    def reshard_frozen(self) -> None:
+        """Gives back what ``ReshardPolicy(frozen="keep")`` keeps; the next forward gathers it again.
+
+        Raises:
+            LifecycleError: inside of forward or backward, or on a unit below the root.
+        """
+        self._root_engine("reshard_frozen").check_idle("reshard_frozen")
+        for state in self._state.states():
+            state.unit.give_back_frozen()
+
     def set_divisors(self, before: float, after: float) -> None:
         """Gradients are divided by the one before and by the other after their sum over ranks."""
         self._state.unit.divisors = (before, after)
