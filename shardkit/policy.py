@@ -111,10 +111,10 @@ class ReshardPolicy:
             sharded over that many neighbouring ranks between forward and backward.
         root: the same for the outermost unit, whose parameters backward needs first.
         prefetch: how many units ahead are gathered while one computes.
-        frozen: "keep": values of parameters that are not trained (of units' frozen flat parameters) are gathered once and
-            stay through steps: nothing of them is sent again, for their full memory on each rank. Given back by
-            ``reshard()``, and gathered anew after they were loaded, moved, summoned or unfrozen. A change that goes by
-            ``.data`` of a shard, around its version, is not noticed: call ``reshard()`` after it. "reshard": as others.
+        frozen: "keep": values of what is not trained are gathered once and stay through steps: nothing of them is sent
+            again, for their full memory on each rank. ``reshard_frozen()`` gives them back; they are gathered anew
+            after they were loaded, moved, summoned or unfrozen. A change that goes by ``.data`` of a shard, around its
+            version, is not noticed: call ``reshard_frozen()`` after it. "reshard": they are given back as others are.
     """
 
     after_forward: bool | int = True

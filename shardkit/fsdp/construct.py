@@ -277,7 +277,8 @@ def _connect_mesh(state: ShardingState) -> None:
     count, group = state.options.reshard.after_forward, state.group
     if state.options.reshard.frozen == "keep" and not group.backend.has_storage:
         raise ConfigurationError(
-            f"frozen='keep': on {group.backend.name} the compiler decides how long gathered values are kept; leave it out"
+            f"frozen='keep': on {group.backend.name} the compiler decides how long gathered values are kept; leave "
+            "it out"
         )
     if isinstance(count, bool) or count >= group.world_size:
         return

@@ -28,8 +28,8 @@ small together, are gathered together when the first of them is asked for, and r
 [Note: what stays gathered] The root (by option) and the unit that was called last: backward begins with it. They are
 gathered anew in each forward, for between forwards the shards change.
 
-[Note: frozen values] What is not trained need not be gathered again: with ``ReshardPolicy(frozen="keep")`` its first gather
-counts a user that never leaves, until shards change. Ranks see the same changes, so they gather it together.
+[Note: frozen values] What is not trained need not be gathered again: with ``ReshardPolicy(frozen="keep")`` its first
+gather counts a user that never leaves, until shards change. Ranks see the same changes, so they gather it together.
 
 [Note: several forwards] One backward may go through several forwards of the root (two views of a batch, the two losses
 of a discriminator). A parameter's gradient is there when it has come back from all of them, so that leaving a unit says
@@ -462,13 +462,8 @@ class Engine:
                 unit.release()
             if unit.keeps_between:
                 unit.forget_between()
-        if self._held:
-            for flat in self._held:
-                if flat.held_at != flat.version:
-                    flat.drop()
-            self._held = [f for f in self._held if f.held_at is not None]
-        for unit in self._keeping:
-            unit.give_back_frozen(outdated=True)
+        if self._held or self._keeping:
+            self._drop_outdated()
         self.recording = torch.is_grad_enabled()
         if self.recording:
             self._began = next(_moments)
@@ -481,6 +476,15 @@ class Engine:
                     self._replan = True
                 if is_first:
                     unit.is_reached = False
+
+    def _drop_outdated(self) -> None:
+        """Frees what stays from step to step where the shards have changed."""
+        for flat in self._held:
+            if flat.held_at != flat.version:
+                flat.drop()
+        self._held = [f for f in self._held if f.held_at is not None]
+        for unit in self._keeping:
+            unit.give_back_frozen(outdated=True)
 
     @not_compiled
     def before_forward(self, unit: Unit, inputs: object) -> None:
