@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-LINES = 65_900  # of all source; to be lowered with each release
+LINES = 65_300  # of all source; to be lowered with each release
 # Of its parts, each at about what it has; what one gains another one gives.
 PARTS = {
-    "backends": 8_800,
+    "backends": 8_250,
     "compat": 10_600,
     "shardkit": 1_950,  # the files right there
     "shardkit/checkpoint": 7_350,
@@ -26,7 +26,7 @@ PARTS = {
     "shardkit/pipeline": 1_800,
     "shardkit/reduction": 1_150,
     "shardkit/tools": 8_650,
-    "shardkit/torch_seams": 1_250,
+    "shardkit/torch_seams": 1_260,
     "shardkit/tracing": 1_800,
     "shardkit/training": 4_350,
     "shardkit/wrapping": 900,
