@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-LINES = 65_300  # of all source; to be lowered with each release
+LINES = 64_800  # of all source; to be lowered with each release
 # Of its parts, each at about what it has; what one gains another one gives.
 PARTS = {
     "backends": 8_250,
@@ -25,7 +25,7 @@ PARTS = {
     "shardkit/oss": 2_850,
     "shardkit/pipeline": 1_800,
     "shardkit/reduction": 1_150,
-    "shardkit/tools": 8_650,
+    "shardkit/tools": 8_150,
     "shardkit/torch_seams": 1_260,
     "shardkit/tracing": 1_800,
     "shardkit/training": 4_350,
