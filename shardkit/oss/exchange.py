@@ -282,12 +282,12 @@ class GradientExchange:
 
     def _may_send(self) -> bool:
         self.state.sends_last()
-        return all([state.owner.has_sent for state in self.state.before])
+        return all(state.owner.has_sent for state in self.state.before)
 
     @property
     def has_sent(self) -> bool:
         """Whether all buckets are on their way."""
-        return all([part.has_sent for part in self._parts if isinstance(part, Reducer)])
+        return all(part.has_sent for part in self._parts if isinstance(part, Reducer))
 
     @torch.no_grad()
     def send_rest(self) -> None:

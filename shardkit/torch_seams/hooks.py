@@ -140,7 +140,7 @@ class BackwardState:
         for state in self.before:
             if state.began > self.ended:
                 state.owner.send_rest()
-        return all([state.began > self.ended and state.owner.has_sent for state in self.before])
+        return all(state.began > self.ended and state.owner.has_sent for state in self.before)
 
     def leave(self) -> None:
         """The step has ended here, wherever it was."""
