@@ -28,6 +28,9 @@ small together, are gathered together when the first of them is asked for, and r
 [Note: what stays gathered] The root (by option) and the unit that was called last: backward begins with it. They are
 gathered anew in each forward, for between forwards the shards change.
 
+[Note: frozen values] What is not trained need not be gathered again: with ``ReshardPolicy(frozen="keep")`` its first
+gather counts a user that never leaves, until shards change. Ranks see the same changes, so they gather it together.
+
 [Note: several forwards] One backward may go through several forwards of the root (two views of a batch, the two losses
 of a discriminator). A parameter's gradient is there when it has come back from all of them, so that leaving a unit says
 nothing. Then gathers keep their order and so do reductions, but a unit is reduced when it is complete, and nobody waits
@@ -445,6 +448,7 @@ class Engine:
         self._last_reduced: list[torch.Tensor] = []
         for unit in self.units:
             unit.engine, unit.enter_backward = self, partial(self.reach, unit)
+        self._keeping = [unit for unit in self.units if unit.keeps_frozen]
         self.set_accumulating([unit.accumulates for unit in self.units])
 
     # ------------------------------------------------------------ forward
@@ -458,11 +462,8 @@ class Engine:
                 unit.release()
             if unit.keeps_between:
                 unit.forget_between()
-        if self._held:
-            for flat in self._held:
-                if flat.held_at != flat.version:
-                    flat.drop()
-            self._held = [f for f in self._held if f.held_at is not None]
+        if self._held or self._keeping:
+            self._drop_outdated()
         self.recording = torch.is_grad_enabled()
         if self.recording:
             self._began = next(_moments)
@@ -475,6 +476,15 @@ class Engine:
                     self._replan = True
                 if is_first:
                     unit.is_reached = False
+
+    def _drop_outdated(self) -> None:
+        """Frees what stays from step to step where the shards have changed."""
+        for flat in self._held:
+            if flat.held_at != flat.version:
+                flat.drop()
+        self._held = [f for f in self._held if f.held_at is not None]
+        for unit in self._keeping:
+            unit.give_back_frozen(outdated=True)
 
     @not_compiled
     def before_forward(self, unit: Unit, inputs: object) -> None:
@@ -559,9 +569,11 @@ class Engine:
                 unit.goes_backward = unit.is_reached
             self._frozen.ask()
             self._lock_held()
-            for flat in self._locked:
-                if flat.written:
-                    raise written_original(flat)
+        elif self._keeping:
+            self._lock_frozen()
+        for flat in self._locked:
+            if flat.written:
+                raise written_original(flat)
 
     def _lock_held(self) -> None:
         """Forward is over: what stays gathered is for backward, or for nobody, and not for the program."""
@@ -572,6 +584,12 @@ class Engine:
                     self._locked.append(flat)
         if self._held:
             self._lock(self._held)
+        if self._keeping:
+            self._lock_frozen()
+
+    def _lock_frozen(self) -> None:
+        """Frozen values that stay are for the next step: what is written to them would not be in the shards."""
+        self._lock([flat for unit in self._keeping for flat in unit.flats if flat.kept_at is not None])
 
     def _make_plan(self) -> None:
         self._replan = False
@@ -805,6 +823,8 @@ class Engine:
             unit.end_backward()
             if unit.is_held:
                 self._lock(unit.needs)
+        if self._keeping:
+            self._lock_frozen()
         self.units[0].backwards += 1
         if self._after_backward is not None:
             self._after_backward()
