@@ -8,13 +8,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-LINES = 64_800  # of all source; to be lowered with each release
+LINES = 64_600  # of all source; to be lowered with each release
 # Of its parts, each at about what it has; what one gains another one gives.
 PARTS = {
     "backends": 8_250,
-    "compat": 10_600,
+    "compat": 10_420,
     "shardkit": 1_950,  # the files right there
-    "shardkit/checkpoint": 7_350,
+    "shardkit/checkpoint": 7_230,
     "shardkit/flattening": 900,
     "shardkit/fsdp": 9_600,
     "shardkit/integrations": 600,
