@@ -39,6 +39,8 @@ if TYPE_CHECKING:  # the same names as in the table below; tests/test_packaging.
     from .training.evaluation import gather as gather, gather_tensors as gather_tensors
     from .fsdp import (
         FSDP as FSDP,
+        Change as Change,
+        SentWeights as SentWeights,
         fully_shard as fully_shard,
         hybrid_groups as hybrid_groups,
         register_fsdp_forward_method as register_fsdp_forward_method,
@@ -84,7 +86,7 @@ _HOMES = {
     "errors": "BackendError CheckpointError ConfigurationError DamagedFileError FileNotWrittenError LifecycleError "
     "OutOfStepError RankFailedError RankLostError RankMismatchError ShardkitError UntrustedFileError",
     "training.evaluation": "gather gather_tensors EvaluationSampler in_step",
-    "fsdp": "FSDP fully_shard hybrid_groups register_fsdp_forward_method sharding_of",
+    "fsdp": "FSDP Change SentWeights fully_shard hybrid_groups register_fsdp_forward_method sharding_of",
     "training.grad_scaler": "GradScaler ShardedGradScaler",
     "launching": "launch",
     "optimizers.elementwise": "declare_elementwise",

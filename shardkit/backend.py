@@ -362,7 +362,6 @@ _BUILT_IN = {
     "tpu": "shardkit.backends.tpu:TpuBackend",
     "xla": "shardkit.backends.xla:XlaBackend",
     "simulated": "shardkit.backends.simulated:SimulatedBackend",
-    "streams": "shardkit.backends.streams:StreamsBackend",
 }
 _ENTRY_POINTS = "shardkit.backends"
 # Makes a backend of the name of a device type, where torch itself knows enough of it; else None.

@@ -8,13 +8,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-LINES = 65_900  # of all source; to be lowered with each release
+LINES = 64_600  # of all source; to be lowered with each release
 # Of its parts, each at about what it has; what one gains another one gives.
 PARTS = {
-    "backends": 8_800,
-    "compat": 10_600,
+    "backends": 8_250,
+    "compat": 10_420,
     "shardkit": 1_950,  # the files right there
-    "shardkit/checkpoint": 7_350,
+    "shardkit/checkpoint": 7_230,
     "shardkit/flattening": 900,
     "shardkit/fsdp": 9_650,
     "shardkit/integrations": 600,
@@ -25,8 +25,8 @@ PARTS = {
     "shardkit/oss": 2_850,
     "shardkit/pipeline": 1_800,
     "shardkit/reduction": 1_150,
-    "shardkit/tools": 8_650,
-    "shardkit/torch_seams": 1_250,
+    "shardkit/tools": 8_150,
+    "shardkit/torch_seams": 1_260,
     "shardkit/tracing": 1_800,
     "shardkit/training": 4_350,
     "shardkit/wrapping": 900,

@@ -23,6 +23,7 @@ from ..reduction.norms import Portion, clip_by_global_norm, norm_like
 from ..types import IncompatibleKeys, SavedState, StateDict
 from .construct import wake
 from .engine import Engine
+from .export import Change, Names, SentWeights, export
 from .flat_param import FlatParam
 from .forward import become_root
 from .optim_state import slot_of
@@ -145,6 +146,16 @@ class ShardedAPI(abc.ABC):
         """Parameters (shards) of this module and below that have a gradient."""
         return [p for p in self._state.door.parameters() if p.grad is not None]
 
+    def reshard_frozen(self) -> None:
+        """Gives back what ``ReshardPolicy(frozen="keep")`` keeps; the next forward gathers it again.
+
+        Raises:
+            LifecycleError: inside of forward or backward, or on a unit below the root.
+        """
+        self._root_engine("reshard_frozen").check_idle("reshard_frozen")
+        for state in self._state.states():
+            state.unit.give_back_frozen()
+
     def set_divisors(self, before: float, after: float) -> None:
         """Gradients are divided by the one before and by the other after their sum over ranks."""
         self._state.unit.divisors = (before, after)
@@ -195,6 +206,39 @@ class ShardedAPI(abc.ABC):
         the values stand for this rank's part of a parameter, and share its memory.
         """
         return sharded_state_dict(self._state)
+
+    def export(
+        self,
+        names: Names = None,
+        dtype: torch.dtype | None = None,
+        *,
+        on: int | None = None,
+        since: SentWeights | None = None,
+    ) -> Iterator[tuple[str, torch.Tensor | Change]]:
+        """Yields full weights under their names, one unit at a time (collective: all ranks iterate to the end).
+
+        ::
+
+            for name, weights in sharding_of(model).export(dtype=torch.bfloat16, on=0):   # empty on other ranks
+                engine.update(name, weights)
+
+        No more than a unit's values are there at a time, unless they are kept. Order and number are the same each time;
+        a tied weight comes under each of its names.
+
+        Args:
+            names: "hf": those, and the shapes, that ``save_pretrained`` of a transformers model writes, tied weights
+                once. Or a function from the model's names to the receiver's, None for what is not sent.
+            dtype: of floating-point parameters; buffers keep theirs.
+            on: the rank, of those that share a parameter, that gets them; None: all do.
+            since: what was sent before, which is noted in it. Instead of a parameter's values there is a
+                :class:`~shardkit.Change` then, with what is new in it to the bit: ``change.apply(tensor)`` at the
+                receiver. The first one is all of it. Buffers are sent as they are.
+
+        Raises:
+            ConfigurationError: tensor parallelism has cut parameters; there are no values yet (meta device); ``"hf"``
+                of another model, or of one with adapters.
+        """
+        return export(self._state, names, dtype, on, since)
 
     def local_metadata_dict(self) -> StateDict:
         """Returns what :meth:`consolidate_shard_weights` needs to know of this rank's shards."""

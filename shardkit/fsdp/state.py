@@ -227,6 +227,7 @@ class ShardingState:
         keeps = self.options.reshard.after_forward is False
         self.unit = Unit(self.flats, borrowed, keeps, self.options.reduce, self.divisors, self.replicas)
         self.unit.doors = max(1, len(self.mates))
+        self.unit.keeps_frozen = self.options.reshard.frozen == "keep"
 
     @property
     def home(self) -> int:

@@ -208,8 +208,10 @@ class TorchsMethods:
         return UnshardHandle() if async_op else None
 
     def reshard(self) -> None:
-        """Ends :meth:`unshard`. What forward has gathered is given back by itself."""
+        """Ends :meth:`unshard`; gives back frozen values that are kept. What forward has gathered goes by itself."""
         end_unshard(self._state)
+        if not self._state.unit.is_held:
+            self._state.unit.give_back_frozen()
 
     # ------------------------------------------------------------ gradients
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:

@@ -169,6 +169,7 @@ class Unit:
         keeps_between: a mesh of ranks keeps its values from forward to backward.
         keep_after_forward: stays gathered between forward and backward.
         keep_after_backward: stays gathered between backward and the next forward, unless shards change.
+        keeps_frozen: what it has of parameters that are not trained stays gathered, unless shards change.
         accumulates: its gradients stay this rank's own, as in ``no_sync``.
         doors: how many modules are called, which are one unit together.
         left: of these, calls that the forward in progress has left.
@@ -203,7 +204,7 @@ class Unit:
         self.flats = list(flats)
         self.borrowed = list(borrowed)
         self.keep_after_forward = keep_after_forward
-        self.keep_after_backward = self.accumulates = False
+        self.keep_after_backward = self.accumulates = self.keeps_frozen = False
         self.doors, self.left = 1, 0
         self.gathered_at: int | None = None
         self.reduce = reduce
@@ -323,6 +324,9 @@ class Unit:
                 store = flat.use()
                 if store is not None:
                     asked.append(store)
+            if self.keeps_frozen:
+                for flat in self.flats:
+                    flat.keep()
             if together is not None:
                 return
             if len(asked) == 1 and not self._is_lazy:
@@ -347,6 +351,12 @@ class Unit:
             for flat in self.needs:
                 if flat.written:
                     raise written_original(flat)
+
+    def give_back_frozen(self, outdated: bool = False) -> None:
+        """Frees frozen values that were kept; with ``outdated`` those that are not the shards' any more."""
+        for flat in self.flats:
+            if flat.kept_at is not None and (not outdated or flat.is_outdated):
+                flat.drop()
 
     def is_current(self) -> bool:
         """Whether what it holds is what the shards have."""

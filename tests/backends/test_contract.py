@@ -129,7 +129,7 @@ def test_installed_packages_add_backends() -> None:
     assert backend_for_device("vulkan") is backend
     ranks = shardkit.launch(_ranks_of, 3, backend="thirdparty", args=("thirdparty",))
     assert ranks == [(0, 3), (1, 3), (2, 3)]
-    with pytest.raises(BackendError, match="there are: gloo, cuda, tpu, xla, simulated, streams, thirdparty"):
+    with pytest.raises(BackendError, match="there are: gloo, cuda, tpu, xla, simulated, thirdparty"):
         get_backend("unknown")
 
 
