@@ -214,10 +214,20 @@ class ShardLayout:
             return list(self.numels)
         return [[start, numel] for start, numel in zip(self.starts, self.numels, strict=True)]
 
-    def pieces(self) -> list[Piece]:
-        """All items cut at the borders of shards, in order; items without elements have none."""
+    def pieces(self, apart: bool = False) -> list[Piece]:
+        """All items cut at the borders of shards, in order; items without elements have none.
+
+        Args:
+            apart: of those that consist of several runs each run alone.
+        """
         if self.copies:
             return [Piece(0, 0, rank, 0, 1) for rank in range(self.world_size)]
+        if apart and self.runs > 1:
+            size = self.shard_numel // self.runs
+            each = [(run, rank) for run in range(self.runs) for rank in range(self.world_size)]
+            return [
+                Piece(0, (run * self.world_size + rank) * size, rank, run * size, size) for run, rank in each
+            ]
         found = []
         shard_numel = self.shard_numel  # a sum over all items
         for item, (start, numel) in enumerate(zip(self.offsets(), self.numels, strict=True)):
@@ -287,12 +297,12 @@ class PackedLayout(ShardLayout):
     def is_copied(self, item: int) -> bool:
         return self.each[item].copies
 
-    def pieces(self) -> list[Piece]:
+    def pieces(self, apart: bool = False) -> list[Piece]:
         """The parts of all items, without padding."""
         return [
             p._replace(item=item, offset=offset + p.offset)
             for item, (one, offset) in enumerate(zip(self.each, self._part_offsets(), strict=True))
-            for p in one.pieces()
+            for p in one.pieces(apart)
         ]
 
 

@@ -16,7 +16,7 @@ PARTS = {
     "shardkit": 1_950,  # the files right there
     "shardkit/checkpoint": 7_230,
     "shardkit/flattening": 900,
-    "shardkit/fsdp": 9_650,
+    "shardkit/fsdp": 9_600,
     "shardkit/integrations": 600,
     "shardkit/launching": 560,
     "shardkit/model_parallel": 1_650,

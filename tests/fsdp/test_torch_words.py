@@ -31,6 +31,7 @@ from torch.distributed.tensor import DTensor, Shard
 from shardkit import (
     FSDP,
     OSS,
+    SentWeights,
     ShardedDDP,
     ShardedGradScaler,
     WholeParameters,
@@ -348,6 +349,10 @@ def _along_other_dimensions(rank: int, folder: str) -> None:
     dcp.save(sharding_of(model).sharded_state_dict(), checkpoint_id=f"{folder}/pieces")
     save_training(f"{folder}/own", step=1, model=model, optimizer=optimizer)
     kept = copy.deepcopy(optimizer.state_dict())
+    for name, change in sharding_of(model).export(since=SentWeights()):
+        made = torch.zeros(plain.get_parameter(name).shape)
+        change.apply(made)  # type: ignore[union-attr]
+        torch.testing.assert_close(made, plain.get_parameter(name).detach(), rtol=0, atol=1e-6)
     _steps(plain, truth, [0, 1], range(2, 4))
     for way, chosen in (("dcp", None), ("own", None), ("own", place), ("pieces", place)):
         again = as_in_torchtitan(Mixed(), dtensors=True, shard_placement_fn=chosen)
