@@ -76,7 +76,7 @@ class NcclGroup(StreamGroup):
         end_communicators(own)
 
     def _take_communicators(self, found: Communicators) -> None:
-        """Those of all channels and sub-groups; from now on the caller's to end."""
+        """Takes those of all channels and sub-groups, which are the caller's to end from now on."""
         for group in (*self._channels.values(), *self._subgroups):
             if isinstance(group, NcclGroup):
                 group._take_communicators(found)

@@ -202,13 +202,13 @@ class TpuGroup(StreamGroup):
         return _then(work, [(shard, input.detach()[start : start + parts[self.rank]])], async_op)
 
     def _reduce(self, tensor: Tensor, dst: int, op: ReduceOp, async_op: bool, label: str) -> Work:
-        """In place on ``dst``, and on the others."""
+        """Works in place on ``dst``, and on the others."""
         return self._all_reduce(tensor, op, async_op, label)
 
     def _all_to_all(
         self, output: Tensor, input: Tensor, come: Sizes, go: Sizes, even: bool, async_op: bool, label: str
     ) -> Work:
-        """Where sizes are given the host waits for the largest part of all, to which the others are padded."""
+        """Pads parts to the largest of all, which the host waits for, where sizes are given."""
         world = self.world_size
         if even:
             return super()._all_to_all(output, input, come, go, even, async_op, label)

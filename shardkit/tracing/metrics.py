@@ -27,7 +27,7 @@ _MOST = ("step_time_s", "peak_memory_bytes", "time", "step")
 
 @runtime_checkable
 class Sink(Protocol):
-    """Where records go; any callable will do, too."""
+    """Takes records; any callable will do, too."""
 
     def write(self, record: Record) -> None:
         """One record: ``step``, ``time`` (seconds since 1970), and numbers by name."""

@@ -47,7 +47,7 @@ class TraceForwardEvent(NamedTuple):
     memory_activations: int
 
     def to_dict(self) -> StateDict:
-        """For JSON."""
+        """Returns it as JSON takes it."""
         return self._asdict()
 
     @classmethod
@@ -62,7 +62,7 @@ class TraceBackwardEvent(NamedTuple):
     memory_activations: int
 
     def to_dict(self) -> StateDict:
-        """For JSON."""
+        """Returns it as JSON takes it."""
         return self._asdict()
 
     @classmethod
@@ -93,7 +93,7 @@ class LayerMemoryTrace(NamedTuple):
     event: TraceForwardEvent | TraceBackwardEvent
 
     def to_dict(self) -> StateDict:
-        """For JSON."""
+        """Returns it as JSON takes it."""
         return {**self._asdict(), "event": self.event._asdict()}
 
     @classmethod
@@ -153,7 +153,7 @@ class SuggestedCheckpoints:
 def suggest_checkpoint_location(
     traces: list[LayerMemoryTrace], num_checkpoints: int, num_skipped_layers: int = 0
 ) -> SuggestedCheckpoints:
-    """Where to begin checkpointed blocks, from the first forward of each layer in the traces.
+    """Suggests where to begin checkpointed blocks, from the first forward of each layer in the traces.
 
     Args:
         num_checkpoints: how many blocks.
@@ -400,7 +400,7 @@ class LayerwiseMemoryTracker:
         return sorted(self.forward_traces, key=lambda t: t.event.memory_activations, reverse=True)[:top]
 
     def show_plots(self, figsize: tuple[int, int] = (16, 20), capture: bool = False) -> Any:
-        """As :func:`compare_memory_traces_in_plot`, of this run alone."""
+        """Plots this run alone, as :func:`compare_memory_traces_in_plot` does."""
         return compare_memory_traces_in_plot({"run": self.memory_traces}, figsize=figsize, capture=capture)
 
     def save_traces(self, path: str) -> None:

@@ -258,7 +258,7 @@ def rmf(filename: str) -> None:
 
 @contextlib.contextmanager
 def temp_files_ctx(num: int) -> Iterator[tuple[str, ...]]:
-    """That many empty temporary files; deleted afterwards."""
+    """Makes that many empty temporary files, which are deleted afterwards."""
     names = []
     for _ in range(num):
         handle, name = tempfile.mkstemp()
@@ -304,7 +304,7 @@ def spawn_for_all_world_sizes(
     args: Args = (),
     deterministic: bool = False,
 ) -> None:
-    """For each world size, calls ``test_func(rank, world_size, file, file for rpc, *args)`` in a process for each rank.
+    """Calls ``test_func(rank, world_size, file, file for rpc, *args)`` in a process for each rank of each world size.
 
     Args:
         test_func: can be pickled.

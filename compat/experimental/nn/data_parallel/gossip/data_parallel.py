@@ -187,7 +187,7 @@ class StochasticGradientPush:
 
 # ------------------------------------------------------------ training
 class SlowMoBaseAlgorithm(str, enum.Enum):
-    """How nodes agree, more or less, between slow momentum steps."""
+    """Names how nodes agree, more or less, between slow momentum steps."""
 
     LOCALSGD = "localsgd"
     SGP = "sgp"
@@ -300,7 +300,7 @@ class SlowMoDataParallel(nn.Module):
 
     @torch.no_grad()
     def perform_slowmo(self, optimizer: torch.optim.Optimizer, fp32_params: Tree = None) -> None:
-        """To be called after each ``optimizer.step()``, on all ranks: averages and slow momentum, when they are due.
+        """Averages and applies slow momentum, when they are due; all ranks call it after each ``optimizer.step()``.
 
         Args:
             optimizer: whose parameters slow momentum is applied to.
