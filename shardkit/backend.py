@@ -34,7 +34,7 @@ _eval_frame = torch._C._dynamo.eval_frame
 
 
 class ReduceOp(enum.Enum):
-    """Names how ranks' contributions are combined. AVG (of real or complex numbers) divides the sum by the world size."""
+    """Names how ranks' contributions are combined. AVG (of real or complex numbers) divides the sum by their number."""
 
     SUM = "sum"
     AVG = "avg"

@@ -211,7 +211,7 @@ class SplitParameter(OriginalParameter):
 
     @torch.no_grad()
     def local_gradient(self, gradient: DTensor) -> torch.Tensor:
-        """Takes what of a gradient belongs to the values here, with the sums that tensor parallelism owes (collective)."""
+        """Takes what of a gradient belongs to values here, with the sums that tensor parallelism owes (collective)."""
         placements = self.param.placements
         if gradient.placements != placements:
             gradient = gradient.redistribute(placements=placements)

@@ -178,7 +178,7 @@ class Store(ABC):
 
     @abstractmethod
     def release(self, until_backward: bool = False) -> None:
-        """Goes to released, from where values are in use; to kept, with ``until_backward``, if there is a mesh for it."""
+        """Goes to released, from where values are used; to kept, with ``until_backward``, if there is a mesh for it."""
 
     def forget_kept(self) -> None:
         """From kept to released: the shards may have changed."""

@@ -275,7 +275,7 @@ class Door(ModuleProxy, ShardedAPI):
         return leave(state, entered, outputs)
 
     def apply(self: Self, fn: Callable[[nn.Module], None]) -> Self:
-        """Applies as ``nn.Module.apply`` to the module inside, with full parameters whose changes are kept (collective).
+        """Applies as ``nn.Module.apply`` to the inner module, with full parameters whose changes are kept (collective).
 
         ``fn`` gets the modules of the unwrapped model, once each, and no wrappers: these have the attributes of what
         they wrap, so that a function that looks for a ``weight`` would initialize it once more.

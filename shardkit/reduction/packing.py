@@ -78,7 +78,7 @@ class PackedForm:
         return [*numels, self.sizes[rank] - end], found
 
     def anywhere(self, had: Sequence[bool], part: torch.Tensor, rank: int) -> list[bool]:
-        """Tells which gradients some rank had, by the part that came here; of others, whether this rank had them itself."""
+        """Tells which gradients some rank had, by the part that came here; of others, whether this rank had them."""
         found, items, first = list(had), self.items[rank], self.first_flag[rank]
         flags = (part[first : first + len(items)] != 0).tolist()
         for item, flag in zip(items, flags, strict=True):
