@@ -57,7 +57,7 @@ class Pieces(torch.Tensor):
 
     @staticmethod
     def __new__(cls, shape: torch.Size, run: torch.Tensor, boxes: list[Box]) -> Pieces:
-        """Of a parameter of this shape, these boxes, which lie in ``run`` [n]."""
+        """Makes the parts in these boxes, which lie in ``run`` [n], of a parameter of this shape."""
         made: Pieces = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=run.dtype, device=run.device)
         made._run, made._boxes = run, boxes
         return made
@@ -226,7 +226,7 @@ def note_of(state: SavedState) -> StateDict | None:
 
 
 def _key_of(listing: Listing) -> str:
-    """Its key in local state dicts, within its unit."""
+    """Makes its key in local state dicts, within its unit."""
     module, name = listing.places[0]
     is_flat = all(place.module is not module for original in listing.originals for place in original.places)
     return clean(name) if is_flat else listing.names[0]
