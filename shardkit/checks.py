@@ -337,7 +337,7 @@ class AgreedOptions:
 
 
 class AgreedGradients:
-    """Which parameters have a gradient in a step, the same on all ranks that hold all gradients: told when it changes.
+    """Knows which parameters have a gradient in a step, the same on all ranks that hold all: told when it changes.
 
     Nothing is asked of ranks that keep the gradients of what they own alone.
     """

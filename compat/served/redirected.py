@@ -148,7 +148,7 @@ _SERVED |= {name.rpartition(".")[0] for name in _SERVED}  # the packages they ar
 
 
 def _new_name(fullname: str) -> str:
-    """Where a module that has moved is now; "" for all others."""
+    """Tells where a module that has moved is now; "" for all others."""
     root, *parts = fullname.split(".")
     for length in range(1, len(parts) + 1):
         if root == _ROOT and (there := MOVED.get(".".join(parts[:length]))):

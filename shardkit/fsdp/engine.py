@@ -275,7 +275,7 @@ def _times_of_reductions(units: Iterable[Unit], left: dict[Unit, int]) -> dict[U
 def _computed_together(
     gathers: Sequence[Unit], calls: Sequence[Unit], recomputed: Sequence[int]
 ) -> list[set[int]]:
-    """For each position those whose activations are computed anew with its own; empty where none are."""
+    """Lists for each position those whose activations are computed anew with its own; empty where none are."""
     position = {unit: k for k, unit in enumerate(gathers)}
     spans: dict[int, list[int]] = {}
     for index, checkpoint in enumerate(recomputed):
@@ -290,7 +290,7 @@ def _computed_together(
 
 
 def _until(together: Sequence[set[int]], units: Sequence[Unit], prefetch: int) -> list[int]:
-    """For each position up to where units are gathered on entering it (exclusive): whole rows of small ones."""
+    """Finds for each position up to where units are gathered on entering it (exclusive): whole rows of small ones."""
     until: list[int] = []
     furthest, end_of = 0, _ends_of_rows(units)
     for k, positions in enumerate(together):
@@ -300,7 +300,7 @@ def _until(together: Sequence[set[int]], units: Sequence[Unit], prefetch: int) -
 
 
 def _ends_of_rows(units: Sequence[Unit]) -> list[int]:
-    """For each position where the row of small units that it is in ends (exclusive)."""
+    """Finds for each position where the row of small units that it is in ends (exclusive)."""
     rows: list[list[Unit]] = []
     room = 0
     for unit in units:

@@ -59,7 +59,7 @@ class GradientPart(Protocol):
     """Reduces the gradients of some of the parameters."""
 
     def hooks(self) -> list[tuple[nn.Parameter, GradientHook | None, GradientHook]]:
-        """For each parameter: what to call before and after it gets a gradient."""
+        """Yields for each parameter what to call before and after it gets a gradient."""
 
     def finish(self) -> None:
         """Backward is through: leave every gradient reduced."""

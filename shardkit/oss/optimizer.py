@@ -293,7 +293,7 @@ class OSS(Optimizer):
         self._agreed.note(self.param_groups)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As torch's; gradients of parameters that other ranks own are cleared too."""
+        """Clears gradients as torch does, of parameters that other ranks own too."""
         super().zero_grad(set_to_none)
         self.placement.clear_gradients()
 

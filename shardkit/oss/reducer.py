@@ -62,7 +62,7 @@ class BucketPlan(NamedTuple):
 def plan_buckets(
     params: Sequence[nn.Parameter], owners: Sequence[int], world_size: int, policy: ReducePolicy
 ) -> list[BucketPlan]:
-    """Which gradients travel together, how and where each lies, in the order of sending.
+    """Plans which gradients travel together, how and where each lies, in the order of sending.
 
     Buckets hold one dtype and at most ``policy.bucket_numel`` elements, and an eighth of all: so the one
     in flight stays small beside the gradients, however small the model.
@@ -174,7 +174,7 @@ class Reducer:
 
     # ------------------------------------------------------------ hooks
     def hooks(self) -> list[tuple[nn.Parameter, GradientHook | None, GradientHook]]:
-        """For each parameter: what to call before and after it gets a gradient."""
+        """Yields for each parameter what to call before and after it gets a gradient."""
         bucket_of = {i: (k, b) for k, b in enumerate(self.buckets) for i in b.indices}
         return [
             (p, self._before(i) if self._owned[i] else None, self._after(i, *bucket_of[i]))

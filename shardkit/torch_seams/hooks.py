@@ -132,7 +132,7 @@ class BackwardState:
 
     @property
     def owner(self) -> Sender:
-        """Whose method it calls at the end."""
+        """Returns the object whose method it calls at the end."""
         return self._on_end.__self__  # type: ignore[attr-defined, no-any-return]
 
     def sends_last(self) -> bool:
@@ -248,7 +248,7 @@ _RUN_NODE = torch.autograd.function.BackwardCFunction.apply.__code__
 
 
 def frame_of_backward(frame: FrameType | None) -> FrameType | None:
-    """Where a Python stack, from this frame on, has called a backward that is still running; None if it has not."""
+    """Finds where a Python stack, from this frame on, has called a backward that is still running; None if nowhere."""
     while frame is not None and frame.f_code is not _RUN_BACKWARD:
         frame = frame.f_back
     return frame

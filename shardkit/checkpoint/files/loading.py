@@ -206,7 +206,7 @@ def storage_parts(name: tuple[Data, ...]) -> tuple[StorageType, str, str, int]:
 
 
 def _path_to(found: Tree, memory: torch.UntypedStorage) -> str | None:
-    """Where in an object a tensor over some memory is: its keys, joined by dots."""
+    """Finds where in an object a tensor over some memory is: its keys, joined by dots."""
     todo: list[tuple[str, object]] = [("", found)]
     seen: set[int] = set()
     while todo:

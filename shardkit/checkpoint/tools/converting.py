@@ -149,7 +149,7 @@ def _keys(tree: Tree, path: tuple[object, ...]) -> tuple[str | int, ...]:
 
 
 def _write_object(file: BinaryIO, value: Tree) -> None:
-    """As DCP does: a file of torch.save. Tensors that are in it (in a tuple) are read."""
+    """Writes a file of torch.save, as DCP does. Tensors that are in it (in a tuple) are read."""
     buffer = io.BytesIO()
     torch.save(copied(value, lambda _, v: v.read() if isinstance(v, StoredTensor) else v), buffer)
     file.write(buffer.getbuffer())

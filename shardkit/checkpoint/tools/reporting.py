@@ -144,7 +144,7 @@ def _other_values(checkpoint: Checkpoint) -> list[tuple[str, object]]:
 
 
 def _plain(value: object) -> object:
-    """As JSON takes it."""
+    """Returns it as JSON takes it."""
     if isinstance(value, bool | int | float | str | type(None)):
         return value
     if isinstance(value, StoredTensor):

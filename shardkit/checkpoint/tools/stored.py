@@ -28,7 +28,7 @@ Shape = tuple[int, ...]
 
 @dataclasses.dataclass(frozen=True)
 class FilePlace:
-    """Where a part of a tensor lies.
+    """Tells where a part of a tensor lies.
 
     Attributes:
         offset: of its first byte in the file.
