@@ -17,6 +17,7 @@ import shardkit
 from shardkit import ConfigurationError, LifecycleError, ShardedDDP, fully_shard, hybrid_groups, sharding_of
 from shardkit.errors import RankFailedError
 from tests.border.strategies import heard
+from tests.figures.counters import OperationCounter
 from tests.fsdp.test_export import by_root
 from tests.pools import rank_pool, run_once
 
@@ -119,6 +120,70 @@ def test_any_number_of_micro_batches_is_one_process(way: str) -> None:
 
 def test_replicas_have_different_numbers_too() -> None:
     rank_pool(4).run(_train, "hybrid", [[0, 0, 2, 1], *_counts(4, 5)], False, False)
+
+
+def _drawn_steps(rank: int, seed: int) -> None:
+    """Short programs: another way, other numbers, weights and kinds of accumulation each time."""
+    draw = random.Random(seed)
+    world_size = 2 + seed % 7
+    for way in draw.sample(["FSDP", "fully_shard", "ShardedDDP"], 2):
+        counts = [[draw.choice((0, 0, 1, 1, 2, 5)) for _ in range(world_size)] for _ in range(3)]
+        _compare(rank, way, counts, draw.random() < 0.3, draw.random() < 0.5)
+
+
+def test_drawn_steps_on_simulated_ranks() -> None:
+    for seed in range(7):
+        rank_pool(2 + seed % 7, "simulated").run(_drawn_steps, seed)
+
+
+def _whole_parameters(rank: int) -> None:
+    """An optimizer that needs whole matrices, and a loss scale."""
+    plain, model = Net().float(), fully_shard(Net().float())
+    optimizer = shardkit.WholeParameters(model, torch.optim.Adafactor, lr=0.05)
+    truth = torch.optim.Adafactor([p for p in plain.parameters() if p.requires_grad], lr=0.05)
+    scaler = shardkit.ShardedGradScaler(init_scale=8.0)
+    for step, per_rank in enumerate([[1, 2], [0, 2], [3, 0]]):
+        with shardkit.uneven(model):
+            for k in range(per_rank[rank]):
+                scaler.scale(_loss32(model, 100 * step + 10 * k + rank)).backward()
+        for r, n in enumerate(per_rank):
+            for k in range(n):
+                (_loss32(plain, 100 * step + 10 * k + r) / sum(per_rank)).backward()
+        scaler.unscale_(optimizer)
+        sharding_of(model).clip_grad_norm_(0.5)
+        nn.utils.clip_grad_norm_([p for p in plain.parameters() if p.requires_grad], 0.5)
+        scaler.step(optimizer)
+        scaler.update()
+        truth.step()
+        model.zero_grad()
+        plain.zero_grad()
+    torch.testing.assert_close(
+        dict(sharding_of(model).export()), dict(plain.state_dict()), rtol=1e-4, atol=1e-5
+    )
+
+
+def _loss32(model: nn.Module, seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return model(torch.randn(3, WIDTH, generator=generator)).square().mean()
+
+
+def test_with_whole_parameters_clipping_and_a_loss_scale() -> None:
+    rank_pool(2).run(_whole_parameters)
+
+
+def _costs(rank: int) -> float:
+    model, _ = _sharded("FSDP")
+    for _ in range(2):
+        with OperationCounter(2) as counter, shardkit.uneven(model):
+            for k in range(2 * rank):
+                _loss(model, k).backward()
+        model.zero_grad()
+    return counter.sent
+
+
+def test_a_rank_that_is_through_sends_what_others_send() -> None:
+    idle, busy = rank_pool(2).run(_costs)
+    assert idle == pytest.approx(busy, abs=200)  # and some words on the control channel
 
 
 def _refused(rank: int) -> None:
