@@ -37,7 +37,7 @@ def greedy_owners(numels: Sequence[int], trainable: Sequence[bool], loads: list[
 
 
 def balanced_owners(numels: Sequence[int], trainable: Sequence[bool], loads: list[int]) -> list[int]:
-    """As :func:`greedy_owners`, but the largest parameters are placed first, which evens out the ranks."""
+    """Assigns as :func:`greedy_owners` does, but the largest parameters first, which evens out the ranks."""
     order = sorted(range(len(numels)), key=lambda i: (-numels[i] if trainable[i] else 0, i))
     placed = greedy_owners([numels[i] for i in order], [trainable[i] for i in order], loads)
     owners = [0] * len(numels)
@@ -62,7 +62,7 @@ class Piece(NamedTuple):
 
 
 class Listed(NamedTuple):
-    """How a rank lists its part of one item.
+    """Says how a rank lists its part of one item.
 
     Attributes:
         layout: of the item alone.
@@ -183,7 +183,7 @@ class ShardLayout:
         return [end - begin for begin, end in zip((0, *self.cuts), self.cuts, strict=False)]
 
     def part(self, rank: int) -> slice:
-        """Where a rank's part lies in the flat parameter."""
+        """Finds where a rank's part lies in the flat parameter."""
         if self.copies:
             return slice(0, 1)
         if self.cuts is None:
@@ -200,13 +200,13 @@ class ShardLayout:
         return part.stop - part.start - max(0, min(part.stop, self.numel) - part.start)
 
     def offsets(self) -> list[int]:
-        """Where each item starts in the flat parameter."""
+        """Lists where each item starts in the flat parameter."""
         if self.starts is not None:
             return list(self.starts)
         return list(accumulate(self.numels, initial=0))[:-1]
 
     def described(self) -> list[object]:
-        """For comparisons, as plain data: the numels; if items don't lie end to end, (start, numel) of each."""
+        """Describes it as data to compare: the numels; if items don't lie end to end, (start, numel) of each."""
         if self.starts is None:
             return list(self.numels)
         return [[start, numel] for start, numel in zip(self.starts, self.numels, strict=True)]
@@ -238,7 +238,7 @@ class ShardLayout:
         return (self,)
 
     def listed(self, shapes: Sequence[Sequence[int]], rank: int) -> Sequence[Listed]:
-        """How a rank lists its part of each item; where cuts may be anywhere, there is one item."""
+        """Says how a rank lists its part of each item; where cuts may be anywhere, there is one item."""
         if self.world_size == 1:
             return [
                 Listed(ShardLayout((numel,), 1), start, tuple(shape))

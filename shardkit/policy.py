@@ -43,7 +43,7 @@ class Compression:
 
 @dataclass(frozen=True)
 class ReducePolicy:
-    """How gradients travel to their owners.
+    """Says how gradients travel to their owners.
 
     Attributes:
         bucket_numel: (ShardedDDP) most elements that are reduced together, by default 2**23; 0 reduces every gradient
@@ -77,7 +77,7 @@ class ReducePolicy:
 
 @dataclass(frozen=True)
 class PrecisionPolicy:
-    """Which dtypes an FSDP unit works in; the shards keep that of the parameters.
+    """Says which dtypes an FSDP unit works in; the shards keep that of the parameters.
 
     Attributes:
         compute: dtype of gathered parameters, of gradients, and of floating-point inputs; None keeps the

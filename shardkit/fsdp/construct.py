@@ -353,7 +353,7 @@ def _facts(units: Sequence[Found]) -> Facts:
 
 
 def _digests(found: Found) -> list[str]:
-    """Of values that have to be the same on all ranks; nothing where there are none yet."""
+    """Makes digests of values that have to be the same on all ranks; nothing where there are none yet."""
     if found.state.options.sync_module_states or found.state.group.world_size == 1:
         return []
     return [
@@ -455,7 +455,7 @@ def _mesh_of_dtensors(found: Found) -> DeviceMesh:
 
 # ------------------------------------------------------------ cut
 def _cut(found: Found, part: list[int], mesh: DeviceMesh | None) -> tuple[ShardLayout, torch.Tensor]:
-    """How some parameters are cut, and this rank's shard of them, where it is to be (collective)."""
+    """Cuts some parameters, and takes this rank's shard of them to where it is to be (collective)."""
     options, group, replicas = found.state.options, found.state.group, found.state.replicas
     originals = [found.originals[k] for k in part]
     layout = options.layout([original.shape for original in originals], group.world_size)

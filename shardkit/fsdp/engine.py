@@ -37,9 +37,12 @@ nothing. Then gathers keep their order and so do reductions, but a unit is reduc
 for a reduction before the end of backward: waiting for it in between could be for a rank that waits for a gather. Where
 collectives of all channels need one order, none is issued before the end either.
 
-[Note: several roots] One backward may go through several roots, whose orders meet. When one has come to its end may
-differ between ranks: one may lack a gradient of it until the end of backward. So where backward reaches another root,
-whose forward came before, the rest of the first one's order is issued.
+[Note: several roots] One backward may go through several roots, and through modules of ShardedDDP, whose orders meet.
+When one has come to its end may differ between ranks: one may lack a gradient of it until the end of backward. So where
+backward reaches another one, whose forward ended before the first one's began, the rest of the first one's order is
+issued. Where that is not so (a discriminator's forwards on real data and, through the generator, on made ones), nothing
+says when the first one is through, and the other one's reductions wait for the end of backward, as all ranks' do. Ranks
+tell each other which modules of ShardedDDP they have come through: one that has not would send other gradients next.
 
 [Note: graphs of gradients] A backward with ``create_graph=True`` (a penalty on gradients of inputs, forces) leaves a
 graph that needs parameters, and no hook tells when a later backward comes to it. So the units that it went through stay
@@ -76,6 +79,7 @@ import torch
 
 from ..backend import Group, ReduceOp, Work
 from ..errors import LifecycleError
+from ..oss.exchange import GradientExchange
 from ..torch_seams.callers import callers
 from ..torch_seams.compiling import not_compiled
 from ..torch_seams.hooks import (
@@ -84,6 +88,7 @@ from ..torch_seams.hooks import (
     BackwardState,
     current_backward,
     frame_of_backward,
+    moments,
     surrounding_checkpoint,
     tensors_in,
 )
@@ -270,7 +275,7 @@ def _times_of_reductions(units: Iterable[Unit], left: dict[Unit, int]) -> dict[U
 def _computed_together(
     gathers: Sequence[Unit], calls: Sequence[Unit], recomputed: Sequence[int]
 ) -> list[set[int]]:
-    """For each position those whose activations are computed anew with its own; empty where none are."""
+    """Lists for each position those whose activations are computed anew with its own; empty where none are."""
     position = {unit: k for k, unit in enumerate(gathers)}
     spans: dict[int, list[int]] = {}
     for index, checkpoint in enumerate(recomputed):
@@ -285,7 +290,7 @@ def _computed_together(
 
 
 def _until(together: Sequence[set[int]], units: Sequence[Unit], prefetch: int) -> list[int]:
-    """For each position up to where units are gathered on entering it (exclusive): whole rows of small ones."""
+    """Finds for each position up to where units are gathered on entering it (exclusive): whole rows of small ones."""
     until: list[int] = []
     furthest, end_of = 0, _ends_of_rows(units)
     for k, positions in enumerate(together):
@@ -295,7 +300,7 @@ def _until(together: Sequence[set[int]], units: Sequence[Unit], prefetch: int) -
 
 
 def _ends_of_rows(units: Sequence[Unit]) -> list[int]:
-    """For each position where the row of small units that it is in ends (exclusive)."""
+    """Finds for each position where the row of small units that it is in ends (exclusive)."""
     rows: list[list[Unit]] = []
     room = 0
     for unit in units:
@@ -353,9 +358,6 @@ class FrozenUnits:
 
 
 _version_of = attrgetter("_version")
-
-
-_moments = itertools.count(1)
 
 
 class ForwardGraph:
@@ -431,9 +433,9 @@ class Engine:
         self._reductions: list[Unit | SmallUnits] = []  # of the plan, small ones in rows
         self._due: list[int] = []  # of these, as the plan's
         self._frozen = FrozenUnits()
-        self._began = self._ended = 0  # when it did, among those of all roots
         # of the backward in progress:
         self._is_planned = True  # it goes through one forward: see the note
+        self._at_end = False  # reductions are issued then
         self._passed = -1  # position up to which it has come
         self._next_gather = 0
         self._next_reduction = 0
@@ -469,7 +471,7 @@ class Engine:
             self._drop_outdated()
         self.recording = torch.is_grad_enabled()
         if self.recording:
-            self._began = next(_moments)
+            self.state.began = next(moments)
             self._calls, self._ends, self._around = [], [], []
             is_first = not self.pending
             if is_first:
@@ -555,7 +557,7 @@ class Engine:
         """The root's forward is through."""
         self.after = []
         if self.recording:
-            self._ended = next(_moments)
+            self.state.ended = next(moments)
             self.recording = False
             self.state.is_due = not self.state.accumulating
             checkpoints = _numbered(self._around)
@@ -642,19 +644,20 @@ class Engine:
         if self._creates_graph and self.is_lazy:
             self._refuse_graph(self.units)
         self.state.begin()
-        for state in self.state.before:  # see [Note: several roots]
-            other = state.owner
-            if isinstance(other, Engine) and other._began > self._ended and other._is_planned:
-                other._finish_plan()
         for flat in self._held:
             if flat.held_at not in (None, flat.version):
                 raise changed_since_forward(flat)
+        others = [state.owner for state in self.state.before]
+        sends_last = not others or self.state.sends_last()
         if not self.state.accumulating:
             for flat in self._first_of_group:  # else another root's reductions could be met
-                flat.group.channel("parameters").agree(f"backward through {flat.label}")
+                past = [o.name for o in others if isinstance(o, GradientExchange) and o.group is flat.group]
+                behind = ", past " + ", ".join(past) if past else ""
+                flat.group.channel("parameters").agree(f"backward through {flat.label}{behind}")
         if self._locked:
             self._unlock(self._locked)
         self._is_planned = len(self.pending) <= 1 and not self._held
+        self._at_end = not sends_last or (not self._is_planned and self._needs_one_order)
         self._passed = -1
         self._next_gather = self._next_reduction = 0
         self._deferred = []
@@ -721,7 +724,7 @@ class Engine:
     def _pass(self) -> None:
         """Backward enters the next unit of the plan, or passes it by."""
         self._passed += 1
-        if self._is_planned and not self.state.accumulating:
+        if self._is_planned and not self._at_end and not self.state.accumulating:
             for row in self._reductions[self._next_reduction : self._due[self._passed]]:
                 self._next_reduction += 1
                 if not row.accumulates:
@@ -765,7 +768,7 @@ class Engine:
             unit.widen_local_gradients()
             if self.state.accumulating:
                 return
-        if not self._is_planned and self._needs_one_order:
+        if self._at_end:
             return
         order, due, following = self._reductions, self._due, self._passed + 1
         limit = due[following] if self._is_planned and following < len(due) else len(order)
@@ -837,6 +840,17 @@ class Engine:
         for flat in (f for u in units if self.is_lazy or u.has_fired for f in u.flats):
             if not flat.store.is_whole:
                 raise backward_with_graph(flat)
+
+    @property
+    def has_sent(self) -> bool:
+        """Whether this backward has come to the end of its plan."""
+        is_through = self._is_planned and self._passed + 1 >= len(self._plan.gathers)
+        return is_through and self._next_reduction == len(self._reductions)
+
+    def send_rest(self) -> None:
+        """Comes to the end of the plan, whose module backward has left."""
+        if self._is_planned and not self._at_end:
+            self._finish_plan()
 
     def _finish_plan(self) -> None:
         if self._creates_graph:

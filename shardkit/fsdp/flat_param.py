@@ -127,7 +127,7 @@ class FlatParam:
 
     @property
     def blocks(self) -> BlockFormat | None:
-        """In which shards travel; None: as they are."""
+        """Returns the blocks in which shards travel; None: as they are."""
         if self.group.world_size == 1:
             return None
         return format_for(self._compression, self.layout.shard_numel, self.compute_dtype)

@@ -27,7 +27,7 @@ def _is_count(align: Align) -> bool:
 
 @dataclass(frozen=True)
 class AlignedLayout:
-    """How parameters are cut, for ``Options.layout``; see :func:`~shardkit.layout.aligned_shards`."""
+    """Cuts parameters, as ``Options.layout``; see :func:`~shardkit.layout.aligned_shards`."""
 
     align: Align
 

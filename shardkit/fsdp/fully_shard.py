@@ -140,7 +140,7 @@ def fully_shard(
 
 
 def _are_dtensors_meant(modules: Sequence[nn.Module]) -> bool:
-    """Where nobody says, and torch's words are spoken: on ranks that torch knows, as tensors with memory."""
+    """Decides where nobody says: by torch's words, on ranks that torch knows, for tensors with memory."""
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return False
     some = next((p for module in modules for p in module.parameters()), None)

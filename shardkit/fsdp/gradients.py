@@ -195,7 +195,7 @@ class GradientPack(ABC):
         return True
 
     def _anywhere(self, had: list[bool], result: torch.Tensor) -> list[bool]:
-        """Which original parameters had a gradient on some rank, as far as they have a part here."""
+        """Tells which original parameters had a gradient on some rank, as far as they have a part here."""
         return had
 
     def _own(self, result: torch.Tensor) -> torch.Tensor:
@@ -371,7 +371,7 @@ class JoinedReduction:
 
 @final
 class CompressedPack(StoredPack):
-    """As :class:`StoredPack`, whose buffer [W * (S + F)] is given back as soon as its blocks are made."""
+    """Packs as :class:`StoredPack`, whose buffer [W * (S + F)] is given back as soon as its blocks are made."""
 
     def __init__(
         self, flat: FlatParam, group: Group, reduce: ReducePolicy, divisors: tuple[float, float], blocks: BlockFormat
@@ -418,7 +418,7 @@ class LazyPack(GradientPack):
         """The compiler frees what was sent."""
 
     def _note(self, had: list[bool], had_all: bool, result: torch.Tensor) -> bool:
-        """As :meth:`GradientPack._note`, but for elements, and as data."""
+        """Notes as :meth:`GradientPack._note` does, but elements, and as data."""
         flat, used = self._flat, None
         if not had_all or False in self.trainable:
             rank = self._group.rank
@@ -428,7 +428,7 @@ class LazyPack(GradientPack):
         return True
 
     def clear_unused(self, listing: Listing) -> None:
-        """As :meth:`GradientPack.clear_unused`, for elements."""
+        """Clears as :meth:`GradientPack.clear_unused` does, but elements."""
         size = self._flat.layout.shard_numel
         self._flat.unused.clear(torch.zeros(size, dtype=torch.bool, device=self._device))  # no transfer
 

@@ -85,7 +85,7 @@ def _gradients_of(flat: FlatParam) -> list[torch.Tensor]:
 
 
 def _that_count(flat: FlatParam, gradients: list[torch.Tensor], norm_type: float) -> list[torch.Tensor]:
-    """Those of them that the norm is of; for norms that zeros change, without padding and what is unused."""
+    """Chooses those of them that the norm is of; for norms that zeros change, without padding and what is unused."""
     if flat.shards is not None and flat.shards.has_copies:
         return flat.shards.local_gradients(padded=norm_type > 0, copies=False)
     if norm_type > 0 or not gradients:

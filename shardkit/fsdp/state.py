@@ -60,7 +60,7 @@ _states: dict[int, weakref.ref[ShardingState]] = {}
 
 @dataclass(frozen=True)
 class Options:
-    """How a module is sharded; see :class:`~shardkit.FSDP` for the first ones.
+    """Says how a module is sharded; see :class:`~shardkit.FSDP` for the first ones.
 
     Attributes:
         dtensors: modules list DTensors, over this mesh if there is one.
@@ -100,7 +100,7 @@ class Options:
 
     @classmethod
     def given(cls, device: torch.device | str | None, **options: Any) -> Options:
-        """Those that a caller has named; None leaves the default."""
+        """Makes options of those that a caller has named; None leaves the default."""
         named = {name: value for name, value in options.items() if value is not None}
         return cls(device=None if device is None else torch.device(device), **named)
 
@@ -211,7 +211,7 @@ class ShardingState:
 
     @property
     def compute_device(self) -> torch.device:
-        """Where parameters are gathered."""
+        """Tells where parameters are gathered."""
         if self.options.device is not None:
             return self.options.device
         return self.flats[0].param.device if self.flats else self.group.backend.device()
@@ -229,7 +229,7 @@ class ShardingState:
 
     @property
     def home(self) -> int:
-        """Its place among the modules that are one unit; see :class:`~.originals.OriginalParameter`."""
+        """Numbers its place among the modules that are one unit; see :class:`~.originals.OriginalParameter`."""
         return next((k for k, m in enumerate(self.mates) if m is self), 0)
 
     def own_modules(self, prefix: str = "") -> list[tuple[str, nn.Module]]:

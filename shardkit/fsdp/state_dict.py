@@ -57,7 +57,7 @@ class Pieces(torch.Tensor):
 
     @staticmethod
     def __new__(cls, shape: torch.Size, run: torch.Tensor, first: int) -> Pieces:
-        """Of a parameter of this shape, the elements from number ``first`` on, which are ``run`` [n]."""
+        """Makes the elements from number ``first`` on, which are ``run`` [n], of a parameter of this shape."""
         made: Pieces = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=run.dtype, device=run.device)
         made._run, made._boxes = run, boxes_of(shape, first, run.numel())
         return made
@@ -225,7 +225,7 @@ def note_of(state: SavedState) -> StateDict | None:
 
 
 def _key_of(listing: Listing) -> str:
-    """Its key in local state dicts, within its unit."""
+    """Makes its key in local state dicts, within its unit."""
     module, name = listing.places[0]
     is_flat = all(place.module is not module for original in listing.originals for place in original.places)
     return clean(name) if is_flat else listing.names[0]

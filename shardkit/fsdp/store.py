@@ -103,7 +103,7 @@ def is_whole(flat: FlatParam) -> bool:
 
 
 class Store(ABC):
-    """Where the values of one flat parameter are, and what its original parameters see of them.
+    """Keeps the values of one flat parameter, and shows them to its original parameters.
 
     Attributes:
         state: see :class:`State`.
@@ -178,7 +178,7 @@ class Store(ABC):
 
     @abstractmethod
     def release(self, until_backward: bool = False) -> None:
-        """To released, from wherever values are in use; to kept, with ``until_backward``, if there is a mesh for it."""
+        """Goes to released, from where values are used; to kept, with ``until_backward``, if there is a mesh for it."""
 
     def forget_kept(self) -> None:
         """From kept to released: the shards may have changed."""

@@ -70,7 +70,7 @@ class TorchsWords(NamedTuple):
                     )
 
     def mesh(self, given: DeviceMesh | None) -> DeviceMesh | None:
-        """Of the whole mesh, the dimensions that are for data: replicas first."""
+        """Takes the dimensions of the whole mesh that are for data: replicas first."""
         dims = self.dp_mesh_dims
         if dims is None or given is None:
             return given
@@ -166,7 +166,7 @@ def modules_of(module: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
 
 
 def outermost_of(modules: Sequence[nn.Module]) -> list[nn.Module]:
-    """Those that are in no other of them."""
+    """Lists those that are in no other of them."""
     return [m for m in modules if not any(m is not other and m in set(other.modules()) for other in modules)]
 
 
