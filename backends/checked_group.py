@@ -129,15 +129,15 @@ class CheckedGroup(Group):
 
     @abc.abstractmethod
     def _all_reduce(self, tensor: Tensor, op: ReduceOp, async_op: bool, label: str) -> Work:
-        """In place, any shape."""
+        """Works in place, on any shape."""
 
     @abc.abstractmethod
     def _reduce(self, tensor: Tensor, dst: int, op: ReduceOp, async_op: bool, label: str) -> Work:
-        """In place on ``dst``, any shape."""
+        """Works in place on ``dst``, on any shape."""
 
     @abc.abstractmethod
     def _broadcast(self, tensor: Tensor, src: int, async_op: bool, label: str) -> Work:
-        """In place, any shape."""
+        """Works in place, on any shape."""
 
     # ------------------------------------------------------------ checks
     def _check_op(self, operation: str, op: ReduceOp, dtype: torch.dtype) -> None:

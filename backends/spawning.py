@@ -110,7 +110,7 @@ def _kilobytes(file: str, field: str) -> int:
 
 
 class ProcessTime:
-    """How long a process has had to do something, which on a busy machine is less than the time that has passed.
+    """Measures how long a process has had to do something: on a busy machine less than the time that has passed.
 
     What counts is the time for which it had a core, and that in which it slept. It does not count that others had the
     cores, or that a disk is slow.

@@ -39,6 +39,8 @@ if TYPE_CHECKING:  # the same names as in the table below; tests/test_packaging.
     from .training.evaluation import gather as gather, gather_tensors as gather_tensors
     from .fsdp import (
         FSDP as FSDP,
+        Change as Change,
+        SentWeights as SentWeights,
         fully_shard as fully_shard,
         hybrid_groups as hybrid_groups,
         register_fsdp_forward_method as register_fsdp_forward_method,
@@ -71,6 +73,7 @@ if TYPE_CHECKING:  # the same names as in the table below; tests/test_packaging.
     )
     from .checkpoint.saving import save as save, save_training as save_training
     from .training.whole_parameters.optimizer import WholeParameters as WholeParameters
+    from .training.uneven import uneven as uneven
     from .wrapping.context import auto_wrap as auto_wrap, enable_wrap as enable_wrap, wrap as wrap
 
 __version__ = ".".join(map(str, __version_tuple__))
@@ -85,7 +88,7 @@ _HOMES = {
     "errors": "BackendError CheckpointError ConfigurationError DamagedFileError FileNotWrittenError LifecycleError "
     "OutOfStepError RankFailedError RankLostError RankMismatchError ShardkitError UntrustedFileError",
     "training.evaluation": "gather gather_tensors EvaluationSampler in_step",
-    "fsdp": "FSDP fully_shard hybrid_groups register_fsdp_forward_method sharding_of",
+    "fsdp": "FSDP Change SentWeights fully_shard hybrid_groups register_fsdp_forward_method sharding_of",
     "training.grad_scaler": "GradScaler ShardedGradScaler",
     "launching": "launch",
     "optimizers.elementwise": "declare_elementwise",
@@ -100,6 +103,7 @@ _HOMES = {
     "tracing.ranges": "span",
     "tracing.tracer": "trace",
     "training.whole_parameters.optimizer": "WholeParameters",
+    "training.uneven": "uneven",
     "wrapping.context": "auto_wrap enable_wrap wrap",
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}

@@ -34,7 +34,7 @@ _eval_frame = torch._C._dynamo.eval_frame
 
 
 class ReduceOp(enum.Enum):
-    """How contributions of ranks are combined. AVG (of real or complex numbers) divides the sum by the world size."""
+    """Names how ranks' contributions are combined. AVG (of real or complex numbers) divides the sum by their number."""
 
     SUM = "sum"
     AVG = "avg"
@@ -152,7 +152,7 @@ class Group(OutsideGraphs, abc.ABC):
 
     @abc.abstractmethod
     def channels(self) -> Sequence[Group]:
-        """Those that there are so far (no collective)."""
+        """Lists those that there are so far (no collective)."""
 
     @abc.abstractmethod
     def new_group(self, ranks: Sequence[int]) -> Group | None:
@@ -197,7 +197,7 @@ class Group(OutsideGraphs, abc.ABC):
     def all_reduce(
         self, tensor: torch.Tensor, *, op: ReduceOp = ReduceOp.SUM, async_op: bool = False, label: str = ""
     ) -> Work:
-        """In place, any shape."""
+        """Works in place, on any shape."""
 
     @abc.abstractmethod
     def reduce(
@@ -209,11 +209,11 @@ class Group(OutsideGraphs, abc.ABC):
         async_op: bool = False,
         label: str = "",
     ) -> Work:
-        """In place on ``dst``; on other ranks the contents are undefined afterwards."""
+        """Works in place on ``dst``; on other ranks the contents are undefined afterwards."""
 
     @abc.abstractmethod
     def broadcast(self, tensor: torch.Tensor, src: int, *, async_op: bool = False, label: str = "") -> Work:
-        """In place, any shape."""
+        """Works in place, on any shape."""
 
     @abc.abstractmethod
     def barrier(self, *, label: str = "") -> None: ...
@@ -316,7 +316,7 @@ class Backend(abc.ABC):
         """Blocks until all work of this rank's device is done."""
 
     def timer(self) -> Timer | None:
-        """Of the current stream of this rank's device; None where devices tell no times."""
+        """Makes the timer of the current stream of this rank's device; None where devices tell no times."""
         return None
 
     # lazy execution
@@ -362,7 +362,6 @@ _BUILT_IN = {
     "tpu": "shardkit.backends.tpu:TpuBackend",
     "xla": "shardkit.backends.xla:XlaBackend",
     "simulated": "shardkit.backends.simulated:SimulatedBackend",
-    "streams": "shardkit.backends.streams:StreamsBackend",
 }
 _ENTRY_POINTS = "shardkit.backends"
 # Makes a backend of the name of a device type, where torch itself knows enough of it; else None.
@@ -408,7 +407,7 @@ def get_backend(name: str) -> Backend:
 
 
 def register_rank_provider(provider: Callable[[], Backend | None]) -> None:
-    """For backends whose ranks are threads of one process: ``provider()`` names the calling rank's backend."""
+    """Registers what names the calling rank's backend, where ranks are threads of one process."""
     if provider not in _current:
         _current.append(provider)
 
@@ -439,7 +438,7 @@ def _chosen(device_type: str, name: str | Backend | None) -> Backend:
 
 
 def backend_of_job(name: str | Backend | None = None) -> Backend:
-    """For what has no tensors: the named one, or that of the device which the default group serves, else the CPU's."""
+    """Chooses where there are no tensors: the named one, or that of the default group's device, else the CPU's."""
     if name is not None:
         return backend_for((), name)
     dist = torch.distributed

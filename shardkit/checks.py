@@ -16,7 +16,7 @@ import functools
 import json
 import os
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from types import BuiltinFunctionType, FunctionType, MethodType
@@ -225,7 +225,7 @@ def _refuse_differences(group: Group, everybody: list[Tree], what: str) -> None:
                 remedy = "Build the same model in the same order on every rank"
                 if _OPTION in (mine[0].partition(" ")[0], theirs[0].partition(" ")[0]):
                     remedy = "Pass the same options on every rank"
-                    if "optimizer" in what:
+                    if what.startswith("the optimizer's"):
                         remedy += (
                             "; what a class of yours has for each rank, by functools.partial(Class, name=...)"
                         )
@@ -266,9 +266,9 @@ def option_facts(**options: object) -> list[tuple[str, object]]:
     return facts
 
 
-def options_of(group: ParamGroup) -> StateDict:
-    """Returns the options of a param group."""
-    return {k: v for k, v in group.items() if k != "params" and k != "param_names"}
+def options_of(group: ParamGroup, of_rank: Container[str] = ()) -> StateDict:
+    """Returns the options of a param group, without those that are each rank's own."""
+    return {k: v for k, v in group.items() if k != "params" and k != "param_names" and k not in of_rank}
 
 
 def copy_options(source: list[ParamGroup], target: list[ParamGroup]) -> None:
@@ -277,11 +277,13 @@ def copy_options(source: list[ParamGroup], target: list[ParamGroup]) -> None:
         b.update(options_of(a))
 
 
-def group_facts(groups: Sequence[ParamGroup], first: int) -> list[tuple[str, object]]:
+def group_facts(
+    groups: Sequence[ParamGroup], first: int, of_rank: Container[str] = ()
+) -> list[tuple[str, object]]:
     """Options of the param groups from this one on."""
     facts = []
     for index, group in enumerate(groups[first:], first):
-        options = options_of(group)
+        options = options_of(group, of_rank)
         facts += option_facts(**{f"{k} of group {index}": options[k] for k in sorted(options)})
     return facts
 
@@ -306,18 +308,22 @@ class AgreedOptions:
 
     To compare them in each step would take a collective. So a rank on which something has changed since its last step
     says what; the others say the same before they step, or are found to be in another call.
+
+    Args:
+        of_rank: names of those that are each rank's own.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, of_rank: Container[str] = ()) -> None:
+        self._of_rank = of_rank
         self._known: list[StateDict] | None = None
 
     def note(self, groups: Sequence[ParamGroup]) -> None:
         """These are the same everywhere: all ranks have compared them, or come from a step that they made together."""
-        self._known = _snapshot(groups)
+        self._known = _snapshot(groups, self._of_rank)
 
     def check(self, group: Group, groups: Sequence[ParamGroup]) -> None:
         """Before a step."""
-        now, known = _snapshot(groups), self._known
+        now, known = _snapshot(groups, self._of_rank), self._known
         if known is None or now == known or group.world_size == 1:
             return
         self._known = now
@@ -331,7 +337,7 @@ class AgreedOptions:
 
 
 class AgreedGradients:
-    """Which parameters have a gradient in a step, the same on all ranks that hold all gradients: told when it changes.
+    """Knows which parameters have a gradient in a step, the same on all ranks that hold all: told when it changes.
 
     Nothing is asked of ranks that keep the gradients of what they own alone.
     """
@@ -363,10 +369,13 @@ class AgreedGradients:
             group.channel("parameters").agree(f"a step with gradients: {which}")
 
 
-def _snapshot(groups: Sequence[ParamGroup]) -> list[StateDict]:
+def _snapshot(groups: Sequence[ParamGroup], of_rank: Container[str]) -> list[StateDict]:
     """Options, with what tells of a change in place of tensors: to read one could wait for a device."""
     return [
-        {k: (id(v), v._version) if isinstance(v, torch.Tensor) else v for k, v in options_of(group).items()}
+        {
+            k: (id(v), v._version) if isinstance(v, torch.Tensor) else v
+            for k, v in options_of(group, of_rank).items()
+        }
         for group in groups
     ]
 

@@ -75,10 +75,6 @@ class LifecycleError(ShardkitError, AssertionError):
     """A call came at a moment where it has no meaning (a step before the backward has finished)."""
 
 
-class RaceError(ShardkitError):
-    """Two accesses to the same memory, one of them a write, on streams of a device that nothing orders."""
-
-
 class RedirectedError(ShardkitError, NotImplementedError):
     """A name of fairscale that is kept importable only to say what has taken its place."""
 

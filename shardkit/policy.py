@@ -43,7 +43,7 @@ class Compression:
 
 @dataclass(frozen=True)
 class ReducePolicy:
-    """How gradients travel to their owners.
+    """Says how gradients travel to their owners.
 
     Attributes:
         bucket_numel: (ShardedDDP) most elements that are reduced together, by default 2**23; 0 reduces every gradient
@@ -95,7 +95,7 @@ class ReducePolicy:
 
 @dataclass(frozen=True)
 class PrecisionPolicy:
-    """Which dtypes an FSDP unit works in; the shards keep that of the parameters.
+    """Says which dtypes an FSDP unit works in; the shards keep that of the parameters.
 
     Attributes:
         compute: dtype of gathered parameters, of gradients, and of floating-point inputs; None keeps the
@@ -129,11 +129,16 @@ class ReshardPolicy:
             sharded over that many neighbouring ranks between forward and backward.
         root: the same for the outermost unit, whose parameters backward needs first.
         prefetch: how many units ahead are gathered while one computes.
+        frozen: "keep": values of what is not trained are gathered once and stay through steps: nothing of them is sent
+            again, for their full memory on each rank. ``reshard_frozen()`` gives them back; they are gathered anew
+            after they were loaded, moved, summoned or unfrozen. A change that goes by ``.data`` of a shard, around its
+            version, is not noticed: call ``reshard_frozen()`` after it. "reshard": they are given back as others are.
     """
 
     after_forward: bool | int = True
     root: bool = False
     prefetch: int = 1
+    frozen: Literal["reshard", "keep"] = "reshard"
 
     def __post_init__(self) -> None:
         if not isinstance(self.after_forward, bool) and self.after_forward < 1:
@@ -142,6 +147,8 @@ class ReshardPolicy:
             )
         if self.prefetch < 0:
             raise ConfigurationError(f"prefetch is {self.prefetch}; it must be 0 or more")
+        if self.frozen not in ("reshard", "keep"):
+            raise ConfigurationError(f"frozen is {self.frozen!r}; name 'reshard' or 'keep'")
 
 
 @dataclass(frozen=True)

@@ -48,7 +48,7 @@ def unfinished(in_backward: bool) -> str:
 
 
 def threads() -> set[int]:
-    """Those that do what all ranks do together."""
+    """Lists those that do what all ranks do together."""
     return {what.thread for what in list(_all)}
 
 
@@ -71,7 +71,7 @@ def note_error(error: BaseException) -> None:
 
 
 def noting_errors(method: Callable[P, R]) -> Callable[P, R]:
-    """For what all ranks call together: an error that leaves it is noted, of whatever kind it is."""
+    """Decorates what all ranks call together: an error that leaves it is noted, of whatever kind it is."""
 
     @functools.wraps(method)
     def noted(*args: P.args, **kwargs: P.kwargs) -> R:

@@ -13,7 +13,9 @@ import pytest
 import torch.distributed as dist
 from hypothesis import settings
 
+from shardkit import backend
 from shardkit.backends.processes import RankPool
+from tests.backends.streams_device import StreamsBackend
 from tests.pools import DEVICE, XLA_FLAGS, ForkedPool, close_pools
 
 # The same examples in every run, so that a change is judged and not its luck; ``make fuzz`` draws new ones.
@@ -38,6 +40,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     DEVICE["name"] = config.getoption("--device")
+    backend._instances["streams"] = StreamsBackend()
     if config.getoption("--support"):
         from tests.support.recording import Recorder
 

@@ -199,7 +199,7 @@ class StreamsPool(ForkedPool):
     """Ranks that have a simulated device each for the time of a call."""
 
     def run(self, fn: Callable[..., Any], *args: Any) -> list[Any]:
-        from shardkit.backends.streams import check_order
+        from tests.backends.streams_device import check_order
 
         answers = super().run(_on_streams, fn, *args)
         check_order([issued for _, issued in answers])
@@ -208,14 +208,14 @@ class StreamsPool(ForkedPool):
 
 def _start_with_streams(rank: int, world_size: int, rendezvous: str, backend: str) -> None:
     from shardkit import backend as backends
-    from shardkit.backends.streams import StreamsOverGloo
+    from tests.backends.streams_device import StreamsOverGloo
 
     backends._instances["gloo"] = StreamsOverGloo()
     join_ranks(rank, world_size, rendezvous, backend)
 
 
 def _on_streams(rank: int, fn: Callable[..., Any], *args: Any) -> tuple[Any, Any]:
-    from shardkit.backends.streams import watched
+    from tests.backends.streams_device import watched
 
     with watched(rank) as device:
         result = _after_tidying(rank, fn, *args)

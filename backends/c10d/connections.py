@@ -42,7 +42,7 @@ class EndsAtExit(Protocol):
 
 
 def timeout_of(process_group: dist.ProcessGroup, device_type: str) -> datetime.timedelta:
-    """How long a collective may take: what ``init_process_group(timeout=)`` or ``new_group(timeout=)`` was given."""
+    """Tells how long a collective may take, as ``init_process_group`` or ``new_group`` was told."""
     for kind in (device_type, "cpu"):
         try:
             timeout = process_group._get_backend(torch.device(kind)).options._timeout

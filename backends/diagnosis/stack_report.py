@@ -73,7 +73,7 @@ class ThreadPosition(NamedTuple):
 
 
 def position_of(thread: int, background: int = 0) -> ThreadPosition | None:
-    """Where a thread of that identifier stands; None if it has ended.
+    """Finds where a thread of that identifier stands; None if it has ended.
 
     Args:
         background: ``id`` of an exception that is of no interest: the program runs inside of its handler.

@@ -175,7 +175,7 @@ class Watch:
         return report.has_passed(call, self.issued) or report.why_it_will_not_come(self._ranks[self._rank])
 
     def _elsewhere(self, call: Call, rank: int, theirs: WaitReport) -> str:
-        """Where a rank is that can't come to ``call``; empty if it may. See the notes on top."""
+        """Says where a rank is that can't come to ``call``; empty if it may. See the notes on top."""
         other = theirs.contradiction(call)
         if other is not None:
             return f"is in {other.describe()}"
@@ -352,14 +352,14 @@ class Watch:
 
 
 class Stillness:
-    """For how long a thread has not moved, as far as it was looked at."""
+    """Measures for how long a thread has not moved, as far as it was looked at."""
 
     def __init__(self) -> None:
         self._mark: tuple[object, ...] | None = None
         self._since = 0.0
 
     def seconds(self, position: ThreadPosition) -> float:
-        """To be called with each new look."""
+        """Takes a new look, and returns the seconds."""
         now = time.monotonic()
         if position.mark != self._mark:
             self._mark, self._since = position.mark, now

@@ -37,7 +37,7 @@ _SEGMENT = 2**20  # bytes; gloo sends larger parts in several
 
 
 def op_name(op: dist.ReduceOp) -> str:
-    """How contributions are combined."""
+    """Names how contributions are combined."""
     name = str(getattr(op, "op", op)).rpartition(".")[2]
     if name not in _COMBINE:
         raise ConfigurationError(

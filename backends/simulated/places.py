@@ -71,7 +71,7 @@ def place_of(frame: FrameType | None) -> SourceLine:
 
 
 def here() -> SourceLine:
-    """That of the caller's thread."""
+    """Finds the line of the caller's thread."""
     return place_of(sys._getframe(1))
 
 

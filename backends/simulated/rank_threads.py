@@ -358,7 +358,7 @@ class RankThreads:
 
     @property
     def running(self) -> tuple[int, threading.Thread] | None:
-        """Whose turn it is; None before they start."""
+        """Tells whose turn it is; None before they start."""
         return (self._running, self._threads[self._running]) if self._threads else None
 
     # ------------------------------------------------------------ from a rank

@@ -110,7 +110,7 @@ class NativeCollectives(Collectives):
 
 
 class ChannelCollectives(Collectives):
-    """For replicas on a CPU; see [Note: channels]."""
+    """Serves replicas on a CPU; see [Note: channels]."""
 
     def all_gather(self, value: torch.Tensor, groups: Groups, size: int) -> torch.Tensor:
         if not _uniform(groups):

@@ -179,7 +179,7 @@ class World:
         self.renew()
 
     def renew(self) -> None:
-        """For a new job: nobody has arrived or left, and random states start anew."""
+        """Begins a new job: nobody has arrived or left, and random states start anew."""
         self.job += 1
         self.meeting = ReplicaMeeting(self.size, one_program=self.rules.pod)
         self.turns = Turns(self.size)

@@ -144,7 +144,7 @@ class Adam(torch.optim.Optimizer):
 
     @property
     def supports_memory_efficient_fp16(self) -> bool:
-        """For fairseq: True."""
+        """Tells fairseq that it does."""
         return True
 
     @property

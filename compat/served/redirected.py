@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, NoReturn
 from shardkit.errors import RedirectedError
 
 from .redirections import REDIRECTED
-from .reexports import MOVED, REEXPORTED
+from .reexports import MOVED, REEXPORTED, origins
 
 if TYPE_CHECKING:
     from shardkit.types import Tree
@@ -127,10 +127,8 @@ def _names_of(path: str) -> dict[str, Callable[[], Tree]]:
             make = redirected_function if name.endswith("()") else redirected
             short = name.removesuffix("()")
             found[short] = functools.partial(make, f"{path}.{short}", instead, why=why)
-    for home, names in REEXPORTED.get(path, {}).items():
-        for name in names.split(", "):
-            there, _, here = name.partition(" as ")
-            found[here or there] = functools.partial(_imported, home, there)
+    for name, (home, there) in origins(path).items():
+        found[name] = functools.partial(_imported, home, there)
     return found
 
 
@@ -150,7 +148,7 @@ _SERVED |= {name.rpartition(".")[0] for name in _SERVED}  # the packages they ar
 
 
 def _new_name(fullname: str) -> str:
-    """Where a module that has moved is now; "" for all others."""
+    """Tells where a module that has moved is now; "" for all others."""
     root, *parts = fullname.split(".")
     for length in range(1, len(parts) + 1):
         if root == _ROOT and (there := MOVED.get(".".join(parts[:length]))):

@@ -39,7 +39,7 @@ def current_backend() -> Backend:
 
 
 def rank_and_world_size() -> tuple[int, int]:
-    """Of the calling rank; (0, 1) outside of a job."""
+    """Finds those of the calling rank; (0, 1) outside of a job."""
     backend = current_backend()
     if backend.name in ("gloo", "cuda") and not dist.is_initialized():
         return 0, 1

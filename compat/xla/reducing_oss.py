@@ -80,7 +80,7 @@ class ReducingOSS(OSS):
         self._hooks = []
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As torch's; sums of gradients are cleared too."""
+        """Clears gradients as torch does, and sums of gradients too."""
         super().zero_grad(set_to_none)
         self._sums = {}
 
@@ -137,7 +137,7 @@ def _add(optimizer: weakref.ref[ReducingOSS], param: torch.Tensor) -> None:
 
 
 def _parameters_of(entry: Tree) -> list[torch.Tensor]:
-    """Of one entry of what an optimizer takes: a parameter, a pair with its name, or a group of these."""
+    """Lists those of one entry of what an optimizer takes: a parameter, a pair with its name, or a group of these."""
     if isinstance(entry, dict):
         inside = entry["params"]
         return (

@@ -140,7 +140,7 @@ class ZeroRedundancyOptimizer(ReducingOSS):
 
     @property
     def sharding_groups(self) -> Groups:
-        """As they were passed; by default one of all ranks."""
+        """Returns them as they were passed; by default one of all ranks."""
         return self._sharding_groups or [list(range(self.global_world_size))]
 
     @sharding_groups.setter
@@ -181,7 +181,7 @@ class ZeroRedundancyOptimizer(ReducingOSS):
         return super().step(closure, **kwargs)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As torch's; sums of gradients are cleared too."""
+        """Clears gradients as torch does, and sums of gradients too."""
         if self.inited:
             super().zero_grad(set_to_none)
         else:

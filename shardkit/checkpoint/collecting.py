@@ -43,7 +43,7 @@ class Entry(NamedTuple):
 
     @property
     def name(self) -> str:
-        """As DCP has it."""
+        """Joins the path as DCP does."""
         return ".".join(map(str, self.path))
 
 

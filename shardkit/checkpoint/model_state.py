@@ -81,7 +81,7 @@ class ModelState:
         return self.ranks.everybody if is_copied else self._copies[id(flat)]
 
     def piece(self, flat: FlatParam, number: int) -> Piece | None:
-        """Of an original parameter the piece on this rank."""
+        """Finds the piece of an original parameter on this rank."""
         return self._here[id(flat)].get(number)
 
     def parameters(self) -> Iterator[tuple[str, nn.Parameter, FlatParam | None, int]]:

@@ -41,7 +41,7 @@ class Bucket:
         return self
 
     def _reattach(self) -> None:
-        """Of the basis, nothing is attached."""
+        """Does nothing: of the basis, nothing is attached."""
 
     def _check_in(self, param: torch.Tensor) -> None:
         if id(param) in self._param_ids:
@@ -130,7 +130,7 @@ class GradBucket(Bucket):
         non_blocking: bool = False,
         keep_param_alignment: bool = True,
     ) -> Bucket:
-        """As :meth:`Bucket.to`, after :meth:`rebuild`; the parameters have to be where the buffer goes."""
+        """Rebuilds, and moves as :meth:`Bucket.to` does; the parameters have to be where the buffer goes."""
         if self._is_collapsed:
             self.rebuild()
         return super().to(device, dtype, non_blocking, keep_param_alignment)

@@ -43,7 +43,7 @@ class FoundParams(NamedTuple):
 
 
 def find_params(root: nn.Module, wanted: Iterable[nn.Parameter]) -> FoundParams:
-    """Where the wanted parameters are in the tree of ``root``; those that aren't in it are left out.
+    """Finds the wanted parameters in the tree of ``root``; those that aren't in it are left out.
 
     A module that has two names goes by the first one.
     """

@@ -255,7 +255,7 @@ class FlattenParamsWrapper(nn.Module):
         return self
 
     def _adopt_registered(self, previous: Sequence[FlatParameter]) -> None:
-        """Where torch has put plain parameters in place of flat ones (it does for a new device), makes them flat."""
+        """Makes plain parameters flat that torch has put in place of flat ones (it does for a new device)."""
         if not self.is_flattened:
             return
         current: list[FlatParameter] = []

@@ -1,6 +1,7 @@
 """Sharded parameters (ZeRO stage 3)."""
 
 from .construct import hybrid_groups
+from .export import Change, SentWeights
 from .fully_shard import fully_shard
 from .optim_state import gather_plain, shard_plain
 from .sharded_api import sharding_of
@@ -9,6 +10,8 @@ from .wrapper import FSDP
 
 __all__ = [
     "FSDP",
+    "Change",
+    "SentWeights",
     "fully_shard",
     "gather_plain",
     "hybrid_groups",

@@ -28,15 +28,21 @@ small together, are gathered together when the first of them is asked for, and r
 [Note: what stays gathered] The root (by option) and the unit that was called last: backward begins with it. They are
 gathered anew in each forward, for between forwards the shards change.
 
+[Note: frozen values] What is not trained need not be gathered again: with ``ReshardPolicy(frozen="keep")`` its first
+gather counts a user that never leaves, until shards change. Ranks see the same changes, so they gather it together.
+
 [Note: several forwards] One backward may go through several forwards of the root (two views of a batch, the two losses
 of a discriminator). A parameter's gradient is there when it has come back from all of them, so that leaving a unit says
 nothing. Then gathers keep their order and so do reductions, but a unit is reduced when it is complete, and nobody waits
 for a reduction before the end of backward: waiting for it in between could be for a rank that waits for a gather. Where
 collectives of all channels need one order, none is issued before the end either.
 
-[Note: several roots] One backward may go through several roots, whose orders meet. When one has come to its end may
-differ between ranks: one may lack a gradient of it until the end of backward. So where backward reaches another root,
-whose forward came before, the rest of the first one's order is issued.
+[Note: several roots] One backward may go through several roots, and through modules of ShardedDDP, whose orders meet.
+When one has come to its end may differ between ranks: one may lack a gradient of it until the end of backward. So where
+backward reaches another one, whose forward ended before the first one's began, the rest of the first one's order is
+issued. Where that is not so (a discriminator's forwards on real data and, through the generator, on made ones), nothing
+says when the first one is through, and the other one's reductions wait for the end of backward, as all ranks' do. Ranks
+tell each other which modules of ShardedDDP they have come through: one that has not would send other gradients next.
 
 [Note: graphs of gradients] A backward with ``create_graph=True`` (a penalty on gradients of inputs, forces) leaves a
 graph that needs parameters, and no hook tells when a later backward comes to it. So the units that it went through stay
@@ -63,7 +69,7 @@ import sys
 import threading
 import weakref
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from operator import attrgetter
 from types import ModuleType
@@ -73,6 +79,7 @@ import torch
 
 from ..backend import Group, ReduceOp, Work
 from ..errors import LifecycleError
+from ..oss.exchange import GradientExchange
 from ..torch_seams.callers import callers
 from ..torch_seams.compiling import not_compiled
 from ..torch_seams.hooks import (
@@ -81,6 +88,7 @@ from ..torch_seams.hooks import (
     BackwardState,
     current_backward,
     frame_of_backward,
+    moments,
     surrounding_checkpoint,
     tensors_in,
 )
@@ -267,7 +275,7 @@ def _times_of_reductions(units: Iterable[Unit], left: dict[Unit, int]) -> dict[U
 def _computed_together(
     gathers: Sequence[Unit], calls: Sequence[Unit], recomputed: Sequence[int]
 ) -> list[set[int]]:
-    """For each position those whose activations are computed anew with its own; empty where none are."""
+    """Lists for each position those whose activations are computed anew with its own; empty where none are."""
     position = {unit: k for k, unit in enumerate(gathers)}
     spans: dict[int, list[int]] = {}
     for index, checkpoint in enumerate(recomputed):
@@ -282,7 +290,7 @@ def _computed_together(
 
 
 def _until(together: Sequence[set[int]], units: Sequence[Unit], prefetch: int) -> list[int]:
-    """For each position up to where units are gathered on entering it (exclusive): whole rows of small ones."""
+    """Finds for each position up to where units are gathered on entering it (exclusive): whole rows of small ones."""
     until: list[int] = []
     furthest, end_of = 0, _ends_of_rows(units)
     for k, positions in enumerate(together):
@@ -292,7 +300,7 @@ def _until(together: Sequence[set[int]], units: Sequence[Unit], prefetch: int) -
 
 
 def _ends_of_rows(units: Sequence[Unit]) -> list[int]:
-    """For each position where the row of small units that it is in ends (exclusive)."""
+    """Finds for each position where the row of small units that it is in ends (exclusive)."""
     rows: list[list[Unit]] = []
     room = 0
     for unit in units:
@@ -352,9 +360,6 @@ class FrozenUnits:
 _version_of = attrgetter("_version")
 
 
-_moments = itertools.count(1)
-
-
 class ForwardGraph:
     """Watches the outputs of one forward of the root, and ends with what autograd keeps of it.
 
@@ -397,7 +402,10 @@ class Engine:
         thread: the one that is inside of a forward.
         is_lazy: execution is: a compiler decides when values exist (see ``forward.py``).
         after: where execution is lazy, what the next gathers have to wait for.
+        all_have_order: a training forward has shown all ranks in which order units are called.
     """
+
+    all_have_order = False
 
     def __init__(
         self, units: Sequence[Unit], prefetch: int = 1, after_backward: Callable[[], None] | None = None
@@ -425,9 +433,9 @@ class Engine:
         self._reductions: list[Unit | SmallUnits] = []  # of the plan, small ones in rows
         self._due: list[int] = []  # of these, as the plan's
         self._frozen = FrozenUnits()
-        self._began = self._ended = 0  # when it did, among those of all roots
         # of the backward in progress:
         self._is_planned = True  # it goes through one forward: see the note
+        self._at_end = False  # reductions are issued then
         self._passed = -1  # position up to which it has come
         self._next_gather = 0
         self._next_reduction = 0
@@ -445,6 +453,7 @@ class Engine:
         self._last_reduced: list[torch.Tensor] = []
         for unit in self.units:
             unit.engine, unit.enter_backward = self, partial(self.reach, unit)
+        self._keeping = [unit for unit in self.units if unit.keeps_frozen]
         self.set_accumulating([unit.accumulates for unit in self.units])
         self._rounds = rounds_of(self.units)
 
@@ -459,14 +468,11 @@ class Engine:
                 unit.release()
             if unit.keeps_between:
                 unit.forget_between()
-        if self._held:
-            for flat in self._held:
-                if flat.held_at != flat.version:
-                    flat.drop()
-            self._held = [f for f in self._held if f.held_at is not None]
+        if self._held or self._keeping:
+            self._drop_outdated()
         self.recording = torch.is_grad_enabled()
         if self.recording:
-            self._began = next(_moments)
+            self.state.began = next(moments)
             self._calls, self._ends, self._around = [], [], []
             is_first = not self.pending
             if is_first:
@@ -476,6 +482,15 @@ class Engine:
                     self._replan = True
                 if is_first:
                     unit.is_reached = False
+
+    def _drop_outdated(self) -> None:
+        """Frees what stays from step to step where the shards have changed."""
+        for flat in self._held:
+            if flat.held_at != flat.version:
+                flat.drop()
+        self._held = [f for f in self._held if f.held_at is not None]
+        for unit in self._keeping:
+            unit.give_back_frozen(outdated=True)
 
     @not_compiled
     def before_forward(self, unit: Unit, inputs: object) -> None:
@@ -543,7 +558,7 @@ class Engine:
         """The root's forward is through."""
         self.after = []
         if self.recording:
-            self._ended = next(_moments)
+            self.state.ended = next(moments)
             self.recording = False
             self.state.is_due = not self.state.accumulating
             checkpoints = _numbered(self._around)
@@ -560,9 +575,11 @@ class Engine:
                 unit.goes_backward = unit.is_reached
             self._frozen.ask()
             self._lock_held()
-            for flat in self._locked:
-                if flat.written:
-                    raise written_original(flat)
+        elif self._keeping:
+            self._lock_frozen()
+        for flat in self._locked:
+            if flat.written:
+                raise written_original(flat)
 
     def _lock_held(self) -> None:
         """Forward is over: what stays gathered is for backward, or for nobody, and not for the program."""
@@ -573,6 +590,12 @@ class Engine:
                     self._locked.append(flat)
         if self._held:
             self._lock(self._held)
+        if self._keeping:
+            self._lock_frozen()
+
+    def _lock_frozen(self) -> None:
+        """Frozen values that stay are for the next step: what is written to them would not be in the shards."""
+        self._lock([flat for unit in self._keeping for flat in unit.flats if flat.kept_at is not None])
 
     def _make_plan(self) -> None:
         self._replan = False
@@ -622,19 +645,20 @@ class Engine:
         if self._creates_graph and self.is_lazy:
             self._refuse_graph(self.units)
         self.state.begin()
-        for state in self.state.before:  # see [Note: several roots]
-            other = state.owner
-            if isinstance(other, Engine) and other._began > self._ended and other._is_planned:
-                other._finish_plan()
         for flat in self._held:
             if flat.held_at not in (None, flat.version):
                 raise changed_since_forward(flat)
+        others = [state.owner for state in self.state.before]
+        sends_last = not others or self.state.sends_last()
         if not self.state.accumulating:
             for flat in self._first_of_group:  # else another root's reductions could be met
-                flat.group.channel("parameters").agree(f"backward through {flat.label}")
+                past = [o.name for o in others if isinstance(o, GradientExchange) and o.group is flat.group]
+                behind = ", past " + ", ".join(past) if past else ""
+                flat.group.channel("parameters").agree(f"backward through {flat.label}{behind}")
         if self._locked:
             self._unlock(self._locked)
         self._is_planned = len(self.pending) <= 1 and not self._held
+        self._at_end = not sends_last or (not self._is_planned and self._needs_one_order)
         self._passed = -1
         self._next_gather = self._next_reduction = 0
         self._deferred = []
@@ -703,7 +727,7 @@ class Engine:
     def _pass(self) -> None:
         """Backward enters the next unit of the plan, or passes it by."""
         self._passed += 1
-        if self._is_planned and not self.state.accumulating:
+        if self._is_planned and not self._at_end and not self.state.accumulating:
             for row in self._reductions[self._next_reduction : self._due[self._passed]]:
                 self._next_reduction += 1
                 if not row.accumulates:
@@ -747,7 +771,7 @@ class Engine:
             unit.widen_local_gradients()
             if self.state.accumulating:
                 return
-        if not self._is_planned and self._needs_one_order:
+        if self._at_end:
             return
         order, due, following = self._reductions, self._due, self._passed + 1
         limit = due[following] if self._is_planned and following < len(due) else len(order)
@@ -808,6 +832,8 @@ class Engine:
             unit.end_backward()
             if unit.is_held:
                 self._lock(unit.needs)
+        if self._keeping:
+            self._lock_frozen()
         self.units[0].backwards += 1
         if self._after_backward is not None:
             self._after_backward()
@@ -817,6 +843,17 @@ class Engine:
         for flat in (f for u in units if self.is_lazy or u.has_fired for f in u.flats):
             if not flat.store.is_whole:
                 raise backward_with_graph(flat)
+
+    @property
+    def has_sent(self) -> bool:
+        """Whether this backward has come to the end of its plan."""
+        is_through = self._is_planned and self._passed + 1 >= len(self._plan.gathers)
+        return is_through and self._next_reduction == len(self._reductions)
+
+    def send_rest(self) -> None:
+        """Comes to the end of the plan, whose module backward has left."""
+        if self._is_planned and not self._at_end:
+            self._finish_plan()
 
     def _finish_plan(self) -> None:
         if self._creates_graph:
@@ -898,6 +935,47 @@ class Engine:
                 flat.store.unlock()
         self._locked = [flat for flat in self._locked if flat.store.state is LOCKED]
 
+    # ------------------------------------------------------------ steps of others
+    @property
+    def has_order(self) -> bool:
+        """Whether a training forward has shown in which order units are called."""
+        return bool(self._order)
+
+    def follow(self, forward: Callable[[], object] | None = None) -> None:
+        """Takes part in a training step of other ranks without computing (collective); it adds nothing to gradients.
+
+        Args:
+            forward: runs the root's forward; else what the last one gathered is gathered, in its order.
+        """
+        if forward is not None:
+            forward()
+        else:
+            self._repeat_forward()
+        with torch.enable_grad():
+            reached = torch.zeros((), requires_grad=True).clone()
+        reached.register_hook(lambda _: self.begin_backward())
+        unused = [flat.unused for unit in self.units for flat in unit.flats]
+        noted = [each.is_noted for each in unused]
+        reached.backward()  # at its end comes what a backward did not reach, which is everything
+        for each, before in zip(unused, noted, strict=True):
+            each.is_noted = (
+                before  # of parameters without a part here this rank knows its own share alone: none
+            )
+
+    def _repeat_forward(self) -> None:
+        order, ends, begun = self._order, self._order_of_ends, 0
+        with torch.enable_grad():
+            self.begin_forward()
+            for unit, before in ends:
+                for called in order[begun:before]:
+                    self.before_forward(called, ())
+                begun = max(begun, before)
+                unit.is_reached = unit.is_reached or unit.is_trainable
+                self.after_forward(unit)
+            checkpoints = [object() for _ in order]
+            self._around = [None if number < 0 else checkpoints[number] for number in self._checkpoints]
+            self.end_forward()
+
     # ------------------------------------------------------------ between steps
     def check_idle(self, what: str) -> None:
         """Raises LifecycleError in the middle of a forward or backward."""
@@ -915,12 +993,13 @@ class Engine:
         self.state.accumulating = all(values)
         return before
 
-    def reduce_now(self) -> None:
-        """Reduces what units have kept (collective), without a backward."""
+    def reduce_now(self, everything: bool = False) -> None:
+        """Reduces what units have kept (collective), without a backward; with ``everything`` also where nothing is."""
         self.check_idle("a reduction of gradients")
-        with torch.no_grad():
+        empty = [unit for unit in self.units if not unit.has_local_gradients()]
+        with torch.no_grad(), _adding_nothing(empty):
             for unit in self.units:
-                if not unit.accumulates and unit.has_local_gradients():
+                if (unit.is_trainable and everything) or (not unit.accumulates and unit not in empty):
                     self._send(unit)
             while self._in_flight:
                 self._receive()
@@ -935,6 +1014,16 @@ def frozen_behind_trainable(calls: Sequence[Unit]) -> list[Unit]:
     """Frozen units one of whose calls began after that of a trainable unit (the one around it, maybe)."""
     first = next((k for k, unit in enumerate(calls) if unit.is_trainable), len(calls))
     return [unit for unit in dict.fromkeys(calls[first:]) if not unit.is_trainable]
+
+
+@contextlib.contextmanager
+def _adding_nothing(units: Sequence[Unit]) -> Iterator[None]:
+    """Inside, this rank has no gradients of these: of parameters without a part here it doesn't hear who has."""
+    unused = [flat.unused for unit in units for flat in unit.flats]
+    noted = [each.is_noted for each in unused]
+    yield
+    for each, before in zip(unused, noted, strict=True):
+        each.is_noted = before
 
 
 def _numbered(checkpoints: list[object]) -> list[int]:

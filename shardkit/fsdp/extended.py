@@ -124,7 +124,7 @@ class Extended(Store):
         self.state = RELEASED
 
     def summon(self) -> torch.Tensor:
-        """As they are computed with."""
+        """Shows them as they are computed with."""
         self.start()
         self.finish()
         self.state = SUMMONED

@@ -77,6 +77,7 @@ class FlatParam:
             are lost.
         on_gather: is told of all-gathers of the values before they start, as (output, shard); of copies too.
         held_at: version of the shard whose values stay, see :meth:`hold`.
+        kept_at: the same for frozen values that stay from step to step, see :meth:`keep`.
     """
 
     store: Store
@@ -128,7 +129,7 @@ class FlatParam:
 
     @property
     def blocks(self) -> BlockFormat | None:
-        """In which shards travel; None: as they are."""
+        """Returns the blocks in which shards travel; None: as they are."""
         if self.group.world_size == 1:
             return None
         return format_for(self._compression, self.layout.shard_numel, self.compute_dtype)
@@ -206,6 +207,7 @@ class FlatParam:
 
     def _settle(self, before: Store | None) -> bool:
         self.held_at: int | None = None
+        self.kept_at: int | None = None
         self._note_listings()
         self.store = store_for(self, before)
         self.store.users = 0
@@ -259,9 +261,23 @@ class FlatParam:
             self.start_gather()
             self.held_at = self.version
 
+    def keep(self) -> None:
+        """Original parameters, which are gathered or about to be, keep their values until :meth:`drop`."""
+        if self.kept_at is None and not self.trains and not self.store.is_whole:
+            self.store.users += 1
+            self.kept_at = self.version
+
+    @property
+    def is_outdated(self) -> bool:
+        """Whether values that :meth:`keep` keeps are no longer the shard's, or of parameters that are trained now."""
+        now = self._seen == (self.param.dtype, self.param.device)
+        are_views = self.shards is None or self.shards.are_views()
+        return self.trains or self.kept_at != self.version or not (now and are_views)
+
     def drop(self) -> None:
         """Nobody needs the original parameters: frees their memory. Autograd refuses graphs that they were held for."""
         self.store.release()
+        self.kept_at = None
         if self.held_at is not None:
             self.held_at = None
             params = tuple(m.param for m in self.originals)

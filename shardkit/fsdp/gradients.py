@@ -28,6 +28,7 @@ from ..reduction.shard_gradients import gradient_class
 from ..torch_seams.marked_tensors import as_plain
 from ..types import Tree
 from .flat_param import FlatParam
+from .flat_values import rank_by_rank
 from .originals import Listing, SplitParameter, as_tensors
 
 _grad_of = attrgetter("param.grad")
@@ -91,6 +92,7 @@ class GradientPack(ABC):
         with as_tensors():
             self.trainable = [m.param.requires_grad for m in flat.originals]
         self._split = [(k, m) for k, m in enumerate(flat.originals) if isinstance(m, SplitParameter)]
+        self._in_runs = [(k, one) for k, one in enumerate(flat.layout.blocks) if one.runs > 1]
         pieces = [p for p in flat.layout.pieces() if self.trainable[p.item]]
         step = alignment(self._dtype.itemsize) if group.backend.has_storage else 1
         size = self._size = flat.layout.shard_numel
@@ -129,6 +131,9 @@ class GradientPack(ABC):
         for number, original in self._split:
             gradient: Tree = gradients[number]
             gradients[number] = None if gradient is None else original.local_gradient(gradient)
+        for number, one in self._in_runs:
+            if (whole := gradients[number]) is not None:
+                gradients[number] = rank_by_rank(whole.to_dense(), one)
         return gradients
 
     @abstractmethod
@@ -185,7 +190,7 @@ class GradientPack(ABC):
             self._hand_over(self._own(result))
 
     def arrive_in_order(self, had: list[bool], parts: list[torch.Tensor], had_all: bool) -> None:
-        """As :meth:`arrive`, for each of these after the one before."""
+        """Gives the shard each of these after the one before; see :meth:`arrive`."""
         listed = [listing.param for listing in self._flat.listings]
         hooked = [p for p in listed if p._backward_hooks or p._post_accumulate_grad_hooks]
         there = [p for p in listed if p.grad is not None]
@@ -224,7 +229,7 @@ class GradientPack(ABC):
         return True
 
     def _anywhere(self, had: list[bool], result: torch.Tensor) -> list[bool]:
-        """Which original parameters had a gradient on some rank, as far as they have a part here."""
+        """Tells which original parameters had a gradient on some rank, as far as they have a part here."""
         return had
 
     def _own(self, result: torch.Tensor) -> torch.Tensor:
@@ -406,7 +411,7 @@ class JoinedReduction:
 
 @final
 class CompressedPack(StoredPack):
-    """As :class:`StoredPack`, whose buffer [W * (S + F)] is given back as soon as its blocks are made."""
+    """Packs as :class:`StoredPack`, whose buffer [W * (S + F)] is given back as soon as its blocks are made."""
 
     def __init__(
         self, flat: FlatParam, group: Group, reduce: ReducePolicy, divisors: tuple[float, float], blocks: BlockFormat
@@ -453,7 +458,7 @@ class LazyPack(GradientPack):
         """The compiler frees what was sent."""
 
     def _note(self, had: list[bool], had_all: bool, result: torch.Tensor) -> bool:
-        """As :meth:`GradientPack._note`, but for elements, and as data."""
+        """Notes as :meth:`GradientPack._note` does, but elements, and as data."""
         flat, used = self._flat, None
         if not had_all or False in self.trainable:
             rank = self._group.rank
@@ -463,7 +468,7 @@ class LazyPack(GradientPack):
         return True
 
     def clear_unused(self, listing: Listing) -> None:
-        """As :meth:`GradientPack.clear_unused`, for elements."""
+        """Clears as :meth:`GradientPack.clear_unused` does, but elements."""
         size = self._flat.layout.shard_numel
         self._flat.unused.clear(torch.zeros(size, dtype=torch.bool, device=self._device))  # no transfer
 

@@ -122,7 +122,7 @@ class ReleasedView(torch.Tensor):
 
 
 class Place(NamedTuple):
-    """Where a parameter is an attribute."""
+    """Tells where a parameter is an attribute."""
 
     module: nn.Module
     name: str
@@ -141,12 +141,14 @@ class OriginalParameter:
         store: where its values are, if they are in no shard.
         mesh: over which tensor parallelism has cut it, if it has.
         home: number of the module that its name is of, where several modules are one unit.
+        dim: along which it is cut.
     """
 
     beside = ""
     store: type[Store] | None = None
     mesh: DeviceMesh | None = None
     is_lazy = False
+    dim = 0
 
     released: type[ReleasedParameter] = ReleasedParameter
     of_shard: type[ViewOfShard] = ViewOfShard
@@ -161,15 +163,22 @@ class OriginalParameter:
 
     @property
     def values(self) -> torch.Tensor:
-        """Those that lie in the flat parameter."""
+        """Returns those that lie in the flat parameter."""
         return self.param.data
+
+    @property
+    def rows(self) -> torch.Size:
+        """Its shape with the dimension in front that it is cut along."""
+        return torch.Size(
+            (*self.shape[self.dim : self.dim + 1], *self.shape[: self.dim], *self.shape[self.dim + 1 :])
+        )
 
     def listed(self, part: torch.Tensor) -> torch.Tensor:
         """Returns what modules list of it where this is its part of the shard."""
         return part
 
     def assign(self, values: torch.Tensor) -> None:
-        """Its values are these from now on, [numel]: a view."""
+        """Makes these its values from now on, [numel]: a view."""
         # a view less: where execution is lazy, this runs in each step
         self.param.data = values if len(self.shape) == 1 else values.view(self.shape)
 
@@ -211,7 +220,7 @@ class SplitParameter(OriginalParameter):
 
     @torch.no_grad()
     def local_gradient(self, gradient: DTensor) -> torch.Tensor:
-        """Of a gradient what belongs to the values here; sums that tensor parallelism owes are made (collective)."""
+        """Takes what of a gradient belongs to values here, with the sums that tensor parallelism owes (collective)."""
         placements = self.param.placements
         if gradient.placements != placements:
             gradient = gradient.redistribute(placements=placements)
@@ -481,7 +490,7 @@ class Unused:
             self.originals = [i and not h for i, h in zip(self.originals, had, strict=True)]
 
     def note_each(self, had: Sequence[bool], are_new: Sequence[bool]) -> None:
-        """As :meth:`note`, where each has a gradient of its own: the first since it was cleared, or not."""
+        """Notes as :meth:`note` does, where each has a gradient of its own: the first since it was cleared, or not."""
         self.is_noted = True
         self.originals = [
             (i or new) and not h for i, h, new in zip(self.originals, had, are_new, strict=True)

@@ -124,7 +124,7 @@ class RegisteredShard:
 
     @property
     def names(self) -> list[str]:
-        """Its path in the unit's module."""
+        """Names its path in the unit's module."""
         return [self.flat.names[self.first]]
 
     @property
@@ -134,7 +134,7 @@ class RegisteredShard:
 
     @property
     def label(self) -> str:
-        """Its name in errors."""
+        """Names it in errors."""
         return f"parameter {self.names[0]!r} of {self.flat.label.partition(' of ')[2]}"
 
     @property
@@ -173,7 +173,7 @@ class RegisteredShard:
 
 
 class RegisteredShards:
-    """Those of one flat parameter.
+    """Holds those of one flat parameter.
 
     Attributes:
         each: in the order of the original parameters.
@@ -435,7 +435,7 @@ class UnlistedShard(nn.Parameter):
 
     @property
     def grad(self) -> torch.Tensor | None:  # type: ignore[override]
-        """Of which those of registered parameters are views, [S]."""
+        """Returns the gradient of which those of registered parameters are views, [S]."""
         return self.shards.gradient()
 
     @grad.setter

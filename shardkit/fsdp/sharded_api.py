@@ -24,6 +24,7 @@ from ..reduction.ordered import refuse_local
 from ..types import IncompatibleKeys, SavedState, StateDict
 from .construct import wake
 from .engine import Engine
+from .export import Change, Names, SentWeights, export
 from .flat_param import FlatParam
 from .forward import become_root
 from .optim_state import slot_of
@@ -87,7 +88,7 @@ def _gradients_of(flat: FlatParam) -> list[torch.Tensor]:
 
 
 def _that_count(flat: FlatParam, gradients: list[torch.Tensor], norm_type: float) -> list[torch.Tensor]:
-    """Those of them that the norm is of; for norms that zeros change, without padding and what is unused."""
+    """Chooses those of them that the norm is of; for norms that zeros change, without padding and what is unused."""
     if flat.shards is not None and flat.shards.has_copies:
         return flat.shards.local_gradients(padded=norm_type > 0, copies=False)
     if norm_type > 0 or not gradients:
@@ -149,6 +150,16 @@ class ShardedAPI(abc.ABC):
         """Parameters (shards) of this module and below that have a gradient."""
         return [p for p in self._state.door.parameters() if p.grad is not None]
 
+    def reshard_frozen(self) -> None:
+        """Gives back what ``ReshardPolicy(frozen="keep")`` keeps; the next forward gathers it again.
+
+        Raises:
+            LifecycleError: inside of forward or backward, or on a unit below the root.
+        """
+        self._root_engine("reshard_frozen").check_idle("reshard_frozen")
+        for state in self._state.states():
+            state.unit.give_back_frozen()
+
     def set_divisors(self, before: float, after: float) -> None:
         """Gradients are divided by the one before and by the other after their sum over ranks."""
         self._state.unit.divide(before, after)
@@ -199,6 +210,39 @@ class ShardedAPI(abc.ABC):
         """
         return sharded_state_dict(self._state)
 
+    def export(
+        self,
+        names: Names = None,
+        dtype: torch.dtype | None = None,
+        *,
+        on: int | None = None,
+        since: SentWeights | None = None,
+    ) -> Iterator[tuple[str, torch.Tensor | Change]]:
+        """Yields full weights under their names, one unit at a time (collective: all ranks iterate to the end).
+
+        ::
+
+            for name, weights in sharding_of(model).export(dtype=torch.bfloat16, on=0):   # empty on other ranks
+                engine.update(name, weights)
+
+        No more than a unit's values are there at a time, unless they are kept. Order and number are the same each time;
+        a tied weight comes under each of its names.
+
+        Args:
+            names: "hf": those, and the shapes, that ``save_pretrained`` of a transformers model writes, tied weights
+                once. Or a function from the model's names to the receiver's, None for what is not sent.
+            dtype: of floating-point parameters; buffers keep theirs.
+            on: the rank, of those that share a parameter, that gets them; None: all do.
+            since: what was sent before, which is noted in it. Instead of a parameter's values there is a
+                :class:`~shardkit.Change` then, with what is new in it to the bit: ``change.apply(tensor)`` at the
+                receiver. The first one is all of it. Buffers are sent as they are.
+
+        Raises:
+            ConfigurationError: tensor parallelism has cut parameters; there are no values yet (meta device); ``"hf"``
+                of another model, or of one with adapters.
+        """
+        return export(self._state, names, dtype, on, since)
+
     def local_metadata_dict(self) -> StateDict:
         """Returns what :meth:`consolidate_shard_weights` needs to know of this rank's shards."""
         return metadata(self._state)
@@ -232,7 +276,7 @@ class ShardedAPI(abc.ABC):
         """
         _refuse_dtensors(self._state, "get_shard_from_optim_state_dict", "set_optimizer_state_dict")
         slots = [slot_of(f) for f in self._state.all_listings()]
-        shard = shard_by_id(slots, full_optim_state_dict)
+        shard = shard_by_id(slots, full_optim_state_dict, list(self._state.door.parameters()))
         uncollected = self._state.uncollected
         for local in full_optim_state_dict.get("uncollected_local_ids", []):
             if local in uncollected:

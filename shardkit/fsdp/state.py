@@ -60,11 +60,12 @@ _states: dict[int, weakref.ref[ShardingState]] = {}
 
 @dataclass(frozen=True)
 class Options:
-    """How a module is sharded; see :class:`~shardkit.FSDP` for the first ones.
+    """Says how a module is sharded; see :class:`~shardkit.FSDP` for the first ones.
 
     Attributes:
         dtensors: modules list DTensors, over this mesh if there is one.
         layout: cuts parameters of given shapes among so many ranks.
+        placement: says along which dimension a parameter is cut, as torch's ``shard_placement_fn``.
         state_dict_device: where full state dicts are made; None: where the parameters are.
         state_dict_on_rank_0_only: they are empty on other ranks.
         clears_autocast_cache: after each forward.
@@ -90,6 +91,7 @@ class Options:
     layout: Callable[[Sequence[torch.Size], int], ShardLayout] = field(
         default_factory=lambda: AlignedLayout(None)
     )
+    placement: Callable[[nn.Parameter], object] | None = None
     state_dict_device: torch.device | None = None
     state_dict_on_rank_0_only: bool = False
     clears_autocast_cache: bool = False
@@ -100,7 +102,7 @@ class Options:
 
     @classmethod
     def given(cls, device: torch.device | str | None, **options: Any) -> Options:
-        """Those that a caller has named; None leaves the default."""
+        """Makes options of those that a caller has named; None leaves the default."""
         named = {name: value for name, value in options.items() if value is not None}
         return cls(device=None if device is None else torch.device(device), **named)
 
@@ -181,7 +183,7 @@ class ShardingState:
         for name in ("group", "post_forward_mesh", "replicas", "unit", "engine", "is_root", "summoned"):
             copied[name] = None
         copied["is_computing"] = False
-        copied["options"] = replace(self.options, group=None, replicas=None, mesh=None)
+        copied["options"] = replace(self.options, group=None, replicas=None, mesh=None, placement=None)
         copied["borrowed"], copied["divided"] = self.unit.borrowed, self.unit.divisors
         return copied
 
@@ -211,7 +213,7 @@ class ShardingState:
 
     @property
     def compute_device(self) -> torch.device:
-        """Where parameters are gathered."""
+        """Tells where parameters are gathered."""
         if self.options.device is not None:
             return self.options.device
         return self.flats[0].param.device if self.flats else self.group.backend.device()
@@ -225,10 +227,11 @@ class ShardingState:
         keeps = self.options.reshard.after_forward is False
         self.unit = Unit(self.flats, borrowed, keeps, self.options.reduce, self.divisors, self.replicas)
         self.unit.doors = max(1, len(self.mates))
+        self.unit.keeps_frozen = self.options.reshard.frozen == "keep"
 
     @property
     def home(self) -> int:
-        """Its place among the modules that are one unit; see :class:`~.originals.OriginalParameter`."""
+        """Numbers its place among the modules that are one unit; see :class:`~.originals.OriginalParameter`."""
         return next((k for k, m in enumerate(self.mates) if m is self), 0)
 
     def own_modules(self, prefix: str = "") -> list[tuple[str, nn.Module]]:

@@ -103,7 +103,7 @@ def is_whole(flat: FlatParam) -> bool:
 
 
 class Store(ABC):
-    """Where the values of one flat parameter are, and what its original parameters see of them.
+    """Keeps the values of one flat parameter, and shows them to its original parameters.
 
     Attributes:
         state: see :class:`State`.
@@ -178,7 +178,7 @@ class Store(ABC):
 
     @abstractmethod
     def release(self, until_backward: bool = False) -> None:
-        """To released, from wherever values are in use; to kept, with ``until_backward``, if there is a mesh for it."""
+        """Goes to released, from where values are used; to kept, with ``until_backward``, if there is a mesh for it."""
 
     def forget_kept(self) -> None:
         """From kept to released: the shards may have changed."""
@@ -359,7 +359,7 @@ class Stored(Store):
         self._full = full  # [W * S]
         self._own = own_part(full, self._group)  # [S]
         self._rows = full.view(self._group.world_size, -1)  # [W, S]
-        is_packed = self._group.world_size > 1 and len(self._layout.blocks) > 1
+        is_packed = self._group.world_size > 1 and (len(self._layout.blocks) > 1 or self._layout.runs > 1)
         self._unpacking = Unpacking(self._layout, full) if is_packed else None
         self.memory = full.untyped_storage()._cdata
         self._kept_views = KeptViews(self.memory, self._originals, self._layout)

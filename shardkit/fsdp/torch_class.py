@@ -149,13 +149,13 @@ def note_state_for_torch(module: nn.Module) -> None:
 
 
 class ComposableStates(dict[object, object]):
-    """Where torch's ``fully_shard.state(module)`` looks for it, of one module."""
+    """Answers where torch's ``fully_shard.state(module)`` looks for it, of one module."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
 
     def get(self, key: object, default: object = None) -> object:
-        """That of ``fully_shard``."""
+        """Returns that of ``fully_shard``."""
         return _torchs_state(self._module) if getattr(key, "__name__", "") == "fully_shard" else default
 
     def __deepcopy__(self, memo: dict[int, Tree]) -> ComposableStates:

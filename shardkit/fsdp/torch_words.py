@@ -55,23 +55,8 @@ class TorchsWords(NamedTuple):
     shard_placement_fn: Callable[[nn.Parameter], object] | None = None
     dp_mesh_dims: DataParallelMeshDims | None = None
 
-    def check_placements(self, modules: Sequence[nn.Module]) -> None:
-        """Raises ConfigurationError where parameters are to be cut along another dimension, or over another mesh."""
-        place = self.shard_placement_fn
-        if place is None:
-            return
-        for module in modules:
-            for name, param in module.named_parameters():
-                chosen = place(param)
-                if chosen is not None and getattr(chosen, "dim", None) != 0:
-                    raise ConfigurationError(
-                        f"shard_placement_fn says {chosen} for {name!r} of shape {tuple(param.shape)}: parameters are "
-                        "cut by their rows here, all of a call over one mesh. Return None or Shard(0) for it; values "
-                        "are the same, but files of shards differ in which rank has what"
-                    )
-
     def mesh(self, given: DeviceMesh | None) -> DeviceMesh | None:
-        """Of the whole mesh, the dimensions that are for data: replicas first."""
+        """Takes the dimensions of the whole mesh that are for data: replicas first."""
         dims = self.dp_mesh_dims
         if dims is None or given is None:
             return given
@@ -167,7 +152,7 @@ def modules_of(module: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
 
 
 def outermost_of(modules: Sequence[nn.Module]) -> list[nn.Module]:
-    """Those that are in no other of them."""
+    """Lists those that are in no other of them."""
     return [m for m in modules if not any(m is not other and m in set(other.modules()) for other in modules)]
 
 
@@ -224,8 +209,10 @@ class TorchsMethods:
         return UnshardHandle() if async_op else None
 
     def reshard(self) -> None:
-        """Ends :meth:`unshard`. What forward has gathered is given back by itself."""
+        """Ends :meth:`unshard`; gives back frozen values that are kept. What forward has gathered goes by itself."""
         end_unshard(self._state)
+        if not self._state.unit.is_held:
+            self._state.unit.give_back_frozen()
 
     # ------------------------------------------------------------ gradients
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:

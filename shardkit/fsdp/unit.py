@@ -170,6 +170,7 @@ class Unit:
         keeps_between: a mesh of ranks keeps its values from forward to backward.
         keep_after_forward: stays gathered between forward and backward.
         keep_after_backward: stays gathered between backward and the next forward, unless shards change.
+        keeps_frozen: what it has of parameters that are not trained stays gathered, unless shards change.
         accumulates: its gradients stay this rank's own, as in ``no_sync``.
         doors: how many modules are called, which are one unit together.
         left: of these, calls that the forward in progress has left.
@@ -204,7 +205,7 @@ class Unit:
         self.flats = list(flats)
         self.borrowed = list(borrowed)
         self.keep_after_forward = keep_after_forward
-        self.keep_after_backward = self.accumulates = False
+        self.keep_after_backward = self.accumulates = self.keeps_frozen = False
         self.doors, self.left = 1, 0
         self.gathered_at: int | None = None
         self.reduce = reduce
@@ -238,7 +239,7 @@ class Unit:
         self.attach()
 
     def divide(self, before: float, after: float) -> None:
-        """Gradients are divided by the one before and by the other after their sum over ranks."""
+        """Divides gradients by the one before and by the other after their sum over ranks."""
         refuse_other(self.reduce, "other divisors than the number of micro-batches")
         self.divisors = before, after
         self.attach()
@@ -330,6 +331,9 @@ class Unit:
                 store = flat.use()
                 if store is not None:
                     asked.append(store)
+            if self.keeps_frozen:
+                for flat in self.flats:
+                    flat.keep()
             if together is not None:
                 return
             if len(asked) == 1 and not self._is_lazy:
@@ -354,6 +358,12 @@ class Unit:
             for flat in self.needs:
                 if flat.written:
                     raise written_original(flat)
+
+    def give_back_frozen(self, outdated: bool = False) -> None:
+        """Frees frozen values that were kept; with ``outdated`` those that are not the shards' any more."""
+        for flat in self.flats:
+            if flat.kept_at is not None and (not outdated or flat.is_outdated):
+                flat.drop()
 
     def is_current(self) -> bool:
         """Whether what it holds is what the shards have."""

@@ -29,7 +29,7 @@ Units = Sequence["type[nn.Module] | str"] | Callable[[nn.Module], bool]
 
 @dataclass(frozen=True)
 class Sharding:
-    """How a framework's door shards a model that is not sharded yet.
+    """Says how a framework's door shards a model that is not sharded yet.
 
     Attributes:
         units: classes of modules, or their names, that are gathered together; or a function that tells of a module

@@ -49,7 +49,7 @@ class StartedRank:
     is_elastic: bool = False
 
     def variables(self) -> dict[str, str]:
-        """As torchrun sets them, for libraries; what is unknown is left out."""
+        """Lists what torchrun sets, for libraries; what is unknown is left out."""
         values = {
             "RANK": self.rank,
             "WORLD_SIZE": self.world_size,

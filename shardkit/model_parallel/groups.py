@@ -66,20 +66,20 @@ def split_tensor_along_last_dim(
 
 
 class VocabUtility:
-    """Which part [first, last) of a vocabulary is a rank's."""
+    """Finds which part [first, last) of a vocabulary is a rank's."""
 
     @staticmethod
     def vocab_range_from_per_partition_vocab_size(
         per_partition_vocab_size: int, rank: int, world_size: int
     ) -> tuple[int, int]:
-        """By the size of a part."""
+        """Finds it by the size of a part."""
         return rank * per_partition_vocab_size, (rank + 1) * per_partition_vocab_size
 
     @staticmethod
     def vocab_range_from_global_vocab_size(
         global_vocab_size: int, rank: int, world_size: int
     ) -> tuple[int, int]:
-        """By the size of the whole.
+        """Finds it by the size of the whole.
 
         Raises:
             PartitionError: ``world_size`` does not divide the vocabulary.
@@ -313,7 +313,7 @@ def get_model_parallel_world_size() -> int:
 
 
 def get_model_parallel_rank() -> int:
-    """Which part this rank holds."""
+    """Tells which part this rank holds."""
     return _place(_groups().model)
 
 

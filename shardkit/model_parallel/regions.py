@@ -155,13 +155,13 @@ def gather_from_model_parallel_region(input_: torch.Tensor) -> torch.Tensor:
 
 @not_compiled
 def copy_into_layer(input_: torch.Tensor) -> torch.Tensor:
-    """As :func:`copy_to_model_parallel_region`, for a layer that uses the result once, where its gradient is new."""
+    """Copies as :func:`copy_to_model_parallel_region`, for a layer that uses the result once: its gradient is new."""
     return CopyToRegion.apply(input_, True)
 
 
 @not_compiled
 def reduce_in_layer(output: torch.Tensor) -> torch.Tensor:
-    """As :func:`reduce_from_model_parallel_region`, in the memory of what the layer has just computed."""
+    """Reduces as :func:`reduce_from_model_parallel_region` does, in the memory of what the layer has just computed."""
     if get_model_parallel_world_size() == 1:
         return output
     return ReduceFromRegion.apply(output, not output._is_view())  # autograd wants views left alone

@@ -43,6 +43,7 @@ from ..torch_seams.hooks import (
     after_backward,
     check_asked_gradients,
     current_backward,
+    moments,
     tensors_of,
     watch_outputs,
 )
@@ -59,7 +60,7 @@ class GradientPart(Protocol):
     """Reduces the gradients of some of the parameters."""
 
     def hooks(self) -> list[tuple[nn.Parameter, GradientHook | None, GradientHook]]:
-        """For each parameter: what to call before and after it gets a gradient."""
+        """Yields for each parameter what to call before and after it gets a gradient."""
 
     def finish(self) -> None:
         """Backward is through: leave every gradient reduced."""
@@ -75,6 +76,7 @@ class GradientExchange:
     Attributes:
         group: ranks that train together.
         policy: how gradients are reduced.
+        name: the module's class, and which one it is of those that these ranks train.
     """
 
     def __init__(
@@ -92,7 +94,7 @@ class GradientExchange:
         self._optimizers = list(optimizers)
         self.group = group
         self._channel, self._order = group.channel("gradients"), group.channel("parameters")
-        self._name = f"{type(module).__name__} {number_of(group, run_id)}"
+        self.name = f"{type(module).__name__} {number_of(group, run_id)}"
         self.policy = policy
         self._buffers = buffers
         self._hooks = GradientHooks(
@@ -241,6 +243,8 @@ class GradientExchange:
             self._is_new = False
             self._check_gradients()
         self.state.raised = ""
+        if not self.state.is_due:
+            self.state.began = next(moments)
         if not self.state.accumulating:
             self._buffers.sync_if_changed()
         if self._rounds is not None:
@@ -270,6 +274,7 @@ class GradientExchange:
         except RuntimeError:  # a profiler was started inside of it
             pass
         self._buffers.changed = True
+        self.state.ended = next(moments)
         self.state.is_due = not self.state.accumulating
         watch_outputs(tensors_of(outputs), self.state.on_output)
 
@@ -290,9 +295,21 @@ class GradientExchange:
         self._buffers.changed = False
 
     def _may_send(self) -> bool:
-        others = [state.owner for state in self.state.before]
-        parts = [part for other in others if isinstance(other, GradientExchange) for part in other._parts]
-        return all(part.has_sent for part in parts if isinstance(part, Reducer))
+        self.state.sends_last()
+        return all(state.owner.has_sent for state in self.state.before)
+
+    @property
+    def has_sent(self) -> bool:
+        """Whether all buckets are on their way."""
+        return all(part.has_sent for part in self._parts if isinstance(part, Reducer))
+
+    @torch.no_grad()
+    def send_rest(self) -> None:
+        """Sends all buckets that are left, whatever this rank lacks."""
+        if self._may_send():
+            for part in self._parts:
+                if isinstance(part, Reducer):
+                    part.send_rest()
 
     def _end_of_backward(self) -> None:
         with self.ranges.finish():
@@ -311,7 +328,7 @@ class GradientExchange:
                 if not isinstance(part, Reducer):
                     part.finish()
         if are_several(self.group):
-            self._order.agree(f"the end of backward of {self._name}")
+            self._order.agree(f"the end of backward of {self.name}")
         self.state.unreduced = False
         if self._rounds is not None:
             self._rounds.end()

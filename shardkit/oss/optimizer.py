@@ -70,12 +70,13 @@ class OSS(Optimizer):
         broadcast_dtype: dtype in which updated fp32 parameters travel; the owner's copy is rounded too, so
             that all ranks hold the same values.
         mesh: all of its ranks, in place of ``group``.
-        **defaults: arguments of ``optim``.
+        **defaults: arguments of ``optim``. Options of its param groups are the same on all ranks, or the update would
+            not be; what a class of yours has for each rank is told by ``functools.partial(Class, name=...)``.
 
     Raises:
         ConfigurationError: ``optim`` is no optimizer class; the parameters are on several devices; there is no
             process group, or this rank is no member of it.
-        RankMismatchError: parameters differ between ranks in number, order, shape or dtype.
+        RankMismatchError: parameters differ between ranks in number, order, shape or dtype, or options do.
 
     Construction, :meth:`step`, :meth:`add_param_group`, :meth:`refresh_trainable`, :meth:`clip_grad_norm`,
     :meth:`load_state_dict` and :meth:`consolidate_state_dict` are collectives: every rank of the group calls them.
@@ -117,7 +118,8 @@ class OSS(Optimizer):
         self._has_stepped = False  # or loaded a state: on this rank or another
         self._before_step: list[Callable[[], None]] = []
         self.adds_in_order = False  # the gradients of a step, as ReducePolicy(order="fixed") says
-        self._agreed, self._agreed_gradients = AgreedOptions(), AgreedGradients()
+        self._of_rank = declared_options(optim)
+        self._agreed, self._agreed_gradients = AgreedOptions(self._of_rank), AgreedGradients()
         chosen = placement_for(
             optim, self._backend.even_shards_only, self._update_dtype, self._kind_of_segments
         )
@@ -132,7 +134,9 @@ class OSS(Optimizer):
         for g in [*self.param_groups, *self.optim.param_groups]:  # as the class itself makes them
             for name in [n for n in own if n in g and g[n] is own[n]]:
                 del g[name]
-        check_same_everywhere(self._group, group_facts(self.param_groups, 0), _WHAT)
+        known = [{k: v for k, v in g.items() if k in KNOWN_OPTIONS} for g in self.optim.param_groups]
+        made = [{**g, **of_class} for g, of_class in zip(self.param_groups, known, strict=True)]
+        check_same_everywhere(self._group, group_facts(made, 0, self._of_rank), _WHAT)
         self._built = True
         self._adopt_inner()
 
@@ -222,7 +226,7 @@ class OSS(Optimizer):
         self._refuse_shards(type(self.optim))
         check_one_device(self._parameters())
         self._assign_owners()
-        added = group_facts(self.param_groups, len(self.param_groups) - 1)
+        added = group_facts(self.param_groups, len(self.param_groups) - 1, self._of_rank)
         check_ranks_agree(self._group, self.param_groups, added)
         self._lay_out()
         self.optim.add_param_group(self._inner_group(len(self.param_groups) - 1))
@@ -290,7 +294,7 @@ class OSS(Optimizer):
         self._agreed.note(self.param_groups)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As torch's; gradients of parameters that other ranks own are cleared too."""
+        """Clears gradients as torch does, of parameters that other ranks own too."""
         super().zero_grad(set_to_none)
         self.placement.clear_gradients()
 
@@ -426,7 +430,13 @@ class OSS(Optimizer):
             oss_state.check_shapes(state_dict, params, self.optim.state, type(self.optim) in KNOWN)
         except ConfigurationError as error:
             problem = error
-        check_same_state(self._group, state_dict, problem)
+        compared = state_dict
+        if self._of_rank and problem is None:
+            groups = [
+                {k: v for k, v in g.items() if k not in self._of_rank} for g in state_dict["param_groups"]
+            ]
+            compared = {**state_dict, "param_groups": groups}
+        check_same_state(self._group, compared, problem)
         kept = [p if self.placement.keeps_state_of(p) else None for p in params]
         self.take_state(oss_state.selected(state_dict, kept))
 
@@ -434,8 +444,11 @@ class OSS(Optimizer):
         """The same with the state of those parameters alone that :attr:`placement` keeps here; nothing is sent."""
         shown, self._has_stepped = self.state, True
         groups_before = self.param_groups
+        of_rank = [{k: g[k] for k in self._of_rank if k in g} for g in groups_before]
         super().load_state_dict(state_dict)
         keep_groups(self, groups_before)
+        for loaded_group, own in zip(self.param_groups, of_rank, strict=True):
+            loaded_group.update(own)
         loaded, self.state = oss_state.as_loaded(self, state_dict, self._update_dtype), shown
         copy_options(self.param_groups, self.optim.param_groups)
         groups = oss_state.local(self.optim)["param_groups"]
@@ -478,6 +491,20 @@ def check_ranks_agree(group: Group, groups: Sequence[ParamGroup], options: Facts
         ]
     check_same_everywhere(group, [*facts, *options], _WHAT)
     refuse_lazy(facts, "OSS")
+
+
+# That torch's optimizers have: they change the update, whatever the class.
+KNOWN_OPTIONS = {
+    name
+    for kind in vars(torch.optim).values()
+    if isinstance(kind, type) and issubclass(kind, Optimizer)
+    for name in inspect.signature(kind).parameters
+}
+
+
+def declared_options(optim: Callable[..., Optimizer]) -> set[str]:
+    """Names that ``functools.partial`` gives a class, and torch's optimizers don't have: each rank's own."""
+    return set(optim.keywords) - KNOWN_OPTIONS if isinstance(optim, functools.partial) else set()
 
 
 def check_optimizer_class(optim: object, refused: type[Optimizer]) -> None:

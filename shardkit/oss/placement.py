@@ -41,7 +41,7 @@ logger = logging.getLogger("shardkit")
 
 
 class Placement(ABC):
-    """Which tensors the optimizer of this rank updates; chosen once, when the OSS is built.
+    """Says which tensors the optimizer of this rank updates; chosen once, when the OSS is built.
 
     Args:
         owner: the rank that owns each parameter; it grows with the optimizer.

@@ -65,7 +65,7 @@ class BucketPlan(NamedTuple):
 def plan_buckets(
     params: Sequence[nn.Parameter], owners: Sequence[int], world_size: int, policy: ReducePolicy
 ) -> list[BucketPlan]:
-    """Which gradients travel together, how and where each lies, in the order of sending.
+    """Plans which gradients travel together, how and where each lies, in the order of sending.
 
     Buckets hold one dtype and at most ``policy.bucket_numel`` elements, and an eighth of all: so the one
     in flight stays small beside the gradients, however small the model.
@@ -179,7 +179,7 @@ class Reducer:
 
     # ------------------------------------------------------------ hooks
     def hooks(self) -> list[tuple[nn.Parameter, GradientHook | None, GradientHook]]:
-        """For each parameter: what to call before and after it gets a gradient."""
+        """Yields for each parameter what to call before and after it gets a gradient."""
         bucket_of = {i: (k, b) for k, b in enumerate(self.buckets) for i in b.indices}
         return [
             (p, self._before(i) if self._owned[i] else None, self._after(i, *bucket_of[i]))
@@ -218,8 +218,9 @@ class Reducer:
                 return
             if state.task == NO_BACKWARD:
                 state.begin()
+            if position < self._next:
+                raise _sent(fired[index])
             if fired[index]:
-                self._check_not_sent(position)
                 return
             fired[index] = True
             bucket.waiting -= 1
@@ -230,13 +231,6 @@ class Reducer:
                 self._send_ready()
 
         return after
-
-    def _check_not_sent(self, position: int) -> None:
-        if position < self._next:
-            raise LifecycleError(
-                "a parameter received a second gradient after its first one had been sent: its module runs in "
-                "several re-entrant checkpoints. Use checkpoint(..., use_reentrant=False)."
-            )
 
     def means(self) -> set[nn.Parameter]:
         """Parameters whose gradient is a mean over ranks already."""
@@ -261,11 +255,14 @@ class Reducer:
         while self._next < len(self.buckets) and self.buckets[self._next].waiting == 0:
             self._send(self.buckets[self._next])
 
+    def send_rest(self) -> None:
+        while self._next < len(self.buckets):
+            self._send(self.buckets[self._next])
+
     @torch.no_grad()
     def finish(self) -> None:
         """Sends what is left, waits for everything, and leaves reduced gradients with their owners."""
-        while self._next < len(self.buckets):
-            self._send(self.buckets[self._next])
+        self.send_rest()
         if self._in_flight is not None:
             self._receive(self._in_flight)
         self.abandon()
@@ -366,7 +363,7 @@ class Reducer:
                     self._is_mean[bucket.indices[i]] = True
 
     def _added(self, index: int, gradient: torch.Tensor) -> torch.Tensor:
-        """The sum of a step so far with one micro-batch's share."""
+        """Adds one micro-batch's share to the step's sum so far."""
         total = self._sums.pop(index, None)
         if total is None and self._is_mean[index]:
             total = self._params[index].grad
@@ -374,3 +371,15 @@ class Reducer:
             return gradient
         with as_plain():
             return total.add_(gradient)
+
+
+def _sent(fired: bool) -> LifecycleError:
+    if fired:
+        return LifecycleError(
+            "a parameter received a second gradient after its first one had been sent: its module runs in several "
+            "re-entrant checkpoints. Use checkpoint(..., use_reentrant=False)."
+        )
+    return LifecycleError(
+        "a parameter received its gradient after what was left of its module's had been sent: backward had reached "
+        "a module whose forward ended before this one's began. Go back through them in two backwards"
+    )

@@ -142,7 +142,7 @@ class FlatSegment:
         self._is_used_up = True
 
     def stand_down(self) -> None:
-        """As :meth:`clear_gradient`, and no parameter shows a gradient on behalf of the others."""
+        """Clears as :meth:`clear_gradient` does, and no parameter shows a gradient on behalf of the others."""
         self.clear_gradient()
         if self.marked.grad is self._standing.gradient:
             self.marked.grad = None

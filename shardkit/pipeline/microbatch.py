@@ -70,7 +70,7 @@ class Batch:
 
     @property
     def index(self) -> int:
-        """Which micro-batch this is."""
+        """Tells which micro-batch this is."""
         return self._index
 
     @property

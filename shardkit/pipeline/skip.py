@@ -255,7 +255,7 @@ def verify_skippables(module: nn.Sequential) -> None:
 
 
 def arriving_keys(partitions: Iterable[nn.Sequential]) -> list[list[Key]]:
-    """For each partition the skip tensors that it pops and an earlier one stashed."""
+    """Lists for each partition the skip tensors that it pops and an earlier one stashed."""
     arriving = []
     for layers in partitions:
         skippables = [layer for layer in layers if isinstance(layer, Skippable)]

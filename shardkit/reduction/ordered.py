@@ -32,7 +32,7 @@ _BITS, _HALF, _CHUNK = 36, 26, 2**16
 
 
 def microbatches(reduce: ReducePolicy, world_size: int) -> int:
-    """K; 0 where gradients have no fixed order."""
+    """Returns K; 0 where gradients have no fixed order."""
     return 0 if reduce.order is None else reduce.microbatches or world_size
 
 
@@ -104,7 +104,7 @@ def exchange(
 
 
 def contributions(arrived: torch.Tensor, world_size: int) -> Iterator[torch.Tensor]:
-    """Each rank's part of what came, in the order in which they are added."""
+    """Yields each rank's part of what came, in the order in which they are added."""
     parts = arrived.view(world_size, -1)
     yield parts[0].clone()  # it may become the gradient, which would keep all others in memory
     yield from parts[1:]
@@ -123,12 +123,12 @@ class Rounds:
         self._count, self._has_gradients = 0, False
 
     def begin(self) -> None:
-        """A backward begins: where gradients have been cleared, so has the step."""
+        """Forgets a step whose gradients have been cleared, as a backward begins."""
         if self._count and self._has_gradients and not self._any_gradient():
             self._count = 0
 
     def end(self) -> None:
-        """It has ended."""
+        """Counts a backward that has ended."""
         self._count = (self._count + 1) % self._rounds
         self._has_gradients = self._any_gradient()
 
@@ -136,7 +136,7 @@ class Rounds:
         return any(p.grad is not None for p in self._params)
 
     def are_waiting(self) -> bool:
-        """Whether there are more to come."""
+        """Tells whether there are more to come."""
         return self._count > 0
 
     def check_step(self, stepped: set[int] | None = None) -> None:
@@ -153,7 +153,7 @@ class Rounds:
 def exact_norm(
     portions: Sequence[tuple[Sequence[torch.Tensor], Sequence[Group]]], like: torch.Tensor
 ) -> torch.Tensor:
-    """Norm of order 2 (0-dim) of dense gradients, however they are cut and spread; see [Note: exact norms].
+    """Computes the norm of order 2 (0-dim) of dense gradients, however they are cut and spread; see [Note: exact norms].
 
     Args:
         portions: of each its gradients here, and the groups that have the others.
@@ -197,7 +197,7 @@ def _real(gradient: torch.Tensor) -> torch.Tensor:
 
 
 def _over(groups: Sequence[Group], value: torch.Tensor, op: ReduceOp) -> torch.Tensor:
-    """The same over the ranks of all groups (collective)."""
+    """Reduces a value over the ranks of all groups (collective)."""
     for group in groups:
         if group.world_size > 1:
             on_device = value.to(group.backend.device())
@@ -207,7 +207,7 @@ def _over(groups: Sequence[Group], value: torch.Tensor, op: ReduceOp) -> torch.T
 
 
 def _largest(rows: Sequence[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
-    """The largest magnitude, inf if there is any that is not finite, and whether there is no number, [2]."""
+    """Finds the largest magnitude, inf if there is any that is not finite, and whether there is no number, [2]."""
     if not rows:
         return torch.zeros(2, dtype=torch.float64, device=like.device)
     norms = torch._foreach_norm(list(rows), torch.inf)
@@ -217,7 +217,7 @@ def _largest(rows: Sequence[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
 
 
 def _joined(rows: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """The same numbers in fewer tensors; order and cuts don't matter."""
+    """Puts small tensors together; order and cuts don't matter."""
     small: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
     for row in rows:
         if row.numel() >= _CHUNK:
@@ -232,7 +232,7 @@ def _joined(rows: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
 
 
 def _sums(row: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """The sums of both integers of the scaled squares, each cut in two, [4]."""
+    """Sums both integers of the scaled squares; each sum is cut in two, [4]."""
     whole = row.numel() - row.numel() % _CHUNK
     at_once = (
         1 if row.device.type == "cpu" else 256

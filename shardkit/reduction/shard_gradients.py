@@ -219,7 +219,7 @@ def _finished_norm(norms: _UnfinishedNorm, norm_type: float) -> torch.Tensor:
 
 
 def _check_all_there(kind: type[ShardGradient], asked: int) -> None:
-    """Of a part of the parameters each rank knows its own alone: ranks would take norms of different parts together."""
+    """Refuses a part of the parameters: each rank knows its own alone, and would take the norm of another part."""
     there = sum(p is not None and type(p.grad) is kind for p in (kept() for kept in kind.kept))
     if kind.kept and asked != there:
         raise ConfigurationError(

@@ -127,6 +127,8 @@ def _stays(state: ShardingState, is_root: bool) -> str:
     reshard = state.options.reshard
     if state.flats and all(f.store.is_whole for f in state.flats):
         return "always"
+    if state.unit.keeps_frozen and any(not f.trains for f in state.flats):
+        return "what is frozen" if any(f.trains for f in state.flats) else "always"
     if reshard.after_forward is False or (is_root and not reshard.root):
         return "to backward"
     return (

@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import itertools
 import sys
 import threading
 import weakref
@@ -23,7 +24,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Container, Sequence
 from contextlib import AbstractContextManager
 from types import CodeType, FrameType, FunctionType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -44,6 +45,7 @@ current_backward: Callable[[], int] = torch._C._current_graph_task_id
 GradientHook = Callable[[torch.Tensor], None]
 # Of each backward in progress, by id, what it has come to.
 _reached: dict[int, list[weakref.ref[BackwardState]]] = {}
+moments = itertools.count(1)
 
 
 def after_backward(call: Callable[[], None]) -> None:
@@ -51,8 +53,24 @@ def after_backward(call: Callable[[], None]) -> None:
     Variable._execution_engine.queue_callback(call)  # type: ignore[attr-defined]
 
 
+class Sender(Protocol):
+    """Sends gradients in the course of a backward.
+
+    Attributes:
+        has_sent: all is on its way in this backward, on this rank.
+    """
+
+    @property
+    def has_sent(self) -> bool: ...
+
+    def send_rest(self) -> None:
+        """Sends what is left, for backward has left its module; unless others' have to be sent before."""
+
+
 class BackwardState:
     """Knows what hooks ask at every gradient.
+
+    See [Note: several roots] in ``engine.py`` for what comes before what.
 
     Attributes:
         task: id of the backward in progress, NO_BACKWARD between backwards.
@@ -63,14 +81,18 @@ class BackwardState:
         is_due: a forward has ended whose backward has not begun.
         raised: the error of the last forward, if it raised one; else "".
         before: those that this backward has come to before.
+        began: when the first forward did that this backward may go through, among those of all modules.
+        ended: when the last one did.
     """
 
     __slots__ = (
-        "__weakref__", "_on_end", "accumulating", "asked", "before", "is_due", "raised", "task", "thread", "unreduced"
+        "__weakref__", "_on_end", "accumulating", "asked", "before", "began", "ended", "is_due", "raised", "task",
+        "thread", "unreduced",
     )  # fmt: skip
 
     def __init__(self, on_end: Callable[[], None]) -> None:
         self.before: Sequence[BackwardState] = ()
+        self.began = self.ended = 0
         self.task = NO_BACKWARD
         self.thread = 0
         self.accumulating = False
@@ -109,9 +131,16 @@ class BackwardState:
             reached.append(weakref.ref(self))
 
     @property
-    def owner(self) -> Tree:
-        """Whose method it calls at the end."""
-        return self._on_end.__self__  # type: ignore[attr-defined]
+    def owner(self) -> Sender:
+        """Returns the object whose method it calls at the end."""
+        return self._on_end.__self__  # type: ignore[attr-defined, no-any-return]
+
+    def sends_last(self) -> bool:
+        """Has those before send what is left where backward has left them; whether all have sent, on all ranks."""
+        for state in self.before:
+            if state.began > self.ended:
+                state.owner.send_rest()
+        return all(state.began > self.ended and state.owner.has_sent for state in self.before)
 
     def leave(self) -> None:
         """The step has ended here, wherever it was."""
@@ -219,7 +248,7 @@ _RUN_NODE = torch.autograd.function.BackwardCFunction.apply.__code__
 
 
 def frame_of_backward(frame: FrameType | None) -> FrameType | None:
-    """Where a Python stack, from this frame on, has called a backward that is still running; None if it has not."""
+    """Finds where a Python stack, from this frame on, has called a backward that is still running; None if nowhere."""
     while frame is not None and frame.f_code is not _RUN_BACKWARD:
         frame = frame.f_back
     return frame

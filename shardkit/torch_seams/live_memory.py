@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
 from ..types import Args, Kwargs, Tree
@@ -58,3 +58,13 @@ class LiveTensors(TorchDispatchMode):
     def _forget(self, key: int) -> None:
         self._alive.pop(key, None)
         self.bytes -= self._sizes.pop(key, 0)
+
+
+def parts_with_memory(tensor: Tree) -> Iterator[torch.Tensor]:
+    """The tensors with memory that one of a wrapping class (a DTensor) is made of; else itself."""
+    if type(tensor) is torch.Tensor or not is_traceable_wrapper_subclass(tensor):
+        yield tensor
+        return
+    for part in [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]:
+        if isinstance(part, torch.Tensor):
+            yield from parts_with_memory(part)

@@ -76,7 +76,7 @@ listening = False  # whether anybody does; looked at where a call would cost mor
 
 
 def listeners_here() -> tuple[Listener, ...]:
-    """Those of the rank that the calling thread belongs to."""
+    """Lists those of the rank that the calling thread belongs to."""
     return _listeners.get(threading.get_ident(), _others)
 
 

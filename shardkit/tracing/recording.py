@@ -203,7 +203,7 @@ def unpacked(data: bytes) -> TracePart:
 
 
 def part_path(path: Path, rank: int) -> Path:
-    """Where a rank's own part is written if the ranks can't put theirs together."""
+    """Names the file in which a rank's own part is written if the ranks can't put theirs together."""
     return path.with_name(f"{path.stem}.rank-{rank}{path.suffix}")
 
 

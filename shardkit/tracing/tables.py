@@ -29,7 +29,7 @@ def in_time(us: float) -> str:
 
 
 def plain_table(head: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> str:
-    """In columns of characters; columns without an entry are left out.
+    """Lays out columns of characters; columns without an entry are left out.
 
     Args:
         right: numbers of the columns that end at one line.

@@ -530,7 +530,7 @@ class AdaScale(Optimizer):
         return state[KEY]
 
     def gain(self, pg_idx: int | None = None) -> float:
-        """By how much the learning rate of a step is multiplied, between 1 and :attr:`scale`.
+        """Tells by how much the learning rate of a step is multiplied, between 1 and :attr:`scale`.
 
         Args:
             pg_idx: of this param group; None: of all together.
@@ -771,5 +771,5 @@ _measuring: weakref.WeakSet[AdaScale] = weakref.WeakSet()
 
 
 def measured_parameters() -> set[nn.Parameter]:
-    """Those whose gradients some AdaScale of this process measures."""
+    """Lists those whose gradients some AdaScale of this process measures."""
     return {p for scale in list(_measuring) for params in scale._averaging.measured() for p in params}

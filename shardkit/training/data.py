@@ -86,7 +86,7 @@ class GlobalOrder:
             )
 
     def end(self, start: int = 0) -> int:
-        """Where batches end that begin at a sample's number of an epoch."""
+        """Finds where batches end that begin at a sample's number of an epoch."""
         left = max(0, self.samples - start)
         return start + (left - left % (self.batch * self.rounds) if self.drop_last else left)
 
@@ -189,7 +189,7 @@ class GlobalBatchSampler(Sampler[list[int]]):
 
     @property
     def start(self) -> int:
-        """Where the next iteration begins: samples of the epoch that all ranks have used."""
+        """Tells where the next iteration begins: samples of the epoch that all ranks have used."""
         return self._start
 
     def set_epoch(self, epoch: int) -> None:
@@ -227,7 +227,7 @@ class GlobalBatchSampler(Sampler[list[int]]):
         self.epoch, self._start = state["epoch"], state["samples"]
 
     def state_dict(self) -> StateDict:
-        """Where the next iteration begins. What an iteration under way has given is known to who iterates."""
+        """Tells where the next iteration begins. What an iteration under way has given is known to who iterates."""
         return self.state_of(self.epoch, self._start)
 
 
@@ -330,7 +330,7 @@ def seed_generators(seed: int) -> None:
 
 @contextmanager
 def generators_kept() -> Iterator[None]:
-    """In a worker nobody else uses them."""
+    """Gives generators their states back, except in a worker: there nobody else uses them."""
     if get_worker_info() is not None:
         yield
         return

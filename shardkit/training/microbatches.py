@@ -49,7 +49,7 @@ def microbatch(number: int, seed: int = 0) -> Iterator[None]:
 def mean_loss(
     losses: Sequence[torch.Tensor], group: ProcessGroup = None, *, backend: str | Backend | None = None
 ) -> torch.Tensor:
-    """The mean over a step's micro-batches, added in the order of their numbers, on every rank (collective).
+    """Computes the mean over a step's micro-batches, added in the order of their numbers, on every rank (collective).
 
     Args:
         losses: of this rank's, 0-dim, in the order in which it ran them: rank r's are number r, W + r, 2 * W + r, ...

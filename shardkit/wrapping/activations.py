@@ -177,7 +177,7 @@ class Surroundings:
 
 
 def _generator(tensor: torch.Tensor) -> tuple[Callable[[], torch.Tensor], Callable[[torch.Tensor], Any]]:
-    """How to get and set the random state of a tensor's device."""
+    """Finds how to get and set the random state of a tensor's device."""
     module = getattr(torch, tensor.device.type, None)
     if module is None or not hasattr(module, "get_rng_state"):
         backend = backend_for([tensor])

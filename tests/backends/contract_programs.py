@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from shardkit.backend import Backend, Group, ReduceOp, get_backend
-from shardkit.backends.streams import current_device
 from shardkit.errors import ConfigurationError
+from tests.backends.streams_device import current_device
 
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 DTYPES = (*FLOATS, torch.int64, torch.int32, torch.uint8)

@@ -15,7 +15,7 @@ from torch import nn
 
 import shardkit
 from shardkit import FSDP, OSS, OffloadPolicy, ReducePolicy, ShardedDDP, fully_shard, sharding_of
-from shardkit.backends.streams import current_device
+from tests.backends.streams_device import current_device
 
 WORLD_SIZE, UNITS = 3, 4
 Step = Callable[["Model", nn.Module, Any], None]

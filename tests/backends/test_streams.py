@@ -13,12 +13,18 @@ from torch import nn
 import shardkit
 from shardkit import FSDP, OSS, ReducePolicy, ShardedDDP
 from shardkit.backend import DONE, get_backend
-from shardkit.backends.streams import SimulatedDevice, StreamsBackend, StreamsGroup, current_device
-from shardkit.errors import OutOfStepError, RaceError, RankFailedError
+from shardkit.errors import OutOfStepError, RankFailedError
 from shardkit.fsdp.gradients import GradientPack, JoinedReduction, StoredPack
 from shardkit.fsdp.store import Stored
 from shardkit.oss.placement import FlatParameters
 from shardkit.oss.reducer import Reducer
+from tests.backends.streams_device import (
+    RaceError,
+    SimulatedDevice,
+    StreamsBackend,
+    StreamsGroup,
+    current_device,
+)
 
 WORLD_SIZE = 3
 

@@ -231,21 +231,14 @@ def test_every_flipped_bit_of_a_tensor_is_found(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("zipped", [True, False])
-def test_a_truncated_file_is_refused_and_its_first_cut_tensor_named(tmp_path: Path, zipped: bool) -> None:
+def test_a_truncated_file_is_refused(tmp_path: Path, zipped: bool) -> None:
     file = tmp_path / "a.pt"
-    state = {f"{k}.weight": torch.full((64,), float(k + 1)) for k in range(4)}
-    torch.save(state, file, _use_new_zipfile_serialization=zipped)
+    torch.save({"weight": torch.ones(64)}, file, _use_new_zipfile_serialization=zipped)
     whole = file.read_bytes()
-    begins = [whole.find(struct.pack("<64f", *t.tolist())) for t in state.values()]
     for length in [*range(0, len(whole), 41), len(whole) - 1]:
         file.write_bytes(whole[:length])
-        with pytest.raises(DamagedFileError, match=re.escape(str(file))) as caught:
+        with pytest.raises(DamagedFileError, match=re.escape(str(file))):
             shardkit.load(file)
-        cut = {f"'{k}.weight'" for k, begin in enumerate(begins) if length < begin + 256}
-        named = [name for name in state if f"'{name}'" in str(caught.value)]
-        if cut and length > min(begins):
-            assert len(named) == 1, (length, begins)
-            assert f"'{named[0]}'" in cut
 
 
 def test_files_without_checksums_are_read(tmp_path: Path) -> None:

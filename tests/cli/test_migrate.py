@@ -14,7 +14,7 @@ import pytest
 from shardkit.tools.cli import main
 from shardkit.tools.migration import files
 
-BEFORE = "import fairscale.nn  # keep\nfairscale.nn.wrap\n"
+BEFORE = "import fairscale.nn as fnn  # keep\nfnn.wrap\n"
 AFTER = BEFORE.replace("fairscale", "shardkit")
 
 
@@ -39,7 +39,7 @@ def test_diff_and_check_write_nothing(project: Path, capsys: pytest.CaptureFixtu
     assert main(["migrate", str(project), "--diff"]) == 0
     printed = capsys.readouterr().out
     assert f"--- a/{project}/a.py\n+++ b/{project}/a.py\n" in printed
-    assert "-import fairscale.nn  # keep\n-fairscale.nn.wrap\n+import shardkit.nn  # keep\n" in printed
+    assert "-import fairscale.nn as fnn  # keep\n+import shardkit.nn as fnn  # keep\n" in printed
     assert f"{project}/conf.yaml:1: 'fairscale.nn.wrap' names fairscale\n" in printed
     assert printed.endswith("files to change: 2\n")
     assert main(["migrate", str(project), "--check"]) == 1
@@ -88,7 +88,7 @@ def test_it_rewrites_once(project: Path, capsys: pytest.CaptureFixture[str]) -> 
     ],
 )
 def test_encoding_line_ends_and_permissions_stay(tmp_path: Path, head: str, encoding: str) -> None:
-    text = head + "name = 'J\u00fcrgen'\r\nimport fairscale # \u00e9\nfairscale.nn\r\n\tif_ = 1".replace(
+    text = head + "name = 'J\u00fcrgen'\r\nimport fairscale as f # \u00e9\nf.nn\r\n\tif_ = 1".replace(
         "\r\n\tif_", "\n\nif_"
     )
     path = tmp_path / "real.py"

@@ -14,7 +14,7 @@ import pytest
 
 from shardkit.compat.redirected import is_redirected, redirected, redirected_function, redirected_names
 from shardkit.compat.redirections import REDIRECTED, Redirection
-from shardkit.compat.reexports import REEXPORTED
+from shardkit.compat.reexports import REEXPORTED, origins
 from shardkit.errors import RedirectedError
 
 Old = redirected("nn.attic.Old", "torch.nn.New", why="torch has it")
@@ -82,10 +82,8 @@ def test_the_table_is_served(path: str) -> None:
         assert is_redirected(thing), name
         assert thing is getattr(module, name)
         assert pickle.loads(pickle.dumps(thing)) is thing
-    for home, imported in REEXPORTED.get(path, {}).items():
-        for there, _, here in (n.partition(" as ") for n in imported.split(", ")):
-            found = getattr(importlib.import_module(f"shardkit.{home}"), there)
-            assert getattr(module, here or there) is found
+    for here, (home, there) in origins(path).items():
+        assert getattr(module, here) is getattr(importlib.import_module(f"shardkit.{home}"), there)
     exported: dict[str, object] = {}
     exec(f"from shardkit.{path} import *", exported)
     assert {n for n in names if n in getattr(module, "__all__", ())} <= exported.keys()

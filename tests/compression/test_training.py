@@ -24,9 +24,9 @@ from shardkit import (
     hybrid_groups,
 )
 from shardkit.backend import Backend, get_backend
-from shardkit.backends.streams import current_device
 from shardkit.errors import ConfigurationError, RankMismatchError
 from shardkit.reduction.compression import BlockFormat, check_compressible
+from tests.backends.streams_device import current_device
 from tests.benchmarks.accuracy import characters, digits
 from tests.compression.programs import (
     BOTH,

@@ -16,7 +16,7 @@ from torch import nn
 import shardkit
 from shardkit import FSDP, OSS, ReducePolicy, ReshardPolicy, ShardedDDP, fully_shard, sharding_of
 from shardkit.backend import get_backend
-from shardkit.backends.streams import StreamsBackend, current_device
+from tests.backends.streams_device import StreamsBackend, current_device
 from tests.figures.counters import PACKAGE
 
 UNITS, WIDTH = 5, 96  # not so small as to travel together

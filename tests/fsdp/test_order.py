@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -79,13 +79,14 @@ class Spared(nn.Module):
         return x.detach() + self.spare(x.detach()) if how == "cut" else torch.tanh(x)
 
 
-def _roots_of_one_backward(
-    rank: int, world_size: int, door: Callable[..., nn.Module] | None, how: str
-) -> None:
-    plain = nn.ModuleList([build(Spared) for _ in range(3)])
+Doors = Sequence[Callable[..., nn.Module] | None]  # of each root; None: ShardedDDP
+
+
+def _roots_of_one_backward(rank: int, world_size: int, doors: Doors, how: str) -> None:
+    plain = nn.ModuleList([build(Spared) for _ in doors])
     roots = copy.deepcopy(plain)
     optimizers: list[torch.optim.Optimizer] = [torch.optim.SGD(plain.parameters(), lr=0.1)]
-    for k, root in enumerate(roots):
+    for k, (root, door) in enumerate(zip(roots, doors, strict=True)):
         if door is None:
             optimizers.append(OSS(root.parameters(), torch.optim.SGD, lr=0.1))
             reduce = ReducePolicy(bucket_numel=0)  # each gradient for itself
@@ -97,7 +98,11 @@ def _roots_of_one_backward(
     for step in range(3):
         xs = batch(step, world_size)
         for r, models in [*((r, plain) for r in range(world_size)), (rank, roots)]:
-            outs = [m(xs[r], how if k != 1 and r == k // 2 else "") for k, m in enumerate(models)]
+            if how == "around":  # as a discriminator's forwards are around its generator's
+                outs = [models[0](xs[r], ""), models[0](models[1](xs[r], "spared" if r else "") + 1, "")]
+                outs += [m(xs[r], "") for m in models[2:]]
+            else:
+                outs = [m(xs[r], how if k != 1 and r == k // 2 else "") for k, m in enumerate(models)]
             loss: torch.Tensor = sum(out.square().mean() * (k + 1) for k, out in enumerate(outs))  # type: ignore[assignment]
             (loss / world_size if models is plain else loss).backward()
         for optimizer in optimizers:
@@ -107,12 +112,55 @@ def _roots_of_one_backward(
         _same(mine, truth)
 
 
+MIXED: list[Doors] = [(FSDP, None, fully_shard), (None, FSDP, None)]
+
+
 def test_roots_of_which_one_rank_lacks_gradients() -> None:
     """What is left of a root's order comes before the next root's, or ranks would send in other orders."""
-    for door in (FSDP, fully_shard, None):
+    for doors in ((FSDP,) * 3, (fully_shard,) * 3, (None,) * 3, *MIXED):
         for how in ("spared", "cut"):
             for world_size in (2, 3):
-                rank_pool(world_size, "simulated").run(_roots_of_one_backward, world_size, door, how)
+                rank_pool(world_size, "simulated").run(_roots_of_one_backward, world_size, doors, how)
+
+
+def test_a_discriminator_around_its_generator() -> None:
+    for doors in ((FSDP, FSDP, None), *MIXED):
+        rank_pool(2, "simulated").run(_roots_of_one_backward, 2, doors, "around")
+
+
+class Halves(nn.Module):
+    """Two layers whose gradients, reduced to owners or to shards, make messages of one size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.first(x) * 2 + self.second(x)
+
+
+def _without_one(rank: int, doors: Doors, missed: int) -> str:
+    """On rank 1 a backward does not come to one of the roots at all."""
+    roots: list[nn.Module] = []
+    for door in doors:
+        root = build(Halves)
+        oss = OSS(root.parameters(), torch.optim.SGD, lr=0.1) if door is None else None
+        roots.append(door(root) if oss is None else ShardedDDP(root, oss))  # type: ignore[misc]
+    for step in range(2):
+        outs = [m(torch.ones(1, WIDTH)).sum() for m in roots]
+        try:
+            sum(out for k, out in enumerate(outs) if not (step and rank and k == missed)).backward()
+        except OutOfStepError as error:
+            return str(error)
+    return ""
+
+
+def test_a_module_that_one_rank_goes_past() -> None:
+    """The next one's gradients would meet its own."""
+    for doors in MIXED:
+        for missed in (1, 2):
+            for end in run_once(2, "simulated", _without_one, doors, missed):
+                assert re.search(r"backward through|end of backward", end), (doors, missed, end)
 
 
 def _dropped(rank: int, world_size: int) -> None:

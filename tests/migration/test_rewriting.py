@@ -23,17 +23,19 @@ def said(source: str, **options: bool) -> list[tuple[int, str]]:
 @pytest.mark.parametrize(
     ("before", "after"),
     [
-        ("import fairscale", "import shardkit"),
+        ("import fairscale", "import shardkit as fairscale"),
         ("import fairscale as fs", "import shardkit as fs"),
         ("import fairscale as fairscale", "import shardkit as fairscale"),
-        ("import os, fairscale.nn , fairscale.optim as o", "import os, shardkit.nn , shardkit.optim as o"),
+        (
+            "import os, fairscale.nn , fairscale.optim as o, fairscale.optim",
+            "import os, shardkit.nn, shardkit as fairscale , shardkit.optim as o, shardkit.optim",
+        ),
+        ("import fairscale.nn, fairscale", "import shardkit.nn, shardkit as fairscale"),
         ("from  fairscale.nn import (FSDP, # one\n  wrap)", "from  shardkit.nn import (FSDP, # one\n  wrap)"),
         ("from fairscale import nn as n;x=1", "from shardkit import nn as n;x=1"),
         ("from fairscale.optim.oss import *", "from shardkit.optim.oss import *"),
         ("from fairscale . nn import wrap", "from shardkit . nn import wrap"),
-        ("import fairscale\nx = fairscale . nn", "import shardkit\nx = shardkit . nn"),
-        ("global fairscale\nimport fairscale\nfairscale", "global shardkit\nimport shardkit\nshardkit"),
-        ("import fairscale\n[(fairscale := x) for x in y]", "import shardkit\n[(shardkit := x) for x in y]"),
+        ("import fairscale . nn;fairscale", "import shardkit . nn, shardkit as fairscale;fairscale"),
         # not the package
         ("from . import fairscale\nfairscale.nn", None),
         ("from .fairscale import nn", None),
@@ -47,77 +49,33 @@ def test_import_statements(before: str, after: str | None) -> None:
     assert migrated(before) == (before if after is None else after)
 
 
-def test_the_variable_is_renamed_with_all_its_uses() -> None:
-    before = """
-        try:
-            import fairscale, fairscale.nn.wrap  # fairscale
-        except ImportError:
-            fairscale = None
-
-        def f(m: "fairscale.nn.Some", n: fairscale.nn.Module = fairscale.x) -> "list[fairscale.nn.X]":
-            with open(fairscale.path) as file:
-                return g(fairscale=fairscale.optim), self.fairscale, file.fairscale.nn
-
-        def g():
-            global fairscale
-            import fairscale.optim
-            del fairscale
-
-        def h():
-            import fairscale
-            def inside():
-                nonlocal fairscale
-                return [fairscale.x for x in fairscale.y if (lambda: fairscale)]
-
-        def own(fairscale):
-            return fairscale.nn, [fairscale for fairscale in ()]
-
-        match x:
-            case fairscale.X(fairscale=3): ...
-    """
-    after = migrated(before)
-    marked = before
-    for kept in (
-        "# fairscale", "g(fairscale=", "self.fairscale", "file.fairscale", "def own(fairscale)",
-        "return fairscale.nn, [fairscale for fairscale in", "(fairscale=3)",
-    ):  # fmt: skip
-        assert marked.count(kept) == 1, kept
-        marked = marked.replace(kept, kept.replace("fairscale", "KEPT"))
-    assert after == textwrap.dedent(marked.replace("fairscale", "shardkit").replace("KEPT", "fairscale"))
-
-
 @pytest.mark.parametrize(
-    "source",
+    "other",
     [
-        "class A:\n    import fairscale\n    x = fairscale.nn",
-        "import fairscale\n__all__ = ['fairscale']\nfairscale.nn",
-        "import fairscale\n__all__ += ['fairscale']\nfairscale.nn",
-        "import fairscale\n__all__: list = x + ['fairscale']\nfairscale.nn",
-        "def f(fairscale=None):\n    import fairscale\n    return fairscale.nn",
-        "import fairscale\nshardkit = 3\nfairscale.nn",
-        "import fairscale\nimport other as shardkit\nfairscale.nn",
-        "import fairscale\ndef f(shardkit): return fairscale.nn",
-        "try:\n    import fairscale\nexcept ImportError:\n    import stub as fairscale\nfairscale.nn",
+        "shardkit = 3",
+        "import other as shardkit",
+        "from other import shardkit",
+        "def f(shardkit): return fairscale.nn",
+        "class shardkit: ...",
+        "try: ...\nexcept E as shardkit: ...",
     ],
 )
-def test_a_variable_that_others_know_keeps_its_name(source: str) -> None:
-    assert migrated(source) == source.replace("import fairscale", "import shardkit as fairscale", 1)
-    # "import shardkit.nn as fairscale" would be something else.
-    by_hand = source.replace("import fairscale", "import fairscale.nn", 1)
+def test_our_name_may_be_taken(other: str) -> None:
+    source = f"import fairscale\n{other}\nfairscale.nn"
+    assert migrated(source) == source.replace("import fairscale", "import shardkit as fairscale")
+    by_hand = f"import fairscale.nn\n{other}\nfairscale.nn"  # would bind that name
     assert migrated(by_hand) == by_hand
-    assert "left as it is" in {text.split(":")[0] for _, text in said(by_hand)}
+    assert [text.split(":")[0] for _, text in said(by_hand)] == ["left as it is"]
 
 
 def test_a_file_that_was_migrated_in_part() -> None:
-    assert (
-        migrated("import shardkit\nimport fairscale\nfairscale.nn")
-        == "import shardkit\nimport shardkit\nshardkit.nn"
-    )
+    before = "import shardkit\nimport fairscale.nn\nshardkit.nn"
+    assert migrated(before) == "import shardkit\nimport shardkit.nn, shardkit as fairscale\nshardkit.nn"
 
 
 def test_line_ends_tabs_and_form_feeds_stay() -> None:
-    source = "if 1:\r\n\timport fairscale # a\r\n\x0c\nx = fairscale.nn \\\n  .wrap\r\n"
-    source += "y = '\u00fc\U0001f600'; fairscale.nn\n \x0c \nfairscale.nn"
+    source = "if 1:\r\n\timport fairscale as f # a\r\n\x0c\nfrom fairscale \\\n  .nn import wrap\r\n"
+    source += "y = '\u00fc\U0001f600'; import fairscale.nn as n\n \x0c \rfrom fairscale.nn import wrap"
     assert migrated(source) == source.replace("fairscale", "shardkit")
 
 
@@ -174,12 +132,12 @@ f"fairscale.nn.{x}"
 def test_strings_are_reported_or_rewritten_on_request() -> None:
     before = STRINGS.lstrip("\n")
     assert migrated(before) == before
-    assert [line for line, _ in said(before)] == [2, 3, 3, 3, 4, 5]
+    assert [line for line, _ in said(before)] == [2, 3, 3, 3, 5]
     after = migrated(before, strings=True)
     assert after == before.replace('("fairscale.nn.wrap', '("shardkit.nn.wrap').replace(
         "fairscale.opt", "shardkit.opt"
     )
-    assert [line for line, _ in said(before, strings=True)] == [3, 3, 4, 5]
+    assert [line for line, _ in said(before, strings=True)] == [3, 3, 5]
 
 
 def test_strings_in_pieces_are_one() -> None:
@@ -269,14 +227,14 @@ def test_what_is_no_python_is_an_error() -> None:
     with pytest.raises(SyntaxError, match="line 2 is no Python 3"):
         rewrite("\nprint 'fairscale'")
     with pytest.raises(SyntaxError, match="in other characters"):  # which Python reads as plain ones
-        rewrite("import fairscale\n\U0001d4bbairscale.nn")
+        rewrite("import \U0001d4bbairscale.nn")
 
 
 def test_files_may_nest() -> None:
     """As deep as Python itself follows: libraries that visit a tree by recursion give up long before."""
-    for before in (
-        "import fairscale\nx = " + " + ".join(["fairscale.nn"] * 800),
-        "import fairscale\nif a: pass\n" + "elif fairscale.x: pass\n" * 800,
-        "import fairscale\nx = fairscale" + ".a" * 800,
+    for more in (
+        "x = " + " + ".join(["f.nn"] * 800),
+        "if a: pass\n" + "elif f.x: pass\n" * 800,
+        "x = f" + ".a" * 800,
     ):
-        assert migrated(before) == before.replace("fairscale", "shardkit")
+        assert migrated(f"import fairscale as f\n{more}") == f"import shardkit as f\n{more}"

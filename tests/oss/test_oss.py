@@ -150,6 +150,43 @@ class OfRank(torch.optim.SGD):
         self.rank = rank
 
 
+class RankInGroups(torch.optim.SGD):
+    """Has one among the options of its groups."""
+
+    def __init__(self, params: Any, rank: int, **kwargs: Any) -> None:
+        super().__init__(params, **kwargs)
+        self.defaults["rank"] = rank
+        for group in self.param_groups:
+            group.setdefault("rank", rank)
+
+
+def _own_options(rank: int, world_size: int) -> None:
+    torch.manual_seed(0)
+    model = mlp()
+    truth = copy.deepcopy(model)
+    plain = torch.optim.SGD(list(truth.parameters())[:2], lr=0.1, momentum=0.9)
+    declared = functools.partial(RankInGroups, rank=rank)
+    sharded = OSS(list(model.parameters())[:2], declared, lr=0.1, momentum=0.9)
+    for step in range(3):
+        for m, o in ((truth, plain), (model, sharded)):
+            if step == 1:
+                o.add_param_group({"params": list(m.parameters())[2:]})
+                o.param_groups[0]["lr"] = 0.05
+            m.zero_grad()
+            averaged_backward(m, world_size, step)
+            o.step()
+        if step == 1:
+            state = sharded.state_dict(all_ranks=True)
+            sharded.load_state_dict(state)  # as each rank has it, and then rank 0's
+            for group in state["param_groups"]:
+                group["rank"] = 0
+            sharded.load_state_dict(state)
+            assert [g["rank"] for g in sharded.optim.param_groups] == [rank, rank]
+            sharded.param_groups[0]["rank"] = -rank
+    assert sharded.optim.param_groups[0]["rank"] == -rank
+    assert_same_parameters(model, truth, f"rank {rank}")
+
+
 def _own_arguments(rank: int, world_size: int) -> None:
     torch.manual_seed(0)
     model = mlp()
@@ -166,10 +203,18 @@ def _own_arguments(rank: int, world_size: int) -> None:
     state = sharded.state_dict(all_ranks=True)
     assert state["param_groups"] == plain.state_dict()["param_groups"]
     sharded.load_state_dict(state)
-    differing: list[dict[str, Any]] = [{"lr": 0.1 * (rank + 1)}, {"lr": 0.1, "momentum": 0.1 * rank}]
-    for options in differing if world_size > 1 else []:
-        with pytest.raises(RankMismatchError, match=r"option (lr|momentum) of group 0 .*functools\.partial"):
-            OSS(model.parameters(), OfRank, rank=rank, **options)
+    differing: list[tuple[Any, dict[str, Any]]] = [
+        (functools.partial(OfRank, rank=rank), {"lr": 0.1 * (rank + 1)}),
+        (functools.partial(OfRank, rank=rank), {"lr": 0.1, "momentum": 0.1 * rank}),
+        (functools.partial(torch.optim.SGD, lr=0.1 * (rank + 1)), {}),
+        (lambda groups: torch.optim.SGD(groups, lr=0.1, momentum=0.1 * rank), {}),
+        (RankInGroups, {"lr": 0.1, "rank": rank}),
+    ]
+    for optim, options in differing if world_size > 1 else []:
+        with pytest.raises(
+            RankMismatchError, match=r"option (lr|momentum|rank) of group 0 .*functools\.partial"
+        ):
+            OSS(model.parameters(), optim, **options)
     with pytest.raises(RuntimeError, match="has not been consolidated"):
         OSS(model.parameters(), lr=0.1).state_dict()  # of compat: as fairscale's
 
@@ -177,6 +222,7 @@ def _own_arguments(rank: int, world_size: int) -> None:
 @pytest.mark.parametrize("world", [(1, "gloo"), (2, "gloo")], ids=str)
 def test_fairscale_arguments_of_each_rank(world: tuple[int, str]) -> None:
     rank_pool(*world).run(_own_arguments, world[0])
+    rank_pool(*world).run(_own_options, world[0])
 
 
 def _schedulers(rank: int, world_size: int) -> None:

@@ -90,6 +90,8 @@ def meaningful(program: Program) -> bool:
         return False  # divides by the number of elements
     if program.sharded is None and uneven(program) and program.optimizer.name not in STEPLESS:
         return False
+    if Fail("backward") in program.steps and program.routing != "same" and "branch" in kinds:
+        return False  # a rank may wait for gradients that others have not sent when they fail
     ledger = Ledger(kinds, program.options)
     for step in program.steps:
         if not ledger.allows(step):

@@ -5,6 +5,7 @@ Tests named ``test_fairscale_...`` are cases in which fairscale 0.4.13 is wrong,
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import re
@@ -433,6 +434,38 @@ def _two_out_of_order(rank: int, ranks: int) -> str:
         return _two(rank, ranks, "order")
     except OutOfStepError as error:
         return str(error)
+
+
+def _fails(rank: int) -> str:
+    """In the first layer's backward, when rank 0 alone has sent what it waits for."""
+    model = nn.ModuleList([nn.Linear(6, 6) for _ in range(3)])
+    reduce = shardkit.ReducePolicy(bucket_numel=0)
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = model
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = torch.tanh(self.layers[0](x))
+            x.register_hook(lambda _: {}["on purpose"])
+            return self.layers[2](self.layers[1](x) if rank == 0 else x)
+
+    net = Net()
+    wrapped = shardkit.ShardedDDP(net, shardkit.OSS(net.parameters(), lr=0.1), reduce=reduce)
+    try:
+        with contextlib.suppress(KeyError):
+            wrapped(batch(rank, 0)).sum().backward()
+        wrapped.zero_grad()
+        wrapped(batch(rank, 1))
+    except OutOfStepError as error:
+        return str(error)
+    return ""
+
+
+def test_a_backward_fails_while_one_rank_waits_for_gradients(world_size: int) -> None:
+    for end in run_once(world_size, "simulated", _fails):
+        assert "a backward that raised an error is dropped" in end, end
 
 
 @pytest.mark.parametrize("backend", ["gloo", "simulated"])

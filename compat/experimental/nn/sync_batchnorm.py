@@ -26,7 +26,7 @@ __getattr__ = redirected_names(__name__)
 
 
 class Statistics(NamedTuple):
-    """Those of the batches of all ranks; [C] each, total is [1]; fp32, or fp64 for fp64 inputs."""
+    """Holds those of the batches of all ranks; [C] each, total is [1]; fp32, or fp64 for fp64 inputs."""
 
     mean: torch.Tensor
     var: torch.Tensor  # biased: divided by N

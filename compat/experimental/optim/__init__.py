@@ -13,7 +13,7 @@ __all__ = ["DynamicLossScaler"]
 
 # For sharded training take :class:`shardkit.ShardedGradScaler`, which agrees with other ranks on what overflowed.
 class OptState(enum.Enum):
-    """How far an optimizer is since the last ``update()``."""
+    """Tells how far an optimizer is since the last ``update()``."""
 
     READY = 0
     UNSCALED = 1

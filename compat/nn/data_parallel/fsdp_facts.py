@@ -127,7 +127,7 @@ class FairscaleFacts(Door):
 
     @property
     def process_group_reduce_scatter(self) -> ProcessGroup:
-        """As it was passed, if that is a group of as many ranks; gradients have connections of their own anyway."""
+        """Returns what was passed, if that is a group of as many ranks; gradients have their own connections anyway."""
         passed: Tree = self._passed_for_gradients.value
         fits = callable(getattr(passed, "size", None)) and passed.size() == self.world_size
         return passed if fits else self.process_group

@@ -217,7 +217,7 @@ def _group(given: Tree) -> ProcessGroup:
 
 
 def _compute_device(module: nn.Module, given: torch.device | None, offloads: bool) -> torch.device | None:
-    """As fairscale has it: a module that stays on the CPU is computed on the GPU, where the job has some."""
+    """Chooses as fairscale does: a module that stays on the CPU is computed on the GPU, where the job has some."""
     if given is not None:
         return torch.device(given)
     if not offloads or any(p.device.type != "cpu" for p in module.parameters()):

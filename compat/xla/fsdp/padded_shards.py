@@ -28,7 +28,7 @@ Entries = MutableMapping[str, torch.Tensor]
 
 
 class PaddedCut(NamedTuple):
-    """How parameters are cut: into whole rows, or into parts that are padded to a multiple of so many elements."""
+    """Cuts parameters into whole rows, or into parts that are padded to a multiple of so many elements."""
 
     multiple: int
     by_rows: bool
@@ -37,7 +37,7 @@ class PaddedCut(NamedTuple):
         return max(1, size[1:].numel()) if self.by_rows and size else self.multiple
 
     def layout(self, shapes: Sequence[torch.Size], world_size: int) -> ShardLayout:
-        """For ``Options.layout``. One rank's shard is not cut; state dicts add the padding."""
+        """Serves as ``Options.layout``. One rank's shard is not cut; state dicts add the padding."""
         numels = tuple(shape.numel() for shape in shapes)
         return ShardLayout(numels, world_size, 1 if world_size == 1 else self.unit_of(shapes[0]))
 

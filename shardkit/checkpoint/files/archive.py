@@ -122,55 +122,6 @@ class Archive:
         return data
 
 
-class TruncatedArchive:
-    """A zip whose end is missing: what its head says about tensors, to name the first that is not whole."""
-
-    def __init__(self, file: BinaryIO, size: int) -> None:
-        self._file, self._size = file, size
-        self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        header = self._map[:_HEADER]
-        if len(header) < _HEADER or header[:4] != LOCAL:
-            raise Damage("it doesn't begin with a record")
-        name, extra = struct.unpack("<HH", header[26:])
-        self._prefix = self._map[_HEADER : _HEADER + name].removesuffix(b"data.pkl")
-        self._start = _HEADER + name + extra
-        self._expected: dict[str, int] = {}
-
-    def pickle(self) -> IO[bytes]:
-        """The object's pickle, which comes first."""
-        self._map.seek(self._start)
-        return cast(IO[bytes], self._map)  # it has what a file has
-
-    def expect(self, key: str, size: int, itemsize: int) -> None:
-        """A storage that the pickle names, and its bytes."""
-        self._expected[key] = size
-
-    def fill(self, key: str, storage: torch.UntypedStorage) -> str | None:
-        """Nothing is read of a file that has no end."""
-        return "it is cut off"
-
-    def missing(self, after: int) -> list[tuple[str, str]]:
-        """The storages that are not there, whose records come behind a position in the file."""
-        begins, wrong = self._begins(after), []
-        for key, size in self._expected.items():
-            begin = begins.get(self._prefix + b"data/" + key.encode())
-            if begin is None or begin + size > self._size:
-                wrong.append((key, "it is cut off"))
-        return wrong
-
-    def _begins(self, after: int) -> dict[bytes, int]:
-        """Where the bytes of each record begin, by its name."""
-        found, at = {}, self._map.find(LOCAL, after)
-        while at >= 0:
-            header = self._map[at : at + _HEADER]
-            if len(header) == _HEADER:
-                name, extra = struct.unpack("<HH", header[26:])
-                begin = at + _HEADER + name
-                found[self._map[at + _HEADER : begin]] = begin + extra
-            at = self._map.find(LOCAL, at + len(LOCAL))
-        return found
-
-
 class Legacy:
     """Pickles in a row (magic number, protocol, facts about the machine, the object, its storages' names), then their
     bytes. There are no checksums, only sizes."""

@@ -15,7 +15,7 @@ from torch import nn
 from ...errors import ConfigurationError, DamagedFileError, UntrustedFileError
 from ...torch_seams.module_versions import versions_of
 from ...types import IncompatibleKeys, SavedState, StateDict, Tree
-from .archive import LOCAL, Archive, Damage, Legacy, TruncatedArchive
+from .archive import LOCAL, Archive, Damage, Legacy
 from .data_pickle import Data, NotData, named_globals, read
 from .rebuilding import Storage, StorageType, build, names, whole, without_values
 
@@ -47,7 +47,7 @@ def load(
 
     Raises:
         UntrustedFileError: the file calls what is in no state dict; the message says what.
-        DamagedFileError: the file is truncated or not what was written; the message names the tensor.
+        DamagedFileError: the file is truncated or not what was written; the message names the tensor where it can.
         ConfigurationError: it is a pipe, a device or a folder.
         OSError: it can't be opened.
     """
@@ -98,7 +98,7 @@ class _Reading:
         self._locations: dict[str, str] = {}
         self._wrong: list[tuple[str, str]] = []  # storages, and what is wrong with them
         self._names = names(self._device_tensor)
-        self._archive: Archive | TruncatedArchive | Legacy
+        self._archive: Archive | Legacy
         self._start = 0  # of the pickle
 
     def result(self) -> Data:
@@ -108,11 +108,7 @@ class _Reading:
         if self._file.read(len(LOCAL)) != LOCAL:
             self._archive = Legacy(self._file, self._size)
         else:
-            try:
-                self._archive = Archive(self._file, self._size)
-            except Damage as damage:
-                self._say_what_is_cut(damage)
-                raise
+            self._archive = Archive(self._file, self._size)
         source = self._archive.pickle()
         self._start = source.tell()
         unknown = sorted(named_globals(source) - set(self._names))
@@ -157,7 +153,7 @@ class _Reading:
         kind, key, _, size = storage_parts(name)
         if key not in self._storages:
             self._storages[key] = Storage(torch.UntypedStorage(size, device="meta"), kind.dtype)
-            if not isinstance(self._archive, Archive):
+            if isinstance(self._archive, Legacy):
                 self._archive.expect(key, size, kind.dtype.itemsize if kind.dtype else 1)
         return Storage(self._storages[key].memory, kind.dtype)
 
@@ -169,18 +165,6 @@ class _Reading:
         return whole(tensor).to(dtype=dtype, device=target).requires_grad_(requires_grad)
 
     # ------------------------------------------------------------ damage
-    def _say_what_is_cut(self, damage: Damage) -> None:
-        """Raises with the first tensor that is not whole, if the head of a file without end is there."""
-        try:
-            self._archive = TruncatedArchive(self._file, self._size)
-            self._start = self._archive.pickle().tell()
-            found = self._interpret(without_values(self._names), self._storage_without_bytes)
-            self._wrong += self._archive.missing(self._start)
-        except (Damage, NotData, *UNREADABLE):
-            return  # its head says nothing either
-        if self._wrong:
-            raise Damage(f"it is truncated; {self._worst(found)}") from damage
-
     def _raise_what_is_wrong(self, found: Tree) -> None:
         if self._wrong:
             raise Damage(self._worst(found))
@@ -222,7 +206,7 @@ def storage_parts(name: tuple[Data, ...]) -> tuple[StorageType, str, str, int]:
 
 
 def _path_to(found: Tree, memory: torch.UntypedStorage) -> str | None:
-    """Where in an object a tensor over some memory is: its keys, joined by dots."""
+    """Finds where in an object a tensor over some memory is: its keys, joined by dots."""
     todo: list[tuple[str, object]] = [("", found)]
     seen: set[int] = set()
     while todo:

@@ -42,7 +42,7 @@ class _Class(PickleHandle):
 
 
 def _short(value: Data) -> str:
-    """For messages: the text of foreign containers and tensors could take for ever, or fill the memory."""
+    """Shortens for messages: the text of foreign containers and tensors could take for ever, or fill the memory."""
     return str(value)[:80] if isinstance(value, str | int | float) else f"a {type(value).__name__}"
 
 

@@ -256,18 +256,6 @@ def damages(
         yield from _damages_of(os.path.join(folder, name), name, manifest.files[name], manifest.hash)
 
 
-def verify(folder: str | os.PathLike[str]) -> Manifest:
-    """Compares all of a folder with its manifest, and returns that.
-
-    Raises:
-        DamagedFileError: names the first file, and the tensor in it.
-        ConfigurationError: it is no checkpoint.
-    """
-    manifest = read_manifest(folder)
-    refuse_damage(folder, manifest)
-    return manifest
-
-
 def refuse_damage(
     folder: str | os.PathLike[str], manifest: Manifest, files: Iterable[str] | None = None
 ) -> None:

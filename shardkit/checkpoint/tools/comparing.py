@@ -168,7 +168,7 @@ def _same(x: Tree, y: Tree) -> bool:
 
 
 def short(value: object) -> str:
-    """For a line: the beginning of its text."""
+    """Returns the beginning of its text, for a line."""
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import BinaryIO
 
 import torch
@@ -149,7 +149,7 @@ def _keys(tree: Tree, path: tuple[object, ...]) -> tuple[str | int, ...]:
 
 
 def _write_object(file: BinaryIO, value: Tree) -> None:
-    """As DCP does: a file of torch.save. Tensors that are in it (in a tuple) are read."""
+    """Writes a file of torch.save, as DCP does. Tensors that are in it (in a tuple) are read."""
     buffer = io.BytesIO()
     torch.save(copied(value, lambda _, v: v.read() if isinstance(v, StoredTensor) else v), buffer)
     file.write(buffer.getbuffer())
@@ -220,19 +220,13 @@ class Converted:
     notes: list[str] = dataclasses.field(default_factory=list)
 
 
-def convert(
-    checkpoint: Checkpoint | str,
-    path: str,
-    how: Conversion,
-    watch: Callable[[StoredTensor], None] | None = None,
-) -> Converted:
+def convert(checkpoint: Checkpoint | str, path: str, how: Conversion) -> Converted:
     """Writes a checkpoint in another format.
 
     Memory: one tensor, and some MB.
 
     Args:
         checkpoint: an opened one, or a path.
-        watch: called for each tensor that was read.
         path: of what is written, a folder, or for torch (and fairscale without ranks) a file.
 
     Raises:
@@ -247,10 +241,6 @@ def convert(
     if how.to != "hf" or checkpoint.kind != "hf":
         done.notes += [f"left out: {what}" for what in checkpoint.left_out]
     tree = _prepared(checkpoint, how, done)
-    if watch is not None:
-        tree = copied(
-            tree, lambda _, v: dataclasses.replace(v, watch=watch) if isinstance(v, StoredTensor) else v
-        )
     if how.to == "torch" or (how.to == "fairscale" and how.ranks is None):
         with write_atomically(path) as file:
             write_torch_file(file, tree)

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import importlib.util
 import os
-import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from ...errors import ShardkitError
 from ...tracing.tables import counted, in_bytes, plain_table
@@ -147,7 +144,7 @@ def _other_values(checkpoint: Checkpoint) -> list[tuple[str, object]]:
 
 
 def _plain(value: object) -> object:
-    """As JSON takes it."""
+    """Returns it as JSON takes it."""
     if isinstance(value, bool | int | float | str | type(None)):
         return value
     if isinstance(value, StoredTensor):
@@ -159,21 +156,6 @@ def table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]], right:
     if not rows:
         return
     print(f"{title}\n{plain_table(head, rows, right)}" if title else plain_table(head, rows, right))
-
-
-@contextlib.contextmanager
-def progress(what: str, total: int) -> Iterator[Callable[[StoredTensor], None]]:
-    """A bar on the terminal, while something takes its time; nothing where there is none, or no ``rich``."""
-    if not sys.stderr.isatty() or importlib.util.find_spec("rich") is None:
-        yield lambda tensor: None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(what, total=total)
-        yield lambda tensor: bar.advance(task, tensor.nbytes)
 
 
 def print_steps(folder: str, rows: Sequence[StateDict]) -> None:

@@ -28,7 +28,7 @@ Shape = tuple[int, ...]
 
 @dataclasses.dataclass(frozen=True)
 class FilePlace:
-    """Where a part of a tensor lies.
+    """Tells where a part of a tensor lies.
 
     Attributes:
         offset: of its first byte in the file.
@@ -64,7 +64,6 @@ class StoredTensor:
         dtype: as which it is handed out.
         identity: equal for names of the same tensor (tied weights); None where a file doesn't tell.
         value: the tensor itself where it had to be read already.
-        watch: told when it has been read.
     """
 
     name: str
@@ -74,7 +73,6 @@ class StoredTensor:
     dtype: torch.dtype = torch.float32
     identity: object = None
     value: torch.Tensor | None = None
-    watch: Callable[[StoredTensor], None] | None = None
 
     @property
     def numel(self) -> int:
@@ -95,12 +93,8 @@ class StoredTensor:
 
     def read(self) -> torch.Tensor:
         """Reads all of it, as it is stored: memory of one tensor, and a block."""
-        found = self._read() if self.value is None else self.value
-        if self.watch is not None:
-            self.watch(self)
-        return found
-
-    def _read(self) -> torch.Tensor:
+        if self.value is not None:
+            return self.value
         self._check_complete()
         target, all_of_it = _empty(self.shape, self.stored_dtype), whole_box(self.shape)
         for part in self.parts:

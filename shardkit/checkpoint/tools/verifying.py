@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from typing import BinaryIO, cast
 
 from ...errors import ConfigurationError, DamagedFileError, ShardkitError
-from ..files.loading import load
 from ..format import folders
 from ..format.manifest import NAME as MANIFEST
 from ..format.manifest import DamagedItem, Manifest, damages, read_manifest
@@ -148,7 +147,7 @@ def _of_torch_files(path: str, files: list[str]) -> Verified:
         try:
             tensors = [v for _, v in leaves(read_torch_file(file)) if isinstance(v, StoredTensor)]
         except DamagedFileError as error:
-            result.damages.append(DamagedItem(os.path.basename(file), None, _better(file, error)))
+            result.damages.append(DamagedItem(os.path.basename(file), None, str(error)))
         result.look_at(file, len(tensors))
         for tensor in tensors:
             try:
@@ -156,15 +155,6 @@ def _of_torch_files(path: str, files: list[str]) -> Verified:
             except DamagedFileError as error:
                 result.damages.append(DamagedItem(os.path.basename(file), tensor.name, str(error)))
     return result
-
-
-def _better(file: str, error: DamagedFileError) -> str:
-    """Of a file that is cut off, load() says which tensor is the first that is not whole."""
-    try:
-        load(file)
-    except ShardkitError as better:
-        return str(better)
-    return str(error)
 
 
 def _of_hugging_face(path: str) -> Verified:

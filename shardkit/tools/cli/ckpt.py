@@ -167,9 +167,7 @@ def _convert(options: argparse.Namespace) -> int:
     checkpoint = open_checkpoint(
         options.source, model_key=options.model_key, trust_pickle=options.trust_pickle
     )
-    total = sum(tensor.nbytes for _, tensor in checkpoint.tensors())
-    with reporting.progress(f"to {options.to}", total) as watch:
-        result = convert(checkpoint, options.target, how, watch)
+    result = convert(checkpoint, options.target, how)
     if options.json:
         kinds = {"from": result.source, "to": result.target}
         done = {"tensors": result.tensors, "bytes": result.bytes, "notes": result.notes}

@@ -1,8 +1,9 @@
 """rewrites imports of fairscale to shardkit's
 
-Import statements change, and the names that they bind where they are used. All else stays, byte for byte: comments,
-formatting, line ends, encoding. What the rewriting can't decide is reported as FILE:LINE: strings that name fairscale
-(also in configuration files), names that shardkit doesn't have, and names for which there is something better.
+Import statements change, and nothing else: comments, formatting, line ends and encoding stay, byte for byte. A variable
+keeps its name: "import fairscale" becomes "import shardkit as fairscale". What the rewriting can't decide is reported
+as FILE:LINE: strings that name fairscale (also in configuration files), names that shardkit doesn't have, and names for
+which there is something better.
 
 Exit status: 0; with --check, 1 if something is to be rewritten; 2 if a file could not be handled.
 """

@@ -151,7 +151,7 @@ def device_named(name: str) -> Device:
 # padded to a multiple of the ranks in its first dimension. What its Python costs is not counted, as ours is not.
 @dataclass(frozen=True)
 class Times:
-    """Of a step.
+    """Holds the times of a step.
 
     Attributes:
         step: seconds.

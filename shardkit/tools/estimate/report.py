@@ -62,7 +62,7 @@ def times_as_text(subject: Subject, estimates: Sequence[Estimate], device: Devic
 
 
 def as_data(subject: Subject, estimates: Sequence[Estimate]) -> StateDict:
-    """For JSON: bytes, numbers of collectives, seconds."""
+    """Returns what JSON takes: bytes, numbers of collectives, seconds."""
     return {"subject": subject.name, "estimates": [dataclasses.asdict(e) for e in estimates]}
 
 

@@ -105,7 +105,7 @@ def fullest_rank(strategy: str, model: nn.Module, world_size: int) -> int:
 
 
 def fsdp2_padding(model: nn.Module, world_size: int) -> dict[str, float]:
-    """By label of a unit, how much more of it travels where FSDP2 pads the first dimension of each parameter."""
+    """Tells by label of a unit how much more of it travels where FSDP2 pads the first dimension of each parameter."""
     found = {}
     state = state_of(model)
     for flat in state.all_flats() if state is not None else ():
@@ -116,7 +116,7 @@ def fsdp2_padding(model: nn.Module, world_size: int) -> dict[str, float]:
 
 
 def kinds_of(sharded: Sharded, resized: Iterable[torch.Tensor]) -> dict[str, list[torch.Tensor]]:
-    """Its tensors now, but activations; ``resized`` had their memory taken or given back."""
+    """Lists its tensors now, but activations; ``resized`` had their memory taken or given back."""
     model, optimizer = sharded
     params: list[torch.Tensor] = [*model.parameters(), *model.buffers()]
     gradients = [p.grad for p in params if p.grad is not None]

@@ -245,7 +245,7 @@ class CountingBackend(ImaginedBackend):
         self._resized = resized
 
     def device(self) -> torch.device:
-        """Where what ranks tell each other is made: it has values, which no other rank changes."""
+        """Tells where that is made which ranks tell each other: it has values, which no other rank changes."""
         return torch.device("cpu")
 
     def take_storage(self, tensor: torch.Tensor) -> None:

@@ -175,7 +175,7 @@ _NAMED = re.compile(r"(?<![\w./-])fairscale((?:[.:][A-Za-z_]\w*)*)(?![\w/-])")
 
 
 def rewrite_text(source: str, *, strings: bool = False) -> Rewritten:
-    """As :func:`.rewriting.rewrite`; with ``strings``, paths of what shardkit has are rewritten, else reported."""
+    """Rewrites, with ``strings``, paths of what shardkit has, and reports them without."""
     notes: list[Note] = []
 
     def one(match: re.Match[str]) -> str:

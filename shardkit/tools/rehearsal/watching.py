@@ -18,9 +18,8 @@ from torch.utils.data import BatchSampler, DataLoader
 from shardkit.backends.diagnosis.calls import Call
 from shardkit.backends.simulated.places import SourceLine, here
 from shardkit.backends.simulated.rank_threads import Condition, RankThreads
-from shardkit.backends.streams import parts_with_memory
 from shardkit.optimizers.stepping import take_part
-from shardkit.torch_seams.live_memory import LiveTensors
+from shardkit.torch_seams.live_memory import LiveTensors, parts_with_memory
 from shardkit.types import Tree
 
 from .ranks import Loader, Rank, Sent, current

@@ -345,7 +345,7 @@ class Agent(LocalElasticAgent):
                 os.close(os.open(self._logs.pipe(rank), os.O_WRONLY | os.O_NONBLOCK))
 
     def _ask_for_stacks(self, ranks: list[int]) -> None:
-        """Of ranks in which not even the thread for questions runs. One that has not begun would be ended by it."""
+        """Asks ranks in which not even the thread for questions runs. One that has not begun would be ended by it."""
         for rank in ranks:
             if (
                 STACKS_SIGNAL

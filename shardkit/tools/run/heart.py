@@ -61,7 +61,7 @@ class Heart:
         self._thread.start()
 
     def lost(self) -> str:
-        """Which machines are silent, in a sentence; "" for none."""
+        """Says which machines are silent, in a sentence; "" for none."""
         now = time.monotonic()
         if now - self._round > SILENCE:
             if self._number == 0:
@@ -90,7 +90,7 @@ class Heart:
         self._was_told.wait(_MOMENT)
 
     def told(self) -> list[FailureNotice]:
-        """By other machines, the first one first."""
+        """Lists what other machines have told, the first one first."""
         return sorted(self._told.values(), key=lambda t: (t.is_consequence, t.when))
 
     def stop(self) -> None:

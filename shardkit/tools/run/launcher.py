@@ -226,7 +226,7 @@ class _Running:
 def _handler(
     options: RunOptions, name: str, address: str, is_host: bool, folder: RunFolder
 ) -> RendezvousHandler:
-    """Where machines meet."""
+    """Makes where machines meet."""
     for hosts in (is_host, False):
         parameters = RendezvousParameters(
             backend="c10d",

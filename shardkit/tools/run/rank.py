@@ -91,7 +91,7 @@ def _of_program(trace: TracebackType | None) -> TracebackType | None:
 
 
 def _write_down(error: BaseException) -> None:
-    """In the format of torch's agent, with a time that tells who was first."""
+    """Writes in the format of torch's agent, with a time that tells who was first."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:
         return

@@ -325,7 +325,7 @@ class Exchange(Bringing):
         _copy(pairs)
 
     def _with_gradient(self, plan: TravelPlan, arrived: torch.Tensor) -> list[bool]:
-        """Which of the owned ones have a gradient. What came is read only where this rank can't know."""
+        """Tells which of the owned ones have a gradient. What came is read only where this rank can't know."""
         known = [
             o.part.trains if o.part.may_have_gradient else None if o.part.here is None else False
             for o in self.owned

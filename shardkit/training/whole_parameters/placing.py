@@ -45,7 +45,7 @@ class Inner:
         self.spans.append(spans)
 
     def make(self) -> None:
-        """Its parameters have their values now."""
+        """Makes it, as its parameters have their values now."""
         if self.params:
             self.optimizer = self.rule.build([{"params": self.params}], **self.rule.options)
 
@@ -130,7 +130,7 @@ class Placing:
         return self.in_place.setdefault(id(flat), ShardInPlace(flat))
 
     def _refuse_compiled(self, rules: Sequence[Rule]) -> None:
-        """Where all ranks run one program, shards are updated as they are, by one optimizer each."""
+        """Refuses it where all ranks run one program: shards are updated as they are, by one optimizer each."""
         of_shard: dict[int, int] = {}
         for index, rule in enumerate(rules):
             for part in (p for p in (self._parts[n] for n in rule.members) if _is_compiled(p)):

@@ -77,7 +77,7 @@ class Gossiper:
 
     @property
     def peers_per_itr(self) -> int:
-        """To how many peers a step sends."""
+        """Tells to how many peers a step sends."""
         return self._graph_manager.peers_per_itr
 
     @peers_per_itr.setter

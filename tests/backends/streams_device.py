@@ -25,22 +25,32 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardkit.backend import Backend, Group, ReduceOp, Work
-from shardkit.errors import OutOfStepError, RaceError
+from shardkit.backends.c10d.call_order import ORDERED_CHANNELS
+from shardkit.backends.checked_group import CheckedGroup, Sizes
+from shardkit.backends.eager import EagerBackend
+from shardkit.backends.gloo import GlooBackend
+from shardkit.backends.simulated.backend import SimulatedBackend, enter_group
+from shardkit.backends.simulated.collectives import spoil
+from shardkit.errors import OutOfStepError
+from shardkit.torch_seams.live_memory import parts_with_memory
 from shardkit.types import Args, ProcessGroup, T, Tree
-
-from .c10d.call_order import ORDERED_CHANNELS
-from .checked_group import CheckedGroup, Sizes
-from .eager import EagerBackend
-from .gloo import GlooBackend
-from .simulated.backend import SimulatedBackend, enter_group
-from .simulated.collectives import spoil
 
 ALIGNED = 16  # bytes; what copies of NCCL and kernels take in one piece
 _PLACES = 4  # frames that a report shows
-_OWN = ("/backends/streams.py", "/backends/checked_group.py", "/torch/", "/contextlib.py", "/functools.py")
+_OWN = (
+    "/backends/streams_device.py",
+    "/backends/checked_group.py",
+    "/torch/",
+    "/contextlib.py",
+    "/functools.py",
+)
+
+
+class RaceError(Exception):
+    """Two accesses to the same memory, one of them a write, which nothing orders."""
 
 
 class Issued(NamedTuple):
@@ -306,16 +316,6 @@ class Watching(TorchDispatchMode):
             if isinstance(tensor, torch.Tensor):
                 for each in parts_with_memory(tensor):
                     self._device.access(each, writes, what)
-
-
-def parts_with_memory(tensor: Tree) -> Iterator[torch.Tensor]:
-    """The tensors with memory that one of a wrapping class (a DTensor) is made of; else itself."""
-    if type(tensor) is torch.Tensor or not is_traceable_wrapper_subclass(tensor):
-        yield tensor
-        return
-    for part in [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]:
-        if isinstance(part, torch.Tensor):
-            yield from parts_with_memory(part)
 
 
 Call = Callable[[Group], Work]

@@ -1,0 +1,370 @@
+"""Weights that leave a sharded model for an inference engine or a file: whole, or what has changed since the last time.
+
+[Note: what has changed] A step of a small learning rate changes few numbers of 16 bits: most updates are below half of
+the last digit. Each rank compares its shard, as it would be sent, with the one that was sent before, and sends what
+differs: the distance from the last position in a byte, and the value. A distance that has no room in a byte is bridged
+by values that are sent unchanged. Where so much differs that all values take less, they are all sent. Nothing is
+approximated. A checksum of the whole tensor, which ranks make of shards, tells a receiver that it has what the trainer
+has.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+from torch import nn
+
+from ..errors import ConfigurationError
+from ..types import T, Tree
+from .flat_param import FlatParam
+from .originals import refuse_split
+from .state import ShardingState, plain_name, summoned
+
+Names = Callable[[str], str | None] | Literal["hf"] | None
+
+_MOST = 255  # what a gap of one byte bridges
+_CHUNK = 2**20  # elements whose checksum is computed at a time
+_ODD = (0x9E3779B97F4A7C15 - 2**64, 0xBF58476D1CE4E5B9 - 2**64)  # as int64; of SplitMix64
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class Run(NamedTuple):
+    """New values of a tensor from one element on.
+
+    Attributes:
+        start: the element that positions are counted from.
+        gaps: how far each value lies behind the one before, [n], uint8; None where they lie end to end.
+        values: [n], in the tensor's dtype.
+    """
+
+    start: int
+    gaps: torch.Tensor | None
+    values: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Change:
+    """Holds what is new in one tensor. It can be pickled.
+
+    Attributes:
+        runs: in any order.
+        checksum: of the whole tensor afterwards, see :func:`checksum`.
+    """
+
+    shape: torch.Size
+    dtype: torch.dtype
+    runs: tuple[Run, ...]
+    checksum: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of values and positions."""
+        return sum(r.values.nbytes + (0 if r.gaps is None else r.gaps.nbytes) for r in self.runs)
+
+    @torch.no_grad()
+    def apply(self, tensor: torch.Tensor, *, check: bool = True) -> None:
+        """Writes the new values into what the receiver had, in place.
+
+        Args:
+            tensor: of this shape and dtype, contiguous.
+            check: compares checksums, which reads the whole tensor once.
+
+        Raises:
+            ConfigurationError: it has another shape or dtype, or had other values before.
+        """
+        if tensor.shape != self.shape or tensor.dtype != self.dtype or not tensor.is_contiguous():
+            raise ConfigurationError(
+                f"the change is of a contiguous tensor of {tuple(self.shape)} and {self.dtype}, and was applied to one "
+                f"of {tuple(tensor.shape)} and {tensor.dtype}"
+            )
+        flat = tensor.detach().view(-1)
+        for run in self.runs:
+            values = run.values.to(flat.device)
+            if run.gaps is None:
+                flat[run.start : run.start + values.numel()] = values
+            else:
+                flat[run.start + run.gaps.to(flat.device).to(torch.int64).cumsum(0)] = values
+        if check and checksum(flat) != self.checksum:
+            raise ConfigurationError(
+                "the receiver does not have what was sent before: its values differ from the trainer's. Send all of "
+                "them: export(since=SentWeights())"
+            )
+
+
+class SentWeights:
+    """Remembers what an ``export`` has sent, in the memory of a shard of the exported dtype on each rank.
+
+    One for each receiver, or group of receivers that get the same. It is no part of a checkpoint: a training that was
+    restored begins with a new one.
+    """
+
+    def __init__(self) -> None:
+        self._shards: dict[tuple[int, int], torch.Tensor] = {}  # [S], by number of unit and flat parameter
+
+    def replace(self, key: tuple[int, int], shard: torch.Tensor) -> torch.Tensor | None:
+        """Notes what is sent now; returns what was sent before, None if it is no part of the same."""
+        before = self._shards.get(key)
+        self._shards[key] = shard
+        fits = before is not None and (before.shape, before.dtype) == (shard.shape, shard.dtype)
+        return before if fits else None
+
+
+def checksum(values: torch.Tensor, first: int = 0) -> int:
+    """Returns a sum over all elements, mod 2**64, that depends on the bits of each and on its place.
+
+    Sums of a tensor's parts, each with the place of its first element, add up to that of the tensor.
+    """
+    bits, total = values.reshape(-1).view(_BITS[values.element_size()]), 0
+    for start in range(0, bits.numel(), _CHUNK):
+        part = bits[start : start + _CHUNK].to(torch.int64)
+        at = torch.arange(first + start, first + start + part.numel(), device=part.device)
+        mixed = (part + at * _ODD[0]) * _ODD[1]
+        total += int((mixed ^ (mixed >> 29)).sum())
+    return total % 2**64
+
+
+def export(
+    root: ShardingState,
+    names: Names,
+    dtype: torch.dtype | None,
+    on: int | None,
+    since: SentWeights | None,
+) -> Iterator[tuple[str, torch.Tensor | Change]]:
+    """See :meth:`~.sharded_api.ShardedAPI.export`."""
+    _check(root, dtype, on, since)
+    return _exported(root, _Renaming(root.door, names), dtype, on, since)
+
+
+def _exported(
+    root: ShardingState,
+    rename: _Renaming,
+    dtype: torch.dtype | None,
+    on: int | None,
+    since: SentWeights | None,
+) -> Iterator[tuple[str, torch.Tensor | Change]]:
+    paths = {id(m): name for name, m in root.door.named_modules()}
+    for number, unit in enumerate(dict.fromkeys(state.unit for state in root.states())):
+        found: dict[str, torch.Tensor | Change] = {}
+        state = next(s for s in root.states() if s.unit is unit)
+        if since is None:
+            with summoned(state, recurse=False, writeback=False):
+                for flat in unit.flats if _is_here(root, on) else ():
+                    values = [_cast(original.values.detach(), dtype) for original in flat.originals]
+                    found.update(_named(flat, values, paths))
+        else:
+            for k, flat in enumerate(unit.flats):
+                changes = _changed(flat, (number, k), dtype, on, since)
+                found.update(_named(flat, changes if _is_here(root, on) else [], paths))
+        yield from rename(found)
+    if _is_here(root, on):
+        yield from rename(dict(_unsharded(root, paths, dtype)))
+
+
+def _check(root: ShardingState, dtype: torch.dtype | None, on: int | None, since: SentWeights | None) -> None:
+    if dtype is not None and not dtype.is_floating_point:
+        raise ConfigurationError(f"weights can't be exported in {dtype}; name a floating dtype")
+    if on is not None and not 0 <= on < root.group.world_size:
+        raise ConfigurationError(f"on={on}: the model is sharded over ranks 0 to {root.group.world_size - 1}")
+    for flat in root.all_flats():
+        refuse_split(flat.originals, "export()", "Take state_dict(), whose DTensors have full_tensor()")
+        if flat.param.is_meta:
+            raise ConfigurationError(
+                f"{flat.names[0]!r} has no values yet: it was wrapped on the meta device. Call to_empty(device=...) "
+                "and initialize it first"
+            )
+        if since is not None and any(original.store is not None for original in flat.originals):
+            raise ConfigurationError(
+                f"{flat.names[0]!r} has a form of its own on the wire, of which changes can't be told; leave out since="
+            )
+
+
+def _is_here(state: ShardingState, on: int | None) -> bool:
+    """Whether this rank gets the values; of replicas, one of them does."""
+    return on is None or (state.group.rank == on and (state.replicas is None or state.replicas.rank == 0))
+
+
+def _cast(values: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    return values.to(dtype) if dtype is not None and values.is_floating_point() else values
+
+
+def _named(flat: FlatParam, values: Sequence[T], paths: Mapping[int, str]) -> Iterator[tuple[str, T]]:
+    """Each original parameter's value under all names that it has in the model; it may be tied."""
+    for original, value in zip(flat.originals, values, strict=False):
+        for module, name in original.places:
+            if id(module) in paths:
+                yield _name(paths[id(module)], name), value
+
+
+def _name(path: str, name: str) -> str:
+    return plain_name(f"{path}.{name}" if path else name)
+
+
+def _unsharded(
+    root: ShardingState, paths: Mapping[int, str], dtype: torch.dtype | None
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Buffers, and parameters that are not sharded."""
+    listed = {id(listing.param) for listing in root.all_listings()}
+    for m in root.door.modules():
+        for name, buffer in m._buffers.items():
+            if buffer is not None and name not in m._non_persistent_buffers_set:
+                yield _name(paths[id(m)], name), buffer
+        for name, param in m._parameters.items():
+            if param is not None and id(param) not in listed:
+                yield _name(paths[id(m)], name), _cast(param.detach(), dtype)
+
+
+class _Renaming:
+    """Gives what is exported the names that a receiver knows; of what it has no name for, nothing is sent."""
+
+    def __init__(self, model: nn.Module, names: Names) -> None:
+        self._names = names
+        self._model: Tree = getattr(model, "_fsdp_wrapped_module", model)
+        self._tied = set(getattr(self._model, "all_tied_weights_keys", None) or ())
+        if names == "hf" and not hasattr(self._model, "save_pretrained"):
+            raise ConfigurationError(
+                f"names='hf' is for models of transformers, and this is a {type(self._model).__name__}; pass a "
+                "function from the model's names to the receiver's"
+            )
+        if names == "hf" and hasattr(self._model, "peft_config"):
+            raise ConfigurationError(
+                "names='hf' of a model with adapters: an inference engine would get weights without them. Merge them "
+                "(merge_adapter() inside of summon_full_params()), and pass a function that gives names, and None for "
+                "those of the adapters"
+            )
+
+    def __call__(
+        self, found: Mapping[str, torch.Tensor | Change]
+    ) -> Iterator[tuple[str, torch.Tensor | Change]]:
+        if callable(self._names):
+            for name, value in found.items():
+                renamed = self._names(name)
+                if renamed is not None:
+                    yield renamed, value
+        elif self._names == "hf":
+            yield from self._as_saved({n: v for n, v in found.items() if n not in self._tied}).items()
+        else:
+            yield from found.items()
+
+    def _as_saved(self, found: Mapping[str, torch.Tensor | Change]) -> Mapping[str, torch.Tensor | Change]:
+        """Under the names, and in the shapes, that ``save_pretrained`` writes."""
+        convert = getattr(sys.modules.get("transformers.modeling_utils"), "revert_weight_conversion", None)
+        if convert is None or not found:
+            return found
+        if all(isinstance(v, torch.Tensor) for v in found.values()):
+            converted: Mapping[str, torch.Tensor] = convert(self._model, dict(found))
+            return converted
+        standing = {n: torch.empty(v.shape, dtype=v.dtype, device="meta") for n, v in found.items()}
+        renamed = convert(self._model, dict(standing))
+        origin = {id(tensor): name for name, tensor in standing.items()}
+        if {id(tensor) for tensor in renamed.values()} != set(origin):
+            raise ConfigurationError(
+                f"files of a {type(self._model).__name__} hold other tensors than the model, and what has changed in "
+                "them can't be told; leave out names='hf', or since="
+            )
+        return {name: found[origin[id(tensor)]] for name, tensor in renamed.items()}
+
+
+# ------------------------------------------------------------ what has changed
+class _Part(NamedTuple):
+    """One rank's share of a change."""
+
+    runs: list[tuple[int, bool, int]]  # start, whether there are gaps, number of values
+    checksum: int
+
+
+@torch.no_grad()
+def _changed(
+    flat: FlatParam, key: tuple[int, int], dtype: torch.dtype | None, on: int | None, since: SentWeights
+) -> list[Change]:
+    """What is new in each original parameter of a flat one (collective); none on ranks that don't get it."""
+    group, layout = flat.group, flat.layout
+    shard = _cast(flat.param.detach().view(-1), dtype)
+    shard = shard.clone() if shard.data_ptr() == flat.param.data_ptr() else shard
+    before = since.replace(key, shard)
+    parts: dict[int, list[_Part]] = {}
+    gaps, values = [], []
+    for piece in layout.pieces(apart=True):
+        if piece.rank == group.rank and not (layout.is_copied(piece.item) and group.rank):
+            span = slice(piece.offset, piece.offset + piece.numel)
+            run = _run(shard[span], None if before is None else before[span], piece.start)
+            facts = [] if run is None else [(run.start, run.gaps is not None, run.values.numel())]
+            parts.setdefault(piece.item, []).append(_Part(facts, checksum(shard[span], piece.start)))
+            if run is not None:
+                values.append(run.values)
+                gaps += [] if run.gaps is None else [run.gaps]
+    sent = parts, _bytes(gaps), _bytes(values)
+    label = f"what has changed in {flat.label}"
+    if on is None:
+        everything = group.all_gather_object(sent, label=label)
+    else:
+        everything = group.gather_object(sent, on, label=label) or []
+    found: dict[int, tuple[list[Run], int]] = {n: ([], 0) for n in range(len(flat.originals))}
+    for theirs, all_gaps, all_values in everything:
+        _add(found, theirs, all_gaps, all_values, shard)
+    return [
+        Change(original.shape, shard.dtype, tuple(runs), total % 2**64)
+        for original, (runs, total) in zip(flat.originals, found.values(), strict=True)
+    ]
+
+
+def _add(
+    found: dict[int, tuple[list[Run], int]], theirs: dict[int, list[_Part]], all_gaps: bytearray,
+    all_values: bytearray, like: torch.Tensor,
+) -> None:  # fmt: skip
+    """Adds what one rank has sent."""
+    gaps, values = _read(all_gaps, torch.uint8), _read(all_values, like.dtype)
+    for item, parts in theirs.items():
+        runs, total = found[item]
+        for part in parts:
+            total += part.checksum
+            for start, has_gaps, numel in part.runs:
+                run_gaps = gaps[:numel] if has_gaps else None
+                gaps = gaps[numel:] if has_gaps else gaps
+                runs.append(Run(start, run_gaps, values[:numel]))
+                values = values[numel:]
+        found[item] = runs, total
+
+
+def _run(now: torch.Tensor, before: torch.Tensor | None, start: int) -> Run | None:
+    """What differs in a piece [n] that begins at element ``start``; all of it where that is less."""
+    if before is None:
+        return Run(start, None, now)
+    bits = _BITS[now.element_size()]
+    at = (now.view(bits) != before.view(bits)).nonzero().view(-1)
+    if not at.numel():
+        return None
+    last = torch.cat([at.new_zeros(1), at[:-1]])
+    bridges = ((at - last - 1).clamp(min=0)) // _MOST  # values sent unchanged before each
+    numel = at.numel() + int(bridges.sum())
+    if numel * (1 + now.element_size()) >= now.nbytes:
+        return Run(start, None, now)
+    if numel > at.numel():
+        ends = (bridges + 1).cumsum(0)
+        step = torch.arange(1, numel + 1, device=at.device) - (ends - bridges - 1).repeat_interleave(
+            bridges + 1
+        )
+        at = torch.minimum(
+            last.repeat_interleave(bridges + 1) + _MOST * step, at.repeat_interleave(bridges + 1)
+        )
+    gaps = torch.diff(at, prepend=at.new_zeros(1)).to(torch.uint8)
+    return Run(start, gaps, now[at])
+
+
+def _bytes(parts: Sequence[torch.Tensor]) -> bytearray:
+    """The memory of these one after the other; numpy may not be there."""
+    made = bytearray(sum(part.nbytes for part in parts))
+    start = 0
+    for part in parts:
+        if part.nbytes:
+            target = torch.frombuffer(made, dtype=torch.uint8, count=part.nbytes, offset=start)
+            target.copy_(part.contiguous().view(torch.uint8))
+            start += part.nbytes
+    return made
+
+
+def _read(data: bytearray, dtype: torch.dtype) -> torch.Tensor:
+    return torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)

@@ -1,0 +1,174 @@
+"""Weights that leave a sharded model: beside its state dict, and beside a receiver that gets only what has changed."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from shardkit import Change, ConfigurationError, SentWeights, fully_shard, hybrid_groups, sharding_of
+from shardkit.fsdp.export import checksum
+from tests.fsdp.test_pieces import Model, Wrap, by_wrappers, in_place
+from tests.pools import rank_pool
+
+
+def _equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert list(map(str, sorted(found))) == sorted(expected)
+    torch.testing.assert_close(found, dict(expected), rtol=0, atol=0)
+
+
+def _whole(rank: int, wrap: Wrap, options: dict[str, Any]) -> None:
+    if options.pop("replicated", False):
+        options["group"], options["replicas"] = hybrid_groups(2)
+    model = wrap(Model(), **options)
+    sharding, expected = sharding_of(model), dict(Model().state_dict())
+    _equal(dict(sharding.export()), expected)
+    half = dict(sharding.export(dtype=torch.bfloat16, on=1))
+    if rank == 1:
+        params = {name for name, _ in Model().named_parameters(remove_duplicate=False)}
+        _equal(half, {n: v.bfloat16() if n in params else v for n, v in expected.items()})
+    else:
+        assert half == {}
+    sent = dict(sharding.export(lambda name: f"model.{name}" if "frozen" not in name else None))
+    assert sorted(sent) == sorted(f"model.{name}" for name in expected if "frozen" not in name)
+    for bad, word in (
+        ({"dtype": torch.int8}, "floating"),
+        ({"on": 9}, "ranks 0 to"),
+        ({"names": "hf"}, "transformers"),
+    ):
+        with pytest.raises(ConfigurationError, match=word):
+            sharding.export(**bad)
+    if model.training:
+        model.inner(torch.rand(2, 3, 4))  # it is whole again
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_all_weights_come_under_their_names(world_size: int) -> None:
+    pool = rank_pool(world_size)
+    for wrap, options in ((by_wrappers, {}), (in_place, {}), (in_place, {"dtensors": True})):
+        pool.run(_whole, wrap, options) if world_size > 1 else None
+    pool.run(_only_one, in_place) if world_size == 1 else None
+
+
+def _only_one(rank: int, wrap: Wrap) -> None:
+    model = wrap(Model())
+    _equal(dict(sharding_of(model).export(on=0)), dict(Model().state_dict()))
+    _receive(rank, wrap, 3, {})
+
+
+def test_of_replicas_one_sends() -> None:
+    rank_pool(4).run(_whole, by_wrappers, {"replicated": True})
+
+
+def _receive(rank: int, wrap: Wrap, steps: int, options: dict[str, Any]) -> None:
+    """A receiver beside a training in bf16 with a small learning rate, as reinforcement learning has it."""
+    torch.manual_seed(3)
+    plain = nn.Sequential(nn.Linear(37, 41), nn.GELU(), nn.Linear(41, 1001), nn.Linear(1001, 5))
+    plain[1].register_buffer("seen", torch.zeros(()))
+    start = {n: v.clone() for n, v in plain.state_dict().items()}
+    model = fully_shard(plain, **options) if wrap is in_place else by_root(plain, **options)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6)
+    sent, weights, sizes = SentWeights(), {}, []
+    whole = sum(v.numel() * 2 for v in start.values())
+    for step in range(steps):
+        torch.manual_seed(10 * step + rank)
+        model(torch.rand(4, 37)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        size = 0
+        for name, change in sharding_of(model).export(dtype=torch.bfloat16, on=0, since=sent):
+            if isinstance(change, Change):
+                received = pickle.loads(pickle.dumps(change))
+                size += received.nbytes
+                if step == 0:
+                    weights[name] = torch.zeros(received.shape, dtype=received.dtype)
+                received.apply(weights[name])
+        sizes.append(size)
+        now = {n: v.bfloat16() for n, v in sharding_of(model).export() if "seen" not in n}
+        if rank == 0:
+            torch.testing.assert_close(weights, now, rtol=0, atol=0)
+    if rank == 0:
+        assert sizes[0] == whole - 2  # without the buffer
+        assert max(sizes[1:]) <= 0.06 * whole
+        change = Change(torch.Size([3]), torch.float32, (), checksum(torch.ones(3)))
+        with pytest.raises(ConfigurationError, match="does not have what was sent"):
+            change.apply(torch.tensor([1.0, 1.0, 1.0 + 2**-23]))
+        with pytest.raises(ConfigurationError, match="was applied to one"):
+            change.apply(torch.ones(4))
+
+
+def by_root(model: nn.Module, **options: Any) -> nn.Module:
+    from shardkit import FSDP
+
+    return FSDP(model, **options)
+
+
+def test_what_has_changed_is_sent_to_the_bit() -> None:
+    pool = rank_pool(3)
+    pool.run(_receive, in_place, 8, {})
+    pool.run(_receive, in_place, 3, {"dtensors": True})
+    pool.run(_receive, by_root, 3, {})
+
+
+def _drawn(rank: int) -> None:
+    """Changes far apart, next to each other, at borders of ranks, and so many that all is less."""
+    model = fully_shard(nn.Linear(1, 4099, bias=False))
+    sent, weights = SentWeights(), torch.zeros(4099, 1)
+    for k, at in enumerate(([], [0], [4098], [0, 255, 256, 511, 2000, 2001, 4098], range(0, 4099, 2), [7])):
+        with torch.no_grad(), sharding_of(model).summon_full_params():
+            for place in at:
+                model.weight[place] += 1 + k
+            expected = model.weight.detach().clone()
+        ((_, change),) = sharding_of(model).export(since=sent)
+        assert isinstance(change, Change)
+        change.apply(weights)
+        assert torch.equal(weights, expected)
+        if k == 3:
+            assert change.nbytes <= (7 + 4099 // 255 + 1) * 5
+
+
+def test_gaps_and_borders() -> None:
+    for world_size in (2, 4):
+        rank_pool(world_size).run(_drawn)
+
+
+def _as_saved(rank: int, folder: str, kind: str) -> None:
+    from safetensors.torch import load_file
+    from transformers import GPT2Config, GPT2LMHeadModel, MixtralConfig, MixtralForCausalLM
+
+    torch.manual_seed(0)
+    if kind == "tied":
+        plain: Any = GPT2LMHeadModel(GPT2Config(vocab_size=40, n_embd=16, n_layer=2, n_head=2, n_positions=8))
+        blocks = plain.transformer.h
+    else:
+        plain = MixtralForCausalLM(
+            MixtralConfig(
+                vocab_size=40, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
+                num_key_value_heads=1, num_local_experts=3, max_position_embeddings=8,
+            )
+        )  # fmt: skip
+        blocks = plain.model.layers
+    path = Path(folder) / f"{kind}{rank}"
+    plain.save_pretrained(path)  # by rank 0
+    for block in blocks:
+        fully_shard(block)
+    model = fully_shard(plain)
+    exported = {n: v.clone() for n, v in sharding_of(model).export("hf")}
+    if rank == 0:
+        _equal(exported, load_file(path / "model.safetensors"))
+    changes = sharding_of(model).export("hf", since=SentWeights())
+    if kind == "tied":
+        assert [n for n, _ in changes] == list(exported)
+    else:
+        with pytest.raises(ConfigurationError, match="other tensors than the model"):
+            list(changes)
+
+
+@pytest.mark.parametrize("kind", ["tied", "experts"])
+def test_names_of_transformers(tmp_path: Path, kind: str) -> None:
+    pytest.importorskip("transformers")
+    rank_pool(2).run(_as_saved, str(tmp_path), kind)

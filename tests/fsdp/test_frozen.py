@@ -1,0 +1,151 @@
+"""Frozen values that stay gathered (``ReshardPolicy(frozen="keep")``), beside one process and counted on the wire."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from shardkit import ConfigurationError, LifecycleError, ReshardPolicy, fully_shard, sharding_of, summary
+from tests.figures.counters import OperationCounter
+from tests.fsdp.test_export import by_root
+from tests.pools import rank_pool
+
+WIDTH, LAYERS = 33, 4
+
+
+class Adapted(nn.Module):
+    """A frozen layer beside a small trainable one, as LoRA has it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+        self.down, self.up = nn.Linear(WIDTH, 3, bias=False), nn.Linear(3, WIDTH, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.tanh(self.base(x) + self.up(self.down(x)))
+
+
+class Stack(nn.Module):
+    def __init__(self, again: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.layers = nn.ModuleList([Adapted() for _ in range(LAYERS)])
+        self.frozen = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+        self.head = nn.Linear(WIDTH, 2)
+        self.again = again
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False) if self.again else layer(x)
+        out: torch.Tensor = self.head(self.frozen(x))
+        return out
+
+
+def _sharded(model: Stack, wrap: str, **options: Any) -> nn.Module:
+    for k, layer in enumerate(model.layers):
+        if wrap == "FSDP":
+            model.layers[k] = by_root(layer, **options)
+        else:
+            fully_shard(layer, dtensors=wrap == "dtensors", **options)
+    if wrap == "FSDP":
+        model.frozen = by_root(model.frozen, **options)
+        return by_root(model, **options)
+    fully_shard(model.frozen, dtensors=wrap == "dtensors", **options)
+    return fully_shard(model, dtensors=wrap == "dtensors", **options)
+
+
+def _loss(model: nn.Module, seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return model(torch.randn(5, WIDTH, generator=generator)).square().mean()
+
+
+class _Pair:
+    """A sharded model and one process that sees what all ranks see."""
+
+    def __init__(self, rank: int, wrap: str, again: bool, world_size: int) -> None:
+        self.rank, self.world_size = rank, world_size
+        self.plain = Stack()
+        self.model = _sharded(Stack(again), wrap, reshard=ReshardPolicy(frozen="keep"))
+        self.optimizers = [self._adam(m) for m in (self.plain, self.model)]
+
+    def _adam(self, model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+
+    def step(self, number: int, micro_batches: int = 2) -> None:
+        for k in range(micro_batches):
+            seed = 1000 * number + 100 * k
+            _loss(self.model, seed + self.rank).backward()
+            for r in range(self.world_size):
+                (_loss(self.plain, seed + r) / self.world_size).backward()
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def compare(self) -> None:
+        found = {n: getattr(p, "full_tensor", lambda p=p: p)() for n, p in self.model.state_dict().items()}
+        torch.testing.assert_close(found, dict(self.plain.state_dict()), rtol=0, atol=2e-6)
+
+
+def _kept(rank: int, wrap: str, again: bool, world_size: int) -> None:
+    pair = _Pair(rank, wrap, again, world_size)
+    pair.step(0)
+    trained = sum(p.numel() for p in pair.plain.parameters() if p.requires_grad) * 4
+    with OperationCounter(world_size) as counter:
+        pair.step(1, micro_batches=4)
+    # nothing of the frozen part: what is trained, gathered twice and reduced once for each micro-batch, with padding
+    assert counter.sent <= 4 * 4.2 * trained * (world_size - 1) / world_size
+    with torch.no_grad():
+        _loss(pair.model, 7)
+    pair.step(2)
+    pair.compare()  # summons, so that what is kept goes
+
+    # frozen weights that are loaded, or are trained from now on, are seen
+    other = {n: v.clone() for n, v in Stack().state_dict().items()}
+    other["layers.1.base.weight"] += 0.5
+    pair.plain.load_state_dict(other)
+    sharding = sharding_of(pair.model)
+    with torch.no_grad(), sharding.summon_full_params():
+        for name, p in pair.model.named_parameters():
+            p.copy_(other[name.replace("_fsdp_wrapped_module.", "").replace("_fpw_module.", "")])
+    pair.step(3)
+    for model in (pair.plain, pair.model):
+        for p in model.parameters():
+            p.requires_grad_(True)
+    pair.optimizers = [pair._adam(m) for m in (pair.plain, pair.model)]
+    for number in (4, 5):
+        pair.step(number)
+    pair.compare()
+
+
+@pytest.mark.parametrize("wrap", ["FSDP", "fully_shard", "dtensors"])
+def test_frozen_values_stay_and_are_right(wrap: str) -> None:
+    rank_pool(2).run(_kept, wrap, wrap == "fully_shard", 2)
+    if wrap == "FSDP":
+        rank_pool(3).run(_kept, wrap, True, 3)
+
+
+def _given_back(rank: int) -> None:
+    pair = _Pair(rank, "FSDP", False, 2)
+    pair.step(0)
+    stays = [unit.stays for unit in summary(pair.model).units]
+    assert stays == ["to backward", *["what is frozen"] * LAYERS, "always"]
+    frozen = pair.model.layers[0].base.weight
+    with pytest.raises(LifecycleError), torch.no_grad():
+        frozen.mul_(2)  # would be seen by forwards, and not be in the shards
+    with OperationCounter(2) as before:
+        pair.step(1)
+    sharding_of(pair.model).reshard_frozen()
+    with OperationCounter(2) as after:
+        pair.step(2)
+    assert after.sent - before.sent >= 0.9 * (LAYERS + 1) * WIDTH * WIDTH * 4 / 2
+    pair.compare()
+
+
+def test_frozen_values_are_given_back_on_request() -> None:
+    rank_pool(2).run(_given_back)
+    with pytest.raises(ConfigurationError, match="'reshard' or 'keep'"):
+        ReshardPolicy(frozen="host")  # type: ignore[arg-type]
