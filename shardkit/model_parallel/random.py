@@ -28,7 +28,7 @@ _OFFSET = 2718
 
 
 def device_backend() -> Backend:
-    """The accelerator's, where there is one."""
+    """Returns the accelerator's, where there is one."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is not None:
         with contextlib.suppress(BackendError):

@@ -153,7 +153,7 @@ class Rounds:
 def exact_norm(
     portions: Sequence[tuple[Sequence[torch.Tensor], Sequence[Group]]], like: torch.Tensor
 ) -> torch.Tensor:
-    """Computes the norm of order 2 (0-dim) of dense gradients, however they are cut and spread; see [Note: exact norms].
+    """Computes the norm of order 2 (0-dim) of dense gradients, however they are cut; see [Note: exact norms].
 
     Args:
         portions: of each its gradients here, and the groups that have the others.

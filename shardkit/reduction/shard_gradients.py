@@ -109,7 +109,7 @@ def _is_clipping() -> bool:
 def gradient_class(
     group: Group, instead: str, has_padding: bool, kept: Sequence[torch.Tensor] = (), in_order: bool = False
 ) -> type[torch.Tensor]:
-    """The class of gradients whose parts are on the ranks of a group; plain where one rank's need no norm of their own.
+    """Makes the class of gradients that have parts on a group's ranks; the plain one where there is one rank.
 
     Args:
         group: the ranks; not kept alive.
