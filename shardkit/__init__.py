@@ -72,6 +72,7 @@ if TYPE_CHECKING:  # the same names as in the table below; tests/test_packaging.
     )
     from .checkpoint.saving import save as save, save_training as save_training
     from .training.whole_parameters.optimizer import WholeParameters as WholeParameters
+    from .training.uneven import uneven as uneven
     from .wrapping.context import auto_wrap as auto_wrap, enable_wrap as enable_wrap, wrap as wrap
 
 __version__ = ".".join(map(str, __version_tuple__))
@@ -100,6 +101,7 @@ _HOMES = {
     "tracing.ranges": "span",
     "tracing.tracer": "trace",
     "training.whole_parameters.optimizer": "WholeParameters",
+    "training.uneven": "uneven",
     "wrapping.context": "auto_wrap enable_wrap wrap",
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}

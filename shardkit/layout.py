@@ -55,10 +55,11 @@ class Piece(NamedTuple):
     """The part of one item that lies in one rank's part of a flat buffer."""
 
     item: int
-    start: int  # first element within the item
+    start: int  # first element within the item; of one in several runs, as its pieces lie rank by rank
     rank: int
     offset: int  # within the rank's part
     numel: int
+    runs: int = 1  # of the item's elements that it consists of
 
 
 class Listed(NamedTuple):
@@ -149,6 +150,7 @@ class ShardLayout:
         grains: of each item so many elements that no cut goes through; None: cuts may be anywhere.
         cuts: where each rank's part ends, [W], if parts differ in size; None: each has S.
         copies: every rank's part has the whole item, a single number.
+        runs: each part consists of so many runs of the item's elements: it is cut along a later dimension, evenly.
     """
 
     numels: tuple[int, ...]
@@ -158,6 +160,7 @@ class ShardLayout:
     grains: tuple[int, ...] | None = None
     cuts: tuple[int, ...] | None = None
     copies: bool = False
+    runs: int = 1
 
     @functools.cached_property
     def numel(self) -> int:
@@ -211,10 +214,20 @@ class ShardLayout:
             return list(self.numels)
         return [[start, numel] for start, numel in zip(self.starts, self.numels, strict=True)]
 
-    def pieces(self) -> list[Piece]:
-        """All items cut at the borders of shards, in order; items without elements have none."""
+    def pieces(self, apart: bool = False) -> list[Piece]:
+        """All items cut at the borders of shards, in order; items without elements have none.
+
+        Args:
+            apart: of those that consist of several runs each run alone.
+        """
         if self.copies:
             return [Piece(0, 0, rank, 0, 1) for rank in range(self.world_size)]
+        if apart and self.runs > 1:
+            size = self.shard_numel // self.runs
+            each = [(run, rank) for run in range(self.runs) for rank in range(self.world_size)]
+            return [
+                Piece(0, (run * self.world_size + rank) * size, rank, run * size, size) for run, rank in each
+            ]
         found = []
         shard_numel = self.shard_numel  # a sum over all items
         for item, (start, numel) in enumerate(zip(self.offsets(), self.numels, strict=True)):
@@ -228,7 +241,7 @@ class ShardLayout:
                     rank = bisect_right(self.cuts, at)
                     offset, left = at - self.part(rank).start, self.cuts[rank] - at
                 length = min(numel - done, left)
-                found.append(Piece(item, done, rank, offset, length))
+                found.append(Piece(item, done, rank, offset, length, self.runs))
                 done += length
         return found
 
@@ -284,12 +297,12 @@ class PackedLayout(ShardLayout):
     def is_copied(self, item: int) -> bool:
         return self.each[item].copies
 
-    def pieces(self) -> list[Piece]:
+    def pieces(self, apart: bool = False) -> list[Piece]:
         """The parts of all items, without padding."""
         return [
-            Piece(item, p.start, p.rank, offset + p.offset, p.numel)
+            p._replace(item=item, offset=offset + p.offset)
             for item, (one, offset) in enumerate(zip(self.each, self._part_offsets(), strict=True))
-            for p in one.pieces()
+            for p in one.pieces(apart)
         ]
 
 
@@ -300,6 +313,14 @@ def packed_layout(each: Sequence[ShardLayout]) -> ShardLayout:
     starts = accumulate([one.padded_numel for one in each], initial=0)
     numels = tuple(one.numels[0] for one in each)
     return PackedLayout(numels, each[0].world_size, starts=tuple(starts)[: len(each)], each=tuple(each))
+
+
+def in_runs(layout: ShardLayout, runs: Sequence[int]) -> ShardLayout:
+    """The same where so many runs of each item are a rank's part of it."""
+    if not isinstance(layout, PackedLayout):
+        return replace(layout, runs=runs[0])
+    each = tuple(replace(one, runs=n) for one, n in zip(layout.each, runs, strict=True))
+    return replace(layout, each=each)
 
 
 Align = Literal["parameters", "rows"] | int | None
@@ -500,3 +521,14 @@ def boxes_of(shape: Sequence[int], first: int, numel: int, start: int = 0) -> li
             ]
         first, numel, start = first + taken, numel - taken, start + taken
     return found
+
+
+def boxes_of_piece(shape: Sequence[int], piece: Piece) -> list[Box]:
+    """The boxes of a piece of a contiguous tensor, where they lie in the part of the piece's rank."""
+    if piece.runs == 1:
+        return boxes_of(shape, piece.start, piece.numel, piece.offset)
+    dim = max(d for d in range(len(shape)) if math.prod(shape[:d]) == piece.runs)
+    slices = piece.runs * math.prod(shape[dim + 1 :])  # elements at one place of this dimension
+    first, size = piece.start // slices, piece.numel // slices
+    offsets = tuple(first if d == dim else 0 for d in range(len(shape)))
+    return [Box(offsets, (*shape[:dim], size, *shape[dim + 1 :]), piece.offset)]

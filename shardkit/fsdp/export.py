@@ -287,7 +287,7 @@ def _changed(
     before = since.replace(key, shard)
     parts: dict[int, list[_Part]] = {}
     gaps, values = [], []
-    for piece in layout.pieces():
+    for piece in layout.pieces(apart=True):
         if piece.rank == group.rank and not (layout.is_copied(piece.item) and group.rank):
             span = slice(piece.offset, piece.offset + piece.numel)
             run = _run(shard[span], None if before is None else before[span], piece.start)

@@ -106,8 +106,6 @@ def fully_shard(
     """
     words, given = in_torchs_words(torchs_words), modules_of(module)
     modules = given
-    if words.shard_placement_fn is not None:
-        words.check_placements(modules)
     inside = [*map(_listing_dtensors, modules)]
     if dtensors is None:
         ours = precision, reshard, offload, reduce, align, group, replicas, device, backend
@@ -123,7 +121,7 @@ def fully_shard(
         offload=words.offload(offload), reduce=words.reduce(reduce),
         flatten=False, sync_module_states=sync_module_states, device=device, backend=backend,
         layout=EachAlone(AlignedLayout("rows"), True) if dtensors else RowsLayout(align),
-        dtensors=dtensors, mesh=mesh, casts_inputs=casts, casts_root_inputs=casts,
+        dtensors=dtensors, mesh=mesh, casts_inputs=casts, casts_root_inputs=casts, placement=words.shard_placement_fn,
     )  # fmt: skip
     states: list[ShardingState] = []
     for each, listing in zip(given, inside, strict=True):

@@ -26,6 +26,7 @@ from ..reduction.packing import JoinedPack, PackedForm, WrittenPack, has_mean
 from ..reduction.shard_gradients import gradient_class
 from ..types import Tree
 from .flat_param import FlatParam
+from .flat_values import rank_by_rank
 from .originals import Listing, SplitParameter, as_tensors
 
 _grad_of = attrgetter("param.grad")
@@ -83,6 +84,7 @@ class GradientPack(ABC):
         with as_tensors():
             self.trainable = [m.param.requires_grad for m in flat.originals]
         self._split = [(k, m) for k, m in enumerate(flat.originals) if isinstance(m, SplitParameter)]
+        self._in_runs = [(k, one) for k, one in enumerate(flat.layout.blocks) if one.runs > 1]
         pieces = [p for p in flat.layout.pieces() if self.trainable[p.item]]
         step = alignment(self._dtype.itemsize) if group.backend.has_storage else 1
         size = self._size = flat.layout.shard_numel
@@ -121,6 +123,9 @@ class GradientPack(ABC):
         for number, original in self._split:
             gradient: Tree = gradients[number]
             gradients[number] = None if gradient is None else original.local_gradient(gradient)
+        for number, one in self._in_runs:
+            if (whole := gradients[number]) is not None:
+                gradients[number] = rank_by_rank(whole.to_dense(), one)
         return gradients
 
     @abstractmethod

@@ -141,12 +141,14 @@ class OriginalParameter:
         store: where its values are, if they are in no shard.
         mesh: over which tensor parallelism has cut it, if it has.
         home: number of the module that its name is of, where several modules are one unit.
+        dim: along which it is cut.
     """
 
     beside = ""
     store: type[Store] | None = None
     mesh: DeviceMesh | None = None
     is_lazy = False
+    dim = 0
 
     released: type[ReleasedParameter] = ReleasedParameter
     of_shard: type[ViewOfShard] = ViewOfShard
@@ -163,6 +165,13 @@ class OriginalParameter:
     def values(self) -> torch.Tensor:
         """Returns those that lie in the flat parameter."""
         return self.param.data
+
+    @property
+    def rows(self) -> torch.Size:
+        """Its shape with the dimension in front that it is cut along."""
+        return torch.Size(
+            (*self.shape[self.dim : self.dim + 1], *self.shape[: self.dim], *self.shape[self.dim + 1 :])
+        )
 
     def listed(self, part: torch.Tensor) -> torch.Tensor:
         """Returns what modules list of it where this is its part of the shard."""

@@ -65,6 +65,7 @@ class Options:
     Attributes:
         dtensors: modules list DTensors, over this mesh if there is one.
         layout: cuts parameters of given shapes among so many ranks.
+        placement: says along which dimension a parameter is cut, as torch's ``shard_placement_fn``.
         state_dict_device: where full state dicts are made; None: where the parameters are.
         state_dict_on_rank_0_only: they are empty on other ranks.
         clears_autocast_cache: after each forward.
@@ -90,6 +91,7 @@ class Options:
     layout: Callable[[Sequence[torch.Size], int], ShardLayout] = field(
         default_factory=lambda: AlignedLayout(None)
     )
+    placement: Callable[[nn.Parameter], object] | None = None
     state_dict_device: torch.device | None = None
     state_dict_on_rank_0_only: bool = False
     clears_autocast_cache: bool = False
@@ -181,7 +183,7 @@ class ShardingState:
         for name in ("group", "post_forward_mesh", "replicas", "unit", "engine", "is_root", "summoned"):
             copied[name] = None
         copied["is_computing"] = False
-        copied["options"] = replace(self.options, group=None, replicas=None, mesh=None)
+        copied["options"] = replace(self.options, group=None, replicas=None, mesh=None, placement=None)
         copied["borrowed"], copied["divided"] = self.unit.borrowed, self.unit.divisors
         return copied
 

@@ -22,7 +22,7 @@ from torch import nn
 
 from ..checks import all_gather_facts, check_one_save, stamp
 from ..errors import ConfigurationError, LifecycleError
-from ..layout import Box, ShardLayout, boxes_of
+from ..layout import Box, ShardLayout, boxes_of_piece
 from ..torch_seams.module_versions import versions_of
 from ..types import AnyCallable, Args, IncompatibleKeys, Kwargs, SavedState, StateDict
 from .flat_param import FlatParam
@@ -56,13 +56,13 @@ class Pieces(torch.Tensor):
     _run: torch.Tensor  # [n], a view of the shard
 
     @staticmethod
-    def __new__(cls, shape: torch.Size, run: torch.Tensor, first: int) -> Pieces:
-        """Makes the elements from number ``first`` on, which are ``run`` [n], of a parameter of this shape."""
+    def __new__(cls, shape: torch.Size, run: torch.Tensor, boxes: list[Box]) -> Pieces:
+        """Makes the parts in these boxes, which lie in ``run`` [n], of a parameter of this shape."""
         made: Pieces = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=run.dtype, device=run.device)
-        made._run, made._boxes = run, boxes_of(shape, first, run.numel())
+        made._run, made._boxes = run, boxes
         return made
 
-    def __init__(self, shape: torch.Size, run: torch.Tensor, first: int) -> None:
+    def __init__(self, shape: torch.Size, run: torch.Tensor, boxes: list[Box]) -> None:
         """Made in ``__new__``, as tensors are."""
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
@@ -142,7 +142,8 @@ def _pieces_of(flat: FlatParam, home: int) -> Iterator[tuple[str, Pieces]]:
             continue
         piece = here.get(item)
         run = shard[:0] if piece is None else shard[piece.offset : piece.offset + piece.numel]
-        yield name, Pieces(original.shape, run, 0 if piece is None else piece.start)
+        boxes = [] if piece is None else boxes_of_piece(original.shape, piece._replace(offset=0))
+        yield name, Pieces(original.shape, run, boxes)
 
 
 def _unsharded(door: nn.Module, shards: set[int]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -359,7 +359,7 @@ class Stored(Store):
         self._full = full  # [W * S]
         self._own = own_part(full, self._group)  # [S]
         self._rows = full.view(self._group.world_size, -1)  # [W, S]
-        is_packed = self._group.world_size > 1 and len(self._layout.blocks) > 1
+        is_packed = self._group.world_size > 1 and (len(self._layout.blocks) > 1 or self._layout.runs > 1)
         self._unpacking = Unpacking(self._layout, full) if is_packed else None
         self.memory = full.untyped_storage()._cdata
         self._kept_views = KeptViews(self.memory, self._originals, self._layout)

@@ -54,21 +54,6 @@ class TorchsWords(NamedTuple):
     shard_placement_fn: Callable[[nn.Parameter], object] | None = None
     dp_mesh_dims: DataParallelMeshDims | None = None
 
-    def check_placements(self, modules: Sequence[nn.Module]) -> None:
-        """Raises ConfigurationError where parameters are to be cut along another dimension, or over another mesh."""
-        place = self.shard_placement_fn
-        if place is None:
-            return
-        for module in modules:
-            for name, param in module.named_parameters():
-                chosen = place(param)
-                if chosen is not None and getattr(chosen, "dim", None) != 0:
-                    raise ConfigurationError(
-                        f"shard_placement_fn says {chosen} for {name!r} of shape {tuple(param.shape)}: parameters are "
-                        "cut by their rows here, all of a call over one mesh. Return None or Shard(0) for it; values "
-                        "are the same, but files of shards differ in which rank has what"
-                    )
-
     def mesh(self, given: DeviceMesh | None) -> DeviceMesh | None:
         """Takes the dimensions of the whole mesh that are for data: replicas first."""
         dims = self.dp_mesh_dims

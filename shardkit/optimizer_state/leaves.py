@@ -15,7 +15,7 @@ import torch
 
 from ..backend import Group
 from ..errors import ConfigurationError
-from ..layout import Box, Piece, boxes_of, whole_box
+from ..layout import Box, Piece, boxes_of_piece, whole_box
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -123,8 +123,7 @@ def piece_of(shape: torch.Size, shard: torch.Tensor, piece: Piece | None, copies
     """
     if not shape.numel():
         return Leaf(shape, shard.new_empty(shape), (whole_box(shape),), copies)
-    boxes = () if piece is None else boxes_of(shape, piece.start, piece.numel, piece.offset)
-    return Leaf(shape, shard, tuple(boxes), copies)
+    return Leaf(shape, shard, () if piece is None else tuple(boxes_of_piece(shape, piece)), copies)
 
 
 def of_dtensor(name: str, tensor: DTensor, ranks: Ranks) -> Leaf:

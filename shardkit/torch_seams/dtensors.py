@@ -87,29 +87,34 @@ def whole(value: Tree) -> torch.Tensor:
     return full
 
 
-def rows_here(
-    like: torch.Tensor, mesh: DeviceMesh, shape: torch.Size, within: DTensorSpec | None = None
+def part_here(
+    like: torch.Tensor,
+    mesh: DeviceMesh,
+    shape: torch.Size,
+    within: DTensorSpec | None = None,
+    dim: int = 0,
 ) -> DTensor:
-    """A DTensor over no values, for what it says: its ``_spec``, and the shape of the rows on this rank.
+    """A DTensor over no values, for what it says: its ``_spec``, and the shape of the part on this rank.
 
     Args:
         like: has the dtype and the device.
         mesh: cut along the last dimension; what is along others are replicas.
         shape: of what is cut; every rank has all of one without dimensions.
         within: of the DTensor whose local tensor that is, if it is one.
+        dim: of the shape, along which it is cut.
     """
-    placements, sizes = _rows(mesh, shape), tuple(shape)
+    placements, sizes = _rows(mesh, shape, dim), list(shape)
     if shape:
         rank, parts = mesh.get_local_rank(mesh.ndim - 1), mesh.size(mesh.ndim - 1)
-        most = -(-shape[0] // parts)
-        sizes = (max(0, min(most, shape[0] - rank * most)), *shape[1:])
+        most = -(-shape[dim] // parts)
+        sizes[dim] = max(0, min(most, shape[dim] - rank * most))
     local = like.new_empty(()).expand(sizes)
     if within is None:
         return _laid_out(local, mesh, placements, shape)
     from torch.distributed.tensor.placement_types import _StridedShard
 
-    if shape and within.num_shards_map[0] > 1:
-        placements[-1] = _StridedShard(0, split_factor=within.num_shards_map[0])
+    if shape and within.num_shards_map[dim] > 1:
+        placements[-1] = _StridedShard(dim, split_factor=within.num_shards_map[dim])
     return _laid_out(local, joined(mesh, within.mesh), [*placements, *within.placements], within.shape)
 
 
@@ -136,18 +141,42 @@ def joined(outer: DeviceMesh, inner: DeviceMesh) -> DeviceMesh:
     return both
 
 
-def check_within(name: str, param: DTensor, mesh: DeviceMesh) -> None:
+def dimension_of(chosen: object, name: str, param: nn.Parameter, mesh: DeviceMesh | None) -> int:
+    """The dimension along which a parameter is cut, by what torch's ``shard_placement_fn`` says of it.
+
+    Raises:
+        ConfigurationError: it says something else, or names another mesh than the call's.
+    """
+    from torch.distributed.tensor import Shard
+
+    info = getattr(chosen, "mesh_info", None)  # ShardPlacementResult of torch 2.13
+    said, chosen = chosen, chosen if info is None else getattr(chosen, "placement", None)
+    if chosen is None or isinstance(chosen, Shard):
+        dim = 0 if chosen is None else chosen.dim + (param.dim() if chosen.dim < 0 else 0)
+        if (dim == 0 or 0 <= dim < param.dim()) and (info is None or info.mesh == mesh):
+            return dim
+    invalid = getattr(chosen, "dim", None)
+    raise ConfigurationError(
+        f"shard_placement_fn says {said} for {name!r} of shape {tuple(param.shape)}: "
+        + ("" if invalid is None else f"Shard dim {invalid} is invalid for {param.dim()}D tensor; ")
+        + "Expected Shard of one of its dimensions; all parameters of a call are cut over the mesh that it is given. "
+        "Call fully_shard for a module whose parameters are to have another mesh"
+    )
+
+
+def check_within(name: str, param: DTensor, mesh: DeviceMesh, dim: int = 0) -> None:
     """Raises ConfigurationError for a DTensor whose rows can't be divided over a mesh.
 
     Args:
         name: of the parameter.
         mesh: divides the local tensor along its last dimension.
+        dim: of the local tensor, that is divided.
     """
     from torch.distributed.tensor.placement_types import Shard, _StridedShard
 
     joined(mesh, param.device_mesh)
-    placements, rows = param.placements, param.shape[0] if param.dim() else 1
-    parts = param._spec.num_shards_map[0] if param.dim() else 1
+    placements, rows = param.placements, param.shape[dim] if param.dim() else 1
+    parts = param._spec.num_shards_map[dim] if param.dim() else 1
     is_uneven = parts > 1 and rows % (parts * mesh.size(mesh.ndim - 1)) > 0  # older torch mixes rows of these
     is_mixed = is_uneven and issubclass(_StridedShard, Shard)
     if is_mixed or any(p.is_partial() or isinstance(p, _StridedShard) for p in placements):
@@ -196,10 +225,10 @@ def like_dtensor(local: torch.Tensor, other: DTensor) -> DTensor:
     return _laid_out(local, other.device_mesh, other.placements, other.shape)
 
 
-def _rows(mesh: DeviceMesh, shape: torch.Size) -> list[Placement]:
+def _rows(mesh: DeviceMesh, shape: torch.Size, dim: int = 0) -> list[Placement]:
     from torch.distributed.tensor import Replicate, Shard
 
-    return [*(Replicate() for _ in range(mesh.ndim - 1)), Shard(0) if shape else Replicate()]
+    return [*(Replicate() for _ in range(mesh.ndim - 1)), Shard(dim) if shape else Replicate()]
 
 
 def _laid_out(

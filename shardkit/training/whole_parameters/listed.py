@@ -208,6 +208,11 @@ def parts_of(model: nn.Module) -> list[Part]:
             )
             pieces[id(flat)] = [[] for _ in flat.originals]
             for piece in flat.layout.pieces():
+                if piece.runs > 1:
+                    raise ConfigurationError(
+                        f"{flat.names[piece.item]!r} is cut along a later dimension (shard_placement_fn), and "
+                        "WholeParameters puts rows together: cut it along its first one"
+                    )
                 pieces[id(flat)][piece.item].append(piece)
         found.append(Part(name, flat, number, param, () if flat is None else pieces[id(flat)][number]))
     without = [p.name for p in found if (p.listed if p.flat is None else p.flat.param).is_meta]
