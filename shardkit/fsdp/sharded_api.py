@@ -273,7 +273,7 @@ class ShardedAPI(abc.ABC):
         """
         _refuse_dtensors(self._state, "get_shard_from_optim_state_dict", "set_optimizer_state_dict")
         slots = [slot_of(f) for f in self._state.all_listings()]
-        shard = shard_by_id(slots, full_optim_state_dict)
+        shard = shard_by_id(slots, full_optim_state_dict, list(self._state.door.parameters()))
         uncollected = self._state.uncollected
         for local in full_optim_state_dict.get("uncollected_local_ids", []):
             if local in uncollected:
