@@ -480,7 +480,7 @@ def way_for(
     group = flat.group.channel("gradients")
     has_replicas = replicas is not None and replicas.world_size > 1
     blocks = None
-    if has_replicas or group.world_size > 1:
+    if reduce.compression is not None and (has_replicas or group.world_size > 1):
         blocks = format_for(reduce.compression, flat.layout.shard_numel, packed_dtype(flat, reduce))
     if group.world_size > 1 and not has_replicas and blocks is not None:
         return Way(CompressedPack(flat, group, reduce, divisors, blocks), replicas)
