@@ -28,7 +28,8 @@ _TRACKER_NAME = "model-parallel-rng"
 _OFFSET = 2718
 
 
-def _backend() -> Backend:
+def device_backend() -> Backend:
+    """Returns the accelerator's, where there is one."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is not None:
         with contextlib.suppress(BackendError):
@@ -36,9 +37,9 @@ def _backend() -> Backend:
     return backend_for_device("cpu")
 
 
-def _seeded(seed: int) -> Tree:
+def seeded_state(seed: int) -> Tree:
     """The state of the device's generator after it was seeded."""
-    return torch.Generator(device=_backend().device()).manual_seed(seed).get_state()
+    return torch.Generator(device=device_backend().device()).manual_seed(seed).get_state()
 
 
 class CudaRNGStatesTracker:
@@ -80,7 +81,7 @@ class CudaRNGStatesTracker:
                 f"a random state named {name!r} already exists; choose another name or reset()"
             )
         self.seeds_.add(seed)
-        self.states_[name] = _seeded(seed)
+        self.states_[name] = seeded_state(seed)
 
     @contextlib.contextmanager
     def fork(self, name: str = _TRACKER_NAME) -> Iterator[None]:
@@ -93,7 +94,7 @@ class CudaRNGStatesTracker:
             raise ConfigurationError(
                 f"no random state named {name!r}; call model_parallel_cuda_manual_seed(seed), or add(name, seed) first"
             )
-        backend = _backend()
+        backend = device_backend()
         outside = backend.rng_state()
         backend.set_rng_state(self.states_[name])
         try:
@@ -141,9 +142,9 @@ def model_parallel_cuda_manual_seed(seed: int) -> None:
             own,
             seed,
         )
-    backend = _backend()
+    backend = device_backend()
     if backend.device_type != "cpu":
-        backend.set_rng_state(_seeded(seed))
+        backend.set_rng_state(seeded_state(seed))
     _tracker.reset()
     _tracker.add(_TRACKER_NAME, own)
 
@@ -169,5 +170,5 @@ def checkpoint(function: AnyCallable, *args: object) -> Tree:
 
     # A parameter beside the arguments: backward comes also where only the function's own parameters want a gradient,
     # and the generator of its device, from which the streams draw, is put back.
-    device = nn.ParameterList([torch.empty(0, device=_backend().device())])
+    device = nn.ParameterList([torch.empty(0, device=device_backend().device())])
     return call_checkpointed(run, args, {}, near=device)
