@@ -46,6 +46,7 @@ if TYPE_CHECKING:  # the same names as in the table below; tests/test_packaging.
         register_fsdp_forward_method as register_fsdp_forward_method,
         sharding_of as sharding_of,
     )
+    from .training.microbatches import mean_loss as mean_loss, microbatch as microbatch
     from .training.grad_scaler import GradScaler as GradScaler, ShardedGradScaler as ShardedGradScaler
     from .launching import launch as launch
     from .optimizers.elementwise import declare_elementwise as declare_elementwise
@@ -92,6 +93,7 @@ _HOMES = {
     "launching": "launch",
     "optimizers.elementwise": "declare_elementwise",
     "oss.optimizer": "OSS",
+    "training.microbatches": "mean_loss microbatch",
     "training.out_of_memory": "SkipOutOfMemory",
     "policy": "Compression OffloadPolicy PrecisionPolicy ReducePolicy ReshardPolicy",
     "launching.stopping": "stop_requested",

@@ -95,7 +95,7 @@ from ..torch_seams.hooks import (
 from .flat_param import FlatParam
 from .originals import backward_with_graph, changed_since_forward, written_original
 from .store import GATHERING, LOCKED, Store, start_together
-from .unit import ROW, SmallUnits, Unit, UnitCall, rows_of_small
+from .unit import ROW, SmallUnits, Unit, UnitCall, refuse_steps, rounds_of, rows_of_small
 
 NO_THREAD = 0
 this_thread = threading.get_ident
@@ -455,6 +455,7 @@ class Engine:
             unit.engine, unit.enter_backward = self, partial(self.reach, unit)
         self._keeping = [unit for unit in self.units if unit.keeps_frozen]
         self.set_accumulating([unit.accumulates for unit in self.units])
+        self._rounds = rounds_of(self.units)
 
     # ------------------------------------------------------------ forward
     @not_compiled
@@ -664,6 +665,8 @@ class Engine:
         for unit in self.units:
             if unit.keeps_local:
                 unit.forget_if_cleared()
+        if self._rounds is not None:
+            self._rounds.begin()
 
     @not_compiled
     def reach(self, unit: Unit, gradient: torch.Tensor) -> None:
@@ -878,6 +881,10 @@ class Engine:
                 self._send(unit)
         while self._in_flight:
             self._receive()
+        if self._rounds is not None:
+            self._rounds.end()
+            if self._rounds.are_waiting():
+                refuse_steps.note(self._rounds)
 
     def recover(self) -> None:
         """Forgets a backward that died of an exception."""

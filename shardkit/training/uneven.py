@@ -28,6 +28,7 @@ from ..fsdp.engine import Engine
 from ..fsdp.forward import become_root
 from ..fsdp.state import ShardingState, state_of
 from ..oss.sharded_ddp import ShardedDDP
+from ..reduction.ordered import refuse_other
 from ..torch_seams.hooks import BackwardState
 from ..types import Args, Kwargs, Tree
 
@@ -318,8 +319,10 @@ def _follower_for(model: nn.Module) -> _Follower:
     state = state_of(model)
     by: _Follower
     if state is not None:
+        refuse_other(state.options.reduce, "uneven(): which rank runs which micro-batch is not fixed")
         by = _FSDPFollower(state)
     elif isinstance(model, ShardedDDP):
+        refuse_other(model._connected().policy, "uneven(): which rank runs which micro-batch is not fixed")
         by = _ShardedDDPFollower(model)
     else:
         raise ConfigurationError(

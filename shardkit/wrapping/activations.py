@@ -233,7 +233,7 @@ class CheckpointFunction(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
         if not torch.autograd._is_checkpoint_valid():
             raise LifecycleError(
-                "a checkpointed module computes its gradients within backward(); torch.autograd.grad() and "
+                "a checkpointed call computes its gradients within backward(); torch.autograd.grad() and "
                 "backward(inputs=...) can't reach through it. Call backward(), or run the forward within "
                 "disable_checkpointing()"
             )
