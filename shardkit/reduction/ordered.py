@@ -37,16 +37,10 @@ def microbatches(reduce: ReducePolicy, world_size: int) -> int:
 
 
 # ------------------------------------------------------------ what can't have one
-def check_order(reduce: ReducePolicy, world_size: int, modules: Iterable[tuple[str, nn.Module]]) -> None:
+def check_order(reduce: ReducePolicy, modules: Iterable[tuple[str, nn.Module]]) -> None:
     """Raises ConfigurationError for what depends on the number of ranks; alike on all ranks, since options are."""
-    count = microbatches(reduce, world_size)
-    if not count:
+    if reduce.order is None:
         return
-    if count % world_size:
-        raise ConfigurationError(
-            f'microbatches={count} with order="fixed": {world_size} ranks can\'t share them evenly. Pass a number '
-            f"that {world_size} divides"
-        )
     for path, m in modules:
         if isinstance(m, nn.SyncBatchNorm) or getattr(m, "track_running_stats", False):
             raise _refused(
@@ -115,15 +109,30 @@ class Rounds:
 
     Args:
         params: those that have the sums.
-        rounds: how many backwards each rank runs in a step.
+        count: K.
+        world_size: where it does not divide K, some ranks sit out the last of them, inside of ``uneven``.
+
+    Attributes:
+        may_be_uneven: they may now.
     """
 
-    def __init__(self, params: Sequence[torch.Tensor], rounds: int) -> None:
-        self._params, self._rounds = params, rounds
+    def __init__(self, params: Sequence[torch.Tensor], count: int, world_size: int) -> None:
+        self._params, self._rounds = params, -(-count // world_size)
         self._count, self._has_gradients = 0, False
+        self._shared, self.may_be_uneven = (count, world_size), False
 
     def begin(self) -> None:
-        """Forgets a step whose gradients have been cleared, as a backward begins."""
+        """Forgets a step whose gradients have been cleared, as a backward begins.
+
+        Raises:
+            LifecycleError: ranks can't share the micro-batches evenly.
+        """
+        count, world_size = self._shared
+        if count % world_size and not self.may_be_uneven:
+            raise LifecycleError(
+                f'microbatches={count} with order="fixed": {world_size} ranks can\'t share them evenly. Pass a number '
+                f"that {world_size} divides, or run the step inside of shardkit.uneven(model)"
+            )
         if self._count and self._has_gradients and not self._any_gradient():
             self._count = 0
 

@@ -28,7 +28,7 @@ from ..fsdp.engine import Engine
 from ..fsdp.forward import become_root
 from ..fsdp.state import ShardingState, state_of
 from ..oss.sharded_ddp import ShardedDDP
-from ..reduction.ordered import refuse_other
+from ..reduction.ordered import Rounds, microbatches
 from ..torch_seams.compiling import not_compiled
 from ..torch_seams.hooks import BackwardState
 from ..types import Args, Kwargs, Tree
@@ -41,8 +41,10 @@ class _Follower(abc.ABC):
         state: of the last backward.
         groups: all ranks that have a part of the batch, as one group or as two (of shards and of replicas).
         has_order: this rank knows in which order the others gather and reduce.
+        rounds: the backwards of a step, where sums have a fixed order.
     """
 
+    rounds: Rounds | None
     groups: Sequence[Group]
     state: BackwardState
 
@@ -83,7 +85,7 @@ class _FSDPFollower(_Follower):
         self._engine: Engine = state.engine or become_root(state)
         if not state.is_root:
             raise LifecycleError("uneven() is for the outermost FSDP module; pass that one")
-        self.state = self._engine.state
+        self.state, self.rounds = self._engine.state, self._engine.rounds
         self.groups = [state.group] if state.replicas is None else [state.group, state.replicas]
 
     @property
@@ -112,7 +114,8 @@ class _FSDPFollower(_Follower):
         found = []
         for unit in self._engine.units:
             copies = 1 if unit.replicas is None else unit.replicas.world_size
-            factor = unit.divisors[0] * unit.divisors[1] * copies / total
+            divisor = unit.divisors[0] * unit.divisors[1] * copies
+            factor = (microbatches(unit.reduce, self.groups[0].world_size) or divisor) / total
             found += [(listing.param, factor) for flat in unit.flats for listing in flat.listings]
         return found
 
@@ -126,7 +129,7 @@ class _ShardedDDPFollower(_Follower):
     def __init__(self, model: ShardedDDP) -> None:
         self._model = model
         self._exchange = model._connected()
-        self.state = self._exchange.state
+        self.state, self.rounds = self._exchange.state, self._exchange.rounds
         self.groups = [model._group]
 
     def has_local_gradients(self) -> bool:
@@ -146,7 +149,9 @@ class _ShardedDDPFollower(_Follower):
         self._exchange.reduce_now()
 
     def scaled(self, total: float) -> list[tuple[nn.Parameter, float]]:
-        return [(p, self.groups[0].world_size / total) for p in self._model.parameters()]
+        world_size = self.groups[0].world_size
+        divisor = microbatches(self._exchange.policy, world_size) or world_size
+        return [(p, divisor / total) for p in self._model.parameters()]
 
 
 class uneven:
@@ -203,6 +208,7 @@ class uneven:
         for p, _ in self._by.scaled(1.0):
             if p.grad is not None:
                 self._before[p], p.grad = p.grad, None
+        self._note_rounds(True)
         self._hook = self._model.register_forward_pre_hook(self._begin, prepend=True, with_kwargs=True)
         return self
 
@@ -213,6 +219,7 @@ class uneven:
         if error is not None:
             for group in self._by.groups:
                 group.abort(f"it left uneven() by {type(error).__name__}: {error}")
+            self._note_rounds(False)
             return
         self._check_backward()
         self._is_following = True
@@ -230,7 +237,12 @@ class uneven:
             self._by.note_order()
         if kept:
             self._by.reduce()
+        self._note_rounds(False)
         self._finish(total)
+
+    def _note_rounds(self, may_be_uneven: bool) -> None:
+        if self._by.rounds is not None:
+            self._by.rounds.may_be_uneven = may_be_uneven
 
     @not_compiled
     def _begin(self, model: nn.Module, args: Args, kwargs: Kwargs) -> None:
@@ -321,10 +333,8 @@ def _follower_for(model: nn.Module) -> _Follower:
     state = state_of(model)
     by: _Follower
     if state is not None:
-        refuse_other(state.options.reduce, "uneven(): which rank runs which micro-batch is not fixed")
         by = _FSDPFollower(state)
     elif isinstance(model, ShardedDDP):
-        refuse_other(model._connected().policy, "uneven(): which rank runs which micro-batch is not fixed")
         by = _ShardedDDPFollower(model)
     else:
         raise ConfigurationError(

@@ -88,6 +88,14 @@ def test_a_training_goes_on_with_other_ranks(tmp_path: Path) -> None:
             folder.rename(folder.with_name(f"{folder.name}_{strategy}"))
 
 
+@pytest.mark.parametrize("strategy", ["units", "fsdp", "sharded_ddp"])
+def test_ranks_that_sit_out_the_last_round(strategy: str) -> None:
+    """Six micro-batches on four ranks, five, and eight, of which two have none."""
+    alone = _ranks(1, "simulated", "mlp", strategy, clip=0.3, count=6)
+    for world in (2, 4, 5, 8):
+        assert _ranks(world, "simulated", "mlp", strategy, clip=0.3, count=6, uneven=True) == alone
+
+
 # ------------------------------------------------------------ norms
 def _norm(rank: int, cuts: list[int], scale: float) -> tuple[float, float, list[float]]:
     """The norm of numbers of all magnitudes, of which this rank has a part; one that is not finite; that of few."""
@@ -129,7 +137,9 @@ def _refused(rank: int) -> None:
             make()
 
     fixed = ReducePolicy(order="fixed", microbatches=4)
-    fails(ConfigurationError, "can't share them evenly", lambda: Run("mlp", "fsdp", microbatches=3))
+    for strategy in ("fsdp", "sharded_ddp"):
+        run = Run("mlp", strategy, microbatches=3)
+        fails(LifecycleError, "2 ranks can't share them evenly", lambda run=run: run.backward(0, 1))
     norm = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     fails(ConfigurationError, "'1', a BatchNorm1d", lambda: FSDP(norm, reduce=fixed))
     oss = OSS(norm.parameters(), torch.optim.SGD, lr=0.1)
@@ -233,3 +243,30 @@ def test_random_numbers_are_a_microbatchs() -> None:
     assert torch.equal(torch.get_rng_state(), before)
     with shardkit.microbatch(0, seed=1):
         assert not torch.equal(torch.rand(3), drawn[0])
+
+
+# ------------------------------------------------------------ loss scaling
+def _scaled(rank: int, world: int, strategy: str) -> list[object]:
+    """Halves on the wire; a micro-batch of the second step overflows."""
+    run = Run("mlp", strategy, microbatches=6, dtype=torch.float16)
+    scaler: Any = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    told: list[object] = []
+    for step in range(3):
+        for k in range(rank, 6, world):
+            run.backward(6 * step + k, math.inf if (step, k) == (1, 4) else 1, scaler.scale)
+        scaler.unscale_(run.optimizer)
+        told.append(str(run.clip(0.3, torchs=strategy == "units").item()))
+        scaler.step(run.optimizer)
+        scaler.update()
+        run.model.zero_grad()
+        run.optimizer.zero_grad()
+    return [*told, scaler.get_scale(), run.digest()]
+
+
+@pytest.mark.parametrize("strategy", ["units", "fsdp", "sharded_ddp"])
+def test_scaled_losses(strategy: str) -> None:
+    alone, *others = [rank_pool(world, "simulated").run(_scaled, world, strategy) for world in (1, 2, 3)]
+    assert alone[0][1] == "nan"
+    assert alone[0][3] == 2.0**9
+    for each in others:
+        assert each == alone * len(each)
