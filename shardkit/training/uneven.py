@@ -167,8 +167,8 @@ class uneven:
     a number of micro-batches. Where no rank has run any, there are no gradients. Those that were there before are
     added to.
 
-    With ``ReducePolicy(order="fixed", microbatches=K)`` each step has K, which are added up as they come: round by round,
-    in each by rank. Bits are those of one process that runs them in this order.
+    With ``ReducePolicy(order="fixed", microbatches=K)`` each step has K, which are added up as they come: round by
+    round, in each by rank. Bits are those of one process that runs them in this order.
 
     The model is the root of FSDP or ``fully_shard``, or a ShardedDDP. Each forward is followed by its backward. With
     ``no_sync`` around all backwards of all ranks, gradients are reduced once, at the end. A rank that is through waits
@@ -195,11 +195,15 @@ class uneven:
         self._told: tuple[list[Work], torch.Tensor] | None = None  # on its way
 
     def weighted(self, loss: torch.Tensor, weight: float) -> torch.Tensor:
-        """Returns weight * loss; the micro-batch counts so much: of samples or tokens, say, that it is a mean of."""
+        """Returns weight * loss; the micro-batch counts so much: of samples or tokens, say, that it is a mean of.
+
+        Raises:
+            ConfigurationError: the order is fixed, in which each has an equal share.
+        """
         if self._by.rounds is not None:
             raise ConfigurationError(
-                'weighted() with order="fixed": each of the micro-batches has an equal share of the mean. Leave it out, '
-                "or the order"
+                'weighted() with order="fixed": each of the micro-batches has an equal share of the mean. Leave one of '
+                "them out"
             )
         self._total += float(weight) - self._weight
         self._weight = float(weight)
