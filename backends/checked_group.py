@@ -206,7 +206,7 @@ def check_member(group: Group, operation: str, other: int) -> None:
 
 
 def check_members(group: Group, ranks: Sequence[int]) -> list[int]:
-    """The group ranks of a sub-group, in ascending order."""
+    """Returns the group ranks of a sub-group, in ascending order."""
     chosen, world_size = sorted(ranks), group.world_size
     if not chosen or len(set(chosen)) != len(chosen) or chosen[0] < 0 or chosen[-1] >= world_size:
         raise ConfigurationError(

@@ -70,7 +70,7 @@ class ObjectsOverTensors(CheckedGroup):
 
 
 def announce(group: Group, obj: object, sends: bool, label: str) -> tuple[bytearray, list[int]]:
-    """The pickled object, and the number of bytes on every rank."""
+    """Returns the pickled object, and the number of bytes on every rank."""
     problem: Exception | None = None
     data = bytearray()
     if sends:

@@ -83,7 +83,7 @@ class Name(str):
         return self.written()
 
     def written(self) -> str:
-        """The end of what it has written so far."""
+        """Returns the end of what it has written so far."""
         size = os.fstat(self.file.fileno()).st_size
         written = os.pread(self.file.fileno(), _MOST, max(0, size - _MOST))
         return written.decode(errors="replace").partition("\nExtension modules: ")[0]

@@ -59,12 +59,12 @@ def all_gather_facts_or_objects(group: Group, value: T, *, label: str = "") -> l
 
 
 def encode(value: object) -> bytes:
-    """A value as bytes."""
+    """Returns a value as bytes."""
     return json.dumps(_tagged(value), separators=(",", ":")).encode()
 
 
 def decode(data: bytes) -> Tree:
-    """The value of some bytes."""
+    """Returns the value of some bytes."""
     try:
         return _untagged(json.loads(data))
     except (ValueError, TypeError, LookupError, RecursionError) as error:
@@ -128,7 +128,7 @@ def proposed_run_id() -> str:
 
 
 def new_run_id(group: Group, proposed: str) -> str:
-    """The id of the unit that is being built, the same on all ranks.
+    """Returns the id of the unit that is being built, the same on all ranks.
 
     Args:
         group: the ranks of the unit.
@@ -287,7 +287,7 @@ def group_facts(
 
 
 def _in_words(value: object) -> str:
-    """A value as text that is the same on all ranks if the value is."""
+    """Returns a value as text that is the same on all ranks if the value is."""
     if isinstance(value, torch.Tensor):
         return str(value.tolist()) if value.device.type == "cpu" else f"a tensor {tuple(value.shape)}"
     if isinstance(value, tuple | list):

@@ -39,7 +39,7 @@ def observe(what: Unfinished) -> None:
 
 
 def unfinished(in_backward: bool) -> str:
-    """The first thing that has not ended; "" if there is none."""
+    """Returns the first thing that has not ended; "" if there is none."""
     for what in list(_all):
         text = what.unfinished(in_backward)
         if text:

@@ -190,7 +190,7 @@ class LibraryGroup(StreamGroup):
 
 
 def _library_of(group: C10dGroup) -> str:
-    """The name of what serves the device in the process group that channels and sub-groups were made from."""
+    """Returns the name of what serves the device in the process group that channels and sub-groups were made from."""
     config = dist.get_backend_config(group._root.of_torch())
     return dict(pair.split(":") for pair in config.split(","))[group.backend.device_type]
 

@@ -325,7 +325,7 @@ class Watch:
 
     # ------------------------------------------------------------ what is published
     def _read_failures(self) -> list[tuple[int, StateDict]]:
-        """The other ranks that have failed, and what they published."""
+        """Returns the other ranks that have failed, and what they published."""
         found = []
         for rank in range(self._world_size):
             entry = self._board.read(f"rank{rank}") if rank != self._rank else None

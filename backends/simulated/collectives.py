@@ -48,7 +48,7 @@ def op_name(op: dist.ReduceOp) -> str:
 
 
 def _combine(tensors: Tensors, op: str) -> Tensor:
-    """A new tensor; in the order given and in the tensors' dtype, so the same on every run."""
+    """Returns a new tensor; in the order given and in the tensors' dtype, so the same on every run."""
     result = tensors[0].clone()
     for tensor in tensors[1:]:
         _COMBINE[op](result, tensor, out=result)

@@ -29,7 +29,7 @@ class Line:
         self._named: dict[str, Line] = {}
 
     def meeting(self, sequence: int) -> Meeting:
-        """The one for a rank's call of that number."""
+        """Returns the one for a rank's call of that number."""
         return self._meetings.setdefault(sequence, Meeting(self.ranks))
 
     def between(self, source: int, destination: int, tag: int) -> Line:

@@ -65,7 +65,7 @@ class ThreadWork(dist.Work):
         return self._source()
 
     def get_future(self) -> Future[list[Tensor]]:
-        """A future that is done: what waits for one in C++ would not let other ranks have their turn."""
+        """Returns a future that is done: what waits for one in C++ would not let other ranks have their turn."""
         self.wait()
         future: Future[list[Tensor]] = Future()
         future.set_result(self._outputs)

@@ -238,7 +238,7 @@ def _describe(dtype: torch.dtype, sizes: Sequence[int]) -> str:
 
 
 def as_group(backend: Backend, replica: Replica, process_group: ProcessGroup) -> Group:
-    """The group for None, a torch.distributed group, or an object with ``rank()`` and ``size()``."""
+    """Returns the group for None, a torch.distributed group, or an object with ``rank()`` and ``size()``."""
     if process_group is None:
         if not replica.root:
             replica.root.append(XlaGroup(backend, replica, range(replica.world_size)))

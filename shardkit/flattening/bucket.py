@@ -48,7 +48,7 @@ class Bucket:
             raise ConfigurationError(f"the parameter of shape {tuple(param.shape)} is in this bucket already")
 
     def _take_part(self, param: torch.Tensor) -> torch.Tensor:
-        """The next part of the buffer, in the parameter's shape."""
+        """Returns the next part of the buffer, in the parameter's shape."""
         if (param.dtype, param.device) != (self.buffer.dtype, self.buffer.device):
             raise ConfigurationError(
                 f"the parameter is {param.dtype} on {param.device}, its bucket {self.buffer.dtype} on "

@@ -38,7 +38,7 @@ def device_backend() -> Backend:
 
 
 def seeded_state(seed: int) -> Tree:
-    """The state of the device's generator after it was seeded."""
+    """Returns the state of the device's generator after it was seeded."""
     return torch.Generator(device=device_backend().device()).manual_seed(seed).get_state()
 
 
@@ -118,7 +118,7 @@ _tracker = CudaRNGStatesTracker()
 
 
 def get_cuda_rng_tracker() -> CudaRNGStatesTracker:
-    """The tracker that layers share."""
+    """Returns the tracker that layers share."""
     return _tracker
 
 

@@ -104,7 +104,7 @@ def _marked(optimizer: Optimizer, state_dict: StateDict) -> StateDict:
 
 
 def marked(state: SavedState, shape: torch.Size) -> StateDict:
-    """A shard's state that tells that it is one; the shape is the shard's."""
+    """Returns a shard's state that tells that it is one; the shape is the shard's."""
     return {k: v.as_subclass(StateOfShard) if is_elementwise(k, v, shape) else v for k, v in state.items()}
 
 

@@ -46,7 +46,7 @@ def checkpointed_cells(checkpoint: str, micro_batches: int) -> int:
 def run_cell(
     layers: nn.Sequential, value: Value, skips: Skips, label: str, *, checkpoint: bool
 ) -> tuple[Value, Skips]:
-    """A micro-batch through a partition; returns it with the skip tensors that later partitions pop."""
+    """Sends a micro-batch through a partition; returns it with the skip tensors that later partitions pop."""
 
     def call(value: Value, skips: Skips) -> tuple[Value, Skips]:
         with holding(dict(skips)) as held, Phase(f"shardkit::{label}"):

@@ -83,7 +83,7 @@ class NeighbourLink:
         self._sending.clear()
 
     def receive(self, src: int) -> tuple[StateDict, list[torch.Tensor]]:
-        """A message of a rank of the group: facts and tensors.
+        """Receives a message of a rank of the group: facts and tensors.
 
         Raises:
             RankLostError: the other rank says that it failed.

@@ -255,7 +255,7 @@ def p_assert(cond: object, s: object) -> None:
 
 
 def get_fsdp_instances(mod: nn.Module, skip_empty: bool = False) -> list[FullyShardedDataParallel]:
-    """All FSDP modules in a module, itself included, the outermost first.
+    """Returns all FSDP modules in a module, itself included, the outermost first.
 
     Args:
         skip_empty: leave out those without parameters of their own.

@@ -37,7 +37,7 @@ def shard_name(original: str) -> str:
 
 
 def in_state_dict(path: str) -> str:
-    """A path of a module or parameter as state dicts write it."""
+    """Returns a path of a module or parameter as state dicts write it."""
     return path.replace("_fpw_module.", "")
 
 
@@ -67,7 +67,7 @@ class SavedParameter(NamedTuple):
 
 
 def parameters_in(keys: Iterable[str], facts: SavedState) -> Iterator[SavedParameter]:
-    """All that torch_xla's state dicts with these keys hold, by their shard_metadata."""
+    """Yields all that torch_xla's state dicts with these keys hold, by their shard_metadata."""
     for key in keys:
         wrapper, shard = split_shard_name(key)
         if shard is None:  # buffers are rank 0's
@@ -104,7 +104,7 @@ def _metadata_in(tree: object) -> SavedState | None:
 
 
 def _weights_in(tree: SavedState, path: str) -> StateDict:
-    """The shards, under whichever key a program put them."""
+    """Returns the shards, under whichever key a program put them."""
     held = [
         v
         for v in tree.values()
