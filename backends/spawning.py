@@ -139,7 +139,7 @@ class ProcessTime:
 
 
 def _state(pid: int | None) -> tuple[str, float]:
-    """One letter, and the seconds for which it had a core; nothing if that is not known."""
+    """Returns one letter, and the seconds for which it had a core; nothing if that is not known."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

@@ -220,15 +220,15 @@ class Group(OutsideGraphs, abc.ABC):
 
     @abc.abstractmethod
     def all_gather_bytes(self, data: bytes, *, label: str = "") -> list[bytes]:
-        """Each rank's bytes, of any length, in rank order, on every rank."""
+        """Returns each rank's bytes, of any length, in rank order, on every rank."""
 
     @abc.abstractmethod
     def all_gather_object(self, obj: T, *, label: str = "") -> list[T]:
-        """Each rank's picklable object, in rank order, on every rank."""
+        """Returns each rank's picklable object, in rank order, on every rank."""
 
     @abc.abstractmethod
     def gather_object(self, obj: T, dst: int, *, label: str = "") -> list[T] | None:
-        """Each rank's picklable object, in rank order, on ``dst``; None elsewhere."""
+        """Returns each rank's picklable object, in rank order, on ``dst``; None elsewhere."""
 
     @abc.abstractmethod
     def broadcast_object(self, obj: T, src: int, *, label: str = "") -> T: ...

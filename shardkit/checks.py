@@ -36,7 +36,7 @@ _DTYPES = {str(v): v for v in vars(torch).values() if isinstance(v, torch.dtype)
 
 
 def all_gather_facts(group: Group, value: T, *, label: str = "") -> list[T]:
-    """Each rank's value, in rank order, on every rank (collective).
+    """Returns each rank's value, in rank order, on every rank (collective).
 
     Args:
         value: None, bool, int, float, str, bytes, torch.dtype, and tuples, lists and dicts of them; torch.Size arrives
@@ -235,7 +235,7 @@ def _refuse_differences(group: Group, everybody: list[Tree], what: str) -> None:
 
 
 def shape_fact(tensor: torch.Tensor) -> object:
-    """A shape as a fact for :func:`check_same_everywhere`; lazy modules have none before their first forward."""
+    """Makes a shape a fact for :func:`check_same_everywhere`; lazy modules have none before their first forward."""
     return "no shape yet" if is_lazy(tensor) else tuple(tensor.shape)
 
 

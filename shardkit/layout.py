@@ -198,7 +198,7 @@ class ShardLayout:
         return self.copies
 
     def padding(self, rank: int) -> int:
-        """How many elements at the end of a rank's shard lie behind the last item."""
+        """Returns how many elements at the end of a rank's shard lie behind the last item."""
         part = self.part(rank)
         return part.stop - part.start - max(0, min(part.stop, self.numel) - part.start)
 

@@ -236,12 +236,12 @@ class C10dGroup(ObjectsOverTensors):
         C10dWork(self, [agreement], call, None).wait()
 
     def _follow(self, operation: str, numel: int, label: str) -> None:
-        """A call is about to be issued, in a channel that may keep an order; see [Note: call order]."""
+        """Notes that a call is about to be issued, in a channel that may keep an order; see [Note: call order]."""
         if self._order is not None and not self._order.expects(key := (operation, numel, label)):
             self._turn(key)
 
     def _turn(self, key: Key) -> None:
-        """A call that this rank's order of calls has not predicted."""
+        """Orders a call that this rank's order of calls has not predicted."""
         self._agree(key)
         if self._order is not None:
             self._order.turn(key)
@@ -271,7 +271,7 @@ class C10dGroup(ObjectsOverTensors):
 
     # ------------------------------------------------------------ collectives
     def _all_gather(self, output: Tensor, shard: Tensor, parts: Sizes, async_op: bool, label: str) -> Work:
-        """Each rank broadcasts its slice of ``output`` in place: nothing is copied, no buffer is needed.
+        """Has each rank broadcast its slice of ``output`` in place: nothing is copied, no buffer is needed.
 
         Two ranks exchange theirs, which costs gloo half of what two broadcasts do.
         """

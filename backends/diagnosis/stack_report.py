@@ -127,7 +127,7 @@ def _issued_in(pg: dist.ProcessGroup) -> int:
 
 
 def issued_of_torch() -> dict[str, int]:
-    """How many collectives this rank has issued in each of torch's process groups, as far as torch tells."""
+    """Returns how many collectives this rank has issued in each of torch's process groups, as far as torch tells."""
     counts = {}
     if dist.is_initialized():
         known = list(dist.distributed_c10d._world.pg_map)

@@ -161,7 +161,7 @@ class SimulatedGroup(ObjectsOverBytes):
         finish: Finish,
         async_op: bool,
     ) -> SimulatedWork:
-        """A collective over all of a tensor, whose dtype is the same on all ranks."""
+        """Runs a collective over all of a tensor, whose dtype is the same on all ranks."""
         numel, size = tensor.numel(), tensor.element_size()
         return self._issue(
             operation, numel, label, (str(tensor.dtype), *terms), brought, finish, async_op, size

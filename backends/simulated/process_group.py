@@ -300,7 +300,7 @@ class ProcessGroupOfThreads(_Base):  # type: ignore[misc]
         outputs: Tensors = (),
         share: int = 1,
     ) -> ThreadWork:
-        """A collective over ``carried``, which have to be alike on all ranks, and are 1/share of what there is."""
+        """Runs a collective over ``carried``, which have to be alike on all ranks, and are 1/share of what there is."""
         for tensor in carried:
             if tensor.layout is not torch.strided:
                 raise ConfigurationError(

@@ -71,7 +71,7 @@ class XlaBackend(Backend):
         torch_xla.sync(wait=wait)
 
     def tie(self, tensors: Sequence[torch.Tensor]) -> None:
-        """An optimization barrier: XLA neither merges nor moves operations across it."""
+        """Issues an optimization barrier: XLA neither merges nor moves operations across it."""
         import torch_xla
 
         mine = [t for t in tensors if t.device.type == "xla"]

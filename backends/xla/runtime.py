@@ -141,10 +141,10 @@ class RuntimeHost:
         self._parts: dict[tuple[int, ...], Groups] = {}  # how the ranks are divided while this group is used
 
     def issued(self, call: ReplicaCall) -> None:
-        """A collective was added to the graph."""
+        """Notes that a collective was added to the graph."""
 
     def exchange(self, ranks: Sequence[int], what: str, label: str, payload: bytes) -> list[bytes]:
-        """Each rank's payload, in group order."""
+        """Returns each rank's payload, in group order."""
         if len(ranks) == 1:
             return [payload]
         seed = (
@@ -193,7 +193,7 @@ class RuntimeHost:
         _RUNTIME._clear_pending_irs(_RUNTIME._xla_get_default_device())
 
     def _gather(self, data: bytes, width: int, groups: Groups, call: ReplicaCall) -> list[bytes]:
-        """Each member's bytes, padded to the width."""
+        """Returns each member's bytes, padded to the width."""
         size = len(groups[0])
         padded = torch.frombuffer(bytearray(data.ljust(width, b"\0")), dtype=torch.uint8)
         self.issued(call)

@@ -31,7 +31,7 @@ def attempt(work: Callable[[], T]) -> tuple[T | None, Exception | None]:
 
 
 def agree(ranks: Ranks, problem: Exception | None, what: str, fact: object = None) -> list[Tree]:
-    """Each rank's fact, on every rank, unless something went wrong on one (collective).
+    """Returns each rank's fact, on every rank, unless something went wrong on one (collective).
 
     Args:
         problem: what went wrong on this rank.

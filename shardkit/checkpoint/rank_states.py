@@ -50,7 +50,7 @@ def random_states(backend: Backend) -> StateDict:
 
 
 def set_random_states(backend: Backend, states: StateDict) -> None:
-    """The reverse; generators of which nothing was saved stay as they are."""
+    """Does the reverse; generators of which nothing was saved stay as they are."""
     if "python" in states:
         version, inner, gauss = states["python"]
         random.setstate((version, tuple(inner), gauss))

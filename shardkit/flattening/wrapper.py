@@ -230,7 +230,7 @@ class FlattenParamsWrapper(nn.Module):
 
     # -------------------------------------------------------- module
     def forward(self, *inputs: object, **kwinputs: object) -> Tree:
-        """The wrapped module's forward."""
+        """Runs the wrapped module's forward."""
         if self.is_flattened:
             self._unflatten_params_as_views()
         return self._fpw_module(*inputs, **kwinputs)

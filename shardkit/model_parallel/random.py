@@ -67,7 +67,7 @@ class CudaRNGStatesTracker:
         self.states_ = states
 
     def add(self, name: str, seed: int) -> None:
-        """A new stream; the generator's own goes on as if nothing had been.
+        """Adds a stream; the generator's own goes on as if nothing had been.
 
         Raises:
             ConfigurationError: the name or the seed is taken.

@@ -39,7 +39,7 @@ def ticks(m: int, n: int) -> Iterator[list[tuple[int, int]]]:
 
 
 def checkpointed_cells(checkpoint: str, micro_batches: int) -> int:
-    """How many of the micro-batches, counted from the first, keep no activations."""
+    """Returns how many of the micro-batches, counted from the first, keep no activations."""
     return {"always": micro_batches, "except_last": micro_batches - 1, "never": 0}[checkpoint]
 
 

@@ -129,7 +129,7 @@ class Stage:
         self._passed: dict[int, Value] = {}  # outputs that wait for their gradients, by micro-batch
 
     def forward(self, values: Sequence[Value], *, backward: bool) -> list[Value]:
-        """The forward pass.
+        """Runs the forward pass.
 
         Args:
             values: micro-batches, on the first rank; others receive them.

@@ -68,7 +68,7 @@ def _set(name: str, value: Any = True) -> Iterator[None]:
 
 
 def disable_checkpointing() -> contextlib.AbstractContextManager[None]:
-    """Within this block checkpointed modules run as plain ones."""
+    """Makes checkpointed modules run as plain ones within this block."""
     return _set("is_checkpointing_disabled")
 
 
@@ -387,7 +387,7 @@ def take_tensors(value: Any, tensors: list[torch.Tensor]) -> Any:
 
 
 def put_tensors(value: Any, tensors: Sequence[torch.Tensor]) -> Any:
-    """The reverse of :func:`take_tensors`."""
+    """Reverses :func:`take_tensors`."""
 
     def put(leaf: Any) -> Any:
         if isinstance(leaf, _Slot):

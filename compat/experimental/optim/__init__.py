@@ -105,7 +105,7 @@ class DynamicLossScaler:
         return optimizer.step(*args, **kwargs)
 
     def _fall(self) -> None:
-        """An overflow: lowers the scale where there were enough of them."""
+        """Notes an overflow: lowers the scale where there were enough of them."""
         before = self.loss_scale
         since = self._iter - self._last_rescale_iter
         self._last_overflow_iter = self._iter

@@ -52,7 +52,7 @@ class TraceForwardEvent(NamedTuple):
 
     @classmethod
     def from_dict(cls, serialized: SavedState) -> TraceForwardEvent:
-        """The reverse of :meth:`to_dict`."""
+        """Reverses :meth:`to_dict`."""
         return cls(**serialized)
 
 
@@ -67,7 +67,7 @@ class TraceBackwardEvent(NamedTuple):
 
     @classmethod
     def from_dict(cls, serialized: SavedState) -> TraceBackwardEvent:
-        """The reverse of :meth:`to_dict`."""
+        """Reverses :meth:`to_dict`."""
         return cls(**serialized)
 
 
@@ -98,7 +98,7 @@ class LayerMemoryTrace(NamedTuple):
 
     @classmethod
     def from_dict(cls, serialized: SavedState) -> LayerMemoryTrace:
-        """The reverse of :meth:`to_dict`."""
+        """Reverses :meth:`to_dict`."""
         event = TraceForwardEvent if serialized["is_forward"] else TraceBackwardEvent
         return cls(**{**serialized, "event": event.from_dict(serialized["event"])})
 

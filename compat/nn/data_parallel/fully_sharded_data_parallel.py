@@ -172,7 +172,7 @@ class FullyShardedDataParallel(FairscaleFacts):
         return float(predivide_factor(world_size))
 
     def reset_parameters(self) -> object:
-        """The wrapped module's, with full parameters.
+        """Calls the wrapped module's, with full parameters.
 
         Raises:
             ConfigurationError: without ``allow_reset_parameters``.

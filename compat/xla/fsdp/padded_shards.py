@@ -72,7 +72,7 @@ class Shard:
         return shard if self.rows is None else shard.view(-1, *self.rows)
 
     def loaded(self, saved: torch.Tensor) -> torch.Tensor:
-        """The reverse; a shard of another world size stays as it is, for nn.Module to refuse."""
+        """Does the reverse; a shard of another world size stays as it is, for nn.Module to refuse."""
         now = self.flat.param
         if saved.numel() == self.numel and saved.numel() >= now.numel():
             return saved.reshape(-1)[: now.numel()].view(now.shape)

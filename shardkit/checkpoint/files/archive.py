@@ -148,7 +148,7 @@ class Legacy:
         return cast(IO[bytes], self._map)  # it has what a file has
 
     def expect(self, key: str, size: int, itemsize: int) -> None:
-        """A storage that the pickle names: its bytes, and those of an element."""
+        """Notes a storage that the pickle names: its bytes, and those of an element."""
         self._expected[key] = (size, itemsize)
 
     def missing(self, after: int) -> list[tuple[str, str]]:

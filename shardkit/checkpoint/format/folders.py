@@ -206,7 +206,7 @@ def is_there(path: str) -> bool:
 
 
 def last_change(path: str) -> float:
-    """When something in a folder was last written, in seconds since 1970; 0 if it is not there."""
+    """Returns when something in a folder was last written, in seconds since 1970; 0 if it is not there."""
     times = [0.0]
     with contextlib.suppress(OSError):
         times.append(os.stat(path).st_mtime)

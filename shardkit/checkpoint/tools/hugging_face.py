@@ -246,7 +246,7 @@ def _libraries():  # type: ignore[no-untyped-def]
 
 
 def _untied(tensors: Mapping[str, StoredTensor]) -> tuple[dict[str, StoredTensor], dict[str, str]]:
-    """Each tensor under its first name, and the other names with the first."""
+    """Returns each tensor under its first name, and the other names with the first."""
     kept: dict[str, StoredTensor] = {}
     shared: dict[str, str] = {}
     first: dict[object, str] = {}

@@ -224,7 +224,7 @@ def _of_fairscale(weights: Sequence[StateDict], metadata: Sequence[SavedState]) 
 
 
 def _share(found: StateDict, source: str, target: str) -> None:
-    """A tied weight under its other name."""
+    """Puts a tied weight under its other name, too."""
     if source in found:
         if found[source].identity is None:
             found[source] = replace(found[source], identity=("shared", source))
@@ -331,7 +331,7 @@ def _shard(tensor: StoredTensor, ranks: int, multiple: int) -> StoredTensor:
 
 
 def _write(folder: str, names: list[str], trees: list[StateDict], cut: SortedModel) -> None:
-    """All files side by side: a tensor is read once."""
+    """Writes all files side by side: a tensor is read once."""
     with contextlib.ExitStack() as stack:
         files = [stack.enter_context(open(os.path.join(folder, name), "wb")) for name in names]
         writers = [

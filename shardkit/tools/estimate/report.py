@@ -138,7 +138,7 @@ def _over_a_step(axes: Axes, first: Estimate, limit: float | None) -> None:
 
 
 def _lines(axes: Axes, series: Mapping[str, Points]) -> None:
-    """A line for each; the first ones are wide, so that none that lies on them hides them."""
+    """Draws a line for each; the first ones are wide, so that none that lies on them hides them."""
     ours = iter(range(10))
     for k, ((name, points), marker) in enumerate(zip(series.items(), cycle(_MARKERS), strict=False)):
         ranks, values, parts = zip(*points, strict=True)

@@ -534,7 +534,7 @@ class Heart:
         )
 
     def tell(self, failure: FailureNotice) -> None:
-        """The others, at once; returns when they can know it, or after a moment."""
+        """Tells the others, at once; returns when they can know it, or after a moment."""
         self._to_tell = failure
         self._was_told.clear()
         self._wake.set()

@@ -185,7 +185,7 @@ class _Running:
         return int(self._failed)
 
     def _work(self) -> None:
-        """The agent's thread."""
+        """Runs the agent's thread."""
         try:
             self._failed = self._agent.run().is_failed()
         except Exception as error:  # noqa: BLE001 - raised in the main thread

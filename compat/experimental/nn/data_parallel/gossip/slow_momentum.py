@@ -33,7 +33,7 @@ def _buckets(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
 
 @torch.no_grad()
 def average_together(tensors: Iterable[torch.Tensor], group: Group, label: str) -> None:
-    """Each tensor becomes the mean over all ranks, in place; every rank calls it with the same shapes."""
+    """Makes each tensor the mean over all ranks, in place; every rank calls it with the same shapes."""
     for bucket in _buckets(tensors):
         flat = torch.cat([t.detach().reshape(-1) for t in bucket])
         group.all_reduce(flat, op=ReduceOp.AVG, label=label)
