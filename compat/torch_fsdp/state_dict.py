@@ -88,7 +88,7 @@ def get_optimizer_state_dict(
     submodules: set[nn.Module] | None = None,
     options: StateDictOptions | None = None,
 ) -> StateDict:
-    """Returns the same for optimizers, by names. One that never stepped gives the state that its first step would make."""
+    """Returns the same for optimizers, by names. One that never stepped gives what its first step would make."""
     if not _is_ours(model, options, submodules):
         return theirs.get_optimizer_state_dict(model, optimizers, submodules=submodules, options=options)
     found: StateDict = {"state": {}, "param_groups": []}
