@@ -392,7 +392,7 @@ def _check(found: Found) -> DeviceMesh | None:
     check_compressible(
         options.reduce.compression, [options.reduce.dtype or d for d in computed], group.backend
     )
-    check_order(options.reduce, found.modules)
+    check_order(options.reduce, group.world_size, found.modules)
     if state.replicas is not None and state.replicas.world_size > 1:
         refuse_other(options.reduce, "replicas, whose sums are formed apart; shard over all ranks")
     if any(o.mesh is not None for o in found.originals):
@@ -527,7 +527,7 @@ def shard_of(
     device: torch.device,
     from_rank_0: bool,
 ) -> torch.Tensor:
-    """This rank's shard of the original parameters, [S], in their dtype.
+    """Returns this rank's shard of the original parameters, [S], in their dtype.
 
     Args:
         layout: of the flat parameter.
@@ -549,7 +549,7 @@ def shard_of(
 def _listed(
     found: Found, part: list[int], cut: tuple[ShardLayout, torch.Tensor], mesh: DeviceMesh | None
 ) -> FlatParam:
-    """The flat parameter of some parameters, whose shard modules list from now on, or parts of it."""
+    """Returns the flat parameter of some parameters, whose shard modules list from now on, or parts of it."""
     state, (layout, shard) = found.state, cut
     options, group, lister = state.options, state.group, state.unit_module
     originals = [found.originals[k] for k in part]
@@ -628,7 +628,7 @@ def name_flats(state: ShardingState, path: str = "") -> None:
 
 
 def announce(root: nn.Module, units: int, parameters: int, group: Group) -> None:
-    """One line about what was wrapped, for the log."""
+    """Writes one line about what was wrapped, for the log."""
     held = sum(p.numel() * p.element_size() for p in root.parameters())
     logger.info(
         "rank %d: %s of %d units, %d parameters in shards of %d bytes a rank; backend %s, world size %d",
@@ -709,7 +709,7 @@ _replicas: weakref.WeakKeyDictionary[Group, dict[int, Group]] = weakref.WeakKeyD
 
 
 def post_forward_mesh(group: Group, count: int) -> Group:
-    """The group of ``count`` consecutive ranks that this rank belongs to (collective; made once for a group).
+    """Returns the group of ``count`` consecutive ranks that this rank belongs to (collective; made once for a group).
 
     Raises:
         ConfigurationError: the ranks can't be divided so.

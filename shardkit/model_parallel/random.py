@@ -38,7 +38,7 @@ def device_backend() -> Backend:
 
 
 def seeded_state(seed: int) -> Tree:
-    """The state of the device's generator after it was seeded."""
+    """Returns the state of the device's generator after it was seeded."""
     return torch.Generator(device=device_backend().device()).manual_seed(seed).get_state()
 
 
@@ -67,7 +67,7 @@ class CudaRNGStatesTracker:
         self.states_ = states
 
     def add(self, name: str, seed: int) -> None:
-        """A new stream; the generator's own goes on as if nothing had been.
+        """Adds a stream; the generator's own goes on as if nothing had been.
 
         Raises:
             ConfigurationError: the name or the seed is taken.
@@ -118,7 +118,7 @@ _tracker = CudaRNGStatesTracker()
 
 
 def get_cuda_rng_tracker() -> CudaRNGStatesTracker:
-    """The tracker that layers share."""
+    """Returns the tracker that layers share."""
     return _tracker
 
 

@@ -118,7 +118,7 @@ class ShardedDDP(PreparedForAccelerate, nn.Module):
         refuse_lazy(tensors, "ShardedDDP")
         sent = {policy.dtype or p.dtype for p in module.parameters()}
         check_compressible(policy.compression, sent, self._backend)
-        check_order(policy, module.named_modules())
+        check_order(policy, self._group.world_size, module.named_modules())
         if self._backend.even_shards_only:
             refuse_other(policy, f"ShardedDDP on {self._backend.name}; take FSDP there")
         connect_sync_batch_norm(module, group, self._group)
@@ -136,7 +136,7 @@ class ShardedDDP(PreparedForAccelerate, nn.Module):
         self._announce()
 
     def _announce(self) -> None:
-        """One line about what was wrapped, for the log."""
+        """Writes one line about what was wrapped, for the log."""
         parameters = list(self.module.parameters())
         rank = self._group.rank
         owned = [p for o in self._sharded_optimizers for p in o._parameters() if o.owner_of(p) == rank]

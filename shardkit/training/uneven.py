@@ -28,7 +28,7 @@ from ..fsdp.engine import Engine
 from ..fsdp.forward import become_root
 from ..fsdp.state import ShardingState, state_of
 from ..oss.sharded_ddp import ShardedDDP
-from ..reduction.ordered import Rounds, microbatches
+from ..reduction.ordered import Rounds
 from ..torch_seams.compiling import not_compiled
 from ..torch_seams.hooks import BackwardState
 from ..types import Args, Kwargs, Tree
@@ -39,14 +39,14 @@ class _Follower(abc.ABC):
 
     Attributes:
         state: of the last backward.
+        rounds: counts backwards of a step, where the order of sums is fixed.
         groups: all ranks that have a part of the batch, as one group or as two (of shards and of replicas).
         has_order: this rank knows in which order the others gather and reduce.
-        rounds: the backwards of a step, where sums have a fixed order.
     """
 
-    rounds: Rounds | None
     groups: Sequence[Group]
     state: BackwardState
+    rounds: Rounds | None
 
     @property
     @abc.abstractmethod
@@ -114,8 +114,7 @@ class _FSDPFollower(_Follower):
         found = []
         for unit in self._engine.units:
             copies = 1 if unit.replicas is None else unit.replicas.world_size
-            divisor = unit.divisors[0] * unit.divisors[1] * copies
-            factor = (microbatches(unit.reduce, self.groups[0].world_size) or divisor) / total
+            factor = unit.divisors[0] * unit.divisors[1] * copies / total
             found += [(listing.param, factor) for flat in unit.flats for listing in flat.listings]
         return found
 
@@ -149,9 +148,7 @@ class _ShardedDDPFollower(_Follower):
         self._exchange.reduce_now()
 
     def scaled(self, total: float) -> list[tuple[nn.Parameter, float]]:
-        world_size = self.groups[0].world_size
-        divisor = microbatches(self._exchange.policy, world_size) or world_size
-        return [(p, divisor / total) for p in self._model.parameters()]
+        return [(p, self.groups[0].world_size / total) for p in self._model.parameters()]
 
 
 class uneven:
@@ -170,6 +167,9 @@ class uneven:
     a number of micro-batches. Where no rank has run any, there are no gradients. Those that were there before are
     added to.
 
+    With ``ReducePolicy(order="fixed", microbatches=K)`` each step has K, which are added up as they come: round by
+    round, in each by rank. Bits are those of one process that runs them in this order.
+
     The model is the root of FSDP or ``fully_shard``, or a ShardedDDP. Each forward is followed by its backward. With
     ``no_sync`` around all backwards of all ranks, gradients are reduced once, at the end. A rank that is through waits
     for gathers and reductions of the others, and computes nothing. Before its first forward of all, though, it may run
@@ -182,6 +182,7 @@ class uneven:
         ConfigurationError: the model is no root that is sharded, or on XLA, where ranks run one program.
         LifecycleError: gradients that ``no_sync`` has kept wait for a reduction; an evaluation or a second forward
             inside, before a backward.
+        LifecycleError: the order is fixed, and other than K micro-batches were run.
         RankMismatchError: some ranks are inside of ``no_sync`` and some are not.
     """
 
@@ -194,7 +195,16 @@ class uneven:
         self._told: tuple[list[Work], torch.Tensor] | None = None  # on its way
 
     def weighted(self, loss: torch.Tensor, weight: float) -> torch.Tensor:
-        """Returns weight * loss; the micro-batch counts so much: of samples or tokens, say, that it is a mean of."""
+        """Returns weight * loss; the micro-batch counts so much: of samples or tokens, say, that it is a mean of.
+
+        Raises:
+            ConfigurationError: the order is fixed, in which each has an equal share.
+        """
+        if self._by.rounds is not None:
+            raise ConfigurationError(
+                'weighted() with order="fixed": each of the micro-batches has an equal share of the mean. Leave one of '
+                "them out"
+            )
         self._total += float(weight) - self._weight
         self._weight = float(weight)
         return loss * weight
@@ -205,10 +215,11 @@ class uneven:
                 "gradients of a backward inside of no_sync() wait for a reduction. Run the next backward outside of "
                 "it, or call zero_grad(), before uneven()"
             )
+        if self._by.rounds is not None:
+            self._by.rounds.are_uneven = True
         for p, _ in self._by.scaled(1.0):
             if p.grad is not None:
                 self._before[p], p.grad = p.grad, None
-        self._note_rounds(True)
         self._hook = self._model.register_forward_pre_hook(self._begin, prepend=True, with_kwargs=True)
         return self
 
@@ -216,10 +227,16 @@ class uneven:
         self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
     ) -> None:
         self._hook.remove()
+        try:
+            self._leave(error)
+        finally:
+            if self._by.rounds is not None:
+                self._by.rounds.are_uneven = False
+
+    def _leave(self, error: BaseException | None) -> None:
         if error is not None:
             for group in self._by.groups:
                 group.abort(f"it left uneven() by {type(error).__name__}: {error}")
-            self._note_rounds(False)
             return
         self._check_backward()
         self._is_following = True
@@ -237,12 +254,7 @@ class uneven:
             self._by.note_order()
         if kept:
             self._by.reduce()
-        self._note_rounds(False)
         self._finish(total)
-
-    def _note_rounds(self, may_be_uneven: bool) -> None:
-        if self._by.rounds is not None:
-            self._by.rounds.may_be_uneven = may_be_uneven
 
     @not_compiled
     def _begin(self, model: nn.Module, args: Args, kwargs: Kwargs) -> None:
@@ -322,9 +334,16 @@ class uneven:
 
     @torch.no_grad()
     def _finish(self, total: float) -> None:
-        for p, factor in self._by.scaled(total) if total else ():
-            if p.grad is not None:
-                p.grad.mul_(factor)
+        rounds = self._by.rounds
+        if rounds is None:
+            for p, factor in self._by.scaled(total) if total else ():
+                if p.grad is not None:
+                    p.grad.mul_(factor)
+        elif total != rounds.microbatches:
+            raise LifecycleError(
+                f'with order="fixed" a step has {rounds.microbatches} micro-batches, and all ranks have run {total:g} '
+                "inside of uneven(). Run as many, or change ReducePolicy(microbatches=...)"
+            )
         for p, before in self._before.items():
             p.grad = before if p.grad is None else p.grad.add_(before)
 

@@ -136,8 +136,8 @@ class Run:
 
 def train(
     rank: int, world: int, family: str, strategy: str, optimizer: str = "adamw", clip: float = 0.0,
-    torchs: bool = False, first: int = 0, last: int = 3, folder: str = "", count: int = K,
-    uneven: bool = False, **policy: Any,
+    torchs: bool = False, uneven: bool = False, first: int = 0, last: int = 3, folder: str = "", count: int = K,
+    **policy: Any,
 ) -> list[object]:  # fmt: skip
     """Losses and norms of steps, and a digest of what is left; with a folder, from and to a checkpoint in it."""
     run = Run(family, strategy, optimizer, microbatches=count, **policy)
