@@ -51,9 +51,8 @@ def _trained(rank: int, world: int, args: tuple[Any, ...], options: dict[str, An
     worlds=st.sampled_from([(1, 2, 8), (3, 4), (1, 6), (2, 3), (4, 6)]),
     dtype=st.sampled_from([None, None, torch.bfloat16]),
 )  # fmt: skip
-def test_drawn_programs(
-    family: str, strategy: str, worlds: tuple[int, ...], dtype: Any, **options: Any
-) -> None:
+def test_drawn_programs(family: str, strategy: str, worlds: tuple[int, ...], **options: Any) -> None:
+    options["torchs"] &= strategy != "sharded_ddp"  # of eight ranks one may own nothing
     first, *others = [_ranks(world, "simulated", family, strategy, last=2, **options) for world in worlds]
     assert all(other == first for other in others)
 
