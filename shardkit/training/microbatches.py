@@ -59,7 +59,7 @@ def mean_loss(
     Returns:
         A 0-dim tensor without a graph, with the same bits on any number of ranks.
     """
-    own = torch.stack([loss.detach() for loss in losses])
+    own = torch.stack([loss.detach() for loss in losses]) if losses else torch.empty(0)
     rounds = zip_longest(*[part.double().unbind() for part in gather_tensors(own, group, backend=backend)])
     there = [loss for of_one in rounds for loss in of_one if loss is not None]
     total = torch.zeros_like(there[0])

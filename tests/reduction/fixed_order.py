@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from collections.abc import Callable
 from pathlib import Path
@@ -133,7 +134,8 @@ class Run:
 
 def train(
     rank: int, world: int, family: str, strategy: str, optimizer: str = "adamw", clip: float = 0.0,
-    torchs: bool = False, first: int = 0, last: int = 3, folder: str = "", count: int = K, **policy: Any,
+    torchs: bool = False, uneven: bool = False, first: int = 0, last: int = 3, folder: str = "", count: int = K,
+    **policy: Any,
 ) -> list[object]:  # fmt: skip
     """Losses and norms of steps, and a digest of what is left; with a folder, from and to a checkpoint in it."""
     run = Run(family, strategy, optimizer, microbatches=count, **policy)
@@ -141,7 +143,8 @@ def train(
         shardkit.restore_training(folder, model=run.model, optimizer=run.optimizer)
     told: list[object] = []
     for step in range(first, last):
-        losses = [run.backward(step * count + k, 1 + k % 3) for k in range(rank, count, world)]
+        with shardkit.uneven(run.model) if uneven else contextlib.nullcontext():
+            losses = [run.backward(step * count + k, 1 + k % 3) for k in range(rank, count, world)]
         told.append(shardkit.mean_loss(losses).item())
         if clip:
             told.append(run.clip(clip, torchs).item())

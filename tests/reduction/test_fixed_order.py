@@ -58,6 +58,16 @@ def test_drawn_programs(
     assert all(other == first for other in others)
 
 
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_microbatches_that_ranks_cant_share(strategy: str) -> None:
+    """7 of them: ranks that have none in the last round follow, and one of 8 always does."""
+    for family, optimizer in (("mlp", "adamw"), ("routed", "sgd")):
+        options: dict[str, Any] = {"optimizer": optimizer, "count": 7, "clip": 0.3}
+        plain = _ranks(1, "simulated", family, strategy, **options)
+        for world in (2, 3, 8):
+            assert _ranks(world, "simulated", family, strategy, uneven=True, **options) == plain
+
+
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_over_gloo(world: int) -> None:
     """Processes; DTensors too, whose norm torch's clipping takes."""
@@ -129,7 +139,13 @@ def _refused(rank: int) -> None:
             make()
 
     fixed = ReducePolicy(order="fixed", microbatches=4)
-    fails(ConfigurationError, "can't share them evenly", lambda: Run("mlp", "fsdp", microbatches=3))
+    fails(
+        LifecycleError, "can't share them evenly", lambda: Run("mlp", "fsdp", microbatches=3).backward(0, 1)
+    )
+    run = Run("mlp", "sharded_ddp", microbatches=3)
+    too_few = pytest.raises(LifecycleError, match="has 3 micro-batches, and all ranks have run 2")
+    with too_few, shardkit.uneven(run.model):
+        run.backward(rank, 1)
     norm = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     fails(ConfigurationError, "'1', a BatchNorm1d", lambda: FSDP(norm, reduce=fixed))
     oss = OSS(norm.parameters(), torch.optim.SGD, lr=0.1)
