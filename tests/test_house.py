@@ -24,11 +24,11 @@ PARTS = {
     "shardkit/optimizers": 460,
     "shardkit/oss": 2_980,
     "shardkit/pipeline": 1_790,
-    "shardkit/reduction": 1_450,
+    "shardkit/reduction": 1_460,
     "shardkit/tools": 8_360,
     "shardkit/torch_seams": 1_290,
     "shardkit/tracing": 1_750,
-    "shardkit/training": 4_770,
+    "shardkit/training": 4_800,
     "shardkit/wrapping": 930,
 }
 ANY = 160  # lines that name typing.Any; there were 1,162 when the limit was set
