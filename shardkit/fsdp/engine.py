@@ -965,13 +965,14 @@ class Engine:
 
     def _repeat_forward(self) -> None:
         order, ends, begun = self._order, self._order_of_ends, 0
+        reached = {unit for unit in self.units if unit.is_reached}  # others may be called without gradients
         with torch.enable_grad():
             self.begin_forward()
             for unit, before in ends:
                 for called in order[begun:before]:
                     self.before_forward(called, ())
                 begun = max(begun, before)
-                unit.is_reached = unit.is_reached or unit.is_trainable
+                unit.is_reached = unit.is_reached or (unit.is_trainable and (self._replan or unit in reached))
                 self.after_forward(unit)
             checkpoints = [object() for _ in order]
             self._around = [None if number < 0 else checkpoints[number] for number in self._checkpoints]

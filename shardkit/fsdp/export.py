@@ -146,7 +146,9 @@ def _exported(
     on: int | None,
     since: SentWeights | None,
 ) -> Iterator[tuple[str, torch.Tensor | Change]]:
-    paths = {id(m): name for name, m in root.door.named_modules()}
+    paths: dict[int, list[str]] = {}  # several, of a module that is shared
+    for path, m in root.door.named_modules(remove_duplicate=False):
+        paths.setdefault(id(m), []).append(path)
     for number, unit in enumerate(dict.fromkeys(state.unit for state in root.states())):
         found: dict[str, torch.Tensor | Change] = {}
         state = next(s for s in root.states() if s.unit is unit)
@@ -177,9 +179,14 @@ def _check(root: ShardingState, dtype: torch.dtype | None, on: int | None, since
                 f"{flat.names[0]!r} has no values yet: it was wrapped on the meta device. Call to_empty(device=...) "
                 "and initialize it first"
             )
-        if since is not None and any(original.store is not None for original in flat.originals):
+        if since is not None and (
+            flat.is_summoned
+            or flat.param.element_size() not in _BITS
+            or any(original.store is not None for original in flat.originals)
+        ):
             raise ConfigurationError(
-                f"{flat.names[0]!r} has a form of its own on the wire, of which changes can't be told; leave out since="
+                f"{flat.names[0]!r} has a form of its own on the wire or 16 bytes an element, or this is inside of "
+                "summon_full_params(): its changes can't be told; leave out since="
             )
 
 
@@ -192,12 +199,14 @@ def _cast(values: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
     return values.to(dtype) if dtype is not None and values.is_floating_point() else values
 
 
-def _named(flat: FlatParam, values: Sequence[T], paths: Mapping[int, str]) -> Iterator[tuple[str, T]]:
+def _named(
+    flat: FlatParam, values: Sequence[T], paths: Mapping[int, Sequence[str]]
+) -> Iterator[tuple[str, T]]:
     """Each original parameter's value under all names that it has in the model; it may be tied."""
     for original, value in zip(flat.originals, values, strict=False):
         for module, name in original.places:
-            if id(module) in paths:
-                yield _name(paths[id(module)], name), value
+            for path in paths.get(id(module), ()):
+                yield _name(path, name), value
 
 
 def _name(path: str, name: str) -> str:
@@ -205,17 +214,18 @@ def _name(path: str, name: str) -> str:
 
 
 def _unsharded(
-    root: ShardingState, paths: Mapping[int, str], dtype: torch.dtype | None
+    root: ShardingState, paths: Mapping[int, Sequence[str]], dtype: torch.dtype | None
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Buffers, and parameters that are not sharded."""
     listed = {id(listing.param) for listing in root.all_listings()}
+    listed.update(id(original.param) for flat in root.all_flats() for original in flat.originals)  # summoned
     for m in root.door.modules():
         for name, buffer in m._buffers.items():
             if buffer is not None and name not in m._non_persistent_buffers_set:
-                yield _name(paths[id(m)], name), buffer
+                yield from ((_name(path, name), buffer) for path in paths[id(m)])
         for name, param in m._parameters.items():
             if param is not None and id(param) not in listed:
-                yield _name(paths[id(m)], name), _cast(param.detach(), dtype)
+                yield from ((_name(path, name), _cast(param.detach(), dtype)) for path in paths[id(m)])
 
 
 class _Renaming:

@@ -77,7 +77,7 @@ class FlatParam:
             are lost.
         on_gather: is told of all-gathers of the values before they start, as (output, shard); of copies too.
         held_at: version of the shard whose values stay, see :meth:`hold`.
-        kept_at: the same for frozen values that stay from step to step, see :meth:`keep`.
+        kept_at: the same, and its memory, for frozen values that stay from step to step, see :meth:`keep`.
     """
 
     store: Store
@@ -207,7 +207,7 @@ class FlatParam:
 
     def _settle(self, before: Store | None) -> bool:
         self.held_at: int | None = None
-        self.kept_at: int | None = None
+        self.kept_at: tuple[int, int] | None = None
         self._note_listings()
         self.store = store_for(self, before)
         self.store.users = 0
@@ -265,14 +265,15 @@ class FlatParam:
         """Original parameters, which are gathered or about to be, keep their values until :meth:`drop`."""
         if self.kept_at is None and not self.trains and not self.store.is_whole:
             self.store.users += 1
-            self.kept_at = self.version
+            self.kept_at = self.version, self.param.data_ptr()
 
     @property
     def is_outdated(self) -> bool:
         """Whether values that :meth:`keep` keeps are no longer the shard's, or of parameters that are trained now."""
         now = self._seen == (self.param.dtype, self.param.device)
         are_views = self.shards is None or self.shards.are_views()
-        return self.trains or self.kept_at != self.version or not (now and are_views)
+        memory = self.version, self.param.data_ptr()
+        return self.trains or self.kept_at != memory or not (now and are_views)
 
     def drop(self) -> None:
         """Nobody needs the original parameters: frees their memory. Autograd refuses graphs that they were held for."""

@@ -327,6 +327,9 @@ class InPlace:
         if not state.options.dtensors and not state.state_is_local and state.summoned is None:
             enter_summon(state, writeback=False)
             state.is_loading = True
+        for flat in state.flats if state.options.dtensors else ():  # handed out, to be written to unseen
+            if flat.kept_at is not None:
+                flat.kept_at = -1, 0
         collect_in_place(1)
 
     def _end_state_dict(self, module: nn.Module, found: Tree, prefix: str, metadata: object) -> None:

@@ -363,6 +363,7 @@ class Unit:
         """Frees frozen values that were kept; with ``outdated`` those that are not the shards' any more."""
         for flat in self.flats:
             if flat.kept_at is not None and (not outdated or flat.is_outdated):
+                self.release()  # else it would be taken for gathered
                 flat.drop()
 
     def is_current(self) -> bool:

@@ -79,6 +79,7 @@ class BackwardState:
         unreduced: local gradients wait for a reduction.
         asked: gradients are handed out, and ``.grad`` stays what it is.
         is_due: a forward has ended whose backward has not begun.
+        count: how many backwards have begun outside of ``no_sync``.
         raised: the error of the last forward, if it raised one; else "".
         before: those that this backward has come to before.
         began: when the first forward did that this backward may go through, among those of all modules.
@@ -86,13 +87,13 @@ class BackwardState:
     """
 
     __slots__ = (
-        "__weakref__", "_on_end", "accumulating", "asked", "before", "began", "ended", "is_due", "raised", "task",
-        "thread", "unreduced",
+        "__weakref__", "_on_end", "accumulating", "asked", "before", "began", "count", "ended", "is_due", "raised",
+        "task", "thread", "unreduced",
     )  # fmt: skip
 
     def __init__(self, on_end: Callable[[], None]) -> None:
         self.before: Sequence[BackwardState] = ()
-        self.began = self.ended = 0
+        self.began = self.ended = self.count = 0
         self.task = NO_BACKWARD
         self.thread = 0
         self.accumulating = False
@@ -121,6 +122,7 @@ class BackwardState:
             )
         self.task = current_backward()
         self.is_due = False
+        self.count += not self.accumulating
         self.thread = threading.get_ident()
         Variable._execution_engine.queue_callback(self._end)  # type: ignore[attr-defined]
         reached = _reached.get(self.task)

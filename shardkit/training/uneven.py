@@ -25,12 +25,13 @@ from ..checks import all_gather_facts
 from ..errors import ConfigurationError, LifecycleError, RankMismatchError
 from ..fsdp.construct import wake
 from ..fsdp.engine import Engine
+from ..fsdp.flat_param import FlatParam
 from ..fsdp.forward import become_root
 from ..fsdp.state import ShardingState, state_of
 from ..oss.sharded_ddp import ShardedDDP
 from ..reduction.ordered import Rounds
 from ..torch_seams.compiling import not_compiled
-from ..torch_seams.hooks import BackwardState
+from ..torch_seams.hooks import NO_BACKWARD, BackwardState, current_backward
 from ..types import Args, Kwargs, Tree
 
 
@@ -38,15 +39,17 @@ class _Follower(abc.ABC):
     """What a way of sharding has to be asked for.
 
     Attributes:
-        state: of the last backward.
+        state: of backwards.
         rounds: counts backwards of a step, where the order of sums is fixed.
         groups: all ranks that have a part of the batch, as one group or as two (of shards and of replicas).
         has_order: this rank knows in which order the others gather and reduce.
+        flats: what FSDP has sharded.
     """
 
     groups: Sequence[Group]
     state: BackwardState
     rounds: Rounds | None
+    flats: Sequence[FlatParam] = ()
 
     @property
     @abc.abstractmethod
@@ -86,6 +89,7 @@ class _FSDPFollower(_Follower):
         if not state.is_root:
             raise LifecycleError("uneven() is for the outermost FSDP module; pass that one")
         self.state, self.rounds = self._engine.state, self._engine.rounds
+        self.flats = [flat for unit in self._engine.units for flat in unit.flats]
         self.groups = [state.group] if state.replicas is None else [state.group, state.replicas]
 
     @property
@@ -136,10 +140,12 @@ class _ShardedDDPFollower(_Follower):
 
     def follow(self, accumulating: bool, forward: Callable[[], object] | None) -> None:
         before, self.state.accumulating = self.state.accumulating, accumulating
+        trains, self._model.training = self._model.training, True  # as those who compute
         with torch.enable_grad():
             self._model._entered()
             nothing = torch.zeros((), requires_grad=True).clone()
             self._exchange.end_forward(nothing)
+        self._model.training = trains
         nothing.backward()
         self.state.accumulating = before
 
@@ -189,10 +195,6 @@ class uneven:
     def __init__(self, model: nn.Module) -> None:
         self._model = model = getattr(model, "_orig_mod", model)  # of torch.compile's
         self._by = _follower_for(model)
-        self._total, self._weight = 0.0, 1.0
-        self._kept_local = self._is_following = False
-        self._before: dict[nn.Parameter, torch.Tensor] = {}
-        self._told: tuple[list[Work], torch.Tensor] | None = None  # on its way
 
     def weighted(self, loss: torch.Tensor, weight: float) -> torch.Tensor:
         """Returns weight * loss; the micro-batch counts so much: of samples or tokens, say, that it is a mean of.
@@ -210,6 +212,13 @@ class uneven:
         return loss * weight
 
     def __enter__(self) -> uneven:
+        self._total: float = 0.0
+        self._weight: float = 1.0
+        self._kept_local = self._is_following = False
+        self._before: dict[nn.Parameter, torch.Tensor] = {}
+        self._unused = [flat.unused.originals.copy() for flat in self._by.flats]  # of these
+        self._told: tuple[list[Work], torch.Tensor] | None = None  # on its way
+        self._forwards, self._backwards = 0, self._by.state.count
         if self._by.has_local_gradients():
             raise LifecycleError(
                 "gradients of a backward inside of no_sync() wait for a reduction. Run the next backward outside of "
@@ -259,7 +268,7 @@ class uneven:
     @not_compiled
     def _begin(self, model: nn.Module, args: Args, kwargs: Kwargs) -> None:
         """A forward begins: other ranks are told."""
-        if self._is_following:
+        if self._is_following or current_backward() != NO_BACKWARD:  # computed anew
             return
         self._check_backward()
         if not torch.is_grad_enabled() or (isinstance(model, ShardedDDP) and not model.training):
@@ -273,14 +282,17 @@ class uneven:
         self._weight = 1.0
         self._total += 1.0
         local = self._by.state.accumulating
+        self._forwards += not local
         self._kept_local = self._kept_local or local
         self._tell([1, local, 0, 0])
 
     def _check_backward(self) -> None:
-        if self._by.state.is_due:
+        backwards = self._by.state.count - self._backwards
+        if backwards != self._forwards:
             raise LifecycleError(
-                "a forward inside of uneven() had no backward: ranks that are through would take part in one. Run "
-                "backward after each forward (of a loss times 0, to leave a micro-batch out)"
+                f"there were {self._forwards} calls of the model and {backwards} backwards inside of uneven(): ranks "
+                "that are through take part in one backward for each. Call the model itself, none of its methods and "
+                "parts, and run one backward after each call (of a loss times 0, to leave a micro-batch out)"
             )
 
     def _learn(self, inputs: tuple[Args, Kwargs] | None) -> Callable[[], object] | None:
@@ -301,18 +313,27 @@ class uneven:
         sent: Tree = (
             None if inputs is None else tree_map_only(torch.Tensor, lambda t: t.detach().cpu(), inputs)
         )
+        device = self._by.groups[0].backend.device()
+        autocast = torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type)
         (row, rank), label = busy[0], "uneven(): inputs for a first forward"
         for group in replicas if shards.rank == rank else ():
-            sent = group.broadcast_object(sent, row, label=label)
-        args, kwargs = shards.broadcast_object(sent, rank, label=label)
+            sent, autocast = group.broadcast_object((sent, autocast), row, label=label)
+        (args, kwargs), autocast = shards.broadcast_object((sent, autocast), rank, label=label)
         if inputs is not None or self._by.has_order:
             return None
-        device = self._by.groups[0].backend.device()
         args, kwargs = tree_map_only(torch.Tensor, lambda t: t.to(device), (args, kwargs))
 
         def forward() -> None:
-            with torch.random.fork_rng(devices=[] if device.type == "cpu" else [device.index or 0]):
+            buffers = [(buffer, buffer.clone()) for buffer in self._model.buffers()]
+            enabled, dtype = autocast
+            with (
+                torch.random.fork_rng(devices=[] if device.type == "cpu" else [device.index or 0]),
+                torch.autocast(device.type, dtype, enabled),
+            ):
                 self._model(*args, **kwargs)
+            with torch.no_grad():
+                for buffer, before in buffers:
+                    buffer.copy_(before)
 
         return forward
 
@@ -344,6 +365,11 @@ class uneven:
                 f'with order="fixed" a step has {rounds.microbatches} micro-batches, and all ranks have run {total:g} '
                 "inside of uneven(). Run as many, or change ReducePolicy(microbatches=...)"
             )
+        for flat, were_unused in zip(self._by.flats, self._unused, strict=True):
+            unused = flat.unused.originals
+            for listing in flat.listings:
+                for k in range(listing.first, listing.first + len(listing.originals)):
+                    unused[k] = unused[k] and (were_unused[k] or listing.param not in self._before)
         for p, before in self._before.items():
             p.grad = before if p.grad is None else p.grad.add_(before)
 

@@ -62,6 +62,32 @@ def test_all_weights_come_under_their_names(world_size: int) -> None:
     pool.run(_only_one, in_place) if world_size == 1 else None
 
 
+class Shared(nn.Module):
+    """One module under two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = self.other = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
+
+
+def _shared(rank: int) -> None:
+    model, expected = Shared(), dict(Shared().state_dict())
+    fully_shard(model.one)
+    sharding = sharding_of(fully_shard(model))
+    assert sorted(name for name, _ in sharding.export()) == sorted(expected)
+    assert sorted(name for name, _ in sharding.export(since=SentWeights())) == sorted(expected)
+    with sharding.summon_full_params():
+        assert sorted(name for name, _ in sharding.export()) == sorted(expected)  # each once
+        with pytest.raises(ConfigurationError, match="leave out since="):
+            sharding.export(since=SentWeights())
+    with pytest.raises(ConfigurationError, match="16 bytes an element"):
+        sharding_of(fully_shard(nn.Linear(2, 2, dtype=torch.complex128))).export(since=SentWeights())
+
+
+def test_modules_that_are_shared_and_what_has_no_changes() -> None:
+    rank_pool(2).run(_shared)
+
+
 def _only_one(rank: int, wrap: Wrap) -> None:
     model = wrap(Model())
     _equal(dict(sharding_of(model).export(on=0)), dict(Model().state_dict()))

@@ -171,6 +171,44 @@ def _given_back(rank: int) -> None:
     pair.compare()
 
 
+def _held(rank: int) -> None:
+    """What is given back, or outdated, while its unit is gathered, is gathered again."""
+    plain, model = Stack(), _sharded(Stack(), "fully_shard", reshard=ReshardPolicy(False, frozen="keep"))
+    for step in range(4):
+        for each in (plain, model):
+            for name, p in each.named_parameters():
+                p.requires_grad_(step > 1 or "up" in name)
+        for k in range(2):
+            loss = _loss(model, 10 * step + k)
+            sharding_of(model).reshard_frozen() if step == 1 else None
+            loss.backward()
+            _loss(plain, 10 * step + k).backward()
+    expected = nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+    assert float(sharding_of(model).clip_grad_norm_(1.0)) == pytest.approx(float(expected), rel=1e-5)
+
+
+def _written(rank: int) -> None:
+    """Values that are read into what ``state_dict`` gives, as torch.distributed.checkpoint does; memory replaced."""
+    plain, model = Stack(), _sharded(Stack(), "dtensors", reshard=ReshardPolicy(frozen="keep"))
+    with torch.no_grad():
+        _loss(model, 0)
+        for value in model.state_dict().values():
+            value.to_local().detach().mul_(0.5)  # type: ignore[union-attr]
+        for p in plain.parameters():
+            p.mul_(0.5)
+        torch.testing.assert_close(_loss(model, 1), _loss(plain, 1))
+        model = _sharded(plain, "FSDP", reshard=ReshardPolicy(frozen="keep"))
+        before = _loss(model, 1)
+        for p in model.parameters():
+            p.data = p.data * 2 if not p.requires_grad else p.data
+        assert not torch.equal(_loss(model, 1), before)
+
+
+def test_frozen_values_that_change_unseen() -> None:
+    rank_pool(2).run(_held)
+    rank_pool(2).run(_written)
+
+
 def test_frozen_values_are_given_back_on_request() -> None:
     rank_pool(2).run(_given_back)
     with pytest.raises(ConfigurationError, match="'reshard' or 'keep'"):

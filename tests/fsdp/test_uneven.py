@@ -186,10 +186,20 @@ def test_a_rank_that_is_through_sends_what_others_send() -> None:
     assert idle == pytest.approx(busy, abs=200)  # and some words on the control channel
 
 
+def _two_backwards(call: Any) -> None:
+    out = call(torch.ones(1, WIDTH).double()).sum()
+    out.backward(retain_graph=True)
+    out.backward()
+
+
 def _refused(rank: int) -> None:
     model, _ = _sharded("FSDP")
-    with pytest.raises(LifecycleError, match="had no backward"), shardkit.uneven(model):
+    with pytest.raises(LifecycleError, match="1 calls of the model and 0 backwards"), shardkit.uneven(model):
         _loss(model, 0) + _loss(model, 0)
+    for calls in (0, 1):  # of another method, and of the model
+        model, _ = _sharded("FSDP")
+        with pytest.raises(LifecycleError, match=f"{calls} calls of .* 2 backwards"), shardkit.uneven(model):
+            _two_backwards(model if calls else model.forward)
     model, _ = _sharded("fully_shard")
     with pytest.raises(LifecycleError, match="evaluation inside"), shardkit.uneven(model), torch.no_grad():
         _loss(model, 0)
@@ -209,6 +219,78 @@ def _refused(rank: int) -> None:
 
 def test_what_is_refused() -> None:
     rank_pool(2).run(_refused)
+
+
+class Branches(nn.Module):
+    """One of two layers, behind a trainable one without gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.silent, self.norm = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH, affine=False)
+        self.branches, self.which = nn.ModuleList([nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)]), 0
+        self.double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            x = x + self.silent(x).to(x.dtype)
+        out: torch.Tensor = self.branches[self.which](self.norm(x)).double()
+        return out
+
+
+def _in_parts(rank: int, way: str) -> None:
+    """One object for all steps, of two blocks each, through other parameters; autocast; ranks that evaluated before."""
+    model: Any
+    optimizer: Any
+    plain, found = Branches(), Branches()
+    if way == "ShardedDDP":
+        optimizer = shardkit.OSS(found.parameters(), torch.optim.Adam, lr=1e-2)
+        model = ShardedDDP(found, optimizer)
+    else:
+        fully_shard(found.silent)
+        model = by_root(found) if way == "FSDP" else fully_shard(found)
+        optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    truth, work = torch.optim.Adam(plain.parameters(), lr=1e-2), shardkit.uneven(model)
+    for step, per_rank in enumerate([[0, 2], [2, 1], [0, 0], [1, 0], [0, 1], [1, 1]]):
+        plain.which = found.which = step % 2
+        model.eval() if way == "ShardedDDP" else None
+        with work:
+            for k in range(per_rank[rank]):
+                model.train()
+                _loss(model, 1000 * step + 10 * k + rank).backward()
+        for r, n in enumerate(per_rank):
+            for k in range(n):
+                (_loss(plain, 1000 * step + 10 * k + r) / sum(per_rank)).backward()
+        if step % 2:
+            for each in (optimizer, truth):
+                each.step()
+            model.zero_grad()
+            plain.zero_grad()
+    if way != "ShardedDDP":
+        assert int(found.norm.state_dict()["num_batches_tracked"]) == (4, 5)[rank]  # of its own
+    values = found.named_parameters() if way == "ShardedDDP" else sharding_of(model).export()
+    for name, value in values:
+        if "norm" not in name:
+            torch.testing.assert_close(value, plain.get_parameter(name), rtol=1e-9, atol=1e-9)
+
+
+def test_steps_in_parts() -> None:
+    for way in ("FSDP", "fully_shard", "ShardedDDP"):
+        rank_pool(2).run(_in_parts, way)
+
+
+def _autocast(rank: int) -> None:
+    model = fully_shard(nn.Linear(WIDTH, WIDTH))
+    with shardkit.uneven(model):
+        if rank:
+            with torch.autocast("cpu", torch.bfloat16):
+                out = model(torch.ones(1, WIDTH, dtype=torch.bfloat16))
+            out.sum().backward()
+    assert float(sharding_of(model).clip_grad_norm_(1e9)) > 0
+
+
+def test_a_first_forward_for_others_runs_under_their_autocast() -> None:
+    rank_pool(2).run(_autocast)
 
 
 def _raises(rank: int, after: int) -> None:
