@@ -174,7 +174,7 @@ class AcceleratorBackend(EagerBackend):
         return self._group_type(serves)(backend, process_group, ranks, rank)
 
     def _group_type(self, serves: str) -> type[C10dGroup]:
-        """For what serves the device in a process group; gloo carries its tensors, where it can, as the CPU's."""
+        """Chooses a class by what serves the device in a process group; gloo carries its tensors, where it can."""
         return C10dGroup if serves == "gloo" else LibraryGroup
 
     def pin(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -242,7 +242,7 @@ class OfTorch(AcceleratorBackend):
 
 
 def of_torch(device_type: str) -> OfTorch | None:
-    """For a device that torch knows, and a library of collectives serves; None: it is no such device."""
+    """Makes the backend of a device that torch knows and a library of collectives serves; None for any other."""
     known = torch.accelerator.current_accelerator()
     if known is None or known.type != device_type or not dist.is_available():
         return None

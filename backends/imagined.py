@@ -48,7 +48,7 @@ class ImaginedBackend(Host):
 
 
 class ImaginedGroup(CheckedGroup):
-    """Its collectives carry nothing; what ranks say about themselves is the same on all."""
+    """Carries nothing; what ranks say about themselves is the same on all."""
 
     def __init__(self, backend: Backend, ranks: Sequence[int]) -> None:
         self.backend = backend

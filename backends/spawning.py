@@ -83,7 +83,7 @@ class Name(str):
         return self.written()
 
     def written(self) -> str:
-        """The end of what it has written so far."""
+        """Returns the end of what it has written so far."""
         size = os.fstat(self.file.fileno()).st_size
         written = os.pread(self.file.fileno(), _MOST, max(0, size - _MOST))
         return written.decode(errors="replace").partition("\nExtension modules: ")[0]
@@ -110,7 +110,7 @@ def _kilobytes(file: str, field: str) -> int:
 
 
 class ProcessTime:
-    """How long a process has had to do something, which on a busy machine is less than the time that has passed.
+    """Measures how long a process has had to do something: on a busy machine less than the time that has passed.
 
     What counts is the time for which it had a core, and that in which it slept. It does not count that others had the
     cores, or that a disk is slow.
@@ -139,7 +139,7 @@ class ProcessTime:
 
 
 def _state(pid: int | None) -> tuple[str, float]:
-    """One letter, and the seconds for which it had a core; nothing if that is not known."""
+    """Returns one letter, and the seconds for which it had a core; nothing if that is not known."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

@@ -34,7 +34,7 @@ _eval_frame = torch._C._dynamo.eval_frame
 
 
 class ReduceOp(enum.Enum):
-    """How contributions of ranks are combined. AVG (of real or complex numbers) divides the sum by the world size."""
+    """Names how ranks' contributions are combined. AVG (of real or complex numbers) divides the sum by their number."""
 
     SUM = "sum"
     AVG = "avg"
@@ -145,14 +145,14 @@ class Group(OutsideGraphs, abc.ABC):
 
     @abc.abstractmethod
     def channel(self, name: str) -> Group:
-        """The same ranks over a separate connection: calls in different channels never meet.
+        """Returns the same ranks over a separate connection: calls in different channels never meet.
 
         The first call for a name is a collective; later ones return the same group.
         """
 
     @abc.abstractmethod
     def channels(self) -> Sequence[Group]:
-        """Those that there are so far (no collective)."""
+        """Lists those that there are so far (no collective)."""
 
     @abc.abstractmethod
     def new_group(self, ranks: Sequence[int]) -> Group | None:
@@ -197,7 +197,7 @@ class Group(OutsideGraphs, abc.ABC):
     def all_reduce(
         self, tensor: torch.Tensor, *, op: ReduceOp = ReduceOp.SUM, async_op: bool = False, label: str = ""
     ) -> Work:
-        """In place, any shape."""
+        """Works in place, on any shape."""
 
     @abc.abstractmethod
     def reduce(
@@ -209,26 +209,26 @@ class Group(OutsideGraphs, abc.ABC):
         async_op: bool = False,
         label: str = "",
     ) -> Work:
-        """In place on ``dst``; on other ranks the contents are undefined afterwards."""
+        """Works in place on ``dst``; on other ranks the contents are undefined afterwards."""
 
     @abc.abstractmethod
     def broadcast(self, tensor: torch.Tensor, src: int, *, async_op: bool = False, label: str = "") -> Work:
-        """In place, any shape."""
+        """Works in place, on any shape."""
 
     @abc.abstractmethod
     def barrier(self, *, label: str = "") -> None: ...
 
     @abc.abstractmethod
     def all_gather_bytes(self, data: bytes, *, label: str = "") -> list[bytes]:
-        """Each rank's bytes, of any length, in rank order, on every rank."""
+        """Returns each rank's bytes, of any length, in rank order, on every rank."""
 
     @abc.abstractmethod
     def all_gather_object(self, obj: T, *, label: str = "") -> list[T]:
-        """Each rank's picklable object, in rank order, on every rank."""
+        """Returns each rank's picklable object, in rank order, on every rank."""
 
     @abc.abstractmethod
     def gather_object(self, obj: T, dst: int, *, label: str = "") -> list[T] | None:
-        """Each rank's picklable object, in rank order, on ``dst``; None elsewhere."""
+        """Returns each rank's picklable object, in rank order, on ``dst``; None elsewhere."""
 
     @abc.abstractmethod
     def broadcast_object(self, obj: T, src: int, *, label: str = "") -> T: ...
@@ -280,7 +280,7 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     def device(self) -> torch.device:
-        """This rank's device."""
+        """Returns this rank's device."""
 
     def device_count(self) -> int:
         """Accelerators of this machine that ranks can have; 0: as torch.accelerator counts them."""
@@ -292,7 +292,7 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     def group(self, process_group: ProcessGroup = None) -> Group:
-        """The :class:`Group` for what a user passes as ``process_group``: None (all ranks), a
+        """Returns the :class:`Group` for what a user passes as ``process_group``: None (all ranks), a
         torch.distributed group, a Group, or an object with ``rank()`` and ``size()``.
 
         Raises:
@@ -309,14 +309,14 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     def pin(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A host copy that the device can read asynchronously."""
+        """Returns a host copy that the device can read asynchronously."""
 
     @abc.abstractmethod
     def synchronize(self) -> None:
         """Blocks until all work of this rank's device is done."""
 
     def timer(self) -> Timer | None:
-        """Of the current stream of this rank's device; None where devices tell no times."""
+        """Makes the timer of the current stream of this rank's device; None where devices tell no times."""
         return None
 
     # lazy execution
@@ -396,7 +396,7 @@ def _named(path: str) -> AnyCallable:
 
 
 def get_backend(name: str) -> Backend:
-    """The backend of that name (one instance a process).
+    """Returns the backend of that name (one instance a process).
 
     Raises:
         BackendError: no such backend, or it is not available on this machine.
@@ -407,13 +407,13 @@ def get_backend(name: str) -> Backend:
 
 
 def register_rank_provider(provider: Callable[[], Backend | None]) -> None:
-    """For backends whose ranks are threads of one process: ``provider()`` names the calling rank's backend."""
+    """Registers what names the calling rank's backend, where ranks are threads of one process."""
     if provider not in _current:
         _current.append(provider)
 
 
 def backend_for(tensors: Iterable[torch.Tensor], name: str | Backend | None = None) -> Backend:
-    """The backend for these tensors: the named one, the one whose rank is calling, or by device type.
+    """Returns the backend for these tensors: the named one, the one whose rank is calling, or by device type.
 
     Raises:
         BackendError: tensors of a device type that no backend serves.
@@ -438,7 +438,7 @@ def _chosen(device_type: str, name: str | Backend | None) -> Backend:
 
 
 def backend_of_job(name: str | Backend | None = None) -> Backend:
-    """For what has no tensors: the named one, or that of the device which the default group serves, else the CPU's."""
+    """Chooses where there are no tensors: the named one, or that of the default group's device, else the CPU's."""
     if name is not None:
         return backend_for((), name)
     dist = torch.distributed
@@ -453,7 +453,7 @@ def backend_of_job(name: str | Backend | None = None) -> Backend:
 
 
 def backend_for_device(device_type: str) -> Backend:
-    """The backend that serves a device type ("cpu" and "meta": gloo); a BackendError if none does."""
+    """Returns the backend that serves a device type ("cpu" and "meta": gloo); a BackendError if none does."""
     backend = _serving(device_type)
     if backend is None:
         raise BackendError(

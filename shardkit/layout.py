@@ -17,7 +17,7 @@ _ALIGNED = 16  # bytes: one load of a device's thread
 
 
 def greedy_owners(numels: Sequence[int], trainable: Sequence[bool], loads: list[int]) -> list[int]:
-    """The rank of each parameter: always the one with the least load so far (the lowest rank on a tie).
+    """Returns the rank of each parameter: always the one with the least load so far (the lowest rank on a tie).
 
     A frozen parameter weighs 1, so that frozen ones are spread by count. This is fairscale's partition;
     it depends on the order of parameters only, so ranks agree without talking.
@@ -37,7 +37,7 @@ def greedy_owners(numels: Sequence[int], trainable: Sequence[bool], loads: list[
 
 
 def balanced_owners(numels: Sequence[int], trainable: Sequence[bool], loads: list[int]) -> list[int]:
-    """As :func:`greedy_owners`, but the largest parameters are placed first, which evens out the ranks."""
+    """Assigns as :func:`greedy_owners` does, but the largest parameters first, which evens out the ranks."""
     order = sorted(range(len(numels)), key=lambda i: (-numels[i] if trainable[i] else 0, i))
     placed = greedy_owners([numels[i] for i in order], [trainable[i] for i in order], loads)
     owners = [0] * len(numels)
@@ -47,7 +47,7 @@ def balanced_owners(numels: Sequence[int], trainable: Sequence[bool], loads: lis
 
 
 def rounded_up(numel: int, step: int) -> int:
-    """The next multiple of a step."""
+    """Returns the next multiple of a step."""
     return -(-numel // step) * step
 
 
@@ -55,14 +55,15 @@ class Piece(NamedTuple):
     """The part of one item that lies in one rank's part of a flat buffer."""
 
     item: int
-    start: int  # first element within the item
+    start: int  # first element within the item; of one in several runs, as its pieces lie rank by rank
     rank: int
     offset: int  # within the rank's part
     numel: int
+    runs: int = 1  # of the item's elements that it consists of
 
 
 class Listed(NamedTuple):
-    """How a rank lists its part of one item.
+    """Says how a rank lists its part of one item.
 
     Attributes:
         layout: of the item alone.
@@ -149,6 +150,7 @@ class ShardLayout:
         grains: of each item so many elements that no cut goes through; None: cuts may be anywhere.
         cuts: where each rank's part ends, [W], if parts differ in size; None: each has S.
         copies: every rank's part has the whole item, a single number.
+        runs: each part consists of so many runs of the item's elements: it is cut along a later dimension, evenly.
     """
 
     numels: tuple[int, ...]
@@ -158,6 +160,7 @@ class ShardLayout:
     grains: tuple[int, ...] | None = None
     cuts: tuple[int, ...] | None = None
     copies: bool = False
+    runs: int = 1
 
     @functools.cached_property
     def numel(self) -> int:
@@ -183,7 +186,7 @@ class ShardLayout:
         return [end - begin for begin, end in zip((0, *self.cuts), self.cuts, strict=False)]
 
     def part(self, rank: int) -> slice:
-        """Where a rank's part lies in the flat parameter."""
+        """Finds where a rank's part lies in the flat parameter."""
         if self.copies:
             return slice(0, 1)
         if self.cuts is None:
@@ -195,26 +198,36 @@ class ShardLayout:
         return self.copies
 
     def padding(self, rank: int) -> int:
-        """How many elements at the end of a rank's shard lie behind the last item."""
+        """Returns how many elements at the end of a rank's shard lie behind the last item."""
         part = self.part(rank)
         return part.stop - part.start - max(0, min(part.stop, self.numel) - part.start)
 
     def offsets(self) -> list[int]:
-        """Where each item starts in the flat parameter."""
+        """Lists where each item starts in the flat parameter."""
         if self.starts is not None:
             return list(self.starts)
         return list(accumulate(self.numels, initial=0))[:-1]
 
     def described(self) -> list[object]:
-        """For comparisons, as plain data: the numels; if items don't lie end to end, (start, numel) of each."""
+        """Describes it as data to compare: the numels; if items don't lie end to end, (start, numel) of each."""
         if self.starts is None:
             return list(self.numels)
         return [[start, numel] for start, numel in zip(self.starts, self.numels, strict=True)]
 
-    def pieces(self) -> list[Piece]:
-        """All items cut at the borders of shards, in order; items without elements have none."""
+    def pieces(self, apart: bool = False) -> list[Piece]:
+        """Returns all items cut at the borders of shards, in order; items without elements have none.
+
+        Args:
+            apart: of those that consist of several runs each run alone.
+        """
         if self.copies:
             return [Piece(0, 0, rank, 0, 1) for rank in range(self.world_size)]
+        if apart and self.runs > 1:
+            size = self.shard_numel // self.runs
+            each = [(run, rank) for run in range(self.runs) for rank in range(self.world_size)]
+            return [
+                Piece(0, (run * self.world_size + rank) * size, rank, run * size, size) for run, rank in each
+            ]
         found = []
         shard_numel = self.shard_numel  # a sum over all items
         for item, (start, numel) in enumerate(zip(self.offsets(), self.numels, strict=True)):
@@ -228,7 +241,7 @@ class ShardLayout:
                     rank = bisect_right(self.cuts, at)
                     offset, left = at - self.part(rank).start, self.cuts[rank] - at
                 length = min(numel - done, left)
-                found.append(Piece(item, done, rank, offset, length))
+                found.append(Piece(item, done, rank, offset, length, self.runs))
                 done += length
         return found
 
@@ -238,7 +251,7 @@ class ShardLayout:
         return (self,)
 
     def listed(self, shapes: Sequence[Sequence[int]], rank: int) -> Sequence[Listed]:
-        """How a rank lists its part of each item; where cuts may be anywhere, there is one item."""
+        """Says how a rank lists its part of each item; where cuts may be anywhere, there is one item."""
         if self.world_size == 1:
             return [
                 Listed(ShardLayout((numel,), 1), start, tuple(shape))
@@ -284,12 +297,12 @@ class PackedLayout(ShardLayout):
     def is_copied(self, item: int) -> bool:
         return self.each[item].copies
 
-    def pieces(self) -> list[Piece]:
-        """The parts of all items, without padding."""
+    def pieces(self, apart: bool = False) -> list[Piece]:
+        """Returns the parts of all items, without padding."""
         return [
-            Piece(item, p.start, p.rank, offset + p.offset, p.numel)
+            p._replace(item=item, offset=offset + p.offset)
             for item, (one, offset) in enumerate(zip(self.each, self._part_offsets(), strict=True))
-            for p in one.pieces()
+            for p in one.pieces(apart)
         ]
 
 
@@ -300,6 +313,14 @@ def packed_layout(each: Sequence[ShardLayout]) -> ShardLayout:
     starts = accumulate([one.padded_numel for one in each], initial=0)
     numels = tuple(one.numels[0] for one in each)
     return PackedLayout(numels, each[0].world_size, starts=tuple(starts)[: len(each)], each=tuple(each))
+
+
+def in_runs(layout: ShardLayout, runs: Sequence[int]) -> ShardLayout:
+    """Returns the same where so many runs of each item are a rank's part of it."""
+    if not isinstance(layout, PackedLayout):
+        return replace(layout, runs=runs[0])
+    each = tuple(replace(one, runs=n) for one, n in zip(layout.each, runs, strict=True))
+    return replace(layout, each=each)
 
 
 Align = Literal["parameters", "rows"] | int | None
@@ -417,7 +438,7 @@ def _listed_rows(layout: ShardLayout, shapes: tuple[tuple[int, ...], ...], rank:
 
 
 def local_shape(shape: Sequence[int], grain: int, numel: int) -> tuple[int, ...]:
-    """The shape in which a rank lists a part of an item: its rows, with as many dimensions as the item has.
+    """Returns the shape in which a rank lists a part of an item: its rows, with as many dimensions as the item has.
 
     Args:
         grain: so many elements are a row, or a block of rows, or where rows are cut a part of one.
@@ -469,12 +490,12 @@ class Box(NamedTuple):
 
 
 def whole_box(shape: Sequence[int]) -> Box:
-    """The box that is all of a tensor of a shape."""
+    """Returns the box that is all of a tensor of a shape."""
     return Box((0,) * len(shape), tuple(shape))
 
 
 def boxes_of(shape: Sequence[int], first: int, numel: int, start: int = 0) -> list[Box]:
-    """The boxes of a run of elements of a contiguous tensor, in order.
+    """Returns the boxes of a run of elements of a contiguous tensor, in order.
 
     Args:
         first: number of the first element.
@@ -500,3 +521,14 @@ def boxes_of(shape: Sequence[int], first: int, numel: int, start: int = 0) -> li
             ]
         first, numel, start = first + taken, numel - taken, start + taken
     return found
+
+
+def boxes_of_piece(shape: Sequence[int], piece: Piece) -> list[Box]:
+    """Returns the boxes of a piece of a contiguous tensor, where they lie in the part of the piece's rank."""
+    if piece.runs == 1:
+        return boxes_of(shape, piece.start, piece.numel, piece.offset)
+    dim = max(d for d in range(len(shape)) if math.prod(shape[:d]) == piece.runs)
+    slices = piece.runs * math.prod(shape[dim + 1 :])  # elements at one place of this dimension
+    first, size = piece.start // slices, piece.numel // slices
+    offsets = tuple(first if d == dim else 0 for d in range(len(shape)))
+    return [Box(offsets, (*shape[:dim], size, *shape[dim + 1 :]), piece.offset)]

@@ -42,7 +42,7 @@ class EndsAtExit(Protocol):
 
 
 def timeout_of(process_group: dist.ProcessGroup, device_type: str) -> datetime.timedelta:
-    """How long a collective may take: what ``init_process_group(timeout=)`` or ``new_group(timeout=)`` was given."""
+    """Tells how long a collective may take, as ``init_process_group`` or ``new_group`` was told."""
     for kind in (device_type, "cpu"):
         try:
             timeout = process_group._get_backend(torch.device(kind)).options._timeout
@@ -54,7 +54,7 @@ def timeout_of(process_group: dist.ProcessGroup, device_type: str) -> datetime.t
 
 
 def connect_gloo(store: Store, rank: int, world_size: int, timeout: datetime.timedelta) -> dist.ProcessGroup:
-    """A process group over gloo of all who come to this store; see [Note: sockets].
+    """Returns a process group over gloo of all who come to this store; see [Note: sockets].
 
     torch's ``new_group`` wants every rank of the job, or names groups by how many this rank knows already, and
     then waits for ever if ranks know different numbers of them.

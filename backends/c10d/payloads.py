@@ -40,7 +40,7 @@ ROUNDS_ABOVE = 2**18
 
 
 class ReduceScatterPlan:
-    """How the parts of a reduce-scatter travel, for one set of sizes.
+    """Says how the parts of a reduce-scatter travel, for one set of sizes.
 
     Attributes:
         in_rounds: whether what arrives is too much to hold at once.

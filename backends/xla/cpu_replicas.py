@@ -179,7 +179,7 @@ class World:
         self.renew()
 
     def renew(self) -> None:
-        """For a new job: nobody has arrived or left, and random states start anew."""
+        """Begins a new job: nobody has arrived or left, and random states start anew."""
         self.job += 1
         self.meeting = ReplicaMeeting(self.size, one_program=self.rules.pod)
         self.turns = Turns(self.size)
@@ -189,7 +189,7 @@ class World:
         return [self._states[rank] for rank in range(self.size)]
 
     def here(self) -> ReplicaState:
-        """The replica whose device is the calling thread's default device."""
+        """Returns the replica whose device is the calling thread's default device."""
         return self._states[_RUNTIME._xla_get_default_device_ordinal()]
 
 
@@ -197,7 +197,7 @@ _world: World | None = None
 
 
 def current_world() -> World | None:
-    """This process's replicas, if it has any."""
+    """Returns this process's replicas, if it has any."""
     return _world
 
 

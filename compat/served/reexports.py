@@ -18,10 +18,12 @@ MOVED = {
     "extra.dynamic_loss_scaler": "experimental.optim.dynamic_loss_scaler",
     "extra.gossip": "experimental.nn.data_parallel.gossip",
     "extra.layerwise_gradient_scaler": "optim.layerwise_gradient_scaler",
-    "extra.memory_tracker": "experimental.tooling.memory_tracker",
+    "experimental.tooling.memory_tracker": "experimental.tooling.layer_memory_tracker",
+    "extra.memory_tracker": "experimental.tooling.layer_memory_tracker",
     "extra.offload": "experimental.nn.offload",
     "extra.vocab_loss": "model_parallel.vocab_loss",
     "extra.vocab_output": "experimental.nn.mevo",
+    "fair_dev.testing.models": "fair_dev.testing.testing",
     "grad_scaler": "training.grad_scaler",
     "moe": "model_parallel.moe",
     "out_of_memory": "training.out_of_memory",
@@ -55,11 +57,6 @@ _HOMES = {
     "experimental.nn.distributed_pipeline.partition_handler": "DistributedPipelineRecord, PartitionHandler",
     "experimental.nn.distributed_pipeline.pipeline": "DistributedPipeline",
     "experimental.optim": "DynamicLossScaler, OptState, _all_finite, _gradients",
-    "experimental.tooling.memory_tracker":
-    "LayerMemoryTrace, LayerwiseMemoryTracker, LayerwiseMemoryTrackerSummary, ProcessGroupTracker, "
-    "ProcessGroupTrackingEvent, SuggestedCheckpoints, TraceBackwardEvent, TraceForwardEvent, "
-    "compare_memory_traces_in_plot, find_best_reset_points, matplotlib_figure_to_image, null_context, "
-    "suggest_checkpoint_location",
     "experimental.wgit": "Algo, ExitCode, RepoStatus, __version_tuple__",
     "experimental.wgit.pygit": "PyGit",
     "experimental.wgit.repo": "Repo",
@@ -67,7 +64,6 @@ _HOMES = {
     "experimental.wgit.signal_sparsity": "SignalSparsity, random_sparse_mask",
     "experimental.wgit.signal_sparsity_profiling": "EnergyConcentrationProfile",
     "fair_dev": "DATASET_CACHE_ROOT",
-    "fair_dev.testing.models": "DeviceAndTypeCheckModule, GPT2, IdentityLayer",
     "fair_dev.testing.testing":
     "dist_init, find_tensor_by_shape, get_worker_map, get_world_sizes, make_cudnn_deterministic, rmf, "
     "spawn_for_all_world_sizes, teardown, temp_files_ctx, test_runner, torch_spawn, worker_process",
@@ -178,11 +174,7 @@ REEXPORTED = {
     "experimental.nn.distributed_pipeline.trace": "PipelineModulesGraph",
     "experimental.nn.sync_batchnorm": "is_checkpointing, is_recomputing, torch_version",
     "experimental.optim.dynamic_loss_scaler": "DynamicLossScaler, OptState, _all_finite, _gradients",
-    "experimental.tooling.layer_memory_tracker":
-    "FullyShardedDataParallel, LayerMemoryTrace, LayerwiseMemoryTracker, LayerwiseMemoryTrackerSummary, "
-    "ProcessGroupTracker, ProcessGroupTrackingEvent, SuggestedCheckpoints, TraceBackwardEvent, "
-    "TraceForwardEvent, compare_memory_traces_in_plot, find_best_reset_points, matplotlib_figure_to_image, "
-    "null_context, suggest_checkpoint_location",
+    "experimental.tooling.layer_memory_tracker": "FullyShardedDataParallel",
     "experimental.wgit": "EnergyConcentrationProfile, Repo, SignalSparsity, random_sparse_mask",
     "experimental.wgit.cli": "Repo, __version_tuple__ as version",
     "experimental.wgit.repo": "PyGit, RepoStatus, SHA1_Store",
@@ -195,7 +187,7 @@ REEXPORTED = {
     "dist_init, get_worker_map, get_world_sizes, make_cudnn_deterministic, rmf, spawn_for_all_world_sizes, "
     "teardown, temp_files_ctx, test_runner, torch_spawn, worker_process",
     "fair_dev.testing.testing":
-    "DeviceAndTypeCheckModule, GPT2, IdentityLayer, destroy_model_parallel, dist_init, get_worker_map, "
+    "destroy_model_parallel, dist_init, get_worker_map, "
     "get_world_sizes, initialize_model_parallel, make_cudnn_deterministic, rmf, spawn_for_all_world_sizes, "
     "teardown, temp_files_ctx, test_runner, torch_spawn, torch_version, worker_process",
     "fair_dev.testing.testing_memory": "find_tensor_by_shape",
@@ -239,7 +231,7 @@ REEXPORTED = {
     "reduce_from_model_parallel_region, scatter_to_model_parallel_region, split_tensor_along_last_dim",
     "nn.model_parallel.random":
     "CudaRNGStatesTracker, checkpoint, get_cuda_rng_tracker, get_data_parallel_rank, "
-    "get_model_parallel_rank, model_parallel.random.CheckpointFunction, model_parallel_cuda_manual_seed",
+    "get_model_parallel_rank, model_parallel_cuda_manual_seed",
     "nn.model_parallel.utils":
     "VocabUtility, divide_and_check_no_remainder, ensure_divisibility, split_tensor_along_last_dim",
     "nn.moe.moe_layer": "MOELayer, AllToAll as _AllToAll",

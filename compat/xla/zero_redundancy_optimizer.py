@@ -16,8 +16,7 @@ from shardkit.optimizer_state.kinds import to_cpu
 from shardkit.oss.placement import split_state
 from shardkit.types import StateDict, T, Tree
 from shardkit.xla.ranks import current_backend, group_among, rank_and_world_size
-from shardkit.xla.reducing_oss import ReducingOSS
-from shardkit.xla.row_states import as_rows, in_rows, rows_of, whole_of
+from shardkit.xla.reducing_oss import ReducingOSS, as_rows, in_rows, rows_of, whole_of
 
 __all__ = ["ZeroRedundancyOptimizer"]
 
@@ -140,7 +139,7 @@ class ZeroRedundancyOptimizer(ReducingOSS):
 
     @property
     def sharding_groups(self) -> Groups:
-        """As they were passed; by default one of all ranks."""
+        """Returns them as they were passed; by default one of all ranks."""
         return self._sharding_groups or [list(range(self.global_world_size))]
 
     @sharding_groups.setter
@@ -181,7 +180,7 @@ class ZeroRedundancyOptimizer(ReducingOSS):
         return super().step(closure, **kwargs)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As torch's; sums of gradients are cleared too."""
+        """Clears gradients as torch does, and sums of gradients too."""
         if self.inited:
             super().zero_grad(set_to_none)
         else:
@@ -197,7 +196,7 @@ class ZeroRedundancyOptimizer(ReducingOSS):
         return {i: p.shape for i, p in enumerate(p for g in self.param_groups for p in g["params"])}
 
     def state_dict(self) -> StateDict:  # type: ignore[override]
-        """This rank's rows of all state, in torch_xla's format, on the CPU.
+        """Returns this rank's rows of all state, in torch_xla's format, on the CPU.
 
         Collective if the optimizer gets whole parameters.
         """

@@ -43,7 +43,7 @@ class Entry(NamedTuple):
 
     @property
     def name(self) -> str:
-        """As DCP has it."""
+        """Joins the path as DCP does."""
         return ".".join(map(str, self.path))
 
 
@@ -127,7 +127,7 @@ def _parts_of(entry: Entry) -> Iterator[tuple[RecordPart, int]]:
 
 
 def cut(box: Box, largest: int) -> Iterator[Box]:
-    """A box in order of its elements, in boxes of at most so many elements."""
+    """Yields a box in order of its elements, in boxes of at most so many elements."""
     if box.numel <= largest:
         yield box
         return

@@ -52,7 +52,7 @@ class Written(NamedTuple):
 
     @property
     def name(self) -> str:
-        """As DCP has it."""
+        """Joins the path as DCP does."""
         return ".".join(map(str, self.path))
 
 

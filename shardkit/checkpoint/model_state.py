@@ -76,12 +76,12 @@ class ModelState:
 
     # ------------------------------------------------------------ facts
     def copies_of(self, flat: FlatParam, number: int | None = None) -> tuple[int, ...]:
-        """The ranks that have the same shard, or the same part of an original parameter in it."""
+        """Returns the ranks that have the same shard, or the same part of an original parameter in it."""
         is_copied = number is not None and flat.layout.is_copied(number)
         return self.ranks.everybody if is_copied else self._copies[id(flat)]
 
     def piece(self, flat: FlatParam, number: int) -> Piece | None:
-        """Of an original parameter the piece on this rank."""
+        """Finds the piece of an original parameter on this rank."""
         return self._here[id(flat)].get(number)
 
     def parameters(self) -> Iterator[tuple[str, nn.Parameter, FlatParam | None, int]]:

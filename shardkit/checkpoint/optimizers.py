@@ -341,7 +341,7 @@ class OwnedHolder(Holder):
         ]
 
     def _needed(self) -> list[nn.Parameter]:
-        """At least one, by whose state others are shaped where all ranks run one program."""
+        """Lists at least one, by whose state others are shaped where all ranks run one program."""
         params = self._params()
         needed = [p for p in params if self.optimizer.placement.keeps_state_of(p)]
         return needed or [min(params, key=torch.Tensor.numel)]

@@ -37,10 +37,11 @@ from ..checks import (
 )
 from ..errors import ConfigurationError, LifecycleError, RankMismatchError
 from ..flattening.flat_parameter import FLAT_PREFIX, FlatParameter, ParamInfo, SharedParamInfo
-from ..layout import ShardLayout
+from ..layout import ShardLayout, in_runs
 from ..policy import OffloadPolicy, ReducePolicy
 from ..reduction.compression import check_compressible
-from ..torch_seams.dtensors import check_within, is_dtensor, mesh_over, rows_here
+from ..reduction.ordered import check_order, refuse_other
+from ..torch_seams.dtensors import check_within, dimension_of, is_dtensor, mesh_over, part_here
 from ..torch_seams.strided_views import memory_of
 from ..types import Facts, Memo, ProcessGroup
 from .extended import ExtendedParameter, is_extended, no_values
@@ -215,6 +216,9 @@ def find(state: ShardingState, claimed: set[int]) -> Found:
                 original = kind(p, place, home)
                 found.originals.append(original)
                 found.names.append(f"{path}.{name}" if path else name)
+                if state.options.placement is not None:
+                    chosen = state.options.placement(p)
+                    original.dim = dimension_of(chosen, found.names[-1], p, state.options.mesh)
                 found.infos.append((path, m, name))
                 if original.is_lazy:
                     found.lazy.append(found.names[-1])
@@ -344,7 +348,8 @@ def _facts(units: Sequence[Found]) -> Facts:
             shape = "no shape yet" if name in found.lazy else tuple(original.shape)
             kind = "trainable" if p.requires_grad else "frozen"
             cut = (str(p.placements),) if is_dtensor(p) else ()
-            facts.append((name + unit, (shape, str(p.dtype), kind, *cut)))
+            along = (f"cut along dimension {original.dim}",) if original.dim else ()
+            facts.append((name + unit, (shape, str(p.dtype), kind, *cut, *along)))
         o = found.state.options
         if o is not told:  # units that one call makes have the same
             told = o
@@ -353,7 +358,7 @@ def _facts(units: Sequence[Found]) -> Facts:
 
 
 def _digests(found: Found) -> list[str]:
-    """Of values that have to be the same on all ranks; nothing where there are none yet."""
+    """Makes digests of values that have to be the same on all ranks; nothing where there are none yet."""
     if found.state.options.sync_module_states or found.state.group.world_size == 1:
         return []
     return [
@@ -387,6 +392,9 @@ def _check(found: Found) -> DeviceMesh | None:
     check_compressible(
         options.reduce.compression, [options.reduce.dtype or d for d in computed], group.backend
     )
+    check_order(options.reduce, group.world_size, found.modules)
+    if state.replicas is not None and state.replicas.world_size > 1:
+        refuse_other(options.reduce, "replicas, whose sums are formed apart; shard over all ranks")
     if group.world_size > 1:
         _refuse_writers(found)
     if options.flatten:
@@ -449,16 +457,35 @@ def _mesh_of_dtensors(found: Found) -> DeviceMesh:
         refuse_split(apart, "offloading", "Leave offload out")
     for name, original in zip(found.names, found.originals, strict=True):
         if isinstance(original, SplitParameter):
-            check_within(name, original.param, mesh)
+            check_within(name, original.param, mesh, original.dim)
+        if original.dim:
+            _check_dimension(found, name, original)
     return mesh
+
+
+def _check_dimension(found: Found, name: str, original: OriginalParameter) -> None:
+    group, dim = found.state.group, original.dim
+    is_plain = group.backend.has_storage and original.store is None
+    if not is_plain or original.shape[dim] % group.world_size:
+        raise ConfigurationError(
+            f"shard_placement_fn says Shard({dim}) for {name!r}: "
+            + (
+                f"FSDP does not support uneven sharding on dim {dim}: {original.shape} (world size: {group.world_size})"
+                if is_plain
+                else f"on {group.backend.name} a {type(original.param).__name__} is cut by its rows"
+            )
+            + ". Return None or Shard(0) for it; values are the same, but which rank has what differs"
+        )
 
 
 # ------------------------------------------------------------ cut
 def _cut(found: Found, part: list[int], mesh: DeviceMesh | None) -> tuple[ShardLayout, torch.Tensor]:
-    """How some parameters are cut, and this rank's shard of them, where it is to be (collective)."""
+    """Cuts some parameters, and takes this rank's shard of them to where it is to be (collective)."""
     options, group, replicas = found.state.options, found.state.group, found.state.replicas
     originals = [found.originals[k] for k in part]
-    layout = options.layout([original.shape for original in originals], group.world_size)
+    layout = options.layout([original.rows for original in originals], group.world_size)
+    if options.placement is not None and group.world_size > 1:
+        layout = in_runs(layout, [original.shape[: original.dim].numel() for original in originals])
     if layout.grains is not None and not group.backend.has_storage:
         layout = ShardLayout(
             layout.numels, group.world_size
@@ -496,7 +523,7 @@ def shard_of(
     device: torch.device,
     from_rank_0: bool,
 ) -> torch.Tensor:
-    """This rank's shard of the original parameters, [S], in their dtype.
+    """Returns this rank's shard of the original parameters, [S], in their dtype.
 
     Args:
         layout: of the flat parameter.
@@ -518,7 +545,7 @@ def shard_of(
 def _listed(
     found: Found, part: list[int], cut: tuple[ShardLayout, torch.Tensor], mesh: DeviceMesh | None
 ) -> FlatParam:
-    """The flat parameter of some parameters, whose shard modules list from now on, or parts of it."""
+    """Returns the flat parameter of some parameters, whose shard modules list from now on, or parts of it."""
     state, (layout, shard) = found.state, cut
     options, group, lister = state.options, state.group, state.unit_module
     originals = [found.originals[k] for k in part]
@@ -561,7 +588,7 @@ def _registered(flat: FlatParam, part: list[int], mesh: DeviceMesh | None) -> li
         spec = None
         if mesh is not None:
             within = original.param._spec if isinstance(original, SplitParameter) else None
-            dtensor = rows_here(values, mesh, original.shape, within)
+            dtensor = part_here(values, mesh, original.shape, within, original.dim)
             spec, one = dtensor._spec, one._replace(shape=tuple(dtensor._local_tensor.shape))
         made.append(RegisteredShard(flat, number, part[number], one, values, spec))
     return made
@@ -597,7 +624,7 @@ def name_flats(state: ShardingState, path: str = "") -> None:
 
 
 def announce(root: nn.Module, units: int, parameters: int, group: Group) -> None:
-    """One line about what was wrapped, for the log."""
+    """Writes one line about what was wrapped, for the log."""
     held = sum(p.numel() * p.element_size() for p in root.parameters())
     logger.info(
         "rank %d: %s of %d units, %d parameters in shards of %d bytes a rank; backend %s, world size %d",
@@ -678,7 +705,7 @@ _replicas: weakref.WeakKeyDictionary[Group, dict[int, Group]] = weakref.WeakKeyD
 
 
 def post_forward_mesh(group: Group, count: int) -> Group:
-    """The group of ``count`` consecutive ranks that this rank belongs to (collective; made once for a group).
+    """Returns the group of ``count`` consecutive ranks that this rank belongs to (collective; made once for a group).
 
     Raises:
         ConfigurationError: the ranks can't be divided so.

@@ -69,7 +69,7 @@ import sys
 import threading
 import weakref
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from operator import attrgetter
 from types import ModuleType
@@ -95,7 +95,7 @@ from ..torch_seams.hooks import (
 from .flat_param import FlatParam
 from .originals import backward_with_graph, changed_since_forward, written_original
 from .store import GATHERING, LOCKED, Store, start_together
-from .unit import ROW, SmallUnits, Unit, UnitCall, rows_of_small
+from .unit import ROW, SmallUnits, Unit, UnitCall, refuse_steps, rounds_of, rows_of_small
 
 NO_THREAD = 0
 this_thread = threading.get_ident
@@ -226,7 +226,7 @@ def plan_backward(
     units: Iterable[Unit],
     prefetch: int,
 ) -> BackwardPlan:
-    """The plan for a forward.
+    """Returns the plan for a forward.
 
     Args:
         calls: units in the order in which their calls began.
@@ -275,7 +275,7 @@ def _times_of_reductions(units: Iterable[Unit], left: dict[Unit, int]) -> dict[U
 def _computed_together(
     gathers: Sequence[Unit], calls: Sequence[Unit], recomputed: Sequence[int]
 ) -> list[set[int]]:
-    """For each position those whose activations are computed anew with its own; empty where none are."""
+    """Lists for each position those whose activations are computed anew with its own; empty where none are."""
     position = {unit: k for k, unit in enumerate(gathers)}
     spans: dict[int, list[int]] = {}
     for index, checkpoint in enumerate(recomputed):
@@ -290,7 +290,7 @@ def _computed_together(
 
 
 def _until(together: Sequence[set[int]], units: Sequence[Unit], prefetch: int) -> list[int]:
-    """For each position up to where units are gathered on entering it (exclusive): whole rows of small ones."""
+    """Finds for each position up to where units are gathered on entering it (exclusive): whole rows of small ones."""
     until: list[int] = []
     furthest, end_of = 0, _ends_of_rows(units)
     for k, positions in enumerate(together):
@@ -300,7 +300,7 @@ def _until(together: Sequence[set[int]], units: Sequence[Unit], prefetch: int) -
 
 
 def _ends_of_rows(units: Sequence[Unit]) -> list[int]:
-    """For each position where the row of small units that it is in ends (exclusive)."""
+    """Finds for each position where the row of small units that it is in ends (exclusive)."""
     rows: list[list[Unit]] = []
     room = 0
     for unit in units:
@@ -402,7 +402,11 @@ class Engine:
         thread: the one that is inside of a forward.
         is_lazy: execution is: a compiler decides when values exist (see ``forward.py``).
         after: where execution is lazy, what the next gathers have to wait for.
+        rounds: counts backwards of a step, where the order of sums is fixed.
+        all_have_order: a training forward has shown all ranks in which order units are called.
     """
+
+    all_have_order = False
 
     def __init__(
         self, units: Sequence[Unit], prefetch: int = 1, after_backward: Callable[[], None] | None = None
@@ -452,6 +456,7 @@ class Engine:
             unit.engine, unit.enter_backward = self, partial(self.reach, unit)
         self._keeping = [unit for unit in self.units if unit.keeps_frozen]
         self.set_accumulating([unit.accumulates for unit in self.units])
+        self.rounds = rounds_of(self.units)
 
     # ------------------------------------------------------------ forward
     @not_compiled
@@ -551,7 +556,7 @@ class Engine:
 
     @not_compiled
     def end_forward(self) -> None:
-        """The root's forward is through."""
+        """Notes that the root's forward is through."""
         self.after = []
         if self.recording:
             self.state.ended = next(moments)
@@ -620,7 +625,7 @@ class Engine:
 
     @not_compiled
     def fail_forward(self, is_outermost: bool) -> None:
-        """A forward raised."""
+        """Notes that a forward raised."""
         self.forwards -= 1
         if is_outermost:
             self.forwards = 0
@@ -631,7 +636,7 @@ class Engine:
 
     # ------------------------------------------------------------ backward
     def begin_backward(self) -> None:
-        """A backward was noticed, from inside of it.
+        """Notes that a backward was noticed, from inside of it.
 
         Raises:
             LifecycleError: it builds a graph where that is not possible, or goes through one that is too old.
@@ -661,6 +666,8 @@ class Engine:
         for unit in self.units:
             if unit.keeps_local:
                 unit.forget_if_cleared()
+        if self.rounds is not None:
+            self.rounds.begin()
 
     @not_compiled
     def reach(self, unit: Unit, gradient: torch.Tensor) -> None:
@@ -756,7 +763,7 @@ class Engine:
         self._gather(unit)
 
     def complete(self, unit: Unit) -> None:
-        """All gradients of a unit are there."""
+        """Notes that all gradients of a unit are there."""
         if self._creates_graph:
             self._refuse_graph([unit])
         if not unit.open_calls and not unit.keep_after_backward:
@@ -875,6 +882,10 @@ class Engine:
                 self._send(unit)
         while self._in_flight:
             self._receive()
+        if self.rounds is not None:
+            self.rounds.end()
+            if self.rounds.are_waiting():
+                refuse_steps.note(self.rounds)
 
     def recover(self) -> None:
         """Forgets a backward that died of an exception."""
@@ -925,6 +936,47 @@ class Engine:
                 flat.store.unlock()
         self._locked = [flat for flat in self._locked if flat.store.state is LOCKED]
 
+    # ------------------------------------------------------------ steps of others
+    @property
+    def has_order(self) -> bool:
+        """Whether a training forward has shown in which order units are called."""
+        return bool(self._order)
+
+    def follow(self, forward: Callable[[], object] | None = None) -> None:
+        """Takes part in a training step of other ranks without computing (collective); it adds nothing to gradients.
+
+        Args:
+            forward: runs the root's forward; else what the last one gathered is gathered, in its order.
+        """
+        if forward is not None:
+            forward()
+        else:
+            self._repeat_forward()
+        with torch.enable_grad():
+            reached = torch.zeros((), requires_grad=True).clone()
+        reached.register_hook(lambda _: self.begin_backward())
+        unused = [flat.unused for unit in self.units for flat in unit.flats]
+        noted = [each.is_noted for each in unused]
+        reached.backward()  # at its end comes what a backward did not reach, which is everything
+        for each, before in zip(unused, noted, strict=True):
+            each.is_noted = (
+                before  # of parameters without a part here this rank knows its own share alone: none
+            )
+
+    def _repeat_forward(self) -> None:
+        order, ends, begun = self._order, self._order_of_ends, 0
+        with torch.enable_grad():
+            self.begin_forward()
+            for unit, before in ends:
+                for called in order[begun:before]:
+                    self.before_forward(called, ())
+                begun = max(begun, before)
+                unit.is_reached = unit.is_reached or unit.is_trainable
+                self.after_forward(unit)
+            checkpoints = [object() for _ in order]
+            self._around = [None if number < 0 else checkpoints[number] for number in self._checkpoints]
+            self.end_forward()
+
     # ------------------------------------------------------------ between steps
     def check_idle(self, what: str) -> None:
         """Raises LifecycleError in the middle of a forward or backward."""
@@ -942,12 +994,13 @@ class Engine:
         self.state.accumulating = all(values)
         return before
 
-    def reduce_now(self) -> None:
-        """Reduces what units have kept (collective), without a backward."""
+    def reduce_now(self, everything: bool = False) -> None:
+        """Reduces what units have kept (collective), without a backward; with ``everything`` also where nothing is."""
         self.check_idle("a reduction of gradients")
-        with torch.no_grad():
+        empty = [unit for unit in self.units if not unit.has_local_gradients()]
+        with torch.no_grad(), _adding_nothing(empty):
             for unit in self.units:
-                if not unit.accumulates and unit.has_local_gradients():
+                if (unit.is_trainable and everything) or (not unit.accumulates and unit not in empty):
                     self._send(unit)
             while self._in_flight:
                 self._receive()
@@ -962,6 +1015,16 @@ def frozen_behind_trainable(calls: Sequence[Unit]) -> list[Unit]:
     """Frozen units one of whose calls began after that of a trainable unit (the one around it, maybe)."""
     first = next((k for k, unit in enumerate(calls) if unit.is_trainable), len(calls))
     return [unit for unit in dict.fromkeys(calls[first:]) if not unit.is_trainable]
+
+
+@contextlib.contextmanager
+def _adding_nothing(units: Sequence[Unit]) -> Iterator[None]:
+    """Inside, this rank has no gradients of these: of parameters without a part here it doesn't hear who has."""
+    unused = [flat.unused for unit in units for flat in unit.flats]
+    noted = [each.is_noted for each in unused]
+    yield
+    for each, before in zip(unused, noted, strict=True):
+        each.is_noted = before
 
 
 def _numbered(checkpoints: list[object]) -> list[int]:

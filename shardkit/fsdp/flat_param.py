@@ -23,7 +23,7 @@ from torch import nn
 
 from ..backend import Group
 from ..layout import ShardLayout
-from ..policy import Compression
+from ..policy import Compression, ReducePolicy
 from ..reduction.compression import BlockFormat, format_for
 from ..torch_seams.hooks import NO_BACKWARD, current_backward
 from ..tracing.ranges import UNNAMED, UnitRanges
@@ -65,6 +65,7 @@ class FlatParam:
         versioned: tensors whose versions change with every change of the shard.
         lists_dtensors: these are DTensors.
         trains: whether gradients are reduced for it, as far as its unit knows.
+        reduce: how, as its unit says.
         label: what it is called in errors.
         paths: of the unit's modules in the root module, as far as they are known.
         ranges: the unit's.
@@ -98,6 +99,7 @@ class FlatParam:
         self.listings: Sequence[Listing] = [self]
         self.versioned: Sequence[torch.Tensor] = [param]
         self.trains = self.lists_dtensors = False
+        self.reduce = ReducePolicy()
         self.group = group
         self.layout = layout
         self.label, self.paths = "", [""]
@@ -127,7 +129,7 @@ class FlatParam:
 
     @property
     def blocks(self) -> BlockFormat | None:
-        """In which shards travel; None: as they are."""
+        """Returns the blocks in which shards travel; None: as they are."""
         if self.group.world_size == 1:
             return None
         return format_for(self._compression, self.layout.shard_numel, self.compute_dtype)
@@ -146,7 +148,7 @@ class FlatParam:
         return self.paths[0]
 
     def path_of(self, number: int) -> str:
-        """The same for the module that an original parameter's name is of."""
+        """Returns the same for the module that an original parameter's name is of."""
         home = self.originals[number].home
         return self.paths[home] if home < len(self.paths) else ""
 

@@ -27,7 +27,7 @@ def _is_count(align: Align) -> bool:
 
 @dataclass(frozen=True)
 class AlignedLayout:
-    """How parameters are cut, for ``Options.layout``; see :func:`~shardkit.layout.aligned_shards`."""
+    """Cuts parameters, as ``Options.layout``; see :func:`~shardkit.layout.aligned_shards`."""
 
     align: Align
 
@@ -80,7 +80,7 @@ class EachAlone:
 
 
 def taken_apart(values: torch.Tensor, layout: ShardLayout) -> list[torch.Tensor]:
-    """The items in [N or more], each in one dimension: views."""
+    """Returns the items in [N or more], each in one dimension: views."""
     if layout.starts is None:
         numels = layout.numels
         parts = torch.split_with_sizes(values, [*numels, values.numel() - sum(numels)])
@@ -97,7 +97,7 @@ def put_together(rows: Sequence[torch.Tensor], layout: ShardLayout) -> torch.Ten
 
 
 def own_part(values: torch.Tensor, group: Group) -> torch.Tensor:
-    """This rank's part of values [W * S], rank by rank, [S]: a view, or where execution is lazy a copy.
+    """Returns this rank's part of values [W * S], rank by rank, [S]: a view, or where execution is lazy a copy.
 
     There, which part it is is data, so that all ranks build one graph.
     """
@@ -112,10 +112,24 @@ def own_shard(values: torch.Tensor, layout: ShardLayout, group: Group) -> torch.
     """This rank's shard [S] of a flat parameter's values, items in their places; a view where that is possible."""
     blocks = values.split([block.padded_numel for block in layout.blocks])
     parts = [
-        block[:1] if alone.copies else own_part(block, group)
+        block[:1] if alone.copies else own_part(rank_by_rank(block, alone), group)
         for block, alone in zip(blocks, layout.blocks, strict=True)
     ]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def rank_by_rank(values: torch.Tensor, layout: ShardLayout) -> torch.Tensor:
+    """One item's elements as the ranks' parts of it follow each other, where these consist of several runs."""
+    if layout.runs == 1:
+        return values
+    return _as_parts(values.reshape(-1), layout).reshape(-1)
+
+
+def _as_parts(values: torch.Tensor, layout: ShardLayout) -> torch.Tensor:
+    """Views one item as the ranks' parts of it, [W, numel], or [W, runs, numel of a run]."""
+    if layout.runs == 1:
+        return values.view(layout.world_size, -1)
+    return values.view(layout.runs, layout.world_size, -1).transpose(0, 1)
 
 
 class Unpacking:
@@ -129,21 +143,32 @@ class Unpacking:
     def __init__(self, layout: ShardLayout, full: torch.Tensor) -> None:
         world_size, self._sizes = layout.world_size, [block.shard_numel for block in layout.blocks]
         items = full.split([block.padded_numel for block in layout.blocks])
-        self._places = [item.view(world_size, -1) for item in items]
+        self._places = [_as_parts(item, block) for item, block in zip(items, layout.blocks, strict=True)]
         self._world_size = world_size
+        self._in_runs = any(block.runs > 1 for block in layout.blocks)
 
     def unpack(self, gathered: torch.Tensor) -> None:
         """Copies what was gathered, [W, S] or [W * S] rank by rank: one operation."""
         rows = gathered if gathered.dim() == 2 else gathered.view(self._world_size, -1)
-        torch.split_with_sizes_copy(rows, self._sizes, dim=1, out=self._places)
+        if not self._in_runs:
+            torch.split_with_sizes_copy(rows, self._sizes, dim=1, out=self._places)
+            return
+        parts = torch.split_with_sizes(rows, self._sizes, dim=1)
+        shaped = [part.view(place.shape) for part, place in zip(parts, self._places, strict=True)]
+        torch._foreach_copy_(self._places, shaped)
 
 
 def unpacked(gathered: torch.Tensor, layout: ShardLayout) -> torch.Tensor:
     """Puts items in their places, of values gathered rank by rank, [W * S]."""
-    if len(layout.blocks) == 1:
+    blocks = layout.blocks
+    if len(blocks) == 1 and layout.runs == 1:
         return gathered
-    parts = gathered.view(layout.world_size, -1).split([b.shard_numel for b in layout.blocks], dim=1)
-    return torch.cat([part.reshape(-1) for part in parts])
+    parts = gathered.view(layout.world_size, -1).split([b.shard_numel for b in blocks], dim=1)
+    made = torch.empty_like(gathered)
+    for item, part, block in zip(made.split([b.padded_numel for b in blocks]), parts, blocks, strict=True):
+        place = _as_parts(item, block)
+        place.copy_(part.view(place.shape))
+    return made
 
 
 def report_padding(layout: ShardLayout, what: str, rank: int) -> None:

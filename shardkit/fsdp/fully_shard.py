@@ -106,8 +106,6 @@ def fully_shard(
     """
     words, given = in_torchs_words(torchs_words), modules_of(module)
     modules = given
-    if words.shard_placement_fn is not None:
-        words.check_placements(modules)
     inside = [*map(_listing_dtensors, modules)]
     if dtensors is None:
         ours = precision, reshard, offload, reduce, align, group, replicas, device, backend
@@ -123,7 +121,7 @@ def fully_shard(
         offload=words.offload(offload), reduce=words.reduce(reduce),
         flatten=False, sync_module_states=sync_module_states, device=device, backend=backend,
         layout=EachAlone(AlignedLayout("rows"), True) if dtensors else RowsLayout(align),
-        dtensors=dtensors, mesh=mesh, casts_inputs=casts, casts_root_inputs=casts,
+        dtensors=dtensors, mesh=mesh, casts_inputs=casts, casts_root_inputs=casts, placement=words.shard_placement_fn,
     )  # fmt: skip
     states: list[ShardingState] = []
     for k, each in enumerate(given):
@@ -140,7 +138,7 @@ def fully_shard(
 
 
 def _are_dtensors_meant(modules: Sequence[nn.Module]) -> bool:
-    """Where nobody says, and torch's words are spoken: on ranks that torch knows, as tensors with memory."""
+    """Decides where nobody says: by torch's words, on ranks that torch knows, for tensors with memory."""
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return False
     some = next((p for module in modules for p in module.parameters()), None)

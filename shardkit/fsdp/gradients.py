@@ -22,10 +22,13 @@ from ..backend import DONE, Group, ReduceOp, Work
 from ..layout import Piece, alignment, rounded_up
 from ..policy import ReducePolicy
 from ..reduction.compression import BlockFormat, CompressedAllReduce, CompressedReduceScatter, format_for
+from ..reduction.ordered import contributions, exchange, microbatches, share
 from ..reduction.packing import JoinedPack, PackedForm, WrittenPack, has_mean
 from ..reduction.shard_gradients import gradient_class
+from ..torch_seams.marked_tensors import as_plain
 from ..types import Tree
 from .flat_param import FlatParam
+from .flat_values import rank_by_rank
 from .originals import Listing, SplitParameter, as_tensors
 
 _grad_of = attrgetter("param.grad")
@@ -74,15 +77,22 @@ class GradientPack(ABC):
         self._group = group
         self._dtype = self.dtype = packed_dtype(flat, reduce)
         self._device = flat.compute_device
+        # K of [Note: fixed order], 0 without one
+        self._microbatches = microbatches(reduce, group.world_size)
+        if self._microbatches:
+            divisors = 1.0, 1.0
         before, after = divisors if group.world_size > 1 else (1.0, divisors[0] * divisors[1])
-        is_mean = before * after == group.world_size and has_mean(self._dtype)
+        is_mean = not self._microbatches and before * after == group.world_size and has_mean(self._dtype)
         self._op = ReduceOp.AVG if is_mean else ReduceOp.SUM
         self._before, self._after = (1.0, 1.0) if is_mean else (before, after)
-        self._gradient_class = gradient_class(flat.group, "the FSDP root's clip_grad_norm_", True)
+        self._gradient_class = gradient_class(
+            flat.group, "the FSDP root's clip_grad_norm_", True, in_order=self._microbatches > 0
+        )
         self.in_flight: Reduction | None = None
         with as_tensors():
             self.trainable = [m.param.requires_grad for m in flat.originals]
         self._split = [(k, m) for k, m in enumerate(flat.originals) if isinstance(m, SplitParameter)]
+        self._in_runs = [(k, one) for k, one in enumerate(flat.layout.blocks) if one.runs > 1]
         pieces = [p for p in flat.layout.pieces() if self.trainable[p.item]]
         step = alignment(self._dtype.itemsize) if group.backend.has_storage else 1
         size = self._size = flat.layout.shard_numel
@@ -106,7 +116,7 @@ class GradientPack(ABC):
 
     # ------------------------------------------------------------ sending
     def take(self, kept: Mapping[int, torch.Tensor]) -> list[torch.Tensor | None]:
-        """The original parameters' gradients, which these have no longer.
+        """Returns the original parameters' gradients, which these have no longer.
 
         Args:
             kept: those of earlier backwards that are kept elsewhere, by number of the original parameter.
@@ -121,6 +131,9 @@ class GradientPack(ABC):
         for number, original in self._split:
             gradient: Tree = gradients[number]
             gradients[number] = None if gradient is None else original.local_gradient(gradient)
+        for number, one in self._in_runs:
+            if (whole := gradients[number]) is not None:
+                gradients[number] = rank_by_rank(whole.to_dense(), one)
         return gradients
 
     @abstractmethod
@@ -128,12 +141,15 @@ class GradientPack(ABC):
         """Starts their reduction (collective); first gives their own memory back. None: nothing to do."""
 
     def _scatter(self, packed: torch.Tensor, had: list[bool], had_all: bool, label: str = "") -> Reduction:
+        label = label or f"gradients of {self._flat.label}"
+        if self._microbatches:
+            result, work = exchange(self._group, packed, None, self._microbatches, label)
+            return had, had_all, result, work
         result = packed.new_empty(packed.numel() // self._group.world_size)
         if self._before != 1.0:
             packed.mul_(1.0 / self._before)
         if self._group.world_size == 1:  # it is for replicas
             return had, had_all, result.copy_(packed), DONE
-        label = label or f"gradients of {self._flat.label}"
         work = self._group.reduce_scatter_into(result, packed, op=self._op, async_op=True, label=label)
         return had, had_all, result, work
 
@@ -163,13 +179,31 @@ class GradientPack(ABC):
             result.mul_(1.0 / self._after)
         if not had_all:
             had = self._anywhere(had, result)
-        if self._note(had, had_all, result):  # as :meth:`arrive`, which would be a call
+        if self._microbatches and self._group.world_size > 1:
+            self.arrive_in_order(had, list(contributions(result, self._group.world_size)), had_all)
+        elif self._note(had, had_all, result):  # as :meth:`arrive`, which would be a call
             self._hand_over(self._own(result))
 
     def arrive(self, had: list[bool], result: torch.Tensor, had_all: bool) -> None:
         """The shard gets the mean, the first [S] of this; some rank ``had`` these gradients, as far as is known."""
         if self._note(had, had_all, result):
             self._hand_over(self._own(result))
+
+    def arrive_in_order(self, had: list[bool], parts: list[torch.Tensor], had_all: bool) -> None:
+        """Gives the shard each of these after the one before; see :meth:`arrive`."""
+        listed = [listing.param for listing in self._flat.listings]
+        hooked = [p for p in listed if p._backward_hooks or p._post_accumulate_grad_hooks]
+        there = [p for p in listed if p.grad is not None]
+        total = self._flat.param.grad if len(there) == len(listed) else None
+        if not hooked and (total is not None or not there) and self._group.backend.has_storage:
+            rest = parts[:-1] if there else parts[1:]
+            with as_plain():
+                total = self._own(parts[0]) if total is None else total
+                for part in rest:
+                    total.add_(self._own(part).view(total.shape))
+            parts = parts[-1:] if there else [total]
+        for part in parts:  # hooks see each of them
+            self.arrive(had, part, had_all)
 
     def forget(self) -> None:
         """Waits for the reduction of a backward that died, and forgets the result."""
@@ -195,11 +229,11 @@ class GradientPack(ABC):
         return True
 
     def _anywhere(self, had: list[bool], result: torch.Tensor) -> list[bool]:
-        """Which original parameters had a gradient on some rank, as far as they have a part here."""
+        """Tells which original parameters had a gradient on some rank, as far as they have a part here."""
         return had
 
     def _own(self, result: torch.Tensor) -> torch.Tensor:
-        """The shard's gradient [S] in what came, in the shard's dtype and on its device."""
+        """Returns the shard's gradient [S] in what came, in the shard's dtype and on its device."""
         param, size = self._flat.param, self._size
         gradient = result if result.numel() == size else result[:size]
         if gradient.dtype != param.dtype or gradient.device != param.device:
@@ -211,7 +245,7 @@ class GradientPack(ABC):
         return
 
     def clear_unused(self, listing: Listing) -> None:
-        """A registered parameter's gradient is new: none of its original parameters has had one yet."""
+        """Notes that a registered parameter's gradient is new: none of its original parameters has had one yet."""
         unused = self._flat.unused
         if listing is self._flat:
             unused.clear(None)
@@ -291,6 +325,7 @@ class StoredPack(GradientPack):
             self._op,
             self._before,
             self._after,
+            self._microbatches,
             flat.shards is None,
         )
 
@@ -364,14 +399,19 @@ class JoinedReduction:
             result.mul_(1.0 / self._first._after)
         if not had_all:
             had = self._form.anywhere(had, result, self._first._group.rank)
+        world = self._first._group.world_size
+        parts = list(contributions(result, world)) if self._first._microbatches else []
         for pack, (number, start) in zip(self.packs, self._places, strict=True):
             here = had[number : number + len(pack.trainable)]
-            pack.arrive(here, result[start : start + pack._size], had_all)
+            if parts:
+                pack.arrive_in_order(here, [part[start : start + pack._size] for part in parts], had_all)
+            else:
+                pack.arrive(here, result[start : start + pack._size], had_all)
 
 
 @final
 class CompressedPack(StoredPack):
-    """As :class:`StoredPack`, whose buffer [W * (S + F)] is given back as soon as its blocks are made."""
+    """Packs as :class:`StoredPack`, whose buffer [W * (S + F)] is given back as soon as its blocks are made."""
 
     def __init__(
         self, flat: FlatParam, group: Group, reduce: ReducePolicy, divisors: tuple[float, float], blocks: BlockFormat
@@ -415,10 +455,10 @@ class LazyPack(GradientPack):
         return self._scatter(packed, had, had_all)
 
     def _arrived(self) -> None:
-        """The compiler frees what was sent."""
+        """Lets the compiler free what was sent."""
 
     def _note(self, had: list[bool], had_all: bool, result: torch.Tensor) -> bool:
-        """As :meth:`GradientPack._note`, but for elements, and as data."""
+        """Notes as :meth:`GradientPack._note` does, but elements, and as data."""
         flat, used = self._flat, None
         if not had_all or False in self.trainable:
             rank = self._group.rank
@@ -428,7 +468,7 @@ class LazyPack(GradientPack):
         return True
 
     def clear_unused(self, listing: Listing) -> None:
-        """As :meth:`GradientPack.clear_unused`, for elements."""
+        """Clears as :meth:`GradientPack.clear_unused` does, but elements."""
         size = self._flat.layout.shard_numel
         self._flat.unused.clear(torch.zeros(size, dtype=torch.bool, device=self._device))  # no transfer
 
@@ -447,7 +487,10 @@ class WholePack(GradientPack):
     def reduce(self, gradients: list[torch.Tensor | None]) -> Reduction:
         had = list(map(is_not, gradients, repeat(None)))
         had_all = False not in compress(had, self.trainable)
-        return had, had_all, self._pack.join(gradients, None, self._like), None
+        joined = self._pack.join(gradients, None, self._like)
+        if self._microbatches:
+            share(joined, self._microbatches)
+        return had, had_all, joined, None
 
     def _arrived(self) -> None:
         """Nothing was sent."""
@@ -468,7 +511,7 @@ class Way(NamedTuple):
 def way_for(
     flat: FlatParam, replicas: Group | None, reduce: ReducePolicy, divisors: tuple[float, float]
 ) -> Way:
-    """The way for where the shard is now; see :class:`GradientPack`.
+    """Returns the way for where the shard is now; see :class:`GradientPack`.
 
     Compressed is what crosses hosts: what replicas exchange, or where there are none what the group does.
     """
@@ -490,7 +533,7 @@ def way_for(
 
 
 def predivide_factor(world_size: int) -> int:
-    """The power of two next to the root of the world size that divides it (fairscale's choice)."""
+    """Returns the power of two next to the root of the world size that divides it (fairscale's choice)."""
     factor = 1
     while world_size % factor == 0 and world_size / factor > factor:
         factor *= 2

@@ -122,7 +122,7 @@ class ReleasedView(torch.Tensor):
 
 
 class Place(NamedTuple):
-    """Where a parameter is an attribute."""
+    """Tells where a parameter is an attribute."""
 
     module: nn.Module
     name: str
@@ -141,12 +141,14 @@ class OriginalParameter:
         store: where its values are, if they are in no shard.
         mesh: over which tensor parallelism has cut it, if it has.
         home: number of the module that its name is of, where several modules are one unit.
+        dim: along which it is cut.
     """
 
     beside = ""
     store: type[Store] | None = None
     mesh: DeviceMesh | None = None
     is_lazy = False
+    dim = 0
 
     released: type[ReleasedParameter] = ReleasedParameter
     of_shard: type[ViewOfShard] = ViewOfShard
@@ -161,15 +163,22 @@ class OriginalParameter:
 
     @property
     def values(self) -> torch.Tensor:
-        """Those that lie in the flat parameter."""
+        """Returns those that lie in the flat parameter."""
         return self.param.data
+
+    @property
+    def rows(self) -> torch.Size:
+        """Its shape with the dimension in front that it is cut along."""
+        return torch.Size(
+            (*self.shape[self.dim : self.dim + 1], *self.shape[: self.dim], *self.shape[self.dim + 1 :])
+        )
 
     def listed(self, part: torch.Tensor) -> torch.Tensor:
         """Returns what modules list of it where this is its part of the shard."""
         return part
 
     def assign(self, values: torch.Tensor) -> None:
-        """Its values are these from now on, [numel]: a view."""
+        """Makes these its values from now on, [numel]: a view."""
         # a view less: where execution is lazy, this runs in each step
         self.param.data = values if len(self.shape) == 1 else values.view(self.shape)
 
@@ -211,7 +220,7 @@ class SplitParameter(OriginalParameter):
 
     @torch.no_grad()
     def local_gradient(self, gradient: DTensor) -> torch.Tensor:
-        """Of a gradient what belongs to the values here; sums that tensor parallelism owes are made (collective)."""
+        """Takes what of a gradient belongs to values here, with the sums that tensor parallelism owes (collective)."""
         placements = self.param.placements
         if gradient.placements != placements:
             gradient = gradient.redistribute(placements=placements)
@@ -219,7 +228,7 @@ class SplitParameter(OriginalParameter):
 
 
 def without_values(kind: type[torch.Tensor], tensor: torch.Tensor) -> Tree:
-    """The class of a tensor that becomes one of these; of one that wraps others a class that is both."""
+    """Returns the class of a tensor that becomes one of these; of one that wraps others a class that is both."""
     is_wrapper = is_dtensor(tensor) or is_traceable_wrapper_subclass(tensor)
     return _both(kind, type(tensor)) if is_wrapper else kind
 
@@ -230,7 +239,7 @@ def _both(kind: type[torch.Tensor], of_torch: type[torch.Tensor]) -> type[torch.
 
 
 def mesh_of(originals: Sequence[OriginalParameter]) -> DeviceMesh | None:
-    """The mesh over which tensor parallelism has cut some of these; None where there are none."""
+    """Returns the mesh over which tensor parallelism has cut some of these; None where there are none."""
     for original in originals:  # asked for every unit: without a generator, whose steps are calls
         if original.mesh is not None:
             return original.mesh
@@ -323,7 +332,7 @@ def _owner_of(param: torch.Tensor) -> Owner | None:
 
 
 def managing(param: nn.Parameter) -> FlatParam | None:
-    """The flat parameter that manages an original parameter, None for other parameters."""
+    """Returns the flat parameter that manages an original parameter, None for other parameters."""
     owner = _owner_of(param)
     return None if owner is None else owner.flat
 
@@ -363,7 +372,7 @@ def name_of_original(param: nn.Parameter) -> str | None:
 
 
 def _of_full_shape(param: torch.Tensor, what: str) -> torch.Tensor:
-    """The parameter, or where it has lost its shape too (lazy execution) one that is like it."""
+    """Returns the parameter, or where it has lost its shape too (lazy execution) one that is like it."""
     owner = _owner_of(param)
     if owner is None or owner.flat.keeps_shapes:
         return param
@@ -445,7 +454,7 @@ def _refuse_gradient(param: torch.Tensor) -> None:
 
 
 def _without_owner(dtype: torch.dtype, requires_grad: bool, name: str) -> nn.Parameter:
-    """A copy; the copy of its flat parameter, if there is one, will give it values."""
+    """Returns a copy; the copy of its flat parameter, if there is one, will give it values."""
     param = nn.Parameter(torch.empty(0, dtype=dtype), requires_grad=requires_grad)
     _names_of_copies[param] = name
     param.__class__ = ReleasedParameter
@@ -481,14 +490,14 @@ class Unused:
             self.originals = [i and not h for i, h in zip(self.originals, had, strict=True)]
 
     def note_each(self, had: Sequence[bool], are_new: Sequence[bool]) -> None:
-        """As :meth:`note`, where each has a gradient of its own: the first since it was cleared, or not."""
+        """Notes as :meth:`note` does, where each has a gradient of its own: the first since it was cleared, or not."""
         self.is_noted = True
         self.originals = [
             (i or new) and not h for i, h, new in zip(self.originals, had, are_new, strict=True)
         ]
 
     def note_elements(self, used: torch.Tensor | None, is_new: bool) -> None:
-        """The same for elements, [S]; None if all have got one."""
+        """Returns the same for elements, [S]; None if all have got one."""
         self.is_noted = True
         self.originals = [False] * len(self.originals)
         if is_new:

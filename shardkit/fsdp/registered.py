@@ -37,6 +37,7 @@ from ..errors import LifecycleError
 from ..flattening.flat_parameter import FlatParameter
 from ..layout import Listed
 from ..optimizers.shards import listing_of, note_listings, shard_behind
+from ..reduction.shard_gradients import ShardGradient, mark_dtensor
 from ..torch_seams.dtensors import as_parameter, at_offset_0, dtensor_of, is_dtensor, local_of
 from ..torch_seams.hooks import check_asked_gradients
 from ..torch_seams.marked_tensors import as_plain
@@ -123,7 +124,7 @@ class RegisteredShard:
 
     @property
     def names(self) -> list[str]:
-        """Its path in the unit's module."""
+        """Names its path in the unit's module."""
         return [self.flat.names[self.first]]
 
     @property
@@ -133,7 +134,7 @@ class RegisteredShard:
 
     @property
     def label(self) -> str:
-        """Its name in errors."""
+        """Names it in errors."""
         return f"parameter {self.names[0]!r} of {self.flat.label.partition(' of ')[2]}"
 
     @property
@@ -147,7 +148,7 @@ class RegisteredShard:
         return self.flat.compute_device
 
     def part(self, values: torch.Tensor) -> torch.Tensor:
-        """This rank's part in the shard's values, or gradients, [S]: a view in the shape that is listed."""
+        """Returns this rank's part in the shard's values, or gradients, [S]: a view in the shape that is listed."""
         return values[self.offset : self.offset + self.numel].view(self.shape)
 
     def __getstate__(self) -> StateDict:
@@ -158,7 +159,7 @@ class RegisteredShard:
         self.spec = self.param._spec if is_dtensor(self.param) else None
 
     def local(self, listed: torch.Tensor) -> torch.Tensor:
-        """The memory of what is listed, or of a gradient of it, on this rank."""
+        """Returns the memory of what is listed, or of a gradient of it, on this rank."""
         return listed if self.spec is None else local_of(listed)
 
     @property
@@ -172,7 +173,7 @@ class RegisteredShard:
 
 
 class RegisteredShards:
-    """Those of one flat parameter.
+    """Holds those of one flat parameter.
 
     Attributes:
         each: in the order of the original parameters.
@@ -239,7 +240,7 @@ class RegisteredShards:
 
     @torch.no_grad()
     def collected(self, numel: int) -> torch.Tensor:
-        """A shard [S] with their values; they become views of it."""
+        """Returns a shard [S] with their values; they become views of it."""
         for r in self.each:
             module, name = r.places[0]
             now = module._parameters.get(name)
@@ -266,7 +267,7 @@ class RegisteredShards:
 
     # ------------------------------------------------------------ gradients
     def gradient(self) -> torch.Tensor | None:
-        """The shard's [S], of which theirs are views; made anew where they are not. None: none has one."""
+        """Returns the shard's [S], of which theirs are views; made anew where they are not. None: none has one."""
         now = list(map(_grad_of, self.params))
         there = [(r, g) for r, g in zip(self.each, now, strict=True) if g is not None]
         if not there:
@@ -315,7 +316,7 @@ class RegisteredShards:
         return own
 
     def local_gradients(self, padded: bool = True, copies: bool = True) -> list[torch.Tensor]:
-        """This rank's memory of theirs, as far as they have one.
+        """Returns this rank's memory of theirs, as far as they have one.
 
         Args:
             padded: with padding.
@@ -416,6 +417,8 @@ def _mark(gradients: Iterable[torch.Tensor | None], kind: type[torch.Tensor]) ->
         for g in gradients:
             if type(g) is torch.Tensor:
                 g.__class__ = kind
+            elif g is not None and issubclass(kind, ShardGradient) and kind.in_order:
+                mark_dtensor(g, kind)
 
 
 class UnlistedShard(nn.Parameter):
@@ -432,7 +435,7 @@ class UnlistedShard(nn.Parameter):
 
     @property
     def grad(self) -> torch.Tensor | None:  # type: ignore[override]
-        """Of which those of registered parameters are views, [S]."""
+        """Returns the gradient of which those of registered parameters are views, [S]."""
         return self.shards.gradient()
 
     @grad.setter
@@ -449,7 +452,7 @@ class UnlistedShard(nn.Parameter):
         self.requires_grad_(value)
 
     def requires_grad_(self, requires_grad: bool = True) -> UnlistedShard:
-        """All registered parameters do."""
+        """Sets it of all registered parameters."""
         for p in self.shards.params:
             p.requires_grad_(requires_grad)
         return self
@@ -534,7 +537,7 @@ def register(place: Place, param: nn.Parameter) -> None:
 
 
 def unregister(place: Place) -> None:
-    """A module forgets a name; :func:`register` knows where it was."""
+    """Notes that a module forgets a name; :func:`register` knows where it was."""
     module, name = place
     if name not in _order(module):
         module.__dict__[ORDER] = {written: k for k, written in enumerate(written_names(module))}
@@ -560,13 +563,13 @@ def take_out(originals: Sequence[OriginalParameter]) -> None:
 
 
 def show(place: Place, param: nn.Parameter) -> None:
-    """The parameter is registered in its module again."""
+    """Registers the parameter in its module again."""
     place.module.__dict__.pop(place.name, None)
     register(place, param)
 
 
 def written_names(module: nn.Module) -> list[str]:
-    """Names of a module's parameters in order, those that a unit has taken included."""
+    """Returns names of a module's parameters in order, those that a unit has taken included."""
     order = _order(module)
     return [*order, *(name for name in module._parameters if name not in order)]
 

@@ -20,6 +20,7 @@ from ..optimizer_state.marking import mark_shards
 from ..optimizers.shards import refuse_stand_ins
 from ..progress import noting_errors
 from ..reduction.norms import Portion, clip_by_global_norm, norm_like
+from ..reduction.ordered import refuse_local
 from ..types import IncompatibleKeys, SavedState, StateDict
 from .construct import wake
 from .engine import Engine
@@ -61,7 +62,9 @@ def clip(root: ShardingState, max_norm: float, norm_type: float) -> torch.Tensor
     portions = [*by_groups.values()]
     if alike:
         portions.append(Portion(alike, ()))
-    return clip_by_global_norm(portions, gradients, _like(root, everything), max_norm, norm_type)
+    in_order = root.options.reduce.order is not None
+    like = _like(root, everything)
+    return clip_by_global_norm(portions, gradients, like, max_norm, norm_type, in_order=in_order)
 
 
 def _spread_over(flat: FlatParam) -> tuple[Group, ...]:
@@ -78,14 +81,14 @@ def _like(root: ShardingState, params: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _gradients_of(flat: FlatParam) -> list[torch.Tensor]:
-    """This rank's gradients, without padding that nobody lists or clears."""
+    """Returns this rank's gradients, without padding that nobody lists or clears."""
     if flat.shards is not None:
         return flat.shards.local_gradients()
     return [] if flat.param.grad is None else [flat.param.grad]
 
 
 def _that_count(flat: FlatParam, gradients: list[torch.Tensor], norm_type: float) -> list[torch.Tensor]:
-    """Those of them that the norm is of; for norms that zeros change, without padding and what is unused."""
+    """Chooses those of them that the norm is of; for norms that zeros change, without padding and what is unused."""
     if flat.shards is not None and flat.shards.has_copies:
         return flat.shards.local_gradients(padded=norm_type > 0, copies=False)
     if norm_type > 0 or not gradients:
@@ -122,6 +125,7 @@ class ShardedAPI(abc.ABC):
             LifecycleError: called on a unit below the root.
         """
         engine = self._root_engine("no_sync")
+        refuse_local(self._state.options.reduce)
         before = engine.set_accumulating([True] * len(engine.units))
         try:
             yield
@@ -158,12 +162,11 @@ class ShardedAPI(abc.ABC):
 
     def set_divisors(self, before: float, after: float) -> None:
         """Gradients are divided by the one before and by the other after their sum over ranks."""
-        self._state.unit.divisors = (before, after)
-        self._state.unit.attach()
+        self._state.unit.divide(before, after)
 
     # ------------------------------------------------------------ checkpoints of shards
     def local_state_dict(self, *args: Any, **kwargs: Any) -> StateDict:
-        """This rank's shards, 1-D and padded, under fairscale's names; loads at the same world size only."""
+        """Returns this rank's shards, 1-D and padded, under fairscale's names; loads at the same world size only."""
         state = self._state
         with local_state(state):
             found = self._door_state_dict(*args, **kwargs)
@@ -248,7 +251,7 @@ class ShardedAPI(abc.ABC):
 
     @noting_errors
     def gather_full_optim_state_dict(self, optim: Optimizer, **ignored: object) -> StateDict | None:
-        """The optimizer's full state on rank 0, None on others (collective), by id; see ``optimizer_state``."""
+        """Returns the optimizer's full state on rank 0, None on others (collective), by id; see ``optimizer_state``."""
         refuse_stand_ins(optim, "gather_full_optim_state_dict")
         own = self._state
         _refuse_dtensors(own, "gather_full_optim_state_dict", "get_optimizer_state_dict")
@@ -266,7 +269,7 @@ class ShardedAPI(abc.ABC):
 
     @noting_errors
     def get_shard_from_optim_state_dict(self, full_optim_state_dict: StateDict) -> StateDict:
-        """This rank's part of a full optimizer state, for ``optimizer.load_state_dict``.
+        """Returns this rank's part of a full optimizer state, for ``optimizer.load_state_dict``.
 
         Raises:
             ConfigurationError: it belongs to another model.

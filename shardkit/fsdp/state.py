@@ -44,12 +44,12 @@ _OTHERS = ("_checkpoint_wrapped_module", "_orig_mod")  # of torch's wrappers, wh
 
 
 def clean(name: str) -> str:
-    """A name without what wrapping added to it."""
+    """Returns a name without what wrapping added to it."""
     return ".".join(part for part in name.split(".") if part not in ("_fsdp_wrapped_module", "_fpw_module"))
 
 
 def plain_name(name: str) -> str:
-    """A name without what wrapping, here and in torch, added to it."""
+    """Returns a name without what wrapping, here and in torch, added to it."""
     return ".".join(part for part in clean(name).split(".") if part not in _OTHERS)
 
 
@@ -60,11 +60,12 @@ _states: dict[int, weakref.ref[ShardingState]] = {}
 
 @dataclass(frozen=True)
 class Options:
-    """How a module is sharded; see :class:`~shardkit.FSDP` for the first ones.
+    """Says how a module is sharded; see :class:`~shardkit.FSDP` for the first ones.
 
     Attributes:
         dtensors: modules list DTensors, over this mesh if there is one.
         layout: cuts parameters of given shapes among so many ranks.
+        placement: says along which dimension a parameter is cut, as torch's ``shard_placement_fn``.
         state_dict_device: where full state dicts are made; None: where the parameters are.
         state_dict_on_rank_0_only: they are empty on other ranks.
         clears_autocast_cache: after each forward.
@@ -90,6 +91,7 @@ class Options:
     layout: Callable[[Sequence[torch.Size], int], ShardLayout] = field(
         default_factory=lambda: AlignedLayout(None)
     )
+    placement: Callable[[nn.Parameter], object] | None = None
     state_dict_device: torch.device | None = None
     state_dict_on_rank_0_only: bool = False
     clears_autocast_cache: bool = False
@@ -100,7 +102,7 @@ class Options:
 
     @classmethod
     def given(cls, device: torch.device | str | None, **options: Any) -> Options:
-        """Those that a caller has named; None leaves the default."""
+        """Makes options of those that a caller has named; None leaves the default."""
         named = {name: value for name, value in options.items() if value is not None}
         return cls(device=None if device is None else torch.device(device), **named)
 
@@ -181,7 +183,7 @@ class ShardingState:
         for name in ("group", "post_forward_mesh", "replicas", "unit", "engine", "is_root", "summoned"):
             copied[name] = None
         copied["is_computing"] = False
-        copied["options"] = replace(self.options, group=None, replicas=None, mesh=None)
+        copied["options"] = replace(self.options, group=None, replicas=None, mesh=None, placement=None)
         copied["borrowed"], copied["divided"] = self.unit.borrowed, self.unit.divisors
         return copied
 
@@ -211,7 +213,7 @@ class ShardingState:
 
     @property
     def compute_device(self) -> torch.device:
-        """Where parameters are gathered."""
+        """Tells where parameters are gathered."""
         if self.options.device is not None:
             return self.options.device
         return self.flats[0].param.device if self.flats else self.group.backend.device()
@@ -229,7 +231,7 @@ class ShardingState:
 
     @property
     def home(self) -> int:
-        """Its place among the modules that are one unit; see :class:`~.originals.OriginalParameter`."""
+        """Numbers its place among the modules that are one unit; see :class:`~.originals.OriginalParameter`."""
         return next((k for k, m in enumerate(self.mates) if m is self), 0)
 
     def own_modules(self, prefix: str = "") -> list[tuple[str, nn.Module]]:
@@ -237,11 +239,11 @@ class ShardingState:
         return modules_outside_units(self.module, prefix, self.door, self.ignored.modules)
 
     def states(self) -> list[ShardingState]:
-        """This one and those of units below, the outermost first."""
+        """Returns this one and those of units below, the outermost first."""
         return [self, *units_below(self, nested=True)]
 
     def all_flats(self) -> list[FlatParam]:
-        """The flat parameters of these."""
+        """Returns the flat parameters of these."""
         return [*dict.fromkeys(flat for state in self.states() for flat in state.flats)]
 
     def all_listings(self) -> list[Listing]:
@@ -293,14 +295,14 @@ def forget_state(state: ShardingState) -> None:
 
 
 def state_of(module: nn.Module) -> ShardingState | None:
-    """The state whose door a module is; None for all other modules."""
+    """Returns the state whose door a module is; None for all other modules."""
     found = _states.get(id(module))
     state = None if found is None else found()
     return state if state is not None and state.door is module else None
 
 
 def owners_of(flats: Sequence[FlatParam]) -> list[ShardingState]:
-    """The states whose flat parameters these are."""
+    """Returns the states whose flat parameters these are."""
     found = [state for state in (held() for held in list(_states.values())) if state is not None]
     return [state for state in found if any(flat in state.flats for flat in flats)]
 

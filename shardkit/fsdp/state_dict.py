@@ -22,7 +22,7 @@ from torch import nn
 
 from ..checks import all_gather_facts, check_one_save, stamp
 from ..errors import ConfigurationError, LifecycleError
-from ..layout import Box, ShardLayout, boxes_of
+from ..layout import Box, ShardLayout, boxes_of_piece
 from ..torch_seams.module_versions import versions_of
 from ..types import AnyCallable, Args, IncompatibleKeys, Kwargs, SavedState, StateDict
 from .flat_param import FlatParam
@@ -56,13 +56,13 @@ class Pieces(torch.Tensor):
     _run: torch.Tensor  # [n], a view of the shard
 
     @staticmethod
-    def __new__(cls, shape: torch.Size, run: torch.Tensor, first: int) -> Pieces:
-        """Of a parameter of this shape, the elements from number ``first`` on, which are ``run`` [n]."""
+    def __new__(cls, shape: torch.Size, run: torch.Tensor, boxes: list[Box]) -> Pieces:
+        """Makes the parts in these boxes, which lie in ``run`` [n], of a parameter of this shape."""
         made: Pieces = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=run.dtype, device=run.device)
-        made._run, made._boxes = run, boxes_of(shape, first, run.numel())
+        made._run, made._boxes = run, boxes
         return made
 
-    def __init__(self, shape: torch.Size, run: torch.Tensor, first: int) -> None:
+    def __init__(self, shape: torch.Size, run: torch.Tensor, boxes: list[Box]) -> None:
         """Made in ``__new__``, as tensors are."""
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
@@ -142,7 +142,8 @@ def _pieces_of(flat: FlatParam, home: int) -> Iterator[tuple[str, Pieces]]:
             continue
         piece = here.get(item)
         run = shard[:0] if piece is None else shard[piece.offset : piece.offset + piece.numel]
-        yield name, Pieces(original.shape, run, 0 if piece is None else piece.start)
+        boxes = [] if piece is None else boxes_of_piece(original.shape, piece._replace(offset=0))
+        yield name, Pieces(original.shape, run, boxes)
 
 
 def _unsharded(door: nn.Module, shards: set[int]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -225,7 +226,7 @@ def note_of(state: SavedState) -> StateDict | None:
 
 
 def _key_of(listing: Listing) -> str:
-    """Its key in local state dicts, within its unit."""
+    """Makes its key in local state dicts, within its unit."""
     module, name = listing.places[0]
     is_flat = all(place.module is not module for original in listing.originals for place in original.places)
     return clean(name) if is_flat else listing.names[0]
@@ -325,7 +326,7 @@ def consolidate(
     with_module_buffers: bool = True,
     strict: bool = True,
 ) -> dict[str, torch.Tensor]:
-    """One full state dict from the local ones of all ranks, without a process group.
+    """Makes one full state dict from the local ones of all ranks, without a process group.
 
     Args:
         shard_weights: ``local_state_dict()`` of each rank, in rank order.
@@ -371,7 +372,7 @@ def _joined(
     shard_weights: Sequence[dict[str, torch.Tensor]], shard_metadata: Sequence[StateDict],
     k: int, name: str, key: str,
 ) -> torch.Tensor:  # fmt: skip
-    """A flat parameter without the padding behind it: ``key`` in the weights, ``name`` of entry ``k`` in the
+    """Returns a flat parameter without the padding behind it: ``key`` in the weights, ``name`` of entry ``k`` in the
     metadata.
     """
     entry = shard_metadata[0]["param_metadata"][k]
@@ -412,7 +413,7 @@ def _without_wrapping(rest: str) -> str:
 
 
 def full_state_dict(state: ShardingState, collect: AnyCallable, *args: object, **kwargs: object) -> StateDict:
-    """The full state dict of a wrapper and what is below; ``collect`` is its ``nn.Module.state_dict``."""
+    """Returns the full state dict of a wrapper and what is below; ``collect`` is its ``nn.Module.state_dict``."""
     destination, prefix, keep_vars = _arguments(args, kwargs)
     if destination is None:
         destination = OrderedDict()

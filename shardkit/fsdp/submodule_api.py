@@ -57,7 +57,7 @@ class Answer:
 
     @property
     def __func__(self) -> object:
-        """As a method has it: torch's compiler asks whether it is the one of ``nn.Module``."""
+        """Returns what a method has here: torch's compiler asks whether it is the one of ``nn.Module``."""
         return type(self).__call__
 
     def __deepcopy__(self, memo: Memo) -> Answer:

@@ -28,7 +28,7 @@ class Hooks(Protocol):
 
 
 def sharded_class(kind: type[nn.Module]) -> type[nn.Module]:
-    """The class with torch's FSDPModule in front of a module's own, as torch makes it, and these methods."""
+    """Returns the class with torch's FSDPModule in front of a module's own, as torch makes it, and these methods."""
     if kind in _classes:
         return _classes[kind]
     from torch.distributed.fsdp import FSDPModule
@@ -42,7 +42,7 @@ def sharded_class(kind: type[nn.Module]) -> type[nn.Module]:
 
 
 def own_class(module: nn.Module) -> type[nn.Module]:
-    """The class that a module was written with."""
+    """Returns the class that a module was written with."""
     kind = type(module)
     return kind.__mro__[2] if vars(kind).get("__reduce_ex__") is _reduced else kind
 
@@ -149,13 +149,13 @@ def note_state_for_torch(module: nn.Module) -> None:
 
 
 class ComposableStates(dict[object, object]):
-    """Where torch's ``fully_shard.state(module)`` looks for it, of one module."""
+    """Answers where torch's ``fully_shard.state(module)`` looks for it, of one module."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
 
     def get(self, key: object, default: object = None) -> object:
-        """That of ``fully_shard``."""
+        """Returns that of ``fully_shard``."""
         return _torchs_state(self._module) if getattr(key, "__name__", "") == "fully_shard" else default
 
     def __deepcopy__(self, memo: dict[int, Tree]) -> ComposableStates:

@@ -21,6 +21,7 @@ from torch import nn
 
 from ..errors import ConfigurationError
 from ..policy import OffloadPolicy, PrecisionPolicy, ReducePolicy, ReshardPolicy
+from ..reduction.ordered import refuse_local
 from ..torch_seams.compiling import not_compiled
 from ..types import AnyCallable, Args, Kwargs, Tree
 from .construct import wake
@@ -54,23 +55,8 @@ class TorchsWords(NamedTuple):
     shard_placement_fn: Callable[[nn.Parameter], object] | None = None
     dp_mesh_dims: DataParallelMeshDims | None = None
 
-    def check_placements(self, modules: Sequence[nn.Module]) -> None:
-        """Raises ConfigurationError where parameters are to be cut along another dimension, or over another mesh."""
-        place = self.shard_placement_fn
-        if place is None:
-            return
-        for module in modules:
-            for name, param in module.named_parameters():
-                chosen = place(param)
-                if chosen is not None and getattr(chosen, "dim", None) != 0:
-                    raise ConfigurationError(
-                        f"shard_placement_fn says {chosen} for {name!r} of shape {tuple(param.shape)}: parameters are "
-                        "cut by their rows here, all of a call over one mesh. Return None or Shard(0) for it; values "
-                        "are the same, but files of shards differ in which rank has what"
-                    )
-
     def mesh(self, given: DeviceMesh | None) -> DeviceMesh | None:
-        """Of the whole mesh, the dimensions that are for data: replicas first."""
+        """Takes the dimensions of the whole mesh that are for data: replicas first."""
         dims = self.dp_mesh_dims
         if dims is None or given is None:
             return given
@@ -105,7 +91,7 @@ class TorchsWords(NamedTuple):
         return PrecisionPolicy(compute=self.mp_policy.param_dtype)
 
     def reduce(self, given: ReducePolicy | None) -> ReducePolicy | None:
-        """The dtype on the wire."""
+        """Returns the dtype on the wire."""
         if self.mp_policy is None or self.mp_policy.reduce_dtype is None:
             return given
         _refuse_both("mp_policy.reduce_dtype", "reduce", given)
@@ -166,7 +152,7 @@ def modules_of(module: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
 
 
 def outermost_of(modules: Sequence[nn.Module]) -> list[nn.Module]:
-    """Those that are in no other of them."""
+    """Lists those that are in no other of them."""
     return [m for m in modules if not any(m is not other and m in set(other.modules()) for other in modules)]
 
 
@@ -232,6 +218,8 @@ class TorchsMethods:
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """With False, backwards only accumulate this rank's gradients of these units, as in ``no_sync``."""
         for state in self._states(recurse):
+            if not requires_gradient_sync:
+                refuse_local(state.unit.reduce)
             state.unit.accumulates = not requires_gradient_sync
         engine = self._state.engine
         if engine is not None:
@@ -242,8 +230,7 @@ class TorchsMethods:
         state = self._state
         before = min(state.divisors[0], factor)
         copies = 1 if state.replicas is None else state.replicas.world_size
-        state.unit.divisors = (before, factor / (before * copies))
-        state.unit.attach()
+        state.unit.divide(before, factor / (before * copies))
 
     # ------------------------------------------------------------ memory
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
@@ -312,7 +299,7 @@ class TorchsMethods:
 
     @not_compiled
     def call(self, method: AnyCallable, *args: object, **kwargs: object) -> Tree:
-        """A method of the module, run as its forward is; what calls the module itself inside included."""
+        """Returns a method of the module, run as its forward is; what calls the module itself inside included."""
         state = self._state
         wake(state)
         end_unshard(state)

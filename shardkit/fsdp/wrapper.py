@@ -79,14 +79,14 @@ class UnitModule(FlattenParamsWrapper):
         return {"": "_fpw_module"}
 
     def __setattr__(self, name: str, value: Tree) -> None:
-        """As of any module, but under names that torch_fsdp lists shards under, where forward would not look."""
+        """Sets as on any module, but under names that torch_fsdp lists shards under, where forward would not look."""
         if name.startswith("_flat_param") and all(value is not p for p in self.flat_params):
             raise put_into_wrapper(name)
         super().__setattr__(name, value)
 
     # What the standalone wrapper does about views and state dicts, the FSDP module does here.
     def forward(self, *inputs: object, **kwinputs: object) -> Tree:
-        """The wrapped module's forward."""
+        """Runs the wrapped module's forward."""
         return self._fpw_module(*inputs, **kwinputs)
 
     def unflatten_params(self, flat_params: object = None) -> NoReturn:
@@ -137,7 +137,7 @@ class ModuleProxy(PreparedForAccelerate, nn.Module, abc.ABC):
 
     # ------------------------------------------------------------ what needs parameters in their places
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """As of any module; the wrapped module's own can't be replaced."""
+        """Registers as on any module; the wrapped module's own can't be replaced."""
         try:
             super().register_parameter(name, param)
         except KeyError:
@@ -146,7 +146,7 @@ class ModuleProxy(PreparedForAccelerate, nn.Module, abc.ABC):
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
-        """As of any module; torch.export asks for it before it records anything."""
+        """Lists as of any module; torch.export asks for it before it records anything."""
         if EXPORT in sys.modules and is_listed_for_export(sys.modules[EXPORT]):
             raise refusal(self._state.unit, "torch.export (torch.onnx.export too)")
         return super().named_modules(memo, prefix, remove_duplicate)
@@ -275,7 +275,7 @@ class Door(ModuleProxy, ShardedAPI):
         return leave(state, entered, outputs)
 
     def apply(self: Self, fn: Callable[[nn.Module], None]) -> Self:
-        """As ``nn.Module.apply`` of the wrapped module, with full parameters whose changes are kept (collective).
+        """Applies as ``nn.Module.apply`` to the inner module, with full parameters whose changes are kept (collective).
 
         ``fn`` gets the modules of the unwrapped model, once each, and no wrappers: these have the attributes of what
         they wrap, so that a function that looks for a ``weight`` would initialize it once more.

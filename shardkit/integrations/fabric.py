@@ -38,12 +38,12 @@ class ShardkitStrategy(DDPStrategy):
         self._backward_sync_control = _NoSync()
 
     def setup_module(self, module: nn.Module) -> nn.Module:
-        """The module, sharded, behind one that is called in its place."""
+        """Returns the module, sharded, behind one that is called in its place."""
         self._sharding.shard(module)
         return _Called(module)
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """The optimizer, over shards."""
+        """Returns the optimizer, over shards."""
         follow(optimizer)
         return optimizer
 
@@ -57,13 +57,13 @@ class ShardkitStrategy(DDPStrategy):
         _inner(module).load_state_dict(state_dict, strict=strict)
 
     def get_optimizer_state(self, optimizer: Optimizer) -> StateDict:
-        """As one process has it, on rank 0 (collective)."""
+        """Returns what one process has, on rank 0 (collective)."""
         return whole_state(optimizer, self.is_global_zero)
 
     def load_checkpoint(
         self, path: str | Path, state: Tree = None, *args: object, **kwargs: object
     ) -> StateDict:
-        """As any strategy's; optimizers take the state of one process."""
+        """Loads as any strategy does; optimizers take the state of one process."""
         if isinstance(state, Optimizer):
             load_whole_state(state, super().load_checkpoint(path))
             return {}

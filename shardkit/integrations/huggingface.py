@@ -110,7 +110,7 @@ class _Attached:
     def prepare_optimizer(
         self, original: AnyCallable, optimizer: Optimizer, *args: object, **kwargs: object
     ) -> Tree:
-        """Its state is that of one process to whoever saves or loads it; both are collective."""
+        """Makes its state that of one process to whoever saves or loads it; both are collective."""
         if isinstance(optimizer, AcceleratedOptimizer):
             return original(optimizer, *args, **kwargs)
         follow(optimizer)

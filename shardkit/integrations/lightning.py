@@ -100,7 +100,7 @@ class ShardkitStrategy(DDPStrategy):
     def _step(
         self, context: AnyCallable, name: str, args: tuple[object, ...], kwargs: dict[str, object]
     ) -> Tree:
-        """The whole step is one forward of the module: all of its parameters can be used anywhere in it."""
+        """Makes the whole step one forward of the module: all of its parameters can be used anywhere in it."""
         module = self.lightning_module
         with context():
             if state_of(module) is not None:
@@ -114,7 +114,7 @@ class ShardkitStrategy(DDPStrategy):
         return found if self.is_global_zero else {}
 
     def optimizer_state(self, optimizer: Optimizer) -> StateDict:
-        """As one process has it, on rank 0 (collective)."""
+        """Returns what one process has, on rank 0 (collective)."""
         return whole_state(_inner(optimizer), self.is_global_zero)
 
     def load_optimizer_state_dict(self, checkpoint: SavedState) -> None:

@@ -32,7 +32,7 @@ __all__ = ["MOELayer", "Top2Gate", "top2gating"]
 
 
 class Routing(NamedTuple):
-    """Where tokens go.
+    """Says where tokens go.
 
     Attributes:
         l_aux: 0-dim; small where experts are used evenly. Add it, times a small number, to the loss.

@@ -127,13 +127,13 @@ class GatherFromRegion(torch.autograd.Function):
 
 @not_compiled
 def copy_to_model_parallel_region(input_: torch.Tensor) -> torch.Tensor:
-    """The tensor, the same on all ranks; its gradient is the sum over them."""
+    """Returns the tensor, the same on all ranks; its gradient is the sum over them."""
     return CopyToRegion.apply(input_)
 
 
 @not_compiled
 def reduce_from_model_parallel_region(input_: torch.Tensor) -> torch.Tensor:
-    """The sum over all ranks; the argument is left alone."""
+    """Returns the sum over all ranks; the argument is left alone."""
     return ReduceFromRegion.apply(input_)
 
 
@@ -155,13 +155,13 @@ def gather_from_model_parallel_region(input_: torch.Tensor) -> torch.Tensor:
 
 @not_compiled
 def copy_into_layer(input_: torch.Tensor) -> torch.Tensor:
-    """As :func:`copy_to_model_parallel_region`, for a layer that uses the result once, where its gradient is new."""
+    """Copies as :func:`copy_to_model_parallel_region`, for a layer that uses the result once: its gradient is new."""
     return CopyToRegion.apply(input_, True)
 
 
 @not_compiled
 def reduce_in_layer(output: torch.Tensor) -> torch.Tensor:
-    """As :func:`reduce_from_model_parallel_region`, in the memory of what the layer has just computed."""
+    """Reduces as :func:`reduce_from_model_parallel_region` does, in the memory of what the layer has just computed."""
     if get_model_parallel_world_size() == 1:
         return output
     return ReduceFromRegion.apply(output, not output._is_view())  # autograd wants views left alone
@@ -204,7 +204,7 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
 
 @not_compiled
 def vocab_parallel_cross_entropy(vocab_parallel_logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """The loss of each token, the same on all ranks.
+    """Returns the loss of each token, the same on all ranks.
 
     Targets outside of the vocabulary are not looked for (that would make a device wait): their loss is meaningless
     and to be masked by the caller.

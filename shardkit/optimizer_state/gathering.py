@@ -57,7 +57,7 @@ def gather_states(
 
 
 def _kinds_everywhere(slots: Sequence[Slot], states: Sequence[StateDict]) -> list[list[Kinds]]:
-    """Of each slot, what its state is on each rank of its group."""
+    """Learns what each slot's state is on each rank of its group."""
     mine = [
         {key: StateKind.of(key, value, slot.param.shape) for key, value in own.items()}
         for slot, own in zip(slots, states, strict=True)

@@ -15,7 +15,7 @@ import torch
 
 from ..backend import Group
 from ..errors import ConfigurationError
-from ..layout import Box, Piece, boxes_of, whole_box
+from ..layout import Box, Piece, boxes_of_piece, whole_box
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -43,7 +43,7 @@ class Leaf:
         return sum(box.numel for box in self.boxes)
 
     def values(self, box: Box) -> torch.Tensor:
-        """A view of the base, in the box's shape; a copy of one whose elements lie scattered."""
+        """Returns a view of the base, in the box's shape; a copy of one whose elements lie scattered."""
         if box.sizes == tuple(self.base.shape):
             return self.base
         return self.base.reshape(-1)[box.start : box.start + box.numel].view(box.sizes)
@@ -110,25 +110,24 @@ class Ranks:
 
 
 def whole(tensor: torch.Tensor, copies: tuple[int, ...]) -> Leaf:
-    """A tensor that this rank has all of."""
+    """Returns a tensor that this rank has all of."""
     values = tensor.detach()
     return Leaf(values.shape, values, (whole_box(values.shape),), copies)
 
 
 def piece_of(shape: torch.Size, shard: torch.Tensor, piece: Piece | None, copies: tuple[int, ...]) -> Leaf:
-    """A parameter's part in a shard [S], or in something that is laid out as one.
+    """Returns a parameter's part in a shard [S], or in something that is laid out as one.
 
     Args:
         piece: None if nothing of it lies there; what has no elements at all lies nowhere, and is written too.
     """
     if not shape.numel():
         return Leaf(shape, shard.new_empty(shape), (whole_box(shape),), copies)
-    boxes = () if piece is None else boxes_of(shape, piece.start, piece.numel, piece.offset)
-    return Leaf(shape, shard, tuple(boxes), copies)
+    return Leaf(shape, shard, () if piece is None else tuple(boxes_of_piece(shape, piece)), copies)
 
 
 def of_dtensor(name: str, tensor: DTensor, ranks: Ranks) -> Leaf:
-    """This rank's part of a DTensor."""
+    """Returns this rank's part of a DTensor."""
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     mesh, values = tensor.device_mesh, tensor.to_local().detach()

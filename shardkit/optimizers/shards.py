@@ -41,7 +41,7 @@ def listing_of(param: torch.Tensor) -> Tree:
 
 
 def shard_behind(param: torch.Tensor) -> Tree:
-    """As :func:`listing_of`, for plain tensors alone: shards, whose parts are on other ranks and nobody says so."""
+    """Finds it for plain tensors alone: shards, whose parts are on other ranks and nobody says so."""
     listing = listing_of(param)
     return None if listing is None or is_dtensor(param) else listing
 

@@ -31,6 +31,7 @@ from ..backend import Group, ReduceOp
 from ..checks import are_several, number_of
 from ..errors import ConfigurationError, LifecycleError
 from ..policy import ReducePolicy
+from ..reduction.ordered import Rounds, microbatches, refuse_other
 from ..reduction.shard_gradients import gradient_class
 from ..torch_seams.compiling import not_compiled
 from ..torch_seams.hooks import (
@@ -59,7 +60,7 @@ class GradientPart(Protocol):
     """Reduces the gradients of some of the parameters."""
 
     def hooks(self) -> list[tuple[nn.Parameter, GradientHook | None, GradientHook]]:
-        """For each parameter: what to call before and after it gets a gradient."""
+        """Yields for each parameter what to call before and after it gets a gradient."""
 
     def finish(self) -> None:
         """Backward is through: leave every gradient reduced."""
@@ -75,6 +76,7 @@ class GradientExchange:
     Attributes:
         group: ranks that train together.
         policy: how gradients are reduced.
+        rounds: counts backwards of a step, where the order of sums is fixed.
         name: the module's class, and which one it is of those that these ranks train.
     """
 
@@ -107,6 +109,7 @@ class GradientExchange:
         self._build()
         for optimizer in self._optimizers:
             optimizer._before_step.append(self._before_step)
+            optimizer.adds_in_order = policy.order is not None
 
     def close(self) -> None:
         """Stops listening; the module and the optimizers can be wrapped again."""
@@ -142,12 +145,20 @@ class GradientExchange:
         self._seen = self._look()
         trainable = [p for p in dict.fromkeys(self._module.parameters()) if p.requires_grad]
         trainable.reverse()  # backward reaches the last module first
+        in_order = self.policy.order is not None
         whole = {p for o in self._optimizers if o.runs_whole for p in o._parameters()}
         if self.group.backend.even_shards_only:
             self._parts = self._segment_parts()
-        elif self.group.world_size > 1:
+        elif self.group.world_size > 1 or in_order:
             self._parts = self._bucket_parts([p for p in trainable if p not in whole], owner)
         everywhere = [p for p in trainable if p not in owner or p in whole]
+        if everywhere or any(p in sparse_parameters(self._module) for p in trainable):
+            refuse_other(
+                self.policy, "sparse gradients or parameters without an OSS, which no owner alone sums"
+            )
+        kept = [p for p in trainable if owner.get(p) == self.group.rank]
+        count = microbatches(self.policy, self.group.world_size)
+        self.rounds = Rounds(kept, count, self.group.world_size) if count else None
         if everywhere and self.group.world_size > 1:
             self._parts.append(EverywhereReducer(everywhere, self._channel, self.state, self.ranges))
         for part in self._parts:
@@ -163,7 +174,9 @@ class GradientExchange:
         if dense:
             owners = [owner[p] for p in dense]
             kept = [p for p in dense if owner[p] == self.group.rank]
-            reduced = gradient_class(self.group, "OSS.clip_grad_norm", False, kept)
+            reduced = gradient_class(
+                self.group, "OSS.clip_grad_norm", False, kept, self.policy.order is not None
+            )
             parts.append(
                 Reducer(dense, owners, self._channel, self.policy, self.state, reduced, self._may_send)
             )
@@ -235,6 +248,8 @@ class GradientExchange:
             self.state.began = next(moments)
         if not self.state.accumulating:
             self._buffers.sync_if_changed()
+        if self.rounds is not None:
+            self.rounds.begin()
         self._forwards.append(self.ranges.forward())
         self._forwards[-1].__enter__()
 
@@ -248,7 +263,7 @@ class GradientExchange:
 
     @not_compiled
     def fail_forward(self, error: BaseException) -> None:
-        """A training forward raised: other ranks that wait for its backward may want to know."""
+        """Notes that a training forward raised: other ranks that wait for its backward may want to know."""
         leave(self._forwards.pop())
         self.state.raised = f"{type(error).__name__}: {error}"
 
@@ -316,6 +331,8 @@ class GradientExchange:
         if are_several(self.group):
             self._order.agree(f"the end of backward of {self.name}")
         self.state.unreduced = False
+        if self.rounds is not None:
+            self.rounds.end()
         self._buffers.sync_if_changed()
 
     @not_compiled
@@ -335,6 +352,8 @@ class GradientExchange:
                 "the last backward did not finish (it raised an exception), so gradients are incomplete. Call "
                 "zero_grad() on the wrapped model and run forward and backward again before step()."
             )
+        if self.rounds is not None:
+            self.rounds.check_step()
         if not self.state.accumulating:
             self._buffers.sync_if_changed()
 
@@ -423,7 +442,7 @@ def sparse_parameters(module: nn.Module) -> set[nn.Parameter]:
 
 
 def begin_only(state: BackwardState) -> GradientHook:
-    """A hook for gradients that are reduced at the end of backward."""
+    """Returns a hook for gradients that are reduced at the end of backward."""
 
     def after(_: torch.Tensor) -> None:
         if state.accumulating:

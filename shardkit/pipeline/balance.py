@@ -40,7 +40,7 @@ def solve(sequence: list[int], partitions: int = 1) -> list[list[int]]:
 
 
 def _even_out(costs: Sequence[float], bound: float, partitions: int, *, nearest: bool) -> list[int]:
-    """Where blocks begin and end, when the sums of no two of them differ by more than the bound.
+    """Finds where blocks begin and end, when the sums of no two of them differ by more than the bound.
 
     The smallest block takes elements from its neighbour towards the largest one. Of several smallest blocks the paper
     takes the one nearest to the largest, and then this comes to an end. fairscale takes the first, and may not.

@@ -37,7 +37,7 @@ _IN_CACHE, _AT_ONCE = 2**17, 2**24
 
 
 class BlockFormat:
-    """How numbers become blocks, and blocks numbers again.
+    """Says how numbers become blocks, and blocks numbers again.
 
     Args:
         dtype: of the codes: int8, float8_e4m3fn or float8_e5m2.
@@ -191,7 +191,7 @@ def _too_wide(compression: Compression) -> ConfigurationError:
 
 
 def format_for(compression: Compression | None, numel: int, dtype: torch.dtype) -> BlockFormat | None:
-    """The blocks in which a rank's part of so many numbers travels; None: it travels as it is."""
+    """Returns the blocks in which a rank's part of so many numbers travels; None: it travels as it is."""
     if compression is None or numel < SMALLEST or not dtype.is_floating_point:
         return None
     if dtype == torch.float64:
@@ -328,7 +328,7 @@ class CompressedAllReduce:
         self._second.forget()
 
     def all_reduce(self, tensor: torch.Tensor, *, op: ReduceOp, label: str) -> Work:
-        """In place, [numel] of a floating dtype of at most 4 bytes; returns when it is through."""
+        """Works in place, on [numel] of a floating dtype of at most 4 bytes; returns when it is through."""
         padded = self._part * self.world_size
         parts = tensor
         if padded != tensor.numel():

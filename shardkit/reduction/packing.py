@@ -31,7 +31,7 @@ def has_mean(dtype: torch.dtype) -> bool:
 
 
 class PackedForm:
-    """Where pieces of gradients and flags lie.
+    """Says where pieces of gradients and flags lie.
 
     Args:
         pieces: what each rank gets of which gradient.
@@ -66,7 +66,7 @@ class PackedForm:
         self.starts = list(accumulate(self.sizes, initial=0))
 
     def cuts(self, rank: int) -> tuple[list[int], list[tuple[int, int]]]:
-        """How a rank's part falls apart: the numel of each part of it, and (gradient, place among these) of pieces."""
+        """Cuts a rank's part: the numel of each part of it, and (gradient, place among these) of pieces."""
         numels: list[int] = []
         found, end = [], 0
         for p in (p for p in self.pieces if p.rank == rank):
@@ -78,8 +78,13 @@ class PackedForm:
         return [*numels, self.sizes[rank] - end], found
 
     def anywhere(self, had: Sequence[bool], part: torch.Tensor, rank: int) -> list[bool]:
-        """Which gradients some rank had, by the part that came to this rank; of others, whether it had them itself."""
+        """Tells which gradients some rank had, by the part that came here; of others, whether this rank had them.
+
+        It may be several ranks' parts, one after the other, which are not summed.
+        """
         found, items, first = list(had), self.items[rank], self.first_flag[rank]
+        if part.numel() > self.sizes[rank] > 0:
+            part = part.view(-1, self.sizes[rank]).amax(0)
         flags = (part[first : first + len(items)] != 0).tolist()
         for item, flag in zip(items, flags, strict=True):
             found[item] = found[item] or flag
@@ -207,7 +212,7 @@ class JoinedPack:
     def join(
         self, gradients: Sequence[torch.Tensor | None], had: Sequence[bool] | None, like: torch.Tensor
     ) -> torch.Tensor:
-        """The packed form [N]; without ``had``, parts have no flags. Zeros stand in for what is missing.
+        """Returns the packed form [N]; without ``had``, parts have no flags. Zeros stand in for what is missing.
 
         Args:
             gradients: of any shape, dense or sparse.
@@ -236,7 +241,7 @@ class JoinedPack:
         return [found[item] for item in range(len(self._numels))]
 
     def flags(self, had: Sequence[bool], like: torch.Tensor) -> list[torch.Tensor]:
-        """By rank, [W][F]. They are data, and stay on the device until others are asked for."""
+        """Reads them by rank, [W][F]. They are data, and stay on the device until others are asked for."""
         asked = list(had), like.dtype, like.device
         if self._sent is None or self._sent[0] != asked:
             rows = [[float(had[i]) for i in items] for items in self._form.items]
@@ -245,7 +250,7 @@ class JoinedPack:
         return self._sent[1]
 
     def used_elements(self, flags: torch.Tensor, rank: int) -> torch.Tensor:
-        """For each element of this rank's part, without flags, whether the flag of its gradient [F] is set."""
+        """Tells for each element of this rank's part, without flags, whether the flag of its gradient [F] is set."""
         if self._elements is None:
             # padding has none; 32 bits, for there is one for each element
             index = torch.full((self._form.first_flag[rank],), len(flags), dtype=torch.int32)

@@ -20,7 +20,7 @@ _STARTS_FROM_OPTIONS = ("step_size",)  # Rprop
 
 
 class UnusedRanges(NamedTuple):
-    """As (start, end) in the tensor seen as one dimension."""
+    """Holds them as (start, end) in the tensor seen as one dimension."""
 
     ranges: Sequence[tuple[int, int]]
 
@@ -37,12 +37,12 @@ class UnusedRanges(NamedTuple):
 
 
 class UsedMask(NamedTuple):
-    """As data, [S] (False: unused), where values are not known yet and all ranks have to build one program."""
+    """Holds them as data, [S] (False: unused), where values are not known yet and all ranks build one program."""
 
     used: torch.Tensor
 
     def saved(self, flat: torch.Tensor) -> torch.Tensor:
-        """A copy of the whole tensor, [S]."""
+        """Returns a copy of the whole tensor, [S]."""
         return flat.view(-1).clone()
 
     def put_back(self, flat: torch.Tensor, saved: torch.Tensor | None) -> None:

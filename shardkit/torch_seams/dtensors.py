@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def mesh_over(ranks: ProcessGroup | DeviceMesh, device_type: str) -> DeviceMesh:
-    """The mesh of a process group of torch's; a mesh itself.
+    """Returns the mesh of a process group of torch's; a mesh itself.
 
     Args:
         ranks: a mesh, a process group, or (ranks to shard over, replicas); None for all.
@@ -44,7 +44,7 @@ def mesh_over(ranks: ProcessGroup | DeviceMesh, device_type: str) -> DeviceMesh:
 
 
 def cut_rows(full: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-    """This rank's rows of a tensor that all ranks have, as a DTensor; one number stays as it is.
+    """Returns this rank's rows of a tensor that all ranks have, as a DTensor; one number stays as it is.
 
     Args:
         mesh: cut along the last dimension; what is along others are replicas.
@@ -53,7 +53,7 @@ def cut_rows(full: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
 
 
 def cut(full: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
-    """This rank's part of a tensor that all ranks have, as a DTensor with these placements."""
+    """Returns this rank's part of a tensor that all ranks have, as a DTensor with these placements."""
     local = full
     for at, placement in sorted(enumerate(placements), key=lambda one: hasattr(one[1], "split_factor")):
         if isinstance(dim := getattr(placement, "dim", None), int):
@@ -69,7 +69,7 @@ def is_dtensor(value: object) -> TypeGuard[DTensor]:
 
 
 def local_of(value: torch.Tensor) -> torch.Tensor:
-    """The memory on this rank: of a DTensor its local tensor."""
+    """Returns the memory on this rank: of a DTensor its local tensor."""
     return value._local_tensor if is_dtensor(value) else value
 
 
@@ -79,7 +79,7 @@ def is_cut(value: object) -> bool:
 
 
 def whole(value: Tree) -> torch.Tensor:
-    """The full tensor of a DTensor or of a ShardedTensor (collective)."""
+    """Returns the full tensor of a DTensor or of a ShardedTensor (collective)."""
     if not hasattr(value, "full_tensor"):
         return _put_together(value)
     here = value.device_mesh.device_type
@@ -87,34 +87,39 @@ def whole(value: Tree) -> torch.Tensor:
     return full
 
 
-def rows_here(
-    like: torch.Tensor, mesh: DeviceMesh, shape: torch.Size, within: DTensorSpec | None = None
+def part_here(
+    like: torch.Tensor,
+    mesh: DeviceMesh,
+    shape: torch.Size,
+    within: DTensorSpec | None = None,
+    dim: int = 0,
 ) -> DTensor:
-    """A DTensor over no values, for what it says: its ``_spec``, and the shape of the rows on this rank.
+    """Returns a DTensor over no values, for what it says: its ``_spec``, and the shape of the part on this rank.
 
     Args:
         like: has the dtype and the device.
         mesh: cut along the last dimension; what is along others are replicas.
         shape: of what is cut; every rank has all of one without dimensions.
         within: of the DTensor whose local tensor that is, if it is one.
+        dim: of the shape, along which it is cut.
     """
-    placements, sizes = _rows(mesh, shape), tuple(shape)
+    placements, sizes = _rows(mesh, shape, dim), list(shape)
     if shape:
         rank, parts = mesh.get_local_rank(mesh.ndim - 1), mesh.size(mesh.ndim - 1)
-        most = -(-shape[0] // parts)
-        sizes = (max(0, min(most, shape[0] - rank * most)), *shape[1:])
+        most = -(-shape[dim] // parts)
+        sizes[dim] = max(0, min(most, shape[dim] - rank * most))
     local = like.new_empty(()).expand(sizes)
     if within is None:
         return _laid_out(local, mesh, placements, shape)
     from torch.distributed.tensor.placement_types import _StridedShard
 
-    if shape and within.num_shards_map[0] > 1:
-        placements[-1] = _StridedShard(0, split_factor=within.num_shards_map[0])
+    if shape and within.num_shards_map[dim] > 1:
+        placements[-1] = _StridedShard(dim, split_factor=within.num_shards_map[dim])
     return _laid_out(local, joined(mesh, within.mesh), [*placements, *within.placements], within.shape)
 
 
 def joined(outer: DeviceMesh, inner: DeviceMesh) -> DeviceMesh:
-    """The mesh with the dimensions of both.
+    """Returns the mesh with the dimensions of both.
 
     Raises:
         ConfigurationError: they are not parts of one mesh.
@@ -136,18 +141,42 @@ def joined(outer: DeviceMesh, inner: DeviceMesh) -> DeviceMesh:
     return both
 
 
-def check_within(name: str, param: DTensor, mesh: DeviceMesh) -> None:
+def dimension_of(chosen: object, name: str, param: nn.Parameter, mesh: DeviceMesh | None) -> int:
+    """Returns the dimension along which a parameter is cut, by what torch's ``shard_placement_fn`` says of it.
+
+    Raises:
+        ConfigurationError: it says something else, or names another mesh than the call's.
+    """
+    from torch.distributed.tensor import Shard
+
+    info = getattr(chosen, "mesh_info", None)  # ShardPlacementResult of torch 2.13
+    said, chosen = chosen, chosen if info is None else getattr(chosen, "placement", None)
+    if chosen is None or isinstance(chosen, Shard):
+        dim = 0 if chosen is None else chosen.dim + (param.dim() if chosen.dim < 0 else 0)
+        if (dim == 0 or 0 <= dim < param.dim()) and (info is None or info.mesh == mesh):
+            return dim
+    invalid = getattr(chosen, "dim", None)
+    raise ConfigurationError(
+        f"shard_placement_fn says {said} for {name!r} of shape {tuple(param.shape)}: "
+        + ("" if invalid is None else f"Shard dim {invalid} is invalid for {param.dim()}D tensor; ")
+        + "Expected Shard of one of its dimensions; all parameters of a call are cut over the mesh that it is given. "
+        "Call fully_shard for a module whose parameters are to have another mesh"
+    )
+
+
+def check_within(name: str, param: DTensor, mesh: DeviceMesh, dim: int = 0) -> None:
     """Raises ConfigurationError for a DTensor whose rows can't be divided over a mesh.
 
     Args:
         name: of the parameter.
         mesh: divides the local tensor along its last dimension.
+        dim: of the local tensor, that is divided.
     """
     from torch.distributed.tensor.placement_types import Shard, _StridedShard
 
     joined(mesh, param.device_mesh)
-    placements, rows = param.placements, param.shape[0] if param.dim() else 1
-    parts = param._spec.num_shards_map[0] if param.dim() else 1
+    placements, rows = param.placements, param.shape[dim] if param.dim() else 1
+    parts = param._spec.num_shards_map[dim] if param.dim() else 1
     is_uneven = parts > 1 and rows % (parts * mesh.size(mesh.ndim - 1)) > 0  # older torch mixes rows of these
     is_mixed = is_uneven and issubclass(_StridedShard, Shard)
     if is_mixed or any(p.is_partial() or isinstance(p, _StridedShard) for p in placements):
@@ -159,15 +188,14 @@ def check_within(name: str, param: DTensor, mesh: DeviceMesh) -> None:
 
 
 def dtensor_of(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
-    """A DTensor over this memory; quicker than ``DTensor.from_local``, which looks at everything anew."""
+    """Returns a DTensor over this memory; quicker than ``DTensor.from_local``, which looks at everything anew."""
     kind: type[DTensor] = sys.modules["torch.distributed.tensor"].DTensor  # whoever made the spec has it
-    return kind.__new__(
-        kind, at_offset_0(local), spec, requires_grad=False
-    )  # its constructor asks torch.compile
+    # its constructor would ask torch.compile
+    return kind.__new__(kind, at_offset_0(local), spec, requires_grad=False)
 
 
 def at_offset_0(view: torch.Tensor) -> torch.Tensor:
-    """A tensor over the memory of a view, which it keeps alive, in whose storage it is alone.
+    """Returns a tensor over the memory of a view, which it keeps alive, in whose storage it is alone.
 
     A DTensor repeats its local tensor's offset in memory as if it had memory itself. torch copies and pickles only
     those with offset 0, and torch.compile takes only those with the offset of their local tensor: so that has to be 0.
@@ -184,20 +212,20 @@ def at_offset_0(view: torch.Tensor) -> torch.Tensor:
 
 
 def as_parameter(value: torch.Tensor, requires_grad: bool) -> nn.Parameter:
-    """A DTensor that nothing else has, as a parameter; ``nn.Parameter`` would make another one."""
+    """Returns a DTensor that nothing else has, as a parameter; ``nn.Parameter`` would make another one."""
     value.requires_grad_(requires_grad)._is_param = True
     return cast("nn.Parameter", value)
 
 
 def like_dtensor(local: torch.Tensor, other: DTensor) -> DTensor:
-    """A DTensor over this memory, which is laid out as another's, in a dtype of its own."""
+    """Returns a DTensor over this memory, which is laid out as another's, in a dtype of its own."""
     return _laid_out(local, other.device_mesh, other.placements, other.shape)
 
 
-def _rows(mesh: DeviceMesh, shape: torch.Size) -> list[Placement]:
+def _rows(mesh: DeviceMesh, shape: torch.Size, dim: int = 0) -> list[Placement]:
     from torch.distributed.tensor import Replicate, Shard
 
-    return [*(Replicate() for _ in range(mesh.ndim - 1)), Shard(0) if shape else Replicate()]
+    return [*(Replicate() for _ in range(mesh.ndim - 1)), Shard(dim) if shape else Replicate()]
 
 
 def _laid_out(
@@ -210,7 +238,7 @@ def _laid_out(
 
 
 def _put_together(sharded: Tree) -> torch.Tensor:
-    """The full tensor of a ShardedTensor; what torch has for it gives it to one rank alone."""
+    """Returns the full tensor of a ShardedTensor; what torch has for it gives it to one rank alone."""
     group = sharded._process_group
     shards = sharded.local_shards()
     # of one kind on all ranks, also on those without a shard

@@ -118,7 +118,7 @@ class BackwardState:
 
     @property
     def owner(self) -> Tree:
-        """Whose method it calls at the end; it tells whether it ``has_sent`` all, and can ``send_rest``."""
+        """Returns whose method it calls at the end; it tells whether it ``has_sent`` all, and can ``send_rest``."""
         return self._on_end.__self__  # type: ignore[attr-defined]
 
     def sends_last(self) -> bool:
@@ -234,7 +234,7 @@ _RUN_NODE = torch.autograd.function.BackwardCFunction.apply.__code__
 
 
 def frame_of_backward(frame: FrameType | None) -> FrameType | None:
-    """Where a Python stack, from this frame on, has called a backward that is still running; None if it has not."""
+    """Finds where a Python stack, from this frame on, has called a backward that is still running; None if nowhere."""
     while frame is not None and frame.f_code is not _RUN_BACKWARD:
         frame = frame.f_back
     return frame
@@ -296,7 +296,7 @@ def _is_of_a_function(forward: CodeType) -> bool:
 
 
 def surrounding_checkpoint() -> object:
-    """The activation checkpoint that will run in backward again what is called now; None outside of one.
+    """Returns the activation checkpoint that will run in backward again what is called now; None outside of one.
 
     An object that is the same for all calls within the outermost checkpoint. torch's own kind is known by its hooks for
     saved tensors; re-entrant ones (torch's, fairscale's, this library's) are autograd functions, whose forward is on
@@ -336,12 +336,12 @@ def watch_outputs(outputs: Sequence[torch.Tensor], hook: GradientHook, passed: C
 
 @not_compiled
 def tensors_of(outputs: object) -> Sequence[torch.Tensor]:
-    """All tensors in what a module returned (any nesting of containers)."""
+    """Returns all tensors in what a module returned (any nesting of containers)."""
     return (outputs,) if isinstance(outputs, torch.Tensor) else tensors_in(outputs)
 
 
 def tensors_in(value: object, depth: int = 4) -> list[torch.Tensor]:
-    """All tensors inside nested tuples, lists, dicts, dataclasses and objects with attributes."""
+    """Returns all tensors inside nested tuples, lists, dicts, dataclasses and objects with attributes."""
     found: list[torch.Tensor] = []
     leaves: Sequence[object] = tree_leaves(value)
     for leaf in leaves:

@@ -27,13 +27,13 @@ _MOST = ("step_time_s", "peak_memory_bytes", "time", "step")
 
 @runtime_checkable
 class Sink(Protocol):
-    """Where records go; any callable will do, too."""
+    """Takes records; any callable will do, too."""
 
     def write(self, record: Record) -> None:
-        """One record: ``step``, ``time`` (seconds since 1970), and numbers by name."""
+        """Takes one record: ``step``, ``time`` (seconds since 1970), and numbers by name."""
 
     def close(self) -> None:
-        """No more records come."""
+        """Hears that no more records come."""
 
 
 class _Calls:
@@ -68,7 +68,7 @@ class Metrics:
 
     Args:
         *sinks: names of files (JSON lines are appended), callables that take a record, or objects with
-            ``write(record)`` and ``close()``, as those of this module for TensorBoard and W&B.
+            ``write(record)`` and ``close()``, as :class:`TensorBoard`.
         every: steps between records. Tensors are read then, so that the host waits for the device once.
         over_ranks: numbers of all ranks together, by one small collective for each record: sums of rates and bytes,
             the mean loss, the longest step, the largest memory, and ``waited_for_rank``, which waits the least. Else
@@ -135,7 +135,7 @@ class Metrics:
         samples: int | None = None,
         **more: Number,
     ) -> None:
-        """A step has ended; with ``over_ranks``, a collective every ``every`` steps.
+        """Notes that a step has ended; with ``over_ranks``, a collective every ``every`` steps.
 
         Args:
             tokens, samples: that this rank has computed with in it.
@@ -292,7 +292,7 @@ class JsonLines:
         self._file = path.open("a", buffering=1)
 
     def write(self, record: Record) -> None:
-        """A line, which is there when this returns."""
+        """Writes a line, which is there when this returns."""
         shown = {k: v if math.isfinite(v) else str(v) for k, v in record.items()}
         self._file.write(json.dumps(shown) + "\n")
 
@@ -319,7 +319,7 @@ class TensorBoard:
         self._writer: Framework = None
 
     def write(self, record: Record) -> None:
-        """One scalar for each number."""
+        """Writes one scalar for each number."""
         if self._writer is None:  # on the rank that writes
             self._writer = self._open()
         for name, value in record.items():
@@ -331,40 +331,3 @@ class TensorBoard:
         """Writes what is left."""
         if self._writer is not None:
             self._writer.close()
-
-
-class WandB:
-    """Logs to Weights & Biases.
-
-    Args:
-        run: what ``wandb.init()`` returned, on the rank that writes; None: the run that is active at the first record,
-            or one that ``wandb.init(**options)`` begins.
-
-    Raises:
-        ConfigurationError: wandb is missing.
-    """
-
-    def __init__(self, run: Framework = None, **options: object) -> None:
-        self._run, self._options, self._is_own = run, options, False
-        if run is None:
-            try:
-                import wandb
-            except ImportError as error:
-                raise ConfigurationError(
-                    "metrics for Weights & Biases need wandb: pip install wandb"
-                ) from error
-            self._wandb: Framework = wandb
-
-    def write(self, record: Record) -> None:
-        """One log of all numbers."""
-        if self._run is None:
-            self._is_own = self._wandb.run is None
-            self._run = self._wandb.run or self._wandb.init(**self._options)
-        self._run.log(
-            {k: v for k, v in record.items() if k not in ("step", "time")}, step=int(record["step"])
-        )
-
-    def close(self) -> None:
-        """Ends the run if it was begun here."""
-        if self._is_own and self._run is not None:
-            self._run.finish()

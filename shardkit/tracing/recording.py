@@ -203,12 +203,12 @@ def unpacked(data: bytes) -> TracePart:
 
 
 def part_path(path: Path, rank: int) -> Path:
-    """Where a rank's own part is written if the ranks can't put theirs together."""
+    """Names the file in which a rank's own part is written if the ranks can't put theirs together."""
     return path.with_name(f"{path.stem}.rank-{rank}{path.suffix}")
 
 
 def read_part(path: Path) -> TracePart:
-    """A part from its file."""
+    """Returns a part from its file."""
     try:
         found = json.loads(path.read_text())
     except (OSError, ValueError) as error:

@@ -205,7 +205,7 @@ def _flows(slices: dict[int, list[Slice]]) -> Iterator[Json]:
 
 
 def collectives(slices: dict[int, list[Slice]]) -> list[tuple[What, dict[int, Slice]]]:
-    """Those that all of their ranks have come to, with each rank's range, in the order in which they were issued."""
+    """Lists those that all of their ranks have come to, with each rank's range, in the order of issue."""
     counts: dict[tuple[int, What], int] = defaultdict(int)
     found: dict[tuple[What, int], dict[int, Slice]] = defaultdict(dict)
     for rank, of_rank in slices.items():
@@ -231,7 +231,7 @@ COMPUTING = ("forward", "backward", "step", "update", "data", "clip", "backward.
 
 
 class StepPlace(NamedTuple):
-    """Where a rank is in a step."""
+    """Tells where a rank is in a step."""
 
     phase: str
     unit: str
@@ -352,7 +352,7 @@ def of_events(trace: Kwargs) -> Trace:
 
 
 def _moments(slices: Sequence[Slice]) -> Iterator[Activity]:
-    """The innermost range at each time; slices begin in order, outer ones first."""
+    """Yields the innermost range at each time; slices begin in order, outer ones first."""
     stack: list[tuple[Slice, StepPlace]] = []
     at = 0.0
 

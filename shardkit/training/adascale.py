@@ -30,6 +30,7 @@ from ..fsdp.originals import refuse_split
 from ..optimizers.shards import listing_of, lists_stand_ins, shard_behind
 from ..oss.optimizer import OSS
 from ..reduction.norms import dense, norm_like
+from ..reduction.ordered import refuse_other
 from ..torch_seams.hooks import (
     NO_BACKWARD,
     GradientHook,
@@ -304,6 +305,7 @@ class Averaging:
         self._compared = False
         for listing in filter(None, map(listing_of, self.parameters())):
             refuse_split(listing.originals, "AdaScale", "Choose the learning rate by hand")
+            refuse_other(listing.flat.reduce, "AdaScale, which compares ranks' gradients")
         self._flats = {p: flat for p in self.parameters() if (flat := shard_behind(p)) is not None}
         if any(not flat.group.backend.has_storage for flat in self._flats.values()):
             raise ConfigurationError(
@@ -393,7 +395,7 @@ class Averaging:
             gradient.div_(by)
 
     def flat_gradient(self, like: torch.Tensor) -> torch.Tensor:
-        """All gradients in one tensor [P] with the dtype and device of ``like``; zeros where there is none."""
+        """Returns all gradients in one tensor [P] with the dtype and device of ``like``; zeros where there is none."""
         flat = [
             (torch.zeros_like(p) if p.grad is None else p.grad.to_dense() if p.grad.is_sparse else p.grad)
             .reshape(-1)
@@ -528,7 +530,7 @@ class AdaScale(Optimizer):
         return state[KEY]
 
     def gain(self, pg_idx: int | None = None) -> float:
-        """By how much the learning rate of a step is multiplied, between 1 and :attr:`scale`.
+        """Tells by how much the learning rate of a step is multiplied, between 1 and :attr:`scale`.
 
         Args:
             pg_idx: of this param group; None: of all together.
@@ -769,5 +771,5 @@ _measuring: weakref.WeakSet[AdaScale] = weakref.WeakSet()
 
 
 def measured_parameters() -> set[nn.Parameter]:
-    """Those whose gradients some AdaScale of this process measures."""
+    """Lists those whose gradients some AdaScale of this process measures."""
     return {p for scale in list(_measuring) for params in scale._averaging.measured() for p in params}

@@ -50,8 +50,7 @@ def test_no_group_without_ranks(name: str) -> None:
 
 
 def test_cuda_has_the_protocols_methods() -> None:
-    from shardkit.backends.c10d.nccl import NcclGroup
-    from shardkit.backends.cuda import CudaBackend
+    from shardkit.backends.cuda import CudaBackend, NcclGroup
 
     programs.check_signatures(CudaBackend, Backend)
     programs.check_signatures(NcclGroup, Group)

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from shardkit.backend import get_backend
-from shardkit.backends.c10d import nccl
+from shardkit.backends import cuda
 from shardkit.backends.c10d.group import KnownGroups
 from shardkit.errors import ConfigurationError, LifecycleError
 from tests.pools import rank_pool
@@ -62,7 +62,7 @@ def _gloo_as_nccl() -> Iterator[_Gloo]:
 
     with (
         mock.patch.object(dist, "ProcessGroupNCCL", fake, create=True),
-        mock.patch.object(nccl, "_CUDA", torch.device("cpu")),
+        mock.patch.object(cuda, "_CUDA", torch.device("cpu")),
         mock.patch.object(torch.accelerator, "current_stream"),
         mock.patch.object(torch.cuda, "synchronize", side_effect=lambda device: fake.done.append("flush")),
         mock.patch.object(dist.ProcessGroup, "_register_backend", unwrapped),
@@ -75,7 +75,7 @@ def _life(rank: int) -> list[str]:
     with _gloo_as_nccl() as fake:
         process_group = dist.new_group([0, 1])
         parent = process_group.group_name
-        known = KnownGroups(get_backend("gloo"), nccl.NcclGroup)
+        known = KnownGroups(get_backend("gloo"), cuda.NcclGroup)
         group: Any = known.of(process_group)
         channel = group.channel("parameters")
         group.channel("gradients")
@@ -95,7 +95,7 @@ def _life(rank: int) -> list[str]:
         assert fake.done == ["connect cpu"] * len(names)  # before anything is sent
 
         gc.collect()
-        ours = {g.group_name for g in nccl._communicators}
+        ours = {g.group_name for g in cuda._communicators}
         assert ours >= set(names)  # what would be ended at exit
 
         fake.done.clear()
@@ -104,14 +104,14 @@ def _life(rank: int) -> list[str]:
         gc.collect()
         assert fake.done[0] == "flush"
         assert sorted(fake.done[1:]) == sorted(names)
-        assert not {g.group_name for g in nccl._communicators} & set(names)
+        assert not {g.group_name for g in cuda._communicators} & set(names)
         with pytest.raises(LifecycleError):
             group.barrier()
 
         fake.done.clear()  # at exit
         last: Any = known.of(dist.new_group([0, 1]))
         name = last.channel("control").process_group.group_name
-        nccl._end_communicators()
+        cuda._end_communicators()
         return [*fake.done[-2:], name]
 
 

@@ -24,19 +24,19 @@ pytestmark = pytest.mark.skipif(
     not dist.is_available() or not dist.is_nccl_available(), reason="this torch was built without NCCL"
 )
 
-MODULES = ("cuda", "accelerator", "c10d.nccl", "c10d.stream_group", "c10d.group")
+MODULES = ("cuda", "accelerator", "c10d.stream_group", "c10d.group")
 PROCESS_GROUP = "torch.distributed.ProcessGroup"
 NCCL = "torch.distributed.ProcessGroupNCCL"
 # What the names of our own variables and attributes stand for.
 STANDS_FOR: dict[tuple[str, str], tuple[str, ...]] = {
-    ("c10d.nccl", "options"): (f"{NCCL}.Options",),
-    ("c10d.nccl", "nccl"): (NCCL,),
-    ("c10d.nccl", "pg"): (PROCESS_GROUP,),
-    ("c10d.nccl", "process_group"): (PROCESS_GROUP,),
+    ("cuda", "options"): (f"{NCCL}.Options",),
+    ("cuda", "nccl"): (NCCL,),
+    ("cuda", "pg"): (PROCESS_GROUP,),
+    ("cuda", "process_group"): (PROCESS_GROUP,),
     ("accelerator", "process_group"): (PROCESS_GROUP,),
     ("accelerator", "module"): ("torch.cuda",),
     ("accelerator", "self._module"): ("torch.cuda",),
-    ("c10d.nccl", "self.process_group"): (PROCESS_GROUP,),
+    ("cuda", "self.process_group"): (PROCESS_GROUP,),
     ("c10d.stream_group", "self.process_group"): (PROCESS_GROUP,),
     ("c10d.stream_group", "work"): ("torch.distributed.Work",),
 }

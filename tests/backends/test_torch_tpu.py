@@ -17,7 +17,6 @@ from typing import Any
 import pytest
 
 from shardkit.backends import tpu
-from shardkit.backends.c10d import tpu_group
 from tests.late_device.tpu import INTERNAL
 from tests.started import program
 from tests.torch_tpu import runtime, wheel
@@ -132,7 +131,7 @@ def test_topologies() -> None:
 )
 def test_rules_of_its_process_groups(message: str) -> None:
     assert message.encode() in wheel.native()
-    assert tpu_group.__doc__ is not None
+    assert tpu.__doc__ is not None
 
 
 _IMPORT = program("import_torch_tpu")

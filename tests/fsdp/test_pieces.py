@@ -19,8 +19,7 @@ from torch.distributed.fsdp import fully_shard as fsdp2
 
 from shardkit import FSDP, fully_shard, hybrid_groups, sharding_of
 from shardkit.errors import ConfigurationError, LifecycleError
-from shardkit.fsdp.state_dict import boxes_of
-from shardkit.layout import Align
+from shardkit.layout import Align, boxes_of
 from tests.pools import rank_pool
 
 

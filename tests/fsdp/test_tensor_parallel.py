@@ -129,10 +129,10 @@ def _same(found: Any, wanted: Any) -> None:
     torch.testing.assert_close(_whole(found), _whole(wanted), rtol=1e-4, atol=1e-6)
 
 
-def _beside(rank: int, mesh: DeviceMesh, hidden: int) -> Net:
+def _beside(rank: int, mesh: DeviceMesh, hidden: int, **options: Any) -> Net:
     """Trains in both libraries; the parts, their gradients and norms are FSDP2's, and the whole that of one process."""
     parts, part = mesh.size() // mesh["tp"].size(), rank // mesh["tp"].size()
-    ours, theirs = (_sharded(hidden, mesh, by) for by in (fully_shard, fsdp2))
+    ours, theirs = (_sharded(hidden, mesh, by, **options) for by in (fully_shard, fsdp2))
     norms = [_train(m, part, _adam(m), range(3)) for m in (ours, theirs)]
     one, _, wanted = _alone(hidden, parts, range(3))
     assert norms[0] == pytest.approx(norms[1], rel=1e-6)
@@ -155,6 +155,7 @@ def _beside(rank: int, mesh: DeviceMesh, hidden: int) -> Net:
 
 def _trained(rank: int) -> None:
     mesh = _mesh(2, 2)
+    _beside(rank, mesh, 8, shard_placement_fn=lambda p: Shard(p.ndim - 1))
     model = _beside(rank, mesh, 8)
     with sharding_of(model).summon_full_params(writeback=True):
         weight: Any = model.blocks[0].up.weight

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -30,10 +31,14 @@ from torch.distributed.tensor import DTensor, Shard
 from shardkit import (
     FSDP,
     OSS,
+    SentWeights,
     ShardedDDP,
     ShardedGradScaler,
+    WholeParameters,
     fully_shard,
     register_fsdp_forward_method,
+    restore_training,
+    save_training,
     sharding_of,
 )
 from shardkit.errors import ConfigurationError, LifecycleError
@@ -301,8 +306,80 @@ def test_torchs_functions_for_state(tmp_path: Path) -> None:
     rank_pool(2).run(_checkpoints, str(tmp_path))
 
 
+class Mixed(Net):
+    """With a stack of matrices, which has to be contiguous."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stack = nn.Parameter(torch.randn(3, 4, 6) * 0.3)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        weights = nn.functional.linear(self.words(tokens), self.stack.view(12, 6))
+        return super().forward(tokens) * weights.mean(-1, keepdim=True)
+
+
+def _along_other_dimensions(rank: int, folder: str) -> None:
+    """Parameters that are cut within their rows are trained and saved as those that are cut between them."""
+
+    def place(p: nn.Parameter) -> Shard | None:
+        return Shard(1) if p.ndim == 3 else Shard(-1) if p.shape[1:] == (6,) else None
+
+    model, plain = as_in_torchtitan(Mixed(), dtensors=True, shard_placement_fn=place), Mixed()
+    theirs: Any = torchs_fully_shard(Mixed(), shard_placement_fn=place)
+    for p, q in zip(model.parameters(), theirs.parameters(), strict=True):
+        assert (p.placements, p.to_local().shape) == (q.placements, q.to_local().shape)  # type: ignore[attr-defined]
+        torch.testing.assert_close(p.to_local(), q.to_local(), rtol=0, atol=0)  # type: ignore[attr-defined]
+    optimizer, truth = adam(model), adam(plain)
+    with sharding_of(model).no_sync():
+        loss_of(model, rank, 7).backward()
+    loss_of(model, rank, 8).backward()
+    torch.stack([loss_of(plain, r, step) for r in range(2) for step in (7, 8)]).sum().div(2).backward()
+    norms = [nn.utils.clip_grad_norm_(m.parameters(), 0.1) for m in (model, plain)]
+    torch.testing.assert_close(norms[0].full_tensor(), norms[1])  # type: ignore[attr-defined]
+    for one in (optimizer, truth):
+        one.step()
+    _steps(model, optimizer, [rank], range(2))
+    _steps(plain, truth, [0, 1], range(2))
+    with sharding_of(model).summon_full_params(writeback=True):
+        model.layers[0][0].weight.detach().mul_(2)
+    plain.layers[0][0].weight.detach().mul_(2)
+    torch.testing.assert_close(whole(model.state_dict()), dict(plain.state_dict()), rtol=0, atol=1e-6)
+    weights, state = get_state_dict(model, optimizer)
+    dcp.save({"model": weights, "optimizer": state}, checkpoint_id=f"{folder}/dcp")
+    dcp.save(sharding_of(model).sharded_state_dict(), checkpoint_id=f"{folder}/pieces")
+    save_training(f"{folder}/own", step=1, model=model, optimizer=optimizer)
+    kept = copy.deepcopy(optimizer.state_dict())
+    for name, change in sharding_of(model).export(since=SentWeights()):
+        made = torch.zeros(plain.get_parameter(name).shape)
+        change.apply(made)  # type: ignore[union-attr]
+        torch.testing.assert_close(made, plain.get_parameter(name).detach(), rtol=0, atol=1e-6)
+    _steps(plain, truth, [0, 1], range(2, 4))
+    for way, chosen in (("dcp", None), ("own", None), ("own", place), ("pieces", place)):
+        again = as_in_torchtitan(Mixed(), dtensors=True, shard_placement_fn=chosen)
+        second = adam(again)
+        if way == "dcp":
+            weights, state = get_state_dict(again, second)
+            loaded = {"model": weights, "optimizer": state}
+            dcp.load(loaded, checkpoint_id=f"{folder}/dcp")
+            set_state_dict(again, second, model_state_dict=weights, optim_state_dict=loaded["optimizer"])
+        elif way == "own":
+            restore_training(f"{folder}/own", model=again, optimizer=second)
+        else:
+            dcp.load(sharding_of(again).sharded_state_dict(), checkpoint_id=f"{folder}/pieces")
+            second.load_state_dict(kept)
+        _steps(again, second, [rank], range(2, 4))
+        torch.testing.assert_close(whole(again.state_dict()), dict(plain.state_dict()), rtol=0, atol=1e-6)
+    with pytest.raises(ConfigurationError, match="'stack' is cut along a later dimension"):
+        WholeParameters(model, torch.optim.AdamW, lr=0.1)
+
+
+def test_parameters_cut_along_other_dimensions(tmp_path: Path) -> None:
+    rank_pool(2).run(_along_other_dimensions, str(tmp_path))
+
+
 def _refused(rank: int) -> None:
     flat, _ = meshes()
+    elsewhere = SimpleNamespace(placement=None, mesh_info=SimpleNamespace(mesh=flat))  # as torch 2.13 has it
     deep = init_device_mesh("cpu", (2, 1, 1), mesh_dim_names=("a", "b", "c"))
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"mesh": flat, "group": dist.group.WORLD}, "both mesh and a group"),
@@ -316,7 +393,12 @@ def _refused(rank: int) -> None:
             {"mp_policy": MixedPrecisionPolicy(), "precision": PrecisionPolicy()},
             "both mp_policy and precision",
         ),
-        ({"shard_placement_fn": lambda p: Shard(1)}, r"shard_placement_fn says .* for 'words\.weight'"),
+        ({"shard_placement_fn": lambda p: Shard(1)}, r"'layers.0.0.bias' .*: Shard dim 1 is invalid for 1D"),
+        (
+            {"shard_placement_fn": lambda p: Shard(1 - p.ndim)},
+            r"Shard\(1\) for 'layers.0.2.weight': .* uneven",
+        ),
+        ({"shard_placement_fn": lambda p: elsewhere}, r"over the mesh that it is given"),
         ({"mesh": flat, "dp_mesh_dims": Dims("fsdp", None)}, "it has no 'fsdp'"),
         ({"mesh": flat, "dp_mesh_dims": Dims(None, "dp")}, "DistributedDataParallel"),
         ({"dtensors": True}, "containers that do not implement forward"),

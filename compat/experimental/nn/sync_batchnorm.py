@@ -26,7 +26,7 @@ __getattr__ = redirected_names(__name__)
 
 
 class Statistics(NamedTuple):
-    """Those of the batches of all ranks; [C] each, total is [1]; fp32, or fp64 for fp64 inputs."""
+    """Holds those of the batches of all ranks; [C] each, total is [1]; fp32, or fp64 for fp64 inputs."""
 
     mean: torch.Tensor
     var: torch.Tensor  # biased: divided by N
@@ -159,7 +159,7 @@ class SyncBatchNorm(nn.BatchNorm2d):
             )
 
     def _group(self, input: torch.Tensor) -> Group | None:
-        """The ranks to share statistics with; None: there are no others."""
+        """Returns the ranks to share statistics with; None: there are no others."""
         backend = backend_for([input])
         try:
             group = backend.group(self._process_group)

@@ -17,7 +17,7 @@ __all__ = ["checkpoint_wrapper", "is_checkpointing", "is_recomputing"]
 def checkpoint_wrapper(
     module: nn.Module, offload_to_cpu: bool = False, maintain_forward_counter: object = None
 ) -> nn.Module:
-    """As :func:`shardkit.wrapping.activations.checkpoint_wrapper`.
+    """Does what :func:`shardkit.wrapping.activations.checkpoint_wrapper` does.
 
     Args:
         module: changed in place.

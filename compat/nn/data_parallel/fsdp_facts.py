@@ -127,7 +127,7 @@ class FairscaleFacts(Door):
 
     @property
     def process_group_reduce_scatter(self) -> ProcessGroup:
-        """As it was passed, if that is a group of as many ranks; gradients have connections of their own anyway."""
+        """Returns what was passed, if that is a group of as many ranks; gradients have their own connections anyway."""
         passed: Tree = self._passed_for_gradients.value
         fits = callable(getattr(passed, "size", None)) and passed.size() == self.world_size
         return passed if fits else self.process_group
@@ -191,7 +191,7 @@ class FairscaleFacts(Door):
         return len(self._state.flats) if self.flatten_parameters else 0
 
     def non_shared_params(self) -> list[nn.Parameter]:
-        """This wrapper's own parameters; those of other wrappers that it uses are theirs."""
+        """Returns this wrapper's own parameters; those of other wrappers that it uses are theirs."""
         return self.params
 
     def append_shared_param(self, p: nn.Parameter) -> None:

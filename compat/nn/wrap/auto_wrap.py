@@ -20,7 +20,7 @@ __all__ = [
 
 @contextlib.contextmanager
 def enable_wrap(auto_wrap_policy: object = None, **wrapper_kwargs: Tree) -> Iterator[None]:
-    """As :func:`shardkit.wrapping.enable_wrap`; ``move_module_cuda_half=True`` also does ``module.cuda().half()``
+    """Wraps as :func:`shardkit.wrapping.enable_wrap`; ``move_module_cuda_half=True`` also does ``module.cuda().half()``
     before wrapping.
 
     Raises:

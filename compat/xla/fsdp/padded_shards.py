@@ -28,7 +28,7 @@ Entries = MutableMapping[str, torch.Tensor]
 
 
 class PaddedCut(NamedTuple):
-    """How parameters are cut: into whole rows, or into parts that are padded to a multiple of so many elements."""
+    """Cuts parameters into whole rows, or into parts that are padded to a multiple of so many elements."""
 
     multiple: int
     by_rows: bool
@@ -37,7 +37,7 @@ class PaddedCut(NamedTuple):
         return max(1, size[1:].numel()) if self.by_rows and size else self.multiple
 
     def layout(self, shapes: Sequence[torch.Size], world_size: int) -> ShardLayout:
-        """For ``Options.layout``. One rank's shard is not cut; state dicts add the padding."""
+        """Serves as ``Options.layout``. One rank's shard is not cut; state dicts add the padding."""
         numels = tuple(shape.numel() for shape in shapes)
         return ShardLayout(numels, world_size, 1 if world_size == 1 else self.unit_of(shapes[0]))
 
@@ -65,14 +65,14 @@ class Shard:
         return shard_name(self.original)
 
     def saved(self, shard: torch.Tensor) -> torch.Tensor:
-        """A shard [S] in the shape that is saved."""
+        """Returns a shard [S] in the shape that is saved."""
         shard = shard.reshape(-1)
         if shard.numel() < self.numel:
             shard = torch.cat([shard, shard.new_zeros(self.numel - shard.numel())])
         return shard if self.rows is None else shard.view(-1, *self.rows)
 
     def loaded(self, saved: torch.Tensor) -> torch.Tensor:
-        """The reverse; a shard of another world size stays as it is, for nn.Module to refuse."""
+        """Does the reverse; a shard of another world size stays as it is, for nn.Module to refuse."""
         now = self.flat.param
         if saved.numel() == self.numel and saved.numel() >= now.numel():
             return saved.reshape(-1)[: now.numel()].view(now.shape)
@@ -159,7 +159,7 @@ class ShardHolder(Door):
     def _shard_state_dict(
         self, destination: Entries | None = None, prefix: str = "", keep_vars: bool = False
     ) -> Entries:
-        """This rank's shards, and all buffers; arguments as of ``nn.Module.state_dict``."""
+        """Returns this rank's shards, and all buffers; arguments as of ``nn.Module.state_dict``."""
         if destination is None:
             destination = _entries()
         found = _entries()

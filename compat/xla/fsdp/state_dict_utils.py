@@ -34,14 +34,14 @@ _BETWEEN_LOOKS = 0.1  # s
 
 
 class ShardInfo(TypedDict):
-    """Of a shard: size of the whole parameter, and its path within the wrapper."""
+    """Describes a shard: size of the whole parameter, and its path within the wrapper."""
 
     _orig_size: torch.Size
     _orig_name: str
 
 
 class BufferInfo(TypedDict):
-    """Of a buffer that was cast."""
+    """Describes a buffer that was cast."""
 
     _orig_dtype: torch.dtype
 
@@ -78,7 +78,7 @@ class ShardCheckpoint(TypedDict):
 def consolidate_sharded_state_dicts(
     state_dict_list: Sequence[Tensors], shard_metadata: ShardMetadata
 ) -> OrderedDict[str, torch.Tensor]:
-    """The full state dict of the module that was wrapped.
+    """Returns the full state dict of the module that was wrapped.
 
     Args:
         state_dict_list: ``model.state_dict()`` of each rank, in rank order.

@@ -34,12 +34,12 @@ class Hasher(Protocol):
 
 
 def best_hash() -> str:
-    """The quickest one that this environment has; the slower one is in every Python."""
+    """Returns the quickest one that this environment has; the slower one is in every Python."""
     return XXH3 if importlib.util.find_spec("xxhash") is not None else SHA256
 
 
 def new_hasher(name: str) -> Hasher:
-    """A hash that has seen nothing yet."""
+    """Returns a hash that has seen nothing yet."""
     if name == SHA256:
         return hashlib.sha256()
     if name != XXH3:
@@ -149,7 +149,7 @@ def versions_here() -> dict[str, str]:
 
 
 def now() -> str:
-    """The time, as a manifest has it."""
+    """Returns the time, as a manifest has it."""
     return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
 
 
@@ -254,18 +254,6 @@ def damages(
     """
     for name in sorted(manifest.files) if files is None else files:
         yield from _damages_of(os.path.join(folder, name), name, manifest.files[name], manifest.hash)
-
-
-def verify(folder: str | os.PathLike[str]) -> Manifest:
-    """Compares all of a folder with its manifest, and returns that.
-
-    Raises:
-        DamagedFileError: names the first file, and the tensor in it.
-        ConfigurationError: it is no checkpoint.
-    """
-    manifest = read_manifest(folder)
-    refuse_damage(folder, manifest)
-    return manifest
 
 
 def refuse_damage(

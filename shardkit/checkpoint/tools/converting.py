@@ -149,7 +149,7 @@ def _keys(tree: Tree, path: tuple[object, ...]) -> tuple[str | int, ...]:
 
 
 def _write_object(file: BinaryIO, value: Tree) -> None:
-    """As DCP does: a file of torch.save. Tensors that are in it (in a tuple) are read."""
+    """Writes a file of torch.save, as DCP does. Tensors that are in it (in a tuple) are read."""
     buffer = io.BytesIO()
     torch.save(copied(value, lambda _, v: v.read() if isinstance(v, StoredTensor) else v), buffer)
     file.write(buffer.getbuffer())
@@ -287,7 +287,7 @@ def _check_replaceable(path: str, how: Conversion) -> None:
 
 # ------------------------------------------------------------ what is written
 def _prepared(checkpoint: Checkpoint, how: Conversion, done: Converted) -> StateDict:
-    """The tree for a target: the model alone or all, with other dtypes, names and numbers."""
+    """Returns the tree for a target: the model alone or all, with other dtypes, names and numbers."""
     inside = len(checkpoint.model_path)
 
     def cast(path: tuple[object, ...], value: Tree) -> Tree:

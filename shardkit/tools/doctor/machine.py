@@ -48,7 +48,7 @@ class Machine:
 
 
 def look(machines: int, environment: Mapping[str, str] = os.environ, host: str = "") -> Machine:
-    """At this machine.
+    """Looks at this machine.
 
     Args:
         host: what it is called, if not by its own name.

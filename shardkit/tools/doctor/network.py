@@ -18,7 +18,7 @@ _NAMED_BY = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
 
 
 def interfaces() -> dict[str, dict[str, object]]:
-    """By name: address (IPv4), state, speed in Mbit/s (0: unknown), mtu."""
+    """Lists by name: address (IPv4), state, speed in Mbit/s (0: unknown), mtu."""
     found = {}
     for _, name in socket.if_nameindex():
         folder = Path("/sys/class/net", name)
@@ -51,7 +51,7 @@ def _address(name: str) -> str:
 
 
 def own_name() -> tuple[str, str]:
-    """The machine's name, and the address that it stands for here ("": none)."""
+    """Returns the machine's name, and the address that it stands for here ("": none)."""
     name = socket.gethostname()
     try:
         return name, socket.gethostbyname(name)

@@ -151,7 +151,7 @@ def device_named(name: str) -> Device:
 # padded to a multiple of the ranks in its first dimension. What its Python costs is not counted, as ours is not.
 @dataclass(frozen=True)
 class Times:
-    """Of a step.
+    """Holds the times of a step.
 
     Attributes:
         step: seconds.
@@ -167,7 +167,7 @@ class Times:
 
 
 def clocked(events: Iterable[Event], device: Device, ranks: int) -> Times:
-    """The last step of a tape; see [Note: the clock]."""
+    """Returns the last step of a tape; see [Note: the clock]."""
     now = free = exposed = busy = 0.0
     ends: dict[int, float] = {}  # of collectives, by number
     waited = {-1: 0.0}  # when computation went on after them

@@ -22,7 +22,7 @@ _TORCH_FSDP = {
 
 
 class Interfaces:
-    """Those that were asked for.
+    """Holds those that were asked for.
 
     Attributes:
         packages: whose imports are looked at.
@@ -38,7 +38,7 @@ class Interfaces:
         )
 
     def ours(self, path: str) -> str | None:
-        """Where shardkit has a module, or what is below it."""
+        """Finds where shardkit has a module, or what is below it."""
         for theirs, ours in self._modules.items():
             if path == theirs or path.startswith(f"{theirs}."):
                 return ours + path.removeprefix(theirs)

@@ -70,7 +70,7 @@ def _is_fairscale(path: str) -> bool:
 
 
 def _bindings(tree: ast.Module) -> dict[str, set[str]]:
-    """What the names that imports bind, in whichever scope, may stand for."""
+    """Finds what the names that imports bind, in whichever scope, may stand for."""
     found: dict[str, set[str]] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import | ast.ImportFrom) and not getattr(node, "level", 0):
@@ -238,7 +238,7 @@ class _Rewriting:
 
     # ------------------------------------------------------------ what is collected
     def _place(self, line: int, column: int) -> int:
-        """Where in the source something is, whose column the tree counts in bytes."""
+        """Finds where in the source something is, whose column the tree counts in bytes."""
         begin = self._lines[line - 1]
         return begin + len(self._source[begin : begin + column].encode()[:column].decode())
 

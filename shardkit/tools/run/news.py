@@ -51,7 +51,7 @@ class News:
                     self._outputs.append((path.open("rb"), stream))
 
     def say(self, text: str) -> None:
-        """A line of the run's own."""
+        """Writes a line of the run's own."""
         with self._lock:
             self.show_outputs()
             self._clear()
@@ -79,7 +79,7 @@ class News:
                     stream.flush()
 
     def _last_words(self) -> int | None:
-        """Where the traceback begins that has ended rank 0, in what it printed: the page says what matters of it."""
+        """Finds the traceback that has ended rank 0 in what it printed: the page says what matters of it."""
         try:
             error = json.loads((self._attempt / "rank0.error.json").read_text())  # type: ignore[operator]
             return int(error["message"]["extraInfo"]["printed"])

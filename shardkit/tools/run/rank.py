@@ -55,7 +55,7 @@ def main() -> None:
 
 
 def _end_with_agent() -> None:
-    """The kernel ends this process with the one that started it (Linux)."""
+    """Has the kernel end this process with the one that started it (Linux)."""
     if sys.platform == "linux":
         with contextlib.suppress(OSError):
             ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -91,7 +91,7 @@ def _of_program(trace: TracebackType | None) -> TracebackType | None:
 
 
 def _write_down(error: BaseException) -> None:
-    """In the format of torch's agent, with a time that tells who was first."""
+    """Writes in the format of torch's agent, with a time that tells who was first."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:
         return

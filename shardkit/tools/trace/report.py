@@ -34,7 +34,7 @@ class Cause(NamedTuple):
 
 @dataclass
 class Late:
-    """How late one cause makes a rank.
+    """Says how late one cause makes a rank.
 
     Attributes:
         total_us: over all collectives; each delay counts once.
@@ -163,7 +163,7 @@ def _units(trace: Trace) -> dict[str, UnitTime]:
 
 
 def _last_arrivals(trace: Trace) -> dict[int, dict[str, tuple[list[float], list[float]]]]:
-    """For each rank and collective: when the rank had come, and when the last one had, of each time."""
+    """Lists for each rank and collective when the rank had come, and when the last one had, of each time."""
     found: dict[int, dict[str, tuple[list[float], list[float]]]] = defaultdict(dict)
     for what, ranks in trace.meetings:
         last = max(s.start for s in ranks.values())
@@ -213,7 +213,7 @@ def _clock_errors(facts: Mapping[str, object]) -> list[float]:
 
 
 def _work(rank: RankTime, start: float, end: float) -> dict[StepPlace, float]:
-    """A rank's own work between two times, by place."""
+    """Returns a rank's own work between two times, by place."""
     found: dict[StepPlace, float] = defaultdict(float)
     first = bisect.bisect_left(rank.moments, start, key=lambda moment: moment.end)
     for moment in rank.moments[first:]:
@@ -482,7 +482,7 @@ def as_text(found: Analysis) -> str:
 
 
 def as_data(found: Analysis) -> StateDict:
-    """For JSON; times in microseconds, of a step."""
+    """Returns what JSON takes; times in microseconds, of a step."""
     return {
         "steps": found.steps,
         "ranks": {

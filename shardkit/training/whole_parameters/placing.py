@@ -45,7 +45,7 @@ class Inner:
         self.spans.append(spans)
 
     def make(self) -> None:
-        """Its parameters have their values now."""
+        """Makes it, as its parameters have their values now."""
         if self.params:
             self.optimizer = self.rule.build([{"params": self.params}], **self.rule.options)
 
@@ -130,7 +130,7 @@ class Placing:
         return self.in_place.setdefault(id(flat), ShardInPlace(flat))
 
     def _refuse_compiled(self, rules: Sequence[Rule]) -> None:
-        """Where all ranks run one program, shards are updated as they are, by one optimizer each."""
+        """Refuses it where all ranks run one program: shards are updated as they are, by one optimizer each."""
         of_shard: dict[int, int] = {}
         for index, rule in enumerate(rules):
             for part in (p for p in (self._parts[n] for n in rule.members) if _is_compiled(p)):
@@ -143,7 +143,7 @@ class Placing:
 
     # ------------------------------------------------------------ whole parameters
     def _owners(self, rules: Sequence[Rule], cost: Cost) -> dict[int, int]:
-        """The owner of each whole sharded parameter, by its number, within its flat parameter's group."""
+        """Returns the owner of each whole sharded parameter, by its number, within its flat parameter's group."""
         bundles: dict[tuple[int, ...], list[tuple[float, list[int]]]] = {}
         groups: dict[tuple[int, ...], Group] = {}
         for index, rule in enumerate(rules):

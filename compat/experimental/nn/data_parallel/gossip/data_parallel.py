@@ -1,30 +1,193 @@
-"""Data parallel training in which nodes step on their own and agree from time to time."""
+"""Data parallel training in which nodes step on their own and agree from time to time.
+
+Ranks next to each other make nodes, of which the first ranks talk to each other. By stochastic gradient push, each
+step, a node averages with some peers.
+
+Source: Assran et al., "Stochastic Gradient Push for Distributed Deep Learning" (2019).
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import nn
 
+from shardkit.backend import Group, backend_for
 from shardkit.errors import ConfigurationError
-from shardkit.experimental.nn.data_parallel.gossip.slow_momentum import (
-    SlowMomentum,
-    average_gradients,
-    average_together,
-)
 from shardkit.oss.buffers import BufferSync, broadcast_module, broadcast_together
 from shardkit.torch_seams.hooks import BackwardState, tensors_of, watch_outputs
-from shardkit.types import StateDict, Tree
+from shardkit.types import ProcessGroup, StateDict, Tree
 
-from .nodes import Nodes
-from .push import GossipOptions, StochasticGradientPush
+from .gossiper import Gossiper, PushPull, PushSum
+from .graph_manager import GraphManager, MixingManager, NPeerDynamicDirectedExponentialGraph, UniformMixing
+from .slow_momentum import SlowMomentum, average_gradients, average_together
+from .utils import flatten_tensors, unflatten_tensors
 
 
+# ------------------------------------------------------------ nodes
+@dataclasses.dataclass(frozen=True)
+class Nodes:
+    """This rank's place among nodes of equal size.
+
+    Attributes:
+        world: all ranks.
+        ranks: how many make a node.
+        masters: the first ranks of nodes; None on the others.
+        own: the ranks of this node; None where it has one.
+    """
+
+    world: Group
+    ranks: int
+    masters: Group | None
+    own: Group | None
+
+    @property
+    def local_rank(self) -> int:
+        """This rank's place within its node."""
+        return self.world.rank % self.ranks
+
+    @property
+    def index(self) -> int:
+        return self.world.rank // self.ranks
+
+    @property
+    def count(self) -> int:
+        return self.world.world_size // self.ranks
+
+    @classmethod
+    def of(
+        cls,
+        module: nn.Module,
+        ranks: int,
+        world: ProcessGroup = None,
+        masters: ProcessGroup = None,
+        own: ProcessGroup = None,
+    ) -> Nodes:
+        """Nodes of so many ranks, over the backend that serves the module's parameters (collective).
+
+        Args:
+            world, masters, own: process groups, as of the attributes; None: made here.
+
+        Raises:
+            ConfigurationError: the ranks don't make whole nodes.
+        """
+        backend = backend_for(module.parameters())
+        everyone: Group = backend.group(world)
+        size = everyone.world_size
+        if ranks < 1 or size % ranks:
+            raise ConfigurationError(
+                f"nprocs_per_node is {ranks}; the {size} ranks must make whole nodes of that many"
+            )
+        if ranks == 1:
+            return cls(everyone, ranks, everyone, None)
+        local_rank, index = everyone.rank % ranks, everyone.rank // ranks
+        node: Group | None
+        if own is not None:
+            node = backend.group(own)
+        else:
+            node = [everyone.new_group(range(i, i + ranks)) for i in range(0, size, ranks)][index]
+        if masters is None:
+            return cls(everyone, ranks, everyone.new_group(range(0, size, ranks)), node)
+        return cls(everyone, ranks, backend.group(masters) if local_rank == 0 else None, node)
+
+
+# ------------------------------------------------------------ averages with some peers
+@dataclasses.dataclass(frozen=True)
+class GossipOptions:
+    """With whom to gossip, and how much.
+
+    Attributes:
+        graph: the peers; default: each step one peer, 1, 2, 4, ... nodes ahead.
+        mixing: the shares; default: the same for each peer and the own node.
+        push_sum: PushSum or PushPull, which are the same here.
+        averages_before_slow_momentum: average all nodes then, not some.
+    """
+
+    graph: GraphManager | None = None
+    mixing: MixingManager | None = None
+    push_sum: bool = True
+    averages_before_slow_momentum: bool = False
+
+
+class StochasticGradientPush:
+    """Parameters of which a node has a share, and the share: their quotient is what the model computes with.
+
+    Args:
+        options: with whom, and how much.
+
+    Attributes:
+        weight: the share, [1], in fp32 at least.
+        is_weighed: whether the parameters are multiplied by it now.
+
+    Raises:
+        ConfigurationError: the backend can't send different things from rank to rank.
+    """
+
+    def __init__(self, params: Iterable[torch.Tensor], nodes: Nodes, options: GossipOptions) -> None:
+        backend = nodes.world.backend
+        if backend.even_shards_only:
+            raise ConfigurationError(
+                f"gossip sends different things from rank to rank, which backend {backend.name!r} can't; "
+                "use SlowMoBaseAlgorithm.LOCALSGD"
+            )
+        self.options = options
+        self._params = list(params)
+        self._graph = options.graph or NPeerDynamicDirectedExponentialGraph(
+            nodes.index, nodes.count, nodes.ranks, nodes.local_rank
+        )
+        first = self._params[0]
+        self._mixing = options.mixing or UniformMixing(self._graph, first.device)
+        self._regular = self._mixing.is_regular()
+        self._gossiper: type[Gossiper] = PushSum if options.push_sum else PushPull
+        self.weight = torch.ones(
+            1, device=first.device, dtype=torch.promote_types(first.dtype, torch.float32)
+        )
+        self.is_weighed = False
+
+    def check_unbiased(self) -> None:
+        """Raises ConfigurationError where averages with some peers have a bias."""
+        if not self._regular:
+            raise ConfigurationError(
+                "this mixing gives biased averages, which slow momentum can't be applied to; set "
+                "slowmo_memory_efficient or slowmo_sgp_average_params"
+            )
+
+    def gossip(self, tensors: list[torch.Tensor], nodes: Group) -> None:
+        """Makes one step of push-sum: keeps a share, sends the rest, adds what comes."""
+        own = self._mixing.get_mixing_weights(residual_adjusted=False)["lo"].to(self.weight)
+        weight = self.weight * own
+        dtype = tensors[0].dtype
+        if any(t.dtype is not dtype for t in tensors):
+            raise ConfigurationError("SGP sends parameters as one vector; they must have one dtype")
+        flat = flatten_tensors(tensors).mul_(own.to(dtype))
+        gossiper = self._gossiper(flat, self._graph, mixing=self._mixing)
+        gossiper.group = nodes
+        received, received_weight = gossiper.mix(flat, weight.to(dtype))
+        for tensor, new in zip(tensors, unflatten_tensors(flat.add_(received), tensors), strict=True):
+            tensor.copy_(new)
+        self.weight.copy_(torch.ones_like(weight) if self._regular else weight + received_weight)
+
+    @torch.no_grad()
+    def weigh(self) -> None:
+        """Parameters as push-sum mixes them and the optimizer changes them: times their weight."""
+        if not self._regular and not self.is_weighed:
+            torch._foreach_mul_(self._params, self.weight.item())
+            self.is_weighed = True
+
+    @torch.no_grad()
+    def unbias(self) -> None:
+        """Parameters as the model uses them: divided by their weight."""
+        if not self._regular and self.is_weighed:
+            torch._foreach_div_(self._params, self.weight.item())
+            self.is_weighed = False
+
+
+# ------------------------------------------------------------ training
 class SlowMoBaseAlgorithm(str, enum.Enum):
-    """How nodes agree, more or less, between slow momentum steps."""
+    """Names how nodes agree, more or less, between slow momentum steps."""
 
     LOCALSGD = "localsgd"
     SGP = "sgp"
@@ -137,7 +300,7 @@ class SlowMoDataParallel(nn.Module):
 
     @torch.no_grad()
     def perform_slowmo(self, optimizer: torch.optim.Optimizer, fp32_params: Tree = None) -> None:
-        """To be called after each ``optimizer.step()``, on all ranks: averages and slow momentum, when they are due.
+        """Averages and applies slow momentum, when they are due; all ranks call it after each ``optimizer.step()``.
 
         Args:
             optimizer: whose parameters slow momentum is applied to.

@@ -11,10 +11,8 @@ from shardkit.compat.redirected import redirected_names
 from shardkit.errors import ConfigurationError
 from shardkit.types import ProcessGroup
 
-from .data_parallel import SlowMoBaseAlgorithm, SlowMoDataParallel, SlowMomentumOptions
+from .data_parallel import GossipOptions, Nodes, SlowMoBaseAlgorithm, SlowMoDataParallel, SlowMomentumOptions
 from .graph_manager import GraphManager, MixingManager
-from .nodes import Nodes
-from .push import GossipOptions
 from .utils import MultiProcessAdapter
 
 __getattr__ = redirected_names(__name__)

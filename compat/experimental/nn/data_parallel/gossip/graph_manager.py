@@ -71,7 +71,7 @@ class GraphManager(ABC):
 
     @property
     def peers_per_itr(self) -> int:
-        """To how many peers a node sends in a step."""
+        """Tells to how many peers a node sends in a step."""
         return self._peers_per_itr
 
     @peers_per_itr.setter
@@ -106,7 +106,7 @@ class GraphManager(ABC):
         return True
 
     def get_edges(self, rotate: bool = False) -> tuple[list[Edge], list[Edge]]:
-        """This step's edges from and to this node; ``rotate``: the next step's."""
+        """Returns this step's edges from and to this node; ``rotate``: the next step's."""
         if rotate:
             self._rotate_group_indices()
         mine = self.rank * self.nprocs_per_node
@@ -115,7 +115,7 @@ class GraphManager(ABC):
         return out, into
 
     def get_peers(self, rotate: bool = False) -> tuple[list[int], list[int]]:
-        """As :meth:`get_edges`: ranks sent to, and nodes heard from."""
+        """Finds, as :meth:`get_edges`, ranks sent to and nodes heard from."""
         out, into = self.get_edges(rotate)
         return [e.dest for e in out], [e.src // self.nprocs_per_node for e in into]
 
