@@ -106,12 +106,14 @@ class Run:
         else:
             self.optimizer = kind([p for p in self.model.parameters() if p.requires_grad], **options)
 
-    def backward(self, number: int, micro: int) -> torch.Tensor:
+    def backward(
+        self, number: int, factor: float, scale: Callable[[Any], Any] = lambda loss: loss
+    ) -> torch.Tensor:
         """One micro-batch's."""
         with shardkit.microbatch(number):
             x = torch.randn(4, 3, WIDTH, generator=torch.Generator().manual_seed(number))
-            loss = (self.model(x) - 1).square().mean() * micro
-            loss.backward()
+            loss = (self.model(x) - 1).square().mean() * factor
+            scale(loss).backward()
         return loss
 
     def clip(self, norm: float, torchs: bool) -> torch.Tensor:
