@@ -46,6 +46,7 @@ if TYPE_CHECKING:  # the same names as in the table below; tests/test_packaging.
         register_fsdp_forward_method as register_fsdp_forward_method,
         sharding_of as sharding_of,
     )
+    from .training.microbatches import mean_loss as mean_loss, microbatch as microbatch
     from .training.grad_scaler import GradScaler as GradScaler, ShardedGradScaler as ShardedGradScaler
     from .launching import launch as launch
     from .optimizers.elementwise import declare_elementwise as declare_elementwise
@@ -72,6 +73,7 @@ if TYPE_CHECKING:  # the same names as in the table below; tests/test_packaging.
     )
     from .checkpoint.saving import save as save, save_training as save_training
     from .training.whole_parameters.optimizer import WholeParameters as WholeParameters
+    from .training.uneven import uneven as uneven
     from .wrapping.context import auto_wrap as auto_wrap, enable_wrap as enable_wrap, wrap as wrap
 
 __version__ = ".".join(map(str, __version_tuple__))
@@ -91,6 +93,7 @@ _HOMES = {
     "launching": "launch",
     "optimizers.elementwise": "declare_elementwise",
     "oss.optimizer": "OSS",
+    "training.microbatches": "mean_loss microbatch",
     "training.out_of_memory": "SkipOutOfMemory",
     "policy": "Compression OffloadPolicy PrecisionPolicy ReducePolicy ReshardPolicy",
     "launching.stopping": "stop_requested",
@@ -100,6 +103,7 @@ _HOMES = {
     "tracing.ranges": "span",
     "tracing.tracer": "trace",
     "training.whole_parameters.optimizer": "WholeParameters",
+    "training.uneven": "uneven",
     "wrapping.context": "auto_wrap enable_wrap wrap",
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}

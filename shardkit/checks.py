@@ -200,17 +200,16 @@ def check_same_everywhere(group: Group, facts: Facts, what: str, aside: Tree = N
     if group.world_size == 1:
         return [aside]
     # as one text: ranks mostly tell the same, and then nobody takes it apart
-    mine = json.dumps([(name, _shown(value)) for name, value in facts])
+    mine = json.dumps(facts, default=str)
     told = all_gather_facts(group.channel("control"), (mine, aside), label=f"check of {what}")
     if any(theirs != mine for theirs, _ in told):
         _refuse_differences(group, [json.loads(theirs) for theirs, _ in told], what)
     return [beside for _, beside in told]
 
 
-def _shown(value: object) -> str:
-    if not isinstance(value, tuple):
-        return str(value)
-    return f"({', '.join([str([*part] if isinstance(part, tuple) else part) for part in value])})"
+def _shown(fact: Sequence[Tree]) -> str:
+    name, value = fact
+    return f"{name} ({', '.join(map(str, value))})" if isinstance(value, list) else f"{name} {value}"
 
 
 def _refuse_differences(group: Group, everybody: list[Tree], what: str) -> None:
@@ -230,9 +229,8 @@ def _refuse_differences(group: Group, everybody: list[Tree], what: str) -> None:
                             "; what a class of yours has for each rank, by functools.partial(Class, name=...)"
                         )
                 raise RankMismatchError(
-                    f"{what} differ between ranks: at position {i} rank {group.ranks[0]} has {mine[0]} "
-                    f"{mine[1]}, rank {group.ranks[rank]} has {theirs[0]} {theirs[1]}. {remedy} (this rank is "
-                    f"{group.ranks[group.rank]})."
+                    f"{what} differ between ranks: at position {i} rank {group.ranks[0]} has {_shown(mine)}, rank "
+                    f"{group.ranks[rank]} has {_shown(theirs)}. {remedy} (this rank is {group.ranks[group.rank]})."
                 )
 
 

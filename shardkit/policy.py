@@ -58,6 +58,10 @@ class ReducePolicy:
             kept on each rank, in 2 bytes for each gradient that the rank sends: all of a unit's with FSDP, a shard's
             with replicas, all of the model's with ShardedDDP. It is no part of state dicts, and begins at zero again
             when one is loaded, and when parameters are frozen, unfrozen, moved or copied.
+        order: "fixed" gives the same bits on any number of ranks; see :mod:`shardkit.reduction.ordered`. None takes
+            what the backend's collectives give.
+        microbatches: with a fixed order, the K micro-batches of a step over all ranks, one backward each; W has to
+            divide it. None: W, one on each rank.
     """
 
     bucket_numel: int | None = None
@@ -65,6 +69,8 @@ class ReducePolicy:
     predivide: float | None = None
     compression: Compression | None = None
     error_feedback: bool = True
+    order: Literal["fixed"] | None = None
+    microbatches: int | None = None
 
     def __post_init__(self) -> None:
         if self.bucket_numel is not None and self.bucket_numel < 0:
@@ -73,6 +79,18 @@ class ReducePolicy:
             raise ConfigurationError(f"gradients can't be reduced in {self.dtype}; name a floating dtype")
         if self.predivide is not None and self.predivide <= 0:
             raise ConfigurationError(f"predivide is {self.predivide}; it must be above 0")
+        if self.order not in (None, "fixed"):
+            raise ConfigurationError(f'order is {self.order!r}; it is "fixed" or None')
+        if self.microbatches is not None and (self.order is None or self.microbatches < 1):
+            raise ConfigurationError(
+                f'microbatches is {self.microbatches}; with order="fixed" it is a number above 0, else None'
+            )
+        for name in ("compression", "predivide") if self.order else ():
+            if (given := getattr(self, name)) is not None:
+                raise ConfigurationError(
+                    f'{name}={given} with order="fixed": what is rounded then depends on the number of ranks; leave '
+                    "one of them out"
+                )
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ LINES = 65_000  # of all source; to be lowered with each release
 # Of its parts, each at about what it has; what one gains another one gives.
 PARTS = {
     "backends": 8_120,
-    "compat": 10_410,
+    "compat": 10_400,
     "shardkit": 1_990,  # the files right there
     "shardkit/checkpoint": 7_250,
     "shardkit/flattening": 940,
@@ -25,7 +25,7 @@ PARTS = {
     "shardkit/oss": 2_920,
     "shardkit/pipeline": 1_790,
     "shardkit/reduction": 1_150,
-    "shardkit/tools": 8_180,
+    "shardkit/tools": 8_140,
     "shardkit/torch_seams": 1_260,
     "shardkit/tracing": 1_750,
     "shardkit/training": 4_340,

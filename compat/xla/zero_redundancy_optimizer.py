@@ -16,8 +16,7 @@ from shardkit.optimizer_state.kinds import to_cpu
 from shardkit.oss.placement import split_state
 from shardkit.types import StateDict, T, Tree
 from shardkit.xla.ranks import current_backend, group_among, rank_and_world_size
-from shardkit.xla.reducing_oss import ReducingOSS
-from shardkit.xla.row_states import as_rows, in_rows, rows_of, whole_of
+from shardkit.xla.reducing_oss import ReducingOSS, as_rows, in_rows, rows_of, whole_of
 
 __all__ = ["ZeroRedundancyOptimizer"]
 

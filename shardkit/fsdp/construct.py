@@ -40,6 +40,7 @@ from ..flattening.flat_parameter import FLAT_PREFIX, FlatParameter, ParamInfo, S
 from ..layout import ShardLayout, in_runs
 from ..policy import OffloadPolicy, ReducePolicy
 from ..reduction.compression import check_compressible
+from ..reduction.ordered import check_order, refuse_other
 from ..torch_seams.dtensors import check_within, dimension_of, is_dtensor, mesh_over, part_here
 from ..torch_seams.strided_views import memory_of
 from ..types import Facts, Memo, ProcessGroup
@@ -391,6 +392,9 @@ def _check(found: Found) -> DeviceMesh | None:
     check_compressible(
         options.reduce.compression, [options.reduce.dtype or d for d in computed], group.backend
     )
+    check_order(options.reduce, group.world_size, found.modules)
+    if state.replicas is not None and state.replicas.world_size > 1:
+        refuse_other(options.reduce, "replicas, whose sums are formed apart; shard over all ranks")
     if group.world_size > 1:
         _refuse_writers(found)
     if options.flatten:

@@ -69,7 +69,7 @@ import sys
 import threading
 import weakref
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from operator import attrgetter
 from types import ModuleType
@@ -95,7 +95,7 @@ from ..torch_seams.hooks import (
 from .flat_param import FlatParam
 from .originals import backward_with_graph, changed_since_forward, written_original
 from .store import GATHERING, LOCKED, Store, start_together
-from .unit import ROW, SmallUnits, Unit, UnitCall, rows_of_small
+from .unit import ROW, SmallUnits, Unit, UnitCall, refuse_steps, rounds_of, rows_of_small
 
 NO_THREAD = 0
 this_thread = threading.get_ident
@@ -402,7 +402,10 @@ class Engine:
         thread: the one that is inside of a forward.
         is_lazy: execution is: a compiler decides when values exist (see ``forward.py``).
         after: where execution is lazy, what the next gathers have to wait for.
+        all_have_order: a training forward has shown all ranks in which order units are called.
     """
+
+    all_have_order = False
 
     def __init__(
         self, units: Sequence[Unit], prefetch: int = 1, after_backward: Callable[[], None] | None = None
@@ -452,6 +455,7 @@ class Engine:
             unit.engine, unit.enter_backward = self, partial(self.reach, unit)
         self._keeping = [unit for unit in self.units if unit.keeps_frozen]
         self.set_accumulating([unit.accumulates for unit in self.units])
+        self._rounds = rounds_of(self.units)
 
     # ------------------------------------------------------------ forward
     @not_compiled
@@ -661,6 +665,8 @@ class Engine:
         for unit in self.units:
             if unit.keeps_local:
                 unit.forget_if_cleared()
+        if self._rounds is not None:
+            self._rounds.begin()
 
     @not_compiled
     def reach(self, unit: Unit, gradient: torch.Tensor) -> None:
@@ -875,6 +881,10 @@ class Engine:
                 self._send(unit)
         while self._in_flight:
             self._receive()
+        if self._rounds is not None:
+            self._rounds.end()
+            if self._rounds.are_waiting():
+                refuse_steps.note(self._rounds)
 
     def recover(self) -> None:
         """Forgets a backward that died of an exception."""
@@ -925,6 +935,47 @@ class Engine:
                 flat.store.unlock()
         self._locked = [flat for flat in self._locked if flat.store.state is LOCKED]
 
+    # ------------------------------------------------------------ steps of others
+    @property
+    def has_order(self) -> bool:
+        """Whether a training forward has shown in which order units are called."""
+        return bool(self._order)
+
+    def follow(self, forward: Callable[[], object] | None = None) -> None:
+        """Takes part in a training step of other ranks without computing (collective); it adds nothing to gradients.
+
+        Args:
+            forward: runs the root's forward; else what the last one gathered is gathered, in its order.
+        """
+        if forward is not None:
+            forward()
+        else:
+            self._repeat_forward()
+        with torch.enable_grad():
+            reached = torch.zeros((), requires_grad=True).clone()
+        reached.register_hook(lambda _: self.begin_backward())
+        unused = [flat.unused for unit in self.units for flat in unit.flats]
+        noted = [each.is_noted for each in unused]
+        reached.backward()  # at its end comes what a backward did not reach, which is everything
+        for each, before in zip(unused, noted, strict=True):
+            each.is_noted = (
+                before  # of parameters without a part here this rank knows its own share alone: none
+            )
+
+    def _repeat_forward(self) -> None:
+        order, ends, begun = self._order, self._order_of_ends, 0
+        with torch.enable_grad():
+            self.begin_forward()
+            for unit, before in ends:
+                for called in order[begun:before]:
+                    self.before_forward(called, ())
+                begun = max(begun, before)
+                unit.is_reached = unit.is_reached or unit.is_trainable
+                self.after_forward(unit)
+            checkpoints = [object() for _ in order]
+            self._around = [None if number < 0 else checkpoints[number] for number in self._checkpoints]
+            self.end_forward()
+
     # ------------------------------------------------------------ between steps
     def check_idle(self, what: str) -> None:
         """Raises LifecycleError in the middle of a forward or backward."""
@@ -942,12 +993,13 @@ class Engine:
         self.state.accumulating = all(values)
         return before
 
-    def reduce_now(self) -> None:
-        """Reduces what units have kept (collective), without a backward."""
+    def reduce_now(self, everything: bool = False) -> None:
+        """Reduces what units have kept (collective), without a backward; with ``everything`` also where nothing is."""
         self.check_idle("a reduction of gradients")
-        with torch.no_grad():
+        empty = [unit for unit in self.units if not unit.has_local_gradients()]
+        with torch.no_grad(), _adding_nothing(empty):
             for unit in self.units:
-                if not unit.accumulates and unit.has_local_gradients():
+                if (unit.is_trainable and everything) or (not unit.accumulates and unit not in empty):
                     self._send(unit)
             while self._in_flight:
                 self._receive()
@@ -962,6 +1014,16 @@ def frozen_behind_trainable(calls: Sequence[Unit]) -> list[Unit]:
     """Frozen units one of whose calls began after that of a trainable unit (the one around it, maybe)."""
     first = next((k for k, unit in enumerate(calls) if unit.is_trainable), len(calls))
     return [unit for unit in dict.fromkeys(calls[first:]) if not unit.is_trainable]
+
+
+@contextlib.contextmanager
+def _adding_nothing(units: Sequence[Unit]) -> Iterator[None]:
+    """Inside, this rank has no gradients of these: of parameters without a part here it doesn't hear who has."""
+    unused = [flat.unused for unit in units for flat in unit.flats]
+    noted = [each.is_noted for each in unused]
+    yield
+    for each, before in zip(unused, noted, strict=True):
+        each.is_noted = before
 
 
 def _numbered(checkpoints: list[object]) -> list[int]:

@@ -23,7 +23,7 @@ from torch import nn
 
 from ..backend import Group
 from ..layout import ShardLayout
-from ..policy import Compression
+from ..policy import Compression, ReducePolicy
 from ..reduction.compression import BlockFormat, format_for
 from ..torch_seams.hooks import NO_BACKWARD, current_backward
 from ..tracing.ranges import UNNAMED, UnitRanges
@@ -65,6 +65,7 @@ class FlatParam:
         versioned: tensors whose versions change with every change of the shard.
         lists_dtensors: these are DTensors.
         trains: whether gradients are reduced for it, as far as its unit knows.
+        reduce: how, as its unit says.
         label: what it is called in errors.
         paths: of the unit's modules in the root module, as far as they are known.
         ranges: the unit's.
@@ -98,6 +99,7 @@ class FlatParam:
         self.listings: Sequence[Listing] = [self]
         self.versioned: Sequence[torch.Tensor] = [param]
         self.trains = self.lists_dtensors = False
+        self.reduce = ReducePolicy()
         self.group = group
         self.layout = layout
         self.label, self.paths = "", [""]

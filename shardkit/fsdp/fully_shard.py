@@ -124,8 +124,8 @@ def fully_shard(
         dtensors=dtensors, mesh=mesh, casts_inputs=casts, casts_root_inputs=casts, placement=words.shard_placement_fn,
     )  # fmt: skip
     states: list[ShardingState] = []
-    for each, listing in zip(given, inside, strict=True):
-        _check(each, dtensors, listing)
+    for k, each in enumerate(given):
+        _check(each, dtensors, [*inside[k], *given[:k]])
     for each in modules:
         states.append(ShardingState(each, each, options, Ignored(parameters=set(words.ignored_params or ()))))
     for state in states if dtensors and len(states) > 1 else ():
@@ -145,7 +145,7 @@ def _are_dtensors_meant(modules: Sequence[nn.Module]) -> bool:
     return backend_for([] if some is None else [some], None).has_storage
 
 
-def _check(module: nn.Module, dtensors: bool, listing_dtensors: list[nn.Module]) -> None:
+def _check(module: nn.Module, dtensors: bool, without: list[nn.Module]) -> None:
     if state_of(module) is not None:
         raise ConfigurationError(
             f"this {type(module).__name__} is sharded already; call fully_shard once for each"
@@ -160,7 +160,7 @@ def _check(module: nn.Module, dtensors: bool, listing_dtensors: list[nn.Module])
             "calls them. Shard their members, each or as a list"
         )
     may_list = _may_list if dtensors else None
-    check_wrappable(module, "fully_shard", may_hold=Door, without=listing_dtensors, may_list=may_list)
+    check_wrappable(module, "fully_shard", may_hold=Door, without=without, may_list=may_list)
 
 
 def _listing_dtensors(module: nn.Module) -> list[nn.Module]:

@@ -22,8 +22,10 @@ from ..backend import DONE, Group, ReduceOp, Work
 from ..layout import Piece, alignment, rounded_up
 from ..policy import ReducePolicy
 from ..reduction.compression import BlockFormat, CompressedAllReduce, CompressedReduceScatter, format_for
+from ..reduction.ordered import contributions, exchange, microbatches, share
 from ..reduction.packing import JoinedPack, PackedForm, WrittenPack, has_mean
 from ..reduction.shard_gradients import gradient_class
+from ..torch_seams.marked_tensors import as_plain
 from ..types import Tree
 from .flat_param import FlatParam
 from .flat_values import rank_by_rank
@@ -75,11 +77,17 @@ class GradientPack(ABC):
         self._group = group
         self._dtype = self.dtype = packed_dtype(flat, reduce)
         self._device = flat.compute_device
+        # K of [Note: fixed order], 0 without one
+        self._microbatches = microbatches(reduce, group.world_size)
+        if self._microbatches:
+            divisors = 1.0, 1.0
         before, after = divisors if group.world_size > 1 else (1.0, divisors[0] * divisors[1])
-        is_mean = before * after == group.world_size and has_mean(self._dtype)
+        is_mean = not self._microbatches and before * after == group.world_size and has_mean(self._dtype)
         self._op = ReduceOp.AVG if is_mean else ReduceOp.SUM
         self._before, self._after = (1.0, 1.0) if is_mean else (before, after)
-        self._gradient_class = gradient_class(flat.group, "the FSDP root's clip_grad_norm_", True)
+        self._gradient_class = gradient_class(
+            flat.group, "the FSDP root's clip_grad_norm_", True, in_order=self._microbatches > 0
+        )
         self.in_flight: Reduction | None = None
         with as_tensors():
             self.trainable = [m.param.requires_grad for m in flat.originals]
@@ -133,12 +141,15 @@ class GradientPack(ABC):
         """Starts their reduction (collective); first gives their own memory back. None: nothing to do."""
 
     def _scatter(self, packed: torch.Tensor, had: list[bool], had_all: bool, label: str = "") -> Reduction:
+        label = label or f"gradients of {self._flat.label}"
+        if self._microbatches:
+            result, work = exchange(self._group, packed, None, self._microbatches, label)
+            return had, had_all, result, work
         result = packed.new_empty(packed.numel() // self._group.world_size)
         if self._before != 1.0:
             packed.mul_(1.0 / self._before)
         if self._group.world_size == 1:  # it is for replicas
             return had, had_all, result.copy_(packed), DONE
-        label = label or f"gradients of {self._flat.label}"
         work = self._group.reduce_scatter_into(result, packed, op=self._op, async_op=True, label=label)
         return had, had_all, result, work
 
@@ -168,13 +179,31 @@ class GradientPack(ABC):
             result.mul_(1.0 / self._after)
         if not had_all:
             had = self._anywhere(had, result)
-        if self._note(had, had_all, result):  # as :meth:`arrive`, which would be a call
+        if self._microbatches and self._group.world_size > 1:
+            self.arrive_in_order(had, list(contributions(result, self._group.world_size)), had_all)
+        elif self._note(had, had_all, result):  # as :meth:`arrive`, which would be a call
             self._hand_over(self._own(result))
 
     def arrive(self, had: list[bool], result: torch.Tensor, had_all: bool) -> None:
         """The shard gets the mean, the first [S] of this; some rank ``had`` these gradients, as far as is known."""
         if self._note(had, had_all, result):
             self._hand_over(self._own(result))
+
+    def arrive_in_order(self, had: list[bool], parts: list[torch.Tensor], had_all: bool) -> None:
+        """Gives the shard each of these after the one before; see :meth:`arrive`."""
+        listed = [listing.param for listing in self._flat.listings]
+        hooked = [p for p in listed if p._backward_hooks or p._post_accumulate_grad_hooks]
+        there = [p for p in listed if p.grad is not None]
+        total = self._flat.param.grad if len(there) == len(listed) else None
+        if not hooked and (total is not None or not there) and self._group.backend.has_storage:
+            rest = parts[:-1] if there else parts[1:]
+            with as_plain():
+                total = self._own(parts[0]) if total is None else total
+                for part in rest:
+                    total.add_(self._own(part).view(total.shape))
+            parts = parts[-1:] if there else [total]
+        for part in parts:  # hooks see each of them
+            self.arrive(had, part, had_all)
 
     def forget(self) -> None:
         """Waits for the reduction of a backward that died, and forgets the result."""
@@ -296,6 +325,7 @@ class StoredPack(GradientPack):
             self._op,
             self._before,
             self._after,
+            self._microbatches,
             flat.shards is None,
         )
 
@@ -369,9 +399,14 @@ class JoinedReduction:
             result.mul_(1.0 / self._first._after)
         if not had_all:
             had = self._form.anywhere(had, result, self._first._group.rank)
+        world = self._first._group.world_size
+        parts = list(contributions(result, world)) if self._first._microbatches else []
         for pack, (number, start) in zip(self.packs, self._places, strict=True):
             here = had[number : number + len(pack.trainable)]
-            pack.arrive(here, result[start : start + pack._size], had_all)
+            if parts:
+                pack.arrive_in_order(here, [part[start : start + pack._size] for part in parts], had_all)
+            else:
+                pack.arrive(here, result[start : start + pack._size], had_all)
 
 
 @final
@@ -452,7 +487,10 @@ class WholePack(GradientPack):
     def reduce(self, gradients: list[torch.Tensor | None]) -> Reduction:
         had = list(map(is_not, gradients, repeat(None)))
         had_all = False not in compress(had, self.trainable)
-        return had, had_all, self._pack.join(gradients, None, self._like), None
+        joined = self._pack.join(gradients, None, self._like)
+        if self._microbatches:
+            share(joined, self._microbatches)
+        return had, had_all, joined, None
 
     def _arrived(self) -> None:
         """Nothing was sent."""
@@ -480,7 +518,7 @@ def way_for(
     group = flat.group.channel("gradients")
     has_replicas = replicas is not None and replicas.world_size > 1
     blocks = None
-    if has_replicas or group.world_size > 1:
+    if reduce.compression is not None and (has_replicas or group.world_size > 1):
         blocks = format_for(reduce.compression, flat.layout.shard_numel, packed_dtype(flat, reduce))
     if group.world_size > 1 and not has_replicas and blocks is not None:
         return Way(CompressedPack(flat, group, reduce, divisors, blocks), replicas)

@@ -102,14 +102,17 @@ class Skips:
         if not again or not _holds_several(flat) or not _counts(optimizer):
             return
         self.left_out = None
-        logger.warning(
+        text = (
             "rank %d: parameter %r had no gradient in some steps (it was frozen, or not used) and has one again. %s "
             "counts the steps of the whole flat parameter that it is in, so that its bias correction (or whatever "
             "depends on that count) is not what it is in one process. Shard with shardkit.fully_shard, which leaves "
             "each parameter its own count; or wrap what sits out as a unit of its own, or pass flatten=False "
-            "(flatten_parameters=False, use_orig_params=True)",
-            flat.group.rank, name_of_original(flat.originals[again[0]].param), type(optimizer).__name__,
-        )  # fmt: skip
+            "(flatten_parameters=False, use_orig_params=True)"
+        )
+        rank, name = flat.group.rank, name_of_original(flat.originals[again[0]].param)
+        if flat.reduce.order is not None:  # and not the same on other numbers of ranks
+            raise LifecycleError(text % (rank, name, type(optimizer).__name__))
+        logger.warning(text, rank, name, type(optimizer).__name__)
 
 
 def _unused_ranges(flat: FlatParam) -> list[tuple[int, int]]:

@@ -37,6 +37,7 @@ from ..errors import LifecycleError
 from ..flattening.flat_parameter import FlatParameter
 from ..layout import Listed
 from ..optimizers.shards import listing_of, note_listings, shard_behind
+from ..reduction.shard_gradients import ShardGradient, mark_dtensor
 from ..torch_seams.dtensors import as_parameter, at_offset_0, dtensor_of, is_dtensor, local_of
 from ..torch_seams.hooks import check_asked_gradients
 from ..torch_seams.marked_tensors import as_plain
@@ -416,6 +417,8 @@ def _mark(gradients: Iterable[torch.Tensor | None], kind: type[torch.Tensor]) ->
         for g in gradients:
             if type(g) is torch.Tensor:
                 g.__class__ = kind
+            elif g is not None and issubclass(kind, ShardGradient) and kind.in_order:
+                mark_dtensor(g, kind)
 
 
 class UnlistedShard(nn.Parameter):

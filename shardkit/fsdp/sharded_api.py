@@ -20,6 +20,7 @@ from ..optimizer_state.marking import mark_shards
 from ..optimizers.shards import refuse_stand_ins
 from ..progress import noting_errors
 from ..reduction.norms import Portion, clip_by_global_norm, norm_like
+from ..reduction.ordered import refuse_local
 from ..types import IncompatibleKeys, SavedState, StateDict
 from .construct import wake
 from .engine import Engine
@@ -61,7 +62,9 @@ def clip(root: ShardingState, max_norm: float, norm_type: float) -> torch.Tensor
     portions = [*by_groups.values()]
     if alike:
         portions.append(Portion(alike, ()))
-    return clip_by_global_norm(portions, gradients, _like(root, everything), max_norm, norm_type)
+    in_order = root.options.reduce.order is not None
+    like = _like(root, everything)
+    return clip_by_global_norm(portions, gradients, like, max_norm, norm_type, in_order=in_order)
 
 
 def _spread_over(flat: FlatParam) -> tuple[Group, ...]:
@@ -122,6 +125,7 @@ class ShardedAPI(abc.ABC):
             LifecycleError: called on a unit below the root.
         """
         engine = self._root_engine("no_sync")
+        refuse_local(self._state.options.reduce)
         before = engine.set_accumulating([True] * len(engine.units))
         try:
             yield
@@ -158,8 +162,7 @@ class ShardedAPI(abc.ABC):
 
     def set_divisors(self, before: float, after: float) -> None:
         """Gradients are divided by the one before and by the other after their sum over ranks."""
-        self._state.unit.divisors = (before, after)
-        self._state.unit.attach()
+        self._state.unit.divide(before, after)
 
     # ------------------------------------------------------------ checkpoints of shards
     def local_state_dict(self, *args: Any, **kwargs: Any) -> StateDict:
@@ -273,7 +276,7 @@ class ShardedAPI(abc.ABC):
         """
         _refuse_dtensors(self._state, "get_shard_from_optim_state_dict", "set_optimizer_state_dict")
         slots = [slot_of(f) for f in self._state.all_listings()]
-        shard = shard_by_id(slots, full_optim_state_dict)
+        shard = shard_by_id(slots, full_optim_state_dict, list(self._state.door.parameters()))
         uncollected = self._state.uncollected
         for local in full_optim_state_dict.get("uncollected_local_ids", []):
             if local in uncollected:

@@ -21,6 +21,7 @@ from torch import nn
 
 from ..errors import ConfigurationError
 from ..policy import OffloadPolicy, PrecisionPolicy, ReducePolicy, ReshardPolicy
+from ..reduction.ordered import refuse_local
 from ..torch_seams.compiling import not_compiled
 from ..types import AnyCallable, Args, Kwargs, Tree
 from .construct import wake
@@ -217,6 +218,8 @@ class TorchsMethods:
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """With False, backwards only accumulate this rank's gradients of these units, as in ``no_sync``."""
         for state in self._states(recurse):
+            if not requires_gradient_sync:
+                refuse_local(state.unit.reduce)
             state.unit.accumulates = not requires_gradient_sync
         engine = self._state.engine
         if engine is not None:
@@ -227,8 +230,7 @@ class TorchsMethods:
         state = self._state
         before = min(state.divisors[0], factor)
         copies = 1 if state.replicas is None else state.replicas.world_size
-        state.unit.divisors = (before, factor / (before * copies))
-        state.unit.attach()
+        state.unit.divide(before, factor / (before * copies))
 
     # ------------------------------------------------------------ memory
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:

@@ -12,11 +12,12 @@ import torch
 from torch.optim import Optimizer
 
 from ..backend import Group
-from ..errors import LifecycleError
+from ..errors import ConfigurationError, LifecycleError
 from ..optimizers.shards import changed_by_steps
 from ..optimizers.stepping import take_part
 from ..policy import ReducePolicy
 from ..reduction.compression import CompressedAllReduce
+from ..reduction.ordered import Rounds, microbatches, refuse_other
 from ..reduction.shard_gradients import StandingGradient
 from ..torch_seams.compiling import not_compiled
 from ..torch_seams.hooks import NO_BACKWARD, GradientHooks, current_backward
@@ -56,7 +57,7 @@ class LocalGradients:
             listing.param.grad = torch.zeros_like(listing.param, requires_grad=False)
             pack.clear_unused(listing)
         self._standing.stand(listing.param, listing.param.grad)
-        _refuse_steps.note(self)
+        refuse_steps.note(self)
 
     @torch.no_grad()
     def widen(self, dtype: torch.dtype) -> None:
@@ -124,15 +125,15 @@ class LocalGradients:
             self.drop()
 
 
-class _RefuseSteps:
+class RefuseSteps:
     """Takes part in steps while there are gradients that ``no_sync`` keeps."""
 
     def __init__(self) -> None:
-        self._waiting: weakref.WeakSet[LocalGradients] = weakref.WeakSet()
+        self._waiting: weakref.WeakSet[LocalGradients | Rounds] = weakref.WeakSet()
         self._lock = threading.Lock()  # ranks may be threads of one process
 
-    def note(self, local: LocalGradients) -> None:
-        """It has gradients that are not reduced."""
+    def note(self, local: LocalGradients | Rounds) -> None:
+        """It has gradients that are not reduced, or waits for others."""
         take_part(self)
         with self._lock:
             self._waiting.add(local)
@@ -151,7 +152,7 @@ class _RefuseSteps:
         """Nothing was done before."""
 
 
-_refuse_steps = _RefuseSteps()
+refuse_steps = RefuseSteps()
 
 
 _requires_grad = attrgetter("param.requires_grad")
@@ -237,6 +238,12 @@ class Unit:
         self.backwards = 0
         self.attach()
 
+    def divide(self, before: float, after: float) -> None:
+        """Divides gradients by the one before and by the other after their sum over ranks."""
+        refuse_other(self.reduce, "other divisors than the number of micro-batches")
+        self.divisors = before, after
+        self.attach()
+
     # ------------------------------------------------------------ what is trainable
     def attach(self) -> None:
         """Listens to the gradients of the original parameters that are trainable now."""
@@ -246,7 +253,7 @@ class Unit:
         self._replicas = [way.replicas for way in ways]
         self._fired = [False] * sum(sum(p.trainable) for p in self.packs)
         for flat, pack in zip(self.flats, self.packs, strict=True):
-            flat.trains = any(pack.trainable)
+            flat.trains, flat.reduce = any(pack.trainable), self.reduce
         self.waiting = len(self._fired)
         self.has_frozen = any(not all(p.trainable) for p in self.packs) or any(
             not m.param.requires_grad for f in self.borrowed for m in f.originals
@@ -522,6 +529,26 @@ class Unit:
         count = len(self._fired)
         self._fired[:] = [False] * count
         self.waiting = count
+
+
+def rounds_of(units: Sequence[Unit]) -> Rounds | None:
+    """Counts the backwards of a step through these units, where the order of sums is fixed.
+
+    Raises:
+        ConfigurationError: it is not the same for all of them.
+    """
+    trained = [unit for unit in units if unit.flats]
+    counts = {(microbatches(u.reduce, w), w) for u in trained for w in [u.flats[0].group.world_size]}
+    if all(count == 0 for count, _ in counts):
+        return None
+    if len(counts) > 1:
+        raise ConfigurationError(
+            'order="fixed" and microbatches= have to be the same for all units of a model, over the same ranks: '
+            f"there are {sorted(counts)} as (micro-batches, ranks)"
+        )
+    [(count, world_size)] = counts
+    params = [listing.param for unit in trained for flat in unit.flats for listing in flat.listings]
+    return Rounds(params, count // world_size)
 
 
 ROW = 2**16  # bytes that one message brings for several units

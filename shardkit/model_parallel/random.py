@@ -27,7 +27,8 @@ _TRACKER_NAME = "model-parallel-rng"
 _OFFSET = 2718
 
 
-def _backend() -> Backend:
+def device_backend() -> Backend:
+    """Returns the accelerator's, where there is one."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is not None:
         with contextlib.suppress(BackendError):
@@ -35,9 +36,9 @@ def _backend() -> Backend:
     return backend_for_device("cpu")
 
 
-def _seeded(seed: int) -> Tree:
+def seeded_state(seed: int) -> Tree:
     """The state of the device's generator after it was seeded."""
-    return torch.Generator(device=_backend().device()).manual_seed(seed).get_state()
+    return torch.Generator(device=device_backend().device()).manual_seed(seed).get_state()
 
 
 class CudaRNGStatesTracker:
@@ -79,7 +80,7 @@ class CudaRNGStatesTracker:
                 f"a random state named {name!r} already exists; choose another name or reset()"
             )
         self.seeds_.add(seed)
-        self.states_[name] = _seeded(seed)
+        self.states_[name] = seeded_state(seed)
 
     @contextlib.contextmanager
     def fork(self, name: str = _TRACKER_NAME) -> Iterator[None]:
@@ -92,7 +93,7 @@ class CudaRNGStatesTracker:
             raise ConfigurationError(
                 f"no random state named {name!r}; call model_parallel_cuda_manual_seed(seed), or add(name, seed) first"
             )
-        backend = _backend()
+        backend = device_backend()
         outside = backend.rng_state()
         backend.set_rng_state(self.states_[name])
         try:
@@ -140,9 +141,9 @@ def model_parallel_cuda_manual_seed(seed: int) -> None:
             own,
             seed,
         )
-    backend = _backend()
+    backend = device_backend()
     if backend.device_type != "cpu":
-        backend.set_rng_state(_seeded(seed))
+        backend.set_rng_state(seeded_state(seed))
     _tracker.reset()
     _tracker.add(_TRACKER_NAME, own)
 
@@ -164,7 +165,7 @@ class CheckpointFunction(torch.autograd.Function):
         tensors = [a for a in args if isinstance(a, torch.Tensor)]
         ctx.args = [None if isinstance(a, torch.Tensor) else a for a in args]
         ctx.places = [(i, a.requires_grad) for i, a in enumerate(args) if isinstance(a, torch.Tensor)]
-        ctx.surroundings = Surroundings([*tensors, torch.empty(0, device=_backend().device())])
+        ctx.surroundings = Surroundings([*tensors, torch.empty(0, device=device_backend().device())])
         ctx.streams = _tracker.get_states()
         ctx.save_for_backward(*tensors)
         ctx.set_materialize_grads(False)

@@ -27,7 +27,7 @@ from ..torch_seams.dtensors import is_cut, whole
 from ..types import ParamGroup, SavedState, StateDict, Tree
 from .gathering import Form, gather_states
 from .kinds import StateKind, to_cpu
-from .marking import marked, options_in
+from .marking import marked, note_shards, options_in
 from .slots import Slot
 
 EXTRA = ("param_id_map", "uncollected_local_ids")
@@ -135,8 +135,13 @@ def _keep_uncollected(state: StateDict, keys: Sequence[Tree], slot: Slot, own: S
             state.setdefault(i, {})[key] = v
 
 
-def shard_by_id(slots: Sequence[Slot], full: StateDict) -> StateDict:
-    """Cuts this rank's part of a full state dict, for ``optimizer.load_state_dict``; the argument is not changed."""
+def shard_by_id(slots: Sequence[Slot], full: StateDict, listed: Sequence[object] = ()) -> StateDict:
+    """Cuts this rank's part of a full state dict, for ``optimizer.load_state_dict``; the argument is not changed.
+
+    Args:
+        listed: the model's parameters. Where each shard had several of what are shards of their own now, the optimizer
+            is taken to have them in this order, and says so if it has not.
+    """
     held = _by_id(slots)
     count = sum(len(h.keys) for h in held)
     id_map: dict[int, int | None] = full.get("param_id_map") or {}
@@ -151,9 +156,18 @@ def shard_by_id(slots: Sequence[Slot], full: StateDict) -> StateDict:
     is_sharded = any(s.world_size > 1 or s.param.shape != s.spans[0].shape for s in slots)
     kind = OrderedDict if is_sharded else dict  # as ``optimizer.state_dict()`` has them, and state below
     local_of: dict[int, int] = {}
+    saved_with: dict[int, int] = {}  # of each index one shard
+    is_finer = any(
+        given is not None and saved_with.setdefault(given, slot_of[i]) != slot_of[i]
+        for i, given in id_map.items()
+    )
+    place = {id(p): n for n, p in enumerate(listed)}
     for group in full["param_groups"]:
         locals_: list[int] = []
-        for i in group["params"]:
+        ids = group["params"]
+        if is_finer:
+            id_map, ids = {}, sorted(ids, key=lambda i: place.get(id(slots[slot_of[i]].param), i))
+        for i in ids:
             k = slot_of[i]
             if k not in local_of:  # those without state have no index: they come in the optimizer's order
                 given = id_map.get(i)
@@ -162,6 +176,8 @@ def shard_by_id(slots: Sequence[Slot], full: StateDict) -> StateDict:
                 locals_.append(local_of[k])
         options = copy.deepcopy({k: v for k, v in group.items() if k != "params"})
         groups.append(kind(options, params=locals_))
+        if is_finer and is_sharded:
+            note_shards(groups[-1], [slots[k].param for k in dict.fromkeys(slot_of[i] for i in ids)])
     state: dict[int, StateDict] = {}
     for k, (slot, (keys, _, _)) in enumerate(zip(slots, held, strict=True)):
         have = {n: full["state"][i] for n, i in zip(slot.names, keys, strict=True) if full["state"].get(i)}

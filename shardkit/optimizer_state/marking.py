@@ -99,7 +99,7 @@ def _marked(optimizer: Optimizer, state_dict: StateDict) -> StateDict:
             state[index] = marked(values, param.shape)
     groups = [OrderedDict(saved) for saved in state_dict["param_groups"]]
     for saved, own in zip(groups if state else (), optimizer.param_groups, strict=False):
-        saved._metadata = {NOTE: _note(own["params"])}  # type: ignore[attr-defined]
+        note_shards(saved, own["params"])
     return {**state_dict, "state": state, "param_groups": groups}
 
 
@@ -111,6 +111,11 @@ def marked(state: SavedState, shape: torch.Size) -> StateDict:
 def options_in(group: ParamGroup) -> ParamGroup:
     """Copies what a group of a state dict says of its parameters."""
     return copy.deepcopy({k: v for k, v in group.items() if k not in ("params", NOTE)})
+
+
+def note_shards(group: ParamGroup, params: Iterable[torch.Tensor]) -> None:
+    """A group of a state dict, an OrderedDict, tells of which shards it is."""
+    group._metadata = {NOTE: _note(params)}  # type: ignore[attr-defined]
 
 
 def _note(params: Iterable[torch.Tensor]) -> list[list[object]]:

@@ -31,6 +31,7 @@ from ..backend import Group, ReduceOp
 from ..checks import are_several, number_of
 from ..errors import ConfigurationError, LifecycleError
 from ..policy import ReducePolicy
+from ..reduction.ordered import Rounds, microbatches, refuse_other
 from ..reduction.shard_gradients import gradient_class
 from ..torch_seams.compiling import not_compiled
 from ..torch_seams.hooks import (
@@ -107,6 +108,7 @@ class GradientExchange:
         self._build()
         for optimizer in self._optimizers:
             optimizer._before_step.append(self._before_step)
+            optimizer.adds_in_order = policy.order is not None
 
     def close(self) -> None:
         """Stops listening; the module and the optimizers can be wrapped again."""
@@ -142,12 +144,20 @@ class GradientExchange:
         self._seen = self._look()
         trainable = [p for p in dict.fromkeys(self._module.parameters()) if p.requires_grad]
         trainable.reverse()  # backward reaches the last module first
+        in_order = self.policy.order is not None
         whole = {p for o in self._optimizers if o.runs_whole for p in o._parameters()}
         if self.group.backend.even_shards_only:
             self._parts = self._segment_parts()
-        elif self.group.world_size > 1:
+        elif self.group.world_size > 1 or in_order:
             self._parts = self._bucket_parts([p for p in trainable if p not in whole], owner)
         everywhere = [p for p in trainable if p not in owner or p in whole]
+        if everywhere or any(p in sparse_parameters(self._module) for p in trainable):
+            refuse_other(
+                self.policy, "sparse gradients or parameters without an OSS, which no owner alone sums"
+            )
+        kept = [p for p in trainable if owner.get(p) == self.group.rank]
+        count = microbatches(self.policy, self.group.world_size)
+        self._rounds = Rounds(kept, count // self.group.world_size) if count else None
         if everywhere and self.group.world_size > 1:
             self._parts.append(EverywhereReducer(everywhere, self._channel, self.state, self.ranges))
         for part in self._parts:
@@ -163,7 +173,9 @@ class GradientExchange:
         if dense:
             owners = [owner[p] for p in dense]
             kept = [p for p in dense if owner[p] == self.group.rank]
-            reduced = gradient_class(self.group, "OSS.clip_grad_norm", False, kept)
+            reduced = gradient_class(
+                self.group, "OSS.clip_grad_norm", False, kept, self.policy.order is not None
+            )
             parts.append(
                 Reducer(dense, owners, self._channel, self.policy, self.state, reduced, self._may_send)
             )
@@ -235,6 +247,8 @@ class GradientExchange:
             self.state.began = next(moments)
         if not self.state.accumulating:
             self._buffers.sync_if_changed()
+        if self._rounds is not None:
+            self._rounds.begin()
         self._forwards.append(self.ranges.forward())
         self._forwards[-1].__enter__()
 
@@ -316,6 +330,8 @@ class GradientExchange:
         if are_several(self.group):
             self._order.agree(f"the end of backward of {self.name}")
         self.state.unreduced = False
+        if self._rounds is not None:
+            self._rounds.end()
         self._buffers.sync_if_changed()
 
     @not_compiled
@@ -335,6 +351,8 @@ class GradientExchange:
                 "the last backward did not finish (it raised an exception), so gradients are incomplete. Call "
                 "zero_grad() on the wrapped model and run forward and backward again before step()."
             )
+        if self._rounds is not None:
+            self._rounds.check_step()
         if not self.state.accumulating:
             self._buffers.sync_if_changed()
 

@@ -117,6 +117,7 @@ class OSS(Optimizer):
         self._is_on_all_ranks = False
         self._has_stepped = False  # or loaded a state: on this rank or another
         self._before_step: list[Callable[[], None]] = []
+        self.adds_in_order = False  # the gradients of a step, as ReducePolicy(order="fixed") says
         self._of_rank = declared_options(optim)
         self._agreed, self._agreed_gradients = AgreedOptions(self._of_rank), AgreedGradients()
         chosen = placement_for(
@@ -336,6 +337,7 @@ class OSS(Optimizer):
             float(norm_type),
             error_if_nonfinite,
             foreach,
+            self.adds_in_order,
         )
 
     # ---------------------------------------------------------------- schedule-free optimizers

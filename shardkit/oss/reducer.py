@@ -15,7 +15,8 @@ optimizer then skips it. With each bucket travels one flag for each parameter ([
 [Note: accumulating] ``param.grad`` of an owner holds either this rank's own unreduced gradient (after ``no_sync``) or
 the mean over all ranks (after a reduction). Before a mean gets more added it is multiplied by W: then one
 more reduction gives mean + mean. Nothing has to be stored beside ``param.grad``, so every way to clear, clip or
-unscale gradients works.
+unscale gradients works. With a fixed order ([Note: fixed order] in ``reduction/ordered.py``) it is put aside instead,
+and what comes is added to it.
 """
 
 from __future__ import annotations
@@ -32,8 +33,10 @@ from ..errors import LifecycleError
 from ..layout import alignment, buckets_by_numel, rounded_up, segment_layout
 from ..policy import ReducePolicy
 from ..reduction.compression import BlockFormat, CompressedReduceScatter, format_for
+from ..reduction.ordered import contributions, exchange, microbatches
 from ..reduction.packing import PackedForm, WrittenPack, has_mean
 from ..torch_seams.hooks import NO_BACKWARD, BackwardState, GradientHook, current_backward
+from ..torch_seams.marked_tensors import as_plain
 from ..torch_seams.strided_views import dense_strides
 from ..tracing.ranges import BucketRanges
 
@@ -160,6 +163,8 @@ class Reducer:
         self._fired = [False] * len(self._params)
         self._next = 0
         self._in_flight: InFlight | None = None
+        self._microbatches = microbatches(policy, group.world_size)  # of a fixed order, else 0
+        self._sums: dict[int, torch.Tensor] = {}  # in a fixed order, what this backward adds to
         plan = plan_buckets(self._params, owners, group.world_size, policy)
         # all buckets are packed into the same memory, one after the other
         self._slot = torch.empty(
@@ -183,15 +188,25 @@ class Reducer:
 
     def _before(self, index: int) -> GradientHook:
         is_mean, param, world, state = self._is_mean, self._params[index], self._world, self._state
+        in_order = self._microbatches > 0
 
         def before(_: torch.Tensor) -> None:
             if is_mean[index] and not state.asked:  # see [Note: accumulating]
+                if in_order:
+                    self._put_aside(index)
+                    return
                 is_mean[index] = False
                 if param.grad is not None:
                     with torch.no_grad():
                         param.grad.mul_(world)
 
         return before
+
+    def _put_aside(self, index: int) -> None:
+        param = self._params[index]
+        if self._is_mean[index] and param.grad is not None:
+            self._sums[index], param.grad = param.grad, None
+        self._is_mean[index] = False
 
     def _after(self, index: int, position: int, bucket: Bucket) -> GradientHook:
         # one closure a parameter: these run for every gradient, and a call costs more than the work
@@ -258,6 +273,10 @@ class Reducer:
                 self._in_flight.work.wait()
             self._in_flight = None
         self._release_slot()
+        for i, earlier in self._sums.items():  # nothing has come for them
+            self._params[i].grad = earlier
+            self._is_mean[i] = True
+        self._sums.clear()
         self._next = 0
         self._fired[:] = [False] * len(self._fired)
         for bucket in self.buckets:
@@ -282,6 +301,10 @@ class Reducer:
                 shard, work = bucket.compressed.start(
                     bucket.packed, bucket.label, complete=had is None, op=op
                 )
+            elif self._microbatches:
+                shard, work = exchange(
+                    self._group, bucket.packed, bucket.form.sizes, self._microbatches, bucket.label
+                )
             else:
                 sizes = bucket.form.sizes
                 shard = bucket.packed.new_empty(sizes[self._group.rank])
@@ -298,6 +321,8 @@ class Reducer:
         gradients: list[torch.Tensor | None] = []
         unscaled, missing = [], False
         for i, param, view in zip(bucket.indices, bucket.params, bucket.pack.whole, strict=True):
+            if self._microbatches:
+                self._put_aside(i)
             grad = param.grad
             gradients.append(grad)
             if grad is None:
@@ -311,7 +336,7 @@ class Reducer:
         bucket.pack.write(gradients, had)
         if unscaled:
             torch._foreach_mul_(unscaled, self._world)
-        if not bucket.has_mean:
+        if not bucket.has_mean and not self._microbatches:
             bucket.packed.mul_(1.0 / self._world)
         return had
 
@@ -322,17 +347,30 @@ class Reducer:
         self._in_flight = None
         if had is not None:
             had = bucket.form.anywhere(had, shard, self._group.rank)
-        parts = shard.split_with_sizes(bucket.cuts) if len(bucket.owned) > 1 else [shard]
-        for i, place, lies in bucket.owned:
-            if had is None or had[i]:
-                param, grad = bucket.params[i], parts[place]
-                if lies is not None:
-                    grad = grad.as_strided(*lies)
-                if grad.dtype != param.dtype:
-                    grad = grad.to(param.dtype)
-                grad.__class__ = self._reduced
-                param.grad = grad
-                self._is_mean[bucket.indices[i]] = True
+        for part in contributions(shard, self._world) if self._microbatches else (shard,):
+            parts = part.split_with_sizes(bucket.cuts) if len(bucket.owned) > 1 else [part]
+            for i, place, lies in bucket.owned:
+                if had is None or had[i]:
+                    param, grad = bucket.params[i], parts[place]
+                    if lies is not None:
+                        grad = grad.as_strided(*lies)
+                    if grad.dtype != param.dtype:
+                        grad = grad.to(param.dtype)
+                    if self._microbatches:
+                        grad = self._added(bucket.indices[i], grad)
+                    grad.__class__ = self._reduced
+                    param.grad = grad
+                    self._is_mean[bucket.indices[i]] = True
+
+    def _added(self, index: int, gradient: torch.Tensor) -> torch.Tensor:
+        """Adds one micro-batch's share to the step's sum so far."""
+        total = self._sums.pop(index, None)
+        if total is None and self._is_mean[index]:
+            total = self._params[index].grad
+        if total is None:
+            return gradient
+        with as_plain():
+            return total.add_(gradient)
 
 
 def _sent(fired: bool) -> LifecycleError:

@@ -26,6 +26,7 @@ from ..errors import ConfigurationError, LifecycleError
 from ..policy import ReducePolicy
 from ..progress import noting_errors
 from ..reduction.compression import check_compressible
+from ..reduction.ordered import check_order, refuse_local, refuse_other
 from ..torch_seams.compiling import not_compiled
 from ..torch_seams.device_mesh import group_of
 from ..torch_seams.forward_signature import signed_as_wrapped
@@ -96,8 +97,8 @@ class ShardedDDP(PreparedForAccelerate, nn.Module):
     ) -> None:
         super().__init__()
         check_wrappable(module, type(self).__name__)
-        optimizers = _sharded(optimizer)
         policy = _checked(reduce)
+        optimizers = _sharded(optimizer, policy)
         check_one_device(module.parameters())
         self.module = module
         self._sharded_optimizers = optimizers
@@ -117,6 +118,9 @@ class ShardedDDP(PreparedForAccelerate, nn.Module):
         refuse_lazy(tensors, "ShardedDDP")
         sent = {policy.dtype or p.dtype for p in module.parameters()}
         check_compressible(policy.compression, sent, self._backend)
+        check_order(policy, self._group.world_size, module.named_modules())
+        if self._backend.even_shards_only:
+            refuse_other(policy, f"ShardedDDP on {self._backend.name}; take FSDP there")
         connect_sync_batch_norm(module, group, self._group)
         if sync_module_states:
             broadcast_module(module, self._group.channel("buffers"))
@@ -202,7 +206,9 @@ class ShardedDDP(PreparedForAccelerate, nn.Module):
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Inside, backward only accumulates this rank's gradients; the next backward outside reduces them too."""
-        state = self._connected().state
+        exchange = self._connected()
+        refuse_local(exchange.policy)
+        state = exchange.state
         before, state.accumulating = state.accumulating, True
         try:
             yield
@@ -271,11 +277,12 @@ def _checked(reduce: ReducePolicy | None) -> ReducePolicy:
     return reduce or ReducePolicy()
 
 
-def _sharded(optimizer: OSS | AroundOSS | Sequence[OSS | AroundOSS]) -> list[OSS]:
+def _sharded(optimizer: OSS | AroundOSS | Sequence[OSS | AroundOSS], policy: ReducePolicy) -> list[OSS]:
     """One or several as a list, without what is around them; raises ConfigurationError if any is no OSS."""
     optimizers = []
     for o in optimizer if isinstance(optimizer, list | tuple) else [optimizer]:
         if isinstance(o, AroundOSS):
+            refuse_other(policy, f"{type(o).__name__}, which compares ranks' gradients")
             o = o.optimizer
         if isinstance(o, nn.Module):
             raise ConfigurationError(

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
 
 from ..backend import Group, ReduceOp
+from ..errors import ConfigurationError
+from ..torch_seams.dtensors import local_of
 from ..tracing import ranges
 from ..tracing.ranges import CLIP
+from .ordered import exact_norm
 
 
 class Portion(NamedTuple):
@@ -25,9 +28,23 @@ class Portion(NamedTuple):
     groups: Sequence[Group]
 
 
-def dense(gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def dense(gradients: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """Gradients as dense tensors; of sparse ones the values (after summing what stands twice)."""
     return [g.coalesce()._values() if g.is_sparse else g for g in gradients]
+
+
+def is_exact(norm_type: float) -> bool:
+    """Whether a norm whose bits don't depend on ranks is :func:`exact_norm`'s; the largest number is always such.
+
+    Raises:
+        ConfigurationError: there is none of this order.
+    """
+    if norm_type != 2.0 and not math.isinf(norm_type):
+        raise ConfigurationError(
+            f'a norm of order {norm_type:g} with order="fixed": of other orders than 2 and inf it is rounded as the '
+            "shards are cut. Clip by one of these"
+        )
+    return norm_type == 2.0
 
 
 def order_of(
@@ -106,19 +123,23 @@ def clip_by_global_norm(
     norm_type: float,
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
+    in_order: bool = False,
 ) -> torch.Tensor:
     """Scales ``clipped`` so that the norm of all ``portions`` is at most ``max_norm``; returns that norm (0-dim).
 
     Every rank calls it with portions of the same groups in the same order.
     """
     with CLIP.clip():
-        norms = []
-        for gradients, groups in portions:
-            norm = local_norm(gradients, norm_type, like, foreach)
-            for group in groups:
-                norm = global_norm(norm, norm_type, group)
-            norms.append(norm)
-        total = combined(norms, norm_type)
+        if in_order and is_exact(norm_type):
+            total = exact_norm([(dense(map(local_of, each)), groups) for each, groups in portions], like)
+        else:
+            norms = []
+            for gradients, groups in portions:
+                norm = local_norm(gradients, norm_type, like, foreach)
+                for group in groups:
+                    norm = global_norm(norm, norm_type, group)
+                norms.append(norm)
+            total = combined(norms, norm_type)
     if ranges.listening:
         ranges.report_number("gradient_norm", total)
     if error_if_nonfinite and not bool(torch.isfinite(total)):

@@ -78,8 +78,13 @@ class PackedForm:
         return [*numels, self.sizes[rank] - end], found
 
     def anywhere(self, had: Sequence[bool], part: torch.Tensor, rank: int) -> list[bool]:
-        """Tells which gradients some rank had, by the part that came here; of others, whether this rank had them."""
+        """Tells which gradients some rank had, by the part that came here; of others, whether this rank had them.
+
+        It may be several ranks' parts, one after the other, which are not summed.
+        """
         found, items, first = list(had), self.items[rank], self.first_flag[rank]
+        if part.numel() > self.sizes[rank] > 0:
+            part = part.view(-1, self.sizes[rank]).amax(0)
         flags = (part[first : first + len(items)] != 0).tolist()
         for item, flag in zip(items, flags, strict=True):
             found[item] = found[item] or flag

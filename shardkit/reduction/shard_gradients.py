@@ -12,6 +12,7 @@ first norms stay this rank's; only that of the stack sums over ranks: one collec
 
 from __future__ import annotations
 
+import functools
 import sys
 import weakref
 from collections.abc import Sequence
@@ -25,10 +26,12 @@ from torch.optim import Optimizer
 from ..backend import Group, ReduceOp
 from ..errors import ConfigurationError, LifecycleError
 from ..optimizers.stepping import take_part
+from ..torch_seams.dtensors import is_dtensor, like_dtensor, local_of
 from ..torch_seams.marked_tensors import MarkedTensor, as_plain, stays_marked
 from ..tracing import ranges
 from ..types import AnyCallable, Args, Kwargs, Memo, StateDict, Tree
-from .norms import combined, global_norm, nothing, order_of
+from .norms import combined, global_norm, is_exact, nothing, order_of
+from .ordered import exact_norm
 
 _NORM, _NORMS = frozenset({torch.linalg.vector_norm, torch.norm}), torch._foreach_norm
 _MAX, _UNSCALE = torch.Tensor.max, torch._amp_foreach_non_finite_check_and_unscale_
@@ -45,12 +48,14 @@ class ShardGradient(MarkedTensor):
         instead: the call that takes any norm.
         kept: parameters, held weakly, whose gradients this rank has alone, and other ranks others; empty where each
             rank has a part of every gradient.
+        in_order: norms are to have the same bits on any number of ranks.
     """
 
     group_of: ClassVar[weakref.ref[Group]]
     has_padding: ClassVar[bool]
     instead: ClassVar[str]
     kept: ClassVar[Sequence[weakref.ref[torch.Tensor]]]
+    in_order: ClassVar[bool]
 
     @classmethod
     def __torch_function__(
@@ -75,8 +80,21 @@ class ShardGradient(MarkedTensor):
 
     def __deepcopy__(self, memo: Memo) -> torch.Tensor:
         with as_plain():
-            copied = memo[id(self)] = self.as_subclass(torch.Tensor).clone()
+            copied = memo[id(self)] = local_of(self).as_subclass(torch.Tensor).clone()
+            if is_dtensor(self):
+                copied = memo[id(self)] = like_dtensor(copied, self)
         return copied
+
+
+def mark_dtensor(gradient: torch.Tensor, kind: type[ShardGradient]) -> None:
+    """Makes a DTensor's norm exact; all else that is true over ranks torch itself knows of one."""
+    if is_dtensor(gradient):
+        gradient.__class__ = _of_dtensors(kind, type(gradient))  # type: ignore[assignment]
+
+
+@functools.cache
+def _of_dtensors(kind: type[ShardGradient], dtensor: type[torch.Tensor]) -> type[torch.Tensor]:
+    return dtensor if issubclass(dtensor, ShardGradient) else type("ShardGradient", (kind, dtensor), {})
 
 
 def _is_clipping() -> bool:
@@ -89,27 +107,31 @@ def _is_clipping() -> bool:
 
 
 def gradient_class(
-    group: Group, instead: str, has_padding: bool, kept: Sequence[torch.Tensor] = ()
+    group: Group, instead: str, has_padding: bool, kept: Sequence[torch.Tensor] = (), in_order: bool = False
 ) -> type[torch.Tensor]:
-    """The class of gradients whose parts are on the ranks of a group; plain where there is one rank.
+    """Makes the class of gradients that have parts on a group's ranks; the plain one where there is one rank.
 
     Args:
         group: the ranks; not kept alive.
         instead: the call that clips by any norm.
         has_padding: zeros may stand among the elements that are no gradient's.
-        kept: see :class:`ShardGradient`.
+        kept, in_order: see :class:`ShardGradient`.
     """
-    if group.world_size == 1:
+    if group.world_size == 1 and not in_order:
         return torch.Tensor
     take_part(_in_steps)
     made = _classes.setdefault(group, {})
-    if instead in made and not kept:
-        return made[instead]
+    name = f"{instead}, in order" if in_order else instead
+    if name in made and not kept:
+        return made[name]
     facts: StateDict = {"group_of": weakref.ref(group), "has_padding": has_padding, "instead": instead}
-    facts["kept"] = [weakref.ref(p) for p in kept]  # their gradients have the class
+    facts["kept"], facts["in_order"] = (
+        [weakref.ref(p) for p in kept],
+        in_order,
+    )  # their gradients have the class
     kind = type("ShardGradient", (ShardGradient,), facts)
     if not kept:  # else the class would keep these parameters as long as there is the group
-        made[instead] = kind
+        made[name] = kind
     return kind
 
 
@@ -124,7 +146,7 @@ def _group_of(gradient: ShardGradient | type[ShardGradient]) -> Group:
 class _UnfinishedNorm(torch.Tensor):
     """This rank's part of a norm, 0-dim, or several of them; see [Note: unfinished norms]."""
 
-    kinds: list[type[ShardGradient] | None]  # of the gradients whose norms these are; None for plain ones
+    of: list[ShardGradient | None]  # the gradients whose norms these are; None for plain ones
 
     @classmethod
     def __torch_function__(
@@ -135,50 +157,58 @@ class _UnfinishedNorm(torch.Tensor):
                 return _finished_norm(args[0], order_of(*args[1:], **(kwargs or {})))
             result = func(*args, **(kwargs or {}))
             if func is torch.stack:
-                kinds = [k for t in args[0] for k in (t.kinds if isinstance(t, _UnfinishedNorm) else [None])]
-                return _unfinished(result, kinds)
+                of = [g for t in args[0] for g in (t.of if isinstance(t, _UnfinishedNorm) else [None])]
+                return _unfinished(result, of)
             if isinstance(result, torch.Tensor):  # on its way to another device
-                return _unfinished(result, args[0].kinds)
+                return _unfinished(result, args[0].of)
             return result
 
 
-def _unfinished(norm: torch.Tensor, kinds: list[type[ShardGradient] | None]) -> torch.Tensor:
+def _unfinished(norm: torch.Tensor, of: list[ShardGradient | None]) -> torch.Tensor:
     made = norm.as_subclass(_UnfinishedNorm)
-    made.kinds = kinds
+    made.of = of
     return made
 
 
 def _unfinished_norms(several: bool, gradients: Tree, norm_type: float) -> Tree:
     each = gradients if several else [gradients]
+    here = each
     for g in each:
+        if isinstance(g, ShardGradient) and g.in_order and here is each:
+            here = list(map(local_of, each))
         if isinstance(g, ShardGradient) and (norm_type == 0 or (norm_type < 0 and g.has_padding)):
             raise ConfigurationError(
                 f"a norm of order {norm_type:g} is changed by zeros that pad shards, or counts what other ranks have; "
                 f"{g.instead} takes it right"
             )
     there = [
-        g for g in each if g.numel()
+        g for g in here if g.numel()
     ]  # a shard may have no rows here, and nothing has no largest element
     taken = _NORMS(there, norm_type) if several else [torch.linalg.vector_norm(g, norm_type) for g in there]
     norms = iter(taken)
     marked = [
-        _unfinished(n, [type(g)]) if isinstance(g, ShardGradient) else n
-        for g in each
-        for n in [next(norms) if g.numel() else g.new_full((), nothing(norm_type))]
+        _unfinished(n, [g]) if isinstance(g, ShardGradient) else n
+        for g, local in zip(each, here, strict=True)
+        for n in [next(norms) if local.numel() else local.new_full((), nothing(norm_type))]
     ]
     return marked if several else marked[0]
 
 
 def _finished_norm(norms: _UnfinishedNorm, norm_type: float) -> torch.Tensor:
     """The norm over all ranks (collective) of a stack of norms."""
-    order, kinds = norm_type, norms.kinds
+    order, kinds = norm_type, [None if g is None else type(g) for g in norms.of]
     for kind in {k for k in kinds if k is not None}:
         _check_all_there(kind, kinds.count(kind))
     groups = [None if k is None else _group_of(k) for k in kinds]
     values = norms.as_subclass(torch.Tensor)
     own = [values[k] for k, g in enumerate(groups) if g is None]
     finished = [combined(own, order)] if own else []
+    in_order = [g for g in norms.of if g is not None and g.in_order]
     for group in sorted({g for g in groups if g is not None}, key=lambda g: g.ranks):
+        exact = [local_of(g).as_subclass(torch.Tensor) for g in in_order if _group_of(g) is group]
+        if exact and is_exact(order):
+            finished.append(exact_norm([(exact, (group,))], values[0]))
+            continue
         there = [values[k] for k, g in enumerate(groups) if g is group]
         local = combined(there, order) if there else torch.full_like(values[0], nothing(order))
         finished.append(global_norm(local, order, group, "norm of gradients, for torch.nn.utils"))
@@ -203,7 +233,7 @@ def _agree_on_overflow(
     gradients: Sequence[torch.Tensor], found_inf: torch.Tensor, inv_scale: torch.Tensor
 ) -> None:
     """An overflow on one rank is one on all ranks (collective)."""
-    groups = {_group_of(g) for g in gradients if isinstance(g, ShardGradient)}
+    groups = {_group_of(g) for g in gradients if isinstance(g, ShardGradient) and not is_dtensor(g)}
     for group in sorted(groups, key=lambda g: g.ranks):
         label = "whether a gradient overflowed, for torch.amp.GradScaler"
         group.channel("control").all_reduce(found_inf, op=ReduceOp.MAX, label=label)
@@ -226,7 +256,8 @@ class PlainInSteps:
                     gradient = p.grad
                     if isinstance(gradient, ShardGradient):
                         shown.append((gradient, gradient.__class__))
-                        gradient.__class__ = torch.Tensor  # type: ignore[assignment]
+                        inside = gradient.in_order and is_dtensor(gradient)
+                        gradient.__class__ = type(gradient).__bases__[-1] if inside else torch.Tensor
         if shown:
             self._shown[optimizer] = shown
 

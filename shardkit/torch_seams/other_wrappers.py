@@ -8,7 +8,7 @@ parameters of one rank or device to the others, are met when they register the m
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 
 from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
@@ -81,7 +81,7 @@ def check_wrappable(
         without: parts that the wrapper leaves alone.
         may_list: tells parameters that are more than tensors, and that the wrapper knows.
     """
-    wrappers = dict(_wrappers())
+    wrappers = {**{w: f"shardkit.{w.__name__}" for w in _ours}, **_of_torch()}
     kinds = tuple(wrappers)
     for path, m in _outside_of(module, may_hold, without):
         if isinstance(m, kinds):
@@ -104,7 +104,7 @@ def check_wrappable(
 
 def name_of_torchs(module: nn.Module) -> str:
     """Names a wrapper of torch's; "" for all other modules."""
-    return next((name for kind, name in _of_torch() if isinstance(module, kind)), "")
+    return next((name for kind, name in _of_torch().items() if isinstance(module, kind)), "")
 
 
 def _outside_of(
@@ -125,18 +125,15 @@ def _outside_of(
     return found
 
 
-def _wrappers() -> Iterator[tuple[type, str]]:
-    yield from ((w, f"shardkit.{w.__name__}") for w in _ours)
-    yield from _of_torch()
-
-
-def _of_torch() -> Iterator[tuple[type, str]]:
-    yield from _OF_TORCH.items()
-    loaded = sys.modules.get("torch.distributed.fsdp")  # whoever uses it has imported it
+def _of_torch() -> dict[type, str]:
+    loaded, found = (
+        sys.modules.get("torch.distributed.fsdp"),
+        dict(_OF_TORCH),
+    )  # whoever uses it has imported it
     for name in ("FullyShardedDataParallel", "FSDPModule"):
-        found = getattr(loaded, name, None)
-        if found is not None:
-            yield found, f"torch.distributed.fsdp.{name}"
+        if hasattr(loaded, name):
+            found[getattr(loaded, name)] = f"torch.distributed.fsdp.{name}"
+    return found
 
 
 def _place(path: str) -> str:

@@ -30,6 +30,7 @@ from ..fsdp.originals import refuse_split
 from ..optimizers.shards import listing_of, lists_stand_ins, shard_behind
 from ..oss.optimizer import OSS
 from ..reduction.norms import dense, norm_like
+from ..reduction.ordered import refuse_other
 from ..torch_seams.hooks import (
     NO_BACKWARD,
     GradientHook,
@@ -304,6 +305,7 @@ class Averaging:
         self._compared = False
         for listing in filter(None, map(listing_of, self.parameters())):
             refuse_split(listing.originals, "AdaScale", "Choose the learning rate by hand")
+            refuse_other(listing.flat.reduce, "AdaScale, which compares ranks' gradients")
         self._flats = {p: flat for p in self.parameters() if (flat := shard_behind(p)) is not None}
         if any(not flat.group.backend.has_storage for flat in self._flats.values()):
             raise ConfigurationError(

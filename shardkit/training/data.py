@@ -68,7 +68,8 @@ class GlobalOrder:
     Attributes:
         seed: of the order of an epoch, with the epoch's number.
         shuffle: False for the order of the dataset.
-        drop_last: what is left over after the last full batch of an epoch is not used.
+        drop_last: what is left over after the last full step of an epoch is not used.
+        rounds: batches of a step.
     """
 
     samples: int
@@ -76,6 +77,7 @@ class GlobalOrder:
     seed: int
     shuffle: bool
     drop_last: bool
+    rounds: int = 1
 
     def __post_init__(self) -> None:
         if self.samples < 1 or self.batch < 1:
@@ -86,7 +88,7 @@ class GlobalOrder:
     def end(self, start: int = 0) -> int:
         """Finds where batches end that begin at a sample's number of an epoch."""
         left = max(0, self.samples - start)
-        return start + (left - left % self.batch if self.drop_last else left)
+        return start + (left - left % (self.batch * self.rounds) if self.drop_last else left)
 
     def check_even(self, ranks: int, start: int = 0) -> None:
         """Every rank gets as many samples of each batch as any other."""
@@ -104,7 +106,7 @@ class GlobalOrder:
 
     def part(self, epoch: int, start: int, rank: int, ranks: int) -> list[int]:
         """A rank's samples of the batch that begins at number ``start`` of an epoch."""
-        each = (min(start + self.batch, self.end(start)) - start) // ranks
+        each = (min(start + self.batch, self.samples) - start) // ranks
         first = start + rank * each
         if not self.shuffle:
             return list(range(first, first + each))
@@ -140,9 +142,11 @@ class GlobalBatchSampler(Sampler[list[int]]):
         num_replicas: W; by default that of the job.
         rank: by default the calling rank.
         backend: name or instance of the backend that knows them; by default the CPU's.
+        microbatches: K. What is given is micro-batches then, of B / K samples: rank r gets numbers r, W + r, ... of the
+            K that B samples are, so that they are the same on any number of ranks that divides K.
 
     Raises:
-        ConfigurationError: W does not divide a batch.
+        ConfigurationError: W does not divide a batch, or K; K without ``drop_last``.
     """
 
     def __init__(
@@ -156,9 +160,20 @@ class GlobalBatchSampler(Sampler[list[int]]):
         num_replicas: int | None = None,
         rank: int | None = None,
         backend: str | Backend | None = None,
+        microbatches: int | None = None,
     ) -> None:
         self.rank, self.num_replicas = rank_of_job(rank, num_replicas, backend)
-        self.order = GlobalOrder(len(dataset), global_batch_size, seed, shuffle, drop_last)
+        rounds, batch = 1, global_batch_size
+        if microbatches is not None:
+            if not drop_last or microbatches % self.num_replicas or global_batch_size % microbatches:
+                raise ConfigurationError(
+                    f"{global_batch_size} samples of a step in {microbatches} micro-batches for {self.num_replicas} "
+                    "ranks: pass drop_last=True, a global_batch_size that microbatches divides, and microbatches that "
+                    "the ranks divide"
+                )
+            rounds = microbatches // self.num_replicas
+            batch = global_batch_size // rounds
+        self.order = GlobalOrder(len(dataset), batch, seed, shuffle, drop_last, rounds)
         self.order.check_even(self.num_replicas)
         self.epoch = 0
         self._start = 0
@@ -272,7 +287,7 @@ class SeededSamples(Dataset[T]):
 
     def __getitems__(self, asked: Sequence[SampleRequest]) -> Samples[T]:
         found: Samples[T] = Samples()
-        with _generators_kept():
+        with generators_kept():
             at_once = getattr(self._dataset, "__getitems__", None)
             if at_once is not None:
                 self._begin(asked[0])
@@ -281,11 +296,11 @@ class SeededSamples(Dataset[T]):
                 for one in asked:
                     self._begin(one)
                     found.append(self._dataset[one.number])
-        found.seed = _mixed(self._seed, asked[0].epoch, asked[0].number, "batch")
+        found.seed = mixed(self._seed, asked[0].epoch, asked[0].number, "batch")
         return found
 
     def _begin(self, asked: SampleRequest) -> None:
-        _seed_generators(_mixed(self._seed, asked.epoch, asked.number, "sample"))
+        seed_generators(mixed(self._seed, asked.epoch, asked.number, "sample"))
 
 
 class SeededCollate(Generic[T]):
@@ -295,17 +310,17 @@ class SeededCollate(Generic[T]):
         self._collate = collate
 
     def __call__(self, samples: Samples[T]) -> object:
-        with _generators_kept():
-            _seed_generators(samples.seed)
+        with generators_kept():
+            seed_generators(samples.seed)
             return self._collate(list(samples))
 
 
-def _mixed(seed: int, epoch: int, index: int, use: str) -> int:
+def mixed(seed: int, epoch: int, index: int, use: str) -> int:
     digest = hashlib.blake2b(f"{seed}/{epoch}/{index}/{use}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
-def _seed_generators(seed: int) -> None:
+def seed_generators(seed: int) -> None:
     torch.default_generator.manual_seed(seed)
     random.seed(seed)
     numpy = sys.modules.get("numpy")
@@ -314,7 +329,7 @@ def _seed_generators(seed: int) -> None:
 
 
 @contextmanager
-def _generators_kept() -> Iterator[None]:
+def generators_kept() -> Iterator[None]:
     """Gives generators their states back, except in a worker: there nobody else uses them."""
     if get_worker_info() is not None:
         yield
@@ -382,7 +397,8 @@ class ResumableLoader(Generic[T]):
 
     Args:
         dataset: with a length and numbered samples.
-        global_batch_size, shuffle, seed, drop_last, num_replicas, rank, backend: as of :class:`GlobalBatchSampler`.
+        global_batch_size, shuffle, seed, drop_last, num_replicas, rank, backend, microbatches: as of
+            :class:`GlobalBatchSampler`.
         options: further ones of ``torch.utils.data.DataLoader`` (num_workers, collate_fn, pin_memory, ...).
 
     Raises:
@@ -400,6 +416,7 @@ class ResumableLoader(Generic[T]):
         num_replicas: int | None = None,
         rank: int | None = None,
         backend: str | Backend | None = None,
+        microbatches: int | None = None,
         **options: object,
     ) -> None:
         if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
@@ -421,6 +438,7 @@ class ResumableLoader(Generic[T]):
             num_replicas=num_replicas,
             rank=rank,
             backend=backend,
+            microbatches=microbatches,
         )
         given: Kwargs = dict(options)
         collate = SeededCollate(given.pop("collate_fn", None) or default_collate)

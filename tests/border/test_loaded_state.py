@@ -5,15 +5,20 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import zipfile
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from shardkit import FSDP, OSS, ShardedGradScaler, fully_shard, sharding_of
 from shardkit.errors import ConfigurationError, RankMismatchError
 from tests.border.strategies import STRATEGIES, batch, run, twins
+from tests.pools import rank_pool
 
 SHARDS = [s for s in STRATEGIES if s != "sharded_ddp"]
 
@@ -177,3 +182,72 @@ def test_state_of_a_scaler() -> None:
     scaler.load_state_dict({**good, "scale": torch.tensor(4.0)})
     assert float(scaler.get_scale()) == 4.0
     ShardedGradScaler(enabled=False).load_state_dict({})
+
+
+# ------------------------------------------------------------------ files of 0.2
+# As version 0.2 saved them on 2 ranks after 3 steps, through each door: state_dict() and the optimizer's full state.
+SAVED = Path(__file__).with_name("saved_by_0_2.zip")
+
+
+DOORS: dict[str, Any] = {
+    "FSDP": FSDP,
+    "unflat": partial(FSDP, flatten=False),
+    "fully_shard": fully_shard,
+    "dtensors": partial(fully_shard, dtensors=True),
+}
+
+
+def _built(door: str = "") -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Linear(5, 7), nn.Tanh(), nn.Sequential(nn.Linear(7, 7), nn.LayerNorm(7)), nn.Linear(7, 3)
+    )
+    if door:
+        model[2] = DOORS[door](model[2])
+        return DOORS[door](model)  # type: ignore[no-any-return]
+    return model
+
+
+def _train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range, batches: list[int]) -> None:
+    """Each of the two batches on a rank of two, or all on each."""
+    for step in steps:
+        optimizer.zero_grad()
+        for r in batches:
+            generator = torch.Generator().manual_seed(10 * step + r)
+            loss = model(torch.randn(4, 5, generator=generator)).square().mean() / len(batches)
+            loss.backward()
+        optimizer.step()
+
+
+def _loads_files_of_0_2(rank: int, world_size: int, new: str) -> None:
+    with zipfile.ZipFile(SAVED) as archive:
+        data = archive.read("saved.pt")
+    truth = _built()
+    _train(truth, torch.optim.AdamW(truth.parameters(), lr=0.01), range(5), [0, 1])
+    for old, saved in torch.load(io.BytesIO(data), weights_only=True).items():
+        model = _built(new)
+        model.load_state_dict(saved["model"])
+        if new == "dtensors":
+            torch.testing.assert_close(model[3].bias.full_tensor(), saved["model"]["3.bias"])
+            with pytest.raises(ConfigurationError, match="set_optimizer_state_dict"):
+                sharding_of(model).get_shard_from_optim_state_dict(saved["optimizer"])
+            continue
+        state = sharding_of(model).get_shard_from_optim_state_dict(saved["optimizer"])
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1.0)
+        optimizer.load_state_dict(state)
+        _train(model, optimizer, range(3, 5), [rank] if world_size == 2 else [0, 1])
+        for name, value in model.state_dict().items():
+            torch.testing.assert_close(value, truth.state_dict()[name], msg=lambda m: f"{old}, {new}: {m}")  # noqa: B023
+        if world_size > 1 and old == "FSDP" and new != "FSDP":
+            # its shards had several parameters: their order is taken from the model, and compared
+            optimizer = torch.optim.AdamW([*model.parameters()][::-1], lr=0.01)
+            optimizer.load_state_dict(state)
+            with pytest.raises(ConfigurationError, match=r"rank 0 has loaded optimizer state of a shard of"):
+                _train(model, optimizer, range(1), [rank])
+
+
+@pytest.mark.parametrize("new", DOORS)
+def test_files_of_0_2(new: str) -> None:
+    for world_size in (2,) if new == "dtensors" else (1, 2, 3):
+        backend = "gloo" if new == "dtensors" or world_size == 1 else "simulated"
+        rank_pool(world_size, backend).run(_loads_files_of_0_2, world_size, new)

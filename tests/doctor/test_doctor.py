@@ -9,8 +9,7 @@ import pytest
 
 from shardkit.tools.cli import main
 from shardkit.tools.doctor import ERROR, NOTE, WARNING, Finding, in_order, machine, network
-from shardkit.tools.doctor.examine import _names
-from shardkit.tools.doctor.links import Link, check_links, check_segments
+from shardkit.tools.doctor.examine import Link, _names, check_links, check_segments
 
 ETH = {"eth0": {"address": "10.0.0.1", "state": "up"}, "ib0": {"address": "", "state": "down"}}
 

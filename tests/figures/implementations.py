@@ -92,10 +92,10 @@ def fsdp(
     return Trainer(wrapped, optimizer, optimizer.zero_grad)
 
 
-def fully_shard(model: nn.Module, compute: torch.dtype | None = None, dtensors: bool = False) -> Trainer:
+def fully_shard(model: nn.Module, compute: torch.dtype | None = None, **given: Any) -> Trainer:
     """shardkit's FSDP in place."""
     kit = importlib.import_module("shardkit")
-    options: dict[str, Any] = {"precision": kit.PrecisionPolicy(compute=compute), "dtensors": dtensors}
+    options: dict[str, Any] = {"precision": kit.PrecisionPolicy(compute=compute), **given}
     for parent, name in units(model):
         kit.fully_shard(getattr(parent, name), **options)
     kit.fully_shard(model, **options)
@@ -190,6 +190,9 @@ IMPLEMENTATIONS: dict[str, Callable[[nn.Module], Trainer]] = {
     "fully_shard": fully_shard,
     "dtensors": lambda m: fully_shard(m, dtensors=True),
     "fsdp_keep": lambda m: fsdp(m, reshard=False),
+    "in_order": lambda m: fully_shard(
+        m, reduce=importlib.import_module("shardkit").ReducePolicy(order="fixed")
+    ),
     "compressed": compressed,
     "compressed_keep": lambda m: compressed(m, reshard=False),
     "compressed_ddp": compressed_ddp,

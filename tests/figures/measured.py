@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 IMPLEMENTATIONS = {
-    2: "bare,shardkit,balanced,fsdp,fsdp_keep,fully_shard,dtensors",
+    2: "bare,shardkit,balanced,fsdp,fsdp_keep,fully_shard,in_order,dtensors",
     4: "shardkit,balanced,fsdp,fsdp_keep,fully_shard,dtensors,torch_fsdp2",
 }
 worlds = pytest.mark.parametrize("world_size", [2, 4])

@@ -120,6 +120,15 @@ def test_a_unit_is_one_message_through_every_door(world_size: int, implementatio
     assert max(of(world_size, implementation, "wire")) <= 1.01 * fsdp_sent(world_size)
 
 
+def test_a_fixed_order_of_sums_sends_and_holds_no_more() -> None:
+    """Ranks' contributions to a unit's gradients are there beside what is sent, until they are added."""
+    issued = {"alltoall_base_": 12 + 7}
+    assert of(2, "in_order", "collectives") == [issued] * 2
+    assert max(of(2, "in_order", "sent")) <= 1.01 * fsdp_sent(2)
+    for figure in ("resident", "peak", "operations", "calls"):
+        assert max(of(2, "in_order", figure)) <= 1.16 * max(of(2, "fully_shard", figure))
+
+
 def _adapted(rank: int, how: str) -> tuple[Counter[str], float]:
     """Messages of a step of LoRA, and by how much parameters then differ from those of one process, unfrozen in the
     middle, with two micro-batches a step of which the first is kept local."""

@@ -10,7 +10,15 @@ import pytest
 import torch
 from torch import nn
 
-from shardkit import Change, ConfigurationError, SentWeights, fully_shard, hybrid_groups, sharding_of
+from shardkit import (
+    Change,
+    ConfigurationError,
+    ReshardPolicy,
+    SentWeights,
+    fully_shard,
+    hybrid_groups,
+    sharding_of,
+)
 from shardkit.fsdp.export import checksum
 from tests.fsdp.test_pieces import Model, Wrap, by_wrappers, in_place
 from tests.pools import rank_pool
@@ -172,3 +180,47 @@ def _as_saved(rank: int, folder: str, kind: str) -> None:
 def test_names_of_transformers(tmp_path: Path, kind: str) -> None:
     pytest.importorskip("transformers")
     rank_pool(2).run(_as_saved, str(tmp_path), kind)
+
+
+def _adapted(rank: int, options: dict[str, Any]) -> None:
+    """LoRA on frozen weights that stay gathered, merged for an inference engine."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    def make() -> Any:
+        torch.manual_seed(0)
+        sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+        llama = LlamaForCausalLM(
+            LlamaConfig(vocab_size=40, num_key_value_heads=1, tie_word_embeddings=True, **sizes)
+        )
+        return get_peft_model(llama, LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.0))
+
+    def name(of: str) -> str | None:
+        return None if "lora_" in of else of.removeprefix("base_model.model.").replace(".base_layer", "")
+
+    plain, model = make(), make()
+    for layer in model.base_model.model.model.layers:
+        fully_shard(layer, **options)
+    fully_shard(model, **options)
+    words = torch.arange(16).view(2, 8)
+    for each in (plain, model):
+        optimizer = torch.optim.AdamW([p for p in each.parameters() if p.requires_grad], lr=1e-2)
+        for _ in range(2):
+            each(input_ids=words, labels=words).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    with pytest.raises(ConfigurationError, match="adapters"):
+        sharding_of(model).export("hf")
+    with sharding_of(model).summon_full_params():
+        model.merge_adapter()
+    plain.merge_adapter()
+    found = dict(sharding_of(model).export(name))
+    expected = {renamed: v for n, v in plain.state_dict().items() if (renamed := name(n)) is not None}
+    assert sorted(found) == sorted(expected)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
+
+
+def test_merged_adapters_leave_as_one_model() -> None:
+    pytest.importorskip("peft")
+    for options in ({"reshard": ReshardPolicy(frozen="keep")}, {"dtensors": True}):
+        rank_pool(2).run(_adapted, options)

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from shardkit import ConfigurationError, LifecycleError, ReshardPolicy, fully_shard, sharding_of, summary
 from tests.figures.counters import OperationCounter
 from tests.fsdp.test_export import by_root
+from tests.fsdp.test_extensions import Quantized
 from tests.pools import rank_pool
 
 WIDTH, LAYERS = 33, 4
@@ -20,22 +21,22 @@ WIDTH, LAYERS = 33, 4
 class Adapted(nn.Module):
     """A frozen layer beside a small trainable one, as LoRA has it."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.base = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
-        self.down, self.up = nn.Linear(WIDTH, 3, bias=False), nn.Linear(3, WIDTH, bias=False)
+        self.base = nn.Linear(width, width).requires_grad_(False)
+        self.down, self.up = nn.Linear(width, 3, bias=False), nn.Linear(3, width, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + torch.tanh(self.base(x) + self.up(self.down(x)))
 
 
 class Stack(nn.Module):
-    def __init__(self, again: bool = False) -> None:
+    def __init__(self, again: bool = False, width: int = WIDTH) -> None:
         super().__init__()
         torch.manual_seed(1)
-        self.layers = nn.ModuleList([Adapted() for _ in range(LAYERS)])
-        self.frozen = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
-        self.head = nn.Linear(WIDTH, 2)
+        self.layers = nn.ModuleList([Adapted(width) for _ in range(LAYERS)])
+        self.frozen = nn.Linear(width, width).requires_grad_(False)
+        self.head = nn.Linear(width, 2)
         self.again = again
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -58,9 +59,9 @@ def _sharded(model: Stack, wrap: str, **options: Any) -> nn.Module:
     return fully_shard(model, dtensors=wrap == "dtensors", **options)
 
 
-def _loss(model: nn.Module, seed: int) -> torch.Tensor:
+def _loss(model: nn.Module, seed: int, width: int = WIDTH) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
-    return model(torch.randn(5, WIDTH, generator=generator)).square().mean()
+    return model(torch.randn(5, width, generator=generator)).square().mean()
 
 
 class _Pair:
@@ -126,6 +127,31 @@ def test_frozen_values_stay_and_are_right(wrap: str) -> None:
     rank_pool(2).run(_kept, wrap, wrap == "fully_shard", 2)
     if wrap == "FSDP":
         rank_pool(3).run(_kept, wrap, True, 3)
+
+
+def _packed(rank: int, frozen: Any) -> tuple[float, dict[str, torch.Tensor]]:
+    """Frozen weights of a class that travels as codes of one byte."""
+    plain = Stack(width=32)
+    for layer in plain.layers:
+        layer.base.weight = nn.Parameter(Quantized(layer.base.weight.detach()), requires_grad=False)
+    model = _sharded(plain, "dtensors", reshard=ReshardPolicy(frozen=frozen))
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    for step in range(3):
+        with OperationCounter(2) as counter:
+            _loss(model, 10 * step + rank, 32).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    trained = {n: p.full_tensor() for n, p in model.state_dict().items() if "up" in n or "down" in n}  # type: ignore[union-attr]
+    return counter.sent, trained
+
+
+def test_frozen_values_of_classes_with_an_all_gather_of_their_own_stay_too() -> None:
+    pool = rank_pool(2)
+    for (sent, trained), (kept, same) in zip(
+        pool.run(_packed, "reshard"), pool.run(_packed, "keep"), strict=True
+    ):
+        torch.testing.assert_close(trained, same, rtol=0, atol=0)
+        assert sent - kept >= LAYERS * 32 * 32 / 2  # of a byte each
 
 
 def _given_back(rank: int) -> None:

@@ -62,6 +62,12 @@ def compare(a: Checkpoint, b: Checkpoint, *, model_only: bool = False, tolerance
             result.not_compared.append(f"{', '.join(others)}: {bare.path} holds a model alone")
         model_only = True
     left, right = _by_name(a, model_only), _by_name(b, model_only)
+    ranks = [set(c.tree["rank_states"]) if "rank_states" in c.tree else set() for c in (a, b)]
+    for rank in () if model_only else sorted(ranks[0] ^ ranks[1], key=str):
+        result.not_compared.append(f"rank_states.{rank}: one of both was saved by fewer ranks")
+        for names in (left, right):
+            for name in [n for n in names if n.startswith(f"rank_states.{rank}.")]:
+                del names[name]
     for name in [*left, *(n for n in right if n not in left)]:
         if name not in right or name not in left:
             result.differences.append(Difference(name, f"only in {a.path if name in left else b.path}"))

@@ -15,7 +15,7 @@ from ...types import StateDict
 from ..trace.plots import new_figure
 from .devices import Device
 from .stepping import KINDS, Estimate
-from .strategies import Subject
+from .subjects import Subject
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

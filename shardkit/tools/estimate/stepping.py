@@ -12,13 +12,12 @@ from unittest import mock
 import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map
 
 from ...errors import ConfigurationError, ShardkitError
 from ...torch_seams.live_memory import LiveTensors
 from ...types import Args, Kwargs, Tree
 from .devices import Device, Times, as_fsdp2, clocked
-from .strategies import STRATEGIES, Sharded, Subject, fsdp2_padding, fullest_rank, kinds_of
+from .subjects import STRATEGIES, Sharded, Subject, fsdp2_padding, fullest_rank, kinds_of
 from .tape import CountingBackend, Mark, Tape
 
 # ------------------------------------------------------------ memory
@@ -259,20 +258,6 @@ def smallest_ranks(subject: Subject, strategy: str, batch: int, limit: int) -> E
         else:
             too_few = middle.ranks
     return found
-
-
-def tree_on_meta(tree: Tree, batch: int | None) -> Tree:
-    """The same without values, with so many samples in the first dimension of each tensor."""
-
-    def on_meta(value: Tree) -> Tree:
-        if not isinstance(value, torch.Tensor):
-            return value
-        shape = list(value.shape)
-        if batch is not None and shape:
-            shape[0] = batch
-        return torch.empty(shape, dtype=value.dtype, device="meta")
-
-    return tree_map(on_meta, tree)
 
 
 # ------------------------------------------------------------ meta tensors as on devices

@@ -1,0 +1,247 @@
+"""Sums whose bits are the same on any number of ranks (``ReducePolicy(order="fixed")``).
+
+Legend: K micro-batches of a step, W world size, N numel of a packed form, S numel of a rank's part of it.
+
+[Note: fixed order] A step's micro-batches are numbered ``k = round * W + rank``, where each round is one backward of
+every rank. The gradient of each is divided by K, element by element, travels as it is to the owners of its parts (an
+all-to-all, of as many bytes as a reduce-scatter), and is added there to what is in ``grad``, one after the other:
+``((0 + g[0]/K) + g[1]/K) + ...``. So the order is that of the numbers, whatever W is, and one rank that runs all K
+computes the same sums. Adding 0.0 to what is sent makes a negative zero a positive one: sums that begin so are never
+-0.0, so that zeros in place of a gradient that was not there change no bit.
+
+[Note: exact norms] The squares of numbers of 24 bits have 48, and fp64 has room for 53. Numbers are divided by a power
+of two above the largest of all of them; their squares, below 1, are cut into two integers of 36 bits, of which 2**16
+add up in fp64 without rounding, in any order; these sums add up in integers of 64 bits. What is cut off a square is
+below 2**-72 of the square of that power of two, so the norm's relative error is at most n * 2**-71 for n numbers,
+which is below the rounding of fp32 up to n = 10**14. Cost: an all-reduce of the largest, and one of four integers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+from torch import nn
+
+from ..backend import Group, ReduceOp, Work
+from ..errors import ConfigurationError, LifecycleError
+from ..policy import ReducePolicy
+from ..torch_seams.marked_tensors import as_plain
+
+_BITS, _HALF, _CHUNK = 36, 26, 2**16
+
+
+def microbatches(reduce: ReducePolicy, world_size: int) -> int:
+    """Returns K; 0 where gradients have no fixed order."""
+    return 0 if reduce.order is None else reduce.microbatches or world_size
+
+
+# ------------------------------------------------------------ what can't have one
+def check_order(reduce: ReducePolicy, world_size: int, modules: Iterable[tuple[str, nn.Module]]) -> None:
+    """Raises ConfigurationError for what depends on the number of ranks; alike on all ranks, since options are."""
+    count = microbatches(reduce, world_size)
+    if not count:
+        return
+    if count % world_size:
+        raise ConfigurationError(
+            f'microbatches={count} with order="fixed": {world_size} ranks can\'t share them evenly. Pass a number '
+            f"that {world_size} divides"
+        )
+    for path, m in modules:
+        if isinstance(m, nn.SyncBatchNorm) or getattr(m, "track_running_stats", False):
+            raise _refused(
+                f"{path or 'the module'!r}, a {type(m).__name__}: its statistics are those of the batches that a rank "
+                "has seen. Take a norm without statistics (GroupNorm, LayerNorm)"
+            )
+
+
+def _refused(what: str) -> ConfigurationError:
+    return ConfigurationError(f'order="fixed" is not possible with {what}')
+
+
+def refuse_local(reduce: ReducePolicy) -> None:
+    """Raises LifecycleError where gradients of a rank's own would add up before they are sent."""
+    if reduce.order is not None:
+        raise LifecycleError(
+            'no_sync() with order="fixed": sums of a rank\'s own would depend on the number of ranks. Run every '
+            "micro-batch's backward outside of it, and don't divide losses by their number; "
+            "ReducePolicy(microbatches=...) does"
+        )
+
+
+def refuse_other(reduce: ReducePolicy, what: str) -> None:
+    """Raises ConfigurationError for what changes gradients by the number of ranks."""
+    if reduce.order is not None:
+        raise _refused(what)
+
+
+# ------------------------------------------------------------ gradients
+def share(packed: torch.Tensor, count: int) -> torch.Tensor:
+    """Makes a gradient its share of the mean over so many, in place; see [Note: fixed order]."""
+    return packed.div_(count).add_(0.0)
+
+
+def exchange(
+    group: Group, packed: torch.Tensor, sizes: Sequence[int] | None, count: int, label: str
+) -> tuple[torch.Tensor, Work]:
+    """Starts to send each rank its part of a micro-batch's gradients (collective).
+
+    Args:
+        packed: [N]; it has to last until the wait.
+        sizes: numel of each rank's part; None: all have the same.
+        count: K.
+        label: says what it is in errors.
+
+    Returns:
+        What came, rank by rank, [W * S], and what to wait for.
+    """
+    world = group.world_size
+    own = packed.numel() // world if sizes is None else sizes[group.rank]
+    arrived = packed.new_empty(world * own)
+    each = None if sizes is None else [own] * world
+    work = group.all_to_all(arrived, share(packed, count), each, sizes, async_op=True, label=label)
+    return arrived, work
+
+
+def contributions(arrived: torch.Tensor, world_size: int) -> Iterator[torch.Tensor]:
+    """Yields each rank's part of what came, in the order in which they are added."""
+    parts = arrived.view(world_size, -1)
+    yield parts[0].clone()  # it may become the gradient, which would keep all others in memory
+    yield from parts[1:]
+
+
+class Rounds:
+    """Counts the backwards of a step, so that none is left out of it.
+
+    Args:
+        params: those that have the sums.
+        rounds: how many backwards each rank runs in a step.
+    """
+
+    def __init__(self, params: Sequence[torch.Tensor], rounds: int) -> None:
+        self._params, self._rounds = params, rounds
+        self._count, self._has_gradients = 0, False
+
+    def begin(self) -> None:
+        """Forgets a step whose gradients have been cleared, as a backward begins."""
+        if self._count and self._has_gradients and not self._any_gradient():
+            self._count = 0
+
+    def end(self) -> None:
+        """Counts a backward that has ended."""
+        self._count = (self._count + 1) % self._rounds
+        self._has_gradients = self._any_gradient()
+
+    def _any_gradient(self) -> bool:
+        return any(p.grad is not None for p in self._params)
+
+    def are_waiting(self) -> bool:
+        """Tells whether there are more to come."""
+        return self._count > 0
+
+    def check_step(self, stepped: set[int] | None = None) -> None:
+        """Raises LifecycleError if there are, for a step over parameters with these ids (None: over all)."""
+        if self._count and (stepped is None or any(id(p) in stepped for p in self._params)):
+            raise LifecycleError(
+                f'with order="fixed" a step has {self._rounds} backwards on each rank, and step() comes after '
+                f"{self._count}. Run the others, change ReducePolicy(microbatches=...), or clear the gradients by "
+                "zero_grad()"
+            )
+
+
+# ------------------------------------------------------------ norms
+def exact_norm(
+    portions: Sequence[tuple[Sequence[torch.Tensor], Sequence[Group]]], like: torch.Tensor
+) -> torch.Tensor:
+    """Computes the norm of order 2 (0-dim) of dense gradients, however they are cut; see [Note: exact norms].
+
+    Args:
+        portions: of each its gradients here, and the groups that have the others.
+        like: has the device and dtype of the result.
+
+    Raises:
+        ConfigurationError: a compiler decides how fp64 is computed.
+    """
+    if any(not group.backend.has_storage for _, groups in portions for group in groups):
+        raise _refused(
+            "a norm of order 2 on XLA, where devices have no fp64 of their own; clip by norm_type=inf"
+        )
+    with as_plain():
+        return _exact_norm(
+            [([_real(g) for g in gradients if g.numel()], groups) for gradients, groups in portions], like
+        )
+
+
+def _exact_norm(
+    there: Sequence[tuple[Sequence[torch.Tensor], Sequence[Group]]], like: torch.Tensor
+) -> torch.Tensor:
+    found = torch.stack([_over(groups, _largest(rows, like), ReduceOp.MAX) for rows, groups in there]).amax(0)
+    exponent = torch.frexp(found[0])[1].clamp(-1000, 1000)
+    scale = torch.ldexp(torch.ones_like(found[0]), -exponent)
+    total = torch.zeros(4, dtype=torch.int64, device=like.device)
+    for rows, groups in there:
+        part = torch.zeros_like(total)
+        for row in _joined(rows):
+            part += _sums(row, scale.to(row.device)).to(like.device)
+        total += _over(groups, part, ReduceOp.SUM)
+    high, more, low, least = total.double()
+    square = (high * 2.0**_HALF + more) * 2.0**-_BITS + (low * 2.0**_HALF + least) * 2.0 ** (-2 * _BITS)
+    norm = torch.ldexp(square.sqrt(), exponent)
+    norm = torch.where(found[0] == torch.inf, found[0], norm)
+    return torch.where(found[1] > 0, torch.nan, norm).to(like.dtype)
+
+
+def _real(gradient: torch.Tensor) -> torch.Tensor:
+    plain = gradient.as_subclass(torch.Tensor)
+    return (torch.view_as_real(plain) if plain.is_complex() else plain).reshape(-1)
+
+
+def _over(groups: Sequence[Group], value: torch.Tensor, op: ReduceOp) -> torch.Tensor:
+    """Reduces a value over the ranks of all groups (collective)."""
+    for group in groups:
+        if group.world_size > 1:
+            on_device = value.to(group.backend.device())
+            group.channel("control").all_reduce(on_device, op=op, label="norm of gradients")
+            value = on_device.to(value.device)
+    return value
+
+
+def _largest(rows: Sequence[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
+    """Finds the largest magnitude, inf if there is any that is not finite, and whether there is no number, [2]."""
+    if not rows:
+        return torch.zeros(2, dtype=torch.float64, device=like.device)
+    norms = torch._foreach_norm(list(rows), torch.inf)
+    largest = torch.stack([n.to(like.device, torch.float64) for n in norms]).amax()
+    is_nan = largest.isnan()
+    return torch.stack([torch.where(is_nan, torch.inf, largest), is_nan.double()])
+
+
+def _joined(rows: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """Puts small tensors together; order and cuts don't matter."""
+    small: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+    for row in rows:
+        if row.numel() >= _CHUNK:
+            yield row
+            continue
+        together = small.setdefault((row.dtype, row.device), [])
+        together.append(row)
+        if sum(r.numel() for r in together) >= _CHUNK:
+            yield torch.cat(together)
+            together.clear()
+    yield from (torch.cat(together) for together in small.values() if together)
+
+
+def _sums(row: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """Sums both integers of the scaled squares; each sum is cut in two, [4]."""
+    whole = row.numel() - row.numel() % _CHUNK
+    at_once = (
+        1 if row.device.type == "cpu" else 256
+    )  # on the host what is computed in between stays in its cache
+    total = torch.zeros(4, dtype=torch.int64, device=row.device)
+    for block in (*row[:whole].view(-1, _CHUNK).split(at_once), row[whole:].view(1, -1)):
+        squares = block.double().mul_(scale).square_().mul_(2.0**_BITS)
+        high = squares.floor()
+        low = squares.sub_(high).mul_(2.0**_BITS).floor_()
+        sums = torch.stack((high.sum(1), low.sum(1))).long()
+        total += torch.stack((sums >> _HALF, sums & (2**_HALF - 1)), 1).sum(2).view(4)
+    return total

@@ -1,0 +1,338 @@
+"""Lets ranks have different numbers of micro-batches in a step, none too.
+
+[Note: following] A rank that is through with its micro-batches takes part in those of the others: it gathers and
+reduces what they do, in the same order, and contributes nothing. It knows the order from its own last forward. One that
+has run none yet runs the first one with another rank's inputs. So that it knows whether others go on, each rank says
+before a forward that it does, and after its last one that it does not: one exchange a micro-batch on the control
+channel, for which a rank that computes does not wait.
+
+[Note: weights] Reductions divide by the number of ranks. What is wanted is the mean over all micro-batches, so that at
+the end gradients are multiplied by that number, and divided by the sum of all weights.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable, Sequence
+from types import TracebackType
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map_only
+
+from ..backend import Group, Work
+from ..checks import all_gather_facts
+from ..errors import ConfigurationError, LifecycleError, RankMismatchError
+from ..fsdp.construct import wake
+from ..fsdp.engine import Engine
+from ..fsdp.forward import become_root
+from ..fsdp.state import ShardingState, state_of
+from ..oss.sharded_ddp import ShardedDDP
+from ..reduction.ordered import refuse_other
+from ..torch_seams.hooks import BackwardState
+from ..types import Args, Kwargs, Tree
+
+
+class _Follower(abc.ABC):
+    """What a way of sharding has to be asked for.
+
+    Attributes:
+        state: of the last backward.
+        groups: all ranks that have a part of the batch, as one group or as two (of shards and of replicas).
+        has_order: this rank knows in which order the others gather and reduce.
+    """
+
+    groups: Sequence[Group]
+    state: BackwardState
+
+    @property
+    @abc.abstractmethod
+    def has_order(self) -> bool: ...
+
+    @property
+    @abc.abstractmethod
+    def all_have_order(self) -> bool:
+        """Whether so do all."""
+
+    @abc.abstractmethod
+    def note_order(self) -> None:
+        """All know it from the end of this micro-batch on."""
+
+    @abc.abstractmethod
+    def has_local_gradients(self) -> bool:
+        """Whether gradients of this rank wait for a reduction."""
+
+    @abc.abstractmethod
+    def follow(self, accumulating: bool, forward: Callable[[], object] | None) -> None:
+        """Takes part in a micro-batch of the others (collective); in their forward by ``forward``, if it is given."""
+
+    @abc.abstractmethod
+    def reduce(self) -> None:
+        """Reduces what ``no_sync`` kept, on all ranks (collective)."""
+
+    @abc.abstractmethod
+    def scaled(self, total: float) -> list[tuple[nn.Parameter, float]]:
+        """Parameters whose gradients are reduced, each with the factor from that to a sum over ranks over ``total``."""
+
+
+class _FSDPFollower(_Follower):
+    def __init__(self, state: ShardingState) -> None:
+        wake(state)
+        self._state = state
+        self._engine: Engine = state.engine or become_root(state)
+        if not state.is_root:
+            raise LifecycleError("uneven() is for the outermost FSDP module; pass that one")
+        self.state = self._engine.state
+        self.groups = [state.group] if state.replicas is None else [state.group, state.replicas]
+
+    @property
+    def has_order(self) -> bool:
+        return self._engine.has_order
+
+    @property
+    def all_have_order(self) -> bool:
+        return self._engine.all_have_order
+
+    def note_order(self) -> None:
+        self._engine.all_have_order = True
+
+    def has_local_gradients(self) -> bool:
+        return any(unit.keeps_local and unit.has_local_gradients() for unit in self._engine.units)
+
+    def follow(self, accumulating: bool, forward: Callable[[], object] | None) -> None:
+        before = self._engine.set_accumulating([accumulating] * len(self._engine.units))
+        self._engine.follow(forward)
+        self._engine.set_accumulating(before)
+
+    def reduce(self) -> None:
+        self._engine.reduce_now(everything=True)
+
+    def scaled(self, total: float) -> list[tuple[nn.Parameter, float]]:
+        found = []
+        for unit in self._engine.units:
+            copies = 1 if unit.replicas is None else unit.replicas.world_size
+            factor = unit.divisors[0] * unit.divisors[1] * copies / total
+            found += [(listing.param, factor) for flat in unit.flats for listing in flat.listings]
+        return found
+
+
+class _ShardedDDPFollower(_Follower):
+    has_order = all_have_order = True  # the buckets'
+
+    def note_order(self) -> None:
+        """There was nothing to learn."""
+
+    def __init__(self, model: ShardedDDP) -> None:
+        self._model = model
+        self._exchange = model._connected()
+        self.state = self._exchange.state
+        self.groups = [model._group]
+
+    def has_local_gradients(self) -> bool:
+        return self.state.unreduced
+
+    def follow(self, accumulating: bool, forward: Callable[[], object] | None) -> None:
+        before, self.state.accumulating = self.state.accumulating, accumulating
+        with torch.enable_grad():
+            self._model._entered()
+            nothing = torch.zeros((), requires_grad=True).clone()
+            self._exchange.end_forward(nothing)
+        nothing.backward()
+        self.state.accumulating = before
+
+    def reduce(self) -> None:
+        self.state.unreduced = True
+        self._exchange.reduce_now()
+
+    def scaled(self, total: float) -> list[tuple[nn.Parameter, float]]:
+        return [(p, self.groups[0].world_size / total) for p in self._model.parameters()]
+
+
+class uneven:
+    """Inside, this rank may run any number of micro-batches, whatever other ranks run; no rank has to run one.
+
+    ::
+
+        with shardkit.uneven(model) as work:
+            for batch in my_batches:                       # of any number
+                loss = work.weighted(loss_of(model, batch), weight=batch.tokens)    # or the loss as it is
+                loss.backward()
+        optimizer.step()
+
+    At the end (collective) gradients are those of one process over all micro-batches of all ranks: the sum of weight
+    times gradient, over the sum of weights. Without :meth:`weighted` a micro-batch weighs 1. Losses are not divided by
+    a number of micro-batches. Where no rank has run any, there are no gradients. Those that were there before are
+    added to.
+
+    The model is the root of FSDP or ``fully_shard``, or a ShardedDDP. Each forward is followed by its backward. With
+    ``no_sync`` around all backwards of all ranks, gradients are reduced once, at the end. A rank that is through waits
+    for gathers and reductions of the others, and computes nothing. Before its first forward of all, though, it may run
+    one with another rank's inputs. Where ranks run layers that others don't, one that is through can't follow.
+
+    Args:
+        model: see above.
+
+    Raises:
+        ConfigurationError: the model is no root that is sharded, or on XLA, where ranks run one program.
+        LifecycleError: gradients that ``no_sync`` has kept wait for a reduction; an evaluation or a second forward
+            inside, before a backward.
+        RankMismatchError: some ranks are inside of ``no_sync`` and some are not.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._by = _follower_for(model)
+        self._total, self._weight = 0.0, 1.0
+        self._kept_local = self._is_following = False
+        self._before: dict[nn.Parameter, torch.Tensor] = {}
+        self._told: tuple[list[Work], torch.Tensor] | None = None  # on its way
+
+    def weighted(self, loss: torch.Tensor, weight: float) -> torch.Tensor:
+        """Returns weight * loss; the micro-batch counts so much: of samples or tokens, say, that it is a mean of."""
+        self._total += float(weight) - self._weight
+        self._weight = float(weight)
+        return loss * weight
+
+    def __enter__(self) -> uneven:
+        if self._by.has_local_gradients():
+            raise LifecycleError(
+                "gradients of a backward inside of no_sync() wait for a reduction. Run the next backward outside of "
+                "it, or call zero_grad(), before uneven()"
+            )
+        for p, _ in self._by.scaled(1.0):
+            if p.grad is not None:
+                self._before[p], p.grad = p.grad, None
+        self._hook = self._model.register_forward_pre_hook(self._begin, prepend=True, with_kwargs=True)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        self._hook.remove()
+        if error is not None:
+            for group in self._by.groups:
+                group.abort(f"it left uneven() by {type(error).__name__}: {error}")
+            return
+        self._check_backward()
+        self._is_following = True
+        while True:
+            forward = None if self._by.all_have_order else self._learn(None)
+            busy, local, total, kept = self._tell([0, 0, self._total, self._kept_local]).tolist()
+            if not busy:
+                break
+            if 0 < local < busy:
+                raise RankMismatchError(
+                    f"uneven(): {local:g} of {busy:g} ranks run a micro-batch inside of no_sync(); run all of them "
+                    "there, or none"
+                )
+            self._by.follow(bool(local), forward)
+            self._by.note_order()
+        if kept:
+            self._by.reduce()
+        self._finish(total)
+
+    def _begin(self, model: nn.Module, args: Args, kwargs: Kwargs) -> None:
+        """A forward begins: other ranks are told."""
+        if self._is_following:
+            return
+        self._check_backward()
+        if not torch.is_grad_enabled() or (isinstance(model, ShardedDDP) and not model.training):
+            raise LifecycleError(
+                "an evaluation inside of uneven(): ranks that are through could not follow. Evaluate outside of it, "
+                "on all ranks, or on gathered weights (summon_full_params)"
+            )
+        if not self._by.all_have_order:
+            self._learn((args, kwargs))
+            self._by.note_order()
+        self._weight = 1.0
+        self._total += 1.0
+        local = self._by.state.accumulating
+        self._kept_local = self._kept_local or local
+        self._tell([1, local, 0, 0])
+
+    def _check_backward(self) -> None:
+        if self._by.state.is_due:
+            raise LifecycleError(
+                "a forward inside of uneven() had no backward: ranks that are through would take part in one. Run "
+                "backward after each forward (of a loss times 0, to leave a micro-batch out)"
+            )
+
+    def _learn(self, inputs: tuple[Args, Kwargs] | None) -> Callable[[], object] | None:
+        """Where a rank that is through has never run a forward, it gets another one's inputs (collective)."""
+        shards, *replicas = [group.channel("control") for group in self._by.groups]
+        said = (inputs is not None, self._by.has_order)
+        rows: list[Tree] = [all_gather_facts(shards, said, label="uneven(): who goes on")]
+        for group in replicas:
+            rows = all_gather_facts(group, rows[0], label="uneven(): who goes on")
+        busy = [
+            (row, rank)
+            for row, facts in enumerate(rows)
+            for rank, (goes_on, _) in enumerate(facts)
+            if goes_on
+        ]
+        if not busy or all(goes_on or knows for facts in rows for goes_on, knows in facts):
+            return None
+        sent: Tree = (
+            None if inputs is None else tree_map_only(torch.Tensor, lambda t: t.detach().cpu(), inputs)
+        )
+        (row, rank), label = busy[0], "uneven(): inputs for a first forward"
+        for group in replicas if shards.rank == rank else ():
+            sent = group.broadcast_object(sent, row, label=label)
+        args, kwargs = shards.broadcast_object(sent, rank, label=label)
+        if inputs is not None or self._by.has_order:
+            return None
+        device = self._by.groups[0].backend.device()
+        args, kwargs = tree_map_only(torch.Tensor, lambda t: t.to(device), (args, kwargs))
+
+        def forward() -> None:
+            with torch.random.fork_rng(devices=[] if device.type == "cpu" else [device.index or 0]):
+                self._model(*args, **kwargs)
+
+        return forward
+
+    def _tell(self, values: Sequence[float]) -> torch.Tensor:
+        """Adds up what ranks say (collective); waits for the sum where this rank is through."""
+        if self._told is not None:
+            for work in self._told[0]:
+                work.wait()
+        groups = self._by.groups
+        said = torch.tensor(values, dtype=torch.float64).to(groups[0].backend.device())
+        works = []
+        for number, group in enumerate(groups):
+            work = group.channel("control").all_reduce(said, async_op=True, label="uneven(): who goes on")
+            if self._is_following or number < len(groups) - 1:
+                work.wait()
+            works.append(work)
+        self._told = works, said
+        return said
+
+    @torch.no_grad()
+    def _finish(self, total: float) -> None:
+        for p, factor in self._by.scaled(total) if total else ():
+            if p.grad is not None:
+                p.grad.mul_(factor)
+        for p, before in self._before.items():
+            p.grad = before if p.grad is None else p.grad.add_(before)
+
+
+def _follower_for(model: nn.Module) -> _Follower:
+    state = state_of(model)
+    by: _Follower
+    if state is not None:
+        refuse_other(state.options.reduce, "uneven(): which rank runs which micro-batch is not fixed")
+        by = _FSDPFollower(state)
+    elif isinstance(model, ShardedDDP):
+        refuse_other(model._connected().policy, "uneven(): which rank runs which micro-batch is not fixed")
+        by = _ShardedDDPFollower(model)
+    else:
+        raise ConfigurationError(
+            f"uneven() takes a model that is sharded as a whole (FSDP, fully_shard, ShardedDDP), and this "
+            f"{type(model).__name__} is not"
+        )
+    backend = by.groups[0].backend
+    if not backend.has_storage:
+        raise ConfigurationError(
+            f"uneven() on {backend.name}: ranks run one compiled program, so that all have the same number of "
+            "micro-batches; pad those that have fewer by empty ones (a loss times 0)"
+        )
+    return by

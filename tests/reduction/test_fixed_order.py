@@ -1,0 +1,235 @@
+"""``ReducePolicy(order="fixed")``: a training leaves the same bits on any number of ranks, or is refused by name."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import shardkit
+from shardkit import (
+    FSDP,
+    OSS,
+    AdaScale,
+    Compression,
+    ConfigurationError,
+    LifecycleError,
+    ReducePolicy,
+    ShardedDDP,
+    fully_shard,
+    sharding_of,
+)
+from shardkit.backends.simulated import SimulatedBackend
+from shardkit.checkpoint.tools import compare, open_checkpoint
+from shardkit.reduction.norms import clip_by_global_norm
+from shardkit.training.data import GlobalBatchSampler
+from tests.pools import rank_pool
+from tests.reduction.fixed_order import FAMILIES, OPTIMIZERS, STRATEGIES, Run, train
+
+
+def _ranks(world: int, backend: str, *args: Any, **options: Any) -> list[object]:
+    """What they leave, which is the same on all of them."""
+    each = rank_pool(world, backend).run(_trained, world, args, options)
+    assert all(one == each[0] for one in each)
+    return each[0]
+
+
+def _trained(rank: int, world: int, args: tuple[Any, ...], options: dict[str, Any]) -> list[object]:
+    return train(rank, world, *args, **options)
+
+
+@settings(max_examples=18)
+@given(
+    family=st.sampled_from(sorted(FAMILIES)), strategy=st.sampled_from(STRATEGIES),
+    optimizer=st.sampled_from(sorted(OPTIMIZERS)), clip=st.sampled_from([0.0, 0.3, 100.0]), torchs=st.booleans(),
+    worlds=st.sampled_from([(1, 2, 8), (3, 4), (1, 6), (2, 3), (4, 6)]),
+    dtype=st.sampled_from([None, None, torch.bfloat16]),
+)  # fmt: skip
+def test_drawn_programs(
+    family: str, strategy: str, worlds: tuple[int, ...], dtype: Any, **options: Any
+) -> None:
+    first, *others = [_ranks(world, "simulated", family, strategy, last=2, **options) for world in worlds]
+    assert all(other == first for other in others)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_over_gloo(world: int) -> None:
+    """Processes; DTensors too, whose norm torch's clipping takes."""
+    options: dict[str, Any] = {"clip": 0.2, "count": 6, "last": 9}
+    plain = _ranks(1, "simulated", "transformer", "units", **options)
+    for strategy in ("units", "dtensors", "sharded_ddp"):
+        assert _ranks(world, "gloo", "transformer", strategy, torchs=True, **options) == plain
+
+
+def test_a_training_goes_on_with_other_ranks(tmp_path: Path) -> None:
+    """7 steps on 1 rank are 3 on 4, 2 on 3 and 2 on 2, and leave the same checkpoint."""
+    alone, moved = tmp_path / "alone", tmp_path / "moved"
+    for strategy in ("units", "sharded_ddp"):
+        for folder in (alone, moved):
+            folder.mkdir()
+        whole = _ranks(1, "simulated", "dropped", strategy, last=7, clip=0.5, folder=str(alone))
+        told: list[object] = []
+        for world, first, last in ((4, 0, 3), (3, 3, 5), (2, 5, 7)):
+            found = _ranks(
+                world, "simulated", "dropped", strategy, first=first, last=last, clip=0.5, folder=str(moved)
+            )
+            told += found[:-1]
+        assert [*told, found[-1]] == whole
+        found_there = compare(*(open_checkpoint(str(shardkit.latest(folder))) for folder in (alone, moved)))
+        assert found_there.differences == []
+        assert found_there.tensors > 10
+        for folder in (alone, moved):
+            folder.rename(folder.with_name(f"{folder.name}_{strategy}"))
+
+
+# ------------------------------------------------------------ norms
+def _norm(rank: int, cuts: list[int], scale: float) -> tuple[float, float, list[float]]:
+    """The norm of numbers of all magnitudes, of which this rank has a part; one that is not finite; that of few."""
+    values = torch.randn(200_003, generator=torch.Generator().manual_seed(1)) * scale
+    values *= torch.logspace(-12, 0, len(values))
+    own = list(values[cuts[rank] : cuts[rank + 1]].split(70_000))
+    group = SimulatedBackend().group(None)
+    like = torch.zeros((), dtype=torch.float64)
+
+    def norm(gradients: list[torch.Tensor], norm_type: float = 2.0) -> float:
+        portion = (gradients, (group,))
+        return float(clip_by_global_norm([portion], [], like, 1.0, norm_type, in_order=True))  # type: ignore[list-item]
+
+    broken = [norm([*own, torch.tensor([bad])] if rank == 0 else own) for bad in (math.inf, math.nan)]
+    return norm(own), norm(own, math.inf), [*broken, norm([])]
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-25, 1e18])
+def test_norms_of_any_cut(scale: float) -> None:
+    found = set()
+    for cuts in ([0, 200_003], [0, 7, 200_003], [0, 65_536, 65_536, 190_001, 200_003]):
+        for norm, largest, (infinite, broken, none) in rank_pool(len(cuts) - 1, "simulated").run(
+            _norm, cuts, scale
+        ):
+            found.add((norm, largest))
+            assert math.isinf(infinite)
+            assert math.isnan(broken)
+            assert none == 0.0
+    [(norm, _)] = found
+    values = torch.randn(200_003, generator=torch.Generator().manual_seed(1)) * scale
+    squares = (values * torch.logspace(-12, 0, len(values))).double().square()
+    assert norm == pytest.approx(math.sqrt(math.fsum(squares.tolist())), rel=1e-15)
+
+
+# ------------------------------------------------------------ what is refused
+def _refused(rank: int) -> None:
+    def fails(kind: type[Exception], word: str, make: Any) -> None:
+        with pytest.raises(kind, match=word):
+            make()
+
+    fixed = ReducePolicy(order="fixed", microbatches=4)
+    fails(ConfigurationError, "can't share them evenly", lambda: Run("mlp", "fsdp", microbatches=3))
+    norm = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    fails(ConfigurationError, "'1', a BatchNorm1d", lambda: FSDP(norm, reduce=fixed))
+    oss = OSS(norm.parameters(), torch.optim.SGD, lr=0.1)
+    fails(ConfigurationError, "BatchNorm1d", lambda: ShardedDDP(norm, oss, reduce=fixed))
+    table = nn.Sequential(nn.Embedding(4, 2, sparse=True), nn.Linear(2, 2))
+    oss = OSS(table.parameters(), torch.optim.SGD, lr=0.1)
+    fails(ConfigurationError, "sparse", lambda: ShardedDDP(table, oss, reduce=fixed))
+    linear = nn.Linear(2, 2)
+    scaled = AdaScale(OSS(linear.parameters(), torch.optim.SGD, lr=0.1))
+    fails(ConfigurationError, "AdaScale", lambda: ShardedDDP(linear, scaled, reduce=fixed))
+    mixed = FSDP(nn.Sequential(FSDP(nn.Linear(2, 2), reduce=fixed), nn.Linear(2, 2)))
+    fails(ConfigurationError, "the same for all units", lambda: mixed(torch.ones(1, 2)))
+    for strategy in ("units", "fsdp", "sharded_ddp"):
+        run = Run("mlp", strategy, "sgd", microbatches=4)
+        with pytest.raises(LifecycleError, match="no_sync"):
+            with (run.model if hasattr(run.model, "no_sync") else sharding_of(run.model)).no_sync():
+                pass
+        fails(ConfigurationError, "norm of order 1", lambda run=run: _clip_by_one(run))
+        run.backward(rank, 1)
+        fails(LifecycleError, "has 2 backwards on each rank, and step.. comes after 1", run.optimizer.step)
+        run.backward(2 + rank, 1)
+        run.optimizer.step()
+        run.backward(4 + rank, 1)  # a step that is left out midway
+        run.model.zero_grad()
+        run.optimizer.zero_grad()
+        for k in (6, 8):
+            run.backward(k + rank, 1)
+        run.optimizer.step()
+    fails(ConfigurationError, "AdaScale", lambda: AdaScale(Run("mlp", "fsdp", "sgd").optimizer))
+
+
+def _clip_by_one(run: Run) -> None:
+    for k in (0, 1):
+        run.backward(k, 1)
+    try:
+        if isinstance(run.optimizer, OSS):
+            run.optimizer.clip_grad_norm(1.0, norm_type=1.0)
+        else:
+            sharding_of(run.model).clip_grad_norm_(1.0, 1.0)
+    finally:
+        run.model.zero_grad()
+        run.optimizer.zero_grad()
+
+
+def test_what_is_refused() -> None:
+    rank_pool(2, "simulated").run(_refused)
+    for options in (
+        {"predivide": 2.0}, {"compression": Compression()}, {"microbatches": 0}, {"order": "arrival"}
+    ):  # fmt: skip
+        with pytest.raises(ConfigurationError):
+            ReducePolicy(**{"order": "fixed", **options})
+    with pytest.raises(ConfigurationError, match="microbatches is 4"):
+        ReducePolicy(microbatches=4)
+
+
+def _replicas(rank: int) -> None:
+    backend = SimulatedBackend()
+    shards, replicas = shardkit.hybrid_groups(2, backend=backend)
+    with pytest.raises(ConfigurationError, match="replicas"):
+        fully_shard(
+            nn.Linear(2, 2),
+            group=shards,
+            replicas=replicas,
+            reduce=ReducePolicy(order="fixed"),
+            backend=backend,
+        )
+
+
+def test_replicas_are_refused() -> None:
+    rank_pool(4, "simulated").run(_replicas)
+
+
+# ------------------------------------------------------------ micro-batches
+def test_samples_of_microbatches() -> None:
+    """The k-th micro-batch has the same samples on any number of ranks; what is left over is less than a step."""
+    found = []
+    for world in (1, 2, 3, 6):
+        each = [
+            list(
+                GlobalBatchSampler(
+                    range(63), 12, seed=3, drop_last=True, num_replicas=world, rank=r, microbatches=6
+                )
+            )
+            for r in range(world)
+        ]
+        found.append([each[k % world][k // world] for k in range(sum(map(len, each)))])
+    assert found[0] == found[1] == found[2] == found[3]
+    assert len(found[0]) == 30
+    with pytest.raises(ConfigurationError, match="6 micro-batches for 4 ranks"):
+        GlobalBatchSampler(range(63), 12, num_replicas=4, rank=0, microbatches=6)
+
+
+def test_random_numbers_are_a_microbatchs() -> None:
+    before = torch.get_rng_state()
+    drawn = []
+    for number in (0, 1, 0):
+        with shardkit.microbatch(number):
+            drawn.append(torch.rand(3))
+    assert torch.equal(drawn[0], drawn[2])
+    assert not torch.equal(drawn[0], drawn[1])
+    assert torch.equal(torch.get_rng_state(), before)
+    with shardkit.microbatch(0, seed=1):
+        assert not torch.equal(torch.rand(3), drawn[0])
