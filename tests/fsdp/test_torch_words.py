@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed._composable import checkpoint
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
@@ -459,7 +460,10 @@ def _on_threads(rank: int) -> None:
     def run(number: int) -> None:
         try:
             dist.init_process_group("threaded", rank=number, world_size=2, store=store)
-            model, mesh = Net(), init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard"))
+            model, mesh = (
+                models[number],
+                init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard")),
+            )
             for part in (*model.layers, model):
                 fully_shard(part, mesh=mesh)
             loss_of(model, number, 0).backward()
@@ -469,7 +473,7 @@ def _on_threads(rank: int) -> None:
             failed.append(error)
             raise
 
-    plain = Net()
+    plain, *models = Net(), Net(), Net()  # threads share a generator
     torch.stack([loss_of(plain, r, 0) for r in range(2)]).mean().backward()
     torch.optim.SGD(plain.parameters(), lr=0.1).step()
     theirs._install_threaded_pg()
@@ -645,6 +649,13 @@ def _small_words(rank: int) -> None:
     torch.testing.assert_close(
         model.inner.weight.grad.full_tensor(), _mean(x.sum(0).expand(4, 4).contiguous()), rtol=1e-5, atol=1e-5
     )
+
+    # torch's other wrappers of this kind, which look for their state where FSDP2 has its own
+    model = fully_shard(checkpoint(copy.deepcopy(plain)), reshard_after_forward=True)
+    for m in (model, copy.deepcopy(model)):
+        m(x).sum().backward()
+        torch.testing.assert_close(m.inner.bias.grad.full_tensor(), torch.full((4,), 2.0))
+        assert checkpoint.state(m).enable_hook  # type: ignore[attr-defined]
 
     # as torch's pipelines reduce, after the last of their micro-batches
     model = fully_shard(copy.deepcopy(plain), reshard_after_forward=True)
